@@ -1,0 +1,369 @@
+"""Every knob of a run, typed and validated, with its source.
+
+Sources are abbreviated in the field documentation: *paper* is the CVPR 2024 text taken literally, *released* is the
+authors' public code (AnAppleCore/MOSE, commit c24a0e6), *choice* is ours where neither decides. :data:`PRESETS` pins every
+switch of :class:`MoseOptions` for both presets; the README prints the same table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["PRESETS", "ConfigError", "MoseOptions", "RunConfig", "StreamConfig", "near_matches", "preset_table"]
+
+
+class ConfigError(ValueError):
+    """A setting has a value that the run cannot use; the message names the setting, the value and what is wanted."""
+
+
+def near_matches(name: str, known: list[str]) -> str:
+    """Returns ``"; did you mean 'a' or 'b'?"`` for the known names close to ``name``, else the list of all."""
+    close = get_close_matches(name, known, n=3, cutoff=0.5)
+    if close:
+        return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "; known: " + ", ".join(known)
+
+
+def _choice(owner: str, name: str, value: Any, allowed: tuple) -> None:
+    if value not in allowed or type(value) is bool and True not in allowed:
+        raise ConfigError(f"{owner}{name} is {value!r}; wanted one of {', '.join(map(repr, allowed))}")
+
+
+def _number(owner: str, name: str, value: Any, kind: type, low: float, *, open_low: bool = False) -> None:
+    kinds = (int,) if kind is int else (int, float)
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and value == value and value not in (float("inf"), float("-inf"))
+    if not fits or value < low or (open_low and value == low):
+        what = "an integer" if kind is int else "a number"
+        raise ConfigError(f"{owner}{name} is {value!r}; wanted {what} {'above' if open_low else 'of at least'} {low}")
+
+
+def _flag(owner: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{owner}{name} is {value!r}; wanted true or false")
+
+
+def _knob(default: Any, doc: str, source: str) -> Any:
+    return field(default=default, metadata={"doc": doc, "source": source})
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """What arrives: the data set, how it is split into tasks and in which order its classes come.
+
+    Attributes:
+        name: A registered stream (``mose-fast list streams``), a folder ``class/file.jpg`` with ``train`` and ``test``, or an ``.npz`` file.
+        data_dir: Folder that holds the data set's files; None means ``~/.cache/mose_fast``.
+        tasks: Number of tasks the classes are split into, equally and in class order; None means the stream's own default.
+        batch: Incoming images a step (B = 10 in the paper, section 5.1).
+        limit_per_task: Keep at most this many training images a task, balanced over its classes; None keeps all.
+        class_order_seed: None keeps the natural label order (released); a number draws the order of classes from it.
+        normalisation: Name of the constants (``mose_fast.streams.NORMALISATIONS``); None means the stream's default.
+    """
+
+    name: str = "digits"
+    data_dir: str | None = None
+    tasks: int | None = None
+    batch: int = 10
+    limit_per_task: int | None = None
+    class_order_seed: int | None = None
+    normalisation: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"stream.name is {self.name!r}; wanted the name of a stream, a folder or an .npz file")
+        _number("stream.", "batch", self.batch, int, 1)
+        for name, low in (("tasks", 1), ("limit_per_task", 1), ("class_order_seed", 0)):
+            if getattr(self, name) is not None:
+                _number("stream.", name, getattr(self, name), int, low)
+
+
+@dataclass(frozen=True)
+class MoseOptions:
+    """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in :data:`PRESETS`.
+
+    Each field's metadata holds ``doc`` (what it does) and ``source`` (where both presets' values come from).
+    """
+
+    # The network
+    experts: int = _knob(4, "branch points: 1 to 8; 4 reads the network after each residual stage", "paper 4.1; released; figure of 1 to 8 from the code's history")
+    attention: bool = _knob(True, "attention gate before the alignment of every expert but the last", "only in the released code")
+    adapter: bool = _knob(True, "Linear(D, D) on the student's feature before distillation", "only in the released code")
+    init: str = _knob("kaiming_fan_out", "initialisation of convolutions: kaiming_fan_out | default (PyTorch's)", "released; the paper is silent")
+    projection: int = _knob(128, "width of the contrastive projection", "paper, appendix; released")
+
+    # The losses
+    ce: str = _knob("all", "experts with cross-entropy: off | last | all", "paper, ablation table")
+    scl: str = _knob("all", "experts with supervised contrastive loss: off | last | all", "paper, ablation table")
+    distil: str = _knob("rsd", "rsd (experts teach the student) | sd (the student teaches them) | off", "paper 4.2 and table SD vs. RSD")
+    student: int | None = _knob(None, "expert that is distilled into, from 1; null: the deepest", "paper, appendix on RSD variations")
+    rsd_reduction: str = _knob("frobenius", "frobenius: one norm of the whole batch's difference | mean_of_norms: per image, averaged", "released: one norm; paper: eq. RSD averages")
+    separate_ce: bool = _knob(True, "new rows use only the current task's classes; false: one cross-entropy over all rows and classes", "paper, eq. new CE; released")
+    ce_buffer_weight: float = _knob(2.0, "weight of the buffer rows' cross-entropy", "released: 2; paper: 1")
+    temperature: float = _knob(0.07, "temperature of the contrastive loss", "released; SCR")
+
+    # The composition of a step
+    buffer_batch: int = _knob(64, "rows of the buffer set", "paper 5.1; released")
+    new_extra: int = _knob(22, "rows of the current task drawn from memory into the new set, at most", "released: 64 / 2 - 10; paper: none")
+    incoming_copies: bool = _knob(True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only")
+    replay_from: str = _knob("others", "buffer rows come from: others (every task but the current) | all", "released: others; paper: the memory")
+    per_class_cap: int | None = _knob(7, "at most this many old rows for each class seen so far; null: no cap", "released: 7; paper: none")
+    first_task: str = _knob("joint", "joint: in task 0 memory rows join the new set and one cross-entropy covers all classes | same: as later tasks", "released: joint; paper: same")
+    skip_first_batch: bool = _knob(True, "the first batch of the stream only enters the memory", "released (its memory is empty then); paper: trained on")
+    current_classes: str = _knob("seen", "classes of the current task: seen (so far in it) | task (all of it, known at its start)", "released: seen; paper: C^t")
+
+    # The views
+    augment: str = _knob("ocm", "ocm (gray, crop) | simclr (flip, gray, crop) | scr (crop, flip, jitter, gray) | none", "released default: ocm; paper: simclr")
+    inner_views: int = _knob(2, "fixed copies of every row: 1 | 2 (mirror) | 4 (each half mirrored or not) | 16 (and quarter turns)", "released: 2; the paper describes 4 and doubles: 2")
+    jitter_domain: str = _knob("unit", "colour jitter acts on: unit (images in [0, 1]) | normalised (clamping them, as released)", "choice; released: normalised")
+    mirror: str = _knob("auto", "mirroring and random flips: auto (off where they change labels) | on | off", "choice; both sources only know natural images")
+
+    # The optimiser
+    lr: float = _knob(1e-3, "learning rate of Adam", "paper 5.1; released")
+    weight_decay: float = _knob(1e-4, "weight decay of Adam, added to the gradient", "paper 5.1; released")
+    beta1: float = _knob(0.9, "first moment's decay", "released (PyTorch's default)")
+    beta2: float = _knob(0.999, "second moment's decay", "released (PyTorch's default)")
+    eps: float = _knob(1e-8, "Adam's epsilon", "released (PyTorch's default)")
+
+    # The classifier of predict()
+    classifier: str = _knob("ncm", "ncm (nearest class mean) | linear", "paper 5.1; released")
+    expert: str = _knob("last", "last | 1 ... experts | mean (over all experts)", "paper: MOSE is the last expert, MOE-MOSE the mean")
+    mean_of_experts: str = _knob("distance", "mean of experts averages: distance (squared, to class means) | logit", "released: distance; paper 4.2: logits")
+
+    def __post_init__(self) -> None:
+        own = "options."
+        _number(own, "experts", self.experts, int, 1)
+        if self.experts > 8:
+            raise ConfigError(f"options.experts is {self.experts}; wanted 1 to 8, the residual blocks of a ResNet-18")
+        for name in ("attention", "adapter", "separate_ce", "incoming_copies", "skip_first_batch"):
+            _flag(own, name, getattr(self, name))
+        for name, allowed in {
+            "init": ("kaiming_fan_out", "default"),
+            "ce": ("off", "last", "all"),
+            "scl": ("off", "last", "all"),
+            "distil": ("rsd", "sd", "off"),
+            "rsd_reduction": ("frobenius", "mean_of_norms"),
+            "replay_from": ("others", "all"),
+            "first_task": ("joint", "same"),
+            "current_classes": ("seen", "task"),
+            "augment": ("ocm", "simclr", "scr", "none"),
+            "inner_views": (1, 2, 4, 16),
+            "jitter_domain": ("unit", "normalised"),
+            "mirror": ("auto", "on", "off"),
+            "classifier": ("ncm", "linear"),
+            "expert": ("last", "mean", *(str(i) for i in range(1, self.experts + 1))),
+            "mean_of_experts": ("distance", "logit"),
+        }.items():
+            _choice(own, name, getattr(self, name), allowed)
+        if self.student is not None:
+            _choice(own, "student", self.student, tuple(range(1, self.experts + 1)))
+        for name in ("projection", "buffer_batch"):
+            _number(own, name, getattr(self, name), int, 1)
+        _number(own, "new_extra", self.new_extra, int, 0)
+        if self.per_class_cap is not None:
+            _number(own, "per_class_cap", self.per_class_cap, int, 1)
+        for name in ("temperature", "lr", "eps"):
+            _number(own, name, getattr(self, name), float, 0, open_low=True)
+        for name in ("ce_buffer_weight", "weight_decay", "beta1", "beta2"):
+            _number(own, name, getattr(self, name), float, 0)
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(f"options.{name} is {getattr(self, name)!r}; wanted a number in [0, 1)")
+        if self.ce == "off" and self.scl == "off":
+            raise ConfigError("options.ce and options.scl are both 'off'; wanted at least one loss to train with")
+
+    @property
+    def student_index(self) -> int:
+        """The student's position among the experts, from 0."""
+        return (self.student or self.experts) - 1
+
+
+#: What each preset sets differently from :class:`MoseOptions`' defaults. ``released`` is the default itself.
+PRESETS: dict[str, dict[str, Any]] = {
+    "released": {},
+    "paper": {
+        "attention": False,
+        "adapter": False,
+        "rsd_reduction": "mean_of_norms",
+        "ce_buffer_weight": 1.0,
+        "new_extra": 0,
+        "incoming_copies": False,
+        "replay_from": "all",
+        "per_class_cap": None,
+        "first_task": "same",
+        "skip_first_batch": False,
+        "current_classes": "task",
+        "augment": "simclr",
+        "mean_of_experts": "logit",
+    },
+}
+
+
+def preset_table() -> list[tuple[str, str, str, str, str]]:
+    """Rows (switch, released, paper, meaning, source) for every field of :class:`MoseOptions`."""
+
+    def show(value: Any) -> str:
+        return json.dumps(value) if not isinstance(value, str) else value
+
+    presets = {name: MoseOptions(**changes) for name, changes in PRESETS.items()}
+    return [
+        (f.name, show(getattr(presets["released"], f.name)), show(getattr(presets["paper"], f.name)), f.metadata["doc"], f.metadata["source"])
+        for f in dataclasses.fields(MoseOptions)
+    ]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, complete: the same configuration gives the same result on the same machine.
+
+    Attributes:
+        method: Name of the learner (``mose-fast list methods``).
+        preset: ``released`` or ``paper``; ``options`` holds what it expands to, so later edits stay visible.
+        stream: What arrives.
+        options: The method's switches.
+        memory: Slots of the replay memory (M).
+        width: Channels of the first stage; 64 is the full ResNet-18.
+        epochs: Passes over each task's data (1 in online learning; more for the study of section 3.3). The memory is
+            updated in the first only. With ``train_on`` ``final_memory``: passes over the final memory.
+        train_on: ``stream``, or ``final_memory``: the stream only fills the memory, then the network trains on it (joint).
+        seed: Initial weights, order within tasks, memory decisions and augmentations.
+        device: ``cpu`` or ``cuda`` (``cuda:1`` ...); ``auto`` takes the card where there is one.
+        precision: ``fp32``, or ``bf16`` for the network (similarities, softmaxes and norms stay fp32).
+        deterministic: On CUDA, use deterministic kernels only, so that resuming is exact. The CPU always is.
+        evaluation_batch: Images a forward pass of an evaluation.
+        checkpoint_every: Steps between checkpoints within a task; None: at task ends only.
+    """
+
+    method: str = "mose"
+    preset: str = "released"
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    options: MoseOptions = field(default_factory=MoseOptions)
+    memory: int = 1000
+    width: int = 64
+    epochs: int = 1
+    train_on: str = "stream"
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "fp32"
+    deterministic: bool = False
+    evaluation_batch: int = 256
+    checkpoint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ConfigError(f"preset is {self.preset!r}, which is unknown{near_matches(str(self.preset), list(PRESETS))}")
+        for name in ("memory", "width", "epochs", "evaluation_batch"):
+            _number("", name, getattr(self, name), int, 1)
+        _number("", "seed", self.seed, int, 0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed is {self.seed}; wanted an integer below 2**63")
+        if self.checkpoint_every is not None:
+            _number("", "checkpoint_every", self.checkpoint_every, int, 1)
+        _choice("", "train_on", self.train_on, ("stream", "final_memory"))
+        _choice("", "precision", self.precision, ("fp32", "bf16"))
+        _flag("", "deterministic", self.deterministic)
+        kind, _, index = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
+        if self.device not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isdigit()):
+            raise ConfigError(f"device is {self.device!r}; wanted auto, cpu, cuda or cuda:N")
+        if self.memory < self.options.buffer_batch:
+            raise ConfigError(
+                f"memory is {self.memory}, smaller than options.buffer_batch, {self.options.buffer_batch}; "
+                "wanted a memory of at least one buffer batch (a larger memory or a smaller options.buffer_batch)"
+            )
+
+    @classmethod
+    def create(cls, preset: str = "released", stream: str | StreamConfig | Mapping | None = None, options: Mapping | None = None, **settings: Any) -> RunConfig:
+        """Builds a configuration from a preset and what differs from it.
+
+        Args:
+            preset: ``released`` or ``paper``.
+            stream: Name of a stream, a :class:`StreamConfig` or a mapping of its fields.
+            options: Fields of :class:`MoseOptions` that differ from the preset.
+            **settings: The other fields of :class:`RunConfig`.
+
+        Raises:
+            ConfigError: A name is unknown or a value is out of range.
+        """
+        if isinstance(stream, str):
+            stream = {"name": stream}
+        if not isinstance(stream, StreamConfig):
+            stream = _build(StreamConfig, stream or {}, "stream.")
+        return _build(cls, {**settings, "preset": preset, "stream": stream, "options": {**PRESETS.get(preset, {}), **(options or {})}}, "")
+
+    @classmethod
+    def from_dict(cls, values: Mapping) -> RunConfig:
+        """The inverse of :meth:`to_dict`. Fields that are missing take the preset's value, unknown ones are an error."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"a configuration is a table of settings, not {type(values).__name__}")
+        return cls.create(**{"preset": "released", **values})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def changes_from_preset(self) -> dict[str, Any]:
+        """The options that differ from what :attr:`preset` pins."""
+        pinned = MoseOptions(**PRESETS[self.preset])
+        return {f.name: getattr(self.options, f.name) for f in dataclasses.fields(MoseOptions) if getattr(self.options, f.name) != getattr(pinned, f.name)}
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunConfig:
+        """Reads a ``.json`` or ``.toml`` file.
+
+        Raises:
+            ConfigError: The file is missing, is no valid JSON or TOML, or holds unusable settings; the message names the file.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+            values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from error
+        try:
+            return cls.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def to_json(self) -> str:
+        """The configuration as JSON text."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def to_toml(self) -> str:
+        """The configuration as TOML text. TOML has no null: fields that are None are left out, and None is their default."""
+        values = {key: _without_none(value) if isinstance(value, dict) else value for key, value in self.to_dict().items()}
+        text = tomli_w.dumps(_without_none(values))
+        if RunConfig.from_dict(tomllib.loads(text)) != self:
+            raise ConfigError("this configuration cannot be written as TOML: a field that the preset sets is None here; use JSON")
+        return text
+
+
+def _without_none(values: Mapping) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _build(kind: type, values: Mapping, owner: str) -> Any:
+    """Constructs the dataclass ``kind`` from a mapping, nested tables included; unknown names are refused with near matches."""
+    known = {f.name for f in dataclasses.fields(kind)}
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{owner}{name} is not a setting{near_matches(str(name), sorted(known))}")
+    values = dict(values)
+    for name, nested in (("stream", StreamConfig), ("options", MoseOptions)):
+        if kind is RunConfig and isinstance(values.get(name), Mapping):
+            values[name] = _build(nested, values[name], f"{name}.")
+    return kind(**values)

@@ -1,0 +1,22 @@
+"""The network: backbone, alignment modules, attention gates, experts with their heads, nearest-class-mean classifier."""
+
+from mose_fast.nn.alignment import AlignmentModule, AttentionGate, DownBlock
+from mose_fast.nn.backbone import BasicBlock, Stem
+from mose_fast.nn.class_means import ClassMeans
+from mose_fast.nn.cost import Cost, count_cost
+from mose_fast.nn.experts import BRANCH_POINTS, ExpertNetwork, ExpertOutputs, check_image_size
+
+__all__ = [
+    "BRANCH_POINTS",
+    "AlignmentModule",
+    "AttentionGate",
+    "BasicBlock",
+    "ClassMeans",
+    "Cost",
+    "DownBlock",
+    "ExpertNetwork",
+    "ExpertOutputs",
+    "Stem",
+    "check_image_size",
+    "count_cost",
+]

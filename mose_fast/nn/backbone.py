@@ -1,0 +1,52 @@
+"""ResNet-18 for small images: the backbone that all experts share (mose.md section 2, paper section 5.1)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["STAGE_STRIDES", "BasicBlock", "Stem"]
+
+#: First stride of each residual stage.
+STAGE_STRIDES = (1, 2, 2, 2)
+
+
+class Stem(nn.Module):
+    """3x3 convolution, batch norm, ReLU; no max-pool, so that 32x32 images keep their size."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)))
+
+
+class Shortcut(nn.Module):
+    """1x1 convolution and batch norm on the residual path, where a block changes the shape."""
+
+    def __init__(self, channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, out_channels, 1, stride=stride, bias=False)
+        self.norm = nn.BatchNorm2d(out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm around a residual connection (He et al. 2016)."""
+
+    def __init__(self, channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out_channels, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
+        changes_shape = stride != 1 or channels != out_channels
+        self.shortcut: nn.Module = Shortcut(channels, out_channels, stride) if changes_shape else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))

@@ -1,0 +1,62 @@
+"""Nearest-class-mean classification for every expert (paper section 5.1; mose.md section 7)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["ClassMeans"]
+
+
+class ClassMeans:
+    """The prototypes of all experts: for each class the normalised mean of its normalised features.
+
+    A class without a sample has no prototype and is never predicted (the released code draws a random one).
+
+    Args:
+        features: float [E, N, D], the experts' aligned features of the replay memory, evaluation mode.
+        labels: int64 [N].
+        classes: Number of classes K.
+
+    Attributes:
+        means: float32 [E, K, D]; rows of classes without samples are zero.
+        known: bool [K], the classes that have a prototype.
+    """
+
+    def __init__(self, features: Tensor, labels: Tensor, classes: int) -> None:
+        features = F.normalize(features.float(), dim=-1)
+        counts = torch.bincount(labels, minlength=classes)
+        if len(counts) > classes:
+            raise ValueError(f"labels reach {len(counts) - 1}; wanted labels below classes, {classes}")
+        sums = features.new_zeros(features.shape[0], classes, features.shape[2]).index_add_(1, labels, features)
+        self.known = counts > 0
+        self.means = F.normalize(sums / counts.clamp_min(1).unsqueeze(-1), dim=-1)
+
+    def distances(self, features: Tensor) -> Tensor:
+        """Squared Euclidean distances between normalised ``features`` [E, N, D] and the prototypes.
+
+        Returns:
+            float64 [E, N, K]; infinite for classes without a prototype.
+        """
+        # In float64, since prototypes of an untrained network lie within 1e-4 of each other: |a|^2 + |m|^2 - 2am would cancel.
+        features, means = F.normalize(features.float(), dim=-1).double(), self.means.double()
+        squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1).unsqueeze(1)
+        return (squares - 2 * features @ means.transpose(1, 2)).masked_fill(~self.known, float("inf"))
+
+    def predict(self, features: Tensor) -> Tensor:
+        """Labels by expert and by the mean of experts.
+
+        Args:
+            features: float [E, N, D].
+
+        Returns:
+            int64 [E + 1, N]: a row per expert, then the row of the mean of their squared distances.
+
+        Raises:
+            ValueError: No class has a prototype.
+        """
+        if not self.known.any():
+            raise ValueError("the replay memory is empty, so no class has a mean; wanted at least one stored sample before predicting")
+        distances = self.distances(features)
+        return torch.cat([distances, distances.mean(0, keepdim=True)]).argmin(-1)

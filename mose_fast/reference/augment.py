@@ -1,0 +1,140 @@
+"""Views of images in plain PyTorch: applies parameters that were drawn before (mose.md section 5).
+
+Everything acts on float images [N, 3, H, W]. An orientation code is an int: bit 0 mirrors the upper half of the image left-right,
+bit 1 the lower half (3 is the ordinary mirror), bits 2 and 3 count quarter turns, counter-clockwise, applied afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["MIRROR", "apply_views", "crop", "grayscale", "jitter", "orient"]
+
+#: Orientation code of the full mirror.
+MIRROR = 3
+
+#: Weights of red, green and blue in a grey value (ITU-R BT.601).
+_GREY_WEIGHTS = (0.299, 0.587, 0.114)
+
+
+def orient(images: Tensor, code: int) -> Tensor:
+    """Images in one of the sixteen orientations.
+
+    Raises:
+        ValueError: The code is outside 0 to 15, or turns images that are not square.
+    """
+    if not 0 <= code < 16:
+        raise ValueError(f"orientation code is {code}; wanted 0 to 15")
+    half = images.shape[2] // 2
+    if code & 3 == MIRROR:
+        images = images.flip(3)
+    elif code & 3:
+        upper, lower = images[:, :, :half], images[:, :, half:]
+        images = torch.cat([upper.flip(3), lower] if code & 1 else [upper, lower.flip(3)], dim=2)
+    turns = code >> 2
+    if turns % 2 and images.shape[2] != images.shape[3]:
+        raise ValueError(f"orientation code {code} turns images of {images.shape[2]}x{images.shape[3]}; wanted square images")
+    return images.rot90(turns, dims=(2, 3)) if turns else images
+
+
+def crop(images: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Resized crop: bilinear sampling of a window, stretched to the image's own size, reflection beyond the border.
+
+    Args:
+        images: [N, 3, H, W].
+        scale: [N, 2], the window's width and height as fractions of the image's.
+        offset: [N, 2], the window's centre (x, y) in half image sizes, from the image's centre.
+    """
+    theta = images.new_zeros(len(images), 2, 3)
+    theta[:, 0, 0], theta[:, 1, 1], theta[:, :, 2] = scale[:, 0], scale[:, 1], offset
+    grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+
+
+def grayscale(images: Tensor) -> Tensor:
+    """The grey value of each pixel in all three channels."""
+    weights = images.new_tensor(_GREY_WEIGHTS).view(1, 3, 1, 1)
+    return (images * weights).sum(1, keepdim=True).expand(-1, 3, -1, -1)
+
+
+def _to_hsv(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Hue in turns, saturation, value. The hue is the angle in the chromaticity plane (as released), not the piecewise linear one."""
+    red, green, blue = images.unbind(1)
+    value, low = images.amax(1), images.amin(1)
+    turns = torch.atan2(math.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * math.pi)
+    saturation = torch.where(value == 0, 0, (value - low) / value.masked_fill(value == 0, 1))
+    return turns.remainder(1), saturation, value
+
+
+def _from_hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
+    sextant = hue.unsqueeze(1) * 6 + hue.new_tensor([5.0, 3.0, 1.0]).view(1, 3, 1, 1)
+    distance = sextant.remainder(6)
+    share = torch.minimum(distance, 4 - distance).clamp(0, 1)
+    value = value.unsqueeze(1)
+    return value - value * saturation.unsqueeze(1) * share
+
+
+def jitter(images: Tensor, factors: Tensor, contrast_first: Tensor) -> Tensor:
+    """Colour jitter of images in [0, 1], clamped to that range.
+
+    Args:
+        images: [N, 3, H, W].
+        factors: [N, 4]: hue in units of 255/360 turns (as released), then factors of saturation, value and contrast.
+        contrast_first: bool [N]: contrast before hue, saturation and value, or after them.
+    """
+
+    def contrast(x: Tensor) -> Tensor:
+        mean = x.mean(dim=(2, 3), keepdim=True)
+        return ((x - mean) * factors[:, 3].view(-1, 1, 1, 1) + mean).clamp(0, 1)
+
+    def colour(x: Tensor) -> Tensor:
+        hue, saturation, value = _to_hsv(x)
+        hue = (hue + factors[:, 0].view(-1, 1, 1) * (255 / 360)).remainder(1)
+        saturation = (saturation * factors[:, 1].view(-1, 1, 1)).clamp(0, 1)
+        return _from_hsv(hue, saturation, (value * factors[:, 2].view(-1, 1, 1)).clamp(0, 1))
+
+    first = contrast_first.view(-1, 1, 1, 1)
+    return torch.where(first, colour(contrast(images)), contrast(colour(images)))
+
+
+def apply_views(
+    images: Tensor,
+    codes: Tensor,
+    factors: Tensor,
+    mean: Tensor,
+    std: Tensor,
+    *,
+    jitter_normalised: bool = False,
+) -> Tensor:
+    """Augments images by parameters drawn with ``draw_augment_parameters`` and normalises them.
+
+    Order: mirror, crop, jitter (before normalisation, or after it as released), normalise, grey. Crop and mirror act on pixels
+    before normalisation, which is the same since both only average pixels of one channel.
+
+    Args:
+        images: float [N, 3, H, W] in [0, 1].
+        codes: int32 [N, 6]: mirror, crop width, crop height, offset x, offset y (pixels; offsets are in half pixels of the
+            image, see ``crop``), flags (bit 0 grey, bit 1 jitter, bit 2 contrast first).
+        factors: float32 [N, 4], see :func:`jitter`.
+        mean: float [3], std: float [3]: of images in [0, 1].
+        jitter_normalised: Jitter the normalised images, clamping them to [0, 1], as the released code does.
+
+    Returns:
+        float [N, 3, H, W], normalised.
+    """
+    size = images.new_tensor([images.shape[3], images.shape[2]])
+    images = torch.where(codes[:, 0].view(-1, 1, 1, 1) != 0, images.flip(3), images)
+    images = crop(images, codes[:, 1:3] / size, codes[:, 3:5] / size)
+    flags = codes[:, 5]
+    jittered = (flags & 2 != 0).view(-1, 1, 1, 1)
+    contrast_first = flags & 4 != 0
+    if not jitter_normalised:
+        images = torch.where(jittered, jitter(images, factors, contrast_first), images)
+    images = (images - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1)
+    if jitter_normalised:
+        images = torch.where(jittered, jitter(images, factors, contrast_first), images)
+    return torch.where((flags & 1 != 0).view(-1, 1, 1, 1), grayscale(images), images)

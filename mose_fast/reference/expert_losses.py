@@ -1,0 +1,149 @@
+"""The losses of MOSE in plain PyTorch: the definition that every kernel is tested against.
+
+Half-precision inputs are computed in float32, float64 stays float64. Notation as in mose.md: n(v) = v / max(||v||, 1e-12).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["expert_losses", "masked_cross_entropy", "self_distillation", "supcon_loss"]
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def supcon_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Supervised contrastive loss over one batch of views (paper eq. for L_scl; Khosla et al. 2020).
+
+    For an anchor i with positives P(i) = {j != i, y_j = y_i}: -(1/|P(i)|) sum_p (s_ip - log sum_{j != i} exp s_ij), with
+    s_ij = n(z_i) . n(z_j) / temperature; the mean over the anchors that have a positive. Without any positive the loss is 0 with
+    zero gradient.
+
+    Args:
+        features: [N, P], not normalised.
+        labels: int64 [N].
+        temperature: Above 0.
+
+    Returns:
+        A scalar, float32 (float64 for float64 features).
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; wanted a number above 0")
+    z = _at_least_float32(features)
+    if len(z) < 2:
+        return z.sum() * 0
+    with torch.autocast(z.device.type, enabled=False):
+        z = F.normalize(z, dim=1)
+        similarity = z @ z.T / temperature
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    positive = (labels[:, None] == labels[None, :]) & ~itself
+    log_partition = similarity.masked_fill(itself, float("-inf")).logsumexp(1, keepdim=True)
+    positives = positive.sum(1)
+    anchor_loss = torch.where(positive, log_partition - similarity, 0).sum(1) / positives.clamp_min(1)
+    return anchor_loss.sum() / (positives > 0).sum().clamp_min(1)
+
+
+def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy with the softmax over the classes of a mask (paper eq. for L_ce,new).
+
+    Args:
+        logits: [N, K].
+        labels: int64 [N], inside the mask.
+        classes: bool [K] on the logits' device; None: all classes.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); 0 with zero gradient for N = 0.
+    """
+    logits = _at_least_float32(logits)
+    if len(logits) == 0:
+        return logits.sum() * 0
+    if classes is not None:
+        logits = logits.masked_fill(~classes, float("-inf"))
+    return F.cross_entropy(logits, labels)
+
+
+def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
+    """Distance between two sets of features on the unit sphere (paper eq. RSD; mose.md 9.3).
+
+    Args:
+        student: [N, D].
+        teacher: [N, D]. Neither side is detached here.
+        reduction: ``frobenius``: the norm of the whole difference, sqrt(sum_b d_b^2) (released code);
+            ``mean_of_norms``: mean_b d_b (paper).
+
+    Returns:
+        A scalar; at distance 0 its gradient is 0.
+    """
+    if reduction not in ("frobenius", "mean_of_norms"):
+        raise ValueError(f"reduction is {reduction!r}; wanted frobenius or mean_of_norms")
+    difference = F.normalize(_at_least_float32(student), dim=1) - F.normalize(_at_least_float32(teacher), dim=1)
+    if len(difference) == 0:
+        return difference.sum() * 0
+    return torch.linalg.vector_norm(difference) if reduction == "frobenius" else torch.linalg.vector_norm(difference, dim=1).mean()
+
+
+def expert_losses(
+    projections: Tensor,
+    logits: Tensor,
+    features: Tensor,
+    student: Tensor,
+    labels: Tensor,
+    new_rows: int,
+    current_classes: Tensor | None,
+    *,
+    temperature: float = 0.07,
+    ce_buffer_weight: float = 2.0,
+    ce: str = "all",
+    scl: str = "all",
+    distil: str = "rsd",
+    rsd_reduction: str = "frobenius",
+    student_index: int | None = None,
+) -> Tensor:
+    """All losses of one step: a row (supervised contrastive, cross-entropy, distillation) per expert; training minimises their sum.
+
+    Args:
+        projections: [E, N, P].
+        logits: [E, N, K].
+        features: [E, N, D], the aligned features a_i: teachers under ``rsd``, students under ``sd``.
+        student: [N, D]: for ``rsd`` u(a_s); for ``sd`` the same map u of the detached a_s, which then is the teacher.
+        labels: int64 [N].
+        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set.
+        current_classes: bool [K], the current task's classes, over which the new rows' softmax runs. None: one cross-entropy
+            over all rows and all classes with weight 1 (task 0 of the released code; no separate cross-entropy).
+        temperature: Of the contrastive loss.
+        ce_buffer_weight: Weight of the buffer rows' cross-entropy.
+        ce: Experts with cross-entropy: ``off``, ``last`` or ``all``.
+        scl: Experts with the contrastive loss, alike.
+        distil: ``rsd`` | ``sd`` | ``off``.
+        rsd_reduction: See :func:`self_distillation`.
+        student_index: Position s of the student, from 0; None: the last. Its own distillation term is 0.
+
+    Returns:
+        [E, 3], float32 (float64 for float64 inputs); terms that are switched off are 0.
+    """
+    experts = len(features)
+    student_index = experts - 1 if student_index is None else student_index
+    first = {"all": 0, "last": experts - 1, "off": experts}
+    zero = _at_least_float32(logits).new_zeros(())
+    rows = []
+    for e in range(experts):
+        contrastive = supcon_loss(projections[e], labels, temperature) if e >= first[scl] else zero
+        if e < first[ce]:
+            cross_entropy = zero
+        elif current_classes is None:
+            cross_entropy = masked_cross_entropy(logits[e], labels)
+        else:
+            new = masked_cross_entropy(logits[e, :new_rows], labels[:new_rows], current_classes)
+            cross_entropy = new + ce_buffer_weight * masked_cross_entropy(logits[e, new_rows:], labels[new_rows:])
+        if distil == "off" or e == student_index:
+            distance = zero
+        elif distil == "rsd":
+            distance = self_distillation(student, features[e].detach(), rsd_reduction)
+        else:
+            distance = self_distillation(features[e], student, rsd_reduction)
+        rows.append(torch.stack([contrastive, cross_entropy, distance]))
+    return torch.stack(rows)
