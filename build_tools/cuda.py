@@ -1,0 +1,117 @@
+"""Finds the CUDA toolkit and chooses the architectures to compile for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["RELEASE_ARCHS", "Toolkit", "cmake_archs", "default_archs", "find_toolkits", "parse_archs", "run_text"]
+
+RELEASE_ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+"""Compute capabilities of a release build, oldest first. 7.5 is left out: it has no native bfloat16."""
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A folder that holds ``bin/nvcc`` and ``include/cuda_runtime.h``, and the version its nvcc tells, such as ``(13, 0)``."""
+
+    root: Path
+    version: tuple[int, int]
+
+
+def run_text(command: Sequence[str]) -> str:
+    """Returns what ``command`` prints on stdout and stderr together, or an empty text if it cannot run."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def _root_of_nvcc(nvcc: Path, run: Callable[[Sequence[str]], str]) -> Path:
+    # An nvcc on PATH may be a script outside its toolkit; a dry run prints the folder that it really works from.
+    top = re.search(r"^#\$ TOP=(.+)$", run([str(nvcc), "--dryrun", "-x", "cu", "-c", "probe.cu"]), re.MULTILINE)
+    return Path(top.group(1).strip()).resolve() if top else nvcc.resolve().parent.parent
+
+
+def find_toolkits(
+    environment: Mapping[str, str],
+    standard: Sequence[Path] | None = None,
+    run: Callable[[Sequence[str]], str] = run_text,
+) -> tuple[list[Toolkit], list[str]]:
+    """Looks for CUDA toolkits: ``CUDA_HOME``, ``CUDA_PATH``, the nvcc on ``PATH``, then the standard folders.
+
+    Args:
+        environment: The process environment.
+        standard: Folders to look into last; None means ``/usr/local/cuda``, ``/usr/local/cuda-*`` (newest first) and ``/opt/cuda``.
+        run: Runs a command and returns its output.
+
+    Returns:
+        The toolkits in order of preference, and one line for each place that was looked into, saying what was there.
+    """
+    places: list[tuple[str, Path]] = []
+    looked: list[str] = []
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if environment.get(name):
+            places.append((f"{name}={environment[name]}", Path(environment[name])))
+        else:
+            looked.append(f"{name}: not set")
+    nvcc = shutil.which("nvcc", path=environment.get("PATH", ""))
+    if nvcc:
+        places.append((f"nvcc on PATH ({nvcc})", _root_of_nvcc(Path(nvcc), run)))
+    else:
+        looked.append("nvcc on PATH: not found")
+    if standard is None:
+        versioned = sorted(Path("/usr/local").glob("cuda-*"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)], reverse=True)
+        standard = [Path("/usr/local/cuda"), *versioned, Path("/opt/cuda")]
+    places += [(str(folder), folder) for folder in standard]
+
+    toolkits: list[Toolkit] = []
+    for label, root in places:
+        missing = [part for part in ("include/cuda_runtime.h", "bin/nvcc") if not (root / part).is_file()]
+        if missing:
+            looked.append(f"{label}: no {' and no '.join(missing)} in {root}")
+            continue
+        release = re.search(r"release (\d+)\.(\d+)", run([str(root / "bin" / "nvcc"), "--version"]))
+        if not release:
+            looked.append(f"{label}: {root / 'bin' / 'nvcc'} --version tells no release")
+            continue
+        version = (int(release.group(1)), int(release.group(2)))
+        looked.append(f"{label}: CUDA {version[0]}.{version[1]} in {root}")
+        if all(toolkit.root.resolve() != root.resolve() for toolkit in toolkits):
+            toolkits.append(Toolkit(root, version))
+    return toolkits, looked
+
+
+def default_archs(version: tuple[int, int]) -> list[str]:
+    """Returns the release architectures that a toolkit of this ``version`` knows, the newest also as PTX."""
+    known = [arch for arch in RELEASE_ARCHS if version >= (12, 8) or float(arch) < 10]  # Blackwell came with CUDA 12.8
+    return [*known[:-1], known[-1] + "+PTX"]
+
+
+def parse_archs(text: str) -> list[str]:
+    """Splits a ``TORCH_CUDA_ARCH_LIST`` at semicolons, commas or blanks, for example ``"8.0;9.0a 12.0+PTX"``.
+
+    Raises:
+        ValueError: The list is empty or an item is not a compute capability.
+    """
+    archs = [item for item in re.split(r"[;,\s]+", text) if item]
+    wrong = [arch for arch in archs if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch)]
+    if wrong or not archs:
+        raise ValueError(
+            f"TORCH_CUDA_ARCH_LIST is {text!r}; wanted compute capabilities such as '9.0' or '8.0;9.0;12.0+PTX'"
+            + (f", not {', '.join(map(repr, wrong))}" if wrong else "")
+        )
+    return archs
+
+
+def cmake_archs(archs: Sequence[str]) -> list[str]:
+    """Translates compute capabilities to ``CMAKE_CUDA_ARCHITECTURES``: ``9.0`` is ``90-real``, ``12.0+PTX`` is ``120``."""
+    return [
+        arch.removesuffix("+PTX").replace(".", "") + ("" if arch.endswith("+PTX") else "-real") for arch in archs
+    ]
+

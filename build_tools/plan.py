@@ -1,0 +1,160 @@
+"""Plans a native build: which back end, how many jobs, which torch, and what is recorded about it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from build_tools.cuda import Toolkit
+
+__all__ = [
+    "BuildError", "build_record", "check_same_torch", "choose_backend", "free_gib", "git_commit", "installed_torch", "job_count",
+    "torch_requirement",
+]  # fmt: skip
+
+MINIMUM_TORCH = "torch>=2.11"
+GIB_PER_JOB = 1.5  # one glue file with torch's headers takes 0.8 GiB in g++; the rest is margin
+GIB_RESERVED = 2.0
+
+
+class BuildError(Exception):
+    """The build cannot go on; the message says what is missing, where it was looked for and what to do."""
+
+
+def choose_backend(
+    wanted: str, torch_cuda: str | None, toolkits: Sequence[Toolkit], looked: Sequence[str]
+) -> tuple[Toolkit | None, str]:
+    """Decides between a CPU and a CUDA build. Whether a GPU is present is never asked: build machines have none.
+
+    Args:
+        wanted: ``MOSE_FAST_BACKEND``: ``auto``, ``cpu`` or ``cuda``.
+        torch_cuda: ``torch.version.cuda`` of the torch compiled against, None for a CPU build of torch.
+        toolkits: Toolkits found, in order of preference.
+        looked: What :func:`build_tools.cuda.find_toolkits` says of each place.
+
+    Returns:
+        The toolkit to build with, or None for a CPU-only build, and one sentence that says why.
+
+    Raises:
+        BuildError: ``wanted`` is unknown, or it is ``cuda`` and there is no toolkit of torch's CUDA major.
+    """
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise BuildError(f"MOSE_FAST_BACKEND is {wanted!r}; wanted 'auto', 'cpu' or 'cuda'")
+    if wanted == "cpu":
+        return None, "CPU-only build: MOSE_FAST_BACKEND=cpu"
+    if torch_cuda is None:
+        reason = "the torch to compile against is a CPU build (torch.version.cuda is None)"
+        advice = "install a CUDA build of torch"
+    else:
+        major = int(torch_cuda.split(".")[0])
+        for toolkit in toolkits:
+            if toolkit.version[0] == major:
+                version = ".".join(map(str, toolkit.version))
+                return toolkit, f"CUDA build: nvcc {version} in {toolkit.root} for a torch with CUDA {torch_cuda}"
+        reason = f"no CUDA {major} toolkit (bin/nvcc and include/cuda_runtime.h) for a torch with CUDA {torch_cuda}"
+        advice = f"install the CUDA {major} toolkit or set CUDA_HOME to its folder"
+    places = "".join(f"\n  {line}" for line in looked)
+    if wanted == "cuda":
+        raise BuildError(f"MOSE_FAST_BACKEND=cuda, but {reason}. Looked for it in:{places}\nTo go on, {advice}.")
+    return None, f"CPU-only build: {reason}. Looked in:{places}"
+
+
+def job_count(cores: int, free: float, max_jobs: str | None = None) -> int:
+    """Returns how many compilers may run at once: as many as ``cores`` and ``free`` memory (GiB) allow, at least one.
+
+    Args:
+        cores: Processors this process may use.
+        free: Memory available, GiB.
+        max_jobs: ``MAX_JOBS``; the user's own number is taken as it is.
+
+    Raises:
+        BuildError: ``max_jobs`` is not a positive integer.
+    """
+    if max_jobs:
+        if not re.fullmatch(r"0*[1-9]\d*", max_jobs):
+            raise BuildError(f"MAX_JOBS is {max_jobs!r}; wanted a positive integer")
+        return int(max_jobs)
+    return max(1, min(cores, int((free - GIB_RESERVED) / GIB_PER_JOB)))
+
+
+def free_gib(meminfo: str) -> float:
+    """Returns the available memory in GiB from the text of ``/proc/meminfo``; 4 where it does not say."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    return int(found.group(1)) / 2**20 if found else 4.0
+
+
+def installed_torch(site_packages: Sequence[str]) -> tuple[str, str | None] | None:
+    """Returns (version, CUDA version or None) of the torch installed in these folders, or None; torch is not imported.
+
+    An isolated build hides the environment it installs into, but not its folders.
+    """
+    for distribution in distributions(name="torch", path=list(site_packages)):
+        text = distribution.locate_file("torch/version.py").read_text()
+        cuda = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+        version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        return (version.group(1) if version else distribution.version), (cuda.group(1) if cuda else None)
+    return None
+
+
+def torch_requirement(version: str | None, *, exact: bool) -> str:
+    """Returns the requirement on torch that goes with ``version``; any supported torch if it is None.
+
+    Args:
+        version: A torch version such as ``2.14.1+cu130``.
+        exact: True for the build requirement (the very release that will run), False for the package's own (same minor release,
+            since torch keeps its C++ interface within one).
+    """
+    if version is None:
+        return MINIMUM_TORCH
+    public = version.split("+")[0]
+    return f"torch=={public}" if exact else f"torch=={'.'.join(public.split('.')[:2])}.*"
+
+
+def check_same_torch(compiled: tuple[str, str | None], target: tuple[str, str | None] | None) -> None:
+    """Compares the torch compiled against with the one installed where the package will run, each (version, CUDA version).
+
+    Raises:
+        BuildError: They differ in minor release or CUDA major, so that the library would not load.
+    """
+    if target is None:
+        return
+
+    def key(torch: tuple[str, str | None]) -> tuple[list[str], str | None]:
+        return torch[0].split("+")[0].split(".")[:2], torch[1] and torch[1].split(".")[0]
+
+    if key(compiled) != key(target):
+        raise BuildError(
+            f"this build compiles against torch {compiled[0]} (CUDA {compiled[1]}), but torch {target[0]} (CUDA {target[1]}) is installed"
+            " and would run it. Use: pip install --no-build-isolation ."
+        )
+
+
+def git_commit(folder: Path) -> str | None:
+    """Returns the commit checked out in ``folder``, with ``+dirty`` if tracked files differ; None outside a git checkout."""
+    if not (folder / ".git").exists():
+        return None
+    try:
+        commit = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(["git", "-C", folder, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+dirty" if changed else "")
+
+
+def build_record(
+    commit: str | None, torch_version: str, torch_cuda: str | None, toolkit: Toolkit | None, archs: Sequence[str]
+) -> dict[str, Any]:
+    """Returns what ``_build.json`` beside the library says of it; ``mose_fast._loader`` reads it before loading anything."""
+    return {
+        "commit": commit,
+        "backend": "cuda" if toolkit else "cpu",
+        "archs": list(archs),
+        "torch": torch_version,
+        "torch_cuda": torch_cuda,
+        "cuda": ".".join(map(str, toolkit.version)) if toolkit else None,
+    }
+

@@ -1,0 +1,37 @@
+"""Reads ``csrc/sources.cmake``, the one list of sources and flags that CMake includes and setup.py parses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["parse_lists", "read_sources"]
+
+
+def parse_lists(text: str) -> dict[str, list[str]]:
+    """Returns the items of every ``set(NAME item ...)`` in ``text`` by name.
+
+    Raises:
+        ValueError: An item holds a variable, a quote or a generator expression, which only CMake could evaluate.
+    """
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    lists = {name: items.split() for name, items in re.findall(r"\bset\(\s*(\w+)([^)]*)\)", "\n".join(lines))}
+    for name, items in lists.items():
+        for item in items:
+            if re.search(r"[$\"#]", item):
+                raise ValueError(f"sources.cmake: {name} holds {item!r}; wanted literal items and whole-line comments only")
+    return lists
+
+
+def read_sources(csrc: Path) -> dict[str, list[str]]:
+    """Returns the lists of ``csrc/sources.cmake``; source paths stay relative to ``csrc``.
+
+    Raises:
+        FileNotFoundError: A listed source does not exist.
+    """
+    lists = parse_lists((csrc / "sources.cmake").read_text())
+    for name, items in lists.items():
+        for item in items:
+            if name.endswith("_SOURCES") and not (csrc / item).is_file():
+                raise FileNotFoundError(f"sources.cmake: {name} lists {item!r}, which is not a file under {csrc}")
+    return lists

@@ -1,0 +1,40 @@
+# The one list of native sources and flags. CMake includes this file; setup.py reads it through build_tools/sources.py, so keep
+# to `set(NAME item item ...)` with literal items and whole-line comments. Paths are relative to csrc/.
+
+set(MOSE_FAST_CPU_SOURCES
+  cpu/null.cpp
+)
+
+# Torch-free; compiled by nvcc.
+set(MOSE_FAST_CUDA_SOURCES
+  cuda/null.cu
+)
+
+# Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.
+set(MOSE_FAST_TORCH_SOURCES
+  torch/null.cpp
+  torch/module.cpp
+)
+
+# No -std (torch decides) and no fast-math. Contraction is off because random decisions must be equal bit for bit on every machine.
+set(MOSE_FAST_CXX_FLAGS
+  -O3
+  -fvisibility=hidden
+  -Wall
+  -fopenmp
+  -ffp-contract=off
+)
+
+# Device code may fuse multiply and add; a file whose decisions must equal the CPU's bit for bit says so with intrinsics.
+# torch.utils.cpp_extension hides the half and bfloat16 operators, CMake does not: -U makes both builds alike.
+set(MOSE_FAST_NVCC_FLAGS
+  -O3
+  -lineinfo
+  --expt-relaxed-constexpr
+  -Xfatbin=-compress-all
+  -Xcompiler=-fvisibility=hidden,-Wall,-ffp-contract=off
+  -U__CUDA_NO_HALF_OPERATORS__
+  -U__CUDA_NO_HALF_CONVERSIONS__
+  -U__CUDA_NO_HALF2_OPERATORS__
+  -U__CUDA_NO_BFLOAT16_CONVERSIONS__
+)

@@ -1,0 +1,18 @@
+// What each csrc/torch/<stem>.cpp offers to module.cpp. A new op adds its two lines here and its two lines there.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+namespace mf {
+
+#if defined(MOSE_FAST_WITH_CUDA)
+inline constexpr const char* kDevices = "cpu and cuda";
+#else
+inline constexpr const char* kDevices = "cpu";
+#endif
+
+void register_null(torch::Library& library);
+void bind_null(py::module_& module);
+
+}  // namespace mf

@@ -1,0 +1,11 @@
+// The Python module mose_fast._C and the op library `mose_fast`, each a list with one line an op.
+#include "torch/bind.h"
+
+TORCH_LIBRARY(mose_fast, library) {
+  mf::register_null(library);
+}
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Native ops of mose_fast; the public functions are in mose_fast.ops.";
+  mf::bind_null(module);
+}

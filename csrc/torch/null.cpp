@@ -1,0 +1,53 @@
+// csrc/torch/<stem>.cpp: the glue. It checks, allocates, takes the device guard and the current stream, and calls csrc/api.
+// Slim headers only: torch/extension.h costs a minute a file, and ATen/cuda/CUDAContext.h needs toolkit parts that a bare
+// nvcc lacks.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include "api/null.h"
+#include "torch/bind.h"
+
+#if defined(MOSE_FAST_WITH_CUDA)
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace mf {
+namespace {
+
+// One function serves both layers: torch's dispatcher (torch.compile, opcheck) and the direct pybind11 call (eager).
+at::Tensor null(const at::Tensor& input) {
+  // Named, so that the copy outlives the launch: `input.contiguous().data_ptr()` alone would dangle.
+  const at::Tensor source = input.contiguous();
+  at::Tensor output = at::empty_like(source);
+  const NullParams params{source.const_data_ptr(), output.mutable_data_ptr(), static_cast<int64_t>(source.nbytes())};
+#if defined(MOSE_FAST_WITH_CUDA)
+  if (source.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(source.device());
+    cuda::null(params, c10::cuda::getCurrentCUDAStream());
+    return output;
+  }
+#endif
+  TORCH_CHECK_NOT_IMPLEMENTED(source.is_cpu(), "input is on ", source.device(), "; this build of mose_fast serves ", kDevices);
+  cpu::null(params, at::get_num_threads());
+  return output;
+}
+
+}  // namespace
+
+void register_null(torch::Library& library) {
+  library.def("null(Tensor x) -> Tensor");
+  library.impl("null", c10::DispatchKey::CPU, &null);
+#if defined(MOSE_FAST_WITH_CUDA)
+  library.impl("null", c10::DispatchKey::CUDA, &null);
+#endif
+}
+
+void bind_null(py::module_& module) {
+  module.def("null", &null, py::arg("x"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace mf

@@ -1,0 +1,90 @@
+"""Loads the native library ``mose_fast._C``, or says once and clearly why pure PyTorch is used instead.
+
+Nothing here raises: a library that is missing, was compiled for another torch or does not load leaves :data:`native` None.
+
+``MOSE_FAST_NATIVE=0`` switches the library off quietly; a folder takes ``_C`` and ``_build.json`` from there, for a second build.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["native", "record", "serves"]
+
+_NAME = "mose_fast._C"
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+def _library(folder: Path) -> Path | None:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        if (folder / f"_C{suffix}").is_file():
+            return folder / f"_C{suffix}"
+    return None
+
+
+def _obstacle(record: dict[str, Any], version: str, cuda: str | None) -> str | None:
+    """Returns why a library with this ``record`` must not be loaded by torch ``version`` with ``cuda``, or None.
+
+    torch changes its C++ interface with every minor release, and CUDA its run-time library with every major one.
+    """
+    if record["torch"].split("+")[0].split(".")[:2] != version.split("+")[0].split(".")[:2]:
+        return f"it was compiled for torch {record['torch']}, but torch {version} is running"
+    if record["backend"] == "cuda" and (cuda is None or record["cuda"].split(".")[0] != cuda.split(".")[0]):
+        return f"it was compiled for CUDA {record['cuda']}, but the torch that is running ({version}) uses {f'CUDA {cuda}' if cuda else 'no CUDA'}"
+    return None
+
+
+def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
+    """Returns the module and its record, or None and what stood in the way."""
+    library = _library(folder)
+    if library is None:
+        return None, None, f"there is no native library in {folder}"
+    try:
+        record = json.loads((folder / "_build.json").read_text())
+        obstacle = _obstacle(record, torch.__version__, torch.version.cuda)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        return None, None, f"the record of {library} is missing or damaged ({type(error).__name__}: {error})"
+    if obstacle:
+        return None, None, f"{library} was not loaded: {obstacle}"
+    try:
+        spec = importlib.util.spec_from_file_location(_NAME, library)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        return None, None, f"{library} does not load: {error}"
+    sys.modules[_NAME] = module
+    return module, record, None
+
+
+def _start() -> tuple[ModuleType | None, dict[str, Any] | None]:
+    switch = os.environ.get("MOSE_FAST_NATIVE", "")
+    if switch == "0":
+        return None, None
+    module, record, obstacle = _load(Path(switch) if switch else Path(__file__).parent)
+    if obstacle:
+        warnings.warn(
+            f"mose_fast: {obstacle}. Pure PyTorch is used, which is slower. To build the library, in the source folder: {_REBUILD}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return module, record
+
+
+native, record = _start()
+"""The native module and what ``_build.json`` says of it; both None where pure PyTorch is used."""
+
+
+def serves(*tensors: torch.Tensor) -> bool:
+    """Tells whether the native library has code for these tensors: all on the CPU, or all on one card in a CUDA build."""
+    devices = {tensor.device for tensor in tensors}
+    return native is not None and len(devices) == 1 and (devices.pop().type in ("cpu", record["backend"]))
