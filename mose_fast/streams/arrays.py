@@ -1,0 +1,419 @@
+"""Streams from images that are already in memory: arrays, or batches that arrive one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mose_fast.config import near_matches
+from mose_fast.streams.stream import CLASS_ORDER, NORMALISATIONS, Normalisation, Stream, StreamError, draw_order
+
+__all__ = ["assemble", "check_images", "check_labels", "from_arrays", "from_batches"]
+
+
+def check_images(x: Any, what: str) -> np.ndarray:
+    """Returns ``x`` as uint8 [N, H, W, 3]; grey images [N, H, W] are repeated to three channels.
+
+    Args:
+        x: numpy array or tensor.
+        what: How messages name it, for example ``x_train`` or a file.
+
+    Raises:
+        StreamError: The type, number of channels or size cannot be used; the message says how to convert.
+    """
+    if isinstance(x, Tensor):
+        x = _numpy(x)
+    if not isinstance(x, np.ndarray):
+        raise StreamError(f"{what} is a {type(x).__name__}; wanted a numpy array or a tensor, uint8 [N, H, W, 3]")
+    if x.dtype != np.uint8:
+        raise StreamError(f"{what} is {x.dtype}{_contents(x)}; wanted uint8 in [0, 255]{_to_uint8(x)}")
+    shape = list(x.shape)
+    if x.ndim not in (3, 4):
+        raise StreamError(f"{what} has shape {shape}; wanted [N, H, W, 3], or [N, H, W] for grey images")
+    if x.ndim == 4 and shape[3] != 3:
+        hint = ""
+        if shape[1] == 3:
+            hint = "; it looks channels-first: x.transpose(0, 2, 3, 1) (numpy) or x.permute(0, 2, 3, 1) (torch) converts it"
+        elif shape[3] == 4:
+            hint = "; [..., :3] drops the alpha channel"
+        elif 1 in (shape[1], shape[3]):
+            hint = "; drop the channel axis of grey images: [N, H, W]"
+        raise StreamError(f"{what} has shape {shape}; wanted [N, H, W, 3] with three colour channels last{hint}")
+    if not len(x):
+        raise StreamError(f"{what} holds no images")
+    height, width = shape[1:3]
+    if not height or not width or height % 8 or width % 8:
+        raise StreamError(f"{what} holds images of {height}x{width}; wanted sides divisible by 8: pad them (numpy.pad) or resize them")
+    if x.ndim == 3:
+        x = np.repeat(x[..., None], 3, axis=3)
+    return x
+
+
+def check_labels(y: Any, what: str) -> np.ndarray:
+    """Returns labels as int64 [N].
+
+    Raises:
+        StreamError: They are no integers, do not fit into int64, or have more than one axis.
+    """
+    try:
+        y = _numpy(y) if isinstance(y, Tensor) else np.asarray(y)
+    except ValueError as error:
+        raise StreamError(f"{what} is no array of labels ({error}); wanted [N], one integer an image") from error
+    if y.dtype.kind not in "iu":
+        kind = " and contains NaN" if y.dtype.kind == "f" and np.isnan(y).any() else ""
+        raise StreamError(f"{what} is {y.dtype}{kind}; wanted integer labels: y.astype('int64') converts whole numbers")
+    if y.ndim != 1:
+        raise StreamError(f"{what} has shape {list(y.shape)}; wanted [N], one label an image")
+    if y.size and y.max() > np.iinfo(np.int64).max:
+        raise StreamError(f"{what} reaches {y.max()}; wanted labels below 2**63")
+    return y.astype(np.int64)
+
+
+def assemble(
+    x_train: Any,
+    y_train: Any,
+    x_test: Any,
+    y_test: Any,
+    *,
+    name: str,
+    mirror_safe: bool,
+    normalisation: str | Normalisation,
+    tasks: int | None = None,
+    batch: int = 10,
+    class_order_seed: int | None = None,
+    limit_per_task: int | None = None,
+    labels: Sequence[int] | None = None,
+    class_names: Sequence[str] | None = None,
+    source: str = "",
+) -> Stream:
+    """Checks the four arrays and splits them into tasks; :func:`from_arrays` documents the arguments.
+
+    Args:
+        labels: All labels that the data set knows, sorted; None takes those that occur in ``y_train``.
+        class_names: Names in the order of ``labels``; None writes the labels.
+        source: The file they come from, for messages.
+    """
+    prefix = f"{source}: " if source else ""
+    x_train, y_train = _pair(x_train, y_train, f"{prefix}x_train", f"{prefix}y_train")
+    x_test, y_test = _pair(x_test, y_test, f"{prefix}x_test", f"{prefix}y_test")
+    if x_train.shape[1:] != x_test.shape[1:]:
+        raise StreamError(
+            f"{prefix}x_train holds images of {_size(x_train)} and x_test of {_size(x_test)}; wanted one size for training and test"
+        )
+    for what, value in (("tasks", tasks), ("batch", batch), ("limit_per_task", limit_per_task)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise StreamError(f"{what} is {value!r}; wanted an integer of at least 1")
+
+    known = np.unique(y_train) if labels is None else np.asarray(labels, np.int64)
+    _refuse_unknown(y_train, known, f"{prefix}y_train", "the data set")
+    _refuse_unknown(y_test, known, f"{prefix}y_test", "the data set" if labels is not None else "y_train")
+    for label in np.setdiff1d(known, y_train):
+        raise StreamError(f"{prefix}y_train has no image of class {label}; wanted training images of all {len(known)} classes")
+    names = _names(class_names, known)
+
+    tasks = _default_tasks(len(known)) if tasks is None else tasks
+    if len(known) % tasks:
+        possible = ", ".join(str(t) for t in range(1, len(known) + 1) if len(known) % t == 0)
+        raise StreamError(
+            f"tasks is {tasks}, and the {len(known)} classes of {source or name} cannot be split into {tasks} equal tasks; "
+            f"wanted tasks to be one of {possible}"
+        )
+    each = len(known) // tasks
+    if limit_per_task is not None and limit_per_task < each:
+        raise StreamError(f"limit_per_task is {limit_per_task}, fewer than the {each} classes of a task; wanted at least one image a class")
+
+    order = np.arange(len(known)) if class_order_seed is None else draw_order(len(known), class_order_seed, CLASS_ORDER)
+    head = np.argsort(order)
+    y_train, y_test = head[np.searchsorted(known, y_train)], head[np.searchsorted(known, y_test)]
+    if limit_per_task is not None:
+        kept = _limit(y_train, each, limit_per_task)
+        x_train, y_train = x_train[kept], y_train[kept]
+    split = tuple(tuple(range(t * each, (t + 1) * each)) for t in range(tasks))
+    _refuse_untested(y_test, split, known[order], prefix)
+    return Stream(
+        name=name,
+        x_train=_tensor(x_train),
+        y_train=_tensor(y_train),
+        x_test=_tensor(x_test),
+        y_test=_tensor(y_test),
+        tasks=split,
+        class_order=tuple(known[order].tolist()),
+        class_names=tuple(names[i] for i in order),
+        normalisation=_normalisation(normalisation),
+        mirror_safe=mirror_safe,
+        batch=batch,
+    )
+
+
+def from_arrays(
+    x_train: Any,
+    y_train: Any,
+    x_test: Any,
+    y_test: Any,
+    *,
+    tasks: int | None = None,
+    name: str = "arrays",
+    batch: int = 10,
+    class_order_seed: int | None = None,
+    normalisation: str | Normalisation | None = None,
+    mirror_safe: bool = True,
+    limit_per_task: int | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Stream:
+    """Makes a stream of your own arrays, which are not copied unless they must be converted.
+
+    Args:
+        x_train: Images, uint8 [N, H, W, 3] or grey [N, H, W], numpy or torch; sides divisible by 8.
+        y_train: Labels, any integers [N]. Sorted, they are the natural class order.
+        x_test: Test images of the same size.
+        y_test: Their labels, all of which occur in ``y_train``.
+        tasks: Number of equal tasks; None splits into as many as give each at least two classes (10 classes: 5 tasks).
+        name: What to call the stream.
+        batch: Incoming images a step.
+        class_order_seed: Draws the order of classes; None keeps the natural one.
+        normalisation: A name of :data:`NORMALISATIONS` or your own constants; None is ``half``.
+        mirror_safe: False where mirroring an image changes its label.
+        limit_per_task: Keep at most this many training images a task, balanced over its classes: the first of every
+            class, then the second, and so on in data order, whatever the seeds.
+        class_names: Names in the order of the sorted labels; None writes the labels.
+
+    Raises:
+        StreamError: Something in the arrays or arguments cannot be used.
+    """
+    return assemble(
+        x_train, y_train, x_test, y_test,
+        name=name, mirror_safe=mirror_safe, normalisation=normalisation or "half", tasks=tasks, batch=batch,
+        class_order_seed=class_order_seed, limit_per_task=limit_per_task, class_names=class_names,
+    )  # fmt: skip
+
+
+def from_batches(
+    tasks: Iterable,
+    test: Any,
+    *,
+    class_tasks: Sequence[Sequence[int]] | None = None,
+    name: str = "batches",
+    normalisation: str | Normalisation | None = None,
+    mirror_safe: bool = True,
+    class_names: Sequence[str] | None = None,
+) -> Stream:
+    """Records a stream from any Python iterable, with its own batches in their own order.
+
+    Classes are numbered task by task, within a task by label; a class belongs to one task.
+
+    Args:
+        tasks: An iterable of tasks, each an iterable of batches ``(x, y)`` with x as in :func:`from_arrays`. With
+            ``class_tasks``: one flat iterable of batches. It is read once, and each batch is copied.
+        test: Test images and labels ``(x, y)``, or an iterable of such batches.
+        class_tasks: The labels of each task. A batch joins the task that holds its labels; tasks follow one another even
+            where their batches alternate.
+        name: What to call the stream.
+        normalisation: A name of :data:`NORMALISATIONS` or your own constants; None is ``half``.
+        mirror_safe: False where mirroring an image changes its label.
+        class_names: Names in the order of the sorted labels; None writes the labels.
+
+    Raises:
+        StreamError: A batch cannot be used, mixes tasks, or a task has no images; the message counts tasks and batches from 0.
+    """
+    recorded = _record_tasks(tasks) if class_tasks is None else _record_flat(tasks, class_tasks)
+    for t, batches in enumerate(recorded):
+        if not batches:
+            raise StreamError(f"task {t} has no batches; wanted at least one image in every task")
+    if not recorded:
+        raise StreamError("tasks is empty; wanted at least one task")
+    if _is_batch(test):
+        test = [test]
+    tested = [_record(b, f"test batch {i}") for i, b in enumerate(_iterate(test, "test"))]
+    if not tested:
+        raise StreamError("test holds no batches; wanted test images and labels")
+
+    everything = [*(b for batches in recorded for b in batches), *tested]
+    for x, _ in everything:
+        if x.shape[1:] != everything[0][0].shape[1:]:
+            raise StreamError(f"batches hold images of {_size(everything[0][0])} and of {_size(x)}; wanted one size for training and test")
+
+    seen: dict[int, int] = {}
+    split = []
+    for t, batches in enumerate(recorded):
+        labels = np.unique(np.concatenate([y for _, y in batches])).tolist()
+        for label in labels:
+            if label in seen:
+                raise StreamError(f"label {label} occurs in tasks {seen[label]} and {t}; wanted every class in one task")
+        split.append(tuple(range(len(seen), len(seen) + len(labels))))
+        seen.update(dict.fromkeys(labels, t))
+    class_order = np.array(list(seen))
+    known = np.sort(class_order)
+    head = np.argsort(class_order)  # of the i-th label in sorted order
+
+    arrival, start = [], 0
+    for batches in recorded:
+        rows = []
+        for x, _ in batches:
+            rows.append(torch.arange(start, start + len(x)))
+            start += len(x)
+        arrival.append(tuple(rows))
+    y_test = np.concatenate([y for _, y in tested])
+    _refuse_unknown(y_test, known, "test labels", "the tasks")
+    y_train = np.concatenate([y for batches in recorded for _, y in batches])
+    y_train, y_test = head[np.searchsorted(known, y_train)], head[np.searchsorted(known, y_test)]
+    _refuse_untested(y_test, split, class_order, "")
+    names = _names(class_names, known)
+    return Stream(
+        name=name,
+        x_train=_tensor(np.concatenate([x for batches in recorded for x, _ in batches])),
+        y_train=_tensor(y_train),
+        x_test=_tensor(np.concatenate([x for x, _ in tested])),
+        y_test=_tensor(y_test),
+        tasks=tuple(split),
+        class_order=tuple(class_order.tolist()),
+        class_names=tuple(names[i] for i in np.argsort(head)),
+        normalisation=_normalisation(normalisation or "half"),
+        mirror_safe=mirror_safe,
+        batch=max(len(rows) for batches in arrival for rows in batches),
+        arrival=tuple(arrival),
+    )
+
+
+def _record_tasks(tasks: Iterable) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    recorded = []
+    for t, task in enumerate(_iterate(tasks, "tasks")):
+        if _is_batch(task):
+            raise StreamError(f"task {t} is a batch (x, y), not an iterable of batches; a flat iterable of batches needs class_tasks")
+        recorded.append([_record(b, f"task {t}, batch {i}") for i, b in enumerate(_iterate(task, f"task {t}"))])
+    return recorded
+
+
+def _record_flat(batches: Iterable, class_tasks: Sequence[Sequence[int]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    counts = Counter(label for labels in class_tasks for label in labels)
+    for label, count in counts.items():
+        if count > 1:
+            raise StreamError(f"class_tasks names label {label} {count} times; wanted every class in one task")
+    task_of = {label: t for t, labels in enumerate(class_tasks) for label in labels}
+    recorded: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in class_tasks]
+    for i, batch in enumerate(_iterate(batches, "tasks")):
+        x, y = _record(batch, f"batch {i}")
+        for label in y.tolist():
+            if label not in task_of:
+                raise StreamError(f"batch {i} holds label {label}, which class_tasks does not name")
+        owners = sorted({task_of[label] for label in y.tolist()})
+        if len(owners) > 1:
+            raise StreamError(f"batch {i} mixes labels of tasks {', '.join(map(str, owners))}; wanted the labels of one task")
+        recorded[owners[0]].append((x, y))
+    arrived = {label for batches in recorded for _, y in batches for label in y.tolist()}
+    for label, t in task_of.items():
+        if label not in arrived:
+            raise StreamError(f"label {label} of class_tasks[{t}] occurs in no batch; wanted at least one image of every class")
+    return recorded
+
+
+def _record(batch: Any, what: str) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise StreamError(f"{what} is {_kind(batch)}; wanted a pair (x, y) of images and labels")
+    x, y = _pair(*batch, f"x of {what}", f"y of {what}")
+    # Loaders may fill one buffer again and again. check_labels has copied the labels already.
+    return x.copy(), y
+
+
+def _is_batch(value: Any) -> bool:
+    """A pair whose first half is an array of images, not itself a batch."""
+    return isinstance(value, tuple | list) and len(value) == 2 and getattr(value[0], "ndim", 0) >= 3
+
+
+def _iterate(value: Any, what: str) -> Iterable:
+    try:
+        return iter(value)
+    except TypeError:
+        raise StreamError(f"{what} is {_kind(value)}; wanted an iterable") from None
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    x = x.detach().cpu()
+    return (x.float() if x.is_floating_point() else x).numpy()  # numpy has no bfloat16
+
+
+def _pair(x: Any, y: Any, what_x: str, what_y: str) -> tuple[np.ndarray, np.ndarray]:
+    x, y = check_images(x, what_x), check_labels(y, what_y)
+    if len(x) != len(y):
+        raise StreamError(f"{what_x} holds {len(x)} images and {what_y} {len(y)} labels; wanted one label an image")
+    return x, y
+
+
+def _contents(x: np.ndarray) -> str:
+    if not x.size or x.dtype.kind not in "fiu":
+        return ""
+    if x.dtype.kind == "f" and np.isnan(x).any():
+        return " and contains NaN"
+    return f" from {x.min():g} to {x.max():g}"
+
+
+def _to_uint8(x: np.ndarray) -> str:
+    if not x.size or x.dtype.kind not in "fiu" or (x.dtype.kind == "f" and not np.isfinite(x).all()):
+        return ""
+    if x.dtype.kind == "f" and x.min() >= 0 and x.max() <= 1:
+        return ": (x * 255).round().astype('uint8') converts it"
+    if x.min() >= 0 and x.max() <= 255:
+        return ": x.round().astype('uint8') converts it" if x.dtype.kind == "f" else ": x.astype('uint8') converts it"
+    return "; it looks normalised or scaled: take the images as they were before"
+
+
+def _size(x: np.ndarray) -> str:
+    return f"{x.shape[1]}x{x.shape[2]}"
+
+
+def _names(class_names: Sequence[str] | None, known: np.ndarray) -> list[str]:
+    names = [str(label) for label in known] if class_names is None else list(class_names)
+    if len(names) != len(known):
+        raise StreamError(f"class_names holds {len(names)} names; wanted one for each of the {len(known)} classes")
+    return names
+
+
+def _default_tasks(classes: int) -> int:
+    return next((t for t in range(classes // 2, 1, -1) if classes % t == 0), 1)
+
+
+def _normalisation(value: str | Normalisation) -> Normalisation:
+    if isinstance(value, Normalisation):
+        return value
+    if value not in NORMALISATIONS:
+        raise StreamError(f"normalisation is {value!r}, which is unknown{near_matches(str(value), list(NORMALISATIONS))}")
+    return NORMALISATIONS[value]
+
+
+def _refuse_unknown(y: np.ndarray, known: np.ndarray, what: str, where: str) -> None:
+    wrong = np.flatnonzero(~np.isin(y, known))
+    if len(wrong):
+        few = ", ".join(map(str, known[:10])) + (f", ... {known[-1]}" if len(known) > 10 else "")
+        raise StreamError(f"{what} holds label {y[wrong[0]]} (row {wrong[0]}), which is outside the classes of {where}: {few}")
+
+
+def _refuse_untested(y_test: np.ndarray, split: Sequence[tuple[int, ...]], class_order: np.ndarray, prefix: str) -> None:
+    for t, heads in enumerate(split):
+        if not np.isin(y_test, heads).any():
+            raise StreamError(f"{prefix}task {t} (labels {', '.join(str(class_order[h]) for h in heads)}) has no test images")
+
+
+def _limit(y: np.ndarray, classes_per_task: int, limit: int) -> np.ndarray:
+    """Rows to keep, in data order: of each task the first image of every class, then the second, up to ``limit``."""
+    rank = np.empty(len(y), np.int64)
+    for head in range(int(y.max()) + 1):
+        rows = np.flatnonzero(y == head)
+        rank[rows] = np.arange(len(rows))
+    kept = []
+    for task in range((int(y.max()) + 1) // classes_per_task):
+        rows = np.flatnonzero(y // classes_per_task == task)
+        kept.append(rows[np.argsort(rank[rows], kind="stable")[:limit]])
+    return np.sort(np.concatenate(kept))
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    # torch refuses negative strides and warns about read-only memory.
+    return torch.from_numpy(np.ascontiguousarray(array) if array.flags.writeable else array.copy())

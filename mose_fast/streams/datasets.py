@@ -1,0 +1,175 @@
+"""The data sets behind the registered streams: where their files lie, and how to read or download them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from mose_fast.streams.files import read_npz
+from mose_fast.streams.stream import StreamError
+
+__all__ = ["CIFAR10_NAMES", "CIFAR100_NAMES", "cifar", "default_data_dir", "digits", "locate_cifar", "locate_mnist", "mnist"]
+
+CIFAR10_NAMES = (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+)  # fmt: skip
+
+#: The fine labels, in the standard order.
+CIFAR100_NAMES = (
+    "apple", "aquarium_fish", "baby", "bear", "beaver", "bed", "bee", "beetle", "bicycle", "bottle", "bowl", "boy", "bridge", "bus",
+    "butterfly", "camel", "can", "castle", "caterpillar", "cattle", "chair", "chimpanzee", "clock", "cloud", "cockroach", "couch",
+    "crab", "crocodile", "cup", "dinosaur", "dolphin", "elephant", "flatfish", "forest", "fox", "girl", "hamster", "house", "kangaroo",
+    "keyboard", "lamp", "lawn_mower", "leopard", "lion", "lizard", "lobster", "man", "maple_tree", "motorcycle", "mountain", "mouse",
+    "mushroom", "oak_tree", "orange", "orchid", "otter", "palm_tree", "pear", "pickup_truck", "pine_tree", "plain", "plate", "poppy",
+    "porcupine", "possum", "rabbit", "raccoon", "ray", "road", "rocket", "rose", "sea", "seal", "shark", "shrew", "skunk", "skyscraper",
+    "snail", "snake", "spider", "squirrel", "streetcar", "sunflower", "sweet_pepper", "table", "tank", "telephone", "television",
+    "tiger", "tractor", "train", "trout", "tulip", "turtle", "wardrobe", "whale", "willow_tree", "wolf", "woman", "worm",
+)  # fmt: skip
+
+# Sizes in bytes of the unpacked MNIST files: header and pixels or labels. torchvision does not check these files.
+MNIST_SIZES = {
+    "train-images-idx3-ubyte": 16 + 60000 * 784,
+    "train-labels-idx1-ubyte": 8 + 60000,
+    "t10k-images-idx3-ubyte": 16 + 10000 * 784,
+    "t10k-labels-idx1-ubyte": 8 + 10000,
+}
+
+
+def default_data_dir() -> Path:
+    """``mose_fast`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mose_fast"
+
+
+def digits() -> dict[str, np.ndarray]:
+    """scikit-learn's 1,797 handwritten digits as 32x32 RGB; every fifth image of each digit is a test image.
+
+    The 8x8 pictures (values 0 to 16) are enlarged bilinearly with pixel centres aligned, in integers: exact on every machine.
+
+    Returns:
+        The four arrays of a stream, images uint8 [N, 32, 32, 3], labels int64.
+    """
+    from sklearn.datasets import load_digits  # slow to import, and needed by this stream alone
+
+    data = load_digits()
+    position = 2 * np.arange(32) - 3  # eight times the source coordinate of each pixel's centre
+    weights = np.zeros((32, 8), np.int64)  # eight times the share of each source pixel
+    for source in range(8):
+        weights[:, source] = np.maximum(0, 8 - np.abs(np.clip(position, 0, 56) - 8 * source))
+    enlarged = weights @ data.images.astype(np.int64) @ weights.T  # at most 16 * 64
+    grey = ((enlarged * 255 + 512) // 1024).astype(np.uint8)
+    images = np.repeat(grey[..., None], 3, axis=3)
+    labels = data.target.astype(np.int64)
+    test = np.zeros(len(labels), bool)
+    for digit in range(10):
+        test[np.flatnonzero(labels == digit)[4::5]] = True
+    return {"x_train": images[~test], "y_train": labels[~test], "x_test": images[test], "y_test": labels[test]}
+
+
+def locate_cifar(classes: int, data_dir: Path) -> Path | None:
+    """The first of the files that :func:`cifar` would read that exists, or None."""
+    folder = {10: "cifar-10-batches-py", 100: "cifar-100-python"}[classes]
+    candidates = (f"cifar{classes}.npz", folder, f"cifar-{classes}-python.tar.gz")
+    return next((data_dir / name for name in candidates if (data_dir / name).exists()), None)
+
+
+def cifar(classes: int, data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
+    """Reads CIFAR-10 or CIFAR-100 (fine labels): ``cifar10.npz`` or ``cifar100.npz``, else through torchvision, downloading it if absent.
+
+    Returns:
+        The four arrays of a stream, and the file or folder they come from.
+
+    Raises:
+        StreamError: Files are damaged, or absent and cannot be downloaded.
+    """
+    dataset = _cifar_class(classes)
+    npz = data_dir / f"cifar{classes}.npz"
+    if npz.exists():
+        return read_npz(npz, remedy=f"replace it, or remove it to have {dataset.filename} downloaded"), npz
+    try:
+        train, test = dataset(str(data_dir), train=True, download=True), dataset(str(data_dir), train=False)
+    except Exception as error:  # the network, the file system, the archive and its contents all fail in their own ways
+        wanted = f"place {dataset.filename} from the home page of CIFAR-{classes}, or a {npz.name}, in {data_dir}"
+        damaged = _damaged_cifar(dataset, data_dir)
+        if damaged:
+            reason = f"{damaged} is damaged or truncated (its checksum differs) and cannot be replaced"
+        else:
+            reason = f"CIFAR-{classes} is not in {data_dir} and cannot be downloaded"
+        raise StreamError(f"{reason} ({error}); {wanted}") from error
+    arrays = {"x_train": train.data, "y_train": np.array(train.targets), "x_test": test.data, "y_test": np.array(test.targets)}
+    return arrays, data_dir / dataset.base_folder
+
+
+def locate_mnist(data_dir: Path) -> Path | None:
+    """The first of the files that :func:`mnist` would read that exists, or None."""
+    folder = data_dir / "MNIST" / "raw"
+    if (data_dir / "mnist.npz").exists():
+        return data_dir / "mnist.npz"
+    return folder if all((folder / name).exists() or (folder / f"{name}.gz").exists() for name in MNIST_SIZES) else None
+
+
+def mnist(data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
+    """Reads MNIST, padded from 28x28 to 32x32: ``mnist.npz``, else through torchvision, downloading it if absent.
+
+    Returns:
+        The four arrays of a stream, images grey uint8 [N, 32, 32], and the file or folder they come from.
+
+    Raises:
+        StreamError: Files are damaged, or absent and cannot be downloaded.
+    """
+    npz = data_dir / "mnist.npz"
+    raw = data_dir / "MNIST" / "raw"
+    if npz.exists():
+        source = npz
+        arrays = read_npz(npz, remedy="replace it, or remove it to have MNIST downloaded")
+    else:
+        from torchvision.datasets import MNIST  # slow to import
+
+        source = raw
+        _refuse_damaged_mnist(raw)
+        try:
+            train, test = MNIST(str(data_dir), train=True, download=True), MNIST(str(data_dir), train=False)
+        except Exception as error:  # the network, the file system, the archives and their contents all fail in their own ways
+            _refuse_damaged_mnist(raw)
+            raise StreamError(
+                f"MNIST is not in {raw} and cannot be downloaded ({error}); place {', '.join(f'{n}.gz' for n in MNIST_SIZES)} there, "
+                f"or a mnist.npz in {data_dir}"
+            ) from error
+        arrays = {
+            "x_train": train.data.numpy(), "y_train": train.targets.numpy(),
+            "x_test": test.data.numpy(), "y_test": test.targets.numpy(),
+        }  # fmt: skip
+    for part in ("x_train", "x_test"):
+        if arrays[part].shape[1:] != (28, 28):
+            raise StreamError(f"{source}: {part} has shape {list(arrays[part].shape)}; wanted [N, 28, 28]")
+        arrays[part] = np.pad(arrays[part], ((0, 0), (2, 2), (2, 2)))
+    return arrays, source
+
+
+def _cifar_class(classes: int) -> type:
+    from torchvision.datasets import CIFAR10, CIFAR100  # slow to import
+
+    return {10: CIFAR10, 100: CIFAR100}[classes]
+
+
+def _damaged_cifar(dataset: type, data_dir: Path) -> Path | None:
+    from torchvision.datasets.utils import check_integrity
+
+    listed = [(data_dir / dataset.base_folder / name, md5) for name, md5 in dataset.train_list + dataset.test_list]
+    for path, md5 in [(data_dir / dataset.filename, dataset.tgz_md5), *listed]:
+        with contextlib.suppress(OSError):
+            if path.is_file() and not check_integrity(str(path), md5):
+                return path
+    return None
+
+
+def _refuse_damaged_mnist(raw: Path) -> None:
+    for name, size in MNIST_SIZES.items():
+        path = raw / name
+        if path.is_file() and path.stat().st_size != size:
+            raise StreamError(
+                f"{path} is damaged or truncated: it holds {path.stat().st_size} bytes, MNIST's holds {size}; "
+                f"remove it and run again, or place {name}.gz there"
+            )

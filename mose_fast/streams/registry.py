@@ -1,0 +1,184 @@
+"""Streams by name: what :class:`mose_fast.config.StreamConfig` asks for, made from the files that hold it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mose_fast.config import StreamConfig, near_matches
+from mose_fast.streams import datasets, tiny_imagenet
+from mose_fast.streams.arrays import assemble
+from mose_fast.streams.files import ARRAYS, read_folder, read_npz
+from mose_fast.streams.stream import Stream, StreamError
+
+__all__ = ["create", "locate", "names", "summary"]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A registered stream: how it is split by default, how its data is read, and where that lies."""
+
+    summary: str
+    tasks: int
+    normalisation: str
+    mirror_safe: bool
+    read: Callable[[Path], dict[str, Any]]  # the arrays and, as far as known, source, labels and class_names
+    find: Callable[[Path], Path | None] | None  # None: part of an installed package
+    obtain: str
+
+
+def _read_digits(data_dir: Path) -> dict[str, Any]:
+    return {**datasets.digits(), "labels": range(10), "source": "digits"}
+
+
+def _read_mnist(data_dir: Path) -> dict[str, Any]:
+    arrays, source = datasets.mnist(data_dir)
+    return {**arrays, "labels": range(10), "source": str(source)}
+
+
+def _read_cifar10(data_dir: Path) -> dict[str, Any]:
+    arrays, source = datasets.cifar(10, data_dir)
+    return {**arrays, "labels": range(10), "class_names": datasets.CIFAR10_NAMES, "source": str(source)}
+
+
+def _read_cifar100(data_dir: Path) -> dict[str, Any]:
+    arrays, source = datasets.cifar(100, data_dir)
+    return {**arrays, "labels": range(100), "class_names": datasets.CIFAR100_NAMES, "source": str(source)}
+
+
+def _read_tiny_imagenet(data_dir: Path) -> dict[str, Any]:
+    arrays, wnids = tiny_imagenet.read(data_dir)
+    return {**arrays, "labels": range(len(wnids)), "class_names": wnids, "source": str(tiny_imagenet.find(data_dir))}
+
+
+_DOWNLOAD = "it is downloaded on first use; without a network, place there "
+
+_STREAMS: dict[str, _Entry] = {
+    "digits": _Entry(
+        summary="scikit-learn's handwritten digits as 32x32 RGB, 5 tasks x 2 classes; no download",
+        tasks=5,
+        normalisation="digits",
+        mirror_safe=False,
+        read=_read_digits,
+        find=None,
+        obtain="comes with scikit-learn",
+    ),
+    "split-mnist": _Entry(
+        summary="MNIST padded to 32x32 RGB, 5 tasks x 2 classes",
+        tasks=5,
+        normalisation="mnist",
+        mirror_safe=False,
+        read=_read_mnist,
+        find=datasets.locate_mnist,
+        obtain=f"{_DOWNLOAD}mnist.npz, or MNIST's four .gz files in the folder MNIST/raw",
+    ),
+    "split-cifar10": _Entry(
+        summary="CIFAR-10, 5 tasks x 2 classes",
+        tasks=5,
+        normalisation="cifar10",
+        mirror_safe=True,
+        read=_read_cifar10,
+        find=partial(datasets.locate_cifar, 10),
+        obtain=f"{_DOWNLOAD}cifar-10-python.tar.gz or cifar10.npz",
+    ),
+    "split-cifar100": _Entry(
+        summary="CIFAR-100, 10 tasks x 10 classes",
+        tasks=10,
+        normalisation="cifar10",
+        mirror_safe=True,
+        read=_read_cifar100,
+        find=partial(datasets.locate_cifar, 100),
+        obtain=f"{_DOWNLOAD}cifar-100-python.tar.gz or cifar100.npz",
+    ),
+    "split-tiny-imagenet": _Entry(
+        summary="Tiny-ImageNet at 64x64, 100 tasks x 2 classes (tasks=10: 10 x 20); no automatic download",
+        tasks=100,
+        normalisation="tiny-imagenet",
+        mirror_safe=True,
+        read=_read_tiny_imagenet,
+        find=tiny_imagenet.find,
+        obtain=f"place there {tiny_imagenet.SOURCE}",
+    ),
+}
+
+
+def names() -> list[str]:
+    """The registered streams, the one that needs no download first."""
+    return list(_STREAMS)
+
+
+def summary(name: str) -> str:
+    """One line about a registered stream.
+
+    Raises:
+        StreamError: There is no such stream.
+    """
+    return _entry(name).summary
+
+
+def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
+    """Whether the data of a registered stream is found, and where, or what to do about it. Nothing is read or downloaded.
+
+    Args:
+        name: A registered stream.
+        data_dir: Folder that holds the data set's files; None is ``~/.cache/mose_fast``.
+
+    Raises:
+        StreamError: There is no such stream.
+    """
+    entry = _entry(name)
+    if entry.find is None:
+        return True, entry.obtain
+    folder = _data_dir(data_dir)
+    found = entry.find(folder)
+    return (True, str(found)) if found else (False, f"not in {folder}: {entry.obtain}")
+
+
+def create(config: StreamConfig) -> Stream:
+    """Makes the stream that a configuration asks for: a registered one, an image folder, or an ``.npz`` file.
+
+    Folders and ``.npz`` files are described in docs/own_data.md; they take the normalisation ``half`` and count as safe to
+    mirror unless told otherwise, and ``tasks`` None splits them as :func:`from_arrays` does.
+
+    Raises:
+        StreamError: The name is unknown, the data is missing or damaged, or cannot be split as asked.
+    """
+    settings = {
+        "batch": config.batch,
+        "class_order_seed": config.class_order_seed,
+        "limit_per_task": config.limit_per_task,
+    }
+    if config.name in _STREAMS:
+        entry = _STREAMS[config.name]
+        return assemble(
+            **entry.read(_data_dir(config.data_dir)), **settings, name=config.name, mirror_safe=entry.mirror_safe,
+            tasks=entry.tasks if config.tasks is None else config.tasks, normalisation=config.normalisation or entry.normalisation,
+        )  # fmt: skip
+    path = Path(config.name).expanduser()
+    if path.suffix.lower() == ".npz":
+        contents: dict[str, Any] = dict(read_npz(path, ARRAYS))
+    elif path.is_dir():
+        contents, class_names = read_folder(path)
+        contents = {**contents, "class_names": class_names}
+    elif os.sep in config.name or path.exists():
+        raise StreamError(f"stream {config.name!r} is no folder and no .npz file; wanted a folder with train and test, or an .npz file")
+    else:
+        raise StreamError(f"stream {config.name!r} is unknown{near_matches(config.name, names())}; own data: a folder, or an .npz file")
+    return assemble(
+        **contents, **settings, source=str(path), name=path.stem if path.is_file() else path.resolve().name, mirror_safe=True,
+        tasks=config.tasks, normalisation=config.normalisation or "half",
+    )  # fmt: skip
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _STREAMS:
+        raise StreamError(f"stream {name!r} is unknown{near_matches(name, names())}")
+    return _STREAMS[name]
+
+
+def _data_dir(data_dir: str | Path | None) -> Path:
+    return datasets.default_data_dir() if data_dir is None else Path(data_dir).expanduser()

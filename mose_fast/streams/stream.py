@@ -1,0 +1,175 @@
+"""What a stream is: images, labels by head index, tasks, and the order in which batches arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["NORMALISATIONS", "Normalisation", "Stream", "StreamError", "draw_order"]
+
+
+class StreamError(ValueError):
+    """The data of a stream cannot be used; the message names the file or argument, what it was and what was wanted."""
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Constants that turn images in [0, 1] into network input: ``(image - mean) / std`` per colour channel."""
+
+    name: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+#: Normalisations by name. ``cifar10`` is what the released code uses for CIFAR-100 as well (mose.md, section 3), ``cifar100``
+#: and ``digits`` are the statistics of their own training images, ``mnist`` those of the 28x28 training images before padding.
+NORMALISATIONS: dict[str, Normalisation] = {
+    n.name: n
+    for n in (
+        Normalisation("cifar10", (125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255)),
+        Normalisation("cifar100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+        Normalisation("tiny-imagenet", (0.4802, 0.4480, 0.3975), (0.2770, 0.2691, 0.2821)),
+        Normalisation("mnist", (0.1307,) * 3, (0.3081,) * 3),
+        Normalisation("digits", (0.3051,) * 3, (0.3238,) * 3),
+        Normalisation("half", (0.5,) * 3, (0.5,) * 3),
+    )
+}
+
+# Second word of the generator's key. Orders within a task use task * 2**32 + epoch, far below it, so that no seed makes the
+# order of classes and the order of images one draw.
+CLASS_ORDER = 2**63
+
+
+def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
+    """Draws an order of ``n`` things: int64 [n], a permutation that depends on the three arguments alone.
+
+    The raw words of the counter-based generator Philox4x64-10 with key (seed, purpose) are sorted. numpy keeps the raw words
+    of its bit generators across versions, which it does not promise for ``Generator.permutation``.
+
+    Raises:
+        StreamError: The seed does not fit into 64 bits.
+    """
+    if not 0 <= seed < 2**64:
+        raise StreamError(f"seed is {seed}; wanted an integer from 0 to 2**64 - 1")
+    words = np.random.Philox(key=np.array([seed, purpose], np.uint64)).random_raw(n)
+    return np.argsort(words, kind="stable")
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A class-incremental image stream.
+
+    Labels are *head indices*: the position of the class in the class order, so index i is the i-th class that the learner
+    meets and a task's classes are neighbours.
+
+    Attributes:
+        name: What the user called it.
+        x_train: Training images, uint8 [N, H, W, 3].
+        y_train: Head index of each training image, int64 [N].
+        x_test: Test images, uint8 [N', H, W, 3].
+        y_test: Head index of each test image, int64 [N'].
+        tasks: The head indices of each task's classes.
+        class_order: ``class_order[head index]`` is the label in the data set.
+        class_names: Readable names, by head index.
+        normalisation: Constants for the network's input.
+        mirror_safe: False where mirroring an image changes its label (digits).
+        batch: Incoming images a step.
+        arrival: Of a stream recorded from batches, each task's batches as int64 indices into ``x_train``; None where each
+            pass over a task is shuffled.
+    """
+
+    name: str
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    tasks: tuple[tuple[int, ...], ...]
+    class_order: tuple[int, ...]
+    class_names: tuple[str, ...]
+    normalisation: Normalisation
+    mirror_safe: bool
+    batch: int
+    arrival: tuple[tuple[Tensor, ...], ...] | None = None
+
+    @property
+    def classes(self) -> int:
+        """Number of classes of all tasks."""
+        return len(self.class_order)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.x_train.shape[1], self.x_train.shape[2]
+
+    def train_rows(self, task: int) -> Tensor:
+        """Indices into ``x_train`` of the task's images, in data order: int64 [n].
+
+        Raises:
+            IndexError: There is no such task.
+        """
+        return self._rows(self.y_train, task)
+
+    def test_rows(self, task: int) -> Tensor:
+        """Indices into ``x_test`` of the task's images, in data order: int64 [n].
+
+        Raises:
+            IndexError: There is no such task.
+        """
+        return self._rows(self.y_test, task)
+
+    def batches(self, task: int, *, seed: int, epoch: int = 0) -> list[Tensor]:
+        """The task's batches in the order of their arrival, as int64 indices into ``x_train``; the last may be smaller.
+
+        Images are shuffled within the task by (seed, task, epoch) alone, so that any batch can be found again after a
+        restart. A stream recorded from batches keeps its own batches in every epoch.
+
+        Raises:
+            IndexError: There is no such task.
+            StreamError: The seed does not fit into 64 bits.
+        """
+        rows = self.train_rows(task)
+        if self.arrival is not None:
+            return list(self.arrival[task])
+        order = draw_order(len(rows), seed, task * 2**32 + epoch)
+        return list(rows[torch.from_numpy(order)].split(self.batch))
+
+    def original_label(self, y: Tensor | int) -> Tensor | int:
+        """Inverts the class order: the data set's label of a head index, for an int or an integer tensor of any shape.
+
+        Raises:
+            StreamError: A head index is outside the classes.
+        """
+        if not isinstance(y, Tensor):
+            if not 0 <= y < self.classes:
+                raise StreamError(f"head index is {y}; wanted 0 to {self.classes - 1}")
+            return self.class_order[y]
+        if y.numel() and (int(y.min()) < 0 or int(y.max()) >= self.classes):
+            raise StreamError(f"head indices reach from {int(y.min())} to {int(y.max())}; wanted 0 to {self.classes - 1}")
+        return torch.tensor(self.class_order, dtype=torch.int64, device=y.device)[y.long()]
+
+    def describe(self) -> str:
+        """The stream as a table for the user: exact counts and the data set's labels of every task."""
+        height, width = self.image_size
+        train = torch.bincount(self.y_train, minlength=self.classes).tolist()
+        test = torch.bincount(self.y_test, minlength=self.classes).tolist()
+        lines = [
+            f"{self.name}: {len(self.tasks)} tasks, {self.classes} classes, "
+            f"{len(self.x_train)} training and {len(self.x_test)} test images of {height}x{width}",
+            f"normalisation {self.normalisation.name}, mirroring {'keeps' if self.mirror_safe else 'changes'} labels, "
+            + (f"batches of {self.batch}, shuffled within a task" if self.arrival is None else "batches as they arrived"),
+            f"{'task':>4} {'train':>7} {'test':>7} {'steps':>7}  label (train, test)",
+        ]
+        for t, heads in enumerate(self.tasks):
+            images = sum(train[h] for h in heads)
+            steps = -(-images // self.batch) if self.arrival is None else len(self.arrival[t])
+            labels = ", ".join(f"{self.class_order[h]} ({train[h]}, {test[h]})" for h in heads)
+            lines.append(f"{t:>4} {images:>7} {sum(test[h] for h in heads):>7} {steps:>7}  {labels}")
+        return "\n".join(lines)
+
+    def _rows(self, y: Tensor, task: int) -> Tensor:
+        if not 0 <= task < len(self.tasks):
+            raise IndexError(f"task is {task}; {self.name} has tasks 0 to {len(self.tasks) - 1}")
+        return torch.isin(y, torch.tensor(self.tasks[task])).nonzero().flatten()

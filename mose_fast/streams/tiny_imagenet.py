@@ -1,0 +1,182 @@
+"""Tiny-ImageNet in its official layout, as a folder or as the zip it is distributed in."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mose_fast.streams.files import ARRAYS, decode_image, read_npz
+from mose_fast.streams.stream import StreamError
+
+__all__ = ["FOLDER", "ZIP", "find", "read"]
+
+FOLDER = "tiny-imagenet-200"
+ZIP = f"{FOLDER}.zip"
+CACHE = f"{FOLDER}.decoded.npz"
+SOURCE = f"{ZIP} from the Tiny-ImageNet page of Stanford's course CS231n"
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The data set's files by their path in the official layout, whether they lie in a folder or in the zip."""
+
+    root: Path
+    stamps: dict[str, str]  # path -> size and date, to see whether the decoded copy is still of these files
+    read: Callable[[str], bytes]
+
+    def text(self, path: str) -> str:
+        if path not in self.stamps:
+            raise StreamError(f"{self.root / path} is missing; get {SOURCE}")
+        try:
+            return self.read(path).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise StreamError(f"{self.root / path} is damaged, it is no text; get {SOURCE}") from error
+
+
+def find(data_dir: Path) -> Path | None:
+    """Where the data lies: ``data_dir`` itself, its folder ``tiny-imagenet-200``, its zip, or nowhere (None)."""
+    for folder in (data_dir, data_dir / FOLDER):
+        if (folder / "wnids.txt").is_file():
+            return folder
+    return data_dir / ZIP if (data_dir / ZIP).is_file() else None
+
+
+def read(data_dir: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Reads the training images and, as test data, the validation images (the official test set has no labels).
+
+    Labels number the WordNet ids in sorted order: ``wnids.txt`` lists them in no order that means anything, and sorted
+    is what every reader of class folders produces, so that label i is the same class with all of them. A subset of the
+    classes works alike. The decoded arrays are kept in an ``.npz`` beside the data where that folder is writable, and
+    made anew when the files have changed or the copy is damaged.
+
+    Returns:
+        The four arrays of a stream (images uint8 [N, 64, 64, 3]; training images by class, validation images in the order
+        of ``val_annotations.txt``) and the WordNet ids by label.
+
+    Raises:
+        StreamError: Files are missing or damaged.
+    """
+    root = find(data_dir)
+    if root is None:
+        raise StreamError(
+            f"Tiny-ImageNet is not in {data_dir}: neither {FOLDER}/wnids.txt nor {ZIP} is there; get {SOURCE} and place it in {data_dir}"
+        )
+    if root.is_dir():
+        return _read_cached(_folder_files(root), root / CACHE)
+    try:
+        with zipfile.ZipFile(root) as archive:
+            return _read_cached(_zip_files(root, archive), root.with_name(CACHE))
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise StreamError(f"{root} is damaged or truncated ({error}); get {SOURCE} again") from error
+
+
+def _folder_files(root: Path) -> _Files:
+    stamps = {}
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = Path(folder, name)
+            if path.name == CACHE or path.name.startswith(f".{CACHE}"):
+                continue
+            status = path.stat()
+            stamps[path.relative_to(root).as_posix()] = f"{status.st_size} {status.st_mtime_ns}"
+
+    def read_file(path: str) -> bytes:
+        try:
+            return (root / path).read_bytes()
+        except OSError as error:
+            raise StreamError(f"cannot read {root / path}: {error.strerror}") from error
+
+    return _Files(root, stamps, read_file)
+
+
+def _zip_files(root: Path, archive: zipfile.ZipFile) -> _Files:
+    prefix = f"{FOLDER}/"
+    infos = {i.filename.removeprefix(prefix): i for i in archive.infolist() if not i.is_dir()}
+
+    def read_member(path: str) -> bytes:
+        try:
+            return archive.read(infos[path])
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+            raise StreamError(f"{root / path} is damaged in the zip ({error}); get {SOURCE} again") from error
+
+    return _Files(root, {path: f"{i.file_size} {i.CRC}" for path, i in infos.items()}, read_member)
+
+
+def _read_cached(files: _Files, cache: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+    lines = "\n".join(f"{path} {stamp}" for path, stamp in sorted(files.stamps.items()))
+    fingerprint = hashlib.sha256(lines.encode()).hexdigest()
+    if cache.is_file():
+        with contextlib.suppress(StreamError):  # a damaged copy is made anew
+            if str(read_npz(cache, ("fingerprint",))["fingerprint"]) == fingerprint:
+                held = read_npz(cache, (*ARRAYS, "wnids"))
+                return {n: held[n] for n in ARRAYS}, held["wnids"].tolist()
+    arrays, wnids = _decode(files)
+    _write(cache, {**arrays, "wnids": np.array(wnids), "fingerprint": np.array(fingerprint)})
+    return arrays, wnids
+
+
+def _decode(files: _Files) -> tuple[dict[str, np.ndarray], list[str]]:
+    wnids = sorted(files.text("wnids.txt").split())
+    label_of = {wnid: label for label, wnid in enumerate(wnids)}
+    train: dict[str, list[tuple[int, str]]] = {wnid: [] for wnid in wnids}
+    for path in files.stamps:
+        match = re.fullmatch(r"train/([^/]+)/images/\1_(\d+)\.JPEG", path)
+        if match and match[1] in train:
+            train[match[1]].append((int(match[2]), path))
+    for wnid, found in train.items():
+        if not found:
+            raise StreamError(f"{files.root / 'train' / wnid / 'images'} holds no images, but wnids.txt names {wnid}; get {SOURCE}")
+    train_paths = [path for wnid in wnids for _, path in sorted(train[wnid])]
+    y_train = [label_of[wnid] for wnid in wnids for _ in train[wnid]]
+
+    val_paths, y_test = [], []
+    annotations = "val/val_annotations.txt"
+    for number, line in enumerate(files.text(annotations).splitlines(), 1):
+        columns = line.split()
+        if len(columns) < 2 or columns[1] not in label_of:
+            raise StreamError(
+                f"{files.root / annotations}, line {number}: {line!r} names no class of wnids.txt; "
+                f"wanted an image's name and its WordNet id; get {SOURCE}"
+            )
+        path = f"val/images/{columns[0]}"
+        if path not in files.stamps:
+            raise StreamError(f"{files.root / path} is missing, but val_annotations.txt names it; get {SOURCE}")
+        val_paths.append(path)
+        y_test.append(label_of[columns[1]])
+    return {
+        "x_train": _images(files, train_paths),
+        "y_train": np.array(y_train, np.int64),
+        "x_test": _images(files, val_paths),
+        "y_test": np.array(y_test, np.int64),
+    }, wnids
+
+
+def _images(files: _Files, paths: list[str]) -> np.ndarray:
+    images = np.empty((len(paths), 64, 64, 3), np.uint8)
+    for i, path in enumerate(paths):
+        image = decode_image(files.read(path), str(files.root / path))
+        if image.shape != (64, 64, 3):
+            raise StreamError(f"{files.root / path} is {image.shape[0]}x{image.shape[1]}; wanted 64x64 as in the official data")
+        images[i] = image
+    return images
+
+
+def _write(cache: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Writes the decoded copy in one step, or not at all where the folder is read-only or the disk full."""
+    temporary = cache.with_name(f".{CACHE}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        try:
+            with temporary.open("wb") as file:
+                np.savez(file, **arrays)
+            os.replace(temporary, cache)
+        finally:
+            temporary.unlink(missing_ok=True)
