@@ -3,16 +3,22 @@
 
 set(MOSE_FAST_CPU_SOURCES
   cpu/null.cpp
+  cpu/reservoir.cpp
+  cpu/augment_parameters.cpp
 )
 
 # Torch-free; compiled by nvcc.
 set(MOSE_FAST_CUDA_SOURCES
   cuda/null.cu
+  cuda/reservoir.cu
+  cuda/augment_parameters.cu
 )
 
 # Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.
 set(MOSE_FAST_TORCH_SOURCES
   torch/null.cpp
+  torch/reservoir.cpp
+  torch/augment_parameters.cpp
   torch/module.cpp
 )
 

@@ -15,4 +15,7 @@ inline constexpr const char* kDevices = "cpu";
 void register_null(torch::Library& library);
 void bind_null(py::module_& module);
 
+void bind_reservoir(py::module_& module);
+void bind_augment_parameters(py::module_& module);
+
 }  // namespace mf

@@ -8,4 +8,6 @@ TORCH_LIBRARY(mose_fast, library) {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Native ops of mose_fast; the public functions are in mose_fast.ops.";
   mf::bind_null(module);
+  mf::bind_reservoir(module);
+  mf::bind_augment_parameters(module);
 }

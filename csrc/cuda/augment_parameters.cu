@@ -1,0 +1,27 @@
+#include <cuda_runtime.h>
+
+#include "core/check.h"
+#include "cuda/augment_parameters.cuh"
+
+namespace mf::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+__global__ void __launch_bounds__(kThreads) augment_parameters_kernel(const AugmentParametersParams params) {
+  augment_parameters_block(params);
+}
+
+}  // namespace
+
+void augment_parameters(const AugmentParametersParams& params, Stream stream) {
+  MF_CHECK(params.count >= 0 && params.count <= UINT32_MAX, "count is ", params.count, "; wanted 0 to ", UINT32_MAX);
+  if (params.count == 0) {
+    return;
+  }
+  const auto blocks = static_cast<unsigned>((params.count + kThreads - 1) / kThreads);
+  augment_parameters_kernel<<<blocks, kThreads, 0, stream>>>(params);
+  MF_CHECK_LAUNCH("augment_parameters");
+}
+
+}  // namespace mf::cuda

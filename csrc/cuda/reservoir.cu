@@ -1,0 +1,64 @@
+#include <cuda_runtime.h>
+
+#include "core/check.h"
+#include "cuda/reservoir.cuh"
+
+namespace mf::cuda {
+namespace {
+
+constexpr int kClaimThreads = 128;
+constexpr int kCopyThreads = 192;  // a 32x32 image is 192 words of 16 bytes
+constexpr int kDrawThreads = 1024;
+constexpr int kDigitBits = 9;
+constexpr int kSurvivors = 3072;
+static_assert(kSurvivors >= kMaxCudaDraw + 1024, "a draw stops at its first pass only if the k-th key's digit fits beside k keys");
+static_assert(kDrawThreads >= 1 << kDigitBits, "each digit is one thread's");
+static_assert(sizeof(DrawShared<kDigitBits, kSurvivors>) <= 48 * 1024, "static shared memory");
+
+__global__ void __launch_bounds__(kClaimThreads) reservoir_claim_kernel(const ReservoirInsertParams params) {
+  reservoir_claim_block(params);
+}
+
+template <typename Word>
+__global__ void __launch_bounds__(kCopyThreads) reservoir_copy_kernel(const ReservoirInsertParams params) {
+  reservoir_copy_block<Word>(params);
+}
+
+__global__ void __launch_bounds__(kDrawThreads) reservoir_draw_kernel(const ReservoirDrawParams params) {
+  __shared__ DrawShared<kDigitBits, kSurvivors> shared;
+  reservoir_draw_block(params, shared);
+}
+
+bool rows_are_aligned(const ReservoirInsertParams& params) {
+  const auto bits =
+      reinterpret_cast<uintptr_t>(params.images) | reinterpret_cast<uintptr_t>(params.x) | static_cast<uintptr_t>(params.row_bytes);
+  return bits % sizeof(uint4) == 0;
+}
+
+}  // namespace
+
+void reservoir_insert(const ReservoirInsertParams& params, Stream stream) {
+  MF_CHECK(params.count >= 0 && params.count <= INT32_MAX, "count is ", params.count, "; wanted 0 to ", INT32_MAX);
+  if (params.count == 0) {
+    return;
+  }
+  const auto items = static_cast<unsigned>(params.count);
+  reservoir_claim_kernel<<<(items + kClaimThreads - 1) / kClaimThreads, kClaimThreads, 0, stream>>>(params);
+  MF_CHECK_LAUNCH("reservoir_claim");
+  if (rows_are_aligned(params)) {
+    reservoir_copy_kernel<uint4><<<items, kCopyThreads, 0, stream>>>(params);
+  } else {
+    reservoir_copy_kernel<uint8_t><<<items, kCopyThreads, 0, stream>>>(params);
+  }
+  MF_CHECK_LAUNCH("reservoir_copy");
+}
+
+// A draw of nothing is launched too: it still advances the counter.
+void reservoir_draw(const ReservoirDrawParams& params, Stream stream) {
+  MF_CHECK(params.count >= 0 && params.count <= kMaxCudaDraw, "a draw on CUDA wants ", params.count, " slots; wanted 0 to ", kMaxCudaDraw);
+  MF_CHECK(params.capacity <= INT32_MAX, "capacity is ", params.capacity, "; wanted at most ", INT32_MAX);
+  reservoir_draw_kernel<<<1, kDrawThreads, 0, stream>>>(params);
+  MF_CHECK_LAUNCH("reservoir_draw");
+}
+
+}  // namespace mf::cuda
