@@ -3,11 +3,14 @@
 from mose_fast.nn.alignment import AlignmentModule, AttentionGate, DownBlock
 from mose_fast.nn.backbone import BasicBlock, Stem
 from mose_fast.nn.class_means import ClassMeans
+from mose_fast.nn.classify import CLASSIFIERS, MEAN_OF_EXPERTS, classify
 from mose_fast.nn.cost import Cost, count_cost
 from mose_fast.nn.experts import BRANCH_POINTS, ExpertNetwork, ExpertOutputs, check_image_size
 
 __all__ = [
     "BRANCH_POINTS",
+    "CLASSIFIERS",
+    "MEAN_OF_EXPERTS",
     "AlignmentModule",
     "AttentionGate",
     "BasicBlock",
@@ -18,5 +21,6 @@ __all__ = [
     "ExpertOutputs",
     "Stem",
     "check_image_size",
+    "classify",
     "count_cost",
 ]

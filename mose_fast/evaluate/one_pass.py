@@ -1,0 +1,63 @@
+"""Evaluates every classifier of every expert with one forward pass over the memory and one over the test images."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mose_fast.methods import Learner
+from mose_fast.nn import classify
+from mose_fast.streams import Stream
+
+__all__ = ["TaskAccuracy", "evaluate_learner"]
+
+
+class TaskAccuracy(NamedTuple):
+    """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far.
+
+    Attributes:
+        test: On each task's test images.
+        buffer: On each task's memory samples; None for a task that has none.
+    """
+
+    test: dict[str, dict[str, list[float]]]
+    buffer: dict[str, dict[str, list[float | None]]]
+
+
+def evaluate_learner(learner: Learner, stream: Stream, task: int) -> TaskAccuracy:
+    """Evaluates on the tasks 0 ... ``task`` of a stream.
+
+    The memory's features serve both the class means and the buffer accuracy.
+
+    Args:
+        learner: With at least one stored sample.
+        stream: The stream it was trained on.
+        task: The last task seen.
+    """
+    memory = learner.memory
+    filled = memory.filled
+    features, logits = learner.outputs(memory.images[:filled])
+    means = learner.class_means(features)
+    buffer = _by_task(classify(features, logits, means), memory.labels[:filled], memory.tasks[:filled], task)
+
+    rows = torch.cat([stream.test_rows(t) for t in range(task + 1)])
+    tasks = torch.cat([torch.full((len(stream.test_rows(t)),), t) for t in range(task + 1)]).to(learner.device)
+    labels = stream.y_test[rows].to(learner.device)
+    parts: list[dict[str, dict[str, Tensor]]] = []
+    for part in rows.split(learner.config.evaluation_batch):
+        parts.append(classify(*learner.outputs(stream.x_test[part]), means))
+    predictions = {c: {e: torch.cat([part[c][e] for part in parts]) for e in parts[0][c]} for c in parts[0]}
+    test = _by_task(predictions, labels, tasks, task)
+    return TaskAccuracy(test, buffer)
+
+
+def _by_task(predictions: dict[str, dict[str, Tensor]], labels: Tensor, tasks: Tensor, task: int) -> dict[str, dict[str, list]]:
+    counts = torch.bincount(tasks, minlength=task + 1)
+
+    def accuracies(predicted: Tensor) -> list[float | None]:
+        correct = torch.bincount(tasks[predicted == labels], minlength=task + 1)
+        return [c / n if n else None for c, n in zip(correct.tolist(), counts.tolist(), strict=True)]
+
+    return {c: {e: accuracies(predicted) for e, predicted in experts.items()} for c, experts in predictions.items()}

@@ -1,0 +1,57 @@
+"""MOSE's losses with a run's switches applied."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mose_fast.config import MoseOptions
+from mose_fast.nn import ExpertOutputs
+from mose_fast.ops.expert_losses import expert_losses
+
+__all__ = ["ExpertLosses"]
+
+
+class ExpertLosses(nn.Module):
+    """All losses of one MOSE step (paper eq. for L_MOSE; mose.md section 5).
+
+    Args:
+        options: The switches ``temperature``, ``ce``, ``scl``, ``distil``, ``rsd_reduction``, ``student``, ``separate_ce`` and
+            ``ce_buffer_weight``.
+    """
+
+    def __init__(self, options: MoseOptions) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, outputs: ExpertOutputs, labels: Tensor, new_rows: int, current_classes: Tensor | None) -> Tensor:
+        """A row (supervised contrastive, cross-entropy, distillation) per expert; training minimises their sum.
+
+        Args:
+            outputs: Of the network, for N views.
+            labels: int64 [N].
+            new_rows: The first rows, which are the new set; the others are the buffer set.
+            current_classes: bool [K]; None: one cross-entropy over all rows and classes.
+
+        Returns:
+            float32 [E, 3].
+        """
+        o = self.options
+        # Whatever precision the network ran in: similarities, softmaxes and norms are float32.
+        with torch.autocast(labels.device.type, enabled=False):
+            return expert_losses(
+                outputs.projections,
+                outputs.logits,
+                outputs.features,
+                outputs.student,
+                labels,
+                new_rows,
+                current_classes if o.separate_ce else None,
+                temperature=o.temperature,
+                ce_buffer_weight=o.ce_buffer_weight,
+                ce=o.ce,
+                scl=o.scl,
+                distil=o.distil,
+                rsd_reduction=o.rsd_reduction,
+                student_index=o.student_index,
+            )

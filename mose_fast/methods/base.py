@@ -1,0 +1,292 @@
+"""What every online learner offers to the loop and to users."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mose_fast.config import ConfigError, RunConfig, near_matches
+from mose_fast.memory import ReplayMemory
+from mose_fast.nn import CLASSIFIERS, ClassMeans, check_image_size, classify
+
+__all__ = ["Learner", "resolve_device"]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that a configuration's ``device`` means here.
+
+    Raises:
+        ConfigError: A card is asked for and there is none, or none of that number.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            why = "this torch was built without CUDA" if torch.version.cuda is None else "torch sees no GPU (is there a driver?)"
+            raise ConfigError(f"device is {name!r}, but {why}; wanted a machine with an NVIDIA GPU, or --device cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} GPU(s); wanted a lower number")
+    return device
+
+
+class Learner(ABC):
+    """An online learner: sees each batch once, keeps a replay memory, predicts at any time.
+
+    Subclasses implement :meth:`train_batch`, :meth:`rehearse`, :meth:`outputs`, :meth:`network_state` and :meth:`load_network_state`.
+
+    Args:
+        config: The run's settings.
+        classes: Number of classes K of the whole stream; labels are 0 ... K - 1.
+        image_size: (H, W) of the images, multiples of 8.
+        mean: Of images in [0, 1], by channel.
+        std: Alike.
+        mirror_safe: False where mirroring changes the label, as for digits.
+
+    Attributes:
+        memory: The replay memory.
+        seen: All labels seen so far, in order of appearance.
+        current: The labels of the current task seen so far, in order of appearance.
+        steps: Training steps taken.
+    """
+
+    #: True where replay rows are chosen by looking at the model, so that batches cannot be planned ahead of training.
+    plan_depends_on_model: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        classes: int,
+        image_size: tuple[int, int] = (32, 32),
+        mean: Sequence[float] = (0.5, 0.5, 0.5),
+        std: Sequence[float] = (0.5, 0.5, 0.5),
+        mirror_safe: bool = True,
+    ) -> None:
+        if classes < 2:
+            raise ConfigError(f"classes is {classes}; wanted at least 2")
+        check_image_size(*image_size)
+        self.config = config
+        self.classes = classes
+        self.image_size = tuple(image_size)
+        self.mean, self.std = tuple(mean), tuple(std)
+        self.mirror_safe = mirror_safe
+        self.device = resolve_device(config.device)
+        self.memory = ReplayMemory(config.memory, self.image_size, seed=config.seed, device=self.device)
+        self.task: int | None = None
+        self.first_task: int | None = None
+        self.task_classes: list[int] | None = None
+        self.seen: list[int] = []
+        self.current: list[int] = []
+        self.steps = 0
+        self._means: ClassMeans | None = None
+        self._warned_missing = False
+
+    # The stream
+
+    def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
+        """Starts a task. :meth:`observe` does it by itself when the task changes.
+
+        Args:
+            task: Any number that no other task has.
+            classes: All labels of the task, where they are known beforehand.
+        """
+        self.task = int(task)
+        self.first_task = self.task if self.first_task is None else self.first_task
+        self.task_classes = None if classes is None else [int(c) for c in classes]
+        self.current = []
+
+    def observe(
+        self,
+        x: Tensor | np.ndarray,
+        y: Tensor | np.ndarray | Sequence[int],
+        task: int,
+        *,
+        index: Tensor | None = None,
+        train: bool = True,
+        store: bool = True,
+    ) -> dict[str, Tensor] | None:
+        """Learns from one incoming batch, then offers it to the memory.
+
+        Args:
+            x: uint8 [B, H, W, 3], raw images.
+            y: integers [B] in 0 ... K - 1.
+            task: The task that the batch belongs to.
+            index: int64 [B], positions in the original stream, kept in the memory; None: counted from 0.
+            train: False only stores the batch.
+            store: False leaves the memory as it is (every epoch after the first).
+
+        Returns:
+            The step's losses by name, as scalars on the learner's device; None where nothing was trained.
+
+        Raises:
+            ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed then.
+        """
+        x, y = self._check_batch(x, y)
+        if index is None:
+            index = torch.arange(self.memory.seen, self.memory.seen + len(x))
+        if task != self.task:
+            self.begin_task(task)
+        for label in y.tolist():
+            if label not in self.seen:
+                self.seen.append(label)
+            if label not in self.current:
+                self.current.append(label)
+        x, y = x.to(self.device), y.to(self.device)
+        losses = self.train_batch(x, y) if train else None
+        self._means = None
+        if store:
+            self.memory.insert(x, y, self.task, index.to(self.device, torch.int64))
+        return losses
+
+    def end_task(self) -> None:
+        """Ends the current task; MOSE does nothing here."""
+
+    @abstractmethod
+    def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
+        """One training step on a checked batch on the device; labels are registered already, the memory does not hold the batch yet."""
+
+    @abstractmethod
+    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
+        """One training step on memory slots alone (training on the final memory)."""
+
+    # Prediction
+
+    @abstractmethod
+    def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3], in evaluation mode."""
+
+    def class_means(self, features: Tensor | None = None) -> ClassMeans:
+        """The prototypes that the memory gives now; computed once between two batches.
+
+        Args:
+            features: [E, filled, D] of the memory's samples, where the caller has them already.
+        """
+        if self._means is None:
+            filled = self.memory.filled
+            if features is None:
+                features = self.outputs(self.memory.images[:filled])[0]
+            self._means = ClassMeans(features, self.memory.labels[:filled], self.classes)
+            missing = [c for c in sorted(self.seen) if not self._means.known[c]]
+            if missing and filled and not self._warned_missing:
+                self._warned_missing = True
+                shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+                warnings.warn(
+                    f"{len(missing)} of {len(self.seen)} classes seen have no sample in the memory of {self.memory.capacity} ({shown}); "
+                    "the nearest-class-mean classifier cannot predict them (said once)",
+                    stacklevel=2,
+                )
+        return self._means
+
+    def predict(self, x: Tensor | np.ndarray, classifier: str | None = None, expert: str | int | None = None) -> Tensor:
+        """Labels of raw images, by the classes seen so far.
+
+        Args:
+            x: uint8 [N, H, W, 3].
+            classifier: ``ncm`` | ``linear``; None: the configuration's.
+            expert: ``1`` ... | ``last`` | ``mean``, or a name of the results (``mean_distance``, ``mean_logit``); None: the configuration's.
+
+        Returns:
+            int64 [N], on the CPU.
+
+        Raises:
+            ValueError: Unusable images or names, or an empty memory with ``ncm``.
+        """
+        x = self._check_images(x)
+        classifier, expert = self.resolve_expert(classifier, expert)
+        features, logits = self.outputs(x)
+        if classifier == "linear":
+            votes = logits.mean(0) if expert == "mean_logit" else logits[int(expert) - 1]
+            return votes.argmax(-1).cpu()
+        return classify(features, logits, self.class_means())[classifier][expert].cpu()
+
+    def resolve_expert(self, classifier: str | None = None, expert: str | int | None = None) -> tuple[str, str]:
+        """The names under which the results hold the classifier and expert asked for; None means the configuration's."""
+        o = self.config.options
+        classifier = o.classifier if classifier is None else classifier
+        if expert is None:
+            expert = o.expert
+            if expert == "mean":
+                expert = f"mean_{o.mean_of_experts}"
+                classifier = "ncm" if expert == "mean_distance" else "linear"
+        expert = str(o.experts) if expert == "last" else str(expert)
+        if classifier not in CLASSIFIERS:
+            raise ValueError(f"classifier is {classifier!r}{near_matches(str(classifier), list(CLASSIFIERS))}")
+        mean = {"ncm": "mean_distance", "linear": "mean_logit"}[classifier]
+        expert = mean if expert == "mean" else expert
+        known = [*(str(e + 1) for e in range(o.experts)), mean]
+        if expert not in known:
+            raise ValueError(f"expert is {expert!r} for classifier {classifier!r}; known: last, mean, {', '.join(known)}")
+        return classifier, expert
+
+    # State
+
+    @abstractmethod
+    def network_state(self) -> dict[str, Tensor]:
+        """Weights, running statistics and optimiser state, by name."""
+
+    @abstractmethod
+    def load_network_state(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over what :meth:`network_state` gave."""
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that must be restored to continue exactly: tensors by name, and plain values for JSON."""
+        tensors = self.network_state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
+        values = {name: getattr(self, name) for name in ("task", "first_task", "task_classes", "seen", "current", "steps")}
+        return tensors, values
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Takes over what :meth:`state` gave.
+
+        Raises:
+            ValueError: The state belongs to another network or memory.
+        """
+        memory = {name.removeprefix("memory/"): t for name, t in tensors.items() if name.startswith("memory/")}
+        self.load_network_state({name: t for name, t in tensors.items() if not name.startswith("memory/")})
+        self.memory.load(memory)
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._means = None
+
+    def weights_hash(self) -> str:
+        """SHA-256 of all weights and running statistics: equal hashes mean bit-equal networks."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.network_state().items()):
+            if name.startswith("network/"):
+                digest.update(name.encode())
+                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    # Checks
+
+    def _check_images(self, x: Tensor | np.ndarray) -> Tensor:
+        x = torch.as_tensor(x)
+        if x.dtype != torch.uint8:
+            nan = x.is_floating_point() and bool(x.isnan().any())
+            raise ValueError(f"x has dtype {x.dtype}{' and holds NaN' if nan else ''}; wanted raw images in uint8, 0 to 255")
+        wanted = f"[N, {self.image_size[0]}, {self.image_size[1]}, 3]"
+        if x.ndim != 4 or tuple(x.shape[1:]) != (*self.image_size, 3):
+            hint = " (channels come last)" if x.ndim == 4 and x.shape[1] == 3 else ""
+            raise ValueError(f"x has shape {list(x.shape)}; wanted {wanted}{hint}")
+        return x
+
+    def _check_batch(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | Sequence[int]) -> tuple[Tensor, Tensor]:
+        x, y = self._check_images(x), torch.as_tensor(y)
+        if len(x) == 0:
+            raise ValueError("x is an empty batch; wanted at least one image")
+        if y.ndim != 1 or len(y) != len(x):
+            raise ValueError(f"y has shape {list(y.shape)} for {len(x)} images; wanted [{len(x)}]")
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise ValueError(f"y has dtype {y.dtype}; wanted integers")
+        y = y.to(torch.int64)
+        low, high = int(y.min()), int(y.max())
+        if low < 0 or high >= self.classes:
+            raise ValueError(f"y holds {low if low < 0 else high}; wanted labels of 0 to {self.classes - 1}, since classes is {self.classes}")
+        return x, y

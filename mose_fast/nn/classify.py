@@ -1,0 +1,31 @@
+"""All classifiers of all experts at once (mose.md section 7)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mose_fast.nn.class_means import ClassMeans
+
+__all__ = ["CLASSIFIERS", "MEAN_OF_EXPERTS", "classify"]
+
+#: The classifiers, and what their mean of experts averages: squared distances to the class means, or logits.
+MEAN_OF_EXPERTS = {"ncm": "mean_distance", "linear": "mean_logit"}
+CLASSIFIERS = tuple(MEAN_OF_EXPERTS)
+
+
+def classify(features: Tensor, logits: Tensor, means: ClassMeans) -> dict[str, dict[str, Tensor]]:
+    """Predicted labels by classifier and expert.
+
+    Args:
+        features: float [E, N, D]; logits: float [E, N, K].
+        means: The class means of the replay memory.
+
+    Returns:
+        ``{"ncm": {"1": ..., "mean_distance": ...}, "linear": {"1": ..., "mean_logit": ...}}`` with int64 [N] each.
+    """
+    experts = [str(e + 1) for e in range(len(features))]
+    logits = logits.float()
+    linear = torch.cat([logits, logits.mean(0, keepdim=True)]).argmax(-1)
+    rows = {"ncm": means.predict(features), "linear": linear}
+    return {c: dict(zip([*experts, MEAN_OF_EXPERTS[c]], rows[c].unbind(0), strict=True)) for c in CLASSIFIERS}
