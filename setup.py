@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
-import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -14,7 +14,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from build_tools import cuda, plan  # noqa: E402
+from build_tools import describe, plan  # noqa: E402
 from build_tools.sources import read_sources  # noqa: E402
 
 REQUIREMENTS = [
@@ -30,57 +30,55 @@ class WithoutTorch(build_ext):
         raise SystemExit(f"mose_fast: torch is not installed in the build environment. First: pip install '{plan.MINIMUM_TORCH}'")
 
 
-def native_build() -> tuple[Extension, type[build_ext], dict]:
-    """Returns the extension, the command that builds it, and the record that goes beside it."""
+def native_build() -> tuple[Extension, type[build_ext], str]:
+    """Returns the extension, the command that builds it, and the package's requirement on torch."""
     import torch
 
-    wanted = os.environ.get("MOSE_FAST_BACKEND") or "auto"
-    compiled = (torch.__version__, torch.version.cuda)
-    plan.check_same_torch(compiled, plan.installed_torch([sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]))
-    toolkits, looked = cuda.find_toolkits(os.environ)
-    toolkit, reason = plan.choose_backend(wanted, torch.version.cuda, toolkits, looked)
-    archs = []
-    if toolkit:
-        archs = cuda.parse_archs(os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(cuda.default_archs(toolkit.version)))
-        # Before cpp_extension is imported: its own search takes a wrapper's folder for the toolkit.
-        os.environ["CUDA_HOME"] = str(toolkit.root)
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(archs)
-    meminfo = Path("/proc/meminfo")
-    free = plan.free_gib(meminfo.read_text() if meminfo.exists() else "")
-    jobs = plan.job_count(len(os.sched_getaffinity(0)), free, os.environ.get("MAX_JOBS"))
-    os.environ["MAX_JOBS"] = str(jobs)
-    print(f"mose_fast: {reason}; torch {torch.__version__}, archs {' '.join(archs) or '-'}, {jobs} jobs", file=sys.stderr)
+    build = describe.decide(torch.__version__, torch.version.cuda)
+    os.environ["MAX_JOBS"] = str(describe.jobs())
+    if build.toolkit:
+        # Before cpp_extension is imported: its own search takes the folder of an nvcc wrapper for the toolkit.
+        os.environ["CUDA_HOME"] = str(build.toolkit.root)
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(build.archs)
+    archs = " ".join(build.archs) or "none"
+    print(f"mose_fast: {build.reason}; torch {torch.__version__}, archs {archs}, {os.environ['MAX_JOBS']} jobs", file=sys.stderr)
 
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-    record = plan.build_record(plan.git_commit(ROOT), torch.__version__, torch.version.cuda, toolkit, archs)
-
     class BuildWithRecord(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # ninja decides what is out of date. Objects of another torch or back end never mix, and an editable install,
+            # for which setuptools takes a fresh folder each time, finds its own again.
+            self.force = True
+            tag = f"{build.record['backend']}-torch{torch.__version__}-{sys.implementation.cache_tag}"
+            self.build_temp = str(ROOT / "build" / f"objects-{tag}")
+
         def run(self) -> None:
-            super().run()
-            # One by one: the library of a finished build, and its copy in the source tree where the install is editable.
-            libraries = [Path(self.build_lib) / "mose_fast"] + ([ROOT / "mose_fast"] if self.inplace else [])
-            for folder in libraries:
+            Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+            with open(Path(self.build_temp) / "lock", "w") as lock:  # two ninjas in one folder would spoil each other's objects
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                super().run()
+            # Beside the finished library, and beside its copy in the source tree where the install is editable.
+            for folder in [Path(self.build_lib) / "mose_fast"] + ([ROOT / "mose_fast"] if self.inplace else []):
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / "_build.json").write_text(json.dumps(record, indent=2) + "\n")
+                (folder / "_build.json").write_text(json.dumps(build.record, indent=2) + "\n")
 
     lists = read_sources(ROOT / "csrc")
-    names = lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"] + (lists["MOSE_FAST_CUDA_SOURCES"] if toolkit else [])
-    extension = (CUDAExtension if toolkit else CppExtension)(
+    names = lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"] + (lists["MOSE_FAST_CUDA_SOURCES"] if build.toolkit else [])
+    extension = (CUDAExtension if build.toolkit else CppExtension)(
         "mose_fast._C",
         [f"csrc/{name}" for name in names],
         include_dirs=[str(ROOT / "csrc")],
-        define_macros=[("MOSE_FAST_WITH_CUDA", None)] if toolkit else [],
+        define_macros=[("MOSE_FAST_WITH_CUDA", None)] if build.toolkit else [],
         extra_compile_args={"cxx": lists["MOSE_FAST_CXX_FLAGS"], "nvcc": lists["MOSE_FAST_NVCC_FLAGS"]},
         extra_link_args=["-fopenmp"],
-        depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*")) if path.suffix in (".h", ".cuh", ".cmake")],
     )
-    return extension, BuildWithRecord, record
+    return extension, BuildWithRecord, plan.torch_requirement(torch.__version__, exact=False)
 
 
 try:
-    extension, command, record = native_build()
-    requirement = plan.torch_requirement(record["torch"], exact=False)
+    extension, command, requirement = native_build()
 except ModuleNotFoundError as missing:
     if missing.name != "torch":
         raise

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Sequence
 from importlib.metadata import distributions
-from pathlib import Path
 from typing import Any
 
 from build_tools.cuda import Toolkit
 
 __all__ = [
-    "BuildError", "build_record", "check_same_torch", "choose_backend", "free_gib", "git_commit", "installed_torch", "job_count",
+    "MINIMUM_TORCH", "BuildError", "available_gib", "build_record", "check_same_torch", "choose_backend", "installed_torch", "job_count",
     "torch_requirement",
 ]  # fmt: skip
 
@@ -81,10 +79,17 @@ def job_count(cores: int, free: float, max_jobs: str | None = None) -> int:
     return max(1, min(cores, int((free - GIB_RESERVED) / GIB_PER_JOB)))
 
 
-def free_gib(meminfo: str) -> float:
-    """Returns the available memory in GiB from the text of ``/proc/meminfo``; 4 where it does not say."""
+def available_gib(meminfo: str, limit: str = "max", used: str = "0") -> float:
+    """Returns the memory that may still be used, GiB: the machine's, or the container's where that is less.
+
+    Args:
+        meminfo: Text of ``/proc/meminfo``; 4 GiB are assumed where it does not say.
+        limit: Text of the control group's ``memory.max``, bytes or ``max``.
+        used: Text of its ``memory.current``, bytes.
+    """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    return int(found.group(1)) / 2**20 if found else 4.0
+    machine = int(found.group(1)) / 2**20 if found else 4.0
+    return machine if limit.strip() in ("", "max") else min(machine, (int(limit) - int(used)) / 2**30)
 
 
 def installed_torch(site_packages: Sequence[str]) -> tuple[str, str | None] | None:
@@ -133,18 +138,6 @@ def check_same_torch(compiled: tuple[str, str | None], target: tuple[str, str | 
         )
 
 
-def git_commit(folder: Path) -> str | None:
-    """Returns the commit checked out in ``folder``, with ``+dirty`` if tracked files differ; None outside a git checkout."""
-    if not (folder / ".git").exists():
-        return None
-    try:
-        commit = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(["git", "-C", folder, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit + ("+dirty" if changed else "")
-
-
 def build_record(
     commit: str | None, torch_version: str, torch_cuda: str | None, toolkit: Toolkit | None, archs: Sequence[str]
 ) -> dict[str, Any]:
@@ -157,4 +150,3 @@ def build_record(
         "torch_cuda": torch_cuda,
         "cuda": ".".join(map(str, toolkit.version)) if toolkit else None,
     }
-

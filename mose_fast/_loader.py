@@ -40,12 +40,13 @@ def _obstacle(record: dict[str, Any], version: str, cuda: str | None) -> str | N
     if record["torch"].split("+")[0].split(".")[:2] != version.split("+")[0].split(".")[:2]:
         return f"it was compiled for torch {record['torch']}, but torch {version} is running"
     if record["backend"] == "cuda" and (cuda is None or record["cuda"].split(".")[0] != cuda.split(".")[0]):
-        return f"it was compiled for CUDA {record['cuda']}, but the torch that is running ({version}) uses {f'CUDA {cuda}' if cuda else 'no CUDA'}"
+        running = f"CUDA {cuda}" if cuda else "no CUDA"
+        return f"it was compiled for CUDA {record['cuda']}, but the torch that is running ({version}) uses {running}"
     return None
 
 
 def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
-    """Returns the module and its record, or None and what stood in the way."""
+    """Returns the module or None, what is known of it, and what stood in the way if it is None."""
     library = _library(folder)
     if library is None:
         return None, None, f"there is no native library in {folder}"
@@ -55,13 +56,13 @@ def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str |
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         return None, None, f"the record of {library} is missing or damaged ({type(error).__name__}: {error})"
     if obstacle:
-        return None, None, f"{library} was not loaded: {obstacle}"
+        return None, record, f"{library} was not loaded: {obstacle}"
     try:
         spec = importlib.util.spec_from_file_location(_NAME, library)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        return None, None, f"{library} does not load: {error}"
+        return None, record, f"{library} does not load: {error}"
     sys.modules[_NAME] = module
     return module, record, None
 
@@ -81,7 +82,7 @@ def _start() -> tuple[ModuleType | None, dict[str, Any] | None]:
 
 
 native, record = _start()
-"""The native module and what ``_build.json`` says of it; both None where pure PyTorch is used."""
+"""The native module, None where pure PyTorch is used; and what its ``_build.json`` says, None where there is none."""
 
 
 def serves(*tensors: torch.Tensor) -> bool:

@@ -1,0 +1,61 @@
+# Two commands for a fresh machine with Python >= 3.10:
+#   make train                          virtual environment, dependencies, native build, then MOSE on `digits`
+#   make train STREAM=split-cifar100 ARGS="--data-dir DIR --memory 1000"
+#   make test                           the same environment, then the tests
+# Also: make lint, make clean. A second call does only what has changed.
+
+STREAM ?= digits
+OUT ?= runs/$(STREAM)
+ARGS ?=
+# The embedded stream fits a small network: minutes on two cores.
+ifeq ($(STREAM),digits)
+STREAM_ARGS = --width 16 --memory 500
+endif
+
+# Developers compile for the cards at hand, else for Hopper; the release list takes several times as long.
+ifndef TORCH_CUDA_ARCH_LIST
+TORCH_CUDA_ARCH_LIST := $(shell { nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' || echo 9.0; } | sort -u | paste -sd ';')
+endif
+export TORCH_CUDA_ARCH_LIST
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
+
+.PHONY: train test lint clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/package.stamp
+	$(VENV)/bin/mose-fast run --stream $(STREAM) $(STREAM_ARGS) --seed 0 --out $(OUT) --overwrite $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/test.stamp
+	$(VENV)/bin/ruff check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info mose_fast/_C.*.so mose_fast/_build.json
+
+$(VENV)/bin/python:
+	@python=$(PYTHON); \
+	for candidate in python3 python3.13 python3.12 python3.11 python3.10; do \
+	  if [ -z "$$python" ] && $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    python=$$candidate; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then echo "no Python >= 3.10 with venv on PATH; install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; fi; \
+	$$python -m venv $(VENV)
+
+# torch before the package: the native library is compiled against the torch that will run it.
+$(VENV)/torch.stamp: | $(VENV)/bin/python
+	$(PIP) --upgrade "torch>=2.11" torchvision "setuptools>=77" ninja
+	@touch $@
+
+$(VENV)/package.stamp: $(VENV)/torch.stamp $(NATIVE)
+	$(PIP) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/package.stamp
+	$(PIP) --no-build-isolation -e ".[test]"
+	@touch $@
