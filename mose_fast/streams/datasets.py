@@ -97,7 +97,7 @@ def cifar(classes: int, data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
             reason = f"{damaged} is damaged or truncated (its checksum differs) and cannot be replaced"
         else:
             reason = f"CIFAR-{classes} is not in {data_dir} and cannot be downloaded"
-        raise StreamError(f"{reason} ({error}); {wanted}") from error
+        raise StreamError(f"{reason} ({_one_line(error)}); {wanted}") from error
     arrays = {"x_train": train.data, "y_train": np.array(train.targets), "x_test": test.data, "y_test": np.array(test.targets)}
     return arrays, data_dir / dataset.base_folder
 
@@ -134,8 +134,8 @@ def mnist(data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
         except Exception as error:  # the network, the file system, the archives and their contents all fail in their own ways
             _refuse_damaged_mnist(raw)
             raise StreamError(
-                f"MNIST is not in {raw} and cannot be downloaded ({error}); place {', '.join(f'{n}.gz' for n in MNIST_SIZES)} there, "
-                f"or a mnist.npz in {data_dir}"
+                f"MNIST is not in {raw} and cannot be downloaded ({_one_line(error)}); "
+                f"place {', '.join(f'{n}.gz' for n in MNIST_SIZES)} there, or a mnist.npz in {data_dir}"
             ) from error
         arrays = {
             "x_train": train.data.numpy(), "y_train": train.targets.numpy(),
@@ -146,6 +146,10 @@ def mnist(data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
             raise StreamError(f"{source}: {part} has shape {list(arrays[part].shape)}; wanted [N, 28, 28]")
         arrays[part] = np.pad(arrays[part], ((0, 0), (2, 2), (2, 2)))
     return arrays, source
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _cifar_class(classes: int) -> type:

@@ -1,0 +1,32 @@
+"""Real data for the tests of streams, where this machine has it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKED = Path(__file__).resolve().parents[3] / "shared" / "data"
+UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
+
+
+@pytest.fixture(scope="session")
+def real_data(tmp_path_factory):
+    """A function from ``cifar100``, ``mnist`` or ``tiny`` to the folder with its unpacked files; skips where there are none.
+
+    MOSE_FAST_TEST_DATA names a folder with files that are unpacked already.
+    """
+    ready = os.environ.get("MOSE_FAST_TEST_DATA")
+    target = tmp_path_factory.mktemp("data")
+
+    def folder(name: str) -> Path:
+        if ready and (Path(ready) / UNPACKED[name]).exists():
+            return Path(ready)
+        if not (PACKED / "unpack.py").exists():
+            pytest.skip(f"no {UNPACKED[name]} in MOSE_FAST_TEST_DATA and no packed data beside the checkout")
+        if not (target / UNPACKED[name]).exists():
+            subprocess.run([sys.executable, str(PACKED / "unpack.py"), name, str(target)], check=True)
+        return target
+
+    return folder

@@ -1,0 +1,196 @@
+"""Own data: image folders and .npz files."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mose_fast.config import StreamConfig
+from mose_fast.streams import StreamError, create
+
+RNG = np.random.default_rng(0)
+
+
+def save(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(array).save(path)
+    return array
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes, three training images and one test image each, in the formats that keep pixels."""
+    for label, name in enumerate(("cat", "dog")):
+        for i, suffix in enumerate(("png", "PNG", "bmp")):
+            save(tmp_path / "pets" / "train" / name / f"{i}.{suffix}", np.full((16, 8, 3), 100 * label + i, np.uint8))
+        save(tmp_path / "pets" / "test" / name / "0.png", np.full((16, 8, 3), 100 * label + 50, np.uint8))
+    (tmp_path / "pets" / "train" / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "pets" / "train" / ".hidden").mkdir()
+    return tmp_path / "pets"
+
+
+def load(path, **settings):
+    return create(StreamConfig(name=str(path), **settings))
+
+
+def test_folder_is_read(folder):
+    stream = load(folder, tasks=2, batch=4)
+    assert stream.x_train[:, 3, 2, 1].tolist() == [0, 1, 2, 100, 101, 102]
+    assert stream.y_train.tolist() == [0, 0, 0, 1, 1, 1]
+    assert stream.x_test[:, 15, 7, 0].tolist() == [50, 150] and stream.y_test.tolist() == [0, 1]
+    assert (stream.name, stream.class_names, stream.image_size, stream.batch) == ("pets", ("cat", "dog"), (16, 8), 4)
+    assert stream.normalisation.name == "half" and stream.mirror_safe
+    assert load(folder, normalisation="cifar10").normalisation.name == "cifar10"
+
+
+def test_folder_turns_every_colour_mode_into_rgb(folder):
+    grey = save(folder / "train" / "cat" / "3.png", RNG.integers(0, 256, (16, 8), dtype=np.uint8))
+    alpha = save(folder / "train" / "cat" / "4.png", RNG.integers(0, 256, (16, 8, 4), dtype=np.uint8))
+    save(folder / "train" / "cat" / "5.jpeg", np.full((16, 8), 77, np.uint8))
+    x = load(folder).x_train.numpy()
+    assert np.array_equal(x[3], np.repeat(grey[..., None], 3, axis=2))
+    assert np.array_equal(x[4], alpha[..., :3])
+    assert (x[5] == 77).all()
+
+
+def break_missing_test(folder):
+    (folder / "test").rename(folder / "tests")
+
+
+def break_no_classes(folder):
+    (folder / "train").rename(folder / "other")
+    (folder / "train").mkdir()
+
+
+def break_empty_class(folder):
+    (folder / "train" / "eel").mkdir()
+
+
+def break_unseen_class(folder):
+    save(folder / "test" / "eel" / "0.png", np.zeros((16, 8, 3), np.uint8))
+
+
+def break_no_test_images(folder):
+    for file in (folder / "test").rglob("*.png"):
+        file.unlink()
+
+
+def break_truncated(folder):
+    file = folder / "train" / "dog" / "0.png"
+    save(file, RNG.integers(0, 256, (16, 8, 3), dtype=np.uint8))
+    file.write_bytes(file.read_bytes()[:150])
+
+
+def break_no_image(folder):
+    (folder / "train" / "dog" / "0.png").write_bytes(b"these are no pixels")
+
+
+def break_sizes(folder):
+    save(folder / "train" / "dog" / "0.png", np.zeros((16, 16, 3), np.uint8))
+
+
+def break_sides(folder):
+    for file in [*folder.rglob("*.png"), *folder.rglob("*.PNG"), *folder.rglob("*.bmp")]:
+        save(file, np.zeros((28, 28, 3), np.uint8))
+
+
+def break_depth(folder):
+    save(folder / "train" / "dog" / "0.png", np.zeros((16, 8), np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_missing_test, "pets/test is missing; wanted .* to hold train/<class>/<image> and test/<class>/<image>"),
+        (break_no_classes, "pets/train holds no class folders"),
+        (break_empty_class, r"pets/train/eel holds no images \(.jpg, .jpeg, .png, .bmp\)"),
+        (break_unseen_class, "pets/test/eel is a class without training images"),
+        (break_no_test_images, "pets/test holds no images"),
+        (break_truncated, "train/dog/0.png is a damaged or truncated image"),
+        (break_no_image, "train/dog/0.png is a damaged or truncated image"),
+        (break_sizes, "train/cat/0.png is 16x8 and .*train/dog/0.png is 16x16; wanted images of one size: resize"),
+        (break_sides, "train/cat/0.png is 28x28; wanted sides divisible by 8: pad or resize"),
+        (break_depth, "train/dog/0.png holds pixels of mode I.*wanted 8 bits"),
+    ],
+)
+def test_bad_folders_are_refused(folder, damage, message):
+    damage(folder)
+    with pytest.raises(StreamError, match=message):
+        load(folder)
+
+
+ARRAYS = {
+    "x_train": RNG.integers(0, 256, (6, 8, 8, 3), dtype=np.uint8),
+    "y_train": np.array([40, 10, 30, 20, 10, 40]),
+    "x_test": RNG.integers(0, 256, (4, 8, 8, 3), dtype=np.uint8),
+    "y_test": np.array([10, 20, 30, 40]),
+}
+
+
+@pytest.mark.parametrize("save_npz", [np.savez, np.savez_compressed])
+def test_npz_is_read(tmp_path, save_npz):
+    save_npz(tmp_path / "mine.npz", **ARRAYS)
+    stream = load(tmp_path / "mine.npz", class_order_seed=3)
+    assert np.array_equal(stream.x_train.numpy(), ARRAYS["x_train"]) and np.array_equal(stream.x_test.numpy(), ARRAYS["x_test"])
+    assert stream.original_label(stream.y_train).tolist() == ARRAYS["y_train"].tolist()
+    assert (stream.name, len(stream.tasks), sorted(stream.class_order)) == ("mine", 2, [10, 20, 30, 40])
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda p: None, "mine.npz is no file; wanted an .npz with x_train, y_train, x_test, y_test"),
+        (lambda p: p.write_bytes(b""), "mine.npz is damaged, truncated or no .npz archive"),
+        (lambda p: p.write_bytes(b"no archive at all"), "mine.npz is damaged, truncated or no .npz archive"),
+        (lambda p: np.savez(p, x_train=1, y_train=2), "mine.npz lacks x_test, y_test and holds x_train, y_train"),
+        (lambda p: np.savez(p, **{**ARRAYS, "y_test": np.array([10, 20, 30, 50])}), r"mine.npz: y_test holds label 50 \(row 3\)"),
+        (lambda p: np.savez(p, **{**ARRAYS, "x_train": ARRAYS["x_train"] / 255}), "mine.npz: x_train is float64"),
+        (lambda p: np.savez(p, **{**ARRAYS, "y_train": np.array([Trap()] * 6)}), "mine.npz is damaged.*Object arrays cannot be loaded"),
+    ],
+)
+def test_bad_npz_files_are_refused(tmp_path, write, message):
+    write(tmp_path / "mine.npz")
+    with pytest.raises(StreamError, match=message):
+        load(tmp_path / "mine.npz")
+
+
+def test_a_single_array_is_no_stream(tmp_path):
+    np.save(tmp_path / "mine.npy", ARRAYS["x_train"])
+    (tmp_path / "mine.npy").rename(tmp_path / "mine.npz")
+    with pytest.raises(StreamError, match=r"mine\.npz holds a single array; wanted an .npz"):
+        load(tmp_path / "mine.npz")
+
+
+@pytest.mark.parametrize("save_npz", [np.savez, np.savez_compressed])
+def test_damage_anywhere_in_an_npz_is_noticed(tmp_path, save_npz):
+    path = tmp_path / "mine.npz"
+    save_npz(path, **ARRAYS)
+    good = path.read_bytes()
+    for end in range(10, len(good) - 30, 97):
+        path.write_bytes(good[:end])
+        with pytest.raises(StreamError, match=r"mine\.npz is damaged, truncated"):
+            load(path)
+    flipped = bytearray(good)
+    flipped[700] ^= 255  # inside the pixels of x_train
+    path.write_bytes(flipped)
+    with pytest.raises(StreamError, match=r"mine\.npz is damaged, truncated"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("split-cifar", "stream 'split-cifar' is unknown; did you mean 'split-cifar1"),
+        ("zzz", "stream 'zzz' is unknown; known: digits, .*; own data: a folder, or an .npz file"),
+        ("no/such/folder", "stream 'no/such/folder' is no folder and no .npz file"),
+    ],
+)
+def test_unknown_streams_are_refused(name, message):
+    with pytest.raises(StreamError, match=message):
+        create(StreamConfig(name=name))
