@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mose_fast.config import ConfigError, RunConfig, near_matches
 from mose_fast.memory import ReplayMemory
-from mose_fast.nn import CLASSIFIERS, ClassMeans, check_image_size, classify
+from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, check_image_size, classify
 
 __all__ = ["Learner", "resolve_device"]
 
@@ -40,7 +40,8 @@ def resolve_device(name: str) -> torch.device:
 class Learner(ABC):
     """An online learner: sees each batch once, keeps a replay memory, predicts at any time.
 
-    Subclasses implement :meth:`train_batch`, :meth:`rehearse`, :meth:`outputs`, :meth:`network_state` and :meth:`load_network_state`.
+    Subclasses implement :meth:`train_batch`, :meth:`rehearse`, :meth:`outputs`, :meth:`costs`, :meth:`network_state` and
+    :meth:`load_network_state`.
 
     Args:
         config: The run's settings.
@@ -55,6 +56,7 @@ class Learner(ABC):
         seen: All labels seen so far, in order of appearance.
         current: The labels of the current task seen so far, in order of appearance.
         steps: Training steps taken.
+        mirrored: Whether images are mirrored, in fixed copies and at random.
     """
 
     #: True where replay rows are chosen by looking at the model, so that batches cannot be planned ahead of training.
@@ -77,7 +79,7 @@ class Learner(ABC):
         self.classes = classes
         self.image_size = tuple(image_size)
         self.mean, self.std = tuple(mean), tuple(std)
-        self.mirror_safe = mirror_safe
+        self.mirrored = mirror_safe if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
         self.memory = ReplayMemory(config.memory, self.image_size, seed=config.seed, device=self.device)
         self.task: int | None = None
@@ -214,17 +216,20 @@ class Learner(ABC):
         if expert is None:
             expert = o.expert
             if expert == "mean":
-                expert = f"mean_{o.mean_of_experts}"
-                classifier = "ncm" if expert == "mean_distance" else "linear"
+                classifier = "ncm" if o.mean_of_experts == "distance" else "linear"
         expert = str(o.experts) if expert == "last" else str(expert)
         if classifier not in CLASSIFIERS:
             raise ValueError(f"classifier is {classifier!r}{near_matches(str(classifier), list(CLASSIFIERS))}")
-        mean = {"ncm": "mean_distance", "linear": "mean_logit"}[classifier]
+        mean = MEAN_OF_EXPERTS[classifier]
         expert = mean if expert == "mean" else expert
         known = [*(str(e + 1) for e in range(o.experts)), mean]
         if expert not in known:
             raise ValueError(f"expert is {expert!r} for classifier {classifier!r}; known: last, mean, {', '.join(known)}")
         return classifier, expert
+
+    @abstractmethod
+    def costs(self) -> tuple[Cost, Cost]:
+        """Parameters and multiply-accumulates an image of the network in training, and of what :meth:`predict` needs by default."""
 
     # State
 

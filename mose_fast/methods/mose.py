@@ -11,7 +11,7 @@ from mose_fast.augment import ViewMaker
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.losses import ExpertLosses
 from mose_fast.methods.base import Learner
-from mose_fast.nn import ExpertNetwork
+from mose_fast.nn import Cost, ExpertNetwork, count_cost
 
 __all__ = ["Composition", "Mose", "StepPlan"]
 
@@ -67,11 +67,10 @@ class Mose(Learner):
         self.optimiser = torch.optim.Adam(
             self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
         )
-        self.mirror = self.mirror_safe if o.mirror == "auto" else o.mirror == "on"
         self.views = ViewMaker(
             o.augment,
             o.inner_views,
-            mirror=self.mirror,
+            mirror=self.mirrored,
             mean=self.mean,
             std=self.std,
             jitter_normalised=o.jitter_domain == "normalised",
@@ -155,6 +154,11 @@ class Mose(Learner):
             return torch.empty(e, 0, self.network.feature_size, device=self.device), torch.empty(e, 0, self.classes, device=self.device)
         return torch.cat(features, 1), torch.cat(logits, 1)
 
+    def costs(self) -> tuple[Cost, Cost]:
+        network, last = self.network, str(self.network.experts)
+        deployed = network.deepest_feature if self.resolve_expert() == ("ncm", last) else lambda x: network.classify(network.features(x))
+        return count_cost(network, network, self.image_size), count_cost(network, deployed, self.image_size)
+
     def network_state(self) -> dict[str, Tensor]:
         tensors = {f"network/{name}": tensor for name, tensor in self.network.state_dict().items()}
         for name, parameter in self.network.named_parameters():
@@ -170,7 +174,8 @@ class Mose(Learner):
             raise ValueError(f"the state belongs to another network: {error}") from error
         moments: dict[int, dict[str, Tensor]] = {}
         for position, (name, _) in enumerate(self.network.named_parameters()):
-            parts = {part: tensors[f"adam/{part}/{name}"] for part in ("step", "exp_avg", "exp_avg_sq") if f"adam/{part}/{name}" in tensors}
+            names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq")}
+            parts = {part: tensors[key] for part, key in names.items() if key in tensors}
             if parts:
                 moments[position] = parts
         self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})

@@ -1,0 +1,82 @@
+"""Checkpoints: one safetensors file each, which holds arrays and JSON text and can execute nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from mose_fast.train.files import RunError, write_atomically
+
+__all__ = ["FORMAT", "CheckpointError", "latest", "load_checkpoint", "save_checkpoint"]
+
+#: Version of the checkpoint format; a reader refuses newer ones.
+FORMAT = 1
+
+_KEPT = 2
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be read: damaged, foreign, or of a newer format."""
+
+
+def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> Path:
+    """Writes ``step-<step>.safetensors`` atomically, then deletes all but the newest two.
+
+    Args:
+        folder: Of the checkpoints.
+        step: Batches seen so far; orders the files.
+        tensors: By name, on any device.
+        values: Plain values that JSON can hold.
+
+    Raises:
+        RunError: The disk is full or the folder unwritable; older checkpoints are untouched.
+    """
+    path = folder / f"step-{step:09d}.safetensors"
+    metadata = {"mose_fast_checkpoint": str(FORMAT), "values": json.dumps(values)}
+    write_atomically(path, save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, metadata))
+    for old in _all(folder)[:-_KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, not a checkpoint of this program, or of a newer format.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint {path}") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"the checkpoint {path} is truncated, damaged or no checkpoint at all ({error}){_instead(path)}") from error
+    if "mose_fast_checkpoint" not in metadata:
+        raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of mose-fast{_instead(path)}")
+    if int(metadata["mose_fast_checkpoint"]) > FORMAT:
+        raise CheckpointError(
+            f"the checkpoint {path} has format {metadata['mose_fast_checkpoint']}, newer than {FORMAT}, the newest that this version "
+            "of mose-fast reads; update mose-fast"
+        )
+    return tensors, json.loads(metadata["values"])
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint of a folder, None if it holds none."""
+    return next(reversed(_all(folder)), None)
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*.safetensors"))
+
+
+def _instead(path: Path) -> str:
+    older = [p for p in _all(path.parent) if p.name < path.name]
+    return f"; the one before it is {older[-1]}: delete {path.name} to continue from there" if older else ""

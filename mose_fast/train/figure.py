@@ -1,0 +1,60 @@
+"""The figure of a run: accuracy against task."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+
+from mose_fast.evaluate import running_accuracy
+
+__all__ = ["accuracy_figure"]
+
+# Okabe-Ito: told apart by colour-blind readers; markers tell the curves apart in print.
+_COLOURS = ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#F0E442", "#999999")
+_MARKERS = "osD^vP*X"
+
+
+def accuracy_figure(results: dict[str, Any]) -> bytes:
+    """A PNG: the mean accuracy over the tasks seen so far, after each task, for every expert and their mean, one panel a classifier.
+
+    Args:
+        results: As :func:`mose_fast.train.results.build_results` gives them.
+    """
+    # Not at the top: matplotlib takes half a second that a run without a figure need not pay.
+    from matplotlib.figure import Figure
+
+    evaluated = results["evaluated_after"]
+    ticks = np.array(evaluated) + 1
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, (classifier, title) in zip(axes, (("ncm", "nearest class mean"), ("linear", "linear")), strict=True):
+        for i, (expert, matrix) in enumerate(results["accuracy"][classifier].items()):
+            mean = expert.startswith("mean")
+            axis.plot(
+                ticks,
+                100 * running_accuracy(matrix)[evaluated],
+                label="mean of experts" if mean else f"expert {expert}",
+                color="black" if mean else _COLOURS[i % len(_COLOURS)],
+                linestyle="--" if mean else "-",
+                marker=_MARKERS[i % len(_MARKERS)],
+                markersize=4,
+                linewidth=1.5,
+            )
+        seen = np.cumsum([len(t) for t in results["tasks"]])[evaluated]
+        axis.plot(ticks, 100 / seen, color="0.6", linewidth=1, linestyle=":", label="chance")
+        axis.set(title=title, xlabel="tasks seen", ylim=(0, 100))
+        if len(ticks) <= 20:
+            axis.set_xticks(ticks)
+        axis.grid(alpha=0.3, linewidth=0.5)
+    axes[0].set_ylabel("accuracy on the tasks seen (%)")
+    axes[1].legend(fontsize=8, loc="best")
+    config = results["config"]
+    figure.suptitle(
+        f"{config['method']} ({config['preset']}) on {config['stream']['name']}, M = {config['memory']}, width {config['width']}, seed {config['seed']}",
+        fontsize=10,
+    )
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    return png.getvalue()

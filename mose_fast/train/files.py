@@ -1,0 +1,91 @@
+"""The files of a run folder: written atomically, so that a crash leaves either the old or the new content."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+__all__ = ["RunError", "RunFolder", "write_atomically"]
+
+
+class RunError(RuntimeError):
+    """A run cannot start, continue or write its results; the message says why and what to do."""
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Replaces ``path`` by ``content`` in one move, on disk before the name changes.
+
+    Raises:
+        RunError: The disk is full or the folder unwritable; ``path`` is as it was.
+    """
+    if isinstance(content, str):
+        content = content.encode()
+    temporary = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise RunError(
+            f"cannot write {path} ({len(content)} bytes): {error.strerror}; what was there before is untouched. "
+            "Free some space or choose another --out, then continue with: mose-fast resume"
+        ) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+class RunFolder:
+    """Names of what lies in a run's folder.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.results = self.path / "results.json"
+        self.accuracy = self.path / "accuracy.csv"
+        self.figure = self.path / "accuracy.png"
+        self.checkpoints = self.path / "checkpoints"
+        self.events = self.path / "tensorboard"
+
+    def create(self, *, overwrite: bool) -> None:
+        """Makes the folder ready for a new run.
+
+        Args:
+            overwrite: Delete what an earlier run left here; other files stay.
+
+        Raises:
+            RunError: The folder is in use and ``overwrite`` is False, or it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            used = any(self.path.iterdir())
+            if used and not overwrite:
+                raise RunError(
+                    f"the output folder {self.path} is already used; choose another --out, pass --overwrite to replace the run in it, "
+                    f"or continue it with: mose-fast resume {self.path}"
+                )
+            for file in (self.config, self.results, self.accuracy, self.figure):
+                file.unlink(missing_ok=True)
+            for folder in (self.checkpoints, self.events):
+                if folder.exists():
+                    shutil.rmtree(folder)
+            self.checkpoints.mkdir()
+        except OSError as error:
+            raise RunError(f"cannot write into the output folder {self.path}: {error.strerror}; choose another --out") from error

@@ -1,0 +1,79 @@
+"""Who is told what happens in a run: the base class with nothing to say, and TensorBoard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mose_fast.config import RunConfig
+from mose_fast.evaluate import TaskAccuracy
+from mose_fast.methods import Learner
+from mose_fast.streams import Stream
+
+__all__ = ["Listener", "TensorBoard"]
+
+
+class Listener:
+    """Base class; every method may be overridden and does nothing here."""
+
+    def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        """The run starts or continues.
+
+        Args:
+            config: Of the run.
+            stream: Of the run.
+            learner: Ready to observe.
+            batch: Batches done already, more than 0 for a resumed run.
+            batches: Batches in all.
+        """
+
+    def on_task_start(self, task: int) -> None:
+        """A task's first batch comes next."""
+
+    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
+        """Batch number ``batch`` (from 1) is done; ``losses`` is None where nothing was trained."""
+
+    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        """A task is over and was evaluated, or not (None)."""
+
+    def on_end(self, results: dict[str, Any]) -> None:
+        """The run is over; its files are written."""
+
+    def close(self) -> None:
+        """The run is over or broke off."""
+
+
+class TensorBoard(Listener):
+    """Writes TensorBoard events: losses every ``every`` batches, accuracies after every task.
+
+    Args:
+        folder: Of the event files.
+        every: Batches between two points of the loss curves.
+    """
+
+    def __init__(self, folder: Path, every: int = 10) -> None:
+        self.folder, self.every = folder, every
+
+    def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        # Not at the top: this import takes over a second.
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What a killed run wrote beyond its last checkpoint is purged, since those batches are repeated.
+        self.writer = SummaryWriter(str(self.folder), purge_step=batch + 1 if batch else None)
+
+    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
+        if losses is not None and batch % self.every == 0:
+            for name, value in losses.items():
+                self.writer.add_scalar(f"loss/{name}", value, batch)
+
+    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        if accuracy is None:
+            return
+        for classifier, experts in accuracy.test.items():
+            for expert, row in experts.items():
+                self.writer.add_scalar(f"accuracy_{classifier}/{expert}", sum(row) / len(row), batch)
+                self.writer.add_scalar(f"new_task_accuracy_{classifier}/{expert}", row[-1], batch)
+
+    def close(self) -> None:
+        if hasattr(self, "writer"):
+            self.writer.close()

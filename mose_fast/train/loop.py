@@ -1,0 +1,305 @@
+"""The loop: stream in, evaluations, checkpoints and results out; exact resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mose_fast import streams
+from mose_fast.config import RunConfig
+from mose_fast.evaluate import evaluate_learner
+from mose_fast.methods import Learner, create_learner
+from mose_fast.streams import Stream
+from mose_fast.streams.stream import draw_order
+from mose_fast.train.checkpoint import latest, load_checkpoint, save_checkpoint
+from mose_fast.train.figure import accuracy_figure
+from mose_fast.train.files import RunError, RunFolder, write_atomically
+from mose_fast.train.listeners import Listener, TensorBoard
+from mose_fast.train.results import accuracy_csv, build_results
+
+__all__ = ["Interrupted", "TrainingDiverged", "resume", "run"]
+
+# Purpose word of the order in which the final memory is rehearsed: above those of the tasks' orders, below the class order's.
+_REHEARSAL_ORDER = 2**62
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run. Its state up to the last finished batch is in the run folder, if there is one."""
+
+
+class TrainingDiverged(RunError):
+    """A loss became NaN or infinite."""
+
+
+def run(
+    config: RunConfig | None = None,
+    *,
+    out: str | Path | None = None,
+    stream: Stream | None = None,
+    overwrite: bool = False,
+    listeners: Iterable[Listener] = (),
+    **settings: Any,
+) -> dict[str, Any]:
+    """Trains a learner on a stream in one pass, evaluates it after every task and returns the results.
+
+    Args:
+        config: The settings; None builds them from ``settings`` with :meth:`RunConfig.create`.
+        out: Folder for configuration, checkpoints, results, table, figure and TensorBoard events; None writes nothing.
+        stream: The stream, where it is not one that ``config.stream`` names.
+        overwrite: Replace an earlier run in ``out``.
+        listeners: Are told what happens.
+
+    Returns:
+        The contents of ``results.json``; ``results["acc"]["ncm"]["4"]`` is the paper's ACC of MOSE, in [0, 1].
+
+    Raises:
+        ConfigError: A setting is unusable.
+        StreamError: The data are missing or unusable.
+        RunError: The folder is in use or cannot be written, or training diverged.
+        Interrupted: Ctrl-C; continue with :func:`resume`.
+    """
+    if config is None:
+        if stream is not None and "stream" not in settings:
+            settings["stream"] = {"name": stream.name}
+        config = RunConfig.create(**settings)
+    elif settings:
+        raise TypeError(f"{', '.join(settings)}: given beside config; wanted them inside it")
+    if stream is None:
+        stream = streams.create(config.stream)
+    else:
+        config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch))
+    learner = _learner(config, stream)
+    folder = None
+    if out is not None:
+        folder = RunFolder(out)
+        folder.create(overwrite=overwrite)
+        write_atomically(folder.config, config.to_json())
+    return _Loop(config, stream, learner, folder, listeners).run()
+
+
+def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable[Listener] = ()) -> dict[str, Any]:
+    """Continues a run from its newest checkpoint, with the same result as if it had never stopped.
+
+    Args:
+        out: The run's folder.
+        stream: The stream, where it was given to :func:`run`.
+        listeners: Are told what happens.
+
+    Raises:
+        RunError: There is no run in the folder, it is finished already, or its checkpoint cannot be read.
+    """
+    folder = RunFolder(out)
+    if not folder.config.is_file():
+        raise RunError(f"there is no run in {folder.path} (no {folder.config.name}); start one with: mose-fast run --out {folder.path}")
+    if folder.results.is_file():
+        raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
+    config = RunConfig.load(folder.config)
+    if stream is None:
+        stream = streams.create(config.stream)
+    learner = _learner(config, stream)
+    loop = _Loop(config, stream, learner, folder, listeners)
+    folder.checkpoints.mkdir(exist_ok=True)
+    checkpoint = latest(folder.checkpoints)
+    if checkpoint is not None:
+        loop.restore(checkpoint)
+    return loop.run()
+
+
+def _learner(config: RunConfig, stream: Stream) -> Learner:
+    if config.deterministic:
+        # Read when CUDA starts, so it must be set before the first tensor goes to the card.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    n = stream.normalisation
+    return create_learner(
+        config, classes=stream.classes, image_size=stream.image_size, mean=n.mean, std=n.std, mirror_safe=stream.mirror_safe
+    )
+
+
+class _Loop:
+    """One run in progress. ``position`` and ``records`` are all it must remember beside the learner."""
+
+    def __init__(self, config: RunConfig, stream: Stream, learner: Learner, folder: RunFolder | None, listeners: Iterable[Listener]) -> None:
+        self.config, self.stream, self.learner, self.folder = config, stream, learner, folder
+        self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
+        self.joint = config.train_on == "final_memory"
+        #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the whole run.
+        self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
+        self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
+        self.seconds = {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0}
+
+    def run(self) -> dict[str, Any]:
+        try:
+            with _interrupt_flag() as interrupted:
+                for listener in self.listeners:
+                    listener.on_start(self.config, self.stream, self.learner, self.position["done"], self._batches())
+                return self._run(interrupted)
+        finally:
+            for listener in self.listeners:
+                listener.close()
+
+    def _run(self, interrupted: threading.Event) -> dict[str, Any]:
+        tasks = len(self.stream.tasks)
+        # After the tasks of the stream, training on the final memory is one more.
+        for task in range(self.position["task"], tasks + (1 if self.joint else 0)):
+            for listener in self.listeners:
+                listener.on_task_start(task)
+            if task < tasks and self.position["epoch"] == self.position["batch"] == 0:
+                self.learner.begin_task(task, self.stream.tasks[task])
+            self._train_task(task, interrupted)
+            self._finish_task(task)
+        return self._finish()
+
+    def _train_task(self, task: int, interrupted: threading.Event) -> None:
+        rehearsing = task == len(self.stream.tasks)
+        epochs = self.config.epochs if rehearsing or not self.joint else 1
+        every = self.config.checkpoint_every
+        for epoch in range(self.position["epoch"], epochs):
+            if rehearsing:
+                order = torch.from_numpy(draw_order(self.learner.memory.filled, self.config.seed, _REHEARSAL_ORDER + epoch))
+                batches = list(order.split(self.config.options.buffer_batch))
+            else:
+                batches = self.stream.batches(task, seed=self.config.seed, epoch=epoch)
+            for rows in batches[self.position["batch"] :]:
+                with self._timed("train"):
+                    losses = self._train_batch(task, epoch, rows, rehearsing)
+                self.position["batch"] += 1
+                self.position["done"] += 1
+                for listener in self.listeners:
+                    listener.on_batch(self.position["done"], losses)
+                if interrupted.is_set():
+                    self._save()
+                    raise Interrupted
+                if every is not None and self.position["done"] % every == 0:
+                    self._save()
+            self.position |= {"epoch": epoch + 1, "batch": 0}
+
+    def _train_batch(self, task: int, epoch: int, rows: torch.Tensor, rehearsing: bool) -> dict[str, float] | None:
+        if rehearsing:
+            losses = self.learner.rehearse(rows.to(self.learner.device))
+        else:
+            losses = self.learner.observe(
+                self.stream.x_train[rows], self.stream.y_train[rows], task, index=rows, train=not self.joint, store=epoch == 0
+            )
+        if losses is None:
+            return None
+        values = {name: float(value) for name, value in losses.items()}
+        if not all(map(math.isfinite, values.values())):
+            shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
+            raise TrainingDiverged(
+                f"the loss is not finite at batch {self.position['done'] + 1} (task {task}): {shown}; "
+                "lower options.lr, or use precision fp32. The checkpoints before it are kept."
+            )
+        return values
+
+    def _finish_task(self, task: int) -> None:
+        last = len(self.stream.tasks) - 1
+        accuracy = None
+        if task <= last:
+            self.learner.end_task()
+        if not self.joint or task > last:
+            seen = min(task, last)
+            with self._timed("evaluate"):
+                accuracy = evaluate_learner(self.learner, self.stream, seen)
+            for kind, values in (("test", accuracy.test), ("buffer", accuracy.buffer)):
+                for classifier, experts in values.items():
+                    for expert, row in experts.items():
+                        self.records[kind].setdefault(classifier, {}).setdefault(expert, []).append(row)
+            self.records["evaluated_after"].append(seen)
+        self.position |= {"task": task + 1, "epoch": 0, "batch": 0}
+        if self.folder is not None and accuracy is not None:
+            write_atomically(self.folder.accuracy, accuracy_csv(self.records["test"], self.records["buffer"], self.records["evaluated_after"]))
+        self._save()
+        for listener in self.listeners:
+            listener.on_task_end(task, self.position["done"], accuracy)
+
+    def _finish(self) -> dict[str, Any]:
+        with self._timed("evaluate"):
+            untrained = self._untrained()
+        results = build_results(
+            self.config,
+            self.stream,
+            self.learner,
+            self.records["test"],
+            self.records["buffer"],
+            self.records["evaluated_after"],
+            untrained,
+            self.seconds,
+            self.records["resumed"],
+        )
+        if self.folder is not None:
+            write_atomically(self.folder.figure, accuracy_figure(results))
+            write_atomically(self.folder.results, json.dumps(results, indent=1, allow_nan=False) + "\n")
+        for listener in self.listeners:
+            listener.on_end(results)
+        return results
+
+    def _untrained(self) -> dict[str, dict[str, list[float]]]:
+        """Accuracies of the same seed's untrained network with the same final memory: what training must beat."""
+        untrained = _learner(self.config, self.stream)
+        untrained.memory, untrained.seen = self.learner.memory, self.learner.seen
+        return evaluate_learner(untrained, self.stream, len(self.stream.tasks) - 1).test
+
+    def _batches(self) -> int:
+        tasks = range(len(self.stream.tasks))
+        stream = sum(len(self.stream.batches(task, seed=self.config.seed)) for task in tasks)
+        if not self.joint:
+            return stream * self.config.epochs
+        filled = min(self.config.memory, sum(len(self.stream.train_rows(task)) for task in tasks))
+        return stream + self.config.epochs * -(-filled // self.config.options.buffer_batch)
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        with self._timed("checkpoint"):
+            tensors, values = self.learner.state()
+            values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.seconds}
+            save_checkpoint(self.folder.checkpoints, self.position["done"] + self.position["task"], tensors, values)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Takes over the state in a checkpoint of this very run."""
+        tensors, values = load_checkpoint(checkpoint)
+        try:
+            self.learner.load_state(tensors, values["learner"])
+        except (ValueError, KeyError) as error:
+            raise RunError(f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}") from error
+        self.position, self.records, self.seconds = values["position"], values["records"], values["seconds"]
+        self.records["resumed"] += 1
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+
+@contextmanager
+def _interrupt_flag() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets instead of breaking into a half-done step; a second one interrupts at once."""
+    flag = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        if flag.is_set():
+            raise KeyboardInterrupt
+        flag.set()
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,185 @@
+"""What a run leaves: ``results.json`` (described by ``results.schema.json``) and ``accuracy.csv``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import platform
+import resource
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mose_fast import evaluate
+from mose_fast._build_info import build_info
+from mose_fast.config import RunConfig
+from mose_fast.methods import Learner
+from mose_fast.streams import Stream
+
+__all__ = ["SCHEMA_VERSION", "accuracy_csv", "build_results", "schema", "summary"]
+
+SCHEMA_VERSION = 1
+
+#: Accuracies by classifier, expert, after_task: [classifier][expert] -> rows over time, each a list over the tasks seen.
+Matrices = dict[str, dict[str, list[list[float | None]]]]
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of ``results.json``."""
+    return json.loads((Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8"))
+
+
+def build_results(
+    config: RunConfig,
+    stream: Stream,
+    learner: Learner,
+    test: Matrices,
+    buffer: Matrices,
+    evaluated_after: list[int],
+    untrained: dict[str, dict[str, list[float]]],
+    seconds: dict[str, float],
+    interruptions: int,
+) -> dict[str, Any]:
+    """Everything about a finished run, as plain values.
+
+    Args:
+        config: Of the run.
+        stream: Of the run.
+        learner: After the last task.
+        test: Accuracy on test images; a row per entry of ``evaluated_after``.
+        buffer: Accuracy on memory samples, alike; None for a task without samples.
+        evaluated_after: Tasks after which there was an evaluation, in order.
+        untrained: Accuracy by classifier, expert and task of the network before training, on the same final memory.
+        seconds: By phase.
+        interruptions: How often the run was resumed.
+    """
+    tasks = len(stream.tasks)
+    complete = evaluated_after == list(range(tasks))
+
+    def square(rows: list[list[float | None]], missing: float | None) -> list[list[float | None]]:
+        matrix: list[list[float | None]] = [[missing] * tasks for _ in range(tasks)]
+        for after, row in zip(evaluated_after, rows, strict=True):
+            matrix[after][: len(row)] = row
+        return matrix
+
+    def over_all(function: Any, matrices: dict[str, dict[str, list]]) -> dict[str, dict[str, Any]]:
+        return {c: {e: function(m) for e, m in experts.items()} for c, experts in matrices.items()}
+
+    accuracy = over_all(lambda rows: square(rows, 0.0), test)
+    buffer_accuracy = over_all(lambda rows: square(rows, None), buffer)
+    bof = {
+        c: {
+            e: [None if math.isnan(v) else v for v in evaluate.buffer_overfitting(_nan(buffer_accuracy[c][e][-1]), accuracy[c][e][-1])]
+            for e in experts
+        }
+        for c, experts in accuracy.items()
+    }
+
+    def over_time(function: Any) -> dict[str, dict[str, Any]]:
+        """Metrics that need an evaluation after every task are null without."""
+        return over_all(function if complete else lambda _: None, accuracy)
+
+    trained, deployed = learner.costs()
+    classifier, expert = learner.resolve_expert()
+    device = learner.device
+    build = build_info()
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "config": config.to_dict(),
+        "changes_from_preset": config.changes_from_preset(),
+        "resolved": {
+            "device": str(device),
+            "mirror": learner.mirrored,
+            "normalisation": {"name": stream.normalisation.name, "mean": list(stream.normalisation.mean), "std": list(stream.normalisation.std)},
+            "classifier": classifier,
+            "expert": expert,
+        },
+        "seed": config.seed,
+        "classes": stream.classes,
+        "tasks": [list(t) for t in stream.tasks],
+        "class_order": list(stream.class_order),
+        "class_names": list(stream.class_names),
+        "image_size": list(stream.image_size),
+        "evaluated_after": evaluated_after,
+        "accuracy": accuracy,
+        "buffer_accuracy": buffer_accuracy,
+        "bof": bof,
+        "acc": over_all(evaluate.average_accuracy, accuracy),
+        "af_paper": over_time(evaluate.forgetting_paper),
+        "af_released": over_time(evaluate.forgetting_released),
+        "bwt": over_time(evaluate.backward_transfer),
+        "average_anytime_accuracy": over_time(evaluate.average_anytime_accuracy),
+        "new_task_accuracy": over_time(lambda m: evaluate.new_task_accuracy(m).tolist()),
+        "untrained": {"accuracy": untrained, "acc": over_all(lambda row: float(np.mean(row)), untrained)},
+        "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
+        "macs": {"trained": trained.macs, "deployed": deployed.macs},
+        "steps": learner.steps,
+        "seconds": {**{k: round(v, 3) for k, v in seconds.items()}, "total": round(sum(seconds.values()), 3)},
+        "resumed": interruptions,
+        "peak_memory_bytes": {
+            "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+            "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        },
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "mose_fast": build["version"],
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "numpy": version("numpy"),
+        },
+        "commit": build["commit"],
+        "native_backend": build["backend"],
+        "weights_sha256": learner.weights_hash(),
+    }
+
+
+def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> str:
+    """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy (empty: no samples in the memory)."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["classifier", "expert", "after_task", "task", "accuracy", "buffer_accuracy"])
+    for classifier, experts in test.items():
+        for expert, rows in experts.items():
+            for after, row, stored in zip(evaluated_after, rows, buffer[classifier][expert], strict=True):
+                for task, (a, b) in enumerate(zip(row, stored, strict=True)):
+                    writer.writerow([classifier, expert, after, task, a, "" if b is None else b])
+    return text.getvalue()
+
+
+def summary(results: dict[str, Any]) -> str:
+    """A table of ACC and forgetting for people, in percent."""
+
+    def percent(value: float | None) -> str:
+        return "    -" if value is None else f"{100 * value:5.1f}"
+
+    lines = [f"{'classifier':<11} {'expert':<14} {'ACC':>5} {'AF paper':>9} {'AF released':>12} {'untrained ACC':>14}   (percent)"]
+    for classifier, experts in results["acc"].items():
+        for expert, acc in experts.items():
+            main = (classifier, expert) == (results["resolved"]["classifier"], results["resolved"]["expert"])
+            lines.append(
+                f"{classifier:<11} {expert:<14} {percent(acc)} {percent(results['af_paper'][classifier][expert]):>9} "
+                f"{percent(results['af_released'][classifier][expert]):>12} {percent(results['untrained']['acc'][classifier][expert]):>14}"
+                f"{'   <- predict()' if main else ''}"
+            )
+    return "\n".join(lines)
+
+
+def _nan(row: list[float | None]) -> list[float]:
+    return [math.nan if v is None else v for v in row]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
