@@ -31,7 +31,7 @@ at::Tensor null(const at::Tensor& input) {
     return output;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(source.is_cpu(), "input is on ", source.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(source.is_cpu(), "x is on ", source.device(), "; this build of mose_fast serves ", kDevices);
   cpu::null(params, at::get_num_threads());
   return output;
 }

@@ -1,0 +1,156 @@
+"""The package works without its native library and says why, in processes of their own; a foreign library is never loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mose_fast
+from mose_fast import _loader
+
+ROOT = Path(__file__).resolve().parents[2]
+USE = """
+import sys, torch, mose_fast
+from mose_fast.ops.null import null
+x = torch.arange(6.0).reshape(2, 3).T
+assert torch.equal(null(x), x)
+print(mose_fast.build_info()["backend"], "mose_fast._C" in sys.modules)
+"""
+RECORD = {"commit": None, "backend": "cpu", "archs": [], "torch": torch.__version__, "torch_cuda": torch.version.cuda, "cuda": None}
+needs_library = pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
+
+
+def use(native: str | Path | None, path: Path = ROOT) -> tuple[str, str]:
+    """Imports and uses the package found in ``path`` in a new process; returns what it printed and its warnings."""
+    environment = {name: value for name, value in os.environ.items() if name != "MOSE_FAST_NATIVE"} | {"PYTHONPATH": str(path)}
+    if native is not None:
+        environment["MOSE_FAST_NATIVE"] = str(native)
+    done = subprocess.run([sys.executable, "-c", USE], env=environment, cwd=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def warnings_in(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if "RuntimeWarning" in line]
+
+
+@pytest.fixture
+def second(tmp_path):
+    """A folder with a copy of the native library and a function that writes its record."""
+    if _loader.native is None:
+        pytest.skip("the native library was not built")
+    shutil.copy(_loader.native.__file__, tmp_path)
+
+    def write(**changes):
+        (tmp_path / "_build.json").write_text(json.dumps(_loader.record | changes))
+        return tmp_path
+
+    return write
+
+
+@needs_library
+def test_the_library_is_loaded_without_a_warning():
+    assert use(None) == (f"{_loader.record['backend']} True", "")
+
+
+def test_a_copy_of_the_package_without_library_warns_once_and_works(tmp_path):
+    shutil.copytree(ROOT / "mose_fast", tmp_path / "mose_fast", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"))
+    printed, stderr = use(None, tmp_path)
+    assert printed == "None False"
+    (warning,) = warnings_in(stderr)
+    assert f"there is no native library in {tmp_path / 'mose_fast'}" in warning
+    assert "pip install --no-build-isolation" in warning
+
+
+def test_the_library_can_be_switched_off_quietly():
+    assert use("0") == ("None False", "")
+
+
+def test_a_library_of_the_same_torch_is_loaded_from_another_folder(second):
+    assert use(second(commit="elsewhere")) == (f"{_loader.record['backend']} True", "")
+
+
+def test_a_library_compiled_for_another_torch_is_not_loaded(second):
+    printed, stderr = use(second(torch="2.3.1+cu121"))
+    assert printed == "None False"
+    (warning,) = warnings_in(stderr)
+    assert f"it was compiled for torch 2.3.1+cu121, but torch {torch.__version__} is running" in warning
+    assert "pip install --no-build-isolation" in warning
+
+
+def test_a_library_compiled_for_another_cuda_is_not_loaded(second):
+    printed, stderr = use(second(backend="cuda", cuda="11.8"))
+    assert printed == "None False"
+    (warning,) = warnings_in(stderr)
+    assert "it was compiled for CUDA 11.8" in warning and f"the torch that is running ({torch.__version__})" in warning
+
+
+@pytest.mark.parametrize("record", [None, "", '{"torch": 2}'])
+def test_a_library_without_a_sound_record_is_not_loaded(second, record):
+    folder = second()
+    (folder / "_build.json").unlink() if record is None else (folder / "_build.json").write_text(record)
+    printed, stderr = use(folder)
+    assert printed == "None False"
+    (warning,) = warnings_in(stderr)
+    assert "is missing or damaged" in warning
+
+
+def test_a_file_that_is_no_library_is_no_traceback(second):
+    folder = second()
+    library = folder / Path(_loader.native.__file__).name
+    library.write_bytes(b"<html>not a library</html>")
+    printed, stderr = use(folder)
+    assert printed == "None False"
+    (warning,) = warnings_in(stderr)
+    assert f"{library} does not load" in warning
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to make a library with an undefined symbol")
+def test_an_undefined_symbol_is_no_traceback(tmp_path):
+    source = tmp_path / "broken.cpp"
+    source.write_text("extern int gone_from_torch;\nint* address = &gone_from_torch;\n")
+    library = tmp_path / "_C.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source], check=True)
+    (tmp_path / "_build.json").write_text(json.dumps(RECORD))
+    printed, stderr = use(tmp_path)
+    assert printed == "None False"
+    (warning,) = warnings_in(stderr)
+    assert "undefined symbol: gone_from_torch" in warning
+
+
+@pytest.mark.parametrize(
+    ("record", "version", "cuda", "loads"),
+    [
+        ({"torch": "2.14.1+cu130", "backend": "cuda", "cuda": "13.0"}, "2.14.0+cu131", "13.1", True),
+        ({"torch": "2.14.1+cu130", "backend": "cuda", "cuda": "13.0"}, "2.15.0+cu130", "13.0", False),
+        ({"torch": "2.1.0+cu130", "backend": "cuda", "cuda": "13.0"}, "2.14.0+cu130", "13.0", False),
+        ({"torch": "2.14.1+cu130", "backend": "cuda", "cuda": "13.0"}, "2.14.1+cu128", "12.8", False),
+        ({"torch": "2.14.1+cu130", "backend": "cuda", "cuda": "13.0"}, "2.14.1+cpu", None, False),
+        ({"torch": "2.14.1+cu130", "backend": "cpu", "cuda": None}, "2.14.1+cpu", None, True),
+        ({"torch": "2.14.0a0+gitabc", "backend": "cpu", "cuda": None}, "2.14.1", None, True),
+    ],
+)
+def test_which_libraries_are_let_in(record, version, cuda, loads):
+    obstacle = _loader._obstacle(record, version, cuda)
+    assert (obstacle is None) == loads
+    if not loads:
+        assert version in obstacle
+
+
+def test_serves_wants_one_device_that_the_library_has_code_for(monkeypatch):
+    cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
+    monkeypatch.setattr(_loader, "native", mose_fast)
+    monkeypatch.setattr(_loader, "record", {"backend": "cuda"})
+    assert _loader.serves(cpu, cpu)
+    assert not _loader.serves(meta)
+    assert not _loader.serves(cpu, meta)
+    monkeypatch.setattr(_loader, "native", None)
+    assert not _loader.serves(cpu)
