@@ -12,11 +12,11 @@ struct AugmentParametersParams {
   AugmentRecipe recipe;
   uint64_t seed;
   uint64_t sequence;
-  int64_t count;    // views; below 2^32
-  int32_t height;   // pixels
-  int32_t width;    // pixels
-  int32_t* codes;   // [count, 6] out
-  float* factors;   // [count, 4] out
+  int64_t count;   // views; below 2^32
+  int32_t height;  // pixels
+  int32_t width;   // pixels
+  int32_t* codes;  // [count, 6] out
+  float* factors;  // [count, 4] out
 };
 
 namespace cpu {

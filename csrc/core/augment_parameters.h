@@ -32,17 +32,17 @@ struct AugmentRecipe {
 struct AugmentParameters {
   static constexpr int kCodes = 6;
   static constexpr int kFactors = 4;
-  static constexpr int32_t kGray = 1;           // bits of the flags
+  static constexpr int32_t kGray = 1;  // bits of the flags
   static constexpr int32_t kJitter = 2;
   static constexpr int32_t kContrastFirst = 4;  // contrast before hue, saturation and value; meaningful with kJitter
 
-  int32_t code[kCodes];   // mirror, crop_w, crop_h, offset_x, offset_y, flags
+  int32_t code[kCodes];    // mirror, crop_w, crop_h, offset_x, offset_y, flags
   float factor[kFactors];  // hue, saturation, value, contrast
 };
 
 struct CropBox {
-  int32_t width, height;        // pixels
-  int32_t offset_x, offset_y;   // in [width - W, W - width] and alike: twice the distance of the crop's centre from the image's
+  int32_t width, height;       // pixels
+  int32_t offset_x, offset_y;  // in [width - W, W - width] and alike: twice the distance of the crop's centre from the image's
 };
 
 // Up to ten trials: area uniform in the recipe's range, log aspect ratio uniform in (log 3/4, log 4/3), sides rounded to

@@ -105,7 +105,7 @@ MF_HD inline double exponential(double x) {
 
 // A random word as a number in [0, 1): word * 2^-32, exact.
 MF_HD inline double unit(uint32_t word) {
-  return word * 0x1p-32;
+  return multiply(word, 0x1p-32);
 }
 
 }  // namespace mf::exact

@@ -50,8 +50,8 @@ MF_HD inline PhiloxWords philox4x32_10(PhiloxWords counter, uint32_t key0, uint3
 
 // The package's layout of key and counter. `lane` is below 2^24; more than four words a purpose come from further lanes.
 MF_HD inline PhiloxWords philox(uint64_t seed, uint64_t sequence, uint32_t item, Purpose purpose, uint32_t lane) {
-  const PhiloxWords counter{{static_cast<uint32_t>(sequence), static_cast<uint32_t>(sequence >> 32), item,
-                             static_cast<uint32_t>(purpose) | lane << 8}};
+  const PhiloxWords counter{
+      {static_cast<uint32_t>(sequence), static_cast<uint32_t>(sequence >> 32), item, static_cast<uint32_t>(purpose) | lane << 8}};
   return philox4x32_10(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
 }
 

@@ -1,4 +1,6 @@
 // Glue of the view parameters.
+#include "api/augment_parameters.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -8,7 +10,6 @@
 #include <array>
 #include <tuple>
 
-#include "api/augment_parameters.h"
 #include "torch/bind.h"
 
 #if defined(MOSE_FAST_WITH_CUDA)
@@ -27,15 +28,14 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(const std::array<double, 9
   TORCH_CHECK(width >= 1 && width <= INT32_MAX / 2, "width is ", width, "; wanted 1 to ", INT32_MAX / 2);
   at::Tensor codes = at::empty({count, AugmentParameters::kCodes}, at::TensorOptions().dtype(at::kInt).device(device));
   at::Tensor factors = at::empty({count, AugmentParameters::kFactors}, at::TensorOptions().dtype(at::kFloat).device(device));
-  const AugmentParametersParams params{
-      {recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5], recipe[6], recipe[7], recipe[8]},
-      static_cast<uint64_t>(seed),
-      static_cast<uint64_t>(sequence),
-      count,
-      static_cast<int32_t>(height),
-      static_cast<int32_t>(width),
-      codes.mutable_data_ptr<int32_t>(),
-      factors.mutable_data_ptr<float>()};
+  const AugmentParametersParams params{{recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5], recipe[6], recipe[7], recipe[8]},
+                                       static_cast<uint64_t>(seed),
+                                       static_cast<uint64_t>(sequence),
+                                       count,
+                                       static_cast<int32_t>(height),
+                                       static_cast<int32_t>(width),
+                                       codes.mutable_data_ptr<int32_t>(),
+                                       factors.mutable_data_ptr<float>()};
 #if defined(MOSE_FAST_WITH_CUDA)
   if (device.is_cuda()) {
     const c10::cuda::CUDAGuard guard(codes.device());

@@ -1,11 +1,12 @@
 // Glue of the replay memory. Shapes and types are checked in mose_fast/ops/reservoir.py and, as far as memory safety needs it, here.
+#include "api/reservoir.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 
-#include "api/reservoir.h"
 #include "torch/bind.h"
 
 #if defined(MOSE_FAST_WITH_CUDA)
@@ -80,13 +81,9 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
   check(tasks, "tasks", at::kLong, capacity, state);
 
   const at::Tensor slots = at::empty({std::min(k, capacity)}, state.options());
-  const ReservoirDrawParams params{tasks.const_data_ptr<int64_t>(),
-                                   state.mutable_data_ptr<int64_t>(),
-                                   slots.mutable_data_ptr<int64_t>(),
-                                   slots.size(0),
-                                   capacity,
-                                   task,
-                                   static_cast<SlotFilter>(filter)};
+  const ReservoirDrawParams params{
+      tasks.const_data_ptr<int64_t>(), state.mutable_data_ptr<int64_t>(), slots.mutable_data_ptr<int64_t>(), slots.size(0), capacity, task,
+      static_cast<SlotFilter>(filter)};
 #if defined(MOSE_FAST_WITH_CUDA)
   if (state.is_cuda()) {
     const c10::cuda::CUDAGuard guard(state.device());

@@ -5,8 +5,9 @@
 //   decision_kernels --small --without LINE    alike, but the barrier in that line does nothing
 //
 // Exit status 0: all equal; 1: a difference or a fault, described on stderr.
-#include "cuda_on_cpu.h"
-
+// clang-format off
+#include "cuda_on_cpu.h"  // before the kernels: it stands in for what nvcc declares by itself
+// clang-format on
 #include "cuda/augment_parameters.cuh"
 #include "cuda/reservoir.cuh"
 
@@ -37,7 +38,9 @@ struct Memory {
   std::vector<uint4> words;  // images, aligned to 16
   std::vector<int64_t> labels, tasks, indices, state;
 
-  uint8_t* images() { return reinterpret_cast<uint8_t*>(words.data()); }
+  uint8_t* images() {
+    return reinterpret_cast<uint8_t*>(words.data());
+  }
   bool operator==(const Memory& other) const {
     return std::memcmp(words.data(), other.words.data(), words.size() * sizeof(uint4)) == 0 && labels == other.labels &&
            tasks == other.tasks && indices == other.indices && state == other.state;
@@ -46,8 +49,11 @@ struct Memory {
 
 Memory make_memory(int64_t capacity, int64_t row_bytes, int64_t seed, int64_t seen) {
   const auto slots = static_cast<size_t>(capacity);
-  Memory memory{poisoned<uint4>(static_cast<size_t>(capacity * row_bytes + 31) / 16), poisoned<int64_t>(slots), poisoned<int64_t>(slots),
-                poisoned<int64_t>(slots), {seed, 5, seen}};
+  Memory memory{poisoned<uint4>(static_cast<size_t>(capacity * row_bytes + 31) / 16),
+                poisoned<int64_t>(slots),
+                poisoned<int64_t>(slots),
+                poisoned<int64_t>(slots),
+                {seed, 5, seen}};
   return memory;
 }
 
@@ -62,9 +68,20 @@ void check_insert(int64_t capacity, int64_t count, int64_t seen, int64_t row_byt
   std::generate(y.begin(), y.end(), [&] { return static_cast<int64_t>(random() % 100); });
   std::iota(index.begin(), index.end(), seen);
   const auto params = [&](Memory& memory, std::vector<int64_t>& claims, std::vector<int64_t>& slots) {
-    return mf::ReservoirInsertParams{memory.images(), memory.labels.data(), memory.tasks.data(), memory.indices.data(), memory.state.data(),
-                                     reinterpret_cast<const uint8_t*>(x.data()), y.data(), index.data(), 3, claims.data(), slots.data(),
-                                     count, capacity, row_bytes};
+    return mf::ReservoirInsertParams{memory.images(),
+                                     memory.labels.data(),
+                                     memory.tasks.data(),
+                                     memory.indices.data(),
+                                     memory.state.data(),
+                                     reinterpret_cast<const uint8_t*>(x.data()),
+                                     y.data(),
+                                     index.data(),
+                                     3,
+                                     claims.data(),
+                                     slots.data(),
+                                     count,
+                                     capacity,
+                                     row_bytes};
   };
   Memory wanted = make_memory(capacity, row_bytes, seed, seen);
   auto wanted_slots = poisoned<int64_t>(static_cast<size_t>(count));
@@ -116,7 +133,8 @@ void check_augment_parameters(int64_t count, int32_t height, int32_t width, uint
     const auto blocks = static_cast<unsigned>((count + 31) / 32);
     shim::launch<NoShared>(blocks, 32, schedule, [&](NoShared&) { mf::cuda::augment_parameters_block(params); });
     expect(codes == wanted_codes, "codes", count, height, width, schedule);
-    expect(std::memcmp(factors.data(), wanted_factors.data(), factors.size() * sizeof(float)) == 0, "factors", count, height, width, schedule);
+    expect(std::memcmp(factors.data(), wanted_factors.data(), factors.size() * sizeof(float)) == 0, "factors", count, height, width,
+           schedule);
   }
 }
 

@@ -45,8 +45,8 @@ uint32_t check_views(uint64_t seed, int64_t count, int32_t height, int32_t width
     std::vector<int32_t> codes;
     std::vector<float> factors;
     for (int64_t i = 0; i < kSequence && first + i < count; ++i) {
-      const auto view = mf::draw_augment_parameters(recipe, seed, static_cast<uint64_t>(first / kSequence), static_cast<uint32_t>(i),
-                                                    height, width);
+      const auto view =
+          mf::draw_augment_parameters(recipe, seed, static_cast<uint64_t>(first / kSequence), static_cast<uint32_t>(i), height, width);
       codes.insert(codes.end(), view.code, view.code + mf::AugmentParameters::kCodes);
       factors.insert(factors.end(), view.factor, view.factor + mf::AugmentParameters::kFactors);
     }
@@ -69,7 +69,8 @@ int main(int argc, char** argv) {
       std::fwrite(&value, sizeof(value), 1, stdout);
     }
   } else if (argc == 6 && std::strcmp(argv[1], "views") == 0) {
-    std::printf("%08" PRIx32 "\n", check_views(std::strtoull(argv[2], nullptr, 10), std::atoll(argv[3]), std::atoi(argv[4]), std::atoi(argv[5])));
+    std::printf("%08" PRIx32 "\n",
+                check_views(std::strtoull(argv[2], nullptr, 10), std::atoll(argv[3]), std::atoi(argv[4]), std::atoi(argv[5])));
   } else {
     std::fprintf(stderr, "arguments do not fit; wanted philox, exponential or views with theirs, as the head of the source says\n");
     return 2;

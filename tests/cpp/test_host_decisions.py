@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import shutil
 import subprocess
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 from mose_fast.reference.augment_parameters import exponential
 
 SOURCE = "host_decisions.cpp"
+CSRC = Path(__file__).parents[2] / "csrc"
 RECIPE = Recipe(mirror_p=0.5, gray_p=0.2, area_low=0.2, area_high=1.0, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
 SEED, VIEWS = 7, 10_000_000
 
@@ -54,8 +58,18 @@ def wanted_views(program) -> str:
     return run(program, "views", SEED, VIEWS, 32, 32).decode().strip()
 
 
-def test_ten_million_views_do_not_depend_on_flags(compiled, wanted_views):
-    fused = compiled(SOURCE, "-O3", "-march=native", "-ffp-contract=fast")
+@pytest.fixture(scope="module")
+def fused(compiled):
+    """Compiled as if a build file had lost its flags: products and sums may be fused wherever the compiler sees them."""
+    return compiled(SOURCE, "-O3", "-march=native", "-ffp-contract=fast")
+
+
+def test_arithmetic_does_not_depend_on_flags(program, fused):
+    # Raw fp64, where a single fused operation shows; the integers drawn from it would hide nearly all of them.
+    assert run(fused, "exponential") == run(program, "exponential")
+
+
+def test_ten_million_views_do_not_depend_on_flags(fused, wanted_views):
     assert run(fused, "views", SEED, VIEWS, 32, 32).decode().strip() == wanted_views
 
 
@@ -71,3 +85,13 @@ def test_ten_million_views_of_the_native_op_are_equal(wanted_views):
         for tensor in draw_augment_parameters(RECIPE, SEED, sequence, 1_000_000, 32, 32):
             crc = zlib.crc32(tensor.numpy(), crc)
     assert f"{crc:08x}" == wanted_views
+
+
+def test_device_code_rounds_every_operation(tmp_path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc on PATH")
+    ptx = tmp_path / "augment_parameters.ptx"
+    run("nvcc", "-std=c++17", "-O3", "-arch=sm_80", "-ptx", f"-I{CSRC}", CSRC / "cuda" / "augment_parameters.cu", "-o", ptx)
+    operations = set(re.findall(r"\b((?:fma|mad|mul|add|sub|div|sqrt)[a-z.]*\.f(?:64|32))\b", ptx.read_text()))
+    # Only operations with an explicit .rn are never fused; a plain mul.f64 or an fma.rn.f64 would be a decision of the compiler's.
+    assert operations == {"mul.rn.f64", "add.rn.f64", "div.rn.f64", "sqrt.rn.f64"}
