@@ -26,11 +26,11 @@ BRANCH_POINTS = {
 
 
 class ExpertOutputs(NamedTuple):
-    """What one training forward gives: ``features`` [E, N, D], ``projections`` [E, N, P], ``logits`` [E, N, K], ``student`` [N, D]."""
+    """What one training forward gives: ``projections`` [E, N, P], ``logits`` [E, N, K], ``features`` [E, N, D], ``student`` [N, D]."""
 
-    features: Tensor
     projections: Tensor
     logits: Tensor
+    features: Tensor
     student: Tensor
 
 
@@ -156,4 +156,4 @@ class ExpertNetwork(nn.Module):
         features = self.features(x)
         student = features[self.student]
         student = self.adapter(student.detach() if detach_student else student)
-        return ExpertOutputs(features, self.project(features), self.classify(features), student)
+        return ExpertOutputs(self.project(features), self.classify(features), features, student)

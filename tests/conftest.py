@@ -1,4 +1,4 @@
-"""Real data for the tests of streams, where this machine has it."""
+"""Real data for the tests, where this machine has it."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PACKED = Path(__file__).resolve().parents[3] / "shared" / "data"
+PACKED = Path(__file__).resolve().parents[2] / "shared" / "data"
 UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
 
 

@@ -1,0 +1,123 @@
+"""Settings: presets, validation, round trips, and the table in the README."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from mose_fast.config import PRESETS, ConfigError, MoseOptions, RunConfig, StreamConfig, preset_table
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_presets_differ_where_paper_and_released_code_do():
+    """mose.md section 13: what "paper-literal" means."""
+    paper = RunConfig.create("paper").options
+    released = RunConfig.create("released").options
+    assert released == MoseOptions() == RunConfig().options
+    assert (released.rsd_reduction, paper.rsd_reduction) == ("frobenius", "mean_of_norms")
+    assert (released.ce_buffer_weight, paper.ce_buffer_weight) == (2, 1)
+    assert (released.attention, released.adapter, paper.attention, paper.adapter) == (True, True, False, False)
+    assert (released.new_extra, paper.new_extra, released.per_class_cap, paper.per_class_cap) == (22, 0, 7, None)
+    assert (released.augment, paper.augment) == ("ocm", "simclr")
+    assert (released.mean_of_experts, paper.mean_of_experts) == ("distance", "logit")
+    assert released.inner_views == paper.inner_views == 2
+
+
+def test_the_readme_pins_every_switch():
+    text = README.read_text(encoding="utf-8")
+    rows = preset_table()
+    assert [row[0] for row in rows] == [f.name for f in dataclasses.fields(MoseOptions)]
+    for name, released, paper, meaning, _ in rows:
+        assert f"| `{name}` | {released} | {paper} | {meaning.replace('|', chr(92) + '|')} |" in text
+
+
+def test_changes_from_the_preset_are_visible():
+    config = RunConfig.create("paper", options={"augment": "ocm", "adapter": False})
+    assert config.changes_from_preset() == {"augment": "ocm"}
+    assert config.options.attention is False
+
+
+@pytest.mark.parametrize("suffix", ["json", "toml"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_round_trip_through_files(tmp_path, suffix, preset):
+    config = RunConfig.create(
+        preset, stream={"name": "split-cifar100", "limit_per_task": 100, "class_order_seed": 3}, memory=200, options={"student": 2}, seed=7
+    )
+    path = tmp_path / f"config.{suffix}"
+    path.write_text(config.to_json() if suffix == "json" else config.to_toml())
+    assert RunConfig.load(path) == config
+
+
+def test_toml_cannot_say_none_against_the_preset():
+    with pytest.raises(ConfigError, match="use JSON"):
+        RunConfig.create(options={"per_class_cap": None}).to_toml()
+
+
+def test_a_file_may_hold_only_what_differs(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text('preset = "paper"\nmemory = 300\n[options]\ntemperature = 0.1\n')
+    config = RunConfig.load(path)
+    assert config == RunConfig.create("paper", memory=300, options={"temperature": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory": 0}, "memory is 0"),
+        ({"memory": 63}, "memory is 63, smaller than options.buffer_batch, 64"),
+        ({"memory": True}, "memory is True"),
+        ({"width": 1.5}, "width is 1.5"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**63}, "below 2"),
+        ({"precision": "fp16"}, "precision is 'fp16'; wanted one of 'fp32', 'bf16'"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"device": "cuda:x"}, "device is 'cuda:x'"),
+        ({"train_on": "memory"}, "train_on"),
+        ({"preset": "papper"}, "did you mean 'paper'"),
+        ({"memroy": 5}, "memroy is not a setting; did you mean 'memory'"),
+        ({"options": {"augmnet": "ocm"}}, "options.augmnet is not a setting; did you mean 'augment'"),
+        ({"options": {"augment": "randaugment"}}, "options.augment is 'randaugment'"),
+        ({"options": {"temperature": 0}}, "options.temperature is 0"),
+        ({"options": {"temperature": float("nan")}}, "options.temperature is nan"),
+        ({"options": {"experts": 9}}, "options.experts is 9"),
+        ({"options": {"student": 5}}, "options.student is 5"),
+        ({"options": {"expert": "7"}}, "options.expert is '7'"),
+        ({"options": {"attention": 1}}, "options.attention is 1; wanted true or false"),
+        ({"options": {"inner_views": 3}}, "options.inner_views is 3"),
+        ({"options": {"beta2": 1.0}}, "options.beta2"),
+        ({"options": {"ce": "off", "scl": "off"}}, "at least one loss"),
+        ({"options": {"per_class_cap": 0}}, "options.per_class_cap is 0"),
+        ({"stream": {"batch": 0}}, "stream.batch is 0"),
+        ({"stream": {"tasks": 2.0}}, "stream.tasks is 2.0"),
+        ({"stream": {"name": ""}}, "stream.name"),
+    ],
+)
+def test_unusable_settings_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.create(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [("a.json", "{", "not valid JSON"), ("a.toml", "memory =", "not valid TOML"), ("a.json", "[1]", "table of settings"), ("a.json", '{"memory": 0}', "a.json")],
+)
+def test_unusable_files_are_named(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nothing.json"):
+        RunConfig.load(tmp_path / "nothing.json")
+
+
+def test_settings_cannot_be_changed_in_place():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().memory = 5
+    assert StreamConfig("digits") == StreamConfig()
