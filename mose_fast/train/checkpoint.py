@@ -60,12 +60,15 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(f"the checkpoint {path} is truncated, damaged or no checkpoint at all ({error}){_instead(path)}") from error
     if "mose_fast_checkpoint" not in metadata:
         raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of mose-fast{_instead(path)}")
-    if int(metadata["mose_fast_checkpoint"]) > FORMAT:
-        raise CheckpointError(
-            f"the checkpoint {path} has format {metadata['mose_fast_checkpoint']}, newer than {FORMAT}, the newest that this version "
-            "of mose-fast reads; update mose-fast"
-        )
-    return tensors, json.loads(metadata["values"])
+    try:
+        found = int(metadata["mose_fast_checkpoint"])
+        if found <= FORMAT:
+            return tensors, json.loads(metadata["values"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint {path} is damaged: its header is unreadable ({error}){_instead(path)}") from error
+    raise CheckpointError(
+        f"the checkpoint {path} has format {found}, newer than {FORMAT}, the newest that this version of mose-fast reads; update mose-fast"
+    )
 
 
 def latest(folder: Path) -> Path | None:

@@ -52,7 +52,8 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
     axes[1].legend(fontsize=8, loc="best")
     config = results["config"]
     figure.suptitle(
-        f"{config['method']} ({config['preset']}) on {config['stream']['name']}, M = {config['memory']}, width {config['width']}, seed {config['seed']}",
+        f"{config['method']} ({config['preset']}) on {config['stream']['name']}, "
+        f"M = {config['memory']}, width {config['width']}, seed {config['seed']}",
         fontsize=10,
     )
     png = io.BytesIO()

@@ -23,23 +23,28 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     """
     if isinstance(content, str):
         content = content.encode()
-    temporary = None
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_temporary_prefix(path.name))
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+            raise
+    except OSError as error:
         raise RunError(
             f"cannot write {path} ({len(content)} bytes): {error.strerror}; what was there before is untouched. "
             "Free some space or choose another --out, then continue with: mose-fast resume"
         ) from error
+
+
+def _temporary_prefix(name: str) -> str:
+    return f".{name}."
 
 
 def _umask() -> int:
@@ -86,6 +91,25 @@ class RunFolder:
             for folder in (self.checkpoints, self.events):
                 if folder.exists():
                     shutil.rmtree(folder)
-            self.checkpoints.mkdir()
+            self._prepare()
         except OSError as error:
             raise RunError(f"cannot write into the output folder {self.path}: {error.strerror}; choose another --out") from error
+
+    def reopen(self) -> None:
+        """Makes the folder ready to continue the run in it: deletes what a killed run had half written.
+
+        Raises:
+            RunError: It cannot be written.
+        """
+        try:
+            self._prepare()
+        except OSError as error:
+            raise RunError(f"cannot write into the output folder {self.path}: {error.strerror}") from error
+
+    def _prepare(self) -> None:
+        self.checkpoints.mkdir(exist_ok=True)
+        for file in (self.config, self.results, self.accuracy, self.figure):
+            for leftover in self.path.glob(f"{_temporary_prefix(file.name)}*"):
+                leftover.unlink()
+        for leftover in self.checkpoints.glob(f"{_temporary_prefix('step-*')}*"):
+            leftover.unlink()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,8 @@ class Listener:
 class TensorBoard(Listener):
     """Writes TensorBoard events: losses every ``every`` batches, accuracies after every task.
 
+    Events are an extra: where they cannot be written (a full disk), one warning says so and the run goes on without them.
+
     Args:
         folder: Of the event files.
         every: Batches between two points of the loss curves.
@@ -53,27 +58,46 @@ class TensorBoard(Listener):
 
     def __init__(self, folder: Path, every: int = 10) -> None:
         self.folder, self.every = folder, every
+        self._writer: Any = None
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         # Not at the top: this import takes over a second.
         from torch.utils.tensorboard import SummaryWriter
 
         # What a killed run wrote beyond its last checkpoint is purged, since those batches are repeated.
-        self.writer = SummaryWriter(str(self.folder), purge_step=batch + 1 if batch else None)
+        with self._or_give_up():
+            self._writer = SummaryWriter(str(self.folder), purge_step=batch + 1)
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         if losses is not None and batch % self.every == 0:
             for name, value in losses.items():
-                self.writer.add_scalar(f"loss/{name}", value, batch)
+                self._add(f"loss/{name}", value, batch)
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
         if accuracy is None:
             return
         for classifier, experts in accuracy.test.items():
             for expert, row in experts.items():
-                self.writer.add_scalar(f"accuracy_{classifier}/{expert}", sum(row) / len(row), batch)
-                self.writer.add_scalar(f"new_task_accuracy_{classifier}/{expert}", row[-1], batch)
+                self._add(f"accuracy_{classifier}/{expert}", sum(row) / len(row), batch)
+                self._add(f"new_task_accuracy_{classifier}/{expert}", row[-1], batch)
 
     def close(self) -> None:
-        if hasattr(self, "writer"):
-            self.writer.close()
+        if self._writer is not None:
+            with self._or_give_up():
+                self._writer.close()
+            self._writer = None
+
+    def _add(self, name: str, value: float, batch: int) -> None:
+        if self._writer is not None:
+            with self._or_give_up():
+                self._writer.add_scalar(name, value, batch)
+
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            warnings.warn(
+                f"cannot write TensorBoard events into {self.folder} ({error.strerror}); the run goes on without them", stacklevel=4
+            )

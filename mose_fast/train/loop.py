@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,7 +110,7 @@ def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable
         stream = streams.create(config.stream)
     learner = _learner(config, stream)
     loop = _Loop(config, stream, learner, folder, listeners)
-    folder.checkpoints.mkdir(exist_ok=True)
+    folder.reopen()
     checkpoint = latest(folder.checkpoints)
     if checkpoint is not None:
         loop.restore(checkpoint)
@@ -130,7 +131,9 @@ def _learner(config: RunConfig, stream: Stream) -> Learner:
 class _Loop:
     """One run in progress. ``position`` and ``records`` are all it must remember beside the learner."""
 
-    def __init__(self, config: RunConfig, stream: Stream, learner: Learner, folder: RunFolder | None, listeners: Iterable[Listener]) -> None:
+    def __init__(
+        self, config: RunConfig, stream: Stream, learner: Learner, folder: RunFolder | None, listeners: Iterable[Listener]
+    ) -> None:
         self.config, self.stream, self.learner, self.folder = config, stream, learner, folder
         self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
         self.joint = config.train_on == "final_memory"
@@ -219,7 +222,8 @@ class _Loop:
             self.records["evaluated_after"].append(seen)
         self.position |= {"task": task + 1, "epoch": 0, "batch": 0}
         if self.folder is not None and accuracy is not None:
-            write_atomically(self.folder.accuracy, accuracy_csv(self.records["test"], self.records["buffer"], self.records["evaluated_after"]))
+            table = accuracy_csv(self.records["test"], self.records["buffer"], self.records["evaluated_after"])
+            write_atomically(self.folder.accuracy, table)
         self._save()
         for listener in self.listeners:
             listener.on_task_end(task, self.position["done"], accuracy)
@@ -249,7 +253,10 @@ class _Loop:
         """Accuracies of the same seed's untrained network with the same final memory: what training must beat."""
         untrained = _learner(self.config, self.stream)
         untrained.memory, untrained.seen = self.learner.memory, self.learner.seen
-        return evaluate_learner(untrained, self.stream, len(self.stream.tasks) - 1).test
+        with warnings.catch_warnings():
+            # The trained learner has warned about the same memory already.
+            warnings.filterwarnings("ignore", message=".* no sample in the memory")
+            return evaluate_learner(untrained, self.stream, len(self.stream.tasks) - 1).test
 
     def _batches(self) -> int:
         tasks = range(len(self.stream.tasks))
@@ -272,9 +279,9 @@ class _Loop:
         tensors, values = load_checkpoint(checkpoint)
         try:
             self.learner.load_state(tensors, values["learner"])
+            self.position, self.records, self.seconds = values["position"], values["records"], values["seconds"]
         except (ValueError, KeyError) as error:
             raise RunError(f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}") from error
-        self.position, self.records, self.seconds = values["position"], values["records"], values["seconds"]
         self.records["resumed"] += 1
 
     @contextmanager

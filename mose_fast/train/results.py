@@ -87,7 +87,7 @@ def build_results(
 
     trained, deployed = learner.costs()
     classifier, expert = learner.resolve_expert()
-    device = learner.device
+    device, normalisation = learner.device, stream.normalisation
     build = build_info()
     return {
         "schema_version": SCHEMA_VERSION,
@@ -96,7 +96,7 @@ def build_results(
         "resolved": {
             "device": str(device),
             "mirror": learner.mirrored,
-            "normalisation": {"name": stream.normalisation.name, "mean": list(stream.normalisation.mean), "std": list(stream.normalisation.std)},
+            "normalisation": {"name": normalisation.name, "mean": list(normalisation.mean), "std": list(normalisation.std)},
             "classifier": classifier,
             "expert": expert,
         },
