@@ -8,8 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, __version__, setup
 from setuptools.command.build_ext import build_ext
+
+# A fresh virtual environment of Python 3.10 or 3.11 holds setuptools 65, whose own error would be hard to understand.
+if int(__version__.split(".")[0]) < 77:
+    raise SystemExit(f"mose_fast: setuptools {__version__} is too old to build this. First: pip install 'setuptools>=77' ninja")
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
