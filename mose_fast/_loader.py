@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["native", "record", "serves"]
+__all__ = ["REBUILD", "native", "obstacle", "record", "serves"]
 
 _NAME = "mose_fast._C"
-_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 def _library(folder: Path) -> Path | None:
@@ -67,22 +67,22 @@ def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str |
     return module, record, None
 
 
-def _start() -> tuple[ModuleType | None, dict[str, Any] | None]:
+def _start() -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
     switch = os.environ.get("MOSE_FAST_NATIVE", "")
     if switch == "0":
-        return None, None
+        return None, None, "it is switched off by MOSE_FAST_NATIVE=0"
     module, record, obstacle = _load(Path(switch) if switch else Path(__file__).parent)
     if obstacle:
         warnings.warn(
-            f"mose_fast: {obstacle}. Pure PyTorch is used, which is slower. To build the library, in the source folder: {_REBUILD}",
+            f"mose_fast: {obstacle}. Pure PyTorch is used, which is slower. To build the library, in the source folder: {REBUILD}",
             RuntimeWarning,
             stacklevel=3,
         )
-    return module, record
+    return module, record, obstacle
 
 
-native, record = _start()
-"""The native module, None where pure PyTorch is used; and what its ``_build.json`` says, None where there is none."""
+native, record, obstacle = _start()
+"""The native module, None where pure PyTorch is used; what its ``_build.json`` says, None where there is none; why there is no module."""
 
 
 def serves(*tensors: torch.Tensor) -> bool:

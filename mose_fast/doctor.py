@@ -1,0 +1,251 @@
+"""What this machine has for a run, what is missing, and how to get it. Nothing is changed, read in full or downloaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mose_fast import _loader
+
+__all__ = ["Finding", "diagnose", "report", "serves_card"]
+
+_REQUIRED = ("torchvision", "numpy", "sklearn", "PIL", "matplotlib", "tensorboard", "tqdm", "safetensors", "tomli_w")
+_PIP_NAMES = {"sklearn": "scikit-learn", "PIL": "pillow", "tomli_w": "tomli-w"}
+
+
+class Finding(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        mark: ``ok``; ``--`` for what a run can do without; ``FAIL`` for what it cannot.
+        thing: What was looked for.
+        found: What there is.
+        fix: What to do about it; empty where nothing is to be done.
+    """
+
+    mark: str
+    thing: str
+    found: str
+    fix: str = ""
+
+
+def diagnose(data_dir: str | None = None) -> list[Finding]:
+    """Looks at Python, packages, CUDA, compilers, cards, the native library and the data sets.
+
+    Args:
+        data_dir: Folder with the data sets' files; None is the default one.
+    """
+    return [_python(), _torch(), _packages(), *_cuda(), *_cards(), _native(), *_build_tools(os.environ), _dali(), *_data(data_dir)]
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """The findings as columns, each fix on a line of its own so that it can be copied, and a verdict."""
+    width = max(len(finding.thing) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.mark:<4}  {finding.thing:<{width}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
+    failed = [finding.thing for finding in findings if finding.mark == "FAIL"]
+    if failed:
+        lines.append(f"\nNo run is possible before this is mended: {', '.join(failed)}")
+    else:
+        lines.append("\nA run is possible: mose-fast run --stream digits --width 16 --memory 500 --seed 0")
+    return "\n".join(lines)
+
+
+def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
+    """Whether code compiled for ``archs`` runs on a card.
+
+    Machine code runs on cards of the same major compute capability and at least the same minor one, architecture-specific code
+    (``9.0a``) on exactly its own; PTX (``12.0+PTX``) on every later card (CUDA programming guide, section on compute capabilities).
+
+    Args:
+        capability: The card's, (major, minor).
+        archs: As in ``TORCH_CUDA_ARCH_LIST``.
+    """
+    for arch in archs:
+        number = re.match(r"(\d+)\.(\d+)([af]?)", arch)
+        if number is None:
+            continue
+        compiled = (int(number.group(1)), int(number.group(2)))
+        if capability == compiled or (not number.group(3) and capability[0] == compiled[0] and capability[1] > compiled[1]):
+            return True
+        if number.group(3) == "f" and capability[0] == compiled[0] and capability[1] > compiled[1]:
+            return True
+        if not number.group(3) and arch.endswith("+PTX") and capability > compiled:
+            return True
+    return False
+
+
+def _python() -> Finding:
+    return Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}")  # an older one than 3.10 cannot import this
+
+
+def _torch() -> Finding:
+    found = f"{torch.__version__}, {torch.get_num_threads()} thread(s)"
+    if [int(n) for n in re.findall(r"\d+", torch.__version__)[:2]] < [2, 11]:
+        return Finding("FAIL", "torch", found, "pip install 'torch>=2.11', then build the native library again")
+    return Finding("ok", "torch", found)
+
+
+def _packages() -> Finding:
+    missing = [name for name in _REQUIRED if not _importable(name)]
+    if missing:
+        wanted = " ".join(_PIP_NAMES.get(name, name) for name in missing)
+        return Finding("FAIL", "packages", f"missing: {', '.join(missing)}", f"pip install {wanted}")
+    shown = ", ".join(f"{name} {_version(name)}" for name in ("torchvision", "numpy", "tensorboard"))
+    return Finding("ok", "packages", f"{shown} and the others")
+
+
+def _cuda() -> Iterator[Finding]:
+    if torch.version.cuda is None:
+        fix = "for a GPU, install a CUDA build of torch (pytorch.org, Get started)"
+        yield Finding("--", "CUDA of torch", "none: this torch is a CPU build", fix)
+    else:
+        yield Finding("ok", "CUDA of torch", torch.version.cuda)
+    driver = _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    if driver:
+        yield Finding("ok", "NVIDIA driver", driver)
+    else:
+        fix = "install the driver, if this machine has an NVIDIA GPU"
+        yield Finding("--", "NVIDIA driver", "none (no nvidia-smi, or it sees no GPU)", fix)
+
+
+def _cards() -> Iterator[Finding]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        why = str(said[0].message).splitlines()[0] if said else "torch sees none"
+        fix = "if there is one: make nvidia-smi list it first, and use a CUDA build of torch"
+        yield Finding("--", "GPU", f"none ({why}); runs use the CPU", fix)
+        return
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        found = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, compute capability {card.major}.{card.minor}"
+        thing = f"GPU {index}"
+        archs = (_loader.record or {}).get("archs", [])
+        try:
+            float(torch.ones(2, device=f"cuda:{index}").sum())
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            yield Finding("--", thing, f"{found}; torch cannot use it ({reason})", "install a torch that supports it, or use --device cpu")
+            continue
+        if archs and not serves_card((card.major, card.minor), archs):
+            fix = f"TORCH_CUDA_ARCH_LIST={card.major}.{card.minor} {_loader.REBUILD}"
+            yield Finding("--", thing, f"{found}; the native library is compiled for {' '.join(archs)} only", fix)
+        else:
+            yield Finding("ok", thing, found)
+
+
+def _native() -> Finding:
+    record = _loader.record
+    if _loader.native is None:
+        switched_off = os.environ.get("MOSE_FAST_NATIVE") == "0"
+        fix = "unset MOSE_FAST_NATIVE" if switched_off else f"in the source folder: {_loader.REBUILD}"
+        return Finding("--", "native library", f"not used: {_loader.obstacle}; pure PyTorch serves, slower", fix)
+    archs = f" {record['cuda']} for {' '.join(record['archs'])}" if record["backend"] == "cuda" else ""
+    found = f"{record['backend']}{archs}, compiled against torch {record['torch']}, commit {(record['commit'] or 'unknown')[:12]}"
+    if record["backend"] == "cpu" and torch.cuda.is_available():
+        return Finding("--", "native library", f"{found}; nothing in it for the GPU", f"MOSE_FAST_BACKEND=cuda {_loader.REBUILD}")
+    return Finding("ok", "native library", found)
+
+
+def _build_tools(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What compiling the native library again would need."""
+    compiler = environment.get("CXX") or next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    said = _first_line([compiler, "--version"]) if compiler else None
+    if said:
+        yield Finding("ok", "C++ compiler", said)
+    else:
+        found = f"CXX={compiler} does not run" if compiler else "none on PATH"
+        yield Finding("--", "C++ compiler", found, "to build the native library, install g++ 11 or newer (Debian, Ubuntu: build-essential)")
+
+    ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}")
+    if ninja:
+        yield Finding("ok", "ninja", f"{_first_line([ninja, '--version']) or 'unknown version'}, {ninja}")
+    else:
+        yield Finding("--", "ninja", "none on PATH", "to build the native library: pip install ninja")
+
+    release = _nvcc_release(environment)
+    wanted = torch.version.cuda.split(".")[0] if torch.version.cuda else None
+    if release is None:
+        which = f"CUDA {wanted}" if wanted else "CUDA"
+        fix = f"to build for a GPU, install the {which} toolkit or set CUDA_HOME to its folder"
+        yield Finding("--", "nvcc", "none in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda", fix)
+    elif wanted and release.split(".")[0] != wanted:
+        fix = f"to build for a GPU, install the CUDA {wanted} toolkit or set CUDA_HOME to its folder"
+        yield Finding("--", "nvcc", f"{release}, but torch uses CUDA {torch.version.cuda}", fix)
+    else:
+        yield Finding("ok", "nvcc", release)
+
+
+def _nvcc_release(environment: Mapping[str, str]) -> str | None:
+    roots = [environment[name] for name in ("CUDA_HOME", "CUDA_PATH") if environment.get(name)]
+    candidates = [str(Path(root) / "bin" / "nvcc") for root in roots]
+    candidates += [path for path in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc") if path]
+    for nvcc in candidates:
+        release = re.search(r"release (\d+\.\d+)", _output([nvcc, "--version"]))
+        if release:
+            return release.group(1)
+    return None
+
+
+def _dali() -> Finding:
+    if _importable("nvidia.dali"):
+        return Finding("ok", "DALI (optional)", "found")
+    return Finding("--", "DALI (optional)", "not installed", "pip install 'mose-fast[dali]' (Linux with an NVIDIA GPU)")
+
+
+def _data(data_dir: str | None) -> Iterator[Finding]:
+    try:
+        from mose_fast import streams
+    except ImportError as error:
+        yield Finding("FAIL", "data sets", f"cannot look: {error}", "install the missing package")
+        return
+    for name in streams.names():
+        found, where = streams.locate(name, data_dir)
+        if found:
+            yield Finding("ok", f"data: {name}", where)
+        else:
+            missing, _, fix = where.partition(": ")
+            yield Finding("--", f"data: {name}", missing, fix)
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a dotted name's parent
+        return False
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(_PIP_NAMES.get(name, name))
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _first_line(command: Sequence[str]) -> str | None:
+    return next(iter(_output(command).splitlines()), None)

@@ -1,0 +1,146 @@
+"""What a run tells the person at the terminal: a bar on stderr, tables on stdout."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from mose_fast._build_info import build_info
+from mose_fast.config import RunConfig
+from mose_fast.evaluate import TaskAccuracy
+from mose_fast.methods import Learner
+from mose_fast.streams import Stream
+from mose_fast.train import Listener
+
+__all__ = ["Progress", "accuracy_table"]
+
+# More tasks than this do not fit into 100 columns; the table then shows the mean, the newest task and the worst old one.
+_TASK_COLUMNS = 10
+
+# From this terminal width on, the bar has room for every loss beside their sum.
+_WIDE = 120
+
+
+class Progress(Listener):
+    """Shows a run: once what it is, then a bar with losses, and a table after each task.
+
+    Where stderr is no terminal, a line a task takes the bar's place.
+
+    Args:
+        out: The run's folder, to name it.
+
+    Attributes:
+        started: Whether the loop has begun, so that there is something to resume.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.started = False
+        self.bar: tqdm | None = None
+
+    def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        self.started = True
+        self.tasks = len(stream.tasks)
+        self.main = learner.resolve_expert()
+        self.first_batch, self.batches = batch, batches
+        self.start = time.perf_counter()
+        self.losses: dict[str, float] = {}
+        print(_heading(config, stream, learner, batch, batches, self.out), flush=True)
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=batches, initial=batch, unit=" batches", dynamic_ncols=True, smoothing=0.05, miniters=1, file=sys.stderr)
+
+    def on_task_start(self, task: int) -> None:
+        self.task_start = time.perf_counter()
+        self.task_batches = 0
+        if self.bar is not None:
+            self.bar.set_description(self._name(task))
+
+    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
+        self.task_batches += 1
+        if losses is not None:
+            self.losses = losses
+        if self.bar is not None:
+            self.bar.set_postfix_str(self._losses(), refresh=False)
+            self.bar.update()
+
+    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        if self.bar is None:
+            now = time.perf_counter()
+            seconds = now - self.task_start
+            line = f"{self._name(task)}: {self.task_batches} batches in {seconds:.1f} s ({self.task_batches / seconds:.1f} batches/s)"
+            line += f", {self._losses()}" if self.losses else ""
+            if batch < self.batches and batch > self.first_batch:
+                left = (now - self.start) / (batch - self.first_batch) * (self.batches - batch)
+                line += f"; about {tqdm.format_interval(left)} left"
+            print(line, file=sys.stderr, flush=True)
+        if accuracy is not None:
+            tqdm.write(accuracy_table(accuracy.test, min(task, self.tasks - 1), self.tasks, self.main), file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def _name(self, task: int) -> str:
+        return f"task {task} ({task + 1} of {self.tasks})" if task < self.tasks else "final memory"
+
+    def _losses(self) -> str:
+        shown = list(self.losses.items())
+        if self.bar is not None and shutil.get_terminal_size().columns < _WIDE:
+            shown = shown[:1]
+        return ", ".join(f"{name} {value:#.3g}" for name, value in shown)
+
+
+def accuracy_table(test: dict[str, dict[str, list[float]]], task: int, tasks: int, main: tuple[str, str]) -> str:
+    """The accuracies after a task in percent, a row per classifier and expert, at most 100 columns wide.
+
+    Args:
+        test: Accuracy in [0, 1] by classifier, expert and task seen.
+        task: The task just learned, from 0.
+        tasks: Number of tasks of the stream.
+        main: Classifier and expert that ``predict()`` uses, which are marked.
+    """
+    many = tasks > _TASK_COLUMNS
+    columns = f"{f'task {task}':>10}{'worst old task':>18}" if many else "".join(f"{f'task {t}':>7}" for t in range(task + 1))
+    lines = [
+        f"\naccuracy in percent after task {task} ({task + 1} of {tasks}); * is what predict() uses",
+        f"  {'':<6} {'expert':<13}{'mean':>6}{columns}",
+    ]
+    for classifier, experts in test.items():
+        for expert, row in experts.items():
+            mark = "*" if (classifier, expert) == main else " "
+            line = f"{mark} {classifier:<6} {expert:<13}{100 * sum(row) / len(row):>6.1f}"
+            if not many:
+                line += "".join(f"{100 * value:>7.1f}" for value in row)
+            else:
+                line += f"{100 * row[-1]:>10.1f}"
+                if len(row) > 1:
+                    worst = min(range(len(row) - 1), key=row.__getitem__)
+                    line += f"{100 * row[worst]:>8.1f} (task {worst})"
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int, out: Path) -> str:
+    height, width = stream.image_size
+    trained, deployed = learner.costs()
+    native = build_info()["backend"]
+    off = "off: it changes these labels" if config.options.mirror == "auto" else "off: options.mirror is off"
+    device = learner.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
+    rows = {
+        "stream": f"{stream.name}: {len(stream.tasks)} tasks, {stream.classes} classes, {len(stream.x_train)} training and "
+        f"{len(stream.x_test)} test images of {height}x{width}",
+        "method": f"{config.method} ({config.preset}), memory {config.memory}, seed {config.seed}, "
+        f"mirroring {'on' if learner.mirrored else off}",
+        "network": f"width {config.width}: {trained.parameters:,} parameters and {trained.macs / 1e6:,.1f} M multiply-accumulates an image "
+        f"(for predict(): {deployed.parameters:,} and {deployed.macs / 1e6:,.1f} M)",
+        "device": f"{where}, {config.precision}; native library: {f'yes ({native} build)' if native else 'no, pure PyTorch'}",
+        "run": f"{batches} batches" + (f", continued after batch {batch}" if batch else "") + f", into {out}",
+    }
+    return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
