@@ -86,6 +86,10 @@ class StreamConfig:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"stream.name is {self.name!r}; wanted the name of a stream, a folder or an .npz file")
         _number("stream.", "batch", self.batch, int, 1)
+        for name, what in (("data_dir", "a folder"), ("normalisation", "the name of constants")):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"stream.{name} is {value!r}; wanted {what}, or none given")
         for name, low in (("tasks", 1), ("limit_per_task", 1), ("class_order_seed", 0)):
             if getattr(self, name) is not None:
                 _number("stream.", name, getattr(self, name), int, low)
@@ -263,6 +267,8 @@ class RunConfig:
     checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.method, str):
+            raise ConfigError(f"method is {self.method!r}; wanted the name of a method")
         if self.preset not in PRESETS:
             raise ConfigError(f"preset is {self.preset!r}, which is unknown{near_matches(str(self.preset), list(PRESETS))}")
         for name in ("memory", "width", "epochs", "evaluation_batch"):
@@ -297,6 +303,12 @@ class RunConfig:
         Raises:
             ConfigError: A name is unknown or a value is out of range.
         """
+        if not isinstance(preset, str):
+            raise ConfigError(f"preset is {preset!r}; wanted one of {', '.join(map(repr, PRESETS))}")
+        if not isinstance(stream, str | StreamConfig | Mapping | None):
+            raise ConfigError(f"stream is {stream!r}; wanted the name of a stream or a table of its settings")
+        if not isinstance(options, Mapping | None):
+            raise ConfigError(f"options is {options!r}; wanted a table of the method's switches")
         if isinstance(stream, str):
             stream = {"name": stream}
         if not isinstance(stream, StreamConfig):
