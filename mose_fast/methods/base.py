@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -158,6 +159,16 @@ class Learner(ABC):
     @abstractmethod
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
         """One training step on memory slots alone (training on the final memory)."""
+
+    @contextmanager
+    def precise(self) -> Iterator[None]:
+        """Makes fp32 mean fp32: cuDNN's convolutions use TF32 (10 bits of mantissa) on their own, unlike PyTorch's matrix products."""
+        before = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = False
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.allow_tf32 = before
 
     # Prediction
 

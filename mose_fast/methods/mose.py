@@ -124,13 +124,14 @@ class Mose(Learner):
         views, rows = self.views.make(plan.images, sizes, self.config.seed, plan.sequence)
         labels = plan.labels[rows]
         self.network.train()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            outputs = self.network(views.contiguous(memory_format=torch.channels_last), self.config.options.distil == "sd")
-        terms = self.losses(outputs, labels, sizes[0] * self.views.views_per_row, plan.current_classes)
-        loss = terms.sum()
-        self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimiser.step()
+        with self.precise():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+                outputs = self.network(views.contiguous(memory_format=torch.channels_last), self.config.options.distil == "sd")
+            terms = self.losses(outputs, labels, sizes[0] * self.views.views_per_row, plan.current_classes)
+            loss = terms.sum()
+            self.optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            self.optimiser.step()
         self.steps += 1
         supcon, cross_entropy, distillation = terms.detach().sum(0)
         return {"loss": loss.detach(), "supcon": supcon, "cross_entropy": cross_entropy, "distillation": distillation}
@@ -147,8 +148,9 @@ class Mose(Learner):
         features, logits = [], []
         for part in x.split(self.config.evaluation_batch):
             images = self.views.normalise(part.to(self.device)).contiguous(memory_format=torch.channels_last)
-            features.append(self.network.features(images))
-            logits.append(self.network.classify(features[-1]))
+            with self.precise():
+                features.append(self.network.features(images))
+                logits.append(self.network.classify(features[-1]))
         if not features:
             e = self.network.experts
             return torch.empty(e, 0, self.network.feature_size, device=self.device), torch.empty(e, 0, self.classes, device=self.device)

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mose_fast import streams
-from mose_fast.config import RunConfig
+from mose_fast.config import RunConfig, StreamConfig
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import Learner, create_learner
 from mose_fast.streams import Stream
@@ -47,7 +47,7 @@ def run(
     config: RunConfig | None = None,
     *,
     out: str | Path | None = None,
-    stream: Stream | None = None,
+    stream: Stream | StreamConfig | Mapping[str, Any] | str | None = None,
     overwrite: bool = False,
     listeners: Iterable[Listener] = (),
     **settings: Any,
@@ -57,7 +57,8 @@ def run(
     Args:
         config: The settings; None builds them from ``settings`` with :meth:`RunConfig.create`.
         out: Folder for configuration, checkpoints, results, table, figure and TensorBoard events; None writes nothing.
-        stream: The stream, where it is not one that ``config.stream`` names.
+        stream: With ``config``: a :class:`Stream` made by hand, used instead of the one that ``config.stream`` names. Without:
+            such a stream, or the name or the settings of one.
         overwrite: Replace an earlier run in ``out``.
         listeners: Are told what happens.
 
@@ -71,15 +72,17 @@ def run(
         Interrupted: Ctrl-C; continue with :func:`resume`.
     """
     if config is None:
-        if stream is not None and "stream" not in settings:
-            settings["stream"] = {"name": stream.name}
-        config = RunConfig.create(**settings)
+        made = isinstance(stream, Stream)
+        config = RunConfig.create(stream={"name": stream.name} if made else stream, **settings)
+        stream = stream if made else None
     elif settings:
         raise TypeError(f"{', '.join(settings)}: given beside config; wanted them inside it")
     if stream is None:
         stream = streams.create(config.stream)
-    else:
+    elif isinstance(stream, Stream):
         config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch))
+    else:
+        raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
     learner = _learner(config, stream)
     folder = None
     if out is not None:
