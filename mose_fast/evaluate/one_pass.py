@@ -34,7 +34,7 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int) -> TaskAccurac
     Args:
         learner: With at least one stored sample.
         stream: The stream it was trained on.
-        task: The last task seen.
+        task: The last task to evaluate on; 0 ... ``task`` have been seen, later ones may have been.
     """
     memory = learner.memory
     filled = memory.filled
@@ -54,10 +54,11 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int) -> TaskAccurac
 
 
 def _by_task(predictions: dict[str, dict[str, Tensor]], labels: Tensor, tasks: Tensor, task: int) -> dict[str, dict[str, list]]:
-    counts = torch.bincount(tasks, minlength=task + 1)
+    # The memory may hold samples of later tasks.
+    counts = torch.bincount(tasks, minlength=task + 1)[: task + 1]
 
     def accuracies(predicted: Tensor) -> list[float | None]:
-        correct = torch.bincount(tasks[predicted == labels], minlength=task + 1)
+        correct = torch.bincount(tasks[predicted == labels], minlength=task + 1)[: task + 1]
         return [c / n if n else None for c, n in zip(correct.tolist(), counts.tolist(), strict=True)]
 
     return {c: {e: accuracies(predicted) for e, predicted in experts.items()} for c, experts in predictions.items()}

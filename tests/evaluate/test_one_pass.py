@@ -1,0 +1,155 @@
+"""Evaluation in one pass, against a loop over single images."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mose_fast.evaluate import evaluate_learner
+from mose_fast.methods import create_learner
+from mose_fast.streams import from_arrays
+
+CLASSES, TASKS = 6, 3
+
+
+@pytest.fixture
+def stream():
+    """Three tasks of two classes; classes differ in brightness, so that a few steps learn something."""
+    random = np.random.default_rng(0)
+    parts = []
+    for per_class in (10, 11):
+        y = random.permutation(np.repeat(np.arange(CLASSES), per_class))
+        x = random.integers(0, 120, (len(y), 16, 16, 3)) + 22 * y[:, None, None, None]
+        parts += [x.astype(np.uint8), y]
+    return from_arrays(*parts, tasks=TASKS)
+
+
+def trained(stream, tasks=TASKS, **settings):
+    settings = {"memory": 40, "width": 2, "evaluation_batch": 16, "device": "cpu", "options": {"buffer_batch": 8}, **settings}
+    learner = create_learner(classes=stream.classes, image_size=stream.image_size, **settings)
+    for task in range(tasks):
+        for rows in stream.batches(task, seed=0):
+            learner.observe(stream.x_train[rows], stream.y_train[rows], task)
+    return learner
+
+
+def slow_outputs(learner, image):
+    """Features [E, D] and logits [E, K] of one image [H, W, 3]."""
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (learner.mean, learner.std))
+    x = (image.permute(2, 0, 1).float() / 255 - mean) / std
+    with torch.no_grad():
+        features = learner.network.eval().features(x[None])
+        return features[:, 0], learner.network.classify(features)[:, 0]
+
+
+def slow_prototypes(learner):
+    """[expert][class] -> prototype, or None, from sums over the memory's single images."""
+    memory = learner.memory
+    features = [slow_outputs(learner, memory.images[s])[0] for s in range(memory.filled)]
+    prototypes = []
+    for e in range(4):
+        prototypes.append([])
+        for label in range(learner.classes):
+            samples = [F.normalize(features[s][e], dim=0) for s in range(memory.filled) if memory.labels[s] == label]
+            prototypes[e].append(F.normalize(sum(samples) / len(samples), dim=0) if samples else None)
+    return prototypes
+
+
+def slow_predictions(learner, prototypes, image):
+    """Labels by classifier and expert for one image."""
+    features, logits = slow_outputs(learner, image)
+    distances = torch.full((4, learner.classes), float("inf"), dtype=torch.float64)
+    for e in range(4):
+        for label, prototype in enumerate(prototypes[e]):
+            if prototype is not None:
+                distances[e, label] = ((F.normalize(features[e], dim=0) - prototype).double() ** 2).sum()
+    ncm = {str(e + 1): int(distances[e].argmin()) for e in range(4)} | {"mean_distance": int(distances.mean(0).argmin())}
+    linear = {str(e + 1): int(logits[e].argmax()) for e in range(4)} | {"mean_logit": int(logits.mean(0).argmax())}
+    return {"ncm": ncm, "linear": linear}
+
+
+def slow_accuracy(learner, images, labels, tasks, seen):
+    """[classifier][expert] -> accuracy of each task 0 ... seen, None where there are no images."""
+    right, prototypes = {}, slow_prototypes(learner)
+    for image, label, task in zip(images, labels.tolist(), tasks.tolist(), strict=True):
+        for classifier, experts in slow_predictions(learner, prototypes, image).items():
+            for expert, predicted in experts.items():
+                right.setdefault(classifier, {}).setdefault(expert, [[] for _ in range(seen + 1)])[task].append(predicted == label)
+    return {c: {e: [sum(r) / len(r) if r else None for r in rows] for e, rows in experts.items()} for c, experts in right.items()}
+
+
+@pytest.mark.parametrize("seen", [0, 2])
+def test_equals_a_loop_over_single_images(stream, seen):
+    learner = trained(stream, tasks=seen + 1)
+    accuracy = evaluate_learner(learner, stream, seen)
+    filled = learner.memory.filled
+    rows = torch.isin(stream.y_test, torch.arange(2 * (seen + 1))).nonzero().flatten()
+    test = slow_accuracy(learner, stream.x_test[rows], stream.y_test[rows], stream.y_test[rows] // 2, seen)
+    buffer = slow_accuracy(learner, learner.memory.images[:filled], learner.memory.labels[:filled], learner.memory.tasks[:filled], seen)
+    assert accuracy.test == test
+    assert accuracy.buffer == buffer
+    assert set(test["ncm"]) == {"1", "2", "3", "4", "mean_distance"}
+    assert set(test["linear"]) == {"1", "2", "3", "4", "mean_logit"}
+    # The comparison would be empty if every classifier did the same.
+    assert len({tuple(row) for row in test["ncm"].values()}) > 1
+
+
+@pytest.mark.parametrize("evaluation_batch", [1, 13, 65, 1000])
+def test_batch_size_does_not_matter(stream, evaluation_batch):
+    """66 test images: 13 leaves a last batch of one image, and so does 65."""
+    expected = evaluate_learner(trained(stream), stream, TASKS - 1)
+    assert evaluate_learner(trained(stream, evaluation_batch=evaluation_batch), stream, TASKS - 1) == expected
+
+
+def test_earlier_tasks_alone(stream):
+    learner = trained(stream)
+    everything, earlier = (evaluate_learner(learner, stream, task) for task in (TASKS - 1, 0))
+    for whole, part in zip(everything, earlier, strict=True):
+        assert part == {c: {e: row[:1] for e, row in experts.items()} for c, experts in whole.items()}
+
+
+def test_each_image_passes_the_network_once(stream):
+    learner = trained(stream)
+    passed = []
+    learner.network.stem.register_forward_hook(lambda module, inputs, output: passed.append(inputs[0].detach().clone()))
+    evaluate_learner(learner, stream, 1)
+    wanted = torch.cat([learner.memory.images[: learner.memory.filled], stream.x_test[stream.y_test < 4]])
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (learner.mean, learner.std))
+    seen = (torch.cat(passed) * std + mean).mul(255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    assert sorted(i.numpy().tobytes() for i in seen) == sorted(i.numpy().tobytes() for i in wanted)
+
+
+def test_evaluation_changes_nothing(stream):
+    learner = trained(stream)
+    tensors, values = learner.state()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}, dict(values)
+    first = evaluate_learner(learner, stream, TASKS - 1)
+    assert evaluate_learner(learner, stream, TASKS - 1) == first
+    tensors, values = learner.state()
+    assert values == before[1]
+    assert all(torch.equal(tensor, before[0][name]) for name, tensor in tensors.items())
+
+
+def test_class_without_memory_samples_is_never_predicted_and_warns_once(stream):
+    learner = trained(stream)
+    memory = learner.memory
+    predicted = torch.stack([learner.predict(stream.x_test, "ncm", e) for e in (1, 2, 3, 4, "mean")])
+    assert (predicted == 3).any()
+    # Class 3 loses its samples to class 2, of the same task, and task 0 loses all of its to task 1.
+    memory.labels[memory.labels == 3] = 2
+    memory.labels[memory.labels < 2] = 2
+    memory.tasks[memory.tasks == 0] = 1
+    learner.load_state(*learner.state())
+    with pytest.warns(UserWarning, match=r"3 of 6 classes seen have no sample in the memory of 40 \(0, 1, 3\)") as told:
+        accuracy = evaluate_learner(learner, stream, TASKS - 1)
+    assert len(told) == 1
+    predicted = torch.stack([learner.predict(stream.x_test, "ncm", e) for e in (1, 2, 3, 4, "mean")])
+    assert not torch.isin(predicted, torch.tensor([0, 1, 3])).any()
+    assert all(row[0] == 0 for row in accuracy.test["ncm"].values())
+    assert all(row[0] is None and row[1] is not None for experts in accuracy.buffer.values() for row in experts.values())
+    learner.load_state(*learner.state())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert evaluate_learner(learner, stream, TASKS - 1) == accuracy
