@@ -39,7 +39,7 @@ def near_matches(name: str, known: list[str]) -> str:
 
 
 def _choice(owner: str, name: str, value: Any, allowed: tuple) -> None:
-    if value not in allowed or type(value) is bool and True not in allowed:
+    if value not in allowed or (type(value) is bool and True not in allowed):
         raise ConfigError(f"{owner}{name} is {value!r}; wanted one of {', '.join(map(repr, allowed))}")
 
 
@@ -65,7 +65,7 @@ class StreamConfig:
     """What arrives: the data set, how it is split into tasks and in which order its classes come.
 
     Attributes:
-        name: A registered stream (``mose-fast list streams``), a folder ``class/file.jpg`` with ``train`` and ``test``, or an ``.npz`` file.
+        name: A registered stream (``mose-fast list streams``), a folder ``{train,test}/<class>/file.jpg``, or an ``.npz`` file.
         data_dir: Folder that holds the data set's files; None means ``~/.cache/mose_fast``.
         tasks: Number of tasks the classes are split into, equally and in class order; None means the stream's own default.
         batch: Incoming images a step (B = 10 in the paper, section 5.1).
@@ -103,10 +103,16 @@ class MoseOptions:
     """
 
     # The network
-    experts: int = _knob(4, "branch points: 1 to 8; 4 reads the network after each residual stage", "paper 4.1; released; figure of 1 to 8 from the code's history")
+    experts: int = _knob(
+        4,
+        "branch points: 1 to 8; 4 reads the network after each residual stage",
+        "paper 4.1; released; figure of 1 to 8 from the code's history",
+    )
     attention: bool = _knob(True, "attention gate before the alignment of every expert but the last", "only in the released code")
     adapter: bool = _knob(True, "Linear(D, D) on the student's feature before distillation", "only in the released code")
-    init: str = _knob("kaiming_fan_out", "initialisation of convolutions: kaiming_fan_out | default (PyTorch's)", "released; the paper is silent")
+    init: str = _knob(
+        "kaiming_fan_out", "initialisation of convolutions: kaiming_fan_out | default (PyTorch's)", "released; the paper is silent"
+    )
     projection: int = _knob(128, "width of the contrastive projection", "paper, appendix; released")
 
     # The losses
@@ -114,8 +120,16 @@ class MoseOptions:
     scl: str = _knob("all", "experts with supervised contrastive loss: off | last | all", "paper, ablation table")
     distil: str = _knob("rsd", "rsd (experts teach the student) | sd (the student teaches them) | off", "paper 4.2 and table SD vs. RSD")
     student: int | None = _knob(None, "expert that is distilled into, from 1; null: the deepest", "paper, appendix on RSD variations")
-    rsd_reduction: str = _knob("frobenius", "frobenius: one norm of the whole batch's difference | mean_of_norms: per image, averaged", "released: one norm; paper: eq. RSD averages")
-    separate_ce: bool = _knob(True, "new rows use only the current task's classes; false: one cross-entropy over all rows and classes", "paper, eq. new CE; released")
+    rsd_reduction: str = _knob(
+        "frobenius",
+        "frobenius: one norm of the whole batch's difference | mean_of_norms: per image, averaged",
+        "released: one norm; paper: eq. RSD averages",
+    )
+    separate_ce: bool = _knob(
+        True,
+        "new rows use only the current task's classes; false: one cross-entropy over all rows and classes",
+        "paper, eq. new CE; released",
+    )
     ce_buffer_weight: float = _knob(2.0, "weight of the buffer rows' cross-entropy", "released: 2; paper: 1")
     temperature: float = _knob(0.07, "temperature of the contrastive loss", "released; SCR")
 
@@ -123,17 +137,41 @@ class MoseOptions:
     buffer_batch: int = _knob(64, "rows of the buffer set", "paper 5.1; released")
     new_extra: int = _knob(22, "rows of the current task drawn from memory into the new set, at most", "released: 64 / 2 - 10; paper: none")
     incoming_copies: bool = _knob(True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only")
-    replay_from: str = _knob("others", "buffer rows come from: others (every task but the current) | all", "released: others; paper: the memory")
+    replay_from: str = _knob(
+        "others", "buffer rows come from: others (every task but the current) | all", "released: others; paper: the memory"
+    )
     per_class_cap: int | None = _knob(7, "at most this many old rows for each class seen so far; null: no cap", "released: 7; paper: none")
-    first_task: str = _knob("joint", "joint: in task 0 memory rows join the new set and one cross-entropy covers all classes | same: as later tasks", "released: joint; paper: same")
-    skip_first_batch: bool = _knob(True, "the first batch of the stream only enters the memory", "released (its memory is empty then); paper: trained on")
-    current_classes: str = _knob("seen", "classes of the current task: seen (so far in it) | task (all of it, known at its start)", "released: seen; paper: C^t")
+    first_task: str = _knob(
+        "joint",
+        "joint: in task 0 memory rows join the new set and one cross-entropy covers all classes | same: as later tasks",
+        "released: joint; paper: same",
+    )
+    skip_first_batch: bool = _knob(
+        True, "the first batch of the stream only enters the memory", "released (its memory is empty then); paper: trained on"
+    )
+    current_classes: str = _knob(
+        "seen", "classes of the current task: seen (so far in it) | task (all of it, known at its start)", "released: seen; paper: C^t"
+    )
 
     # The views
-    augment: str = _knob("ocm", "ocm (gray, crop) | simclr (flip, gray, crop) | scr (crop, flip, jitter, gray) | none", "released default: ocm; paper: simclr")
-    inner_views: int = _knob(2, "fixed copies of every row: 1 | 2 (mirror) | 4 (each half mirrored or not) | 16 (and quarter turns)", "released: 2; the paper describes 4 and doubles: 2")
-    jitter_domain: str = _knob("unit", "colour jitter acts on: unit (images in [0, 1]) | normalised (clamping them, as released)", "choice; released: normalised")
-    mirror: str = _knob("auto", "mirroring and random flips: auto (off where they change labels) | on | off", "choice; both sources only know natural images")
+    augment: str = _knob(
+        "ocm",
+        "ocm (gray, crop) | simclr (flip, gray, crop) | scr (crop, flip, jitter, gray) | none",
+        "released default: ocm; paper: simclr",
+    )
+    inner_views: int = _knob(
+        2,
+        "fixed copies of every row: 1 | 2 (mirror) | 4 (each half mirrored or not) | 16 (and quarter turns)",
+        "released: 2; the paper describes 4 and doubles: 2",
+    )
+    jitter_domain: str = _knob(
+        "unit", "colour jitter acts on: unit (images in [0, 1]) | normalised (clamping them, as released)", "choice; released: normalised"
+    )
+    mirror: str = _knob(
+        "auto",
+        "mirroring and random flips: auto (off where they change labels) | on | off",
+        "choice; both sources only know natural images",
+    )
 
     # The optimiser
     lr: float = _knob(1e-3, "learning rate of Adam", "paper 5.1; released")
@@ -145,7 +183,9 @@ class MoseOptions:
     # The classifier of predict()
     classifier: str = _knob("ncm", "ncm (nearest class mean) | linear", "paper 5.1; released")
     expert: str = _knob("last", "last | 1 ... experts | mean (over all experts)", "paper: MOSE is the last expert, MOE-MOSE the mean")
-    mean_of_experts: str = _knob("distance", "mean of experts averages: distance (squared, to class means) | logit", "released: distance; paper 4.2: logits")
+    mean_of_experts: str = _knob(
+        "distance", "mean of experts averages: distance (squared, to class means) | logit", "released: distance; paper 4.2: logits"
+    )
 
     def __post_init__(self) -> None:
         own = "options."
@@ -224,7 +264,13 @@ def preset_table() -> list[tuple[str, str, str, str, str]]:
 
     presets = {name: MoseOptions(**changes) for name, changes in PRESETS.items()}
     return [
-        (f.name, show(getattr(presets["released"], f.name)), show(getattr(presets["paper"], f.name)), f.metadata["doc"], f.metadata["source"])
+        (
+            f.name,
+            show(getattr(presets["released"], f.name)),
+            show(getattr(presets["paper"], f.name)),
+            f.metadata["doc"],
+            f.metadata["source"],
+        )
         for f in dataclasses.fields(MoseOptions)
     ]
 
@@ -291,7 +337,9 @@ class RunConfig:
             )
 
     @classmethod
-    def create(cls, preset: str = "released", stream: str | StreamConfig | Mapping | None = None, options: Mapping | None = None, **settings: Any) -> RunConfig:
+    def create(
+        cls, preset: str = "released", stream: str | StreamConfig | Mapping | None = None, options: Mapping | None = None, **settings: Any
+    ) -> RunConfig:
         """Builds a configuration from a preset and what differs from it.
 
         Args:
@@ -329,7 +377,11 @@ class RunConfig:
     def changes_from_preset(self) -> dict[str, Any]:
         """The options that differ from what :attr:`preset` pins."""
         pinned = MoseOptions(**PRESETS[self.preset])
-        return {f.name: getattr(self.options, f.name) for f in dataclasses.fields(MoseOptions) if getattr(self.options, f.name) != getattr(pinned, f.name)}
+        return {
+            f.name: getattr(self.options, f.name)
+            for f in dataclasses.fields(MoseOptions)
+            if getattr(self.options, f.name) != getattr(pinned, f.name)
+        }
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:

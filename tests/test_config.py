@@ -103,7 +103,12 @@ def test_unusable_settings_are_named(settings, message):
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
-    [("a.json", "{", "not valid JSON"), ("a.toml", "memory =", "not valid TOML"), ("a.json", "[1]", "table of settings"), ("a.json", '{"memory": 0}', "a.json")],
+    [
+        ("a.json", "{", "not valid JSON"),
+        ("a.toml", "memory =", "not valid TOML"),
+        ("a.json", "[1]", "table of settings"),
+        ("a.json", '{"memory": 0}', "a.json"),
+    ],
 )
 def test_unusable_files_are_named(tmp_path, name, text, message):
     path = tmp_path / name
@@ -113,7 +118,7 @@ def test_unusable_files_are_named(tmp_path, name, text, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nothing.json"):
+    with pytest.raises(ConfigError, match=r"nothing\.json"):
         RunConfig.load(tmp_path / "nothing.json")
 
 

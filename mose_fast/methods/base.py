@@ -149,8 +149,8 @@ class Learner(ABC):
             self.memory.insert(x, y, self.task, index.to(self.device, torch.int64))
         return losses
 
-    def end_task(self) -> None:
-        """Ends the current task; MOSE does nothing here."""
+    def end_task(self) -> None:  # noqa: B027 - most methods have nothing to do here
+        """Ends the current task."""
 
     @abstractmethod
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
@@ -204,7 +204,8 @@ class Learner(ABC):
         Args:
             x: uint8 [N, H, W, 3].
             classifier: ``ncm`` | ``linear``; None: the configuration's.
-            expert: ``1`` ... | ``last`` | ``mean``, or a name of the results (``mean_distance``, ``mean_logit``); None: the configuration's.
+            expert: ``1`` ... | ``last`` | ``mean``, or a name of the results (``mean_distance``, ``mean_logit``); None: the
+                configuration's.
 
         Returns:
             int64 [N], on the CPU.
@@ -304,5 +305,7 @@ class Learner(ABC):
         y = y.to(torch.int64)
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= self.classes:
-            raise ValueError(f"y holds {low if low < 0 else high}; wanted labels of 0 to {self.classes - 1}, since classes is {self.classes}")
+            raise ValueError(
+                f"y holds {low if low < 0 else high}; wanted labels of 0 to {self.classes - 1}, since classes is {self.classes}"
+            )
         return x, y

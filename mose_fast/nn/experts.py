@@ -37,7 +37,9 @@ class ExpertOutputs(NamedTuple):
 def check_image_size(height: int, width: int) -> None:
     """Raises ValueError unless both sides are multiples of 8: three halvings, each undone by a gate's up-sampling, must come out even."""
     if height % 8 or width % 8 or min(height, width) < 8:
-        raise ValueError(f"image size is {height}x{width}; wanted sides that are multiples of 8 (pad or resize, for example 28x28 to 32x32)")
+        raise ValueError(
+            f"image size is {height}x{width}; wanted sides that are multiples of 8 (pad or resize, for example 28x28 to 32x32)"
+        )
 
 
 class ExpertNetwork(nn.Module):

@@ -46,7 +46,9 @@ def test_orientations_that_do_not_fit_are_refused():
         augment.orient(torch.rand(1, 3, 8, 16), 4)
 
 
-@pytest.mark.parametrize(("inner", "mirror", "codes"), [(1, True, [0]), (2, True, [0, 3]), (4, True, [0, 1, 2, 3]), (2, False, [0]), (16, False, [0])])
+@pytest.mark.parametrize(
+    ("inner", "mirror", "codes"), [(1, True, [0]), (2, True, [0, 3]), (4, True, [0, 1, 2, 3]), (2, False, [0]), (16, False, [0])]
+)
 def test_order_of_the_views(inner, mirror, codes):
     """Two sets: each set's fixed copies, orientation by orientation, then as many augmented ones, before the next set begins."""
     x = images(5)

@@ -61,9 +61,7 @@ def test_composition_on_split_cifar100(real_data):
     first_ten: dict[int, list[tuple[int, ...]]] = {}
     images: dict[int, list[int]] = {}
     for task in range(10):
-        steps = [
-            composition(plan_only(mose, stream.x_train[rows], stream.y_train[rows], task)) for rows in stream.batches(task, seed=0)
-        ]
+        steps = [composition(plan_only(mose, stream.x_train[rows], stream.y_train[rows], task)) for rows in stream.batches(task, seed=0)]
         assert len(steps) == 500
         first_ten[task] = [tuple(rows) for rows, _ in steps[:10]]
         images[task] = [n for _, n in steps]
@@ -335,7 +333,7 @@ def test_numpy_batches_are_taken():
 
 
 def test_unusable_settings():
-    with pytest.raises(ConfigError, match="method is 'moes'.*'mose'"):
+    with pytest.raises(ConfigError, match=r"method is 'moes'.*'mose'"):
         create_learner(classes=3, method="moes", memory=100)
     with pytest.raises(ConfigError, match="classes is 1"):
         learner(1)
@@ -347,5 +345,5 @@ def test_unusable_settings():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu_is_a_clear_error():
-    with pytest.raises(ConfigError, match="GPU.*--device cpu"):
+    with pytest.raises(ConfigError, match=r"GPU.*--device cpu"):
         learner(device="cuda")

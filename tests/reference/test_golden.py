@@ -43,7 +43,13 @@ def step_losses(model: ExpertNetwork, golden: dict[str, Tensor], *, joint: bool 
     current = torch.zeros(10, dtype=torch.bool).index_fill(0, golden["current_classes"], True)
     outputs = model(golden["x"])
     return expert_losses(
-        outputs.projections, outputs.logits, outputs.features, outputs.student, golden["labels"], int(golden["new_rows"]), None if joint else current
+        outputs.projections,
+        outputs.logits,
+        outputs.features,
+        outputs.student,
+        golden["labels"],
+        int(golden["new_rows"]),
+        None if joint else current,
     )
 
 
