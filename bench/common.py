@@ -1,0 +1,159 @@
+"""What every benchmark shares: the case, its three implementations, the timing on CPU and card.
+
+A benchmark file ``bench_<stem>.py`` holds two functions (see bench_null.py, and docs/benchmarks.md):
+
+* ``make_call(case)`` builds the inputs of a :class:`Case` and returns a function without arguments that does the work once;
+* ``bench_<stem>(measure, impl, device, ...)`` hands both to the fixture ``measure``. The fixtures ``impl`` and ``device`` come from
+  bench/conftest.py; sizes are the file's own ``pytest.mark.parametrize``.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mose_fast import _loader
+
+__all__ = [
+    "CLASSES", "DIRECTIONS", "HEADLINE", "IMPLEMENTATIONS", "SIZES", "Case", "choose", "processor", "quantiles", "repetitions",
+    "time_on_card", "with_gradients",
+]  # fmt: skip
+
+#: Rows of a step: the least and most of the first task, the most later, and a large batch (performance.md, shapes of a step).
+SIZES = (40, 296, 384, 1024)
+#: The rows of a full step; the only size at which torch.compile is measured unless asked for more.
+HEADLINE = 384
+#: Classes of the two data sets, Split CIFAR-100 and Split Tiny-ImageNet.
+CLASSES = (100, 200)
+IMPLEMENTATIONS = ("reference", "compiled", "native")
+DIRECTIONS = ("forward", "forward+backward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One benchmark.
+
+    Attributes:
+        op: Stem of the op.
+        impl: ``reference`` (pure PyTorch, eager), ``compiled`` (the same under torch.compile) or ``native``.
+        device: ``cpu`` or ``cuda``.
+        dtype: Of the floating-point inputs, or of the output where there are none.
+        direction: ``forward`` or ``forward+backward``.
+        shape: Sizes by the letter that the op's docstring uses.
+    """
+
+    op: str
+    impl: str
+    device: str
+    dtype: torch.dtype
+    direction: str = "forward"
+    shape: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def shape_text(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in self.shape.items())
+
+    @property
+    def dtype_text(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def group(self) -> str:
+        """What is compared with each other: all implementations of one op at one shape."""
+        return f"{self.op} {self.direction} {self.shape_text} {self.dtype_text} {self.device}"
+
+
+def choose(case: Case, reference: Callable, native: Callable) -> Callable:
+    """The function that ``case.impl`` names; ``native`` is the public one of ``mose_fast.ops``.
+
+    Raises:
+        RuntimeError: The native code is wanted, but this library has none for the case's device: the public function would quietly
+            time the reference.
+    """
+    if case.impl == "native":
+        if not _loader.serves(torch.empty(0, device=case.device)):
+            raise RuntimeError(f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}")
+        return native
+    return torch.compile(reference, dynamic=False) if case.impl == "compiled" else reference
+
+
+def with_gradients(function: Callable[[], Tensor], inputs: Iterable[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that runs ``function`` and takes the gradient of the sum of its result with respect to ``inputs``."""
+    inputs = tuple(inputs)
+    return lambda: torch.autograd.grad(function().sum(), inputs)
+
+
+def quantiles(seconds: Iterable[float]) -> dict[str, float]:
+    """Median and the quantiles 0.2 and 0.8 in microseconds, linearly interpolated."""
+    values = torch.tensor([1e6 * x for x in seconds], dtype=torch.float64)
+    p20, median, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    return {"median_us": round(median, 3), "p20_us": round(p20, 3), "p80_us": round(p80, 3)}
+
+
+def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, int]:
+    """How often to time ``call``: (rounds, calls in a round), after warming up. A round takes at least 0.2 ms, all ``budget`` seconds."""
+    call()  # compilers, caches, thread pools
+    call()
+    start = time.perf_counter()
+    call()
+    once = max(time.perf_counter() - start, 1e-7)
+    iterations = max(1, math.ceil(2e-4 / once))
+    return max(5, min(100, int(budget / (once * iterations)))), iterations
+
+
+def processor() -> str:
+    """The processor's name as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    return name.group(1).strip() if name else platform.processor() or platform.machine()
+
+
+def time_on_card(call: Callable[[], object], rounds: int = 30, calls: int = 20) -> tuple[list[float], int, int]:
+    """Times ``call`` inside a captured graph by CUDA events, as it will run in a captured training step.
+
+    A graph holds ``calls`` of it in a row, so that the gap between two graph launches does not count. Caches are warm, as they are
+    for an op whose inputs the step has just written.
+
+    Returns:
+        Seconds per call, one a round; device launches of one call (kernels, copies, fills); peak memory of one call in bytes beyond
+        what was allocated before, outputs and gradients included.
+    """
+    side = torch.cuda.Stream()  # warm-up and capture on one stream: autograd remembers the stream that it first ran on
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    side.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.cuda.stream(side):
+        call()
+    side.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.synchronize()
+    launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            call()
+    for _ in range(3):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 / calls for start, end in events], launches, peak

@@ -1,0 +1,85 @@
+"""Fixtures of the benchmarks: which implementation, which device, and the measurement itself.
+
+``--compiled`` says where torch.compile is measured too: nowhere (``off``), at the rows of a full step (``headline``, the default) or
+at every size (``all``), which takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.common import HEADLINE, IMPLEMENTATIONS, Case, processor, quantiles, repetitions, time_on_card
+from mose_fast import _loader
+from mose_fast._version import git_commit
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser):
+    parser.addoption("--compiled", choices=("off", "headline", "all"), default="headline", help="where torch.compile is measured")
+    parser.addoption("--devices", default="cpu,cuda", help="devices to measure on, for example cuda (default: cpu,cuda)")
+
+
+def pytest_generate_tests(metafunc):
+    config = metafunc.config
+    if "impl" in metafunc.fixturenames:
+        left_out = ("compiled",) if config.getoption("--compiled") == "off" else ()
+        metafunc.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl not in left_out])
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", config.getoption("--devices").split(","))
+
+
+@pytest.fixture(scope="session")
+def commit() -> str:
+    """The commit measured; MOSE_FAST_COMMIT names it where the sources travelled without their git folder."""
+    return os.environ.get("MOSE_FAST_COMMIT") or git_commit(ROOT) or "unknown"
+
+
+@pytest.fixture
+def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Callable[[], object]]], None]:
+    """A function ``measure(case, make_call)`` that times one case and keeps what bench/store.py needs in ``extra_info``."""
+
+    def run(case: Case, make_call: Callable[[Case], Callable[[], object]]) -> None:
+        on_card = case.device == "cuda"
+        if on_card and not torch.cuda.is_available():
+            pytest.skip("there is no CUDA card")
+        if case.impl == "native" and (_loader.native is None or (on_card and _loader.record["backend"] != "cuda")):
+            pytest.skip(f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}")
+        if case.impl == "compiled" and request.config.getoption("--compiled") == "headline" and case.shape.get("N") != HEADLINE:
+            pytest.skip(f"torch.compile is measured at N={HEADLINE} only (--compiled=all for every size)")
+        torch.manual_seed(0)
+        torch.compiler.reset()  # else the ninth shape of one function would run uncompiled, silently
+        call = make_call(case)
+        benchmark.group = case.group
+        if not benchmark.enabled:  # --benchmark-disable: does it still run?
+            benchmark.pedantic(call)
+            return
+
+        info = benchmark.extra_info
+        info.update(op=case.op, impl=case.impl, shape=case.shape_text, dtype=case.dtype_text, device=case.device)
+        info.update(direction=case.direction, commit=commit, torch=torch.__version__, cuda=torch.version.cuda or "")
+        info.update(python=platform.python_version(), date=datetime.now(timezone.utc).strftime("%Y-%m-%d"))
+        info.update(card=torch.cuda.get_device_name() if on_card else processor(), threads=torch.get_num_threads())
+        if on_card:
+            seconds, launches, peak = time_on_card(call)
+            info.update(quantiles(seconds), launches=launches, peak_bytes=peak)
+
+            def batch() -> None:  # the host's view of it, outside a graph: one synchronisation for 20 calls
+                for _ in range(20):
+                    call()
+                torch.cuda.synchronize()
+
+            benchmark.pedantic(batch, rounds=10, warmup_rounds=2)
+            return
+        rounds, iterations = repetitions(call)
+        benchmark.pedantic(call, rounds=rounds, iterations=iterations)
+        info.update(quantiles(benchmark.stats.stats.data))
+
+    return run
