@@ -131,7 +131,7 @@ def table(usages: Iterable[Usage]) -> str:
 
 
 def _compile(nvcc: Path, flags: list[str], source: Path, arch: str) -> str:
-    target = ["-std=c++17", f"-I{ROOT / 'csrc'}", "-cubin", "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-Xptxas", "-v"]
+    target = [f"-I{ROOT / 'csrc'}", "-cubin", "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-Xptxas", "-v"]
     with tempfile.TemporaryDirectory() as folder:
         command = [str(nvcc), *flags, *target, "-o", f"{folder}/x.cubin", str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
