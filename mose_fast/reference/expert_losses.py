@@ -1,6 +1,7 @@
 """The losses of MOSE in plain PyTorch: the definition that every kernel is tested against.
 
-Half-precision inputs are computed in float32, float64 stays float64. Notation as in mose.md: n(v) = v / max(||v||, 1e-12).
+Half-precision inputs are computed in float32, float64 stays float64. Notation as in mose.md: n(v) = v / max(||v||, 1e-12). A row
+with ||v|| <= 1e-12 has no direction: it gets zero gradient through n (the formula's would be 1e12 times the incoming one).
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ __all__ = ["expert_losses", "masked_cross_entropy", "self_distillation", "supcon
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _normalise(x: Tensor) -> Tensor:
+    constant = x.detach()
+    without_direction = torch.linalg.vector_norm(constant, dim=1, keepdim=True) <= 1e-12
+    return F.normalize(torch.where(without_direction, constant, x), dim=1)
 
 
 def supcon_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -37,7 +44,7 @@ def supcon_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
     if len(z) < 2:
         return z.sum() * 0
     with torch.autocast(z.device.type, enabled=False):
-        z = F.normalize(z, dim=1)
+        z = _normalise(z)
         similarity = z @ z.T / temperature
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     positive = (labels[:, None] == labels[None, :]) & ~itself
@@ -80,7 +87,7 @@ def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tenso
     """
     if reduction not in ("frobenius", "mean_of_norms"):
         raise ValueError(f"reduction is {reduction!r}; wanted frobenius or mean_of_norms")
-    difference = F.normalize(_at_least_float32(student), dim=1) - F.normalize(_at_least_float32(teacher), dim=1)
+    difference = _normalise(_at_least_float32(student)) - _normalise(_at_least_float32(teacher))
     if len(difference) == 0:
         return difference.sum() * 0
     return torch.linalg.vector_norm(difference) if reduction == "frobenius" else torch.linalg.vector_norm(difference, dim=1).mean()
@@ -92,9 +99,10 @@ def expert_losses(
     features: Tensor,
     student: Tensor,
     labels: Tensor,
-    new_rows: int,
+    new_rows: int | Tensor,
     current_classes: Tensor | None,
     *,
+    valid_rows: int | Tensor | None = None,
     temperature: float = 0.07,
     ce_buffer_weight: float = 2.0,
     ce: str = "all",
@@ -111,9 +119,11 @@ def expert_losses(
         features: [E, N, D], the aligned features a_i: teachers under ``rsd``, students under ``sd``.
         student: [N, D]: for ``rsd`` u(a_s); for ``sd`` the same map u of the detached a_s, which then is the teacher.
         labels: int64 [N].
-        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set.
+        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set. An int or an integer scalar on any device.
         current_classes: bool [K], the current task's classes, over which the new rows' softmax runs. None: one cross-entropy
             over all rows and all classes with weight 1 (task 0 of the released code; no separate cross-entropy).
+        valid_rows: Rows from this one on are padding: they get zero gradient and count nowhere, whatever they and their labels hold.
+            None: every row is valid. An int or an integer scalar on any device.
         temperature: Of the contrastive loss.
         ce_buffer_weight: Weight of the buffer rows' cross-entropy.
         ce: Experts with cross-entropy: ``off``, ``last`` or ``all``.
@@ -125,6 +135,11 @@ def expert_losses(
     Returns:
         [E, 3], float32 (float64 for float64 inputs); terms that are switched off are 0.
     """
+    if valid_rows is not None:
+        valid = int(valid_rows)
+        projections, logits, features = projections[:, :valid], logits[:, :valid], features[:, :valid]
+        student, labels = student[:valid], labels[:valid]
+    new_rows = int(new_rows)
     experts = len(features)
     student_index = experts - 1 if student_index is None else student_index
     first = {"all": 0, "last": experts - 1, "off": experts}
