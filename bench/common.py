@@ -29,7 +29,7 @@ __all__ = [
 
 #: Rows of a step: the least and most of the first task, the most later, and a large batch (performance.md, shapes of a step).
 SIZES = (40, 296, 384, 1024)
-#: The rows of a full step; the only size at which torch.compile is measured unless asked for more.
+#: The rows of a full step.
 HEADLINE = 384
 #: Classes of the two data sets, Split CIFAR-100 and Split Tiny-ImageNet.
 CLASSES = (100, 200)
@@ -48,6 +48,7 @@ class Case:
         dtype: Of the floating-point inputs, or of the output where there are none.
         direction: ``forward`` or ``forward+backward``.
         shape: Sizes by the letter that the op's docstring uses.
+        target_us: Microseconds that the native code should take at most on a Hopper card; None where there is no target.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Case:
     dtype: torch.dtype
     direction: str = "forward"
     shape: Mapping[str, int] = field(default_factory=dict)
+    target_us: float | None = None
 
     @property
     def shape_text(self) -> str:
@@ -64,6 +66,11 @@ class Case:
     @property
     def dtype_text(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def headline(self) -> bool:
+        """Whether this is the size that counts most: a full step on Split CIFAR-100."""
+        return self.shape.get("N") == HEADLINE and self.shape.get("K", CLASSES[0]) == CLASSES[0]
 
     @property
     def group(self) -> str:

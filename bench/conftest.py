@@ -1,6 +1,6 @@
 """Fixtures of the benchmarks: which implementation, which device, and the measurement itself.
 
-``--compiled`` says where torch.compile is measured too: nowhere (``off``), at the rows of a full step (``headline``, the default) or
+``--compiled`` says where torch.compile is measured too: nowhere (``off``), at the size of a full step (``headline``, the default) or
 at every size (``all``), which takes minutes.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.common import HEADLINE, IMPLEMENTATIONS, Case, processor, quantiles, repetitions, time_on_card
+from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, processor, quantiles, repetitions, time_on_card
 from mose_fast import _loader
 from mose_fast._version import git_commit
 
@@ -52,8 +52,8 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             pytest.skip("there is no CUDA card")
         if case.impl == "native" and (_loader.native is None or (on_card and _loader.record["backend"] != "cuda")):
             pytest.skip(f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}")
-        if case.impl == "compiled" and request.config.getoption("--compiled") == "headline" and case.shape.get("N") != HEADLINE:
-            pytest.skip(f"torch.compile is measured at N={HEADLINE} only (--compiled=all for every size)")
+        if case.impl == "compiled" and request.config.getoption("--compiled") == "headline" and not case.headline:
+            pytest.skip(f"torch.compile is measured at N={HEADLINE} only, K={CLASSES[0]} (--compiled=all for every size)")
         torch.manual_seed(0)
         torch.compiler.reset()  # else the ninth shape of one function would run uncompiled, silently
         call = make_call(case)
@@ -69,7 +69,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         info.update(card=torch.cuda.get_device_name() if on_card else processor(), threads=torch.get_num_threads())
         if on_card:
             seconds, launches, peak = time_on_card(call)
-            info.update(quantiles(seconds), launches=launches, peak_bytes=peak)
+            info.update(quantiles(seconds), launches=launches, peak_bytes=peak, target_us=case.target_us)
 
             def batch() -> None:  # the host's view of it, outside a graph: one synchronisation for 20 calls
                 for _ in range(20):

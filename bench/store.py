@@ -1,0 +1,139 @@
+"""Keeps benchmark results: appends what pytest-benchmark measured to one CSV file per card, and prints a table.
+
+    python -m pytest bench --benchmark-json=build/bench.json
+    python -m bench.store build/bench.json
+
+Results on the CPU go to bench/results/cpu.csv, those on a card to bench/results/<card>.csv. A row is one benchmark; rows are only ever
+added. Columns: :data:`COLUMNS`; times are microseconds per call, on a card by CUDA events inside a captured graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["COLUMNS", "append", "file_name", "read_rows", "table"]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+#: Peak memory is in bytes beyond inputs; it and the number of device launches are measured on cards only. The target is the issue's.
+COLUMNS = (
+    "op", "impl", "direction", "shape", "dtype", "device", "median_us", "p20_us", "p80_us", "peak_bytes", "launches", "target_us", "card",
+    "torch", "cuda", "python", "threads", "commit", "date",
+)  # fmt: skip
+_OPTIONAL = ("peak_bytes", "launches", "target_us")
+
+Row = dict[str, str]
+
+
+def read_rows(text: str) -> list[Row]:
+    """Returns a row for each benchmark in the JSON ``text`` that pytest-benchmark wrote.
+
+    Raises:
+        ValueError: The text is no such JSON, or a benchmark lacks what the fixture ``measure`` records.
+    """
+    try:
+        benchmarks = json.loads(text)["benchmarks"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"not the JSON of pytest-benchmark ({type(error).__name__}: {error})") from None
+    rows = []
+    for benchmark in benchmarks:
+        info: Mapping[str, Any] = benchmark["extra_info"]
+        missing = [name for name in COLUMNS if name not in info and name not in _OPTIONAL]
+        if missing:
+            raise ValueError(f"{benchmark['name']} has no {', '.join(missing)} in extra_info; wanted a benchmark that calls `measure`")
+        rows.append({name: "" if info.get(name) is None else str(info[name]) for name in COLUMNS})
+    return rows
+
+
+def file_name(row: Row) -> str:
+    """The file that a row belongs into: ``cpu.csv``, or the card's name in lower case with hyphens."""
+    return "cpu.csv" if row["device"] == "cpu" else re.sub(r"[^a-z0-9]+", "-", row["card"].lower()).strip("-") + ".csv"
+
+
+def append(rows: Iterable[Row], folder: Path) -> list[Path]:
+    """Appends rows to their files in ``folder``, with a header where a file is new.
+
+    Returns:
+        The files, each once.
+
+    Raises:
+        ValueError: A file is there with other columns; nothing is written then.
+    """
+    by_file: dict[Path, list[Row]] = {}
+    for row in rows:
+        by_file.setdefault(folder / file_name(row), []).append(row)
+    header = ",".join(COLUMNS)
+    for path in by_file:
+        first = path.read_text().partition("\n")[0] if path.exists() else header
+        if first != header:
+            raise ValueError(f"{path} has the columns {first!r}; wanted {header!r}")
+    for path, new in by_file.items():
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writer.writeheader()
+        writer.writerows(new)
+        with open(path, "a") as file:
+            file.write(text.getvalue())
+    return list(by_file)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as columns: one line per op, direction, shape, dtype and device; of two rows for one cell the later one counts.
+
+    The speedup is that of the native code over the reference; launches and peak memory are the native code's.
+    """
+    names = ("op", "direction", "shape", "dtype", "device")
+    lines: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        lines.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
+    cells = [(*names, "reference us", "compiled us", "native us", "speedup", "target us", "launches", "peak KiB")]
+    for key, by_impl in lines.items():
+        median = {impl: float(row["median_us"]) for impl, row in by_impl.items()}
+        native = by_impl.get("native", {})
+        target = native.get("target_us", "")
+        cells.append((
+            *key,
+            *(f"{median[impl]:.1f}" if impl in median else "-" for impl in ("reference", "compiled", "native")),
+            f"{median['reference'] / median['native']:.2f}" if {"reference", "native"} <= set(median) else "-",
+            f"{float(target):g} {'met' if median['native'] <= float(target) else 'MISSED'}" if target else "-",
+            native.get("launches") or "-",
+            f"{int(native['peak_bytes']) / 1024:.0f}" if native.get("peak_bytes") else "-",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [str.ljust] * len(names) + [str.rjust] * (len(widths) - len(names))
+    return "\n".join("  ".join(map(lambda align, cell, width: align(cell, width), aligned, line, widths)) for line in cells)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Appends the given JSON files to the store and prints their table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.store", description="Append benchmark results to the store, print their table.")
+    parser.add_argument("json", nargs="+", type=Path, help="what pytest --benchmark-json wrote")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files (default: bench/results)")
+    options = parser.parse_args(arguments)
+    rows = []
+    for path in options.json:
+        try:
+            rows += read_rows(path.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"{path}: {error}")
+    if not rows:
+        parser.error(f"{', '.join(map(str, options.json))}: no benchmark in it")
+    files = append(rows, options.results)
+    first = rows[0]
+    print(table(rows))
+    print(f"\n{first['card']}; torch {first['torch']}, CUDA {first['cuda'] or 'none'}; commit {first['commit']}; {first['date']}")
+    print(f"{len(rows)} rows added to {', '.join(map(str, files))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The store keeps every measured number, in the file of its card, and the table says what the rows say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.store import COLUMNS, append, file_name, main, read_rows, table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_row(**changes: str) -> dict[str, str]:
+    row = dict.fromkeys(COLUMNS, "")
+    row.update(op="sort", impl="native", direction="forward", shape="N=384 K=100", dtype="float32", device="cpu", median_us="20.0")
+    row.update(p20_us="19.0", p80_us="22.5", card="A, B (R) CPU", torch="2.14", cuda="13.0", python="3.11", threads="2")
+    return {**row, "commit": "abc", "date": "2026-01-02", **changes}
+
+
+def make_json(*rows: dict[str, str]) -> str:
+    return json.dumps({"benchmarks": [{"name": f"bench_{row['op']}", "extra_info": row} for row in rows]})
+
+
+def test_a_run_of_the_benchmarks_ends_in_the_store(tmp_path):
+    written = tmp_path / "bench.json"
+    chosen = ["bench/bench_null.py", "-k", "reference and 40", "--devices=cpu", "--compiled=off", f"--benchmark-json={written}"]
+    environment = {**os.environ, "MOSE_FAST_COMMIT": "feed", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], cwd=ROOT, env=environment, check=True)
+    assert main([str(written), "--results", str(tmp_path / "results")]) == 0
+    with open(tmp_path / "results" / "cpu.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["op"], row["impl"], row["direction"], row["shape"]) for row in rows] == [
+        ("null", "reference", "forward", "N=40 P=128"),
+        ("null", "reference", "forward+backward", "N=40 P=128"),
+    ]
+    measured = json.loads(written.read_text())["benchmarks"]
+    for row, benchmark in zip(rows, measured, strict=True):
+        assert float(row["median_us"]) == pytest.approx(1e6 * benchmark["stats"]["median"], rel=1e-3, abs=1e-3)
+        assert float(row["p20_us"]) <= float(row["median_us"]) <= float(row["p80_us"])
+        assert (row["commit"], row["threads"], row["launches"], row["peak_bytes"]) == ("feed", "1", "", "")
+
+
+def test_rows_are_added_and_never_lost(tmp_path):
+    first, second = make_row(), make_row(impl="reference", median_us="1e3")
+    assert append([first], tmp_path / "new") == [tmp_path / "new" / "cpu.csv"]
+    append([second, first], tmp_path / "new")
+    with open(tmp_path / "new" / "cpu.csv") as file:
+        assert list(csv.DictReader(file)) == [first, second, first]
+
+
+def test_each_card_has_its_file(tmp_path):
+    card = make_row(device="cuda", card="NVIDIA H100 80GB HBM3", launches="4")
+    assert file_name(card) == "nvidia-h100-80gb-hbm3.csv"
+    assert sorted(path.name for path in append([card, make_row()], tmp_path)) == ["cpu.csv", "nvidia-h100-80gb-hbm3.csv"]
+
+
+def test_a_file_with_other_columns_is_left_alone(tmp_path):
+    (tmp_path / "cpu.csv").write_text("op,time\nsort,3\n")
+    with pytest.raises(ValueError, match=r"cpu.csv has the columns 'op,time'; wanted 'op,impl"):
+        append([make_row(device="cuda", card="X"), make_row()], tmp_path)
+    assert (tmp_path / "cpu.csv").read_text() == "op,time\nsort,3\n"
+    assert not (tmp_path / "x.csv").exists()
+
+
+def test_read_rows_takes_numbers_and_gaps():
+    info = {**make_row(), "median_us": 20.5, "launches": 4, "peak_bytes": None}
+    del info["target_us"]
+    (row,) = read_rows(make_json(info))
+    assert (row["median_us"], row["launches"], row["peak_bytes"], row["target_us"]) == ("20.5", "4", "", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not the JSON of pytest-benchmark"),
+        ("[]", "not the JSON of pytest-benchmark"),
+        ('{"benchmarks": [{"name": "bench_x", "extra_info": {}}]}', "bench_x has no op, impl, direction"),
+    ],
+)
+def test_read_rows_refuses(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_rows(text)
+
+
+def test_table():
+    rows = [
+        make_row(device="cuda", median_us="50", target_us="40", launches="4", peak_bytes="2048"),
+        make_row(device="cuda", median_us="120", impl="compiled"),
+        make_row(device="cuda", median_us="999", impl="reference"),
+        make_row(device="cuda", median_us="250", impl="reference"),
+        make_row(shape="N=1", median_us="40", target_us="40.0"),
+        make_row(shape="N=2", impl="reference", median_us="7"),
+    ]
+    head, *lines = [" ".join(line.split()) for line in table(rows).splitlines()]
+    assert head.startswith("op direction shape dtype device reference us compiled us native us")
+    assert lines == [
+        "sort forward N=384 K=100 float32 cuda 250.0 120.0 50.0 5.00 40 MISSED 4 2",
+        "sort forward N=1 float32 cpu - - 40.0 - 40 met - -",
+        "sort forward N=2 float32 cpu 7.0 - - - - - -",
+    ]
+    assert len({len(line) for line in table(rows).splitlines()}) == 1
+
+
+@pytest.mark.parametrize(("text", "message"), [('{"benchmarks": []}', "no benchmark in it"), ("", "not the JSON")])
+def test_main_refuses(tmp_path, capsys, text, message):
+    (tmp_path / "b.json").write_text(text)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "b.json"), "--results", str(tmp_path)])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "cpu.csv").exists()
