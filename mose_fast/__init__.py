@@ -7,14 +7,13 @@
 from mose_fast import streams
 from mose_fast._build_info import build_info
 from mose_fast._version import __version__
-from mose_fast.config import PRESETS, ConfigError, MoseOptions, RunConfig, StreamConfig
+from mose_fast.config import ConfigError, MoseOptions, RunConfig, StreamConfig
 from mose_fast.methods import METHODS, Learner, create_learner
 from mose_fast.streams import StreamError
 from mose_fast.train import Listener, RunError, resume, run
 
 __all__ = [
     "METHODS",
-    "PRESETS",
     "ConfigError",
     "Learner",
     "Listener",

@@ -1,7 +1,7 @@
 """Every knob of a run, typed and validated, with its source.
 
 Sources are abbreviated in the field documentation: *paper* is the CVPR 2024 text taken literally, *released* is the
-authors' public code (AnAppleCore/MOSE, commit c24a0e6), *choice* is ours where neither decides. :data:`PRESETS` pins every
+authors' public code (AnAppleCore/MOSE, commit c24a0e6), *choice* is ours where neither decides. :data:`MOSE_PRESETS` pins every
 switch of :class:`MoseOptions` for both presets; the README prints the same table.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import tomli_w
 
@@ -23,7 +24,20 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["PRESETS", "ConfigError", "MoseOptions", "RunConfig", "StreamConfig", "near_matches", "preset_table"]
+__all__ = [
+    "METHOD_SETTINGS",
+    "MOSE_PRESETS",
+    "ConfigError",
+    "MethodOptions",
+    "MethodSettings",
+    "MoseOptions",
+    "RunConfig",
+    "StreamConfig",
+    "knob",
+    "method_settings",
+    "near_matches",
+    "preset_table",
+]
 
 
 class ConfigError(ValueError):
@@ -43,12 +57,13 @@ def _choice(owner: str, name: str, value: Any, allowed: tuple) -> None:
         raise ConfigError(f"{owner}{name} is {value!r}; wanted one of {', '.join(map(repr, allowed))}")
 
 
-def _number(owner: str, name: str, value: Any, kind: type, low: float, *, open_low: bool = False) -> None:
+def _number(owner: str, name: str, value: Any, kind: type, low: float, *, open_low: bool = False, below: float = math.inf) -> None:
     kinds = (int,) if kind is int else (int, float)
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and value == value and value not in (float("inf"), float("-inf"))
-    if not fits or value < low or (open_low and value == low):
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or value < low or (open_low and value == low) or value >= below:
         what = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{owner}{name} is {value!r}; wanted {what} {'above' if open_low else 'of at least'} {low}")
+        limit = f" and below {below}" if below < math.inf else ""
+        raise ConfigError(f"{owner}{name} is {value!r}; wanted {what} {'above' if open_low else 'of at least'} {low}{limit}")
 
 
 def _flag(owner: str, name: str, value: Any) -> None:
@@ -56,8 +71,44 @@ def _flag(owner: str, name: str, value: Any) -> None:
         raise ConfigError(f"{owner}{name} is {value!r}; wanted true or false")
 
 
-def _knob(default: Any, doc: str, source: str) -> Any:
-    return field(default=default, metadata={"doc": doc, "source": source})
+def knob(
+    default: Any,
+    doc: str,
+    source: str,
+    *,
+    choices: tuple | None = None,
+    low: float | None = None,
+    above: float | None = None,
+    below: float = math.inf,
+    optional: bool = False,
+) -> Any:
+    """A field of a method's options: its default, what it does, where its values come from, and what it may hold.
+
+    Args:
+        default: Its type is the field's: a bool, an int (or float) with ``low`` or ``above``, or one of ``choices``.
+        doc: What it does, in a line.
+        source: Where the presets' values come from.
+        choices: The values it may have.
+        low: Least number it may have.
+        above: Number that it must exceed.
+        below: Number that it must stay below.
+        optional: None is a value, too.
+    """
+    check = {"choices": choices, "low": low, "above": above, "below": below, "optional": optional}
+    return field(default=default, metadata={"doc": doc, "source": source, "check": check})
+
+
+def _check_knob(owner: str, name: str, value: Any, annotation: str, check: Mapping[str, Any]) -> None:
+    if value is None and check["optional"]:
+        return
+    if check["choices"] is not None:
+        _choice(owner, name, value, check["choices"])
+    elif check["low"] is not None or check["above"] is not None:
+        open_low = check["above"] is not None
+        kind = float if annotation.startswith("float") else int
+        _number(owner, name, value, kind, check["above"] if open_low else check["low"], open_low=open_low, below=check["below"])
+    else:
+        _flag(owner, name, value)
 
 
 @dataclass(frozen=True)
@@ -96,136 +147,157 @@ class StreamConfig:
 
 
 @dataclass(frozen=True)
-class MoseOptions:
-    """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in :data:`PRESETS`.
+class MethodOptions:
+    """Switches that every method has. Methods add theirs in a subclass, each a :func:`knob`.
 
-    Each field's metadata holds ``doc`` (what it does) and ``source`` (where both presets' values come from).
+    Each field's metadata holds ``doc`` (what it does) and ``source`` (where the presets' values come from).
     """
 
+    #: Number of experts, the one that predicts by default, and what their mean averages; methods with one network have one.
+    experts: ClassVar[int] = 1
+    expert: ClassVar[str] = "last"
+    mean_of_experts: ClassVar[str] = "distance"
+
+    init: str = knob(
+        "kaiming_fan_out",
+        "initialisation of convolutions: kaiming_fan_out | default (PyTorch's)",
+        "released; the paper is silent",
+        choices=("kaiming_fan_out", "default"),
+    )
+    buffer_batch: int = knob(64, "rows of the buffer set", "paper 5.1; released", low=1)
+    augment: str = knob(
+        "ocm",
+        "ocm (gray, crop) | simclr (flip, gray, crop) | scr (crop, flip, jitter, gray) | none",
+        "released default: ocm; paper: simclr",
+        choices=("ocm", "simclr", "scr", "none"),
+    )
+    jitter_domain: str = knob(
+        "unit",
+        "colour jitter acts on: unit (images in [0, 1]) | normalised (clamping them, as released)",
+        "choice; released: normalised",
+        choices=("unit", "normalised"),
+    )
+    mirror: str = knob(
+        "auto",
+        "mirroring and random flips: auto (off where they change labels) | on | off",
+        "choice; both sources only know natural images",
+        choices=("auto", "on", "off"),
+    )
+    lr: float = knob(1e-3, "learning rate of Adam", "paper 5.1; released", above=0)
+    weight_decay: float = knob(1e-4, "weight decay of Adam, added to the gradient", "paper 5.1; released", low=0)
+    beta1: float = knob(0.9, "first moment's decay", "released (PyTorch's default)", low=0, below=1)
+    beta2: float = knob(0.999, "second moment's decay", "released (PyTorch's default)", low=0, below=1)
+    eps: float = knob(1e-8, "Adam's epsilon", "released (PyTorch's default)", above=0)
+    classifier: str = knob("ncm", "ncm (nearest class mean) | linear", "paper 5.1; released", choices=("ncm", "linear"))
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            _check_knob("options.", f.name, getattr(self, f.name), str(f.type), f.metadata["check"])
+
+
+@dataclass(frozen=True)
+class MoseOptions(MethodOptions):
+    """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in :data:`MOSE_PRESETS`."""
+
     # The network
-    experts: int = _knob(
+    experts: int = knob(
         4,
         "branch points: 1 to 8; 4 reads the network after each residual stage",
         "paper 4.1; released; figure of 1 to 8 from the code's history",
+        choices=tuple(range(1, 9)),
     )
-    attention: bool = _knob(True, "attention gate before the alignment of every expert but the last", "only in the released code")
-    adapter: bool = _knob(True, "Linear(D, D) on the student's feature before distillation", "only in the released code")
-    init: str = _knob(
-        "kaiming_fan_out", "initialisation of convolutions: kaiming_fan_out | default (PyTorch's)", "released; the paper is silent"
-    )
-    projection: int = _knob(128, "width of the contrastive projection", "paper, appendix; released")
+    attention: bool = knob(True, "attention gate before the alignment of every expert but the last", "only in the released code")
+    adapter: bool = knob(True, "Linear(D, D) on the student's feature before distillation", "only in the released code")
+    projection: int = knob(128, "width of the contrastive projection", "paper, appendix; released", low=1)
 
     # The losses
-    ce: str = _knob("all", "experts with cross-entropy: off | last | all", "paper, ablation table")
-    scl: str = _knob("all", "experts with supervised contrastive loss: off | last | all", "paper, ablation table")
-    distil: str = _knob("rsd", "rsd (experts teach the student) | sd (the student teaches them) | off", "paper 4.2 and table SD vs. RSD")
-    student: int | None = _knob(None, "expert that is distilled into, from 1; null: the deepest", "paper, appendix on RSD variations")
-    rsd_reduction: str = _knob(
+    ce: str = knob("all", "experts with cross-entropy: off | last | all", "paper, ablation table", choices=("off", "last", "all"))
+    scl: str = knob(
+        "all", "experts with supervised contrastive loss: off | last | all", "paper, ablation table", choices=("off", "last", "all")
+    )
+    distil: str = knob(
+        "rsd",
+        "rsd (experts teach the student) | sd (the student teaches them) | off",
+        "paper 4.2 and table SD vs. RSD",
+        choices=("rsd", "sd", "off"),
+    )
+    student: int | None = knob(
+        None,
+        "expert that is distilled into, from 1; null: the deepest",
+        "paper, appendix on RSD variations",
+        choices=tuple(range(1, 9)),
+        optional=True,
+    )
+    rsd_reduction: str = knob(
         "frobenius",
         "frobenius: one norm of the whole batch's difference | mean_of_norms: per image, averaged",
         "released: one norm; paper: eq. RSD averages",
+        choices=("frobenius", "mean_of_norms"),
     )
-    separate_ce: bool = _knob(
+    separate_ce: bool = knob(
         True,
         "new rows use only the current task's classes; false: one cross-entropy over all rows and classes",
         "paper, eq. new CE; released",
     )
-    ce_buffer_weight: float = _knob(2.0, "weight of the buffer rows' cross-entropy", "released: 2; paper: 1")
-    temperature: float = _knob(0.07, "temperature of the contrastive loss", "released; SCR")
+    ce_buffer_weight: float = knob(2.0, "weight of the buffer rows' cross-entropy", "released: 2; paper: 1", low=0)
+    temperature: float = knob(0.07, "temperature of the contrastive loss", "released; SCR", above=0)
 
     # The composition of a step
-    buffer_batch: int = _knob(64, "rows of the buffer set", "paper 5.1; released")
-    new_extra: int = _knob(22, "rows of the current task drawn from memory into the new set, at most", "released: 64 / 2 - 10; paper: none")
-    incoming_copies: bool = _knob(True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only")
-    replay_from: str = _knob(
-        "others", "buffer rows come from: others (every task but the current) | all", "released: others; paper: the memory"
+    new_extra: int = knob(
+        22, "rows of the current task drawn from memory into the new set, at most", "released: 64 / 2 - 10; paper: none", low=0
     )
-    per_class_cap: int | None = _knob(7, "at most this many old rows for each class seen so far; null: no cap", "released: 7; paper: none")
-    first_task: str = _knob(
+    incoming_copies: bool = knob(True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only")
+    replay_from: str = knob(
+        "others",
+        "buffer rows come from: others (every task but the current) | all",
+        "released: others; paper: the memory",
+        choices=("others", "all"),
+    )
+    per_class_cap: int | None = knob(
+        7, "at most this many old rows for each class seen so far; null: no cap", "released: 7; paper: none", low=1, optional=True
+    )
+    first_task: str = knob(
         "joint",
         "joint: in task 0 memory rows join the new set and one cross-entropy covers all classes | same: as later tasks",
         "released: joint; paper: same",
+        choices=("joint", "same"),
     )
-    skip_first_batch: bool = _knob(
+    skip_first_batch: bool = knob(
         True, "the first batch of the stream only enters the memory", "released (its memory is empty then); paper: trained on"
     )
-    current_classes: str = _knob(
-        "seen", "classes of the current task: seen (so far in it) | task (all of it, known at its start)", "released: seen; paper: C^t"
+    current_classes: str = knob(
+        "seen",
+        "classes of the current task: seen (so far in it) | task (all of it, known at its start)",
+        "released: seen; paper: C^t",
+        choices=("seen", "task"),
     )
-
-    # The views
-    augment: str = _knob(
-        "ocm",
-        "ocm (gray, crop) | simclr (flip, gray, crop) | scr (crop, flip, jitter, gray) | none",
-        "released default: ocm; paper: simclr",
-    )
-    inner_views: int = _knob(
+    inner_views: int = knob(
         2,
         "fixed copies of every row: 1 | 2 (mirror) | 4 (each half mirrored or not) | 16 (and quarter turns)",
         "released: 2; the paper describes 4 and doubles: 2",
+        choices=(1, 2, 4, 16),
     )
-    jitter_domain: str = _knob(
-        "unit", "colour jitter acts on: unit (images in [0, 1]) | normalised (clamping them, as released)", "choice; released: normalised"
-    )
-    mirror: str = _knob(
-        "auto",
-        "mirroring and random flips: auto (off where they change labels) | on | off",
-        "choice; both sources only know natural images",
-    )
-
-    # The optimiser
-    lr: float = _knob(1e-3, "learning rate of Adam", "paper 5.1; released")
-    weight_decay: float = _knob(1e-4, "weight decay of Adam, added to the gradient", "paper 5.1; released")
-    beta1: float = _knob(0.9, "first moment's decay", "released (PyTorch's default)")
-    beta2: float = _knob(0.999, "second moment's decay", "released (PyTorch's default)")
-    eps: float = _knob(1e-8, "Adam's epsilon", "released (PyTorch's default)")
 
     # The classifier of predict()
-    classifier: str = _knob("ncm", "ncm (nearest class mean) | linear", "paper 5.1; released")
-    expert: str = _knob("last", "last | 1 ... experts | mean (over all experts)", "paper: MOSE is the last expert, MOE-MOSE the mean")
-    mean_of_experts: str = _knob(
-        "distance", "mean of experts averages: distance (squared, to class means) | logit", "released: distance; paper 4.2: logits"
+    expert: str = knob(
+        "last",
+        "last | 1 ... experts | mean (over all experts)",
+        "paper: MOSE is the last expert, MOE-MOSE the mean",
+        choices=("last", "mean", *map(str, range(1, 9))),
+    )
+    mean_of_experts: str = knob(
+        "distance",
+        "mean of experts averages: distance (squared, to class means) | logit",
+        "released: distance; paper 4.2: logits",
+        choices=("distance", "logit"),
     )
 
     def __post_init__(self) -> None:
-        own = "options."
-        _number(own, "experts", self.experts, int, 1)
-        if self.experts > 8:
-            raise ConfigError(f"options.experts is {self.experts}; wanted 1 to 8, the residual blocks of a ResNet-18")
-        for name in ("attention", "adapter", "separate_ce", "incoming_copies", "skip_first_batch"):
-            _flag(own, name, getattr(self, name))
-        for name, allowed in {
-            "init": ("kaiming_fan_out", "default"),
-            "ce": ("off", "last", "all"),
-            "scl": ("off", "last", "all"),
-            "distil": ("rsd", "sd", "off"),
-            "rsd_reduction": ("frobenius", "mean_of_norms"),
-            "replay_from": ("others", "all"),
-            "first_task": ("joint", "same"),
-            "current_classes": ("seen", "task"),
-            "augment": ("ocm", "simclr", "scr", "none"),
-            "inner_views": (1, 2, 4, 16),
-            "jitter_domain": ("unit", "normalised"),
-            "mirror": ("auto", "on", "off"),
-            "classifier": ("ncm", "linear"),
-            "expert": ("last", "mean", *(str(i) for i in range(1, self.experts + 1))),
-            "mean_of_experts": ("distance", "logit"),
-        }.items():
-            _choice(own, name, getattr(self, name), allowed)
-        if self.student is not None:
-            _choice(own, "student", self.student, tuple(range(1, self.experts + 1)))
-        for name in ("projection", "buffer_batch"):
-            _number(own, name, getattr(self, name), int, 1)
-        _number(own, "new_extra", self.new_extra, int, 0)
-        if self.per_class_cap is not None:
-            _number(own, "per_class_cap", self.per_class_cap, int, 1)
-        for name in ("temperature", "lr", "eps"):
-            _number(own, name, getattr(self, name), float, 0, open_low=True)
-        for name in ("ce_buffer_weight", "weight_decay", "beta1", "beta2"):
-            _number(own, name, getattr(self, name), float, 0)
-        for name in ("beta1", "beta2"):
-            if getattr(self, name) >= 1:
-                raise ConfigError(f"options.{name} is {getattr(self, name)!r}; wanted a number in [0, 1)")
+        super().__post_init__()
+        for name in ("student", "expert"):
+            value = getattr(self, name)
+            if str(value).isdigit() and int(value) > self.experts:
+                raise ConfigError(f"options.{name} is {value!r}; wanted at most options.experts, {self.experts}")
         if self.ce == "off" and self.scl == "off":
             raise ConfigError("options.ce and options.scl are both 'off'; wanted at least one loss to train with")
 
@@ -236,7 +308,7 @@ class MoseOptions:
 
 
 #: What each preset sets differently from :class:`MoseOptions`' defaults. ``released`` is the default itself.
-PRESETS: dict[str, dict[str, Any]] = {
+MOSE_PRESETS: dict[str, dict[str, Any]] = {
     "released": {},
     "paper": {
         "attention": False,
@@ -256,22 +328,51 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset_table() -> list[tuple[str, str, str, str, str]]:
-    """Rows (switch, released, paper, meaning, source) for every field of :class:`MoseOptions`."""
+class MethodSettings(NamedTuple):
+    """What a configuration must know of a method: the type of its options, and by preset what differs from their defaults."""
+
+    options: type[MethodOptions]
+    presets: Mapping[str, Mapping[str, Any]]
+
+    def preset(self, name: str | None) -> str:
+        """The preset's name; None means the first.
+
+        Raises:
+            ConfigError: The method has no such preset.
+        """
+        if name is None:
+            return next(iter(self.presets))
+        if name not in self.presets:
+            raise ConfigError(f"preset is {name!r}, which this method does not have{near_matches(str(name), list(self.presets))}")
+        return name
+
+
+#: Settings of every method by name; the modules in :mod:`mose_fast.methods` enter theirs.
+METHOD_SETTINGS: dict[str, MethodSettings] = {"mose": MethodSettings(MoseOptions, MOSE_PRESETS)}
+
+
+def method_settings(name: str) -> MethodSettings:
+    """The settings of a method.
+
+    Raises:
+        ConfigError: There is no such method.
+    """
+    if name not in METHOD_SETTINGS:
+        raise ConfigError(f"method is {name!r}, which is unknown{near_matches(str(name), list(METHOD_SETTINGS))}")
+    return METHOD_SETTINGS[name]
+
+
+def preset_table(method: str = "mose") -> list[tuple[str, ...]]:
+    """A row for every switch of a method: its name, its value in each preset, what it does, where the values come from."""
 
     def show(value: Any) -> str:
-        return json.dumps(value) if not isinstance(value, str) else value
+        return value if isinstance(value, str) else json.dumps(value)
 
-    presets = {name: MoseOptions(**changes) for name, changes in PRESETS.items()}
+    settings = method_settings(method)
+    presets = [settings.options(**changes) for changes in settings.presets.values()]
     return [
-        (
-            f.name,
-            show(getattr(presets["released"], f.name)),
-            show(getattr(presets["paper"], f.name)),
-            f.metadata["doc"],
-            f.metadata["source"],
-        )
-        for f in dataclasses.fields(MoseOptions)
+        (f.name, *(show(getattr(options, f.name)) for options in presets), f.metadata["doc"], f.metadata["source"])
+        for f in dataclasses.fields(settings.options)
     ]
 
 
@@ -281,7 +382,8 @@ class RunConfig:
 
     Attributes:
         method: Name of the learner (``mose-fast list methods``).
-        preset: ``released`` or ``paper``; ``options`` holds what it expands to, so later edits stay visible.
+        preset: One of the method's presets (MOSE: ``released`` or ``paper``); ``options`` holds what it expands to, so later edits
+            stay visible.
         stream: What arrives.
         options: The method's switches.
         memory: Slots of the replay memory (M).
@@ -300,7 +402,7 @@ class RunConfig:
     method: str = "mose"
     preset: str = "released"
     stream: StreamConfig = field(default_factory=StreamConfig)
-    options: MoseOptions = field(default_factory=MoseOptions)
+    options: MethodOptions = field(default_factory=MoseOptions)
     memory: int = 1000
     width: int = 64
     epochs: int = 1
@@ -313,10 +415,10 @@ class RunConfig:
     checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, str):
-            raise ConfigError(f"method is {self.method!r}; wanted the name of a method")
-        if self.preset not in PRESETS:
-            raise ConfigError(f"preset is {self.preset!r}, which is unknown{near_matches(str(self.preset), list(PRESETS))}")
+        settings = method_settings(self.method)
+        settings.preset(self.preset)
+        if type(self.options) is not settings.options:
+            raise ConfigError(f"options are {type(self.options).__name__}; wanted {settings.options.__name__} for method {self.method!r}")
         for name in ("memory", "width", "epochs", "evaluation_batch"):
             _number("", name, getattr(self, name), int, 1)
         _number("", "seed", self.seed, int, 0)
@@ -338,21 +440,25 @@ class RunConfig:
 
     @classmethod
     def create(
-        cls, preset: str = "released", stream: str | StreamConfig | Mapping | None = None, options: Mapping | None = None, **settings: Any
+        cls,
+        preset: str | None = None,
+        stream: str | StreamConfig | Mapping | None = None,
+        options: Mapping | None = None,
+        method: str = "mose",
+        **settings: Any,
     ) -> RunConfig:
         """Builds a configuration from a preset and what differs from it.
 
         Args:
-            preset: ``released`` or ``paper``.
+            preset: One of the method's presets; None: its first (MOSE: ``released``).
             stream: Name of a stream, a :class:`StreamConfig` or a mapping of its fields.
-            options: Fields of :class:`MoseOptions` that differ from the preset.
+            options: Fields of the method's options that differ from the preset.
+            method: Name of the method.
             **settings: The other fields of :class:`RunConfig`.
 
         Raises:
             ConfigError: A name is unknown or a value is out of range.
         """
-        if not isinstance(preset, str):
-            raise ConfigError(f"preset is {preset!r}; wanted one of {', '.join(map(repr, PRESETS))}")
         if not isinstance(stream, str | StreamConfig | Mapping | None):
             raise ConfigError(f"stream is {stream!r}; wanted the name of a stream or a table of its settings")
         if not isinstance(options, Mapping | None):
@@ -361,14 +467,17 @@ class RunConfig:
             stream = {"name": stream}
         if not isinstance(stream, StreamConfig):
             stream = _build(StreamConfig, stream or {}, "stream.")
-        return _build(cls, {**settings, "preset": preset, "stream": stream, "options": {**PRESETS.get(preset, {}), **(options or {})}}, "")
+        known = method_settings(method)
+        preset = known.preset(preset)
+        built = _build(known.options, {**known.presets[preset], **(options or {})}, "options.")
+        return _build(cls, {**settings, "method": method, "preset": preset, "stream": stream, "options": built}, "")
 
     @classmethod
     def from_dict(cls, values: Mapping) -> RunConfig:
         """The inverse of :meth:`to_dict`. Fields that are missing take the preset's value, unknown ones are an error."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"a configuration is a table of settings, not {type(values).__name__}")
-        return cls.create(**{"preset": "released", **values})
+        return cls.create(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain values, ready for JSON."""
@@ -376,10 +485,11 @@ class RunConfig:
 
     def changes_from_preset(self) -> dict[str, Any]:
         """The options that differ from what :attr:`preset` pins."""
-        pinned = MoseOptions(**PRESETS[self.preset])
+        settings = method_settings(self.method)
+        pinned = settings.options(**settings.presets[self.preset])
         return {
             f.name: getattr(self.options, f.name)
-            for f in dataclasses.fields(MoseOptions)
+            for f in dataclasses.fields(pinned)
             if getattr(self.options, f.name) != getattr(pinned, f.name)
         }
 
@@ -421,13 +531,9 @@ def _without_none(values: Mapping) -> dict[str, Any]:
 
 
 def _build(kind: type, values: Mapping, owner: str) -> Any:
-    """Constructs the dataclass ``kind`` from a mapping, nested tables included; unknown names are refused with near matches."""
+    """Constructs the dataclass ``kind`` from a mapping; unknown names are refused with near matches."""
     known = {f.name for f in dataclasses.fields(kind)}
     for name in values:
         if name not in known:
             raise ConfigError(f"{owner}{name} is not a setting{near_matches(str(name), sorted(known))}")
-    values = dict(values)
-    for name, nested in (("stream", StreamConfig), ("options", MoseOptions)):
-        if kind is RunConfig and isinstance(values.get(name), Mapping):
-            values[name] = _build(nested, values[name], f"{name}.")
     return kind(**values)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.config import PRESETS, ConfigError, MoseOptions, RunConfig, StreamConfig, preset_table
+from mose_fast.config import MOSE_PRESETS, ConfigError, MoseOptions, RunConfig, StreamConfig, preset_table
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -41,7 +41,7 @@ def test_changes_from_the_preset_are_visible():
 
 
 @pytest.mark.parametrize("suffix", ["json", "toml"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", MOSE_PRESETS)
 def test_round_trip_through_files(tmp_path, suffix, preset):
     config = RunConfig.create(
         preset, stream={"name": "split-cifar100", "limit_per_task": 100, "class_order_seed": 3}, memory=200, options={"student": 2}, seed=7

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mose_fast.config import ConfigError, RunConfig, near_matches
+from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods.base import Learner, resolve_device
 from mose_fast.methods.mose import Mose
+from mose_fast.methods.network import NetworkLearner
 
-__all__ = ["METHODS", "Learner", "Mose", "create_learner", "resolve_device"]
+__all__ = ["METHODS", "Learner", "Mose", "NetworkLearner", "create_learner", "resolve_device"]
 
 #: Every method by name.
 METHODS: dict[str, type[Learner]] = {"mose": Mose}
@@ -31,6 +32,4 @@ def create_learner(config: RunConfig | None = None, *, classes: int, **stream_or
         config = RunConfig.create(**stream_or_settings)
     elif stream_or_settings:
         raise ConfigError(f"{', '.join(stream_or_settings)}: given beside config; wanted them inside it")
-    if config.method not in METHODS:
-        raise ConfigError(f"method is {config.method!r}, which is unknown{near_matches(config.method, list(METHODS))}")
     return METHODS[config.method](config, classes=classes, **stream)

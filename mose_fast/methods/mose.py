@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mose_fast.augment import ViewMaker
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.losses import ExpertLosses
-from mose_fast.methods.base import Learner
-from mose_fast.nn import Cost, ExpertNetwork, count_cost
+from mose_fast.methods.network import NetworkLearner
+from mose_fast.nn import ExpertNetwork
 
 __all__ = ["Composition", "Mose", "StepPlan"]
 
@@ -43,39 +42,28 @@ class StepPlan(NamedTuple):
     sequence: int
 
 
-class Mose(Learner):
+class Mose(NetworkLearner):
     """Nested experts with supervised contrastive loss and cross-entropy each, and reverse self-distillation into the student."""
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)
-        o = config.options
-        # The weights depend on the seed alone, not on the device or on what the program drew before.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            network = ExpertNetwork(
-                self.classes,
-                width=config.width,
-                experts=o.experts,
-                attention=o.attention,
-                adapter=o.adapter,
-                projection=o.projection,
-                student=o.student_index,
-                init=o.init,
-            )
-        self.network = network.to(self.device, memory_format=torch.channels_last)
-        self.losses = ExpertLosses(o)
-        self.optimiser = torch.optim.Adam(
-            self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+        self.losses = ExpertLosses(config.options)
+
+    def build_network(self) -> ExpertNetwork:
+        o = self.config.options
+        return ExpertNetwork(
+            self.classes,
+            width=self.config.width,
+            experts=o.experts,
+            attention=o.attention,
+            adapter=o.adapter,
+            projection=o.projection,
+            student=o.student_index,
+            init=o.init,
         )
-        self.views = ViewMaker(
-            o.augment,
-            o.inner_views,
-            mirror=self.mirrored,
-            mean=self.mean,
-            std=self.std,
-            jitter_normalised=o.jitter_domain == "normalised",
-            device=self.device,
-        )
+
+    def inner_views(self) -> int:
+        return self.config.options.inner_views
 
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
         plan = self.plan(x, y)
@@ -125,14 +113,11 @@ class Mose(Learner):
         labels = plan.labels[rows]
         self.network.train()
         with self.precise():
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            with self.forward_precision():
                 outputs = self.network(views.contiguous(memory_format=torch.channels_last), self.config.options.distil == "sd")
             terms = self.losses(outputs, labels, sizes[0] * self.views.views_per_row, plan.current_classes)
             loss = terms.sum()
-            self.optimiser.zero_grad(set_to_none=True)
-            loss.backward()
-            self.optimiser.step()
-        self.steps += 1
+            self.update(loss)
         supcon, cross_entropy, distillation = terms.detach().sum(0)
         return {"loss": loss.detach(), "supcon": supcon, "cross_entropy": cross_entropy, "distillation": distillation}
 
@@ -141,43 +126,3 @@ class Mose(Learner):
         images, labels = self.memory.images[slots], self.memory.labels[slots]
         self._means = None
         return self.step(StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.steps))
-
-    @torch.no_grad()
-    def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.network.eval()
-        features, logits = [], []
-        for part in x.split(self.config.evaluation_batch):
-            images = self.views.normalise(part.to(self.device)).contiguous(memory_format=torch.channels_last)
-            with self.precise():
-                features.append(self.network.features(images))
-                logits.append(self.network.classify(features[-1]))
-        if not features:
-            e = self.network.experts
-            return torch.empty(e, 0, self.network.feature_size, device=self.device), torch.empty(e, 0, self.classes, device=self.device)
-        return torch.cat(features, 1), torch.cat(logits, 1)
-
-    def costs(self) -> tuple[Cost, Cost]:
-        network, last = self.network, str(self.network.experts)
-        deployed = network.deepest_feature if self.resolve_expert() == ("ncm", last) else lambda x: network.classify(network.features(x))
-        return count_cost(network, network, self.image_size), count_cost(network, deployed, self.image_size)
-
-    def network_state(self) -> dict[str, Tensor]:
-        tensors = {f"network/{name}": tensor for name, tensor in self.network.state_dict().items()}
-        for name, parameter in self.network.named_parameters():
-            for part, value in self.optimiser.state.get(parameter, {}).items():
-                tensors[f"adam/{part}/{name}"] = value
-        return tensors
-
-    def load_network_state(self, tensors: dict[str, Tensor]) -> None:
-        network = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}
-        try:
-            self.network.load_state_dict(network)
-        except RuntimeError as error:
-            raise ValueError(f"the state belongs to another network: {error}") from error
-        moments: dict[int, dict[str, Tensor]] = {}
-        for position, (name, _) in enumerate(self.network.named_parameters()):
-            names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq")}
-            parts = {part: tensors[key] for part, key in names.items() if key in tensors}
-            if parts:
-                moments[position] = parts
-        self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mose_fast.config import PRESETS, MoseOptions
+from mose_fast.config import MOSE_PRESETS, MoseOptions
 from mose_fast.nn import BRANCH_POINTS, ClassMeans, ExpertNetwork, classify, count_cost
 
 
@@ -32,7 +32,7 @@ def test_parameter_counts_of_the_released_network():
 
 
 def test_parameter_count_of_the_paper_preset():
-    options = MoseOptions(**PRESETS["paper"])
+    options = MoseOptions(**MOSE_PRESETS["paper"])
     network = ExpertNetwork(100, attention=options.attention, adapter=options.adapter)
     assert parameters(network) == 12_363_216
 

@@ -1,0 +1,110 @@
+"""What learners with one network and one Adam share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mose_fast.augment import ViewMaker
+from mose_fast.config import RunConfig
+from mose_fast.methods.base import Learner
+from mose_fast.nn import Cost, ExpertNetwork, count_cost
+
+__all__ = ["NetworkLearner"]
+
+
+class NetworkLearner(Learner):
+    """A learner with one :class:`ExpertNetwork`, trained by one Adam for the whole stream.
+
+    Attributes:
+        network: The network, channels_last, on the learner's device.
+        optimiser: Its Adam.
+        views: Makes views of raw images.
+    """
+
+    def __init__(self, config: RunConfig, **stream: Any) -> None:
+        super().__init__(config, **stream)
+        o = config.options
+        # The weights depend on the seed alone, not on the device or on what the program drew before.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            network = self.build_network()
+        self.network = network.to(self.device, memory_format=torch.channels_last)
+        self.optimiser = torch.optim.Adam(
+            self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+        )
+        self.views = ViewMaker(
+            o.augment,
+            self.inner_views(),
+            mirror=self.mirrored,
+            mean=self.mean,
+            std=self.std,
+            jitter_normalised=o.jitter_domain == "normalised",
+            device=self.device,
+        )
+
+    @abstractmethod
+    def build_network(self) -> ExpertNetwork:
+        """The untrained network; PyTorch's random state is set by the seed."""
+
+    def inner_views(self) -> int:
+        """Fixed copies of every row: 1, 2, 4 or 16."""
+        return 1
+
+    @contextmanager
+    def forward_precision(self) -> Iterator[None]:
+        """The precision of the network's forward pass: bf16 autocast where the run asks for it."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            yield
+
+    def update(self, loss: Tensor) -> None:
+        """One optimiser step on a loss."""
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimiser.step()
+        self.steps += 1
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.network.eval()
+        features, logits = [], []
+        for part in x.split(self.config.evaluation_batch):
+            images = self.views.normalise(part.to(self.device)).contiguous(memory_format=torch.channels_last)
+            with self.precise():
+                features.append(self.network.features(images))
+                logits.append(self.network.classify(features[-1]))
+        if not features:
+            e = self.network.experts
+            return torch.empty(e, 0, self.network.feature_size, device=self.device), torch.empty(e, 0, self.classes, device=self.device)
+        return torch.cat(features, 1), torch.cat(logits, 1)
+
+    def costs(self) -> tuple[Cost, Cost]:
+        network, last = self.network, str(self.network.experts)
+        deployed = network.deepest_feature if self.resolve_expert() == ("ncm", last) else lambda x: network.classify(network.features(x))
+        return count_cost(network, network, self.image_size), count_cost(network, deployed, self.image_size)
+
+    def network_state(self) -> dict[str, Tensor]:
+        tensors = {f"network/{name}": tensor for name, tensor in self.network.state_dict().items()}
+        for name, parameter in self.network.named_parameters():
+            for part, value in self.optimiser.state.get(parameter, {}).items():
+                tensors[f"adam/{part}/{name}"] = value
+        return tensors
+
+    def load_network_state(self, tensors: dict[str, Tensor]) -> None:
+        network = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}
+        try:
+            self.network.load_state_dict(network)
+        except RuntimeError as error:
+            raise ValueError(f"the state belongs to another network: {error}") from error
+        moments: dict[int, dict[str, Tensor]] = {}
+        for position, (name, _) in enumerate(self.network.named_parameters()):
+            names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq")}
+            parts = {part: tensors[key] for part, key in names.items() if key in tensors}
+            if parts:
+                moments[position] = parts
+        self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})
