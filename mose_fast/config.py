@@ -342,7 +342,7 @@ class MethodSettings(NamedTuple):
         """
         if name is None:
             return next(iter(self.presets))
-        if name not in self.presets:
+        if not isinstance(name, str) or name not in self.presets:
             raise ConfigError(f"preset is {name!r}, which this method does not have{near_matches(str(name), list(self.presets))}")
         return name
 
@@ -357,7 +357,7 @@ def method_settings(name: str) -> MethodSettings:
     Raises:
         ConfigError: There is no such method.
     """
-    if name not in METHOD_SETTINGS:
+    if not isinstance(name, str) or name not in METHOD_SETTINGS:
         raise ConfigError(f"method is {name!r}, which is unknown{near_matches(str(name), list(METHOD_SETTINGS))}")
     return METHOD_SETTINGS[name]
 
