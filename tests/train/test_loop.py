@@ -1,0 +1,222 @@
+"""The loop: order of events, used folders, divergence, training on the final memory, a full disk."""
+
+import errno
+import math
+import warnings
+
+import pytest
+import torch
+
+from mose_fast.config import ConfigError, RunConfig
+from mose_fast.methods import Mose
+from mose_fast.streams import StreamError, from_arrays
+from mose_fast.train import Listener, RunError, TrainingDiverged, resume, run
+from mose_fast.train.checkpoint import latest, load_checkpoint
+
+# Two tasks of four batches.
+SETTINGS = {
+    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 40},
+    "options": {"experts": 2, "buffer_batch": 12, "new_extra": 4},
+    "width": 1,
+    "memory": 30,
+    "device": "cpu",
+}
+
+
+def config(**changes):
+    settings = {**SETTINGS, **changes, "options": {**SETTINGS["options"], **changes.get("options", {})}}
+    return RunConfig.create(**settings)
+
+
+class Recorder(Listener):
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_start(self, config, stream, learner, batch, batches):
+        self.told.append(("start", batch, batches))
+        self.learner = learner
+
+    def on_task_start(self, task):
+        self.told.append(("task", task))
+
+    def on_batch(self, batch, losses):
+        self.told.append(("batch", batch, losses is not None))
+
+    def on_task_end(self, task, batch, accuracy):
+        self.told.append(("task end", task, batch, accuracy is not None))
+
+    def on_end(self, results):
+        self.told.append("end")
+
+    def close(self):
+        self.told.append("closed")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What a run of the plain configuration returns and tells; checkpoints and an output folder must not change it."""
+    recorder = Recorder()
+    return run(config(), listeners=[recorder]), recorder
+
+
+def test_listeners_are_told_in_order(plain):
+    recorder = plain[1]
+    first, second = ([("batch", b, b > 1) for b in range(s, s + 4)] for s in (1, 5))
+    tasks = [("task", 0), *first, ("task end", 0, 4, True), ("task", 1), *second, ("task end", 1, 8, True)]
+    assert recorder.told == [("start", 0, 8), *tasks, "end", "closed"]
+
+
+def test_two_epochs_pass_each_task_twice_and_store_it_once():
+    recorder = Recorder()
+    results = run(config(epochs=2), listeners=[recorder])
+    assert recorder.told[0] == ("start", 0, 16)
+    assert [t for t in recorder.told if t[0] == "task end"] == [("task end", 0, 8, True), ("task end", 1, 16, True)]
+    assert recorder.learner.memory.seen == 80
+    assert results["steps"] == 15
+
+
+def test_final_memory_is_filled_by_the_stream_and_rehearsed_in_every_epoch(monkeypatch, plain):
+    rehearsed, rehearse = [], Mose.rehearse
+    monkeypatch.setattr(Mose, "rehearse", lambda learner, slots: rehearsed.append(slots.tolist()) or rehearse(learner, slots))
+    recorder, online = Recorder(), plain[1]
+    run(config(train_on="final_memory", epochs=3), listeners=[recorder])
+    stream = [("task", 0), *[("batch", b, False) for b in range(1, 5)], ("task end", 0, 4, False)]
+    stream += [("task", 1), *[("batch", b, False) for b in range(5, 9)], ("task end", 1, 8, False)]
+    joint = [("task", 2), *[("batch", b, True) for b in range(9, 18)], ("task end", 2, 17, True)]
+    assert recorder.told == [("start", 0, 17), *stream, *joint, "end", "closed"]
+    passes = [[slot for slots in rehearsed[e : e + 3] for slot in slots] for e in (0, 3, 6)]
+    assert [len(slots) for slots in rehearsed] == [12, 12, 6] * 3
+    assert all(sorted(slots) == list(range(30)) for slots in passes)
+    assert len({tuple(slots) for slots in passes}) == 3
+    assert torch.equal(recorder.learner.memory.indices, online.learner.memory.indices)
+
+
+def test_task_end_checkpoint_holds_the_position_after_the_task(tmp_path):
+    run(config(), out=tmp_path / "run")
+    tensors, values = load_checkpoint(latest(tmp_path / "run" / "checkpoints"))
+    assert values["position"] == {"task": 2, "epoch": 0, "batch": 0, "done": 8}
+    assert values["records"]["evaluated_after"] == [0, 1]
+    assert tensors["memory/images"].shape == (30, 32, 32, 3)
+
+
+def test_used_folder_is_refused_unless_overwritten(tmp_path):
+    out, small = tmp_path / "run", {"stream": {"name": "digits", "tasks": 2, "limit_per_task": 10}}
+    first = run(config(**small), out=out)
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    with pytest.raises(RunError, match=r"output folder .*run is already used; choose another --out, pass --overwrite"):
+        run(config(**small, seed=1), out=out)
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+    (out / "notes.txt").write_text("mine")
+    (out / ".results.json.abc").write_text("half")
+    second = run(config(**small, seed=1), out=out, overwrite=True)
+    assert second["weights_sha256"] != first["weights_sha256"]
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not (out / ".results.json.abc").exists()
+    assert len(list((out / "tensorboard").iterdir())) == 1
+
+
+@pytest.mark.parametrize("settings", [{"method": "moose"}, {"device": "cuda:99"}])
+def test_unusable_settings_are_refused_before_an_old_run_is_deleted(tmp_path, settings):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "results.json").write_text("{}")
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    with pytest.raises(ConfigError, match=str(next(iter(settings.values())))):
+        run(config(**settings), out=out, overwrite=True)
+    with pytest.raises(StreamError, match="digitz"):
+        run(config(stream={"name": "digitz"}), out=out, overwrite=True)
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+
+
+def test_output_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunError, match=rf"cannot write into the output folder {out}: .*; choose another --out"):
+            run(config(), out=out)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_settings_beside_a_configuration_are_refused():
+    with pytest.raises(TypeError, match="memory: given beside config; wanted them inside it"):
+        run(config(), memory=50)
+
+
+def test_own_stream(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randint(0, 256, (24, 8, 8, 3), generator=generator, dtype=torch.uint8), torch.arange(24) % 4
+    stream = from_arrays(x, y, x, y, tasks=2, name="mine", batch=5)
+    results = run(stream=stream, out=tmp_path / "run", width=1, memory=12, device="cpu", options={"buffer_batch": 6})
+    assert results["config"]["stream"]["name"] == "mine"
+    assert results["config"]["stream"]["batch"] == 5
+    assert results["tasks"] == [[0, 1], [2, 3]]
+    assert results["steps"] == 5
+
+
+def test_diverging_training_is_told_and_checkpoints_are_kept(tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(TrainingDiverged, match=r"loss is not finite at batch \d+ \(task 0\): loss (nan|inf).*; lower options.lr") as error:
+        run(config(options={"lr": 1e30}, checkpoint_every=1), out=out)
+    assert isinstance(error.value, RunError)
+    assert latest(out / "checkpoints") is not None
+    assert not (out / "results.json").exists()
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_divergence_names_the_batch_and_the_part_and_can_be_resumed(tmp_path, monkeypatch, plain, bad):
+    out, step = tmp_path / "run", Mose.step
+
+    def broken(learner, plan):
+        losses = step(learner, plan)
+        return losses | {"distillation": torch.tensor(bad)} if learner.steps == 5 else losses
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Mose, "step", broken)
+        with pytest.raises(TrainingDiverged, match=rf"at batch 6 \(task 1\): .*distillation {bad:g}"):
+            run(config(checkpoint_every=1), out=out)
+    assert load_checkpoint(latest(out / "checkpoints"))[1]["position"]["done"] == 5
+    assert resume(out)["weights_sha256"] == plain[0]["weights_sha256"]
+
+
+def test_missing_classes_are_warned_about_once_in_a_run():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        results = run(config(stream={"name": "digits", "limit_per_task": 20}, memory=6, options={"buffer_batch": 6}))
+    assert ["no sample in the memory" in str(w.message) for w in told].count(True) == 1
+    assert any(None in row for row in results["buffer_accuracy"]["ncm"]["1"])
+
+
+def no_space(*args, **settings):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_events_that_cannot_be_written_only_warn(tmp_path, monkeypatch, plain):
+    from torch.utils.tensorboard import SummaryWriter
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", no_space)
+    with pytest.warns(UserWarning, match=r"cannot write TensorBoard events into .*tensorboard \(No space left on device\)") as told:
+        results = run(config(), out=tmp_path / "run")
+    assert ["TensorBoard" in str(w.message) for w in told].count(True) == 1
+    assert (tmp_path / "run" / "results.json").exists()
+    assert results["weights_sha256"] == plain[0]["weights_sha256"]
+
+
+@pytest.mark.parametrize("name", ["accuracy.csv", "accuracy.png", "results.json"])
+def test_full_disk_while_writing_results_loses_nothing(tmp_path, monkeypatch, plain, name):
+    from torch.utils.tensorboard import SummaryWriter
+
+    from mose_fast.train import files
+
+    out, mkstemp = tmp_path / "run", files.tempfile.mkstemp
+    with monkeypatch.context() as patched:
+        patched.setattr(files.tempfile, "mkstemp", lambda **named: no_space() if name in named["prefix"] else mkstemp(**named))
+        patched.setattr(SummaryWriter, "close", no_space)
+        with (
+            pytest.warns(UserWarning, match="cannot write TensorBoard events"),
+            pytest.raises(RunError, match=rf"cannot write .*{name} .*: No space left on device; .*mose-fast resume"),
+        ):
+            run(config(checkpoint_every=3), out=out)
+    assert not (out / name).exists()
+    assert resume(out)["weights_sha256"] == plain[0]["weights_sha256"]
+    assert (out / name).exists()
