@@ -13,10 +13,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mose_fast._version import __version__
-from mose_fast.config import ConfigError, MoseOptions, RunConfig, StreamConfig, near_matches
+from tqdm import tqdm
 
-# What needs the whole package is imported by the command that uses it: doctor must work where something is missing, --help at once.
+from mose_fast import streams, train
+from mose_fast._version import __version__
+from mose_fast.config import ConfigError, RunConfig, StreamConfig, method_settings, near_matches
+from mose_fast.doctor import diagnose, report
+from mose_fast.methods import METHODS
+from mose_fast.progress import Progress
+from mose_fast.train.files import RunFolder
+from mose_fast.train.results import summary
 
 __all__ = ["build_parser", "main", "read_settings"]
 
@@ -42,7 +48,7 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
     ),
     "how": (
         _Flag("--method", "method", str, "a method of `mose-fast list methods`"),
-        _Flag("--preset", "preset", str, "released (as the authors' code does it) or paper (the text, literally)"),
+        _Flag("--preset", "preset", str, "mose has released (as the authors' code does it) and paper (the text, literally)"),
         _Flag("--memory", "memory", int, "images that the replay memory holds"),
         _Flag("--width", "width", int, "channels of the first stage; 64 is the full ResNet-18"),
         _Flag("--epochs", "epochs", int, "passes over each task; online learning makes one"),
@@ -67,21 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 where doctor finds that no run is possible; 2 for unusable settings, data or folders; 130 after Ctrl-C.
     """
     arguments = build_parser().parse_args(argv)
-    if arguments.command == "doctor":
-        from mose_fast.doctor import diagnose, report
-
-        findings = diagnose(arguments.data_dir)
-        print(report(findings))
-        return 0 if all(finding.mark != "FAIL" for finding in findings) else 1
-
-    from mose_fast.streams import StreamError
-    from mose_fast.train import RunError
-
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            return {"run": _run, "resume": _resume, "list": _list}[arguments.command](arguments)
-        except (ConfigError, StreamError, RunError) as error:
+            return arguments.act(arguments)
+        except (ConfigError, streams.StreamError, train.RunError) as error:
             print(f"mose-fast: {error}", file=sys.stderr)
             return 2
 
@@ -90,13 +86,14 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. A flag that is not given leaves no trace, so that it never overrides a ``--config`` file."""
     parser = argparse.ArgumentParser(prog="mose-fast", description="Online continual learning with MOSE.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mose-fast {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser(
         "run", help="train on a stream, evaluate after every task, write results", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Trains on a stream in one pass, evaluates after every task and writes a run folder.",
         epilog="example: mose-fast run --stream digits --width 16 --memory 500 --seed 0",
     )  # fmt: skip
+    run.set_defaults(act=_run)
     defaults = RunConfig()
     for title, flags in _FLAGS.items():
         group = run.add_argument_group(title)
@@ -115,12 +112,15 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     resume = commands.add_parser("resume", help="continue an interrupted run", allow_abbrev=False)
+    resume.set_defaults(act=_resume)
     resume.add_argument("folder", metavar="DIR", help="the run's folder")
 
     listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
+    listing.set_defaults(act=_list)
     listing.add_argument("what", choices=("methods", "streams"))
 
     doctor = commands.add_parser("doctor", help="what this machine has, what is missing, and how to get it", allow_abbrev=False)
+    doctor.set_defaults(act=_doctor)
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
     return parser
 
@@ -128,20 +128,25 @@ def build_parser() -> argparse.ArgumentParser:
 def read_settings(arguments: argparse.Namespace) -> RunConfig:
     """The configuration that the arguments of ``run`` ask for: the ``--config`` file, overridden by flags, overridden by ``--set``.
 
-    Where a flag names another preset than the file, the options that the file changes from its own preset are kept. Paths
-    become absolute, so that the run can be resumed from any folder.
+    Where a flag names another method or preset than the file, the options that the file changes from its own preset are kept.
+    Paths become absolute, so that the run can be resumed from any folder.
 
     Raises:
         ConfigError: A name is unknown, a value is out of range, or the file cannot be used.
     """
     given = vars(arguments)
     changes = {flag.setting: given[flag.setting] for flags in _FLAGS.values() for flag in flags if flag.setting in given}
-    changes.update(map(_assignment, given.get("set", [])))
+    assigned = [_split(text) for text in given.get("set", [])]
+    loaded = RunConfig.load(given["config"]) if "config" in given else None
+    method = dict(assigned).get("method", changes.get("method", loaded.method if loaded else RunConfig.method))
+    types = _types(method)
+    changes.update(_typed(name, value, types) for name, value in assigned)
     values: dict[str, Any] = {"stream": {}, "options": {}}
-    if "config" in given:
-        loaded = RunConfig.load(given["config"])
+    if loaded:
         values = loaded.to_dict()
-        if changes.get("preset", loaded.preset) != loaded.preset:
+        if method != loaded.method:
+            del values["preset"]
+        if method != loaded.method or changes.get("preset", loaded.preset) != loaded.preset:
             values["options"] = loaded.changes_from_preset()
     for setting, value in changes.items():
         owner, _, name = setting.rpartition(".")
@@ -157,8 +162,6 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from mose_fast import train
-
     config = read_settings(arguments)
     given = vars(arguments)
     out = Path(given["out"]) if "out" in given else _default_folder(config)
@@ -166,18 +169,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from mose_fast import train
-
     out = Path(arguments.folder)
     return _follow(out, lambda listener: train.resume(out, listeners=[listener]))
 
 
-def _follow(out: Path, start: Callable[[Any], dict[str, Any]]) -> int:
+def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     """Lets ``start(listener)`` run, shows its progress on the way and its results at the end."""
-    from mose_fast.progress import Progress
-    from mose_fast.train.files import RunFolder
-    from mose_fast.train.results import summary
-
     progress = Progress(out)
     try:
         results = start(progress)
@@ -196,18 +193,20 @@ def _follow(out: Path, start: Callable[[Any], dict[str, Any]]) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     if arguments.what == "methods":
-        from mose_fast.methods import METHODS
-
         rows = [(name, (method.__doc__ or "").strip().splitlines()[0]) for name, method in METHODS.items()]
     else:
-        from mose_fast import streams
-
         rows = [(name, streams.summary(name)) for name in streams.names()]
         rows.append(("a folder or .npz", "your own images: docs/own_data.md"))
     width = max(len(name) for name, _ in rows)
     for name, meaning in rows:
         print(f"{name:<{width}}  {meaning}")
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    findings = diagnose(arguments.data_dir)
+    print(report(findings))
+    return 1 if any(finding.mark == "FAIL" for finding in findings) else 0
 
 
 def _get(config: RunConfig, setting: str) -> Any:
@@ -221,23 +220,25 @@ def _metavar(flag: _Flag) -> str:
     return "DIR" if flag.name.endswith("-dir") else "NAME"
 
 
-def _types() -> dict[str, str]:
-    """The annotation of every single setting, by its dotted name."""
-    tables = {"": RunConfig, "stream.": StreamConfig, "options.": MoseOptions}
-    types = {owner + f.name: f.type for owner, table in tables.items() for f in dataclasses.fields(table)}
+def _types(method: str) -> dict[str, str]:
+    """The annotation of every single setting of a run of ``method``, by its dotted name."""
+    tables = {"": RunConfig, "stream.": StreamConfig, "options.": method_settings(method).options}
+    types = {owner + f.name: str(f.type) for owner, table in tables.items() for f in dataclasses.fields(table)}
     return {name: kind for name, kind in types.items() if name not in ("stream", "options")}
 
 
-def _assignment(text: str) -> tuple[str, Any]:
-    """Reads ``NAME=VALUE`` into a dotted name and the value: JSON, or a bare string."""
+def _split(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--set is {text!r}; wanted NAME=VALUE, for example --set augment=simclr")
-    types = _types()
+    return name, value
+
+
+def _typed(name: str, value: str, types: dict[str, str]) -> tuple[str, Any]:
+    """The dotted name of a setting, and the value that ``value`` means for it: JSON, or a bare string."""
     setting = name if name in types else f"options.{name}"
     if setting not in types:
-        bare = [known.removeprefix("options.") for known in types]
-        raise ConfigError(f"--set {name} is not a setting{near_matches(name, bare)}")
+        raise ConfigError(f"--set {name} is not a setting{near_matches(name, [known.removeprefix('options.') for known in types])}")
     try:
         parsed = json.loads(value)
     except ValueError:
@@ -253,8 +254,6 @@ def _absolute(path: str) -> str:
 
 
 def _absolute_stream(name: str) -> str:
-    from mose_fast import streams
-
     if name in streams.names():
         return name
     path = Path(name).expanduser()
@@ -267,6 +266,4 @@ def _default_folder(config: RunConfig) -> Path:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
-    from tqdm import tqdm
-
     tqdm.write(f"warning: {message}", file=sys.stderr)

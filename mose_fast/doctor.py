@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 import torch
 
-from mose_fast import _loader
+from mose_fast import _loader, streams
 
 __all__ = ["Finding", "diagnose", "report", "serves_card"]
 
-_REQUIRED = ("torchvision", "numpy", "sklearn", "PIL", "matplotlib", "tensorboard", "tqdm", "safetensors", "tomli_w")
-_PIP_NAMES = {"sklearn": "scikit-learn", "PIL": "pillow", "tomli_w": "tomli-w"}
+# What is imported only when it is used; without the others this file could not be imported either.
+_REQUIRED = ("torchvision", "sklearn", "matplotlib", "tensorboard")
+_PIP_NAMES = {"sklearn": "scikit-learn"}
 
 
 class Finding(NamedTuple):
@@ -106,8 +107,8 @@ def _packages() -> Finding:
     if missing:
         wanted = " ".join(_PIP_NAMES.get(name, name) for name in missing)
         return Finding("FAIL", "packages", f"missing: {', '.join(missing)}", f"pip install {wanted}")
-    shown = ", ".join(f"{name} {_version(name)}" for name in ("torchvision", "numpy", "tensorboard"))
-    return Finding("ok", "packages", f"{shown} and the others")
+    names = [_PIP_NAMES.get(name, name) for name in _REQUIRED]
+    return Finding("ok", "packages", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names))
 
 
 def _cuda() -> Iterator[Finding]:
@@ -211,11 +212,6 @@ def _dali() -> Finding:
 
 
 def _data(data_dir: str | None) -> Iterator[Finding]:
-    try:
-        from mose_fast import streams
-    except ImportError as error:
-        yield Finding("FAIL", "data sets", f"cannot look: {error}", "install the missing package")
-        return
     for name in streams.names():
         found, where = streams.locate(name, data_dir)
         if found:
@@ -230,13 +226,6 @@ def _importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of a dotted name's parent
         return False
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(_PIP_NAMES.get(name, name))
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
 
 
 def _output(command: Sequence[str]) -> str:

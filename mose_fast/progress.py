@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 import time
 from pathlib import Path
@@ -91,9 +91,9 @@ class Progress(Listener):
 
     def _losses(self) -> str:
         shown = list(self.losses.items())
-        if self.bar is not None and shutil.get_terminal_size().columns < _WIDE:
+        if self.bar is not None and os.get_terminal_size(sys.stderr.fileno()).columns < _WIDE:
             shown = shown[:1]
-        return ", ".join(f"{name} {value:#.3g}" for name, value in shown)
+        return ", ".join(f"{name} {value:.2f}" for name, value in shown)
 
 
 def accuracy_table(test: dict[str, dict[str, list[float]]], task: int, tasks: int, main: tuple[str, str]) -> str:

@@ -1,0 +1,36 @@
+"""The smallest run there is, and the command line called in this process."""
+
+import pytest
+
+from mose_fast.cli import main
+
+TINY = ("--stream", "digits", "--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu")
+
+
+@pytest.fixture
+def tiny():
+    """Arguments of a run of ten batches, a few seconds."""
+    return list(TINY)
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a command and returns (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        try:
+            code = main([str(a) for a in arguments])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of a finished tiny run; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    assert main(["run", *TINY, "--out", str(folder)]) == 0
+    return folder

@@ -1,0 +1,182 @@
+"""``mose-fast doctor``: what is found, what is missing, and a fix for each thing missing."""
+
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mose_fast import _loader, doctor, streams
+from mose_fast.doctor import Finding, diagnose, report, serves_card
+
+
+def by_thing(findings):
+    return {finding.thing: finding for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "serves"),
+    [
+        ((9, 0), ["9.0"], True),
+        ((8, 6), ["8.0"], True),  # same major, newer minor
+        ((8, 0), ["8.6"], False),
+        ((9, 0), ["8.0", "8.9"], False),
+        ((9, 0), ["8.0", "8.9+PTX"], True),
+        ((8, 9), ["9.0+PTX"], False),
+        ((12, 0), ["12.0+PTX"], True),
+        ((13, 0), ["12.0+PTX"], True),
+        ((9, 0), ["9.0a"], True),
+        ((10, 3), ["10.0a"], False),
+        ((10, 3), ["10.0f"], True),
+        ((12, 1), ["10.0"], False),
+        ((9, 0), [], False),
+    ],
+)
+def test_serves_card(capability, archs, serves):
+    assert serves_card(capability, archs) is serves
+
+
+def test_everything_missing_has_a_fix(tmp_path):
+    findings = diagnose(str(tmp_path))
+    things = [finding.thing for finding in findings]
+    assert len(set(things)) == len(things)
+    assert {finding.mark for finding in findings} <= {"ok", "--"}  # the tests run here, so a run is possible
+    for finding in findings:
+        assert finding.found
+        assert bool(finding.fix) == (finding.mark != "ok"), finding
+    found = by_thing(findings)
+    for thing in ("Python", "torch", "packages", "CUDA of torch", "NVIDIA driver", "native library", "C++ compiler", "ninja", "nvcc"):
+        assert thing in found
+    assert found["Python"].found.startswith(".".join(map(str, sys.version_info[:2])))
+    assert torch.__version__ in found["torch"].found
+    assert set(things) >= {f"data: {name}" for name in streams.names()}
+
+
+def test_data_sets_are_looked_for_in_the_folder(tmp_path):
+    before = by_thing(diagnose(str(tmp_path)))["data: split-cifar100"]
+    assert before.mark == "--"
+    assert str(tmp_path) in before.found
+    assert "cifar100.npz" in before.fix
+    np.savez(tmp_path / "cifar100.npz", x_train=np.zeros(1))
+    after = by_thing(diagnose(str(tmp_path)))["data: split-cifar100"]
+    assert after == Finding("ok", "data: split-cifar100", str(tmp_path / "cifar100.npz"))
+
+
+def test_command_prints_columns_and_a_verdict(call, tmp_path):
+    code, out, _ = call("doctor", "--data-dir", tmp_path)
+    assert code == 0
+    lines = out.splitlines()
+    column = lines[0].index(".".join(map(str, sys.version_info[:2])))
+    listed = lines[: lines.index("")]
+    for line in listed:
+        assert re.match(r"(ok  |--  )  \S| +-> \S", line), line
+        assert line[column - 1] == " " != line[column], line
+    assert sum(line.startswith("--") for line in listed) == sum(line.lstrip().startswith("->") for line in listed)
+    assert lines[-1] == "A run is possible: mose-fast run --stream digits --width 16 --memory 500 --seed 0"
+
+
+def test_missing_package_makes_a_run_impossible(call, monkeypatch):
+    importable = doctor._importable
+    monkeypatch.setattr(doctor, "_importable", lambda name: name not in ("sklearn", "matplotlib") and importable(name))
+    code, out, _ = call("doctor")
+    assert code == 1
+    assert re.search(r"^FAIL  packages +missing: sklearn, matplotlib$", out, re.MULTILINE)
+    assert "-> pip install scikit-learn matplotlib" in out
+    assert out.splitlines()[-1] == "No run is possible before this is mended: packages"
+
+
+def test_doctor_works_where_a_package_is_missing():
+    # None in sys.modules makes an import fail as a package that is not installed does.
+    code = "import sys; sys.modules.update(sklearn=None, tensorboard=None); from mose_fast.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1, done.stdout
+    assert "missing: sklearn, tensorboard" in done.stdout
+
+
+def test_bare_environment_names_what_building_needs(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "sys", SimpleNamespace(executable=str(tmp_path / "python")))
+    monkeypatch.setattr(doctor, "_nvcc_release", lambda environment: None)
+    found = by_thing(doctor._build_tools({"PATH": str(tmp_path)}))
+    assert found["C++ compiler"] == Finding("--", "C++ compiler", "none on PATH", found["C++ compiler"].fix)
+    assert "build-essential" in found["C++ compiler"].fix
+    assert "pip install ninja" in found["ninja"].fix
+    assert "toolkit or set CUDA_HOME" in found["nvcc"].fix
+    broken = by_thing(doctor._build_tools({"PATH": str(tmp_path), "CXX": "/none/g++"}))["C++ compiler"]
+    assert broken.found == "CXX=/none/g++ does not run"
+
+
+@pytest.mark.parametrize(("release", "mark"), [("12.8", "--"), ("13.1", "ok")])
+def test_nvcc_must_have_the_major_release_of_torch(monkeypatch, tmp_path, release, mark):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = by_thing(doctor._build_tools({"CUDA_HOME": str(tmp_path), "PATH": ""}))["nvcc"]
+    assert found.mark == mark
+    assert release in found.found
+    assert ("CUDA 13 toolkit" in found.fix) == (mark == "--")
+
+
+def test_cards_are_held_against_the_compiled_archs(monkeypatch):
+    card = SimpleNamespace(name="Imagined 5000", total_memory=24 * 2**30, major=8, minor=6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(*size))
+    monkeypatch.setattr(_loader, "record", {"archs": ["8.0"]})
+    (served,) = doctor._cards()
+    assert served == Finding("ok", "GPU 0", "Imagined 5000, 24 GiB, compute capability 8.6")
+    monkeypatch.setattr(_loader, "record", {"archs": ["9.0"]})
+    (other,) = doctor._cards()
+    assert other.mark == "--"
+    assert "compiled for 9.0 only" in other.found
+    assert "TORCH_CUDA_ARCH_LIST=8.6" in other.fix
+
+    def no_kernel(*size, device):
+        raise RuntimeError("no kernel image is available\nand more")
+
+    monkeypatch.setattr(torch, "ones", no_kernel)
+    (unusable,) = doctor._cards()
+    assert "torch cannot use it (no kernel image is available)" in unusable.found
+
+
+def test_native_library(monkeypatch):
+    record = {"backend": "cuda", "cuda": "13.0", "archs": ["9.0"], "torch": "2.14.1+cu130", "commit": "0123456789abcdef"}
+    monkeypatch.setattr(_loader, "native", SimpleNamespace())
+    monkeypatch.setattr(_loader, "record", record)
+    assert doctor._native() == Finding(
+        "ok", "native library", "cuda 13.0 for 9.0, compiled against torch 2.14.1+cu130, commit 0123456789ab"
+    )
+    monkeypatch.setattr(_loader, "record", {**record, "backend": "cpu", "cuda": None, "archs": [], "commit": None})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor._native() == Finding("ok", "native library", "cpu, compiled against torch 2.14.1+cu130, commit unknown")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "MOSE_FAST_BACKEND=cuda" in doctor._native().fix
+
+
+@pytest.mark.parametrize("switched_off", [True, False])
+def test_missing_native_library_says_why(tmp_path, switched_off):
+    environment = {**os.environ, "MOSE_FAST_NATIVE": "0" if switched_off else str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "mose_fast", "doctor"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    reason = "it is switched off by MOSE_FAST_NATIVE=0" if switched_off else f"there is no native library in {tmp_path}"
+    assert re.search(rf"^--    native library +not used: {re.escape(reason)}; pure PyTorch serves", done.stdout, re.MULTILINE)
+    assert ("-> unset MOSE_FAST_NATIVE" in done.stdout) == switched_off
+
+
+def test_report_puts_each_fix_below_its_finding():
+    text = report([Finding("ok", "a", "found"), Finding("FAIL", "long", "none", "do this")])
+    assert text.splitlines() == [
+        "ok    a     found",
+        "FAIL  long  none",
+        "            -> do this",
+        "",
+        "No run is possible before this is mended: long",
+    ]

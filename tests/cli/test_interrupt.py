@@ -1,0 +1,61 @@
+"""Ctrl-C in a real run: exit 130, a line that says how to continue, and the same result in the end."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mose_fast import train
+from mose_fast.cli import main
+
+# The fifth batch waits for the signal, which arrives in a run that is really training.
+_PROGRAM = """
+import os, signal, sys
+from mose_fast import cli
+
+class Waiting(cli.Progress):
+    def on_batch(self, batch, losses):
+        super().on_batch(batch, losses)
+        if batch == 5:
+            arrived, arrive = os.pipe()
+            os.set_blocking(arrive, False)
+            signal.set_wakeup_fd(arrive)
+            print("batch 5", flush=True)
+            os.read(arrived, 1)
+
+cli.Progress = Waiting
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_interrupt_and_resume_give_the_unbroken_result(tmp_path, tiny, finished, capsys):
+    folder = tmp_path / "a run"
+    command = [sys.executable, "-c", _PROGRAM, "run", *tiny, "--out", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        for line in process.stdout:
+            if line == "batch 5\n":
+                break
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert err.endswith(f"mose-fast: interrupted; to continue: mose-fast resume '{folder}'\n")
+    assert "Traceback" not in err
+    assert not (folder / "results.json").exists()
+    assert main(["resume", str(folder)]) == 0
+    assert "continued after batch 5" in capsys.readouterr().out
+    assert (folder / "accuracy.csv").read_bytes() == (finished / "accuracy.csv").read_bytes()
+
+
+@pytest.mark.parametrize("command", [["run", "--stream", "digits", "--out", "nowhere"], ["resume", "nowhere"]])
+def test_interrupt_before_the_first_batch(monkeypatch, tmp_path, capsys, command):
+    def interrupted(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, command[0], interrupted)
+    assert main(command) == 130
+    assert capsys.readouterr().err == "mose-fast: interrupted before the first batch\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,89 @@
+"""The table after a task, and the bar at a terminal."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+
+import pytest
+
+from mose_fast.progress import accuracy_table
+
+
+def accuracies(tasks, experts=4):
+    """Different numbers everywhere, with 100 % among them."""
+    names = [*map(str, range(1, experts + 1)), "mean_distance"]
+    ncm = {name: [((7 * e + 3 * t) % 101) / 100 for t in range(tasks)] for e, name in enumerate(names)}
+    return {"ncm": ncm, "linear": {name.replace("distance", "logit"): [1.0] * tasks for name in names}}
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 5, 10, 11, 20, 100])
+@pytest.mark.parametrize("experts", [1, 8])
+def test_table_fits_a_hundred_columns(tasks, experts):
+    table = accuracy_table(accuracies(tasks, experts), tasks - 1, tasks, ("ncm", str(experts)))
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len([line for line in lines if line.startswith("* ncm")]) == 1
+    assert len(lines) == 3 + 2 * (experts + 1)
+
+
+def test_table_shows_every_task_and_the_mean():
+    table = accuracy_table({"ncm": {"1": [0.5, 0.25, 1.0]}}, 2, 5, ("ncm", "1"))
+    assert "after task 2 (3 of 5)" in table
+    assert table.splitlines()[-1].split() == ["*", "ncm", "1", "58.3", "50.0", "25.0", "100.0"]
+
+
+def test_table_of_many_tasks_shows_the_newest_and_the_worst_old_one():
+    row = [0.5] * 12
+    row[7], row[11] = 0.1, 0.05  # the newest is the lowest of all, but not an old one
+    table = accuracy_table({"ncm": {"1": row}}, 11, 100, ("linear", "1"))
+    assert table.splitlines()[-1].split() == ["ncm", "1", "42.9", "5.0", "10.0", "(task", "7)"]
+    first = accuracy_table({"ncm": {"1": [0.5]}}, 0, 100, ("linear", "1"))
+    assert first.splitlines()[-1].split() == ["ncm", "1", "50.0", "50.0"]
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stderr a terminal of some width; returns a function that gives what was written to it."""
+    ours, theirs = pty.openpty()
+    parts = []
+
+    def collect():
+        with contextlib.suppress(OSError):  # Linux's way of saying that the other side is closed
+            while part := os.read(ours, 4096):
+                parts.append(part)
+
+    def open_terminal(columns):
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+        stream = os.fdopen(theirs, "w")
+        monkeypatch.setattr(sys, "stderr", stream)
+        reader = threading.Thread(target=collect)
+        reader.start()
+
+        def written():
+            stream.close()
+            reader.join()
+            return b"".join(parts).decode()
+
+        return written
+
+    yield open_terminal
+    os.close(ours)
+
+
+@pytest.mark.parametrize(("columns", "losses"), [(100, ["loss"]), (140, ["loss", "supcon", "cross_entropy", "distillation"])])
+def test_bar_at_a_terminal(call, tiny, tmp_path, terminal, columns, losses):
+    written = terminal(columns)
+    code, out, _ = call("run", *tiny, "--tasks", "1", "--limit-per-task", "40", "--out", tmp_path / "run")
+    assert code == 0
+    bars = [line for line in re.split(r"[\r\n]+", written()) if "batches/s" in line]
+    assert any("4/4" in bar and "task 0 (1 of 1)" in bar for bar in bars)
+    assert max(map(len, bars)) <= columns
+    assert re.findall(r"([a-z_]+) \d+\.\d\d\b", bars[-1]) == losses
+    assert re.search(r"\[\d\d:\d\d<(\d\d:\d\d|\?), ", bars[-1])
+    assert "accuracy in percent after task 0 (1 of 1)" in out
