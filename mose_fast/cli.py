@@ -261,8 +261,8 @@ def _absolute_stream(name: str) -> str:
 
 
 def _default_folder(config: RunConfig) -> Path:
-    stream = Path(config.stream.name).stem
-    return Path("runs") / f"{stream}-{config.method}-{config.preset}-m{config.memory}-s{config.seed}"
+    stream, method = Path(config.stream.name).stem, Path(config.method).stem
+    return Path("runs") / f"{stream}-{method}-{config.preset}-m{config.memory}-s{config.seed}"
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
