@@ -1,7 +1,7 @@
 #include <cuda_runtime.h>
 
-#include "core/check.h"
 #include "cuda/augment_parameters.cuh"
+#include "cuda/launch.cuh"
 
 namespace mf::cuda {
 namespace {
@@ -20,8 +20,7 @@ void augment_parameters(const AugmentParametersParams& params, Stream stream) {
     return;
   }
   const auto blocks = static_cast<unsigned>((params.count + kThreads - 1) / kThreads);
-  augment_parameters_kernel<<<blocks, kThreads, 0, stream>>>(params);
-  MF_CHECK_LAUNCH("augment_parameters");
+  MF_LAUNCH(augment_parameters_kernel, blocks, kThreads, 0, stream, params);
 }
 
 }  // namespace mf::cuda

@@ -1,12 +1,12 @@
 // csrc/cuda/<stem>.cu: kernel and launcher. No torch header, no allocation, no synchronisation, no static device state:
-// a launcher must be capturable in a CUDA graph. Longer kernels keep their bodies in <stem>.cuh, which tests also compile
-// for the CPU.
+// a launcher must be capturable in a CUDA graph. MF_LAUNCH starts a kernel and checks the launch; with it this file also
+// compiles for the CPU, where tests/cpp runs it. Longer kernels keep their bodies in <stem>.cuh.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "api/null.h"
-#include "core/check.h"
+#include "cuda/launch.cuh"
 
 namespace mf::cuda {
 namespace {
@@ -31,8 +31,7 @@ void null(const NullParams& params, Stream stream) {
     return;  // a grid of no blocks is a launch error
   }
   const int64_t blocks = std::min((params.bytes + kThreads - 1) / kThreads, kMaxBlocks);
-  null_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
-  MF_CHECK_LAUNCH("null");
+  MF_LAUNCH(null_kernel, static_cast<unsigned>(blocks), kThreads, 0, stream, params);
 }
 
 }  // namespace mf::cuda

@@ -1,6 +1,6 @@
 #include <cuda_runtime.h>
 
-#include "core/check.h"
+#include "cuda/launch.cuh"
 #include "cuda/reservoir.cuh"
 
 namespace mf::cuda {
@@ -13,7 +13,8 @@ constexpr int kDigitBits = 9;
 constexpr int kSurvivors = 3072;
 static_assert(kSurvivors >= kMaxCudaDraw + 1024, "a draw stops at its first pass only if the k-th key's digit fits beside k keys");
 static_assert(kDrawThreads >= 1 << kDigitBits, "each digit is one thread's");
-static_assert(sizeof(DrawShared<kDigitBits, kSurvivors>) <= 48 * 1024, "static shared memory");
+using Shared = DrawShared<kDigitBits, kSurvivors>;
+static_assert(sizeof(Shared) <= 48 * 1024, "shared memory that a launch may ask for by itself");
 
 __global__ void __launch_bounds__(kClaimThreads) reservoir_claim_kernel(const ReservoirInsertParams params) {
   reservoir_claim_block(params);
@@ -25,8 +26,8 @@ __global__ void __launch_bounds__(kCopyThreads) reservoir_copy_kernel(const Rese
 }
 
 __global__ void __launch_bounds__(kDrawThreads) reservoir_draw_kernel(const ReservoirDrawParams params) {
-  __shared__ DrawShared<kDigitBits, kSurvivors> shared;
-  reservoir_draw_block(params, shared);
+  MF_DYNAMIC_SHARED(shared);
+  reservoir_draw_block(params, *reinterpret_cast<Shared*>(shared));
 }
 
 bool rows_are_aligned(const ReservoirInsertParams& params) {
@@ -43,22 +44,19 @@ void reservoir_insert(const ReservoirInsertParams& params, Stream stream) {
     return;
   }
   const auto items = static_cast<unsigned>(params.count);
-  reservoir_claim_kernel<<<(items + kClaimThreads - 1) / kClaimThreads, kClaimThreads, 0, stream>>>(params);
-  MF_CHECK_LAUNCH("reservoir_claim");
+  MF_LAUNCH(reservoir_claim_kernel, (items + kClaimThreads - 1) / kClaimThreads, kClaimThreads, 0, stream, params);
   if (rows_are_aligned(params)) {
-    reservoir_copy_kernel<uint4><<<items, kCopyThreads, 0, stream>>>(params);
+    MF_LAUNCH(reservoir_copy_kernel<uint4>, items, kCopyThreads, 0, stream, params);
   } else {
-    reservoir_copy_kernel<uint8_t><<<items, kCopyThreads, 0, stream>>>(params);
+    MF_LAUNCH(reservoir_copy_kernel<uint8_t>, items, kCopyThreads, 0, stream, params);
   }
-  MF_CHECK_LAUNCH("reservoir_copy");
 }
 
 // A draw of nothing is launched too: it still advances the counter.
 void reservoir_draw(const ReservoirDrawParams& params, Stream stream) {
   MF_CHECK(params.count >= 0 && params.count <= kMaxCudaDraw, "a draw on CUDA wants ", params.count, " slots; wanted 0 to ", kMaxCudaDraw);
   MF_CHECK(params.capacity <= INT32_MAX, "capacity is ", params.capacity, "; wanted at most ", INT32_MAX);
-  reservoir_draw_kernel<<<1, kDrawThreads, 0, stream>>>(params);
-  MF_CHECK_LAUNCH("reservoir_draw");
+  MF_LAUNCH(reservoir_draw_kernel, 1, kDrawThreads, sizeof(Shared), stream, params);
 }
 
 }  // namespace mf::cuda

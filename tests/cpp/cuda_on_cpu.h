@@ -1,12 +1,19 @@
-// Runs the bodies of CUDA kernels (csrc/cuda/*.cuh) on the CPU, to find indexing and synchronisation faults without a card.
+// Runs CUDA kernels on the CPU, to find indexing and synchronisation faults without a card.
 //
-// One fiber stands for one CUDA thread. A fiber runs until it reaches a barrier or its end, and the schedule says in which order
-// the fibers (and the blocks) take their turns. Code that is synchronised correctly gives the same result under every schedule;
-// a missing barrier lets one schedule see what another does not. Shared memory is a heap block of exact size, filled with a
-// poison, so that AddressSanitizer sees its bounds and reading before writing gives nonsense. A barrier that not all threads
-// reach ends the program. Include this before a .cuh file; one-dimensional grids only.
+// One fiber stands for one CUDA thread. A fiber runs until it reaches a barrier or a warp collective or its end, and the schedule
+// says in which order the fibers (and the blocks) take their turns. Code that is synchronised correctly gives the same result
+// under every schedule; a missing barrier lets one schedule see what another does not, and ThreadSanitizer, which knows the fibers
+// as threads ordered by barriers and launches alone, reports the two accesses. Shared memory is a heap block of exact size, filled
+// with a poison, so that AddressSanitizer sees its bounds and reading before writing gives nonsense. A barrier that not all threads
+// reach, or a warp collective that not all lanes reach, ends the program.
+//
+// How to add a kernel's comparisons: kernel_case.h. Force-included (-include) before every .cu file; those compile as they are if they launch by MF_LAUNCH and take shared memory by
+// MF_DYNAMIC_SHARED (csrc/cuda/launch.cuh). Bodies of .cuh files can be launched with other shapes by shim::launch. Types come from
+// the toolkit's own headers; only full warps and the full mask are supported.
 #pragma once
 
+#include <cuda_runtime.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -19,98 +26,207 @@
 #include <memory>
 #include <numeric>
 #include <random>
-#include <set>
 #include <vector>
 
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define SHIM_ADDRESS_SANITIZER 1
+#endif
+#if __has_feature(thread_sanitizer)
+#define SHIM_THREAD_SANITIZER 1
+#endif
+#endif
 #if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/common_interface_defs.h>
+#define SHIM_ADDRESS_SANITIZER 1
 #endif
 
-#define __device__
-
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
+#if defined(SHIM_ADDRESS_SANITIZER)
+#include <sanitizer/common_interface_defs.h>
+#endif
+#if defined(SHIM_THREAD_SANITIZER)
+#include <sanitizer/tsan_interface.h>
+#endif
 
 namespace shim {
 
-struct Index {
-  unsigned x;
-};
-
 enum class Schedule { kForward, kReverse, kRandom, kOtherRandom };
 inline constexpr Schedule kSchedules[] = {Schedule::kForward, Schedule::kReverse, Schedule::kRandom, Schedule::kOtherRandom};
-inline constexpr int kPoison = 0xA5;
+inline Schedule schedule = Schedule::kForward;  // of the launches to come
+inline int poison = 0xff;                       // byte of fresh shared memory: floats are NaN, integers -1
+
+enum class Wait { kNothing, kBlock, kWarp };
+inline constexpr unsigned kWarpSize = 32;
+inline constexpr unsigned kMaxThreads = 1024;
 
 struct Fiber {
   static constexpr size_t kStackBytes = 128 << 10;
   ucontext_t context{};
-  std::unique_ptr<char[]> stack{new char[kStackBytes]};
-  void* sanitizer_stack = nullptr;
+  void* address_sanitizer = nullptr;
+  void* thread_sanitizer = nullptr;
   bool done = false;
-  int barrier = 0;  // source line of the barrier it waits at
+  Wait waits = Wait::kNothing;
+  const char* site = nullptr;  // file:line of the barrier it waits at
   int vote = 0;
+  unsigned barriers = 0, collectives = 0;  // passed so far
+  uint64_t offered = 0;                    // to the other lanes of the warp
 };
 
-// The block that is running; there is only ever one.
-inline std::vector<Fiber> fibers;
+// The block that is running; there is only ever one. Fibers and the scheduler share this state without what ThreadSanitizer calls
+// synchronisation, so that every function a fiber enters is kept from its sight by SHIM_RUNTIME.
+#define SHIM_RUNTIME __attribute__((no_sanitize("thread"), noinline))
+inline Fiber* fibers = nullptr;
+inline char* stacks = nullptr;  // kStackBytes for each fiber
 inline Fiber* current = nullptr;
 inline ucontext_t scheduler;
-inline void* scheduler_sanitizer_stack = nullptr;
+inline void* scheduler_address_sanitizer = nullptr;
+inline void* scheduler_thread_sanitizer = nullptr;
 inline const void* scheduler_stack = nullptr;
 inline size_t scheduler_stack_bytes = 0;
 inline std::function<void()> body;
-inline unsigned thread_index = 0, block_index = 0, block_size = 0;
+inline uint3 thread_index, block_index;
+inline dim3 block_size, grid_size;
 inline int vote_result = 0;
+inline unsigned char* shared_memory = nullptr;
 
-inline std::set<int> barriers_seen;  // source lines
-inline int missing_barrier = 0;      // source line of the barrier that a test takes away
+// What ThreadSanitizer knows of order: everything before a launch comes before its threads; a barrier orders what its threads did
+// before it and will do after it; everything in a launch comes before what follows the launch. Two tags take turns, because a
+// fast thread may reach the next barrier before a slow one has left this one.
+inline char launch_tag, done_tag, block_tags[2], warp_tags[kMaxThreads / kWarpSize][2];
 
-inline void leave_fiber() {
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(current->done ? nullptr : &current->sanitizer_stack, scheduler_stack, scheduler_stack_bytes);
-#endif
-  Fiber* self = current;
-  swapcontext(&self->context, &scheduler);
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(self->sanitizer_stack, nullptr, nullptr);
+inline const char* sites_seen[256];  // of __syncthreads
+inline int sites = 0;
+inline const char* missing_site = "";  // of the barrier that a test takes away
+
+SHIM_RUNTIME inline void release([[maybe_unused]] char* tag) {
+#if defined(SHIM_THREAD_SANITIZER)
+  __tsan_release(tag);
 #endif
 }
 
-inline void fiber_entry() {
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+SHIM_RUNTIME inline void acquire([[maybe_unused]] char* tag) {
+#if defined(SHIM_THREAD_SANITIZER)
+  __tsan_acquire(tag);
 #endif
-  body();
+}
+
+SHIM_RUNTIME inline void leave_fiber() {
+  Fiber* self = current;
+#if defined(SHIM_THREAD_SANITIZER)
+  __tsan_switch_to_fiber(scheduler_thread_sanitizer, __tsan_switch_to_fiber_no_sync);
+#endif
+#if defined(SHIM_ADDRESS_SANITIZER)
+  __sanitizer_start_switch_fiber(self->done ? nullptr : &self->address_sanitizer, scheduler_stack, scheduler_stack_bytes);
+#endif
+  swapcontext(&self->context, &scheduler);
+#if defined(SHIM_ADDRESS_SANITIZER)
+  __sanitizer_finish_switch_fiber(self->address_sanitizer, nullptr, nullptr);
+#endif
+}
+
+SHIM_RUNTIME inline void end_fiber() {
   current->done = true;
   leave_fiber();
 }
 
-inline void resume(unsigned thread) {
+inline void fiber_entry() {
+#if defined(SHIM_ADDRESS_SANITIZER)
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+#endif
+  acquire(&launch_tag);
+  body();
+  release(&done_tag);
+  end_fiber();
+}
+
+SHIM_RUNTIME inline void resume(unsigned thread) {
   current = &fibers[thread];
-  thread_index = thread;
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(&scheduler_sanitizer_stack, current->stack.get(), Fiber::kStackBytes);
+  thread_index = {thread % block_size.x, thread / block_size.x % block_size.y, thread / (block_size.x * block_size.y)};
+#if defined(SHIM_THREAD_SANITIZER)
+  __tsan_switch_to_fiber(current->thread_sanitizer, __tsan_switch_to_fiber_no_sync);
+#endif
+#if defined(SHIM_ADDRESS_SANITIZER)
+  __sanitizer_start_switch_fiber(&scheduler_address_sanitizer, stacks + thread * Fiber::kStackBytes, Fiber::kStackBytes);
 #endif
   swapcontext(&scheduler, &current->context);
-#if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(scheduler_sanitizer_stack, nullptr, nullptr);
+#if defined(SHIM_ADDRESS_SANITIZER)
+  __sanitizer_finish_switch_fiber(scheduler_address_sanitizer, nullptr, nullptr);
 #endif
 }
 
-inline int barrier_or(int line, int vote) {
-  barriers_seen.insert(line);
-  if (line == missing_barrier) {
+SHIM_RUNTIME inline unsigned thread_number() {
+  return static_cast<unsigned>(current - fibers);
+}
+
+SHIM_RUNTIME inline void remember_site(const char* site) {
+  for (int i = 0; i < sites; ++i) {
+    if (sites_seen[i] == site) {
+      return;
+    }
+  }
+  if (sites < 256) {
+    sites_seen[sites++] = site;
+  }
+}
+
+SHIM_RUNTIME inline int block_barrier(const char* site, int vote) {
+  remember_site(site);
+  if (std::strcmp(site, missing_site) == 0) {
     return vote;
   }
-  current->barrier = line;
-  current->vote = vote;
+  Fiber& self = *current;
+  char* tag = &block_tags[self.barriers++ % 2];
+  self.waits = Wait::kBlock;
+  self.site = site;
+  self.vote = vote;
+  release(tag);
   leave_fiber();
+  acquire(tag);
   return vote_result;
 }
 
+SHIM_RUNTIME inline void warp_barrier(const char* site) {
+  Fiber& self = *current;
+  char* tag = &warp_tags[thread_number() / kWarpSize][self.collectives++ % 2];
+  self.waits = Wait::kWarp;
+  self.site = site;
+  release(tag);
+  leave_fiber();
+  acquire(tag);
+}
+
+// The value that `lane` of this warp offers; lanes outside the warp give the own value, as on the device.
 template <typename T>
-void arrange(std::vector<T>& order, Schedule schedule, std::mt19937& random) {
+SHIM_RUNTIME inline T exchange(const char* site, T value, unsigned lane) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "a shuffle moves up to 8 bytes");
+  const unsigned first = thread_number() / kWarpSize * kWarpSize;
+  __builtin_memcpy(&current->offered, &value, sizeof(T));
+  warp_barrier(site);
+  T result = value;
+  if (lane < kWarpSize) {
+    __builtin_memcpy(&result, &fibers[first + lane].offered, sizeof(T));
+  }
+  warp_barrier(site);
+  return result;
+}
+
+SHIM_RUNTIME inline unsigned ballot(const char* site, bool predicate) {
+  const unsigned first = thread_number() / kWarpSize * kWarpSize;
+  current->offered = predicate ? 1 : 0;
+  warp_barrier(site);
+  unsigned mask = 0;
+  for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+    mask |= static_cast<unsigned>(fibers[first + lane].offered) << lane;
+  }
+  warp_barrier(site);
+  return mask;
+}
+
+SHIM_RUNTIME inline unsigned lane_number() {
+  return thread_number() % kWarpSize;
+}
+
+template <typename T>
+void arrange(std::vector<T>& order, std::mt19937& random) {
   if (schedule == Schedule::kReverse) {
     std::sort(order.begin(), order.end(), std::greater<>());
   } else if (schedule != Schedule::kForward) {
@@ -118,68 +234,188 @@ void arrange(std::vector<T>& order, Schedule schedule, std::mt19937& random) {
   }
 }
 
-inline void run_block(unsigned threads, Schedule schedule, std::mt19937& random) {
-  fibers.resize(threads);
-  for (Fiber& fiber : fibers) {
+// Lets the threads [first, last) go on if all of them wait in the way `wait`, at one site.
+inline bool let_go(unsigned first, unsigned last, Wait wait) {
+  int votes = 0;
+  for (unsigned thread = first; thread < last; ++thread) {
+    const Fiber& fiber = fibers[thread];
+    if (fiber.done || fiber.waits != wait || fiber.site != fibers[first].site) {
+      return false;
+    }
+    votes |= fiber.vote;
+  }
+  vote_result = wait == Wait::kBlock ? votes : vote_result;
+  for (unsigned thread = first; thread < last; ++thread) {
+    fibers[thread].waits = Wait::kNothing;
+  }
+  return true;
+}
+
+inline void map_stacks(unsigned threads, int flags) {
+  void* memory = mmap(stacks, threads * Fiber::kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+  if (memory == MAP_FAILED) {
+    std::perror("mmap of the fibers' stacks");
+    std::exit(1);
+  }
+  stacks = static_cast<char*>(memory);
+}
+
+inline void run_block(unsigned threads, std::mt19937& random) {
+#if defined(SHIM_THREAD_SANITIZER)
+  map_stacks(threads, MAP_FIXED);  // as fresh memory: these threads are not ordered with those of the block before
+#endif
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    Fiber& fiber = fibers[thread];
     fiber.done = false;
+    fiber.waits = Wait::kNothing;
+    fiber.vote = 0;
+    fiber.barriers = fiber.collectives = 0;
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_sp = stacks + thread * Fiber::kStackBytes;
     fiber.context.uc_stack.ss_size = Fiber::kStackBytes;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, fiber_entry, 0);
+#if defined(SHIM_THREAD_SANITIZER)
+    fiber.thread_sanitizer = __tsan_create_fiber(0);
+#endif
   }
   std::vector<unsigned> order(threads);
   std::iota(order.begin(), order.end(), 0u);
   while (true) {
-    arrange(order, schedule, random);
+    arrange(order, random);
     for (const unsigned thread : order) {
-      resume(thread);
-    }
-    // Every fiber has now ended or waits; all must have done the same.
-    const auto finished = std::count_if(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.done; });
-    if (finished == static_cast<std::ptrdiff_t>(threads)) {
-      return;
-    }
-    vote_result = 0;
-    for (const Fiber& fiber : fibers) {
-      if (fiber.done || fiber.barrier != fibers[0].barrier) {
-        std::fprintf(stderr, "block %u: not all %u threads reached the barrier in line %d\n", block_index, threads, fibers[0].barrier);
-        std::exit(1);
+      if (!fibers[thread].done && fibers[thread].waits == Wait::kNothing) {
+        resume(thread);
       }
-      vote_result |= fiber.vote;
+    }
+    // Every fiber has now ended or waits.
+    unsigned finished = 0;
+    const Fiber* waiting = nullptr;
+    for (unsigned thread = 0; thread < threads; ++thread) {
+      finished += fibers[thread].done ? 1 : 0;
+      waiting = fibers[thread].done ? waiting : &fibers[thread];
+    }
+    if (finished == threads) {
+      break;
+    }
+    bool goes_on = let_go(0, threads, Wait::kBlock);
+    for (unsigned first = 0; first + kWarpSize <= threads; first += kWarpSize) {
+      goes_on |= let_go(first, first + kWarpSize, Wait::kWarp);
+    }
+    if (!goes_on) {
+      std::fprintf(stderr, "block %u: not all threads reached the barrier in %s\n", block_index.x, waiting->site);
+      std::exit(1);
     }
   }
-}
-
-// Runs `kernel(shared)` for every thread; each block gets its own poisoned `Shared`.
-template <typename Shared, typename Kernel>
-void launch(unsigned blocks, unsigned threads, Schedule schedule, Kernel kernel) {
-  std::mt19937 random(static_cast<unsigned>(schedule));
-  std::vector<unsigned> order(blocks);
-  std::iota(order.begin(), order.end(), 0u);
-  arrange(order, schedule, random);
-  block_size = threads;
-  for (const unsigned block : order) {
-    block_index = block;
-    void* shared = std::malloc(sizeof(Shared));
-    std::memset(shared, kPoison, sizeof(Shared));
-    body = [&] { kernel(*static_cast<Shared*>(shared)); };
-    run_block(threads, schedule, random);
-    std::free(shared);
+#if defined(SHIM_THREAD_SANITIZER)
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    __tsan_destroy_fiber(fibers[thread].thread_sanitizer);
   }
+#endif
 }
 
-inline unsigned atomic_add(unsigned* target, unsigned value) {
-  const unsigned before = *target;  // fibers do not interrupt one another
-  *target += value;
+// Runs `kernel()` for every thread; each block gets its own `shared_bytes` of poisoned shared memory.
+template <typename Kernel>
+void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
+  if (fibers == nullptr) {
+    static std::vector<Fiber> pool(kMaxThreads);
+    fibers = pool.data();
+    map_stacks(kMaxThreads, 0);
+  }
+  const unsigned count = threads.x * threads.y * threads.z;
+  const size_t grid = size_t{blocks.x} * blocks.y * blocks.z;
+  if (count == 0 || count > kMaxThreads || grid == 0) {
+    std::fprintf(stderr, "a launch of %zu blocks of %u threads; wanted at least 1 block and 1 to %u threads\n", grid, count, kMaxThreads);
+    std::exit(1);
+  }
+  std::mt19937 random(static_cast<unsigned>(schedule));
+  std::vector<unsigned> order(grid);
+  std::iota(order.begin(), order.end(), 0u);
+  arrange(order, random);
+  block_size = threads;
+  grid_size = blocks;
+  body = kernel;
+#if defined(SHIM_THREAD_SANITIZER)
+  scheduler_thread_sanitizer = __tsan_get_current_fiber();
+#endif
+  release(&launch_tag);
+  // Freed after the launch alone: blocks are not ordered among themselves, nor is the scheduler with them before their end.
+  std::vector<std::unique_ptr<void, decltype(&std::free)>> used;
+  for (const unsigned block : order) {
+    block_index = {block % blocks.x, block / blocks.x % blocks.y, block / (blocks.x * blocks.y)};
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 128, shared_bytes) != 0) {
+      std::abort();
+    }
+    std::memset(memory, poison, shared_bytes);
+    used.emplace_back(memory, &std::free);
+    release(&launch_tag);
+    shared_memory = static_cast<unsigned char*>(memory);
+    run_block(count, random);
+  }
+  acquire(&done_tag);
+}
+
+// Atomics order memory here, so that a missing __threadfence is not noticed; a missing barrier around them is.
+template <typename T>
+T atomic_add(T* target, T value) {
+  return __atomic_fetch_add(target, value, __ATOMIC_ACQ_REL);
+}
+
+inline unsigned atomic_inc(unsigned* target, unsigned last) {
+  unsigned before = __atomic_load_n(target, __ATOMIC_ACQUIRE);
+  while (!__atomic_compare_exchange_n(target, &before, before >= last ? 0 : before + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+  }
   return before;
+}
+
+SHIM_RUNTIME inline uint3 get_thread_index() {
+  return thread_index;
+}
+
+SHIM_RUNTIME inline uint3 get_block_index() {
+  return block_index;
+}
+
+SHIM_RUNTIME inline dim3 get_block_size() {
+  return block_size;
+}
+
+SHIM_RUNTIME inline dim3 get_grid_size() {
+  return grid_size;
+}
+
+SHIM_RUNTIME inline unsigned char* get_shared_memory() {
+  return shared_memory;
 }
 
 }  // namespace shim
 
-#define threadIdx (shim::Index{shim::thread_index})
-#define blockIdx (shim::Index{shim::block_index})
-#define blockDim (shim::Index{shim::block_size})
-#define __syncthreads() static_cast<void>(shim::barrier_or(__LINE__, 0))
-#define __syncthreads_or(vote) shim::barrier_or(__LINE__, vote)
+#define SHIM_TEXT_OF(x) #x
+#define SHIM_TEXT(x) SHIM_TEXT_OF(x)
+#define SHIM_SITE __FILE__ ":" SHIM_TEXT(__LINE__)
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#define threadIdx (shim::get_thread_index())
+#define blockIdx (shim::get_block_index())
+#define blockDim (shim::get_block_size())
+#define gridDim (shim::get_grid_size())
+#define __syncthreads() static_cast<void>(shim::block_barrier(SHIM_SITE, 0))
+#define __syncthreads_or(vote) shim::block_barrier(SHIM_SITE, (vote) != 0)
+#define __syncwarp() shim::warp_barrier(SHIM_SITE)
+#define __shfl_sync(mask, value, lane) shim::exchange(SHIM_SITE, value, static_cast<unsigned>(lane))
+#define __shfl_xor_sync(mask, value, bits) shim::exchange(SHIM_SITE, value, shim::lane_number() ^ static_cast<unsigned>(bits))
+#define __shfl_down_sync(mask, value, distance) shim::exchange(SHIM_SITE, value, shim::lane_number() + static_cast<unsigned>(distance))
+#define __shfl_up_sync(mask, value, distance) shim::exchange(SHIM_SITE, value, shim::lane_number() - static_cast<unsigned>(distance))
+#define __ballot_sync(mask, predicate) shim::ballot(SHIM_SITE, (predicate) != 0)
 #define atomicAdd(target, value) shim::atomic_add(target, value)
+#define atomicInc(target, last) shim::atomic_inc(target, last)
+#define __threadfence() static_cast<void>(0)
+
+#define MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)                       \
+  do {                                                                                      \
+    static_cast<void>(stream);                                                              \
+    shim::launch(dim3(blocks), dim3(threads), shared_bytes, [&] { kernel(__VA_ARGS__); });  \
+  } while (false)
+#define MF_DYNAMIC_SHARED(name) unsigned char* name = shim::get_shared_memory()
