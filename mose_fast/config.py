@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +25,7 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "METHOD_FINDERS",
     "METHOD_SETTINGS",
     "MOSE_PRESETS",
     "ConfigError",
@@ -350,6 +351,9 @@ class MethodSettings(NamedTuple):
 #: Settings of every method by name; the modules in :mod:`mose_fast.methods` enter theirs.
 METHOD_SETTINGS: dict[str, MethodSettings] = {"mose": MethodSettings(MoseOptions, MOSE_PRESETS)}
 
+#: Asked in turn for a name that is not in the table; :mod:`mose_fast.methods` adds the one that knows outside files and entry points.
+METHOD_FINDERS: list[Callable[[str], MethodSettings | None]] = []
+
 
 def method_settings(name: str) -> MethodSettings:
     """The settings of a method.
@@ -357,9 +361,14 @@ def method_settings(name: str) -> MethodSettings:
     Raises:
         ConfigError: There is no such method.
     """
-    if not isinstance(name, str) or name not in METHOD_SETTINGS:
-        raise ConfigError(f"method is {name!r}, which is unknown{near_matches(str(name), list(METHOD_SETTINGS))}")
-    return METHOD_SETTINGS[name]
+    if isinstance(name, str):
+        if name in METHOD_SETTINGS:
+            return METHOD_SETTINGS[name]
+        for find in METHOD_FINDERS:
+            settings = find(name)
+            if settings is not None:
+                return settings
+    raise ConfigError(f"method is {name!r}, which is unknown{near_matches(str(name), list(METHOD_SETTINGS))}")
 
 
 def preset_table(method: str = "mose") -> list[tuple[str, ...]]:

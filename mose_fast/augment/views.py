@@ -94,6 +94,24 @@ class ViewMaker:
         interleaved = [x for pair in zip(views, augmented.split([len(part) for part in copies]), strict=True) for x in pair]
         return torch.cat(interleaved), torch.cat([part for part in copy_rows for _ in range(2)])
 
+    def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
+        """One randomly augmented view of every image and no other; the images themselves for the recipe ``none``.
+
+        Args:
+            images: uint8 [R, H, W, 3].
+            seed: Of the run.
+            sequence: Number of this step.
+
+        Returns:
+            float32 [R, 3, H, W], normalised.
+        """
+        if self.recipe is None:
+            return self.normalise(images)
+        codes, factors = draw_augment_parameters(
+            self.recipe, seed, sequence, len(images), images.shape[1], images.shape[2], images.device
+        )
+        return apply_views(self._unit(images), codes, factors, self.mean, self.std, jitter_normalised=self.jitter_normalised)
+
     @staticmethod
     def _unit(images: Tensor) -> Tensor:
         return images.permute(0, 3, 1, 2).to(torch.float32).contiguous() / 255

@@ -40,7 +40,12 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int) -> TaskAccurac
     filled = memory.filled
     features, logits = learner.outputs(memory.images[:filled])
     means = learner.class_means(features)
-    buffer = _by_task(classify(features, logits, means), memory.labels[:filled], memory.tasks[:filled], task)
+    # By class, not by the task in which a sample came: the upper bound meets all classes in one.
+    task_of_class = torch.empty(stream.classes, dtype=torch.int64)
+    for t, classes in enumerate(stream.tasks):
+        task_of_class[list(classes)] = t
+    stored = memory.labels[:filled]
+    buffer = _by_task(classify(features, logits, means), stored, task_of_class.to(learner.device)[stored], task)
 
     rows = torch.cat([stream.test_rows(t) for t in range(task + 1)])
     tasks = torch.cat([torch.full((len(stream.test_rows(t)),), t) for t in range(task + 1)]).to(learner.device)

@@ -25,6 +25,7 @@ class ReplayMemory:
     Attributes:
         images: uint8 [M, H, W, 3]; labels, tasks, indices: int64 [M]. The first ``filled`` slots hold samples.
         state: int64 [3]: seed, number of draws so far, number of items seen.
+        extras: What a method keeps beside each sample, by name, [M, ...]; see :meth:`keep`.
     """
 
     def __init__(self, capacity: int, image_size: tuple[int, int], *, seed: int, device: torch.device | str = "cpu") -> None:
@@ -34,6 +35,7 @@ class ReplayMemory:
         self.images = torch.zeros(capacity, *image_size, 3, dtype=torch.uint8, device=device)
         self.labels, self.tasks, self.indices = (torch.full((capacity,), -1, dtype=torch.int64, device=device) for _ in range(3))
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64, device=device)
+        self.extras: dict[str, Tensor] = {}
         # The host's twin of state[2], so that the fill level is known without asking the device.
         self.seen = 0
 
@@ -55,6 +57,35 @@ class ReplayMemory:
         slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, task, index)
         self.seen += len(x)
         return slots
+
+    def write(self, slots: Tensor, x: Tensor, y: Tensor, task: int, index: Tensor) -> None:
+        """Stores a batch in slots that a policy has chosen; the counterpart of :meth:`insert` for policies other than reservoir sampling.
+
+        A policy must fill the slots in order: the first ``filled`` ones, and they alone, hold samples.
+
+        Args:
+            slots: int64 [B], each slot at most once; -1 where an item is not kept.
+            x, y, task, index: As for :meth:`insert`.
+        """
+        kept = slots >= 0
+        written = slots[kept]
+        self.images[written], self.labels[written], self.indices[written] = x[kept], y[kept], index[kept]
+        self.tasks[written] = task
+        self.state[2] += len(x)
+        self.seen += len(x)
+
+    def keep(self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+        """Reserves a tensor [M, *shape] of zeros that belongs to the slots: it is part of :meth:`tensors`.
+
+        Whoever inserts also writes it, with :meth:`write_extra`.
+        """
+        self.extras[name] = torch.zeros(self.capacity, *shape, dtype=dtype, device=self.images.device)
+        return self.extras[name]
+
+    def write_extra(self, name: str, slots: Tensor, values: Tensor) -> None:
+        """Writes ``values`` [B, ...] beside the samples that :meth:`insert` put into ``slots`` (int64 [B], -1: not kept)."""
+        kept = slots >= 0
+        self.extras[name][slots[kept]] = values[kept].to(self.extras[name].dtype)
 
     def draw(self, count: int, *, only: int | None = None, others: int | None = None) -> Tensor:
         """Draws slots uniformly without replacement.
@@ -79,7 +110,8 @@ class ReplayMemory:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a checkpoint must hold."""
-        return {"images": self.images, "labels": self.labels, "tasks": self.tasks, "indices": self.indices, "state": self.state}
+        own = {"images": self.images, "labels": self.labels, "tasks": self.tasks, "indices": self.indices, "state": self.state}
+        return own | {f"extra/{name}": tensor for name, tensor in self.extras.items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Takes over what :meth:`tensors` gave, in place.
@@ -88,6 +120,8 @@ class ReplayMemory:
             ValueError: A tensor has another shape than this memory's.
         """
         for name, own in self.tensors().items():
+            if name not in tensors:
+                raise ValueError(f"memory.{name} is missing; wanted the state of a memory that keeps it")
             if own.shape != tensors[name].shape:
                 raise ValueError(f"memory.{name} has shape {tuple(tensors[name].shape)}; wanted {tuple(own.shape)}")
             own.copy_(tensors[name])

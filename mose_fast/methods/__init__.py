@@ -6,13 +6,34 @@ from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods.base import Learner, resolve_device
+from mose_fast.methods.er import Er
+from mose_fast.methods.finetune import Finetune
+from mose_fast.methods.joint import Joint
 from mose_fast.methods.mose import Mose
 from mose_fast.methods.network import NetworkLearner
+from mose_fast.methods.registry import METHODS, About, Preset, method, warn_of_other_protocol
+from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 
-__all__ = ["METHODS", "Learner", "Mose", "NetworkLearner", "create_learner", "resolve_device"]
-
-#: Every method by name.
-METHODS: dict[str, type[Learner]] = {"mose": Mose}
+__all__ = [
+    "METHODS",
+    "About",
+    "BaselineOptions",
+    "Er",
+    "Finetune",
+    "Joint",
+    "Learner",
+    "Mose",
+    "NetworkLearner",
+    "Outputs",
+    "Preset",
+    "ReplayLearner",
+    "Rows",
+    "create_learner",
+    "cross_entropy",
+    "method",
+    "resolve_device",
+    "warn_of_other_protocol",
+]
 
 
 def create_learner(config: RunConfig | None = None, *, classes: int, **stream_or_settings: Any) -> Learner:

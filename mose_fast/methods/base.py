@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from mose_fast.config import ConfigError, RunConfig, near_matches
 from mose_fast.memory import ReplayMemory
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, check_image_size, classify
+
+if TYPE_CHECKING:
+    from mose_fast.methods.registry import About
 
 __all__ = ["Learner", "resolve_device"]
 
@@ -63,6 +66,12 @@ class Learner(ABC):
     #: True where replay rows are chosen by looking at the model, so that batches cannot be planned ahead of training.
     plan_depends_on_model: ClassVar[bool] = False
 
+    #: True for the upper bound that sees the data of all tasks shuffled into one: the loop presents the stream as a single task.
+    joint_stream: ClassVar[bool] = False
+
+    #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
+    about: ClassVar[About]
+
     def __init__(
         self,
         config: RunConfig,
@@ -82,7 +91,7 @@ class Learner(ABC):
         self.mean, self.std = tuple(mean), tuple(std)
         self.mirrored = mirror_safe if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
-        self.memory = ReplayMemory(config.memory, self.image_size, seed=config.seed, device=self.device)
+        self.memory = self.build_memory()
         self.task: int | None = None
         self.first_task: int | None = None
         self.task_classes: list[int] | None = None
@@ -146,11 +155,23 @@ class Learner(ABC):
         losses = self.train_batch(x, y) if train else None
         self._means = None
         if store:
-            self.memory.insert(x, y, self.task, index.to(self.device, torch.int64))
+            self.store(x, y, index.to(self.device, torch.int64))
         return losses
 
     def end_task(self) -> None:  # noqa: B027 - most methods have nothing to do here
         """Ends the current task."""
+
+    def build_memory(self) -> ReplayMemory:
+        """The empty replay memory; methods with another policy or with more to keep for each slot override it."""
+        return ReplayMemory(self.config.memory, self.image_size, seed=self.config.seed, device=self.device)
+
+    def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        """Offers a batch to the memory after its training step; arguments as those of :meth:`observe`, checked and on the device.
+
+        Returns:
+            int64 [B]: the slot in which each item lies now, -1 where it was not kept.
+        """
+        return self.memory.insert(x, y, self.task, index)
 
     @abstractmethod
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.config import MOSE_PRESETS, ConfigError, MoseOptions, RunConfig
 from mose_fast.losses import ExpertLosses
 from mose_fast.methods.network import NetworkLearner
+from mose_fast.methods.registry import Preset, method
 from mose_fast.nn import ExpertNetwork
 
 __all__ = ["Composition", "Mose", "StepPlan"]
@@ -42,6 +43,17 @@ class StepPlan(NamedTuple):
     sequence: int
 
 
+@method(
+    "mose",
+    options=MoseOptions,
+    presets={
+        "released": Preset("AnAppleCore/MOSE @ c24a0e6", MOSE_PRESETS["released"]),
+        "paper": Preset("CVPR 2024, the text taken literally", MOSE_PRESETS["paper"]),
+    },
+    year=2024,
+    reference="Orchestrate Latent Expertise, Yan et al., CVPR 2024",
+    cost=5.3,
+)
 class Mose(NetworkLearner):
     """Nested experts with supervised contrastive loss and cross-entropy each, and reverse self-distillation into the student."""
 

@@ -1,4 +1,4 @@
-"""What learners with one network and one Adam share."""
+"""What learners with one network and one optimiser share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["NetworkLearner"]
 
 
 class NetworkLearner(Learner):
-    """A learner with one :class:`ExpertNetwork`, trained by one Adam for the whole stream.
+    """A learner with one :class:`ExpertNetwork`, trained by one optimiser for the whole stream.
 
     Attributes:
         network: The network, channels_last, on the learner's device.
-        optimiser: Its Adam.
+        optimiser: Its optimiser.
         views: Makes views of raw images.
     """
 
@@ -35,22 +35,29 @@ class NetworkLearner(Learner):
             torch.manual_seed(config.seed)
             network = self.build_network()
         self.network = network.to(self.device, memory_format=torch.channels_last)
-        self.optimiser = torch.optim.Adam(
-            self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
-        )
-        self.views = ViewMaker(
-            o.augment,
-            self.inner_views(),
-            mirror=self.mirrored,
-            mean=self.mean,
-            std=self.std,
-            jitter_normalised=o.jitter_domain == "normalised",
-            device=self.device,
-        )
+        self.optimiser = self.build_optimiser()
+        self.views = self.build_views(o.augment)
 
     @abstractmethod
     def build_network(self) -> ExpertNetwork:
         """The untrained network; PyTorch's random state is set by the seed."""
+
+    def build_optimiser(self) -> torch.optim.Optimizer:
+        """The optimiser of all parameters of the network."""
+        o = self.config.options
+        return torch.optim.Adam(self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+
+    def build_views(self, recipe: str) -> ViewMaker:
+        """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`."""
+        return ViewMaker(
+            recipe,
+            self.inner_views(),
+            mirror=self.mirrored,
+            mean=self.mean,
+            std=self.std,
+            jitter_normalised=self.config.options.jitter_domain == "normalised",
+            device=self.device,
+        )
 
     def inner_views(self) -> int:
         """Fixed copies of every row: 1, 2, 4 or 16."""

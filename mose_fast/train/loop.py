@@ -20,7 +20,7 @@ import torch
 from mose_fast import streams
 from mose_fast.config import RunConfig, StreamConfig
 from mose_fast.evaluate import evaluate_learner
-from mose_fast.methods import Learner, create_learner
+from mose_fast.methods import Learner, create_learner, warn_of_other_protocol
 from mose_fast.streams import Stream
 from mose_fast.streams.stream import draw_order
 from mose_fast.train.checkpoint import latest, load_checkpoint, save_checkpoint
@@ -84,6 +84,7 @@ def run(
     else:
         raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
     learner = _learner(config, stream)
+    warn_of_other_protocol(config)
     folder = None
     if out is not None:
         folder = RunFolder(out)
@@ -140,6 +141,10 @@ class _Loop:
         self.config, self.stream, self.learner, self.folder = config, stream, learner, folder
         self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
         self.joint = config.train_on == "final_memory"
+        #: The stream as the learner meets it: the upper bound gets the images of all tasks shuffled into one.
+        self.presented = stream
+        if learner.joint_stream:
+            self.presented = dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None)
         #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the whole run.
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
@@ -156,19 +161,19 @@ class _Loop:
                 listener.close()
 
     def _run(self, interrupted: threading.Event) -> dict[str, Any]:
-        tasks = len(self.stream.tasks)
+        tasks = len(self.presented.tasks)
         # After the tasks of the stream, training on the final memory is one more.
         for task in range(self.position["task"], tasks + (1 if self.joint else 0)):
             for listener in self.listeners:
                 listener.on_task_start(task)
             if task < tasks and self.position["epoch"] == self.position["batch"] == 0:
-                self.learner.begin_task(task, self.stream.tasks[task])
+                self.learner.begin_task(task, self.presented.tasks[task])
             self._train_task(task, interrupted)
             self._finish_task(task)
         return self._finish()
 
     def _train_task(self, task: int, interrupted: threading.Event) -> None:
-        rehearsing = task == len(self.stream.tasks)
+        rehearsing = task == len(self.presented.tasks)
         epochs = self.config.epochs if rehearsing or not self.joint else 1
         every = self.config.checkpoint_every
         for epoch in range(self.position["epoch"], epochs):
@@ -176,7 +181,7 @@ class _Loop:
                 order = torch.from_numpy(draw_order(self.learner.memory.filled, self.config.seed, _REHEARSAL_ORDER + epoch))
                 batches = list(order.split(self.config.options.buffer_batch))
             else:
-                batches = self.stream.batches(task, seed=self.config.seed, epoch=epoch)
+                batches = self.presented.batches(task, seed=self.config.seed, epoch=epoch)
             for rows in batches[self.position["batch"] :]:
                 with self._timed("train"):
                     losses = self._train_batch(task, epoch, rows, rehearsing)
@@ -210,12 +215,12 @@ class _Loop:
         return values
 
     def _finish_task(self, task: int) -> None:
-        last = len(self.stream.tasks) - 1
+        last = len(self.presented.tasks) - 1
         accuracy = None
         if task <= last:
             self.learner.end_task()
         if not self.joint or task > last:
-            seen = min(task, last)
+            seen = len(self.stream.tasks) - 1 if self.learner.joint_stream else min(task, last)
             with self._timed("evaluate"):
                 accuracy = evaluate_learner(self.learner, self.stream, seen)
             for kind, values in (("test", accuracy.test), ("buffer", accuracy.buffer)):
@@ -262,11 +267,11 @@ class _Loop:
             return evaluate_learner(untrained, self.stream, len(self.stream.tasks) - 1).test
 
     def _batches(self) -> int:
-        tasks = range(len(self.stream.tasks))
-        stream = sum(len(self.stream.batches(task, seed=self.config.seed)) for task in tasks)
+        tasks = range(len(self.presented.tasks))
+        stream = sum(len(self.presented.batches(task, seed=self.config.seed)) for task in tasks)
         if not self.joint:
             return stream * self.config.epochs
-        filled = min(self.config.memory, sum(len(self.stream.train_rows(task)) for task in tasks))
+        filled = min(self.config.memory, sum(len(self.presented.train_rows(task)) for task in tasks))
         return stream + self.config.epochs * -(-filled // self.config.options.buffer_batch)
 
     def _save(self) -> None:

@@ -1,0 +1,48 @@
+"""ER: Experience Replay (Chaudhry et al., "On Tiny Episodic Memories in Continual Learning", 2019; baselines.md 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mose_fast.config import knob
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy, table_preset
+
+__all__ = ["Er", "ErOptions"]
+
+
+@dataclass(frozen=True)
+class ErOptions(BaselineOptions):
+    """Switches of ER."""
+
+    reduction: str = knob(
+        "sum_of_means",
+        "sum_of_means: mean over incoming rows plus mean over replayed rows | pooled_mean: one mean over all rows",
+        "MIR repository: sum_of_means; MOSE repository since 2024: pooled_mean",
+        choices=("sum_of_means", "pooled_mean"),
+    )
+
+
+@method(
+    "er",
+    options=ErOptions,
+    presets={
+        "table": table_preset(),
+        "official": Preset(
+            "optimass/Maximally_Interfered_Retrieval @ 35eda78, rand_replay: its defaults",
+            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 0.0, "buffer_batch": 10, "augment": "none", "replay_from": "others"},
+        ),
+    },
+    year=2019,
+    reference="Experience Replay, Chaudhry et al., arXiv 1902.10486",
+    cost=1.0,
+)
+class Er(ReplayLearner):
+    """ER: cross-entropy on the incoming batch and on rows drawn uniformly from a reservoir memory."""
+
+    def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
+        if self.config.options.reduction == "pooled_mean":
+            return {"cross_entropy": cross_entropy(outputs.logits, rows.labels)}
+        return super().losses(outputs, rows)

@@ -1,0 +1,25 @@
+"""Plain fine-tuning: what every method against forgetting must beat."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mose_fast.methods.registry import method
+from mose_fast.methods.replay import BaselineOptions, ReplayLearner, table_preset
+
+__all__ = ["Finetune"]
+
+
+@method(
+    "finetune",
+    options=BaselineOptions,
+    presets={"table": table_preset()},
+    year=1989,
+    reference="Lower bound; the forgetting of McCloskey and Cohen, Psychology of Learning and Motivation 24",
+    cost=10 / 74,
+)
+class Finetune(ReplayLearner):
+    """Lower bound: trains on the incoming batch alone. Its memory only serves the nearest-class-mean classifier."""
+
+    def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
+        return y[:0]

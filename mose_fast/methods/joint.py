@@ -1,0 +1,25 @@
+"""Joint training in one pass: what a learner reaches that need not fear forgetting."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mose_fast.methods.er import Er, ErOptions
+from mose_fast.methods.registry import method
+from mose_fast.methods.replay import table_preset
+
+__all__ = ["Joint"]
+
+
+@method(
+    "joint",
+    options=ErOptions,
+    presets={"table": table_preset()},
+    year=2019,
+    reference="Upper bound; one pass over independent, identically distributed batches",
+    cost=1.0,
+)
+class Joint(Er):
+    """Upper bound: ER, but the data of all tasks come shuffled together, as one task, in one pass."""
+
+    joint_stream: ClassVar[bool] = True

@@ -1,0 +1,166 @@
+"""What the baselines share: one network, incoming rows and rows replayed from memory in one forward pass (baselines.md 0.2, 0.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mose_fast.config import MethodOptions, knob
+from mose_fast.methods.network import NetworkLearner
+from mose_fast.methods.registry import Preset
+from mose_fast.nn import ExpertNetwork
+
+__all__ = ["TABLE", "BaselineOptions", "Outputs", "ReplayLearner", "Rows", "cross_entropy", "table_preset"]
+
+#: Source of the preset ``table``.
+TABLE = "MOSE, section 5.1: one protocol for all baselines; what it leaves open as recommended in the method's file (a choice)"
+
+
+def table_preset(**changes: object) -> Preset:
+    """The preset ``table`` of a baseline: the shared protocol, which the options' defaults hold, and what the method sets beside it."""
+    return Preset(TABLE, changes)
+
+
+@dataclass(frozen=True)
+class BaselineOptions(MethodOptions):
+    """Switches that all baselines have. The defaults are the shared protocol of the MOSE comparison."""
+
+    augment: str = knob(
+        "simclr",
+        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | none",
+        "paper 5.1: flip, gray and crop for all but SCR and DER++",
+        choices=("simclr", "ocm", "scr", "none"),
+    )
+    lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0)
+    weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0)
+    classifier: str = knob("linear", "linear | ncm (nearest class mean)", "the methods' own papers", choices=("linear", "ncm"))
+    optimiser: str = knob("adam", "adam | sgd (without momentum)", "paper 5.1: Adam for all; repositories: SGD", choices=("adam", "sgd"))
+    replay_from: str = knob(
+        "all",
+        "replayed rows come from: all | others (every task but the current)",
+        "choice (baselines.md 2); the repositories differ",
+        choices=("all", "others"),
+    )
+
+
+class Rows(NamedTuple):
+    """The rows of a step.
+
+    Attributes:
+        images: uint8 [R, H, W, 3], raw: the incoming batch, then one set of replayed rows after the other.
+        labels: int64 [R].
+        sizes: Rows of each set; R is their sum.
+        slots: int64 [R - sizes[0]]: where in the memory the replayed rows lie.
+        sequence: Number of the step, which decides its random views.
+    """
+
+    images: Tensor
+    labels: Tensor
+    sizes: tuple[int, ...]
+    slots: Tensor
+    sequence: int
+
+
+class Outputs(NamedTuple):
+    """What the network gives for the V views of a step: ``logits`` [V, K], ``features`` [V, D], ``projections`` [V, P]."""
+
+    logits: Tensor
+    features: Tensor
+    projections: Tensor
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over all classes in float32, whatever precision the network ran in."""
+    return F.cross_entropy(logits.float(), labels)
+
+
+class ReplayLearner(NetworkLearner):
+    """A learner that trains on the incoming batch and on rows drawn from memory, each seen in one augmented view.
+
+    A method overrides what it does differently: :meth:`retrieve` chooses the replayed rows, :meth:`losses` what is minimised;
+    beyond these :meth:`plan` (which sets of rows there are), :meth:`make_views`, :meth:`projection_head`,
+    :meth:`classification_head` and :meth:`step`. All of them start from the same weights for the same seed.
+    """
+
+    def build_network(self) -> ExpertNetwork:
+        o = self.config.options
+        network = ExpertNetwork(self.classes, width=self.config.width, experts=1, attention=False, adapter=False, init=o.init)
+        network.classifier1 = self.classification_head(network.classifier1)
+        network.projection1 = self.projection_head(network.feature_size)
+        return network
+
+    def classification_head(self, linear: nn.Linear) -> nn.Module:
+        """The classifier; ``linear`` is the one that the network has."""
+        return linear
+
+    def projection_head(self, feature_size: int) -> nn.Module:
+        """What maps features to the projections of a contrastive loss; methods without such a loss have none."""
+        return nn.Identity()
+
+    def build_optimiser(self) -> torch.optim.Optimizer:
+        o = self.config.options
+        if o.optimiser == "sgd":
+            return torch.optim.SGD(self.network.parameters(), lr=o.lr, weight_decay=o.weight_decay)
+        return super().build_optimiser()
+
+    # A step
+
+    def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
+        rows = self.plan(x, y)
+        return None if rows is None else self.step(rows)
+
+    def plan(self, x: Tensor, y: Tensor) -> Rows | None:
+        """The rows of the step for an incoming batch; None where it trains nothing.
+
+        Args:
+            x: uint8 [B, H, W, 3] on the learner's device; y: int64 [B], registered in ``seen`` and ``current``.
+        """
+        return self.rows(x, y, self.retrieve(x, y))
+
+    def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
+        """Slots of the rows to replay beside an incoming batch, int64 [at most ``buffer_batch``]: uniform without replacement."""
+        o = self.config.options
+        return self.memory.draw(o.buffer_batch, others=self.task if o.replay_from == "others" else None)
+
+    def rows(self, x: Tensor, y: Tensor, *sets: Tensor) -> Rows:
+        """Incoming rows and sets of memory slots as the rows of a step."""
+        slots = torch.cat(sets)
+        images = torch.cat([x, self.memory.images[slots]])
+        labels = torch.cat([y, self.memory.labels[slots]])
+        return Rows(images, labels, (len(x), *map(len, sets)), slots, self.steps)
+
+    def step(self, rows: Rows) -> dict[str, Tensor]:
+        """One optimiser step; returns the loss and its terms."""
+        views = self.make_views(rows)
+        with self.precise():
+            terms = self.losses(self.forward(views), rows)
+            loss = torch.stack(list(terms.values())).sum()
+            self.update(loss)
+        return {"loss": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
+
+    def make_views(self, rows: Rows) -> Tensor:
+        """float32 [V, 3, H, W], normalised: one augmented view of every row, in the rows' order."""
+        return self.views.augmented(rows.images, self.config.seed, rows.sequence)
+
+    def forward(self, views: Tensor) -> Outputs:
+        """The network in training mode and in the run's precision."""
+        self.network.train()
+        with self.forward_precision():
+            features = self.network.features(views.contiguous(memory_format=torch.channels_last))
+            return Outputs(self.network.classify(features)[0], features[0], self.network.project(features)[0])
+
+    def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
+        """The terms whose sum is minimised, float32 scalars by name: a mean cross-entropy for every set of rows that is not empty."""
+        names = ("incoming", "replayed")
+        parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
+        return {name: cross_entropy(logits, labels) for name, logits, labels in parts if len(labels)}
+
+    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
+        """One step on memory slots alone, as replayed rows."""
+        self._means = None
+        none = slots[:0]
+        return self.step(self.rows(self.memory.images[none], self.memory.labels[none], slots))
