@@ -4,7 +4,7 @@ A benchmark file ``bench_<stem>.py`` holds two functions (see bench_null.py, and
 
 * ``make_call(case)`` builds the inputs of a :class:`Case` and returns a function without arguments that does the work once;
 * ``bench_<stem>(measure, impl, device, ...)`` hands both to the fixture ``measure``. The fixtures ``impl`` and ``device`` come from
-  bench/conftest.py; sizes are the file's own ``pytest.mark.parametrize``.
+  bench/conftest.py; sizes are the file's own ``pytest.mark.parametrize``. A file may name fewer ``IMPLEMENTATIONS`` than those here.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def pytest_generate_tests(metafunc):
     config = metafunc.config
     if "impl" in metafunc.fixturenames:
         left_out = ("compiled",) if config.getoption("--compiled") == "off" else ()
-        metafunc.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl not in left_out])
+        named = getattr(metafunc.module, "IMPLEMENTATIONS", IMPLEMENTATIONS)
+        metafunc.parametrize("impl", [impl for impl in named if impl not in left_out])
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", config.getoption("--devices").split(","))
 
