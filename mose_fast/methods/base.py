@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
@@ -71,6 +72,9 @@ class Learner(ABC):
 
     #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
     about: ClassVar[About]
+
+    #: Attributes with plain values that a checkpoint must hold; subclasses extend it.
+    remembered: ClassVar[tuple[str, ...]] = ("task", "first_task", "task_classes", "seen", "current", "steps")
 
     def __init__(
         self,
@@ -277,8 +281,7 @@ class Learner(ABC):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that must be restored to continue exactly: tensors by name, and plain values for JSON."""
         tensors = self.network_state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
-        values = {name: getattr(self, name) for name in ("task", "first_task", "task_classes", "seen", "current", "steps")}
-        return tensors, values
+        return tensors, {name: copy.copy(getattr(self, name)) for name in self.remembered}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Takes over what :meth:`state` gave.
@@ -289,8 +292,8 @@ class Learner(ABC):
         memory = {name.removeprefix("memory/"): t for name, t in tensors.items() if name.startswith("memory/")}
         self.load_network_state({name: t for name, t in tensors.items() if not name.startswith("memory/")})
         self.memory.load(memory)
-        for name, value in values.items():
-            setattr(self, name, value)
+        for name in self.remembered:
+            setattr(self, name, copy.copy(values[name]))
         self._means = None
 
     def weights_hash(self) -> str:

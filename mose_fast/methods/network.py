@@ -109,9 +109,12 @@ class NetworkLearner(Learner):
         except RuntimeError as error:
             raise ValueError(f"the state belongs to another network: {error}") from error
         moments: dict[int, dict[str, Tensor]] = {}
-        for position, (name, _) in enumerate(self.network.named_parameters()):
+        for position, (name, parameter) in enumerate(self.network.named_parameters()):
             names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq")}
             parts = {part: tensors[key] for part, key in names.items() if key in tensors}
+            for part in parts.keys() - {"step"}:
+                # In the parameter's own memory format, as Adam made them.
+                parts[part] = torch.empty_like(parameter).copy_(parts[part])
             if parts:
                 moments[position] = parts
         self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})

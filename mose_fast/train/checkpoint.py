@@ -29,7 +29,7 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], values:
 
     Args:
         folder: Of the checkpoints.
-        step: Batches seen so far; orders the files.
+        step: A number that grows from checkpoint to checkpoint; orders the files.
         tensors: By name, on any device.
         values: Plain values that JSON can hold.
 

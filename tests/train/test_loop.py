@@ -220,3 +220,31 @@ def test_full_disk_while_writing_results_loses_nothing(tmp_path, monkeypatch, pl
     assert not (out / name).exists()
     assert resume(out)["weights_sha256"] == plain[0]["weights_sha256"]
     assert (out / name).exists()
+
+
+def test_a_checkpoint_never_holds_broken_weights(tmp_path):
+    """The last step of a task may break the weights though its loss was finite."""
+
+    class Breaker(Listener):
+        def on_start(self, config, stream, learner, batch, batches):
+            self.learner = learner
+
+        def on_batch(self, batch, losses):
+            if batch == 6:
+                with torch.no_grad():
+                    next(self.learner.network.parameters()).fill_(float("nan"))
+
+    with pytest.raises(TrainingDiverged, match="network/.* holds NaN or infinity after batch 6"):
+        run(config(checkpoint_every=2), out=tmp_path / "run", listeners=[Breaker()])
+    tensors, _ = load_checkpoint(latest(tmp_path / "run" / "checkpoints"))
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_deterministic_algorithms_are_asked_for_only_while_it_runs():
+    class Asks(Listener):
+        def on_batch(self, batch, losses):
+            self.inside = torch.are_deterministic_algorithms_enabled()
+
+    asks = Asks()
+    run(config(deterministic=True), listeners=[asks])
+    assert asks.inside and not torch.are_deterministic_algorithms_enabled()
