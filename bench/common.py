@@ -49,6 +49,7 @@ class Case:
         direction: ``forward`` or ``forward+backward``.
         shape: Sizes by the letter that the op's docstring uses.
         target_us: Microseconds that the native code should take at most on a Hopper card; None where there is no target.
+        captured: On a card the calls run inside a captured graph; False for code that waits for the host, which no graph can hold.
     """
 
     op: str
@@ -58,6 +59,7 @@ class Case:
     direction: str = "forward"
     shape: Mapping[str, int] = field(default_factory=dict)
     target_us: float | None = None
+    captured: bool = True
 
     @property
     def shape_text(self) -> str:
@@ -123,11 +125,11 @@ def processor() -> str:
     return name.group(1).strip() if name else platform.processor() or platform.machine()
 
 
-def time_on_card(call: Callable[[], object], rounds: int = 30, calls: int = 20) -> tuple[list[float], int, int]:
-    """Times ``call`` inside a captured graph by CUDA events, as it will run in a captured training step.
+def time_on_card(call: Callable[[], object], captured: bool) -> tuple[list[float], int, int]:
+    """Times ``call`` by CUDA events, inside a captured graph as it will run in a captured training step, or eagerly.
 
-    A graph holds ``calls`` of it in a row, so that the gap between two graph launches does not count. Caches are warm, as they are
-    for an op whose inputs the step has just written.
+    Up to 20 calls are timed in a row, so that the gap between two graph launches does not count. Caches are warm, as they are for an
+    op whose inputs the step has just written.
 
     Returns:
         Seconds per call, one a round; device launches of one call (kernels, copies, fills); peak memory of one call in bytes beyond
@@ -138,29 +140,37 @@ def time_on_card(call: Callable[[], object], rounds: int = 30, calls: int = 20) 
     with torch.cuda.stream(side):
         for _ in range(3):
             call()
-    side.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with torch.cuda.stream(side):
+        side.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
         call()
-    side.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        with torch.cuda.stream(side):
+        side.synchronize()
+        once = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() - before
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
-        torch.cuda.synchronize()
-    launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+            side.synchronize()
+        launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            call()
-    for _ in range(3):
-        graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 / calls for start, end in events], launches, peak
+        calls = max(1, min(20, int(0.02 / once)))
+        rounds = max(5, min(30, int(0.5 / (once * calls))))
+
+        def run() -> None:
+            for _ in range(calls):
+                call()
+
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                run()
+            run = graph.replay
+        for _ in range(3):
+            run()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+        for first, last in events:
+            first.record()
+            run()
+            last.record()
+        side.synchronize()
+    return [first.elapsed_time(last) / 1e3 / calls for first, last in events], launches, peak

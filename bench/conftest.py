@@ -69,15 +69,15 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         info.update(python=platform.python_version(), date=datetime.now(timezone.utc).strftime("%Y-%m-%d"))
         info.update(card=torch.cuda.get_device_name() if on_card else processor(), threads=torch.get_num_threads())
         if on_card:
-            seconds, launches, peak = time_on_card(call)
+            seconds, launches, peak = time_on_card(call, case.captured)
             info.update(quantiles(seconds), launches=launches, peak_bytes=peak, target_us=case.target_us)
+            info.update(graph="yes" if case.captured else "no")
 
-            def batch() -> None:  # the host's view of it, outside a graph: one synchronisation for 20 calls
-                for _ in range(20):
-                    call()
+            def once() -> None:  # the host's view of an eager call; it stays in pytest-benchmark's JSON
+                call()
                 torch.cuda.synchronize()
 
-            benchmark.pedantic(batch, rounds=10, warmup_rounds=2)
+            benchmark.pedantic(once, rounds=10)
             return
         rounds, iterations = repetitions(call)
         benchmark.pedantic(call, rounds=rounds, iterations=iterations)

@@ -4,7 +4,8 @@
     python -m bench.store build/bench.json
 
 Results on the CPU go to bench/results/cpu.csv, those on a card to bench/results/<card>.csv. A row is one benchmark; rows are only ever
-added. Columns: :data:`COLUMNS`; times are microseconds per call, on a card by CUDA events inside a captured graph.
+added. Columns: :data:`COLUMNS`; times are microseconds per call, on a card by CUDA events, inside a captured graph where
+the column ``graph`` says yes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 __all__ = ["COLUMNS", "append", "file_name", "read_rows", "table"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
-#: Peak memory is in bytes beyond inputs; it and the number of device launches are measured on cards only. The target is the issue's.
+#: From ``graph`` to ``target_us`` for cards only. Peak memory is that of one call in bytes, outputs included, inputs not.
 COLUMNS = (
-    "op", "impl", "direction", "shape", "dtype", "device", "median_us", "p20_us", "p80_us", "peak_bytes", "launches", "target_us", "card",
-    "torch", "cuda", "python", "threads", "commit", "date",
+    "op", "impl", "direction", "shape", "dtype", "device", "median_us", "p20_us", "p80_us", "graph", "peak_bytes", "launches", "target_us",
+    "card", "torch", "cuda", "python", "threads", "commit", "date",
 )  # fmt: skip
-_OPTIONAL = ("peak_bytes", "launches", "target_us")
+_OPTIONAL = ("graph", "peak_bytes", "launches", "target_us")
 
 Row = dict[str, str]
 

@@ -1,0 +1,143 @@
+#!/usr/bin/env bash
+# One command for a machine with a card: builds for it, checks every kernel, measures every op, prints one table last.
+#
+#   bench/gpu_check.sh             needs nvcc, cmake, ninja, a CUDA build of torch >= 2.11, pytest and pytest-benchmark; no network
+#   bench/gpu_check.sh --dry-run   anywhere: lists every step and every test, fails if an op lacks one
+#
+# PYTHON names the interpreter (python3). PYTHONPATH is kept: packages brought along may lie there. LIMIT is the time for everything
+# in seconds (290). Results are added to bench/results/<card>.csv, the table goes to <card>.txt beside it; where OUT is set, both and the
+# log are copied there. A failed step does not stop those after it. Exit status: 0 only if every step passed. More: docs/benchmarks.md.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+dry=false
+case "${1:-}" in
+  "") ;;
+  --dry-run) dry=true ;;
+  *) echo "argument is '$1'; wanted --dry-run or nothing" >&2; exit 2 ;;
+esac
+python=${PYTHON:-python3}
+limit=${LIMIT:-290}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+folder=build/gpu_check
+log=$folder/log.txt
+summary=()
+status=0
+
+remaining() { echo $((limit - SECONDS)); }
+
+# step NAME SECONDS COMMAND...: runs it within its own time and what is left of all; keeps its output in the log, shows the end.
+step() {
+  local name=$1 most=$2 began=$SECONDS rc=0
+  shift 2
+  if $dry; then
+    printf '%-24s at most %3d s: %s\n' "$name" "$most" "$*"
+    return 0
+  fi
+  printf '\n== %s\n' "$name" | tee -a "$log"
+  if (($(remaining) < most)); then most=$(remaining); fi
+  if ((most <= 0)); then
+    rc=124
+  else
+    timeout --kill-after=5 "$most" "$@" >"$folder/step.txt" 2>&1 || rc=$?
+    cat "$folder/step.txt" >>"$log"
+    tail -n "$([[ $rc == 0 ]] && echo 4 || echo 40)" "$folder/step.txt"
+  fi
+  local said=ok
+  if ((rc == 124 || rc == 137)); then said="FAILED: out of time"; elif ((rc)); then said="FAILED: exit status $rc"; fi
+  if ((rc)); then status=1; fi
+  summary+=("$(printf '%-24s %4d s  %s' "$name" $((SECONDS - began)) "$said")")
+  return "$rc"
+}
+
+finish() {
+  if [[ -n ${OUT:-} ]]; then
+    mkdir -p "$OUT"
+    cp "$log" "bench/results/$card.csv" "bench/results/$card.txt" "$OUT" 2>/dev/null
+  fi
+  printf '\n== %s s in all\n' "$SECONDS"
+  printf '%s\n' "${summary[@]}"
+  if [[ -s $folder/table.txt ]]; then printf '\n' && cat "$folder/table.txt"; fi
+  exit "$status"
+}
+
+if $dry; then
+  archs=9.0
+  card=card
+else
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  if ! found=$(nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | head -n 1) || [[ $found != *,* ]]; then
+    echo "nvidia-smi finds no card; bench/gpu_check.sh --dry-run works without one" >&2
+    exit 1
+  fi
+  archs=${found%%,*}
+  card=$(sed 's/[^a-z0-9]\+/-/g' <<<"$(tr '[:upper:]' '[:lower:]' <<<"${found#*, }")")
+  for tool in nvcc cmake ninja compute-sanitizer; do
+    command -v "$tool" >/dev/null || { echo "$tool is not on PATH" >&2; exit 1; }
+  done
+  # What the package and the checks import, asked before any time is spent on compiling.
+  "$python" - <<'PYTHON' || exit 1
+import importlib
+
+missing = []
+for name in ("torch", "torchvision", "numpy", "safetensors", "tomli_w", "tqdm", "PIL", "setuptools", "pytest", "pytest_benchmark"):
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        missing.append(f"{name} ({error})")
+if missing:
+    raise SystemExit(f"missing Python packages: {', '.join(missing)}. Bring wheels and set PYTHONPATH: docs/benchmarks.md")
+import torch
+
+if not torch.cuda.is_available():
+    raise SystemExit(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no card")
+print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+PYTHON
+fi
+export TORCH_CUDA_ARCH_LIST=$archs MOSE_FAST_BACKEND=cuda
+half=$(($(nproc) > 3 ? $(nproc) / 2 : 1))
+
+# Both builds at once, half of the cores each.
+build_all() {
+  MAX_JOBS=$half "$python" -m pip install --no-build-isolation --no-deps --no-index --disable-pip-version-check -e . &
+  local module=$!
+  MAX_JOBS=$half cmake -S . -B build/card -G Ninja -DMOSE_FAST_MODULE=OFF "-DMOSE_FAST_ARCHS_WANTED=$archs" \
+    "-DPython_EXECUTABLE=$("$python" -c 'import sys; print(sys.executable)')" \
+    && cmake --build build/card --target kernel_check
+  local check=$?
+  wait "$module" && return "$check"
+}
+export -f build_all
+export archs python half
+
+step "build" 150 bash -c build_all || finish
+step "library for the card" 30 "$python" -W error::RuntimeWarning -c \
+  'import mose_fast; info = mose_fast.build_info(); print(info); assert info["backend"] == "cuda", info' || finish
+step "kernel_check" 30 build/card/kernel_check
+for tool in memcheck racecheck initcheck; do
+  step "kernel_check, $tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 build/card/kernel_check
+done
+step "tests/gpu" 90 "$python" -m pytest tests/gpu -q -rs --maxfail=5 -p no:cacheprovider
+
+# One process an op: an error of the card spoils the rest of its process.
+measured=()
+for file in bench/bench_*.py; do
+  stem=$(basename "$file" .py)
+  json=$folder/$stem.json
+  step "$stem" 100 "$python" -m pytest "$file" -q --devices=cuda --compiled=headline --benchmark-quiet -p no:cacheprovider \
+    "--benchmark-json=$json"
+  if [[ -s $json ]]; then measured+=("$json"); fi
+done
+
+if $dry; then
+  printf '%-24s %s\n\n' "results and table" "bench/results/<card>.csv, bench/results/<card>.txt"
+  exec "$python" -m bench.collect
+fi
+if ((${#measured[@]})) && "$python" -m bench.store "${measured[@]}" >"$folder/table.txt" 2>>"$log"; then
+  cp "$folder/table.txt" "bench/results/$card.txt"
+else
+  echo "no benchmark result could be stored: see $log" >&2
+  status=1
+fi
+finish
