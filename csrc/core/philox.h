@@ -20,6 +20,8 @@ enum class Purpose : uint32_t {
   kReservoir = 1,  // does an item of the stream enter the replay memory, and where
   kDraw = 2,       // which slots are replayed
   kView = 3,       // parameters of an augmented view
+  kShift = 4,      // offsets and mirroring of a padded crop
+  kReview = 5,     // order in which the memory is gone through at the end of a task
 };
 
 // High 64 bits of the 128-bit product.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig
+from mose_fast.methods.agem import Agem
 from mose_fast.methods.base import Learner, resolve_device
+from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
 from mose_fast.methods.finetune import Finetune
 from mose_fast.methods.joint import Joint
@@ -13,11 +15,14 @@ from mose_fast.methods.mose import Mose
 from mose_fast.methods.network import NetworkLearner
 from mose_fast.methods.registry import METHODS, About, Preset, method, warn_of_other_protocol
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
+from mose_fast.methods.scr import Scr
 
 __all__ = [
     "METHODS",
     "About",
+    "Agem",
     "BaselineOptions",
+    "Derpp",
     "Er",
     "Finetune",
     "Joint",
@@ -28,6 +33,7 @@ __all__ = [
     "Preset",
     "ReplayLearner",
     "Rows",
+    "Scr",
     "create_learner",
     "cross_entropy",
     "method",

@@ -32,7 +32,15 @@ class ErOptions(BaselineOptions):
         "table": table_preset(),
         "official": Preset(
             "optimass/Maximally_Interfered_Retrieval @ 35eda78, rand_replay: its defaults",
-            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 0.0, "buffer_batch": 10, "augment": "none", "replay_from": "others"},
+            {
+                "optimiser": "sgd",
+                "lr": 0.1,
+                "weight_decay": 0.0,
+                "buffer_batch": 10,
+                "augment": "none",
+                "passes": "separate",
+                "replay_from": "others",
+            },
         ),
     },
     year=2019,

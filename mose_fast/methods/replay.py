@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mose_fast.augment import ViewMaker
+from mose_fast.augment.pad_crop import pad_crop
 from mose_fast.config import MethodOptions, knob
 from mose_fast.methods.network import NetworkLearner
 from mose_fast.methods.registry import Preset
@@ -31,14 +33,20 @@ class BaselineOptions(MethodOptions):
 
     augment: str = knob(
         "simclr",
-        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | none",
+        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | pad_crop (4 black pixels around; flip) | none",
         "paper 5.1: flip, gray and crop for all but SCR and DER++",
-        choices=("simclr", "ocm", "scr", "none"),
+        choices=("simclr", "ocm", "scr", "pad_crop", "none"),
     )
     lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0)
     weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0)
     classifier: str = knob("linear", "linear | ncm (nearest class mean)", "the methods' own papers", choices=("linear", "ncm"))
     optimiser: str = knob("adam", "adam | sgd (without momentum)", "paper 5.1: Adam for all; repositories: SGD", choices=("adam", "sgd"))
+    passes: str = knob(
+        "joint",
+        "sets of rows pass the network: joint (batch norm sees all of them) | separate (one set after the other)",
+        "choice (baselines.md 2), as the MOSE repository; the methods' repositories: separate",
+        choices=("joint", "separate"),
+    )
     replay_from: str = knob(
         "all",
         "replayed rows come from: all | others (every task but the current)",
@@ -101,6 +109,9 @@ class ReplayLearner(NetworkLearner):
         """What maps features to the projections of a contrastive loss; methods without such a loss have none."""
         return nn.Identity()
 
+    def build_views(self, recipe: str) -> ViewMaker:
+        return super().build_views("none" if recipe == "pad_crop" else recipe)
+
     def build_optimiser(self) -> torch.optim.Optimizer:
         o = self.config.options
         if o.optimiser == "sgd":
@@ -137,20 +148,33 @@ class ReplayLearner(NetworkLearner):
         """One optimiser step; returns the loss and its terms."""
         views = self.make_views(rows)
         with self.precise():
-            terms = self.losses(self.forward(views), rows)
+            separate = self.config.options.passes == "separate"
+            outputs = [self.forward(part) for part in (views.split(self.view_sizes(rows)) if separate else [views]) if len(part)]
+            terms = self.losses(Outputs(*map(torch.cat, zip(*outputs, strict=True))) if len(outputs) > 1 else outputs[0], rows)
             loss = torch.stack(list(terms.values())).sum()
             self.update(loss)
         return {"loss": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
 
     def make_views(self, rows: Rows) -> Tensor:
         """float32 [V, 3, H, W], normalised: one augmented view of every row, in the rows' order."""
-        return self.views.augmented(rows.images, self.config.seed, rows.sequence)
+        seed = self.config.seed
+        if self.config.options.augment == "pad_crop":
+            return self.views.normalise(pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored))
+        return self.views.augmented(rows.images, seed, rows.sequence)
+
+    def view_sizes(self, rows: Rows) -> tuple[int, ...]:
+        """How the views divide into those that pass the network together where ``passes`` is ``separate``: by default, set by set."""
+        return rows.sizes
 
     def forward(self, views: Tensor) -> Outputs:
         """The network in training mode and in the run's precision."""
         self.network.train()
+        count = len(views)
+        if count == 1:
+            # Batch norm in training refuses a single value a channel, which one 8x8 image leaves in the last stage.
+            views = torch.cat([views, views])
         with self.forward_precision():
-            features = self.network.features(views.contiguous(memory_format=torch.channels_last))
+            features = self.network.features(views.contiguous(memory_format=torch.channels_last))[:, :count]
             return Outputs(self.network.classify(features)[0], features[0], self.network.project(features)[0])
 
     def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:

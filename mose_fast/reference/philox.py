@@ -23,6 +23,8 @@ class Purpose(IntEnum):
     RESERVOIR = 1
     DRAW = 2
     VIEW = 3
+    SHIFT = 4
+    REVIEW = 5
 
 
 def _low(value: Tensor) -> Tensor:

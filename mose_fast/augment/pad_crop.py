@@ -1,0 +1,36 @@
+"""The augmentation of DER++ and of most offline methods: a crop of the padded image, mirrored or not (baselines.md 12)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mose_fast.ops.draws import Purpose, random_words, uniform_below32
+
+__all__ = ["pad_crop"]
+
+
+def pad_crop(images: Tensor, seed: int, sequence: int, *, mirror: bool, padding: int = 4) -> Tensor:
+    """Surrounds each image by black pixels and cuts out a window of its own size at a uniformly drawn place.
+
+    Args:
+        images: uint8 [N, H, W, 3].
+        seed: Of the run.
+        sequence: Number of the step; the same (seed, sequence) gives the same views on every device.
+        mirror: Also mirror each with probability 1/2.
+        padding: Pixels on every side.
+
+    Returns:
+        uint8 [N, H, W, 3].
+    """
+    count, height, width, _ = images.shape
+    device = images.device
+    right, down, side, _ = random_words(seed, sequence, count, Purpose.SHIFT, device)
+    places = torch.tensor(2 * padding + 1, device=device)
+    columns = uniform_below32(right, places)[:, None] + torch.arange(width, device=device)
+    if mirror:
+        columns = torch.where((side >= 2**31)[:, None], columns.flip(1), columns)
+    rows = uniform_below32(down, places)[:, None] + torch.arange(height, device=device)
+    padded = F.pad(images, (0, 0, padding, padding, padding, padding))
+    return padded[torch.arange(count, device=device)[:, None, None], rows[:, :, None], columns[:, None, :]]

@@ -1,0 +1,59 @@
+"""A-GEM: Averaged Gradient Episodic Memory (Chaudhry et al., "Efficient Lifelong Learning with A-GEM", ICLR 2019; baselines.md 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mose_fast.config import knob
+from mose_fast.methods.gradients import flat_gradient, project, write_gradient
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import BaselineOptions, ReplayLearner, Rows, cross_entropy, table_preset
+
+__all__ = ["Agem", "AgemOptions"]
+
+
+@dataclass(frozen=True)
+class AgemOptions(BaselineOptions):
+    """Switches of A-GEM. ``buffer_batch`` is the reference batch; incoming and reference rows always pass the network separately."""
+
+    replay_from: str = knob(
+        "others",
+        "the reference batch comes from: others (finished tasks) | all",
+        "facebookresearch/agem: finished tasks; the port in RaptorMai/online-continual-learning: all",
+        choices=("others", "all"),
+    )
+
+
+@method(
+    "agem",
+    options=AgemOptions,
+    presets={
+        "table": table_preset(),
+        # Of the official code's ring memory for each class and its head for each task, neither makes sense in this protocol.
+        "official": Preset(
+            "facebookresearch/agem @ 4542149, its CIFAR settings",
+            {"optimiser": "sgd", "lr": 0.03, "weight_decay": 0.0, "buffer_batch": 256, "augment": "none"},
+        ),
+    },
+    year=2019,
+    reference="Averaged GEM, Chaudhry et al., ICLR 2019",
+    cost=1.0,
+)
+class Agem(ReplayLearner):
+    """A-GEM: fine-tuning, but without the part of each gradient that would increase the loss on a batch from memory."""
+
+    def step(self, rows: Rows) -> dict[str, Tensor]:
+        if 0 in rows.sizes:  # no finished task yet, or rehearsal: one loss, nothing that it could oppose
+            return super().step(rows)
+        parameters = list(self.network.parameters())
+        views = self.make_views(rows).split(rows.sizes)
+        labels = rows.labels.split(rows.sizes)
+        with self.precise():
+            losses = [cross_entropy(self.forward(part).logits, y) for part, y in zip(views, labels, strict=True)]
+            gradient, reference = (flat_gradient(loss, parameters) for loss in losses)
+            write_gradient(parameters, project(gradient, reference))
+            self.optimiser.step()
+        self.steps += 1
+        return {"loss": losses[0].detach(), "reference": losses[1].detach()}
