@@ -20,8 +20,8 @@ import torch
 from mose_fast import streams
 from mose_fast.config import RunConfig, StreamConfig
 from mose_fast.evaluate import evaluate_learner
-from mose_fast.methods import Learner, create_learner, warn_of_other_protocol
-from mose_fast.streams import Stream
+from mose_fast.methods import Learner, create_learner, resolve_device, warn_of_other_protocol
+from mose_fast.streams import Stream, StreamError
 from mose_fast.streams.stream import draw_order
 from mose_fast.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from mose_fast.train.figure import accuracy_figure
@@ -33,6 +33,8 @@ __all__ = ["Interrupted", "TrainingDiverged", "resume", "run"]
 
 # Purpose word of the order in which the final memory is rehearsed: above those of the tasks' orders, below the class order's.
 _REHEARSAL_ORDER = 2**62
+
+_AGAINST_DIVERGENCE = "lower options.lr, or use precision fp32. The checkpoints before it are kept."
 
 
 class Interrupted(KeyboardInterrupt):
@@ -77,6 +79,8 @@ def run(
         stream = stream if made else None
     elif settings:
         raise TypeError(f"{', '.join(settings)}: given beside config; wanted them inside it")
+    # Before the stream, whose loading may take long.
+    resolve_device(config.device)
     if stream is None:
         stream = streams.create(config.stream)
     elif isinstance(stream, Stream):
@@ -111,7 +115,10 @@ def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable
         raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
     config = RunConfig.load(folder.config)
     if stream is None:
-        stream = streams.create(config.stream)
+        try:
+            stream = streams.create(config.stream)
+        except StreamError as error:
+            raise StreamError(f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))") from error
     learner = _learner(config, stream)
     loop = _Loop(config, stream, learner, folder, listeners)
     folder.reopen()
@@ -125,7 +132,6 @@ def _learner(config: RunConfig, stream: Stream) -> Learner:
     if config.deterministic:
         # Read when CUDA starts, so it must be set before the first tensor goes to the card.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     n = stream.normalisation
     return create_learner(
         config, classes=stream.classes, image_size=stream.image_size, mean=n.mean, std=n.std, mirror_safe=stream.mirror_safe
@@ -152,7 +158,7 @@ class _Loop:
 
     def run(self) -> dict[str, Any]:
         try:
-            with _interrupt_flag() as interrupted:
+            with _interrupt_flag() as interrupted, _deterministic(self.config.deterministic):
                 for listener in self.listeners:
                     listener.on_start(self.config, self.stream, self.learner, self.position["done"], self._batches())
                 return self._run(interrupted)
@@ -210,7 +216,7 @@ class _Loop:
             shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
             raise TrainingDiverged(
                 f"the loss is not finite at batch {self.position['done'] + 1} (task {task}): {shown}; "
-                "lower options.lr, or use precision fp32. The checkpoints before it are kept."
+                + _AGAINST_DIVERGENCE
             )
         return values
 
@@ -279,6 +285,9 @@ class _Loop:
             return
         with self._timed("checkpoint"):
             tensors, values = self.learner.state()
+            broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+            if broken:
+                raise TrainingDiverged(f"{broken[0]} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}")
             values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.seconds}
             save_checkpoint(self.folder.checkpoints, self.position["done"] + self.position["task"], tensors, values)
 
@@ -297,6 +306,16 @@ class _Loop:
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @contextmanager
