@@ -15,15 +15,18 @@ __all__ = ["TaskAccuracy", "evaluate_learner"]
 
 
 class TaskAccuracy(NamedTuple):
-    """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far.
+    """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far, and what was taken for what.
 
     Attributes:
         test: On each task's test images.
         buffer: On each task's memory samples; None for a task that has none.
+        confusion: Of the classifier and expert of ``predict()``: a row for each task seen so far with the numbers of its test images
+            whose predicted class belongs to task 0, 1, ... of the stream.
     """
 
     test: dict[str, dict[str, list[float]]]
     buffer: dict[str, dict[str, list[float | None]]]
+    confusion: list[list[int]]
 
 
 def evaluate_learner(learner: Learner, stream: Stream, task: int) -> TaskAccuracy:
@@ -55,7 +58,11 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int) -> TaskAccurac
         parts.append(classify(*learner.outputs(stream.x_test[part]), means))
     predictions = {c: {e: torch.cat([part[c][e] for part in parts]) for e in parts[0][c]} for c in parts[0]}
     test = _by_task(predictions, labels, tasks, task)
-    return TaskAccuracy(test, buffer)
+    classifier, expert = learner.resolve_expert()
+    taken_for = task_of_class.to(learner.device)[predictions[classifier][expert]]
+    columns = len(stream.tasks)
+    confusion = torch.bincount(tasks * columns + taken_for, minlength=(task + 1) * columns).view(task + 1, columns)
+    return TaskAccuracy(test, buffer, confusion.tolist())
 
 
 def _by_task(predictions: dict[str, dict[str, Tensor]], labels: Tensor, tasks: Tensor, task: int) -> dict[str, dict[str, list]]:

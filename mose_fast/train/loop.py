@@ -153,7 +153,7 @@ class _Loop:
             self.presented = dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None)
         #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the whole run.
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
-        self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
+        self.records: dict[str, Any] = {"test": {}, "buffer": {}, "confusion": [], "evaluated_after": [], "resumed": 0}
         self.seconds = {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0}
 
     def run(self) -> dict[str, Any]:
@@ -233,6 +233,7 @@ class _Loop:
                 for classifier, experts in values.items():
                     for expert, row in experts.items():
                         self.records[kind].setdefault(classifier, {}).setdefault(expert, []).append(row)
+            self.records["confusion"] = accuracy.confusion
             self.records["evaluated_after"].append(seen)
         self.position |= {"task": task + 1, "epoch": 0, "batch": 0}
         if self.folder is not None and accuracy is not None:
@@ -251,6 +252,7 @@ class _Loop:
             self.learner,
             self.records["test"],
             self.records["buffer"],
+            self.records["confusion"],
             self.records["evaluated_after"],
             untrained,
             self.seconds,

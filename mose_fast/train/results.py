@@ -41,6 +41,7 @@ def build_results(
     learner: Learner,
     test: Matrices,
     buffer: Matrices,
+    confusion: list[list[int]],
     evaluated_after: list[int],
     untrained: dict[str, dict[str, list[float]]],
     seconds: dict[str, float],
@@ -54,6 +55,7 @@ def build_results(
         learner: After the last task.
         test: Accuracy on test images; a row per entry of ``evaluated_after``.
         buffer: Accuracy on memory samples, alike; None for a task without samples.
+        confusion: Test images by task and predicted task, after the last evaluation.
         evaluated_after: Tasks after which there was an evaluation, in order.
         untrained: Accuracy by classifier, expert and task of the network before training, on the same final memory.
         seconds: By phase.
@@ -110,6 +112,7 @@ def build_results(
         "accuracy": accuracy,
         "buffer_accuracy": buffer_accuracy,
         "bof": bof,
+        "confusion_by_task": confusion,
         "acc": over_all(evaluate.average_accuracy, accuracy),
         "af_paper": over_time(evaluate.forgetting_paper),
         "af_released": over_time(evaluate.forgetting_released),

@@ -71,25 +71,31 @@ def slow_predictions(learner, prototypes, image):
 
 
 def slow_accuracy(learner, images, labels, tasks, seen):
-    """[classifier][expert] -> accuracy of each task 0 ... seen, None where there are no images."""
+    """[classifier][expert] -> accuracy of each task 0 ... seen, None where there are no images; counts [task][predicted task]."""
     right, prototypes = {}, slow_prototypes(learner)
+    classifier_of_predict, expert_of_predict = learner.resolve_expert()
+    confusion = [[0] * TASKS for _ in range(seen + 1)]
     for image, label, task in zip(images, labels.tolist(), tasks.tolist(), strict=True):
         for classifier, experts in slow_predictions(learner, prototypes, image).items():
             for expert, predicted in experts.items():
                 right.setdefault(classifier, {}).setdefault(expert, [[] for _ in range(seen + 1)])[task].append(predicted == label)
-    return {c: {e: [sum(r) / len(r) if r else None for r in rows] for e, rows in experts.items()} for c, experts in right.items()}
+                if (classifier, expert) == (classifier_of_predict, expert_of_predict):
+                    confusion[task][predicted // 2] += 1
+    accuracy = {c: {e: [sum(r) / len(r) if r else None for r in rows] for e, rows in experts.items()} for c, experts in right.items()}
+    return accuracy, confusion
 
 
-@pytest.mark.parametrize("seen", [0, 2])
-def test_equals_a_loop_over_single_images(stream, seen):
-    learner = trained(stream, tasks=seen + 1)
+@pytest.mark.parametrize(("seen", "classifier"), [(0, "ncm"), (2, "ncm"), (2, "linear")])
+def test_equals_a_loop_over_single_images(stream, seen, classifier):
+    learner = trained(stream, tasks=seen + 1, options={"buffer_batch": 8, "classifier": classifier})
     accuracy = evaluate_learner(learner, stream, seen)
     filled = learner.memory.filled
     rows = torch.isin(stream.y_test, torch.arange(2 * (seen + 1))).nonzero().flatten()
-    test = slow_accuracy(learner, stream.x_test[rows], stream.y_test[rows], stream.y_test[rows] // 2, seen)
-    buffer = slow_accuracy(learner, learner.memory.images[:filled], learner.memory.labels[:filled], learner.memory.tasks[:filled], seen)
+    test, confusion = slow_accuracy(learner, stream.x_test[rows], stream.y_test[rows], stream.y_test[rows] // 2, seen)
+    buffer, _ = slow_accuracy(learner, learner.memory.images[:filled], learner.memory.labels[:filled], learner.memory.tasks[:filled], seen)
     assert accuracy.test == test
     assert accuracy.buffer == buffer
+    assert accuracy.confusion == confusion
     assert set(test["ncm"]) == {"1", "2", "3", "4", "mean_distance"}
     assert set(test["linear"]) == {"1", "2", "3", "4", "mean_logit"}
     # The comparison would be empty if every classifier did the same.
@@ -106,7 +112,8 @@ def test_batch_size_does_not_matter(stream, evaluation_batch):
 def test_earlier_tasks_alone(stream):
     learner = trained(stream)
     everything, earlier = (evaluate_learner(learner, stream, task) for task in (TASKS - 1, 0))
-    for whole, part in zip(everything, earlier, strict=True):
+    assert earlier.confusion == everything.confusion[:1]
+    for whole, part in ((everything.test, earlier.test), (everything.buffer, earlier.buffer)):
         assert part == {c: {e: row[:1] for e, row in experts.items()} for c, experts in whole.items()}
 
 

@@ -111,6 +111,8 @@ def damaged(results):
         yield "untrained above 1", damage(["untrained", "acc", "ncm", "4"], 1.01)
         yield "forgetting below 0", damage(["af_released", "ncm", "4"], -0.1)
         yield "forgetting as text", damage(["af_paper", "ncm", "4"], "0.3")
+        yield "confusion below 0", damage(["confusion_by_task", 0, 0], -1)
+        yield "confusion as fraction", damage(["confusion_by_task", 0, 0], 0.5)
         yield "bof below -1", damage(["bof", "ncm", "4", 0], -1.5)
         yield "setting unknown", damage(["config", "momentum"], 0.9)
         yield "setting missing", damage(["config", "memory"], KeyError)
@@ -161,6 +163,18 @@ def test_summaries_follow_from_the_matrices(finished):
             for task, (stored, tested) in enumerate(zip(results["buffer_accuracy"][classifier][expert][-1], rows[-1], strict=True)):
                 bof = None if stored is None or tested == 0 else pytest.approx((stored - tested) / tested)
                 assert results["bof"][classifier][expert][task] == bof
+
+
+def test_confusion_counts_the_test_images(finished, joint):
+    stream = streams.create(StreamConfig(**SETTINGS["stream"]))
+    images = [len(stream.test_rows(task)) for task in range(TASKS)]
+    for results in (finished[1], joint):
+        confusion = np.array(results["confusion_by_task"])
+        assert confusion.shape == (TASKS, TASKS)
+        assert confusion.sum(1).tolist() == images
+        # Whoever finds the class has found its task.
+        right = np.array(results["accuracy"]["ncm"]["4"][-1]) * images
+        assert (confusion.diagonal() >= right - 1e-6).all()
 
 
 def test_configuration_runs_again_to_the_same_result_and_another_seed_does_not(finished, tmp_path):
