@@ -27,6 +27,7 @@ status=0
 remaining() { echo $((limit - SECONDS)); }
 
 # step NAME SECONDS COMMAND...: runs it within its own time and what is left of all; keeps its output in the log, shows the end.
+# Out of time, it is interrupted as by Ctrl-C: pytest-benchmark then still writes what it has measured.
 step() {
   local name=$1 most=$2 began=$SECONDS rc=0
   shift 2
@@ -39,7 +40,7 @@ step() {
   if ((most <= 0)); then
     rc=124
   else
-    timeout --kill-after=5 "$most" "$@" >"$folder/step.txt" 2>&1 || rc=$?
+    timeout --signal=INT --kill-after=8 "$most" "$@" >"$folder/step.txt" 2>&1 || rc=$?
     cat "$folder/step.txt" >>"$log"
     tail -n "$([[ $rc == 0 ]] && echo 4 || echo 40)" "$folder/step.txt"
   fi
@@ -125,7 +126,7 @@ measured=()
 for file in bench/bench_*.py; do
   stem=$(basename "$file" .py)
   json=$folder/$stem.json
-  step "$stem" 100 "$python" -m pytest "$file" -q --devices=cuda --compiled=headline --benchmark-quiet -p no:cacheprovider \
+  step "$stem" 120 "$python" -m pytest "$file" -q --devices=cuda --compiled=headline --benchmark-quiet -p no:cacheprovider \
     "--benchmark-json=$json"
   if [[ -s $json ]]; then measured+=("$json"); fi
 done

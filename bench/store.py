@@ -34,7 +34,7 @@ Row = dict[str, str]
 
 
 def read_rows(text: str) -> list[Row]:
-    """Returns a row for each benchmark in the JSON ``text`` that pytest-benchmark wrote.
+    """Returns a row for each benchmark in the JSON ``text`` that pytest-benchmark wrote; one that was interrupted gives none.
 
     Raises:
         ValueError: The text is no such JSON, or a benchmark lacks what the fixture ``measure`` records.
@@ -46,6 +46,8 @@ def read_rows(text: str) -> list[Row]:
     rows = []
     for benchmark in benchmarks:
         info: Mapping[str, Any] = benchmark["extra_info"]
+        if "op" in info and "median_us" not in info:
+            continue
         missing = [name for name in COLUMNS if name not in info and name not in _OPTIONAL]
         if missing:
             raise ValueError(f"{benchmark['name']} has no {', '.join(missing)} in extra_info; wanted a benchmark that calls `measure`")
@@ -128,7 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{path}: {error}")
     if not rows:
         parser.error(f"{', '.join(map(str, options.json))}: no benchmark in it")
-    files = append(rows, options.results)
+    try:
+        files = append(rows, options.results)
+    except ValueError as error:
+        parser.error(str(error))
     first = rows[0]
     print(table(rows))
     print(f"\n{first['card']}; torch {first['torch']}, CUDA {first['cuda'] or 'none'}; commit {first['commit']}; {first['date']}")

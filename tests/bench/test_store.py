@@ -75,6 +75,11 @@ def test_read_rows_takes_numbers_and_gaps():
     assert (row["median_us"], row["launches"], row["peak_bytes"], row["target_us"]) == ("20.5", "4", "", "")
 
 
+def test_an_interrupted_benchmark_gives_no_row():
+    info = {name: value for name, value in make_row(op="cut").items() if not name.endswith("_us")}
+    assert [row["op"] for row in read_rows(make_json(make_row(), info))] == ["sort"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -114,3 +119,8 @@ def test_main_refuses(tmp_path, capsys, text, message):
         main([str(tmp_path / "b.json"), "--results", str(tmp_path)])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "cpu.csv").exists()
+    (tmp_path / "b.json").write_text(make_json(make_row()))
+    (tmp_path / "cpu.csv").write_text("other\n")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "b.json"), "--results", str(tmp_path)])
+    assert "cpu.csv has the columns 'other'" in capsys.readouterr().err
