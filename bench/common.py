@@ -149,7 +149,7 @@ def time_on_card(call: Callable[[], object], captured: bool) -> tuple[list[float
         side.synchronize()
         once = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated() - before
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile() as profile:
             call()
             side.synchronize()
         launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
