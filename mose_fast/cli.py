@@ -19,7 +19,7 @@ from mose_fast import streams, train
 from mose_fast._version import __version__
 from mose_fast.config import ConfigError, RunConfig, StreamConfig, method_settings, near_matches
 from mose_fast.doctor import diagnose, report
-from mose_fast.methods import METHODS
+from mose_fast.methods import find_method, method_names
 from mose_fast.progress import Progress
 from mose_fast.train.files import RunFolder
 from mose_fast.train.results import summary
@@ -47,7 +47,7 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
         _Flag("--normalisation", "stream.normalisation", str, "name of the constants [the stream's own]"),
     ),
     "how": (
-        _Flag("--method", "method", str, "a method of `mose-fast list methods`"),
+        _Flag("--method", "method", str, "a method of `mose-fast list methods`, or path/to/file.py:Name"),
         _Flag("--preset", "preset", str, "mose has released (as the authors' code does it) and paper (the text, literally)"),
         _Flag("--memory", "memory", int, "images that the replay memory holds"),
         _Flag("--width", "width", int, "channels of the first stage; 64 is the full ResNet-18"),
@@ -155,6 +155,7 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
     stream = config.stream
     return dataclasses.replace(
         config,
+        method=_absolute_method(config.method),
         stream=dataclasses.replace(
             stream, name=_absolute_stream(stream.name), data_dir=None if stream.data_dir is None else _absolute(stream.data_dir)
         ),
@@ -193,7 +194,11 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     if arguments.what == "methods":
-        rows = [(name, (method.__doc__ or "").strip().splitlines()[0]) for name, method in METHODS.items()]
+        rows = []
+        for name in method_names():
+            about = find_method(name).about
+            rows.append((name, f"{about.year}  {about.cost:5.2f}x  {about.reference} (presets {', '.join(about.presets)})"))
+        rows.append(("file.py:Name", "a method of your own: docs/adding_a_method.md; x: cost of a step, in units of ER's"))
     else:
         rows = [(name, streams.summary(name)) for name in streams.names()]
         rows.append(("a folder or .npz", "your own images: docs/own_data.md"))
@@ -251,6 +256,11 @@ def _typed(name: str, value: str, types: dict[str, str]) -> tuple[str, Any]:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
+
+
+def _absolute_method(name: str) -> str:
+    path, _, attribute = name.rpartition(":")
+    return f"{_absolute(path)}:{attribute}" if path.endswith(".py") else name
 
 
 def _absolute_stream(name: str) -> str:

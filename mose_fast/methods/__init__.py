@@ -13,7 +13,7 @@ from mose_fast.methods.finetune import Finetune
 from mose_fast.methods.joint import Joint
 from mose_fast.methods.mose import Mose
 from mose_fast.methods.network import NetworkLearner
-from mose_fast.methods.registry import METHODS, About, Preset, method, warn_of_other_protocol
+from mose_fast.methods.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.methods.scr import Scr
 
@@ -36,7 +36,9 @@ __all__ = [
     "Scr",
     "create_learner",
     "cross_entropy",
+    "find_method",
     "method",
+    "method_names",
     "resolve_device",
     "warn_of_other_protocol",
 ]

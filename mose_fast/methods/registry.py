@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from mose_fast.config import METHOD_FINDERS, METHOD_SETTINGS, ConfigError, MethodOptions, MethodSettings, RunConfig, near_matches
 from mose_fast.methods.base import Learner
 
-__all__ = ["ENTRY_POINTS", "METHODS", "About", "Preset", "find_method", "method", "warn_of_other_protocol"]
+__all__ = ["ENTRY_POINTS", "METHODS", "About", "Preset", "find_method", "method", "method_names", "warn_of_other_protocol"]
 
 #: Group of the entry points by which an installed package offers methods: ``name = "package.module:Class"``.
 ENTRY_POINTS = "mose_fast.methods"
@@ -118,6 +118,11 @@ def find_method(name: str) -> type[Learner] | None:
     for entry in entry_points(group=ENTRY_POINTS, name=name):
         return _from_entry_point(entry)
     return None
+
+
+def method_names() -> list[str]:
+    """The names of all methods of this package and of installed ones that offer some."""
+    return [*dict.fromkeys([*METHODS, *(entry.name for entry in entry_points(group=ENTRY_POINTS))])]
 
 
 def find_settings(name: str) -> MethodSettings | None:

@@ -168,8 +168,9 @@ def test_warnings_are_one_line(call, tiny, tmp_path):
 def test_list(call):
     code, out, _ = call("list", "methods")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == list(METHODS)
-    assert all(len(line.split()) > 3 for line in out.splitlines())
+    assert [line.split()[0] for line in out.splitlines()] == [*METHODS, "file.py:Name"]
+    for line, learner in zip(out.splitlines(), METHODS.values(), strict=False):
+        assert f"{learner.about.year}  " in line and f"{learner.about.cost:.2f}x" in line and learner.about.reference in line
     code, out, _ = call("list", "streams")
     assert code == 0
     for name in streams.names():

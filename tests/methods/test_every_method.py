@@ -1,0 +1,230 @@
+"""What holds for every method: state, resuming, the loop, small memories, vanished classes, low precision, presets."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from mose_fast.config import ConfigError, RunConfig, preset_table
+from mose_fast.methods import METHODS, BaselineOptions
+from mose_fast.streams import from_arrays
+from mose_fast.train import Listener, resume, run
+from mose_fast.train.results import schema
+
+NAMES = tuple(METHODS)
+PRESETS = [(name, preset) for name in NAMES for preset in METHODS[name].about.presets]
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def settings(name: str, **changes) -> RunConfig:
+    """A run of a few seconds."""
+    given = {"width": 1, "memory": 24, "device": "cpu", "options": {"buffer_batch": 8}, **changes}
+    return RunConfig.create(method=name, **given)
+
+
+@pytest.fixture(scope="module")
+def stream():
+    """Two tasks of two classes that differ in brightness, 21 images each: the last batch of a task holds two."""
+    random = np.random.default_rng(0)
+    parts = []
+    for per_class in (21, 6):
+        y = random.permutation(np.repeat(np.arange(4), per_class))
+        x = random.integers(0, 90, (len(y), 8, 8, 3)) + 50 * y[:, None, None, None]
+        parts += [x.astype(np.uint8), y]
+    return from_arrays(*parts, tasks=2)
+
+
+def bits(learner) -> dict[str, bytes]:
+    tensors, values = learner.state()
+    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()} | {"": repr(values).encode()}
+
+
+# Entries and presets
+
+
+@every
+def test_what_the_list_shows(name):
+    learner = METHODS[name]
+    assert 1980 < learner.about.year < 2030 and learner.about.cost > 0 and len(learner.about.reference) > 10
+    assert (inspect.getdoc(learner) or "").splitlines()[0].endswith(".")
+    assert all(preset.source for preset in learner.about.presets.values())
+
+
+@pytest.mark.parametrize(("name", "preset"), PRESETS)
+def test_presets_are_valid_and_every_switch_has_a_source(name, preset):
+    config = RunConfig.create(preset, method=name)
+    assert config.preset == preset and config.changes_from_preset() == {}
+    assert RunConfig.from_dict(config.to_dict()) == config
+    assert all(len(row) == 3 + len(METHODS[name].about.presets) and row[-1] and row[-2] for row in preset_table(name))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if issubclass(type(RunConfig.create(method=n).options), BaselineOptions)])
+def test_the_table_preset_is_the_shared_protocol(name):
+    """baselines.md 0.2: Adam 1e-3, weight decay 1e-4, batches of 10, 64 replayed rows."""
+    config = RunConfig.create("table", method=name)
+    o = config.options
+    assert next(iter(METHODS[name].about.presets)) == "table"
+    assert (o.optimiser, o.lr, o.weight_decay, o.beta1, o.beta2, o.buffer_batch) == ("adam", 1e-3, 1e-4, 0.9, 0.999, 64)
+    assert config.stream.batch == METHODS[name].about.presets["table"].batch == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"epochs": 2}, r"epochs is 2, the preset's 1"), ({"stream": {"name": "digits", "batch": 5}}, "stream.batch is 5, the preset's 10")],
+)
+def test_a_preset_for_another_protocol_warns(stream, changes, says):
+    class Stop(Listener):
+        def on_start(self, *arguments):
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match=f"preset 'table' of 'er' is meant for another protocol: {says}"), pytest.raises(KeyboardInterrupt):
+        run(settings("er", **changes), listeners=[Stop()])
+
+
+@every
+def test_a_memory_too_small_names_the_least_size(name):
+    with pytest.raises(ConfigError, match=r"memory is 7, .* at least one buffer batch"):
+        RunConfig.create(method=name, memory=7, options={"buffer_batch": 8})
+
+
+# The learner by itself
+
+
+@every
+def test_weights_depend_on_the_seed_alone_and_nothing_touches_the_global_generator(name, make, teach):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = teach(make(name, seed=5)).weights_hash()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert teach(make(name, seed=5)).weights_hash() == first != teach(make(name, seed=6)).weights_hash()
+
+
+@every
+def test_a_restored_learner_continues_bit_for_bit(name, make, teach):
+    learner, copy = teach(make(name, seed=1)), make(name, seed=1)
+    tensors, values = learner.state()
+    copy.load_state({key: t.clone() for key, t in tensors.items()}, values)
+    assert bits(copy) == bits(learner)
+    for one in (learner, copy):
+        one.end_task()
+        teach(one, tasks=(2,))
+        one.end_task()
+    assert bits(copy) == bits(learner)
+
+
+@every
+def test_predictions(name, make, teach, batch):
+    learner = teach(make(name))
+    learner.end_task()
+    x, _ = batch(list(range(6)) * 2, seed=7)
+    before = bits(learner)
+    for classifier in (None, "ncm", "linear"):
+        labels = learner.predict(x, classifier)
+        assert labels.shape == (12,) and labels.dtype == torch.int64 and set(labels.tolist()) <= set(range(6))
+    assert set(learner.predict(x, "ncm").tolist()) <= set(range(4))
+    assert torch.equal(learner.predict(x), torch.cat([learner.predict(part) for part in x.split(5)]))
+    assert bits(learner) == before
+
+
+@every
+def test_a_memory_smaller_than_the_batch(name, make, teach, batch):
+    learner = teach(make(name, memory=4))
+    learner.end_task()
+    assert learner.memory.filled == 4 and learner.memory.seen == 80
+    assert learner.predict(batch([0, 1, 2, 3])[0]).shape == (4,)
+
+
+@every
+def test_one_class_only(name, make, batch):
+    learner = make(name, classes=2)
+    for step in range(4):
+        losses = learner.observe(*batch([1] * 10, seed=step), task=0)
+    learner.end_task()
+    assert losses is None or all(value.isfinite() for value in losses.values())
+    assert learner.predict(batch([1])[0], "ncm").tolist() == [1]
+
+
+@every
+def test_a_class_that_vanished_from_memory(name, make, teach, batch):
+    learner = teach(make(name))
+    learner.memory.labels[learner.memory.labels == 0] = 1
+    teach(learner, tasks=(2,), steps=2)
+    learner.end_task()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert 0 not in learner.predict(batch([0] * 8)[0], "ncm").tolist()
+    assert all(t.isfinite().all() for t in learner.network_state().values())
+
+
+@every
+def test_batches_of_a_single_image(name, make, batch):
+    """8x8 images leave one value a channel in the last stage, which batch norm refuses for a single view."""
+    learner = make(name)
+    for step, label in enumerate([0, 1, 0, 2]):
+        learner.observe(*batch([label], seed=step), task=label // 2)
+    learner.end_task()
+    assert learner.memory.seen == 4 and all(t.isfinite().all() for t in learner.network_state().values())
+
+
+@every
+def test_two_hundred_steps_in_bf16_stay_finite(name, make, batch):
+    learner = make(name, precision="bf16")
+    for step in range(200):
+        task = step // 100
+        losses = learner.observe(*batch([2 * task, 2 * task + 1] * 5, seed=step), task=task)
+        assert losses is None or all(value.isfinite() for value in losses.values())
+    assert all(t.isfinite().all() for t in learner.network_state().values())
+    assert all(p.dtype == torch.float32 for p in learner.network.parameters())
+
+
+@every
+def test_rehearsal_trains_on_slots(name, make, batch):
+    learner = make(name)
+    for task in range(2):
+        for step in range(2):
+            learner.observe(*batch([2 * task, 2 * task + 1] * 5, seed=step), task=task, train=False)
+    before, steps = learner.weights_hash(), learner.steps
+    losses = learner.rehearse(torch.arange(12))
+    assert learner.weights_hash() != before and learner.steps == steps + 1 and learner.memory.seen == 40
+    assert losses["loss"].isfinite()
+
+
+# The loop
+
+
+class Interrupt(Listener):
+    """Breaks off in the middle of a task."""
+
+    def __init__(self, batch: int):
+        self.batch = batch
+
+    def on_batch(self, batch, losses):
+        if batch == self.batch:
+            raise RuntimeError("broken off")
+
+
+@every
+def test_a_run_and_its_resumption(name, stream, tmp_path):
+    config = settings(name, checkpoint_every=2)
+    whole = run(config, stream=stream, out=tmp_path / "whole")
+    errors = [f"{e.json_path}: {e.message}" for e in jsonschema.Draft202012Validator(schema()).iter_errors(whole)]
+    assert errors == []
+    assert whole["config"]["method"] == name and whole["steps"] > 0
+    with pytest.raises(RuntimeError, match="broken off"):
+        run(config, stream=stream, out=tmp_path / "part", listeners=[Interrupt(7)])
+    resumed = resume(tmp_path / "part", stream=stream)
+    assert resumed["resumed"] == 1
+    assert resumed["weights_sha256"] == whole["weights_sha256"] and resumed["accuracy"] == whole["accuracy"]
+
+
+@every
+def test_training_on_the_final_memory(name, stream):
+    results = run(settings(name, train_on="final_memory", epochs=2), stream=stream)
+    assert results["evaluated_after"] == [1]
+    assert results["steps"] >= 2 * 3  # 24 slots in batches of 8, twice
