@@ -22,6 +22,10 @@ enum class Purpose : uint32_t {
   kView = 3,       // parameters of an augmented view
   kShift = 4,      // offsets and mirroring of a padded crop
   kReview = 5,     // order in which the memory is gone through at the end of a task
+  kPair = 10,      // a positive and a negative for each anchor
+  kBalance = 11,   // which samples leave a class-balanced memory
+  kMix = 12,       // box, share and partners of CutMix
+  kFit = 13,       // order in which the memory is gone through before an evaluation
 };
 
 // High 64 bits of the 128-bit product.

@@ -25,6 +25,10 @@ class Purpose(IntEnum):
     VIEW = 3
     SHIFT = 4
     REVIEW = 5
+    PAIR = 10
+    BALANCE = 11
+    MIX = 12
+    FIT = 13
 
 
 def _low(value: Tensor) -> Tensor:
