@@ -22,6 +22,8 @@ enum class Purpose : uint32_t {
   kView = 3,       // parameters of an augmented view
   kShift = 4,      // offsets and mirroring of a padded crop
   kReview = 5,     // order in which the memory is gone through at the end of a task
+  kRetrieval = 6,  // which slots are candidates for replay by value
+  kPolicy = 7,     // what a memory policy other than the reservoir decides
   kPair = 10,      // a positive and a negative for each anchor
   kBalance = 11,   // which samples leave a class-balanced memory
   kMix = 12,       // box, share and partners of CutMix

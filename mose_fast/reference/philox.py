@@ -25,6 +25,8 @@ class Purpose(IntEnum):
     VIEW = 3
     SHIFT = 4
     REVIEW = 5
+    RETRIEVAL = 6
+    POLICY = 7
     PAIR = 10
     BALANCE = 11
     MIX = 12
