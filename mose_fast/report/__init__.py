@@ -1,0 +1,1 @@
+"""Tables, figures, statistics and the page made of many runs."""

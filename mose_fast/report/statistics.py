@@ -1,0 +1,337 @@
+"""Statistics over seeds: what a mean is worth, whether one setting beats another, and whether two runs may be compared at all.
+
+Everything works on plain numbers by seed and on rows of the store (:mod:`mose_fast.sweep.store`), in whatever unit they come; the
+sentences take fractions in [0, 1] and speak of points, which are percent of all images. scipy does the mathematics.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from mose_fast.train.files import RunError
+
+__all__ = [
+    "FEW_SEEDS",
+    "PROTOCOL",
+    "TASK",
+    "Comparison",
+    "IncomparableRuns",
+    "Summary",
+    "check_comparable",
+    "compare",
+    "compare_all",
+    "holm",
+    "protocol_warnings",
+    "summarise",
+]
+
+#: Below this many common seeds a comparison carries a warning: with fewer than six, the Wilcoxon test cannot fall below 0.05.
+FEW_SEEDS = 6
+
+#: Columns of the store that say which problem was solved: runs that differ in one of them belong in different tables.
+TASK: dict[str, str] = {
+    "stream": "the stream differs",
+    "tasks": "the number of tasks differs",
+    "classes": "the number of classes differs",
+    "image_size": "the image size differs",
+    "limit_per_task": "the training images a task differ",
+}
+
+#: Columns that say how it was solved: runs that differ in one of them are compared with a warning.
+PROTOCOL: dict[str, str] = {
+    "epochs": "the epochs differ",
+    "train_on": "what is trained on differs",
+    "batch": "the incoming images a step differ",
+    "class_order": "the order of classes differs",
+    "augment": "the augmentation differs",
+    "mirrored": "mirroring differs",
+    "normalisation": "the normalisation differs",
+    "width": "the width of the network differs",
+    "precision": "the precision differs",
+    "torch": "the version of torch differs",
+    "card": "the card differs",
+}
+
+
+class IncomparableRuns(RunError):
+    """Runs of different problems were to be put into one table."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What n values say about their mean.
+
+    Attributes:
+        n: Number of values.
+        mean: Of the values.
+        sd: Sample standard deviation (n - 1); NaN for one value.
+        t_interval: Ends of the interval of the mean by Student's t; NaN for one value.
+        bootstrap_interval: Ends of the bias-corrected and accelerated bootstrap interval of the mean; NaN for one value, both the mean
+            where all values are equal.
+    """
+
+    n: int
+    mean: float
+    sd: float
+    t_interval: tuple[float, float]
+    bootstrap_interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Setting ``a`` against setting ``b`` over the seeds that both have.
+
+    Attributes:
+        a: Name of the one setting.
+        b: Name of the other.
+        seeds: The common seeds, ascending.
+        difference: Mean of a - b.
+        interval: Ends of the t interval of the difference; NaN with fewer than two seeds.
+        t_p: Two-sided p value of the paired t test; NaN with fewer than two seeds.
+        wilcoxon_p: Two-sided p value of Wilcoxon's signed-rank test, exact for up to 50 differences without ties or zeros; NaN with
+            fewer than two seeds.
+        effect_size: Cohen's d of the paired differences: their mean over their standard deviation; infinite where they are all the
+            same and not 0.
+        holm_p: ``t_p`` after Holm's correction over the comparisons of one table; equal to ``t_p`` for a comparison alone.
+        confidence: Of ``interval``.
+        warnings: What a reader must know before believing it, each a sentence.
+    """
+
+    a: str
+    b: str
+    seeds: tuple[int, ...]
+    difference: float
+    interval: tuple[float, float]
+    t_p: float
+    wilcoxon_p: float
+    effect_size: float
+    holm_p: float
+    confidence: float = 0.95
+    warnings: tuple[str, ...] = ()
+
+    def sentence(self, *, smaller_is_better: bool = False) -> str:
+        """The comparison in words: ``"better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"``.
+
+        Where the interval holds 0, the sentence says that there is no clear difference.
+
+        Args:
+            smaller_is_better: For forgetting, where the lower value wins.
+        """
+        n = len(self.seeds)
+        counted = f"{n} common seed{'' if n == 1 else 's'}"
+        if n == 0:
+            return "no common seeds"
+        if n == 1:
+            return f"difference {100 * self.difference:+.1f} points, {counted}: no interval"
+        low, high = (100 * end for end in self.interval)
+        level = f"{100 * self.confidence:g} % interval"
+        if low <= 0 <= high:
+            return f"no clear difference ({100 * self.difference:+.1f} points, {level} {low:.1f} to {high:.1f}, {counted})"
+        verdict = "better" if (self.difference > 0) != smaller_is_better else "worse"
+        if self.difference < 0:
+            low, high = -high, -low
+        return f"{verdict} by {abs(100 * self.difference):.1f} points, {level} {low:.1f} to {high:.1f}, {counted}"
+
+
+def summarise(values: Iterable[float], *, confidence: float = 0.95, resamples: int = 9999) -> Summary:
+    """Mean, standard deviation and both intervals of the mean.
+
+    The bootstrap draws from a fixed seed, so the same values give the same interval.
+
+    Args:
+        values: One number a seed.
+        confidence: Of both intervals.
+        resamples: Of the bootstrap.
+
+    Raises:
+        ValueError: There is no value, one is not finite, or ``confidence`` is outside (0, 1).
+    """
+    x = _finite(values)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence!r}; wanted a number between 0 and 1")
+    mean = float(x.mean())
+    if len(x) == 1:
+        return Summary(1, mean, math.nan, (math.nan, math.nan), (math.nan, math.nan))
+    sd = float(x.std(ddof=1))
+    bootstrap = (mean, mean)
+    if np.ptp(x) > 0:
+        found = stats.bootstrap(
+            (x,), np.mean, confidence_level=confidence, n_resamples=resamples, vectorized=True, rng=np.random.default_rng(0)
+        ).confidence_interval
+        bootstrap = (float(found.low), float(found.high))
+    return Summary(len(x), mean, sd, _t_interval(x, confidence), bootstrap)
+
+
+def compare(
+    a: Mapping[int, float],
+    b: Mapping[int, float],
+    *,
+    names: tuple[str, str] = ("a", "b"),
+    confidence: float = 0.95,
+    warnings: Sequence[str] = (),
+) -> Comparison:
+    """Compares two settings over their common seeds.
+
+    Args:
+        a: Value by seed.
+        b: Value by seed.
+        names: Of the two.
+        confidence: Of the interval.
+        warnings: To carry along; one about few seeds is added where there are fewer than :data:`FEW_SEEDS`.
+
+    Raises:
+        ValueError: A value is not finite.
+    """
+    seeds = tuple(sorted(a.keys() & b.keys()))
+    notes = list(warnings)
+    if len(seeds) < FEW_SEEDS:
+        notes.append(f"{names[0]} and {names[1]} have {len(seeds)} seeds in common; fewer than {FEW_SEEDS} show little")
+    nothing = (math.nan, math.nan)
+    if not seeds:
+        return Comparison(*names, seeds, math.nan, nothing, math.nan, math.nan, math.nan, math.nan, confidence, tuple(notes))
+    differences = _finite(a[s] for s in seeds) - _finite(b[s] for s in seeds)
+    mean = float(differences.mean())
+    if len(seeds) == 1:
+        return Comparison(*names, seeds, mean, nothing, math.nan, math.nan, math.nan, math.nan, confidence, tuple(notes))
+    if np.ptp(differences) == 0:
+        # No spread: Student's t is 0 / 0 or infinite.
+        t_p, effect = (1.0, 0.0) if mean == 0 else (0.0, math.copysign(math.inf, mean))
+    else:
+        t_p = float(stats.ttest_1samp(differences, 0.0).pvalue)
+        effect = mean / float(differences.std(ddof=1))
+    wilcoxon_p = float(stats.wilcoxon(differences).pvalue) if np.any(differences) else 1.0
+    interval = _t_interval(differences, confidence)
+    return Comparison(*names, seeds, mean, interval, t_p, wilcoxon_p, effect, t_p, confidence, tuple(notes))
+
+
+def compare_all(
+    groups: Mapping[str, Mapping[int, float]],
+    baseline: str | None = None,
+    *,
+    confidence: float = 0.95,
+    warnings: Mapping[str, Sequence[str]] | None = None,
+) -> list[Comparison]:
+    """Compares settings, each with a baseline or with every other, and corrects their p values over the whole table by Holm's method.
+
+    Args:
+        groups: Value by seed, by name.
+        baseline: The name that all others are compared with; None: every pair, in order.
+        confidence: Of the intervals.
+        warnings: To carry along, by name.
+
+    Raises:
+        ValueError: ``baseline`` is no name in ``groups``, or a value is not finite.
+    """
+    if baseline is not None and baseline not in groups:
+        raise ValueError(f"baseline is {baseline!r}; wanted one of {', '.join(groups)}")
+    names = list(groups)
+    pairs = (
+        [(name, baseline) for name in names if name != baseline]
+        if baseline is not None
+        else [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+    )
+    notes = warnings or {}
+    found = [
+        compare(groups[a], groups[b], names=(a, b), confidence=confidence, warnings=[*notes.get(a, ()), *notes.get(b, ())])
+        for a, b in pairs
+    ]
+    return [replace(c, holm_p=p) for c, p in zip(found, holm([c.t_p for c in found]), strict=True)]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction (Scand. J. Statist. 6, 1979).
+
+    The k-th smallest of m is multiplied by m - k + 1; none is smaller than the one before it or above 1. NaN stays NaN and does not
+    count.
+    """
+    counted = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    adjusted = [math.nan] * len(p_values)
+    highest = 0.0
+    for rank, (p, i) in enumerate(counted):
+        highest = max(highest, min(1.0, (len(counted) - rank) * p))
+        adjusted[i] = highest
+    return adjusted
+
+
+def protocol_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ()) -> list[str]:
+    """What differs in how the runs were made, a sentence for each column of :data:`PROTOCOL`.
+
+    Args:
+        rows: Of the store.
+        varied: Columns that differ on purpose, since the table shows them.
+    """
+    return _differences(rows, PROTOCOL, varied)
+
+
+def check_comparable(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = (), *, force: bool = False) -> list[str]:
+    """Refuses to put runs of different problems into one table, and tells what else differs.
+
+    Args:
+        rows: Of the store.
+        varied: Columns that differ on purpose, since the table shows them.
+        force: Turn the refusal into a warning.
+
+    Returns:
+        Warnings, each a sentence; empty where the runs were made alike.
+
+    Raises:
+        IncomparableRuns: A column of :data:`TASK` differs and ``force`` is False; the message names it, its values and a run of each.
+    """
+    rows = list(rows)
+    differing = _differences(rows, TASK, varied)
+    if differing and not force:
+        raise IncomparableRuns(
+            f"these runs do not belong in one table: {'; '.join(differing)}. "
+            "Report them apart, or force it (--force) to see them side by side"
+        )
+    return differing + protocol_warnings(rows, varied)
+
+
+def _differences(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], varied: Iterable[str]) -> list[str]:
+    rows, expected = list(rows), set(varied)
+    return [f"{meaning}: {shown}" for column, meaning in columns.items() if column not in expected and (shown := _values(rows, column))]
+
+
+def _values(rows: Sequence[Mapping[str, Any]], column: str) -> str:
+    """The values of a column with a run of each, empty where all agree."""
+    examples: dict[str, str] = {}
+    for row in rows:
+        text = str(row[column])
+        # What is missing comes as None from a table of SQLite, as NaN or NA from a data frame.
+        text = "none" if text in ("None", "nan", "<NA>") else text
+        examples.setdefault(text, row["folder"])
+    if len(examples) < 2:
+        return ""
+    shown = [f"{_short(value)} ({folder})" for value, folder in list(examples.items())[:4]]
+    more = f" and {len(examples) - 4} more" if len(examples) > 4 else ""
+    return ", ".join(shown) + more
+
+
+def _short(value: str) -> str:
+    """A class order of 100 numbers is cut."""
+    try:
+        numbers = json.loads(value)
+    except ValueError:
+        return value
+    if isinstance(numbers, list) and len(numbers) > 6:
+        return f"[{', '.join(map(str, numbers[:6]))}, ...]"
+    return value
+
+
+def _t_interval(x: np.ndarray, confidence: float) -> tuple[float, float]:
+    half = float(stats.t.ppf((1 + confidence) / 2, len(x) - 1)) * float(x.std(ddof=1)) / math.sqrt(len(x))
+    return float(x.mean()) - half, float(x.mean()) + half
+
+
+def _finite(values: Iterable[float]) -> np.ndarray:
+    x = np.array(list(values), dtype=np.float64)
+    if x.size == 0 or not np.isfinite(x).all():
+        raise ValueError(f"values are {x.tolist()}; wanted at least one number, and all of them finite")
+    return x

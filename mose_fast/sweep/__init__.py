@@ -1,0 +1,1 @@
+"""Many runs: grids, the scheduler, the table of runs."""
