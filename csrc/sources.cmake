@@ -5,6 +5,7 @@ set(MOSE_FAST_CPU_SOURCES
   cpu/null.cpp
   cpu/reservoir.cpp
   cpu/augment_parameters.cpp
+  cpu/augment.cpp
 )
 
 # Torch-free; compiled by nvcc.
@@ -12,6 +13,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/null.cu
   cuda/reservoir.cu
   cuda/augment_parameters.cu
+  cuda/augment.cu
 )
 
 # Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.
@@ -19,6 +21,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/null.cpp
   torch/reservoir.cpp
   torch/augment_parameters.cpp
+  torch/augment.cpp
   torch/module.cpp
 )
 

@@ -12,6 +12,7 @@ struct AugmentParametersParams {
   AugmentRecipe recipe;
   uint64_t seed;
   uint64_t sequence;
+  int64_t* counter;  // null, or one number where the outputs are: added to sequence, then advanced by 1
   int64_t count;   // views; below 2^32
   int32_t height;  // pixels
   int32_t width;   // pixels

@@ -6,9 +6,11 @@
 #include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
-#include <array>
+#include <optional>
 #include <tuple>
+#include <vector>
 
 #include "torch/bind.h"
 
@@ -21,16 +23,26 @@ namespace mf {
 namespace {
 
 // `recipe` in the order of AugmentRecipe's members.
-std::tuple<at::Tensor, at::Tensor> augment_parameters(const std::array<double, 9>& recipe, int64_t seed, int64_t sequence, int64_t count,
-                                                      int64_t height, int64_t width, const at::Device& device) {
+std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recipe, int64_t seed, int64_t sequence, int64_t count,
+                                                      int64_t height, int64_t width, at::Device device,
+                                                      const std::optional<at::Tensor>& counter) {
+  TORCH_CHECK_VALUE(recipe.size() == 9, "recipe has ", recipe.size(), " numbers; wanted 9");
   TORCH_CHECK(count >= 0 && count <= UINT32_MAX, "count is ", count, "; wanted 0 to ", UINT32_MAX);
   TORCH_CHECK(height >= 1 && height <= INT32_MAX / 2, "height is ", height, "; wanted 1 to ", INT32_MAX / 2);
   TORCH_CHECK(width >= 1 && width <= INT32_MAX / 2, "width is ", width, "; wanted 1 to ", INT32_MAX / 2);
+  if (counter) {
+    TORCH_CHECK_TYPE(counter->scalar_type() == at::kLong, "counter has dtype ", counter->scalar_type(), "; wanted ", at::kLong);
+    TORCH_CHECK_VALUE(counter->numel() == 1, "counter has shape ", counter->sizes(), "; wanted one number");
+    TORCH_CHECK_VALUE(counter->device().type() == device.type() && (!device.has_index() || counter->device() == device), "counter is on ",
+                      counter->device(), "; wanted ", device, ", where the parameters are drawn");
+    device = counter->device();
+  }
   at::Tensor codes = at::empty({count, AugmentParameters::kCodes}, at::TensorOptions().dtype(at::kInt).device(device));
   at::Tensor factors = at::empty({count, AugmentParameters::kFactors}, at::TensorOptions().dtype(at::kFloat).device(device));
   const AugmentParametersParams params{{recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5], recipe[6], recipe[7], recipe[8]},
                                        static_cast<uint64_t>(seed),
                                        static_cast<uint64_t>(sequence),
+                                       counter ? counter->mutable_data_ptr<int64_t>() : nullptr,
                                        count,
                                        static_cast<int32_t>(height),
                                        static_cast<int32_t>(width),
@@ -50,9 +62,23 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(const std::array<double, 9
 
 }  // namespace
 
+// One function for every device: without a counter no tensor goes in that could tell it.
+void register_augment_parameters(torch::Library& library) {
+  library.def(
+      "augment_parameters(float[] recipe, int seed, int sequence, int count, int height, int width, Device device, "
+      "Tensor(a!)? counter=None) -> (Tensor, Tensor)");
+  library.impl("augment_parameters", c10::DispatchKey::CompositeExplicitAutograd, &augment_parameters);
+}
+
 void bind_augment_parameters(py::module_& module) {
-  module.def("augment_parameters", &augment_parameters, py::arg("recipe"), py::arg("seed"), py::arg("sequence"), py::arg("count"),
-             py::arg("height"), py::arg("width"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "augment_parameters",
+      [](const std::vector<double>& recipe, int64_t seed, int64_t sequence, int64_t count, int64_t height, int64_t width,
+         const at::Device& device, const std::optional<at::Tensor>& counter) {
+        return augment_parameters(recipe, seed, sequence, count, height, width, device, counter);
+      },
+      py::arg("recipe"), py::arg("seed"), py::arg("sequence"), py::arg("count"), py::arg("height"), py::arg("width"), py::arg("device"),
+      py::arg("counter"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace mf

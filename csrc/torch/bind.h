@@ -15,7 +15,13 @@ inline constexpr const char* kDevices = "cpu";
 void register_null(torch::Library& library);
 void bind_null(py::module_& module);
 
+void register_reservoir(torch::Library& library);
 void bind_reservoir(py::module_& module);
+
+void register_augment_parameters(torch::Library& library);
 void bind_augment_parameters(py::module_& module);
+
+void register_augment(torch::Library& library);
+void bind_augment(py::module_& module);
 
 }  // namespace mf

@@ -3,6 +3,9 @@
 
 TORCH_LIBRARY(mose_fast, library) {
   mf::register_null(library);
+  mf::register_reservoir(library);
+  mf::register_augment_parameters(library);
+  mf::register_augment(library);
 }
 
 PYBIND11_MODULE(_C, module) {
@@ -10,4 +13,5 @@ PYBIND11_MODULE(_C, module) {
   mf::bind_null(module);
   mf::bind_reservoir(module);
   mf::bind_augment_parameters(module);
+  mf::bind_augment(module);
 }

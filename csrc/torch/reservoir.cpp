@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 #include <algorithm>
 
@@ -97,6 +98,19 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
 }
 
 }  // namespace
+
+void register_reservoir(torch::Library& library) {
+  library.def(
+      "reservoir_insert(Tensor(a!) images, Tensor(b!) labels, Tensor(c!) tasks, Tensor(d!) indices, Tensor(e!) state, Tensor x, Tensor y, "
+      "int task, Tensor index) -> Tensor");
+  library.def("reservoir_draw(Tensor tasks, Tensor(a!) state, int k, int filter, int task) -> Tensor");
+  library.impl("reservoir_insert", c10::DispatchKey::CPU, &reservoir_insert);
+  library.impl("reservoir_draw", c10::DispatchKey::CPU, &reservoir_draw);
+#if defined(MOSE_FAST_WITH_CUDA)
+  library.impl("reservoir_insert", c10::DispatchKey::CUDA, &reservoir_insert);
+  library.impl("reservoir_draw", c10::DispatchKey::CUDA, &reservoir_draw);
+#endif
+}
 
 void bind_reservoir(py::module_& module) {
   module.def("reservoir_insert", &reservoir_insert, py::arg("images"), py::arg("labels"), py::arg("tasks"), py::arg("indices"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from mose_fast.ops.augment import MIRROR, apply_views, orient
+from mose_fast.ops.augment import MIRROR, augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 
 __all__ = ["RECIPES", "ViewMaker"]
@@ -24,8 +25,26 @@ RECIPES: dict[str, Recipe | None] = {
 _ORIENTATIONS = {1: (0,), 2: (0, MIRROR), 4: (0, 1, 2, 3), 16: tuple(range(16))}
 
 
+@lru_cache(maxsize=256)
+def _layout(sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The ``layout`` of :func:`mose_fast.ops.augment.augment` for sets of these sizes, and its first column as int64; never written."""
+    entries: list[tuple[int, int, int]] = []
+    first, draw = 0, 0
+    for size in sizes:
+        copies = [(row, code) for code in orientations for row in range(first, first + size)]
+        entries += [(row, code, -1) for row, code in copies]
+        if augmented:
+            entries += [(row, code, draw + i) for i, (row, code) in enumerate(copies)]
+        first += size
+        draw += len(copies)
+    layout = torch.tensor(entries, dtype=torch.int32).reshape(-1, 3)
+    return layout.to(device), layout[:, 0].to(device, torch.int64)
+
+
 class ViewMaker:
     """Makes the views of a step: every set of rows is copied in fixed orientations, then all of that once more, randomly augmented.
+
+    Views are made where the images are, by one op (:func:`mose_fast.ops.augment.augment`), contiguous in channels_last order.
 
     Args:
         recipe: Name in :data:`RECIPES`.
@@ -34,7 +53,6 @@ class ViewMaker:
         mean: Of images in [0, 1], by channel.
         std: Alike.
         jitter_normalised: Colour jitter acts on normalised images, as released.
-        device: Where views are made.
     """
 
     def __init__(
@@ -46,7 +64,6 @@ class ViewMaker:
         mean: Sequence[float],
         std: Sequence[float],
         jitter_normalised: bool = False,
-        device: torch.device | str = "cpu",
     ) -> None:
         drawn = RECIPES[recipe]
         if drawn is not None and not mirror:
@@ -54,8 +71,7 @@ class ViewMaker:
         self.recipe = drawn
         self.orientations = _ORIENTATIONS[inner_views if mirror else 1]
         self.jitter_normalised = jitter_normalised
-        self.mean = torch.tensor(mean, dtype=torch.float32, device=device)
-        self.std = torch.tensor(std, dtype=torch.float32, device=device)
+        self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
 
     @property
     def views_per_row(self) -> int:
@@ -64,7 +80,9 @@ class ViewMaker:
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W]."""
-        return (self._unit(images) - self.mean.view(1, 3, 1, 1)) / self.std.view(1, 3, 1, 1)
+        rows = torch.arange(len(images), device=images.device)
+        nothing = torch.zeros_like(rows)
+        return self._apply(images, rows, torch.stack([rows, nothing, nothing - 1], dim=1).to(torch.int32))
 
     def make(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         """All views of a step.
@@ -80,19 +98,10 @@ class ViewMaker:
                 fixed copies, orientation by orientation, then the augmented copies of these.
             rows: int64 [V], the row that each view shows.
         """
-        unit = self._unit(images)
+        layout, shown = _layout(tuple(sizes), self.orientations, self.recipe is not None, images.device)
         rows = torch.arange(len(images), device=images.device)
-        copies = [torch.cat([orient(part, code) for code in self.orientations]) for part in unit.split(list(sizes))]
-        copy_rows = [part.repeat(len(self.orientations)) for part in rows.split(list(sizes))]
-        views = [(part - self.mean.view(1, 3, 1, 1)) / self.std.view(1, 3, 1, 1) for part in copies]
-        if self.recipe is None:
-            return torch.cat(views), torch.cat(copy_rows)
-        codes, factors = draw_augment_parameters(
-            self.recipe, seed, sequence, len(images) * len(self.orientations), images.shape[1], images.shape[2], images.device
-        )
-        augmented = apply_views(torch.cat(copies), codes, factors, self.mean, self.std, jitter_normalised=self.jitter_normalised)
-        interleaved = [x for pair in zip(views, augmented.split([len(part) for part in copies]), strict=True) for x in pair]
-        return torch.cat(interleaved), torch.cat([part for part in copy_rows for _ in range(2)])
+        parameters = self._draw(images, len(images) * len(self.orientations), seed, sequence)
+        return self._apply(images, rows, layout, *parameters), shown.clone()
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
         """One randomly augmented view of every image and no other; the images themselves for the recipe ``none``.
@@ -107,11 +116,18 @@ class ViewMaker:
         """
         if self.recipe is None:
             return self.normalise(images)
-        codes, factors = draw_augment_parameters(
-            self.recipe, seed, sequence, len(images), images.shape[1], images.shape[2], images.device
-        )
-        return apply_views(self._unit(images), codes, factors, self.mean, self.std, jitter_normalised=self.jitter_normalised)
+        rows = torch.arange(len(images), device=images.device)
+        layout = torch.stack([rows, torch.zeros_like(rows), rows], dim=1).to(torch.int32)
+        return self._apply(images, rows, layout, *self._draw(images, len(images), seed, sequence))
 
-    @staticmethod
-    def _unit(images: Tensor) -> Tensor:
-        return images.permute(0, 3, 1, 2).to(torch.float32).contiguous() / 255
+    def _draw(self, images: Tensor, count: int, seed: int, sequence: int) -> tuple[Tensor, ...]:
+        if self.recipe is None:
+            return ()
+        return draw_augment_parameters(self.recipe, seed, sequence, count, images.shape[1], images.shape[2], images.device)
+
+    def _apply(
+        self, images: Tensor, rows: Tensor, layout: Tensor, codes: Tensor | None = None, factors: Tensor | None = None
+    ) -> Tensor:
+        if codes is None or factors is None:
+            codes, factors = layout.new_empty(0, 6), torch.empty(0, 4, device=images.device)
+        return augment([images], rows, layout, codes, factors, self.mean, self.std, jitter_normalised=self.jitter_normalised)

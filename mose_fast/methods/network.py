@@ -30,13 +30,17 @@ class NetworkLearner(Learner):
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)
         o = config.options
+        self.start_afresh()
+        self.views = self.build_views(o.augment)
+
+    def start_afresh(self) -> None:
+        """Gives the learner an untrained network, the same for the same seed, and an optimiser for it."""
         # The weights depend on the seed alone, not on the device or on what the program drew before.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+            torch.manual_seed(self.config.seed)
             network = self.build_network()
         self.network = network.to(self.device, memory_format=torch.channels_last)
         self.optimiser = self.build_optimiser()
-        self.views = self.build_views(o.augment)
 
     @abstractmethod
     def build_network(self) -> ExpertNetwork:
@@ -56,7 +60,6 @@ class NetworkLearner(Learner):
             mean=self.mean,
             std=self.std,
             jitter_normalised=self.config.options.jitter_domain == "normalised",
-            device=self.device,
         )
 
     def inner_views(self) -> int:
@@ -110,10 +113,10 @@ class NetworkLearner(Learner):
             raise ValueError(f"the state belongs to another network: {error}") from error
         moments: dict[int, dict[str, Tensor]] = {}
         for position, (name, parameter) in enumerate(self.network.named_parameters()):
-            names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq")}
+            names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")}
             parts = {part: tensors[key] for part, key in names.items() if key in tensors}
             for part in parts.keys() - {"step"}:
-                # In the parameter's own memory format, as Adam made them.
+                # In the parameter's own memory format, as the optimiser made them.
                 parts[part] = torch.empty_like(parameter).copy_(parts[part])
             if parts:
                 moments[position] = parts

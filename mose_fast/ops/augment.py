@@ -1,5 +1,121 @@
-"""Application of view parameters to images. No native kernel serves it yet: every call goes to the reference."""
+"""The views of a step in one pass: rows gathered from uint8 sources, turned, augmented by drawn parameters, normalised."""
 
-from mose_fast.reference.augment import MIRROR, apply_views, orient
+from __future__ import annotations
 
-__all__ = ["MIRROR", "apply_views", "orient"]
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mose_fast import _loader
+from mose_fast.reference import augment as reference
+from mose_fast.reference.augment import MIRROR
+
+__all__ = ["MIRROR", "augment"]
+
+_MAX_SOURCES, _MAX_SIDE = 4, 1024
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, columns: int | None, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {tensor!r}; wanted a torch.Tensor")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; wanted {dtype}")
+    if tensor.dim() != (1 if columns is None else 2) or (columns is not None and tensor.shape[1] != columns):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {'[n]' if columns is None else f'[n, {columns}]'}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; wanted {device}, where the first source is")
+
+
+def _check_sources(sources: Sequence[Tensor]) -> None:
+    if not 1 <= len(sources) <= _MAX_SOURCES:
+        raise ValueError(f"sources has {len(sources)} tensors; wanted 1 to {_MAX_SOURCES}")
+    for i, source in enumerate(sources):
+        name = f"sources[{i}]"
+        if not isinstance(source, Tensor):
+            raise TypeError(f"{name} is {source!r}; wanted a torch.Tensor")
+        if source.dtype != torch.uint8:
+            raise TypeError(f"{name} has dtype {source.dtype}; wanted torch.uint8")
+        if source.dim() != 4 or source.shape[3] != 3:
+            raise ValueError(f"{name} has shape {tuple(source.shape)}; wanted [rows, H, W, 3]")
+        if source.shape[1:] != sources[0].shape[1:]:
+            raise ValueError(f"{name} has shape {tuple(source.shape)}; wanted images like those of sources[0], {tuple(sources[0].shape)}")
+        if source.device != sources[0].device:
+            raise ValueError(f"{name} is on {source.device}; wanted {sources[0].device}, where the first source is")
+    height, width = sources[0].shape[1:3]
+    if not (1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE):
+        raise ValueError(f"sources hold images of {height}x{width} pixels; wanted sides of 1 to {_MAX_SIDE}")
+
+
+def augment(
+    sources: Sequence[Tensor],
+    rows: Tensor,
+    layout: Tensor,
+    codes: Tensor,
+    factors: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    jitter_normalised: bool = False,
+    dtype: torch.dtype = torch.float32,
+    channels: int = 3,
+) -> Tensor:
+    """Makes views of images (mose.md section 5): one launch on CUDA, one pass over the views on the CPU.
+
+    A view shows one row in one of sixteen fixed orientations. If it has a draw, it is then mirrored, cropped and resized (bilinear,
+    reflection at the borders), colour-jittered (before normalisation, or after it as released), normalised and made grey as the draw
+    says; else it is only normalised. Arithmetic is fp32 and rounded once to ``dtype``; autocast does not change that. Nothing is
+    differentiated. The result equals that of :func:`mose_fast.reference.augment.augment` within 1e-5 (1 + |value|) before that rounding.
+
+    Args:
+        sources: 1 to 4 tensors uint8 [rows, H, W, 3] on one device, such as stream buffer and replay memory; H, W up to 1,024.
+        rows: int64 [R], the rows of the step, numbered through all sources, those of the first source first; -1: padding.
+        layout: int32 [V, 3], what each view shows: position in ``rows``, orientation code (see
+            :func:`mose_fast.reference.augment.orient`), row of ``codes`` and ``factors`` or -1 for a view that is not augmented.
+        codes: int32 [D, 6] from :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`.
+        factors: float32 [D, 4] from there.
+        mean: Of images in [0, 1], by channel.
+        std: Alike.
+        jitter_normalised: Jitter normalised images, clamping them to [0, 1].
+        dtype: float32, float16 or bfloat16.
+        channels: 3, or 4 or 8 for channels of zeros behind the three.
+
+    Returns:
+        ``dtype`` [V, channels, H, W], contiguous in channels_last order. Views of padding are zero.
+
+    Raises:
+        TypeError: A dtype is not the one above.
+        ValueError: A shape, a device, an orientation code or ``channels`` does not fit.
+        IndexError: A number in ``rows`` or ``layout`` is out of range. On CUDA, where looking would wait for the card, such a view
+            is all NaN instead, and so is every loss computed from it.
+    """
+    _check_sources(sources)
+    device = sources[0].device
+    _check("rows", rows, torch.int64, None, device)
+    _check("layout", layout, torch.int32, 3, device)
+    _check("codes", codes, torch.int32, 6, device)
+    _check("factors", factors, torch.float32, 4, device)
+    if len(codes) != len(factors):
+        raise ValueError(f"codes has shape {tuple(codes.shape)} and factors {tuple(factors.shape)}; wanted as many rows in both")
+    for name, numbers in (("mean", mean), ("std", std)):
+        if len(numbers) != 3:
+            raise ValueError(f"{name} is {numbers!r}; wanted 3 numbers")
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype is {dtype}; wanted float32, float16 or bfloat16")
+    if channels not in (3, 4, 8):
+        raise ValueError(f"channels is {channels!r}; wanted 3, 4 or 8")
+    arguments = (list(sources), rows, layout, codes, factors, list(mean), list(std), jitter_normalised, dtype, channels)
+    if not _loader.serves(sources[0]):
+        return reference.augment(*arguments)
+    if torch.compiler.is_compiling():
+        return torch.ops.mose_fast.augment(*arguments)
+    return _loader.native.augment(*arguments)
+
+
+if _loader.native is not None:
+
+    @torch.library.register_fake("mose_fast::augment")
+    def _fake(sources, rows, layout, codes, factors, mean, std, jitter_normalised, dtype, channels):
+        height, width = sources[0].shape[1:3]
+        return sources[0].new_empty(layout.shape[0], height, width, channels, dtype=dtype).permute(0, 3, 1, 2)

@@ -33,8 +33,24 @@ def _check_recipe(recipe: Recipe) -> None:
         raise ValueError(f"recipe.area_low is {recipe.area_low!r}; wanted at most area_high, {recipe.area_high!r}")
 
 
+def _check_counter(counter: Tensor, device: torch.device) -> None:
+    if not isinstance(counter, Tensor) or counter.dtype != torch.int64:
+        raise TypeError(f"counter is {counter!r}; wanted a torch.Tensor of int64")
+    if counter.numel() != 1:
+        raise ValueError(f"counter has shape {tuple(counter.shape)}; wanted one element")
+    if counter.device.type != device.type or device.index not in (None, counter.device.index):
+        raise ValueError(f"counter is on {counter.device}; wanted {device}, where the parameters are drawn")
+
+
 def draw_augment_parameters(
-    recipe: Recipe, seed: int, sequence: int, count: int, height: int, width: int, device: torch.device | str = "cpu"
+    recipe: Recipe,
+    seed: int,
+    sequence: int,
+    count: int,
+    height: int,
+    width: int,
+    device: torch.device | str = "cpu",
+    counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws one view's parameters for each of ``count`` images of ``height`` x ``width`` pixels.
 
@@ -49,6 +65,8 @@ def draw_augment_parameters(
         height: Pixels.
         width: Pixels.
         device: Where the parameters are drawn and returned.
+        counter: None, or int64 of one element on ``device``, at least 0: its value is added to ``sequence``, then it is advanced by 1 in
+            place. So a captured CUDA graph draws other views at each replay, the same as calls outside a graph would.
 
     Returns:
         codes: int32 [count, 6]: mirror (0 or 1), crop width, crop height, offset x, offset y in pixels, flags (:data:`GRAY`,
@@ -58,7 +76,8 @@ def draw_augment_parameters(
         factors: float32 [count, 4]: hue (units of the released code), saturation, value, contrast; 0, 1, 1, 1 where not jittered.
 
     Raises:
-        ValueError: A number or a field of the recipe is outside its range.
+        TypeError: ``counter`` is not int64.
+        ValueError: A number or a field of the recipe is outside its range; ``counter`` has another shape or device.
     """
     _check_recipe(recipe)
     _check("seed", seed, 0, _BELOW)
@@ -67,8 +86,24 @@ def draw_augment_parameters(
     _check("height", height, 1, 2**30)
     _check("width", width, 1, 2**30)
     device = torch.device(device)
-    if _loader.serves(torch.empty(0, device=device)):
-        return _loader.native.augment_parameters(
-            [float(x) for x in dataclasses.astuple(recipe)], seed, sequence, count, height, width, device
-        )
-    return reference.draw_augment_parameters(recipe, seed, sequence, count, height, width, device)
+    if counter is not None:
+        _check_counter(counter, device)
+        device = counter.device
+    arguments = ([float(x) for x in dataclasses.astuple(recipe)], seed, sequence, count, height, width, device, counter)
+    if not _loader.serves(torch.empty(0, device=device)):
+        first = sequence if counter is None else sequence + counter
+        drawn = reference.draw_augment_parameters(recipe, seed, first, count, height, width, device)
+        if counter is not None:
+            counter += 1
+        return drawn
+    if torch.compiler.is_compiling():
+        return torch.ops.mose_fast.augment_parameters(*arguments)
+    return _loader.native.augment_parameters(*arguments)
+
+
+if _loader.native is not None:
+
+    @torch.library.register_fake("mose_fast::augment_parameters")
+    def _fake(recipe, seed, sequence, count, height, width, device, counter=None):
+        codes = torch.empty(count, 6, dtype=torch.int32, device=device)
+        return codes, torch.empty(count, 4, dtype=torch.float32, device=device)

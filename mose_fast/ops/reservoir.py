@@ -78,9 +78,12 @@ def insert(
     _check("y", y, torch.int64, (count,), state.device)
     _check("index", index, torch.int64, (count,), state.device)
     _check_int("task", task)
-    if _loader.serves(state):
-        return _loader.native.reservoir_insert(images, labels, tasks, indices, state, x, y, task, index)
-    return reference.insert(images, labels, tasks, indices, state, x, y, task, index)
+    arguments = (images, labels, tasks, indices, state, x, y, task, index)
+    if not _loader.serves(state):
+        return reference.insert(*arguments)
+    if torch.compiler.is_compiling():
+        return torch.ops.mose_fast.reservoir_insert(*arguments)
+    return _loader.native.reservoir_insert(*arguments)
 
 
 def draw(tasks: Tensor, state: Tensor, k: int, filter: SlotFilter, task: int) -> Tensor:
@@ -110,6 +113,19 @@ def draw(tasks: Tensor, state: Tensor, k: int, filter: SlotFilter, task: int) ->
     _check_int("task", task)
     if filter not in tuple(SlotFilter):
         raise ValueError(f"filter is {filter!r}; wanted one of {', '.join(f.name for f in SlotFilter)}")
-    if _loader.serves(state):
-        return _loader.native.reservoir_draw(tasks, state, k, int(filter), task)
-    return reference.draw(tasks, state, k, SlotFilter(filter), task)
+    if not _loader.serves(state):
+        return reference.draw(tasks, state, k, SlotFilter(filter), task)
+    if torch.compiler.is_compiling():
+        return torch.ops.mose_fast.reservoir_draw(tasks, state, k, int(filter), task)
+    return _loader.native.reservoir_draw(tasks, state, k, int(filter), task)
+
+
+if _loader.native is not None:
+
+    @torch.library.register_fake("mose_fast::reservoir_insert")
+    def _fake_insert(images, labels, tasks, indices, state, x, y, task, index):
+        return state.new_empty(x.shape[0])
+
+    @torch.library.register_fake("mose_fast::reservoir_draw")
+    def _fake_draw(tasks, state, k, filter, task):
+        return state.new_empty(min(k, tasks.shape[0]))

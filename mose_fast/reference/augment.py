@@ -7,12 +7,13 @@ bit 1 the lower half (3 is the ordinary mirror), bits 2 and 3 count quarter turn
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["MIRROR", "apply_views", "crop", "grayscale", "jitter", "orient"]
+__all__ = ["MIRROR", "apply_views", "augment", "crop", "grayscale", "jitter", "orient"]
 
 #: Orientation code of the full mirror.
 MIRROR = 3
@@ -138,3 +139,67 @@ def apply_views(
     if jitter_normalised:
         images = torch.where(jittered, jitter(images, factors, contrast_first), images)
     return torch.where((flags & 1 != 0).view(-1, 1, 1, 1), grayscale(images), images)
+
+
+def _gather(sources: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """uint8 [R, H, W, 3]: the rows with these numbers, counted through all sources; zeros for -1."""
+    images = sources[0].new_zeros(len(rows), *sources[0].shape[1:])
+    first = 0
+    for source in sources:
+        inside = (rows >= first) & (rows < first + len(source))
+        images[inside] = source[rows[inside] - first]
+        first += len(source)
+    if len(rows) and not -1 <= rows.min() <= rows.max() < first:
+        raise IndexError(f"rows holds numbers from {rows.min()} to {rows.max()}; wanted -1 to {first - 1}, the rows of all sources")
+    return images
+
+
+def augment(
+    sources: Sequence[Tensor],
+    rows: Tensor,
+    layout: Tensor,
+    codes: Tensor,
+    factors: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    jitter_normalised: bool,
+    dtype: torch.dtype,
+    channels: int,
+) -> Tensor:
+    """Makes views of rows of uint8 sources; see :func:`mose_fast.ops.augment.augment`.
+
+    Works in float32 and rounds to ``dtype``; in float64 if that is ``dtype``, as the truth that others are compared with.
+
+    Raises:
+        IndexError: A number in ``rows`` or ``layout`` is out of range.
+        ValueError: An orientation code does not fit.
+    """
+    gathered = _gather(sources, rows)
+    limits = (("positions in rows", 0, len(rows)), ("orientation codes", 0, 16), ("draws", -1, len(codes)))
+    for column, (what, low, high) in enumerate(limits):
+        outside = (layout[:, column] < low) | (layout[:, column] >= high)
+        if outside.any():
+            error = ValueError if column == 1 else IndexError
+            raise error(f"layout holds {layout[outside, column].tolist()} among its {what}; wanted {low} to {high - 1}")
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    images = (gathered.permute(0, 3, 1, 2).to(work).contiguous() / 255)[layout[:, 0].to(torch.int64)]
+    for code in layout[:, 1].unique().tolist():
+        if code:
+            turned = layout[:, 1] == code
+            images[turned] = orient(images[turned], code)
+    mean_tensor, std_tensor = (torch.tensor(numbers, dtype=torch.float32, device=images.device).to(work) for numbers in (mean, std))
+    draws = layout[:, 2].to(torch.int64)
+    plain, drawn = (draws < 0).nonzero()[:, 0], (draws >= 0).nonzero()[:, 0]
+    views = images.new_zeros(len(images), channels, *images.shape[2:]).contiguous(memory_format=torch.channels_last)
+    views[plain, :3] = (images[plain] - mean_tensor.view(1, 3, 1, 1)) / std_tensor.view(1, 3, 1, 1)
+    if len(drawn):
+        views[drawn, :3] = apply_views(
+            images[drawn],
+            codes[draws[drawn]],
+            factors[draws[drawn]].to(work),
+            mean_tensor,
+            std_tensor,
+            jitter_normalised=jitter_normalised,
+        )
+    views[rows[layout[:, 0].to(torch.int64)] < 0] = 0
+    return views.to(dtype)

@@ -81,11 +81,11 @@ def _draw_crops(recipe: Recipe, seed: Tensor, sequence: Tensor, items: Tensor, h
 
 
 def draw_augment_parameters(
-    recipe: Recipe, seed: int, sequence: int, count: int, height: int, width: int, device: torch.device
+    recipe: Recipe, seed: int, sequence: int | Tensor, count: int, height: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Draws one view's parameters for each of ``count`` images; see :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`."""
     key = torch.tensor(seed, device=device)
-    step = torch.tensor(sequence, device=device)
+    step = torch.as_tensor(sequence, device=device).reshape(())
     items = torch.arange(count, device=device)
     words = philox(key, step, items, Purpose.VIEW, 0)
     mirror = unit(words[0]) < recipe.mirror_p

@@ -34,7 +34,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pa
     """Returns ``program(stem, sanitizer)``, compiled at its first use."""
     toolkits, looked = find_toolkits(os.environ)
     if shutil.which(COMPILER) is None or not toolkits:
-        pytest.skip(f"needs {COMPILER} (apt-get install clang-19 libclang-rt-19-dev) and the headers of a CUDA toolkit: {'; '.join(looked)}")
+        pytest.skip(f"needs {COMPILER} (apt-get install clang-19 libclang-rt-19-dev) and a CUDA toolkit's headers: {'; '.join(looked)}")
 
     @functools.cache
     def compile(stem: str, sanitizer: str) -> Path:

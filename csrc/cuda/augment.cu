@@ -1,0 +1,55 @@
+#include <cuda_runtime.h>
+
+#include "cuda/augment.cuh"
+#include "cuda/launch.cuh"
+
+namespace mf::cuda {
+namespace {
+
+template <typename T, int kChannels>
+__global__ void __launch_bounds__(kAugmentThreads) augment_kernel(const AugmentParams params) {
+  MF_DYNAMIC_SHARED(shared);
+  augment_block<T, kChannels>(params, shared);
+}
+
+template <typename T>
+void launch(const AugmentParams& params, Stream stream) {
+  const auto blocks = static_cast<unsigned>(params.views);
+  const auto bytes = static_cast<size_t>(augment_shared_bytes(params.height, params.width));
+  switch (params.channels) {
+    case 3:
+      MF_LAUNCH((augment_kernel<T, 3>), blocks, kAugmentThreads, bytes, stream, params);
+      break;
+    case 4:
+      MF_LAUNCH((augment_kernel<T, 4>), blocks, kAugmentThreads, bytes, stream, params);
+      break;
+    case 8:
+      MF_LAUNCH((augment_kernel<T, 8>), blocks, kAugmentThreads, bytes, stream, params);
+      break;
+    default:
+      MF_CHECK(false, "channels is ", params.channels, "; wanted 3, 4 or 8");
+  }
+}
+
+}  // namespace
+
+void augment(const AugmentParams& params, Stream stream) {
+  MF_CHECK(params.views >= 0 && params.views <= INT32_MAX, "views is ", params.views, "; wanted 0 to ", INT32_MAX);
+  MF_CHECK(params.height <= AugmentParams::kMaxSide && params.width <= AugmentParams::kMaxSide, "images are of ", params.height, "x",
+           params.width, " pixels; wanted sides up to ", AugmentParams::kMaxSide);
+  static_assert(sizeof(AugmentShared) + 2 * AugmentParams::kMaxSide * sizeof(SamplePosition) + 16 + kStagedImageBytes <= 48 * 1024,
+                "shared memory that a launch may ask for by itself");
+  if (params.views == 0) {
+    return;
+  }
+  switch (params.type) {
+    case ViewType::kFloat32:
+      return launch<float>(params, stream);
+    case ViewType::kFloat16:
+      return launch<Float16>(params, stream);
+    case ViewType::kBFloat16:
+      return launch<BFloat16>(params, stream);
+  }
+}
+
+}  // namespace mf::cuda

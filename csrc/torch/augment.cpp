@@ -1,0 +1,155 @@
+// Glue of the views. Shapes and types are checked here; what rows, layout and codes hold is checked on the CPU, where reading them
+// costs nothing.
+#include "api/augment.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "torch/bind.h"
+
+#if defined(MOSE_FAST_WITH_CUDA)
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace mf {
+namespace {
+
+void check(const at::Tensor& tensor, const char* name, at::ScalarType dtype, int64_t columns, const at::Device& device) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " has dtype ", tensor.scalar_type(), "; wanted ", dtype);
+  TORCH_CHECK_VALUE(tensor.device() == device, name, " is on ", tensor.device(), "; wanted ", device, ", where the first source is");
+  const bool fits = columns == 0 ? tensor.dim() == 1 : tensor.dim() == 2 && tensor.size(1) == columns;
+  TORCH_CHECK_VALUE(fits, name, " has shape ", tensor.sizes(), "; wanted ", columns == 0 ? "one dimension" : "[n, ",
+                    columns == 0 ? "" : std::to_string(columns) + "]");
+}
+
+ViewType view_type(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ViewType::kFloat32;
+    case at::kHalf:
+      return ViewType::kFloat16;
+    case at::kBFloat16:
+      return ViewType::kBFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, "dtype is ", dtype, "; wanted float32, float16 or bfloat16");
+  }
+}
+
+void check_contents(const AugmentParams& params, int64_t all_rows) {
+  for (int64_t i = 0; i < params.row_count; ++i) {
+    TORCH_CHECK_INDEX(params.rows[i] >= -1 && params.rows[i] < all_rows, "rows[", i, "] is ", params.rows[i], "; wanted -1 to ",
+                      all_rows - 1, ", the rows of all sources");
+  }
+  for (int64_t view = 0; view < params.views; ++view) {
+    const int32_t* entry = params.layout + view * AugmentParams::kLayout;
+    TORCH_CHECK_INDEX(entry[0] >= 0 && entry[0] < params.row_count, "layout[", view, ", 0] is ", entry[0], "; wanted a position in rows, 0 to ",
+                      params.row_count - 1);
+    TORCH_CHECK_VALUE(entry[1] >= 0 && entry[1] < 16, "layout[", view, ", 1] is ", entry[1], "; wanted an orientation code, 0 to 15");
+    TORCH_CHECK_VALUE((entry[1] >> 2) % 2 == 0 || params.height == params.width, "layout[", view, ", 1] is ", entry[1],
+                      ", which turns images of ", params.height, "x", params.width, "; wanted square images");
+    TORCH_CHECK_INDEX(entry[2] >= -1 && entry[2] < params.draws, "layout[", view, ", 2] is ", entry[2],
+                      "; wanted -1 (not augmented) or a row of codes, 0 to ", params.draws - 1);
+  }
+}
+
+at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& rows_in, const at::Tensor& layout_in, const at::Tensor& codes_in,
+                   const at::Tensor& factors_in, const std::vector<double>& mean, const std::vector<double>& std, bool jitter_normalised,
+                   at::ScalarType dtype, int64_t channels) {
+  TORCH_CHECK_VALUE(!sources.empty() && sources.size() <= AugmentParams::kMaxSources, "sources has ", sources.size(), " tensors; wanted 1 to ",
+                    AugmentParams::kMaxSources);
+  TORCH_CHECK_VALUE(channels == 3 || channels == 4 || channels == 8, "channels is ", channels, "; wanted 3, 4 or 8");
+  TORCH_CHECK_VALUE(mean.size() == 3, "mean has ", mean.size(), " numbers; wanted 3");
+  TORCH_CHECK_VALUE(std.size() == 3, "std has ", std.size(), " numbers; wanted 3");
+  const at::Device device = sources[0].device();
+  check(rows_in, "rows", at::kLong, 0, device);
+  check(layout_in, "layout", at::kInt, AugmentParams::kLayout, device);
+  check(codes_in, "codes", at::kInt, AugmentParameters::kCodes, device);
+  check(factors_in, "factors", at::kFloat, AugmentParameters::kFactors, device);
+  TORCH_CHECK_VALUE(codes_in.size(0) == factors_in.size(0), "codes has shape ", codes_in.sizes(), " and factors ", factors_in.sizes(),
+                    "; wanted as many rows in both");
+
+  AugmentParams params{};
+  std::vector<at::Tensor> kept;  // outlive the launch
+  int64_t all_rows = 0;
+  for (const at::Tensor& source : sources) {
+    TORCH_CHECK_TYPE(source.scalar_type() == at::kByte, "a source has dtype ", source.scalar_type(), "; wanted ", at::kByte);
+    TORCH_CHECK_VALUE(source.device() == device, "a source is on ", source.device(), "; wanted ", device, ", where the first source is");
+    TORCH_CHECK_VALUE(source.dim() == 4 && source.size(3) == 3 && source.sizes().slice(1) == sources[0].sizes().slice(1),
+                      "a source has shape ", source.sizes(), "; wanted [rows, H, W, 3] with the H and W of the first, ", sources[0].sizes());
+    kept.push_back(source.contiguous());
+    params.source[params.sources++] = {kept.back().const_data_ptr<uint8_t>(), source.size(0)};
+    all_rows += source.size(0);
+  }
+  const int64_t height = sources[0].size(1);
+  const int64_t width = sources[0].size(2);
+  TORCH_CHECK_VALUE(height >= 1 && width >= 1 && height <= AugmentParams::kMaxSide && width <= AugmentParams::kMaxSide, "images are of ",
+                    height, "x", width, " pixels; wanted sides of 1 to ", AugmentParams::kMaxSide);
+  const at::Tensor rows = rows_in.contiguous();
+  const at::Tensor layout = layout_in.contiguous();
+  const at::Tensor codes = codes_in.contiguous();
+  const at::Tensor factors = factors_in.contiguous();
+  const at::Tensor output = at::empty({layout.size(0), height, width, channels}, sources[0].options().dtype(dtype));
+
+  params.rows = rows.const_data_ptr<int64_t>();
+  params.layout = layout.const_data_ptr<int32_t>();
+  params.codes = codes.const_data_ptr<int32_t>();
+  params.factors = factors.const_data_ptr<float>();
+  params.output = output.mutable_data_ptr();
+  params.row_count = rows.size(0);
+  params.views = layout.size(0);
+  params.draws = codes.size(0);
+  params.height = static_cast<int32_t>(height);
+  params.width = static_cast<int32_t>(width);
+  params.channels = static_cast<int32_t>(channels);
+  params.type = view_type(dtype);
+  for (size_t c = 0; c < 3; ++c) {
+    params.mean[c] = static_cast<float>(mean[c]);
+    params.std[c] = static_cast<float>(std[c]);
+  }
+  params.jitter_normalised = jitter_normalised;
+  const at::Tensor views = output.permute({0, 3, 1, 2});
+#if defined(MOSE_FAST_WITH_CUDA)
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    cuda::augment(params, c10::cuda::getCurrentCUDAStream());
+    return views;
+  }
+#endif
+  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu(), "the first source is on ", device, "; this build of mose_fast serves ", kDevices);
+  check_contents(params, all_rows);
+  cpu::augment(params, at::get_num_threads());
+  return views;
+}
+
+at::Tensor augment_op(at::TensorList sources, const at::Tensor& rows, const at::Tensor& layout, const at::Tensor& codes,
+                      const at::Tensor& factors, at::ArrayRef<double> mean, at::ArrayRef<double> std, bool jitter_normalised,
+                      at::ScalarType dtype, int64_t channels) {
+  return augment(sources.vec(), rows, layout, codes, factors, mean.vec(), std.vec(), jitter_normalised, dtype, channels);
+}
+
+}  // namespace
+
+void register_augment(torch::Library& library) {
+  library.def(
+      "augment(Tensor[] sources, Tensor rows, Tensor layout, Tensor codes, Tensor factors, float[] mean, float[] std, "
+      "bool jitter_normalised, ScalarType dtype, int channels) -> Tensor");
+  library.impl("augment", c10::DispatchKey::CPU, &augment_op);
+#if defined(MOSE_FAST_WITH_CUDA)
+  library.impl("augment", c10::DispatchKey::CUDA, &augment_op);
+#endif
+}
+
+void bind_augment(py::module_& module) {
+  module.def("augment", &augment, py::arg("sources"), py::arg("rows"), py::arg("layout"), py::arg("codes"), py::arg("factors"),
+             py::arg("mean"), py::arg("std"), py::arg("jitter_normalised"), py::arg("dtype"), py::arg("channels"),
+             py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace mf
