@@ -36,8 +36,8 @@ class ReplayMemory:
         self.labels, self.tasks, self.indices = (torch.full((capacity,), -1, dtype=torch.int64, device=device) for _ in range(3))
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64, device=device)
         self.extras: dict[str, Tensor] = {}
-        # The host's twin of state[2], so that the fill level is known without asking the device.
-        self.seen = 0
+        # The host's twins of state[0] and state[2], so that policies and the fill level need not ask the device.
+        self.seed, self.seen = seed, 0
 
     @property
     def filled(self) -> int:
@@ -125,4 +125,4 @@ class ReplayMemory:
             if own.shape != tensors[name].shape:
                 raise ValueError(f"memory.{name} has shape {tuple(tensors[name].shape)}; wanted {tuple(own.shape)}")
             own.copy_(tensors[name])
-        self.seen = int(tensors["state"][2])
+        self.seed, _, self.seen = tensors["state"].tolist()

@@ -6,11 +6,14 @@ from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods.agem import Agem
+from mose_fast.methods.aser import Aser
 from mose_fast.methods.base import Learner, resolve_device
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
 from mose_fast.methods.finetune import Finetune
+from mose_fast.methods.gss import Gss
 from mose_fast.methods.joint import Joint
+from mose_fast.methods.mir import Mir
 from mose_fast.methods.mose import Mose
 from mose_fast.methods.network import NetworkLearner
 from mose_fast.methods.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
@@ -21,12 +24,15 @@ __all__ = [
     "METHODS",
     "About",
     "Agem",
+    "Aser",
     "BaselineOptions",
     "Derpp",
     "Er",
     "Finetune",
+    "Gss",
     "Joint",
     "Learner",
+    "Mir",
     "Mose",
     "NetworkLearner",
     "Outputs",

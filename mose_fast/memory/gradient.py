@@ -1,0 +1,77 @@
+"""A replay memory that keeps samples whose gradients differ (GSS-Greedy, Aljundi et al., NeurIPS 2019; baselines.md 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mose_fast.memory.replay import ReplayMemory
+from mose_fast.ops.draws import Purpose, permutation, random_words, unit
+
+__all__ = ["GradientMemory"]
+
+
+class GradientMemory(ReplayMemory):
+    """Slots with a score each, the largest cosine similarity of a sample's gradient to those of others when it was stored: low is good.
+
+    The memory decides where samples go; whoever uses it computes their scores and stores them with :meth:`offer`. Arguments as for
+    :class:`ReplayMemory`.
+    """
+
+    def __init__(self, capacity: int, image_size: tuple[int, int], *, seed: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(capacity, image_size, seed=seed, device=device)
+        self.scores = self.keep("scores")
+
+    def reference(self, count: int, size: int) -> Tensor:
+        """Draws disjoint batches of slots, with whose gradients the next batch offered is compared.
+
+        Args:
+            count: Batches wanted.
+            size: Slots of a batch.
+
+        Returns:
+            int64 [n, s]: s = min(size, filled), n the number of such batches that there are, at most ``count``.
+        """
+        size = min(size, self.filled)
+        count = min(count, self.filled // size) if size else 0
+        order = permutation(self.seed, self.seen, self.filled, Purpose.POLICY, self.images.device)
+        return order[: count * size].view(count, size)
+
+    def offer(self, x: Tensor, y: Tensor, task: int, index: Tensor, scores: Tensor) -> Tensor:
+        """Stores a batch with its scores: free slots are filled in order; in a full memory each item challenges one stored sample.
+
+        While there is a free slot, items beyond the free ones are dropped. Challenged slots are drawn without replacement, with
+        probability proportional to their score above the least one; an item takes the slot with probability P_slot / (P_item +
+        P_slot), where P = (score + 1) / 2.
+
+        Args:
+            x, y, task, index: As for :meth:`ReplayMemory.insert`.
+            scores: float32 [B] in [-1, 1].
+
+        Returns:
+            int64 [B]: the slot in which each item lies now, -1 where it was not kept.
+        """
+        slots = self._free(len(y)) if self.filled < self.capacity else self._challenge(scores)
+        self.write(slots, x, y, task, index)
+        self.write_extra("scores", slots, scores)
+        return slots
+
+    def _free(self, count: int) -> Tensor:
+        slots = torch.arange(self.filled, self.filled + count, device=self.images.device)
+        return torch.where(slots < self.capacity, slots, -1)
+
+    def _challenge(self, scores: Tensor) -> Tensor:
+        device = self.images.device
+        stored = self.scores.double()
+        weights = (stored - stored.min()) / (stored.max() - stored.min() + 0.01)
+        high, low, *_ = random_words(self.seed, self.seen, self.capacity, Purpose.POLICY, device, lane=1)
+        # An exponential race: the first to arrive are a weighted draw without replacement. Slots of the least score have weight 0;
+        # a hair above it, they are drawn where there are no others.
+        arrival = -torch.log1p(-unit(high)) / weights.clamp_min(1e-12)
+        challenged = torch.sort(arrival, stable=True).indices[: len(scores)]
+        item = (scores[: len(challenged)].double() + 1) / 2
+        slot = (stored[challenged] + 1) / 2
+        wins = unit(low[: len(challenged)]) * (item + slot) < slot
+        slots = torch.full((len(scores),), -1, dtype=torch.int64, device=device)
+        slots[: len(challenged)] = torch.where(wins, challenged, -1)
+        return slots

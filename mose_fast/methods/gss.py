@@ -1,0 +1,138 @@
+"""GSS: Gradient-based Sample Selection, greedy variant (Aljundi et al., NeurIPS 2019; baselines.md 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from mose_fast.config import knob
+from mose_fast.memory.gradient import GradientMemory
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import BaselineOptions, ReplayLearner, cross_entropy, table_preset
+
+__all__ = ["Gss", "GssOptions", "cosine_similarity"]
+
+# Score of the samples that arrive first, which there is nothing to compare with (repository).
+_FIRST_SCORE = 0.1
+
+
+@dataclass(frozen=True)
+class GssOptions(BaselineOptions):
+    """Switches of GSS."""
+
+    reference_batches: int = knob(10, "memory batches whose gradients incoming samples are compared with", "repository", low=1)
+    reference_batch: int = knob(10, "rows of each of them", "repository: as many as it replays, 10", low=1)
+    threshold: float = knob(
+        0.0, "a full memory takes nothing of a batch whose gradient is at least this similar to one of them", "repository", low=-1
+    )
+    iterations: int = knob(1, "training steps on each incoming batch", "paper 5.1: one; repository: 10", low=1)
+    steps: str = knob(
+        "joint",
+        "joint: one step on incoming and replayed rows | alternate: one on each",
+        "choice (baselines.md 4), as RaptorMai/online-continual-learning; repository: alternate",
+        choices=("joint", "alternate"),
+    )
+
+
+@method(
+    "gss",
+    options=GssOptions,
+    presets={
+        "table": table_preset(),
+        "official": Preset(
+            "rahafaljundi/Gradient-based-Sample-Selection @ ca4160a, its CIFAR-10 settings",
+            {
+                "optimiser": "sgd",
+                "lr": 0.01,
+                "weight_decay": 0.0,
+                "buffer_batch": 10,
+                "augment": "none",
+                "iterations": 10,
+                "steps": "alternate",
+            },
+        ),
+    },
+    year=2019,
+    reference="Gradient-based Sample Selection, Aljundi et al., NeurIPS 2019",
+    # 100 rows of memory for reference, 10 incoming ones as a batch and up to 10 one by one.
+    cost=(74 + 100 + 20) / 74,
+)
+class Gss(ReplayLearner):
+    """GSS: ER with a memory that prefers samples whose gradients differ from those of what it holds."""
+
+    plan_depends_on_model: ClassVar[bool] = True
+    memory: GradientMemory
+
+    def build_memory(self) -> GradientMemory:
+        return GradientMemory(self.config.memory, self.image_size, seed=self.config.seed, device=self.device)
+
+    def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        o = self.config.options
+        for _ in range(o.iterations):
+            rows = self.plan(x, y)
+            if o.steps == "alternate" and len(rows.slots):
+                incoming = self.step(self.rows(x, y, rows.slots[:0]))
+                replayed = self.step(self.rows(x[:0], y[:0], rows.slots))
+                losses = incoming | replayed | {"loss": incoming["loss"] + replayed["loss"]}
+            else:
+                losses = self.step(rows)
+        return losses
+
+    def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        """Scores the batch by the network after its step, in evaluation mode and on images as they are, and offers it to the memory."""
+        o, memory = self.config.options, self.memory
+        if not memory.filled:
+            return memory.offer(x, y, self.task, index, torch.full((len(y),), _FIRST_SCORE, device=self.device))
+        slots = memory.reference(o.reference_batches, o.reference_batch)
+        reference = self.gradients(memory.images[slots], memory.labels[slots])
+        if memory.filled == memory.capacity:
+            whole = self.gradients(x[None], y[None])
+            if cosine_similarity(whole, reference).max() >= o.threshold:
+                kept = torch.full_like(y, -1)
+                memory.write(kept, x, y, self.task, index)
+                return kept
+        scores = cosine_similarity(self.gradients(x[:, None], y[:, None]), reference).amax(1)
+        return memory.offer(x, y, self.task, index, scores)
+
+    def gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Gradients of the mean cross-entropy of many batches, in float32 and evaluation mode.
+
+        Args:
+            x: uint8 [G, n, H, W, 3], raw images of G batches.
+            y: int64 [G, n].
+
+        Returns:
+            [G, ...] for every parameter, by name.
+        """
+        self.network.eval()
+        parameters = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+
+        def loss(parameters: dict[str, Tensor], views: Tensor, labels: Tensor) -> Tensor:
+            return cross_entropy(functional_call(self.network, parameters, (views,)).logits[0], labels)
+
+        views = self.views.normalise(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        # On a card all at once, since launches cost most; on a CPU, vmap's grouped convolutions are slower than one batch after the
+        # other, unless batches have one image (measured: 1.5 times as slow for 10 batches of 10, 2.4 times as fast for 10 images).
+        chunk = 1 if self.device.type == "cpu" and x.shape[1] > 1 else None
+        with self.precise():
+            return vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk)(parameters, views, y)
+
+
+def cosine_similarity(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
+    """Cosines between gradients over all parameters; no gradient is copied into one vector.
+
+    Args:
+        a: [G, ...] for every parameter, by name.
+        b: [H, ...] alike.
+
+    Returns:
+        float32 [G, H] in [-1, 1]; 0 where a gradient is 0.
+    """
+    products = sum(a[name].flatten(1) @ b[name].flatten(1).T for name in a)
+    norms = [torch.stack([part.flatten(1).square().sum(1) for part in g.values()]).sum(0).sqrt() for g in (a, b)]
+    tiny = torch.finfo(torch.float32).tiny
+    return (products / norms[0].clamp_min(tiny)[:, None] / norms[1].clamp_min(tiny)).clamp(-1, 1)
