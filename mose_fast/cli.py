@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from mose_fast import streams, train
 from mose_fast._version import __version__
-from mose_fast.config import ConfigError, RunConfig, StreamConfig, method_settings, near_matches
+from mose_fast.config import ConfigError, RunConfig, StreamConfig, annotation, method_settings, near_matches
 from mose_fast.doctor import diagnose, report
 from mose_fast.methods import find_method, method_names
 from mose_fast.progress import Progress
@@ -228,7 +228,7 @@ def _metavar(flag: _Flag) -> str:
 def _types(method: str) -> dict[str, str]:
     """The annotation of every single setting of a run of ``method``, by its dotted name."""
     tables = {"": RunConfig, "stream.": StreamConfig, "options.": method_settings(method).options}
-    types = {owner + f.name: str(f.type) for owner, table in tables.items() for f in dataclasses.fields(table)}
+    types = {owner + f.name: annotation(f) for owner, table in tables.items() for f in dataclasses.fields(table)}
     return {name: kind for name, kind in types.items() if name not in ("stream", "options")}
 
 

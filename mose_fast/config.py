@@ -34,6 +34,7 @@ __all__ = [
     "MoseOptions",
     "RunConfig",
     "StreamConfig",
+    "annotation",
     "knob",
     "method_settings",
     "near_matches",
@@ -99,14 +100,19 @@ def knob(
     return field(default=default, metadata={"doc": doc, "source": source, "check": check})
 
 
-def _check_knob(owner: str, name: str, value: Any, annotation: str, check: Mapping[str, Any]) -> None:
+def annotation(setting: dataclasses.Field) -> str:
+    """The type of a setting as its annotation is written, also where the module evaluates annotations."""
+    return setting.type.__name__ if isinstance(setting.type, type) else str(setting.type)
+
+
+def _check_knob(owner: str, name: str, value: Any, kind_name: str, check: Mapping[str, Any]) -> None:
     if value is None and check["optional"]:
         return
     if check["choices"] is not None:
         _choice(owner, name, value, check["choices"])
     elif check["low"] is not None or check["above"] is not None:
         open_low = check["above"] is not None
-        kind = float if annotation.startswith("float") else int
+        kind = float if kind_name.startswith("float") else int
         _number(owner, name, value, kind, check["above"] if open_low else check["low"], open_low=open_low, below=check["below"])
     else:
         _flag(owner, name, value)
@@ -193,7 +199,7 @@ class MethodOptions:
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            _check_knob("options.", f.name, getattr(self, f.name), str(f.type), f.metadata["check"])
+            _check_knob("options.", f.name, getattr(self, f.name), annotation(f), f.metadata["check"])
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,29 @@ def test_a_restored_memory_continues():
     assert torch.equal(memory.indices, copy.indices) and copy.seen == 150
 
 
+def test_slots_that_a_policy_chose():
+    memory = filled()
+    x, y, task, index = batch(90, 4, task=3)
+    memory.write(torch.tensor([5, -1, 0, 19]), x, y, task, index)
+    assert memory.indices[[5, 0, 19]].tolist() == [90, 92, 93] and memory.tasks[[5, 0, 19]].tolist() == [3, 3, 3]
+    assert torch.equal(memory.images[:, 0, 0, 0].long(), memory.indices % 256) and torch.equal(memory.labels, memory.indices % 5)
+    assert memory.seen == 94 == memory.state[2] and 91 not in memory.indices
+
+
+def test_extras_follow_their_slots_and_belong_to_the_state():
+    memory, copy = ReplayMemory(6, (8, 8), seed=0), ReplayMemory(6, (8, 8), seed=0)
+    for one in (memory, copy):
+        assert one.keep("score", (2,), torch.float64).shape == (6, 2)
+    for start in range(0, 40, 10):
+        x, y, task, index = batch(start, 10)
+        memory.write_extra("score", memory.insert(x, y, task, index), torch.stack([index, -index], dim=1))
+    assert torch.equal(memory.extras["score"][:, 0], memory.indices.double())
+    copy.load({name: tensor.clone() for name, tensor in memory.tensors().items()})
+    assert torch.equal(copy.extras["score"], memory.extras["score"])
+    with pytest.raises(ValueError, match=r"memory\.extra/score is missing"):
+        copy.load(ReplayMemory(6, (8, 8), seed=0).tensors())
+
+
 def test_unusable_arguments():
     with pytest.raises(ValueError, match="capacity is 0"):
         ReplayMemory(0, (8, 8), seed=0)

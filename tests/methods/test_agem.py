@@ -1,0 +1,89 @@
+"""A-GEM: its projection, and the step around it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mose_fast.methods.gradients import flat_gradient, flatten, project, write_gradient
+
+
+def random_vectors(seed: int, size: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_projection_never_opposes_the_reference(seed):
+    """baselines.md appendix G 3: afterwards <g', r> = 0 where it was negative; where it was not, nothing changes."""
+    gradient, reference = random_vectors(seed)
+    before = torch.dot(gradient.double(), reference.double())
+    after = project(gradient, reference)
+    if before >= 0:
+        assert torch.equal(after, gradient)
+    else:
+        assert abs(torch.dot(after.double(), reference.double())) < 1e-4 * gradient.norm() * reference.norm()
+        wanted = gradient.double() - before / reference.double().square().sum() * reference.double()
+        assert torch.allclose(after.double(), wanted, atol=1e-5)
+        assert torch.allclose(project(gradient, 1000 * reference), after, atol=1e-5)  # the reference's length does not matter
+
+
+def test_both_signs_occur_above():
+    assert {bool(torch.dot(*random_vectors(seed)) >= 0) for seed in range(6)} == {True, False}
+
+
+def test_a_reference_of_zero_changes_nothing():
+    gradient, _ = random_vectors(0)
+    assert torch.equal(project(gradient, torch.zeros_like(gradient)), gradient)
+
+
+def test_opposite_gradients_cancel():
+    assert project(torch.tensor([2.0, 0, 1]), torch.tensor([-1.0, 0, 0])).tolist() == [0, 0, 1]
+
+
+def test_flat_gradients_equal_backward_and_come_back():
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 2))
+    network = network.to(memory_format=torch.channels_last)
+    unused = torch.nn.Parameter(torch.ones(3))
+    parameters = [*network.parameters(), unused]
+    x = torch.randn(5, 3, 3, 3)
+    flat = flat_gradient(network(x).square().sum(), parameters)
+    assert all(p.grad is None for p in parameters)
+    network(x).square().sum().backward()
+    assert torch.equal(flat, flatten([*(p.grad for p in network.parameters()), torch.zeros(3)]))
+    wanted = [p.grad.clone() for p in network.parameters()]
+    write_gradient(parameters, flat)
+    assert all(torch.equal(p.grad, w) for p, w in zip(network.parameters(), wanted, strict=True)) and unused.grad.tolist() == [0, 0, 0]
+
+
+def test_until_a_task_is_finished_it_is_fine_tuning_bit_for_bit(make, teach):
+    agem, plain = (teach(make(name), tasks=(0,)) for name in ("agem", "finetune"))
+    assert agem.memory.filled > 0
+    assert agem.weights_hash() == plain.weights_hash()
+
+
+def test_the_step_is_sgd_along_the_projected_gradient(make, teach, batch):
+    """Against gradients by backward() on a copy of the network, for a conflicting and for an agreeing reference batch."""
+    learner = teach(make("agem", preset="official", options={"lr": 0.5}))
+    signs = set()
+    for seed in range(12):
+        x, y = batch([[2, 3], [0, 1]][seed % 2] * 5, seed=seed)
+        rows = learner.rows(x, y, learner.retrieve(x, y))
+        assert set(rows.labels[10:].tolist()) <= {0, 1}
+        twin = copy.deepcopy(learner.network).train()
+        views, flat = learner.views.normalise(rows.images).contiguous(memory_format=torch.channels_last), []
+        for part, labels in zip(views.split([10, 12]), rows.labels.split([10, 12]), strict=True):
+            twin.zero_grad()
+            F.cross_entropy(twin.classify(twin.features(part))[0], labels).backward()
+            flat.append(torch.cat([p.grad.flatten() for p in twin.parameters()]).double())
+        inner = torch.dot(*flat)
+        signs.add(bool(inner < 0))
+        wanted = flat[0] - min(inner, 0) / flat[1].square().sum() * flat[1]
+        before = flatten(learner.network.parameters()).double()
+        learner.step(rows)
+        moved = (before - flatten(learner.network.parameters()).double()) / 0.5
+        assert (moved - wanted).norm() < 1e-4 * wanted.norm()
+    assert signs == {True, False}

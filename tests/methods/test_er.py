@@ -1,0 +1,125 @@
+"""ER and its bounds: which rows are replayed, what is minimised, and what the loop presents."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mose_fast.methods.replay import Rows
+from mose_fast.streams import from_arrays
+from mose_fast.train import Listener, run
+
+
+def trained_rows(learner, x, y, task) -> Rows:
+    """What ``observe`` would train on."""
+    caught = []
+    learner.step = lambda rows: caught.append(rows)
+    learner.observe(x, y, task)
+    del learner.step
+    return caught[0]
+
+
+def test_incoming_rows_come_first_then_memory_rows_without_repetition(make, teach, batch):
+    learner = teach(make("er"))
+    images, labels = learner.memory.images.clone(), learner.memory.labels.clone()
+    x, y = batch([4, 5] * 5)
+    rows = trained_rows(learner, x, y, 2)
+    assert rows.sizes == (10, 12) and len(set(rows.slots.tolist())) == 12
+    assert torch.equal(rows.images, torch.cat([x, images[rows.slots]])) and torch.equal(rows.labels, torch.cat([y, labels[rows.slots]]))
+
+
+def test_the_official_preset_replays_finished_tasks_alone(make, teach, batch):
+    learner = make("er", preset="official")
+    first = trained_rows(teach(learner, tasks=(0,)), *batch([0, 1] * 5), 0)
+    assert first.sizes == (10, 0)
+    later = trained_rows(teach(learner, tasks=(1,)), *batch([2, 3] * 5), 1)
+    assert later.sizes == (10, 10 + 2) and set(later.labels[10:].tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("reduction", ["sum_of_means", "pooled_mean"])
+def test_the_loss_is_what_the_switch_says(make, teach, batch, reduction):
+    """Against cross-entropies row by row, with a network whose batch norm sees the same 22 views."""
+    learner = teach(make("er", options={"reduction": reduction}))
+    rows = learner.rows(*batch([4, 5] * 5), torch.arange(12))
+    learner.forward(learner.make_views(rows))
+    logits = learner.forward(learner.make_views(rows)).logits.detach().double()
+    each = torch.stack([-row.log_softmax(0)[label] for row, label in zip(logits, rows.labels, strict=True)])
+    wanted = each.mean() if reduction == "pooled_mean" else each[:10].mean() + each[10:].mean()
+    assert learner.step(rows)["loss"].item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_separate_passes_let_batch_norm_see_each_set_alone(make, teach, batch):
+    learner = teach(make("er", options={"passes": "separate"}))
+    rows = learner.rows(*batch([4, 5] * 5), torch.arange(12))
+    views = learner.make_views(rows)
+    sets = zip(views.split([10, 12]), rows.labels.split([10, 12]), strict=True)
+    wanted = [F.cross_entropy(learner.forward(part).logits, labels).item() for part, labels in sets]
+    losses = learner.step(rows)
+    assert losses["incoming"].item() == pytest.approx(wanted[0], rel=1e-5)
+    assert losses["replayed"].item() == pytest.approx(wanted[1], rel=1e-5)
+    joint = teach(make("er"))
+    joint.load_state(*teach(make("er", options={"passes": "separate"})).state())
+    assert joint.step(rows)["incoming"].item() != pytest.approx(wanted[0], rel=1e-3)
+
+
+def test_er_observes_to_learn(make, batch):
+    """Four classes told apart by brightness, two tasks: far above chance without the loop."""
+    learner = make("er", classes=4, width=4, memory=60, seed=1)
+    for task, labels in enumerate(([0, 1], [2, 3])):
+        for step in range(40):
+            learner.observe(*batch(np.random.default_rng(step).choice(labels, 10), seed=100 * task + step), task=task)
+    x, y = batch(list(range(4)) * 25, seed=9999)
+    assert (learner.predict(x) == y).float().mean() > 0.7
+
+
+def test_fine_tuning_ignores_its_memory(make, teach):
+    one, other = (make("finetune", memory=memory, options={"buffer_batch": 4}) for memory in (4, 40))
+    teach(one), teach(other)
+    assert one.weights_hash() == other.weights_hash() and one.memory.filled == 4 and other.memory.filled == 40
+    assert teach(make("er", options={"buffer_batch": 4})).weights_hash() != one.weights_hash()
+
+
+class Recorder(Listener):
+    """The batches of a run: tasks started, and labels observed."""
+
+    def on_start(self, config, stream, learner, batch, batches):
+        self.tasks, self.labels, self.batches = [], [], batches
+        observe = learner.observe
+
+        def record(x, y, task, **how):
+            self.labels.append(y.tolist())
+            return observe(x, y, task, **how)
+
+        learner.observe = record
+
+    def on_task_start(self, task):
+        self.tasks.append(task)
+
+
+@pytest.fixture(scope="module")
+def stream():
+    random = np.random.default_rng(0)
+    y = np.repeat(np.arange(6), 20)
+    x = random.integers(0, 256, (120, 8, 8, 3)).astype(np.uint8)
+    return from_arrays(x, y, x[::4], y[::4], tasks=3)
+
+
+@pytest.mark.parametrize("train_on", ["stream", "final_memory"])
+def test_the_joint_bound_meets_all_tasks_at_once(stream, train_on):
+    recorder = Recorder()
+    options = {"buffer_batch": 12}
+    results = run(
+        stream=stream, method="joint", width=1, memory=24, device="cpu", options=options, train_on=train_on, listeners=[recorder]
+    )
+    extra = 0 if train_on == "stream" else 2
+    assert recorder.tasks == list(range(1 if train_on == "stream" else 2))
+    assert len(recorder.labels) == 12 and recorder.batches == 12 + extra
+    assert sorted(label for labels in recorder.labels for label in labels) == sorted(stream.y_train.tolist())  # one pass
+    assert len(set(recorder.labels[0])) > 2  # more classes in the first batch than any task has
+    assert results["evaluated_after"] == [2]
+    rows = results["accuracy"]["linear"]["1"]
+    assert rows[:2] == [[0, 0, 0]] * 2 and len(rows[2]) == 3
+    assert all(value is not None for value in results["buffer_accuracy"]["ncm"]["1"][2])
+    assert results["af_paper"]["linear"]["1"] is None and results["steps"] == (12 if train_on == "stream" else 2)

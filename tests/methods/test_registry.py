@@ -1,0 +1,129 @@
+"""Methods from outside the package: by file, by entry point, and what is wrong with those that cannot be used."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from mose_fast.cli import main
+from mose_fast.config import METHOD_SETTINGS, ConfigError, RunConfig
+from mose_fast.methods import METHODS, create_learner, find_method, method_names, registry
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding_a_method.md"
+
+
+def page_example() -> str:
+    """The method that docs/adding_a_method.md builds."""
+    return re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL).group(1)
+
+
+@pytest.fixture(autouse=True)
+def entered():
+    """Methods entered by a test are forgotten after it."""
+    methods, settings = dict(METHODS), dict(METHOD_SETTINGS)
+    yield
+    for table, before in ((METHODS, methods), (METHOD_SETTINGS, settings)):
+        table.clear()
+        table.update(before)
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A function that writes a file with a method and returns ``path:Name``."""
+
+    def write(text: str, name: str = "Mine") -> str:
+        path = tmp_path / "mine.py"
+        path.write_text(text, encoding="utf-8")
+        return f"{path}:{name}"
+
+    return write
+
+
+def test_the_page_is_forty_lines_and_its_method_runs_and_resumes(outside, tmp_path, monkeypatch, capsys):
+    example = page_example()
+    assert len(example.splitlines()) <= 40
+    name = re.search(r"^class (\w+)\(ReplayLearner\)", example, re.MULTILINE).group(1)
+    outside(example)
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    arguments = ["--stream", "digits", "--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu", "--out", str(out)]
+    option = re.search(r"--set (\w+=[\w.]+)", PAGE.read_text(encoding="utf-8")).group(1)
+    assert main(["run", "--method", f"mine.py:{name}", *arguments, "--set", option]) == 0
+    config = RunConfig.load(out / "config.json")
+    assert config.method == f"{tmp_path / 'mine.py'}:{name}"  # absolute: resuming works from any folder
+    assert str(getattr(config.options, option.split("=")[0])) == option.split("=")[1]
+    (out / "results.json").unlink()
+    assert main(["resume", str(out)]) == 0
+    assert "results" in capsys.readouterr().out
+
+
+def test_the_decorators_name_works_once_the_file_was_imported(outside):
+    learner = find_method(outside(page_example(), re.search(r"^class (\w+)\(Re", page_example(), re.MULTILINE).group(1)))
+    own = re.search(r'@method\(\n?\s*"([\w-]+)"', page_example()).group(1)
+    assert METHODS[own] is learner
+    assert isinstance(create_learner(classes=3, method=own, memory=64, width=1, device="cpu"), learner)
+
+
+LACKS = '''
+from mose_fast.config import MethodOptions
+from mose_fast.methods import NetworkLearner, Preset, method
+
+
+@method("mine", options=MethodOptions, presets={"table": Preset("none")}, year=2024, reference="nowhere", cost=1.0)
+class Mine(NetworkLearner):
+    def build_network(self): ...
+'''
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (LACKS, "method 'mine' lacks rehearse, train_batch; wanted Mine to define it"),
+        ("class Mine:\n    def train_batch(self): ...", r"Mine'>, which lacks costs, load_network_state, .*; wanted a subclass of"),
+        ("Mine = 3", "is 3, which lacks .*train_batch; wanted a subclass"),
+        ("from mose_fast.methods import Er\nclass Mine(Er): ...", "has no options and presets; wanted the decorator"),
+        ("class Nine: ...", "has no 'Mine'; did you mean 'Nine'"),
+        ("import nothing_like_this", r"mine.py cannot be imported: ModuleNotFoundError: No module named 'nothing_like_this'"),
+        ("def broken(:", "cannot be imported: SyntaxError"),
+    ],
+)
+def test_unusable_files_are_refused_by_name(outside, text, says):
+    with pytest.raises(ConfigError, match=says):
+        RunConfig.create(method=outside(text))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=rf"there is no file {tmp_path}/no.py"):
+        RunConfig.create(method=f"{tmp_path}/no.py:Mine")
+
+
+def test_a_name_is_entered_once(outside):
+    text = page_example().replace('"smooth-er"', '"er"')
+    with pytest.raises(ConfigError, match=r"'er' is entered already, by mose_fast.methods.er.Er"):
+        RunConfig.create(method=outside(text, "SmoothEr"))
+
+
+def entry_points(monkeypatch, value: str) -> None:
+    entry = EntryPoint("theirs", value, registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda group, name="theirs": [entry] if name == "theirs" else [])
+
+
+def test_methods_of_installed_packages_are_found_by_entry_point(outside, monkeypatch, tmp_path):
+    outside(page_example())
+    name = re.search(r"^class (\w+)\(Re", page_example(), re.MULTILINE).group(1)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry_points(monkeypatch, f"mine:{name}")
+    assert "theirs" in method_names()
+    config = RunConfig.create(method="theirs")
+    assert METHODS["theirs"].__name__ == name and type(config.options).__name__ == f"{name}Options"
+    with pytest.raises(ConfigError, match="method is 'nobodys', which is unknown"):
+        RunConfig.create(method="nobodys")
+
+
+def test_an_entry_point_that_cannot_be_imported(monkeypatch):
+    entry_points(monkeypatch, "no_such_module_of_theirs:Method")
+    with pytest.raises(ConfigError, match="entry point no_such_module_of_theirs:Method, cannot be imported: ModuleNotFoundError"):
+        RunConfig.create(method="theirs")
