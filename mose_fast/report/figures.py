@@ -1,0 +1,387 @@
+"""The figures of a report, in matplotlib. Accuracies are in percent; bands and bars are 95 % t intervals over the seeds of a setting."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mose_fast.report.runs import Group
+from mose_fast.report.statistics import summarise
+from mose_fast.report.tables import counted, seeds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["CURVES", "PANELS", "Picture", "figures"]
+
+#: Curves in a panel, panels in a figure, and bars in one, at most: beyond, the settings with the highest ACC are shown.
+CURVES, PANELS, BARS = 8, 12, 24
+
+# Okabe-Ito: told apart by colour-blind readers; markers and dashes tell the curves apart in print.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_MARKERS = "osD^vP*X"
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (5, 5)))
+_PHASES = {"train": ("#0072B2", ""), "evaluate": ("#E69F00", "//"), "checkpoint": ("#999999", "..")}
+
+_STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.5,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    # Equal inputs give equal files.
+    "svg.hashsalt": "mose-fast",
+    "pdf.fonttype": 42,
+}
+
+
+class Picture(NamedTuple):
+    """A figure.
+
+    Attributes:
+        name: Of its file.
+        title: Of its place on the page.
+        caption: What it shows, and of how many runs.
+        svg: Of the page; UTF-8, without references to other files.
+        pdf: For papers.
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: bytes
+    pdf: bytes
+
+
+def figures(groups: Sequence[Group]) -> list[Picture]:
+    """Every figure that the runs have data for, in the order of the page.
+
+    Args:
+        groups: Ordered by label; a label keeps its colour and marker through all figures.
+    """
+    # Not at the top: matplotlib takes half a second that other commands need not pay.
+    from matplotlib import rc_context
+
+    with rc_context(_STYLE):
+        made = (_curves(groups), _new_and_overfitted(groups), _tradeoffs(groups), _matrices(groups), _confusions(groups), _times(groups))
+        return [picture for picture in made if picture is not None]
+
+
+class _Look(NamedTuple):
+    colour: str
+    marker: str
+    dashes: object
+
+
+def _looks(groups: Sequence[Group]) -> dict[str, _Look]:
+    labels = dict.fromkeys(g.label for g in groups)
+    n = len(_COLOURS)
+    # Beyond eight labels colours repeat, but with other markers and dashes.
+    return {label: _Look(_COLOURS[i % n], _MARKERS[(i + i // n) % n], _DASHES[(i + i // n) % n]) for i, label in enumerate(labels)}
+
+
+def _curves(groups: Sequence[Group]) -> Picture | None:
+    panels, left_out = _by_memory([g for g in groups if len(_evaluated(g)) > 1])
+    if not panels:
+        return None
+    looks = _looks(groups)
+    figure, axes = _grid(len(panels))
+    for axis, (memory, shown) in zip(axes, panels.items(), strict=True):
+        for g in shown:
+            at = _evaluated(g)
+            _band(axis, at + 1, 100 * np.array([run.running[run.view][at] for run in g.runs]), looks[g.label], f"{g.label} (n = {g.n})")
+        classes = {tuple(run.row[k] for k in ("classes", "tasks")) for g in shown for run in g.runs}
+        if len(classes) == 1:
+            ((total, tasks),) = classes
+            seen = np.arange(1, tasks + 1)
+            axis.plot(seen, 100 * tasks / (total * seen), color="0.5", linewidth=1, linestyle=":", label="chance")
+        axis.set(title=f"M = {memory}", xlabel="tasks seen", ylim=(0, 100))
+        _whole_ticks(axis, max(run.tasks for g in shown for run in g.runs))
+        axis.legend(loc="upper right")
+    _label_left(axes, "accuracy on the tasks seen (%)")
+    caption = (
+        "Mean accuracy over the tasks seen so far, after each task, by the classifier of predict(), a panel a memory size. "
+        f"{_band_text(groups)} Dotted: chance, where all tasks have as many classes.{left_out}"
+    )
+    return _picture("accuracy", "Accuracy against task", caption, figure)
+
+
+def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
+    panels, left_out = _by_memory([g for g in groups if g.runs[0].tasks > 1])
+    if not panels:
+        return None
+    looks = _looks(groups)
+    figure, axes = _grid(2 * len(panels), columns=2, share=False)
+    for (memory, shown), (new, bof) in zip(panels.items(), zip(axes[::2], axes[1::2], strict=True), strict=True):
+        for g in shown:
+            tasks = np.arange(1, g.runs[0].tasks + 1)
+            if all(run.complete for run in g.runs):
+                _band(new, tasks, 100 * np.array([np.diagonal(run.matrix) for run in g.runs]), looks[g.label], f"{g.label} (n = {g.n})")
+            _band(bof, tasks, np.array([run.bof[run.view] for run in g.runs]), looks[g.label], f"{g.label} (n = {g.n})")
+        most = max(run.tasks for g in shown for run in g.runs)
+        for axis in (new, bof):
+            _whole_ticks(axis, most)
+            if axis.lines:
+                axis.legend(loc="best")
+        new.set(title=f"new task, M = {memory}", xlabel="task", ylabel="accuracy just after it (%)", ylim=(0, 100))
+        bof.set(title=f"buffer overfitting, M = {memory}", xlabel="task", ylabel="BOF after the last task")
+    caption = (
+        "Left: accuracy on each task just after it was learned (plasticity). Right: buffer overfitting of each task after the last one, "
+        "(accuracy on its samples in the memory - accuracy on its test images) / accuracy on its test images; a task without samples, or "
+        f"with a test accuracy of 0, has none. Classifier of predict(). {_band_text(groups)}{left_out}"
+    )
+    return _picture("new-task-and-bof", "New tasks and buffer overfitting", caption, figure)
+
+
+def _tradeoffs(groups: Sequence[Group]) -> Picture:
+    from matplotlib.transforms import ScaledTranslation
+
+    looks = _looks(groups)
+    on_card = all(run.row["peak_bytes_device"] is not None for g in groups for run in g.runs)
+    column = "peak_bytes_device" if on_card else "peak_bytes"
+    seconds = [_mean([run.row["seconds_total"] for run in g.runs]) for g in groups]
+    peaks = [_mean([run.row[column] / 2**20 for run in g.runs]) for g in groups]
+    acc = [100 * _acc(g) for g in groups]
+    ends = 100 * np.array([_ends(list(g.values("acc", g.view).values())) for g in groups])
+    sizes = sorted({g.memory for g in groups})
+    labels = list(looks)
+    figure, axes = _grid(3, columns=3)
+    for x, axis in ((seconds, axes[0]), (peaks, axes[1]), ([float(g.memory) for g in groups], axes[2])):
+        for g, at, y, (low, high) in zip(groups, x, acc, ends, strict=True):
+            look = looks[g.label]
+            # Side by side where all settings share few memory sizes.
+            aside = 5 * (labels.index(g.label) - (len(labels) - 1) / 2) if axis is axes[2] and len(labels) <= CURVES else 0
+            place = axis.transData + ScaledTranslation(aside / 72, 0, figure.dpi_scale_trans)
+            axis.plot([at, at], [low, high], color=look.colour, linewidth=1, alpha=0.5, transform=place)
+            size = 6.0 if axis is axes[2] else 4 + 5 * sizes.index(g.memory) / max(1, len(sizes) - 1)
+            axis.plot([at], [y], look.marker, color=look.colour, markersize=size, transform=place)
+        # By hand, since points that are moved aside do not count for matplotlib's limits.
+        margin = 0.06 * (max(x) - min(x)) or 0.06 * max(x) or 1.0
+        axis.set_xlim(min(x) - margin, max(x) + margin)
+        low, high = np.nanmin([*ends[:, 0], *acc]), np.nanmax([*ends[:, 1], *acc])
+        axis.set_ylim(max(0.0, low - 2), min(100.0, high + 2))
+        if axis is not axes[2]:
+            front = _front(x, acc)
+            axis.step([x[i] for i in front], [acc[i] for i in front], where="post", color="0.5", linewidth=1, zorder=0)
+    for label, look in looks.items():
+        at = sorted((g.memory, y) for g, y in zip(groups, acc, strict=True) if g.label == label)
+        told = label if len(looks) <= CURVES else None
+        axes[2].plot([m for m, _ in at], [y for _, y in at], color=look.colour, linestyle=look.dashes, linewidth=1)
+        axes[2].plot([], [], look.marker, color=look.colour, linestyle=look.dashes, linewidth=1, label=told)
+    axes[0].set(title="time", xlabel="seconds a run")
+    axes[1].set(title="memory of the machine", xlabel=f"peak MiB {'on the card' if on_card else 'of the process'}")
+    axes[2].set(title="replay memory", xlabel="M (images)")
+    if max(sizes) > 4 * min(sizes):
+        axes[2].set_xscale("log")
+        axes[2].set_xlim(min(sizes) / 1.15, max(sizes) * 1.15)
+    if len(sizes) <= 6:
+        axes[2].set_xticks(sizes, [str(m) for m in sizes])
+        axes[2].minorticks_off()
+    if len(looks) <= CURVES:
+        figure.legend(loc="outside lower center", ncols=min(4, len(looks)))
+    _label_left(axes, "ACC (%)")
+    machines = {run.row["card"] or run.row["processor"] for g in groups for run in g.runs}
+    caption = (
+        f"ACC (classifier of predict()) against what a run costs: {counted(len(groups), 'setting')}, means over n = {seeds(groups)}; "
+        "vertical lines are 95 % t intervals, larger markers larger replay memories. The grey steps join the settings that no other beats "
+        f"at lower cost (Pareto front). Computed on {', '.join(sorted(machines))}"
+        f"{'' if len(machines) == 1 else '; times of different machines do not compare'}."
+    )
+    return _picture("tradeoffs", "Accuracy against cost", caption, figure)
+
+
+def _matrices(groups: Sequence[Group]) -> Picture | None:
+    shown, left_out = _best([g for g in groups if all(run.complete for run in g.runs) and g.runs[0].tasks > 1], PANELS)
+    if not shown:
+        return None
+    figure = _maps([(g, 100 * np.mean([run.matrix for run in g.runs], axis=0)) for g in shown], "after task", "accuracy (%)", triangle=True)
+    caption = (
+        "Accuracy matrix by the classifier of predict(): row k holds the accuracy on each task after learning task k, mean over n seeds. "
+        f"The diagonal shows new tasks; fading down a column is forgetting.{left_out}"
+    )
+    return _picture("accuracy-matrix", "Accuracy matrix", caption, figure)
+
+
+def _confusions(groups: Sequence[Group]) -> Picture | None:
+    shown, left_out = _best([g for g in groups if g.runs[0].tasks > 1], PANELS)
+    if not shown:
+        return None
+    parts = []
+    for g in shown:
+        counts = np.sum([run.confusion for run in g.runs], axis=0).astype(np.float64)
+        parts.append((g, 100 * counts / counts.sum(1, keepdims=True)))
+    figure = _maps(parts, "task", "share of the task's test images (%)", across="task of the predicted class")
+    caption = (
+        "Confusion by task after the last one, classifier of predict(): of the test images of each task (row), the share whose predicted "
+        "class belongs to each task (column), counted over all n seeds. Mass in the last columns is a bias to recent tasks; the diagonal "
+        f"bounds the accuracy.{left_out}"
+    )
+    return _picture("confusion", "Confusion by task", caption, figure)
+
+
+def _times(groups: Sequence[Group]) -> Picture:
+    shown, left_out = _best(groups, BARS)
+    figure, (axis,) = _grid(1, width=7.5, height=0.9 + 0.32 * len(shown))
+    left = np.zeros(len(shown))
+    for phase, (colour, hatch) in _PHASES.items():
+        seconds = np.array([_mean([run.row[f"seconds_{phase}"] for run in g.runs]) for g in shown])
+        axis.barh(range(len(shown)), seconds, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, label=phase)
+        left += seconds
+    axis.set_yticks(range(len(shown)), [f"{g.name} (n = {g.n})" for g in shown])
+    axis.invert_yaxis()
+    axis.set(xlabel="seconds a run, mean")
+    axis.grid(axis="y", visible=False)
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    caption = (
+        f"Wall-clock seconds of a run by phase, mean over {seeds(groups)}: training steps, evaluations, writing checkpoints.{left_out}"
+    )
+    return _picture("time", "Where the time goes", caption, figure)
+
+
+def _maps(
+    parts: Sequence[tuple[Group, NDArray[np.float64]]], down: str, unit: str, *, across: str = "task", triangle: bool = False
+) -> Figure:
+    """Heat maps of [T, T] values in percent on one scale; with ``triangle``, only entries at or below the diagonal exist."""
+    columns = min(4, len(parts))
+    figure, axes = _grid(len(parts), columns=columns, width=2.7 * columns + 0.6, height=3.0, share=False)
+    # One scale for all panels, and one hue from light to dark, for print and for colour-blind readers.
+    top = max(float(values.max()) for _, values in parts) or 1.0
+    picture = None
+    for axis, (g, values) in zip(axes, parts, strict=True):
+        tasks = len(values)
+        drawn = np.ma.masked_where(np.triu(np.ones_like(values), 1) > 0, values) if triangle else values
+        picture = axis.imshow(drawn, cmap="Blues", vmin=0, vmax=top, interpolation="nearest")
+        axis.grid(visible=False)
+        axis.set_title(f"{g.label}\nM = {g.memory}, n = {g.n}", fontsize=8)
+        axis.set(xlabel=across, ylabel=down)
+        step = max(1, math.ceil(tasks / 10))
+        ticks = range(0, tasks, step)
+        axis.set_xticks(ticks, [str(t + 1) for t in ticks])
+        axis.set_yticks(ticks, [str(t + 1) for t in ticks])
+        if tasks <= 10:
+            for row, column in zip(*np.nonzero(np.tri(tasks) if triangle else np.ones((tasks, tasks))), strict=True):
+                value = values[row, column]
+                axis.text(
+                    column, row, f"{value:.0f}", ha="center", va="center", fontsize=7 if tasks <= 6 else 5.5,
+                    color="white" if value > 0.6 * top else "black",
+                )  # fmt: skip
+    figure.colorbar(picture, ax=axes, label=unit, shrink=0.8 if len(parts) <= columns else 0.5)
+    return figure
+
+
+def _grid(
+    panels: int, *, columns: int | None = None, width: float | None = None, height: float = 3.2, share: bool = True
+) -> tuple[Figure, list[Axes]]:
+    """A figure with ``panels`` axes; ``height`` in inches is of a row."""
+    from matplotlib.figure import Figure
+
+    columns = columns or min(3, panels)
+    rows = math.ceil(panels / columns)
+    figure = Figure(figsize=(width or {1: 6.0, 2: 9.0, 3: 11.5}[columns], height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, sharey=share, squeeze=False).ravel().tolist()
+    for axis in axes[panels:]:
+        axis.set_axis_off()
+    return figure, axes[:panels]
+
+
+def _band(axis: Axes, x: NDArray[np.int64], values: NDArray[np.float64], look: _Look, label: str) -> None:
+    """The mean of [n, T] values over n with its interval; NaN is left out."""
+    kept = [i for i in range(len(x)) if not np.isnan(values[:, i]).all()]
+    if not kept:
+        return
+    columns = [values[:, i][~np.isnan(values[:, i])] for i in kept]
+    ends = np.array([_ends(column) for column in columns])
+    at = x[kept]
+    axis.plot(
+        at, [_mean(column) for column in columns], color=look.colour, linestyle=look.dashes, marker=look.marker if len(at) <= 25 else None,
+        markersize=4, linewidth=1.5, label=label,
+    )  # fmt: skip
+    if not np.isnan(ends).all():
+        axis.fill_between(at, ends[:, 0], ends[:, 1], color=look.colour, alpha=0.15, linewidth=0)
+
+
+def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
+    return summarise(values, resamples=0).mean
+
+
+def _ends(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
+    return summarise(values, resamples=0).t_interval
+
+
+def _evaluated(g: Group) -> NDArray[np.int64]:
+    return np.array(g.runs[0].facts["evaluated_after"])
+
+
+def _acc(g: Group) -> float:
+    return _mean(list(g.values("acc", g.view).values()))
+
+
+def _by_memory(groups: Sequence[Group]) -> tuple[dict[int, list[Group]], str]:
+    """Groups by memory, the best of each, and a sentence about those left out."""
+    sizes = sorted({g.memory for g in groups})[:PANELS]
+    panels = {memory: _ranked([g for g in groups if g.memory == memory], CURVES) for memory in sizes}
+    left_out = len(groups) - sum(map(len, panels.values()))
+    return panels, _left_out(left_out, f"up to {CURVES} settings a panel, those with the highest ACC, and up to {PANELS} memory sizes")
+
+
+def _best(groups: Sequence[Group], most: int) -> tuple[list[Group], str]:
+    shown = _ranked(groups, most)
+    return shown, _left_out(len(groups) - len(shown), f"the {most} settings with the highest ACC")
+
+
+def _ranked(groups: Sequence[Group], most: int) -> list[Group]:
+    """The ``most`` groups with the highest ACC, in their own order."""
+    kept = sorted(sorted(range(len(groups)), key=lambda i: -_acc(groups[i]))[:most])
+    return [groups[i] for i in kept]
+
+
+def _left_out(number: int, rule: str) -> str:
+    return f" Shown are {rule}; {counted(number, 'setting')} more in the tables." if number else ""
+
+
+def _front(cost: Sequence[float], gain: Sequence[float]) -> list[int]:
+    """Indices of the points that no other beats in both, by rising cost."""
+    front: list[int] = []
+    for i in sorted(range(len(cost)), key=lambda i: (cost[i], -gain[i])):
+        if not front or gain[i] > gain[front[-1]]:
+            front.append(i)
+    return front
+
+
+def _band_text(groups: Sequence[Group]) -> str:
+    if max(g.n for g in groups) == 1:
+        return "One seed each (n = 1), so no interval."
+    return f"Lines are means over n = {seeds(groups)}, bands their 95 % t intervals."
+
+
+def _whole_ticks(axis: Axes, tasks: int) -> None:
+    if tasks <= 20:
+        axis.set_xticks(range(1, tasks + 1))
+
+
+def _label_left(axes: Sequence[Axes], text: str) -> None:
+    for axis in axes:
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(text)
+
+
+def _picture(name: str, title: str, caption: str, figure: Figure) -> Picture:
+    def saved(kind: str, **metadata: None) -> bytes:
+        file = io.BytesIO()
+        figure.savefig(file, format=kind, metadata=metadata)
+        return file.getvalue()
+
+    svg = saved("svg", Date=None, Creator=None, Format=None, Type=None)
+    return Picture(name, title, caption, svg, saved("pdf", CreationDate=None))

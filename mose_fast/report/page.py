@@ -1,0 +1,192 @@
+"""The page of a report: one HTML file that needs no other file and no network, written beside its tables and figures."""
+
+from __future__ import annotations
+
+import base64
+import html
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mose_fast._version import __version__
+from mose_fast.report.figures import Picture, figures
+from mose_fast.report.runs import Group, Skipped, group_runs, read_folders
+from mose_fast.report.statistics import check_comparable, summarise
+from mose_fast.report.table import Table
+from mose_fast.report.tables import comparison_table, comparisons, counted, deviations, seeds, sentence, streams, tables
+from mose_fast.train.files import RunError, write_atomically
+
+__all__ = ["FORMATS", "render_page", "write_report"]
+
+#: Endings of the files of a table.
+FORMATS = ("csv", "md", "tex")
+
+_PAGE = "report.html"
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
+nav a { margin-right: 1rem; } a { color: #0050a0; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .6rem; text-align: left; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th { border-top: 2px solid #333; border-bottom: 1px solid #333; vertical-align: bottom; white-space: normal; }
+tbody tr:last-child td { border-bottom: 2px solid #333; }
+td.number { text-align: right; }
+figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; } figcaption { font-size: .9rem; color: #333; padding: .3rem 0; }
+th.number { text-align: right; }
+.notes { margin-top: 1rem; background: #fff6e0; border-left: 4px solid #e69f00; padding: .5rem 1rem; }
+.notes ul { margin: .3rem 0; padding-left: 1.2rem; }
+summary { cursor: pointer; color: #0050a0; }
+@media print { body { margin: 0; max-width: none; font-size: 10pt; } nav { display: none; } figure, tr { break-inside: avoid; }
+  .wide { overflow: visible; } td { white-space: normal; } }
+"""
+
+
+def write_report(folders: Iterable[str | Path], out: str | Path | None = None, *, force: bool = False) -> tuple[Path, list[Skipped]]:
+    """Reads finished runs and writes ``report.html``, ``tables/*.csv``, ``.md`` and ``.tex``, and ``figures/*.pdf`` and ``.svg``.
+
+    Args:
+        folders: Run folders, or folders that hold some at any depth, such as a sweep's.
+        out: Folder of the report; an earlier report in it is replaced. None: ``report`` in the first of ``folders``.
+        force: Put runs of different problems into the same tables, and say so on the page, instead of refusing.
+
+    Returns:
+        The page, and the folders that were skipped, which it names too.
+
+    Raises:
+        RunError: A folder does not exist, there is no finished run, or the report cannot be written.
+        IncomparableRuns: The runs are of different problems and ``force`` is False.
+    """
+    folders = [Path(folder) for folder in folders]
+    if not folders:
+        raise RunError("there is no folder to report on; wanted at least one")
+    runs, skipped = read_folders(folders)
+    groups, repeated = group_runs(runs)
+    skipped += repeated
+    warnings = check_comparable([run.row for g in groups for run in g.runs], force=force)
+    page, all_tables, pictures = render_page(groups, skipped, warnings)
+
+    out = folders[0] / "report" if out is None else Path(out)
+    try:
+        for name in ("tables", "figures"):
+            if (out / name).is_dir():
+                shutil.rmtree(out / name)
+            (out / name).mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"cannot write the report into {out}: {error.strerror}; choose another --out") from error
+    for table in all_tables:
+        for ending, content in zip(FORMATS, (table.csv(), table.markdown(), table.latex()), strict=True):
+            write_atomically(out / "tables" / f"{table.name}.{ending}", content)
+    for picture in pictures:
+        write_atomically(out / "figures" / f"{picture.name}.svg", picture.svg)
+        write_atomically(out / "figures" / f"{picture.name}.pdf", picture.pdf)
+    write_atomically(out / _PAGE, page)
+    return out / _PAGE, skipped
+
+
+def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: Sequence[str]) -> tuple[str, list[Table], list[Picture]]:
+    """The HTML of a report, and the tables and figures in it.
+
+    Args:
+        groups: Of :func:`mose_fast.report.runs.group_runs`.
+        skipped: Folders to name as left out.
+        warnings: What differs between the runs, a sentence each.
+    """
+    pictures = figures(groups)
+    by_name = {table.name: table for table in tables(groups)}
+    found = comparisons(groups)
+    if found:
+        by_name["comparisons"] = comparison_table(found)
+    by_task = [table for name, table in by_name.items() if name.startswith("tasks-")]
+    few = dict.fromkeys(f"{w}." for _, c in found for w in c.warnings)
+    notes = [*(f"{w[:1].upper()}{w[1:]}." for w in warnings), *few, *_notes(groups)]
+    compared = [_list(sentence(memory, c) for memory, c in found), by_name["comparisons"].html()] if found else []
+    figure = {picture.name: _figure(picture) for picture in pictures}
+
+    sections = [
+        ("results", "Results", [by_name["main"].html(), by_name["estimates"].html()]),
+        ("comparison", "Comparison", compared),
+        *((p.name, p.title, [figure[p.name]]) for p in pictures if p.name in ("accuracy", "new-task-and-bof", "tradeoffs")),
+        ("per-expert", "Experts", [by_name["experts"].html()]),
+        ("per-task", "Accuracy by task", [by_task[0].html(), *(_fold(_first(t.caption), t.html()) for t in by_task[1:])]),
+        *((p.name, p.title, [figure[p.name]]) for p in pictures if p.name in ("accuracy-matrix", "confusion", "time")),
+        ("costs", "Cost", [by_name["cost"].html()]),
+        ("all-runs", "Runs", [_fold(f"All {sum(g.n for g in groups)} runs", by_name["runs"].html()), _skipped(skipped)]),
+    ]
+    sections = [(name, title, parts) for name, title, parts in sections if parts]
+    heading = f"Report on {streams(groups)}"
+    lead = (
+        f"{counted(sum(g.n for g in groups), 'run')} in {counted(len(groups), 'setting')}, {seeds(groups)} each. Accuracies are percent "
+        "of test images; tasks count from 1. ACC: mean accuracy over all tasks after the last one; AF: average forgetting. Every table is "
+        f"in tables/ as {', '.join(FORMATS)}, every figure in figures/ as pdf and svg. mose-fast {__version__}."
+    )
+    links = "".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title, _ in sections)
+    body = "\n".join(
+        f'<section id="{name}"><h2>{html.escape(title)}</h2>\n' + "\n".join(parts) + "</section>" for name, title, parts in sections
+    )
+    page = (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(heading)}</title><style>{_STYLE}</style></head>\n<body><h1>{html.escape(heading)}</h1>\n"
+        f"<p>{html.escape(lead)}</p>\n<nav>{links}</nav>\n{_box('Cautions', notes)}\n{body}\n</body></html>\n"
+    )
+    return page, list(by_name.values()), pictures
+
+
+def _notes(groups: Sequence[Group]) -> list[str]:
+    """What a careful reader would ask about these runs."""
+    notes = []
+    single = [g.name for g in groups if g.n == 1]
+    if single:
+        notes.append(f"One seed alone, without any interval: {_some(single)}.")
+    counts = sorted({g.n for g in groups})
+    if len(counts) > 1:
+        notes.append(f"The settings do not have equally many seeds: {counts[0]} to {counts[-1]}; the column n tells.")
+    untaught = [g.name for g in groups if _mean(g.values("acc", g.view)) <= _mean({r.seed: r.untrained[g.view] for r in g.runs})]
+    if untaught:
+        notes.append(f"Training gained nothing over the untrained network with the same memory (column untrained): {_some(untaught)}.")
+    if any(run.config["train_on"] != "stream" for g in groups for run in g.runs):
+        notes.append("Runs that trained on the final memory were evaluated once, so they have no forgetting, curves or accuracy matrix.")
+    for g in groups:
+        if differing := deviations(g):
+            notes.append(f"{g.name} departs from the protocol of the paper's numbers: {', '.join(differing)}.")
+    return notes
+
+
+def _mean(values: dict[int, float]) -> float:
+    return summarise(values.values(), resamples=0).mean
+
+
+def _some(names: Sequence[str]) -> str:
+    return "; ".join(names[:6]) + (f"; and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _first(caption: str) -> str:
+    return caption.partition(":")[0]
+
+
+def _figure(picture: Picture) -> str:
+    # As an image of its own, since names inside two SVG drawings on one page would clash.
+    data = base64.b64encode(picture.svg).decode()
+    caption = html.escape(picture.caption)
+    return (
+        f'<figure id="figure-{picture.name}"><img alt="{html.escape(picture.title)}" src="data:image/svg+xml;base64,{data}">'
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def _fold(title: str, content: str) -> str:
+    return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
+
+
+def _list(items: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{html.escape(item)}</li>' for item in items)}</ul>"
+
+
+def _box(title: str, notes: Sequence[str]) -> str:
+    return f'<div class="notes"><strong>{html.escape(title)}</strong>{_list(notes)}</div>' if notes else ""
+
+
+def _skipped(skipped: Sequence[Skipped]) -> str:
+    lines = _list(f"{s.folder}: {s.reason}" for s in skipped)
+    return f'<div id="skipped"><p>Left out: {counted(len(skipped), "folder")}.</p>{lines}</div>' if skipped else ""

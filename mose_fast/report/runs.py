@@ -1,0 +1,294 @@
+"""Finished runs read from their folders, and grouped by everything but the seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mose_fast import evaluate
+from mose_fast.sweep.store import RunDamaged, find_runs, read_run
+from mose_fast.train.files import RunError
+
+__all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
+
+# Where and how fast a run computes, but not what: no reason to keep two runs apart.
+_NO_SETTING = ("seed", "device", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir")
+# Shown in columns of their own, or by the preset.
+_SHOWN_APART = ("method", "preset", "memory")
+
+
+class Skipped(NamedTuple):
+    """A folder that is not in the report, and why."""
+
+    folder: Path
+    reason: str
+
+
+class View(NamedTuple):
+    """A classifier of a run: ``ncm`` or ``linear``, and the expert as results name it."""
+
+    classifier: str
+    expert: str
+
+    def __str__(self) -> str:
+        kind = "NCM" if self.classifier == "ncm" else "linear"
+        return f"{kind}, mean of experts" if self.expert.startswith("mean") else f"{kind}, expert {self.expert}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a report needs of ``results.json``: of 100 tasks, the whole would be a hundred times as large.
+
+    Attributes:
+        folder: Of the run.
+        row: Of the store (:data:`mose_fast.sweep.store.COLUMNS`), without its long texts.
+        seed: Of the run.
+        config: Every setting, as in ``results.json``.
+        changes: Options that differ from the preset.
+        facts: Metrics by classifier and expert, as in ``results.json``.
+        view: Classifier and expert of ``predict()``.
+        views: Every classifier and expert.
+        final: Accuracy of each task after the last one by view, [T] each.
+        running: Mean accuracy over the tasks seen by view, [T] each; NaN where nothing was evaluated.
+        matrix: Accuracy matrix of ``view``, [T, T].
+        bof: Buffer overfitting by view, [T] each; NaN where undefined.
+        untrained: ACC before training by view.
+        confusion: Test images of ``view`` by task and predicted task, int64 [T, T].
+    """
+
+    folder: Path
+    row: Mapping[str, Any]
+    seed: int
+    config: Mapping[str, Any]
+    changes: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    view: View
+    views: tuple[View, ...]
+    final: Mapping[View, NDArray[np.float64]]
+    running: Mapping[View, NDArray[np.float64]]
+    matrix: NDArray[np.float64]
+    bof: Mapping[View, NDArray[np.float64]]
+    untrained: Mapping[View, float]
+    confusion: NDArray[np.int64]
+
+    @property
+    def tasks(self) -> int:
+        return len(self.matrix)
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream, without the path of one's own data."""
+        return Path(self.row["stream"]).name
+
+    @property
+    def complete(self) -> bool:
+        """Whether there was an evaluation after every task."""
+        return self.facts["evaluated_after"] == list(range(self.tasks))
+
+    def metric(self, name: str, view: View) -> float | None:
+        """``acc``, ``af_paper`` ... of a view, a fraction; None where the run has none."""
+        return self.facts[name][view.classifier].get(view.expert)
+
+
+@dataclass
+class Group:
+    """Runs that differ in their seed alone.
+
+    Attributes:
+        label: Method, preset and the settings in which it differs from other groups of the report; without the memory's size.
+        memory: Slots of the replay memory.
+        runs: By seed, ascending.
+    """
+
+    label: str
+    memory: int
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Label and memory: no two groups have the same."""
+        return f"{self.label}, M = {self.memory}"
+
+    @property
+    def n(self) -> int:
+        return len(self.runs)
+
+    @property
+    def view(self) -> View:
+        """Classifier and expert of ``predict()``."""
+        return self.runs[0].view
+
+    def shown_views(self) -> list[View]:
+        """The last expert, and the mean of experts where there are several, of the classifier of ``predict()``."""
+        return [
+            v for v in self.runs[0].views if v.classifier == self.view.classifier and v.expert in (self.last, self.mean, self.view.expert)
+        ]
+
+    @property
+    def experts(self) -> int:
+        return sum(v.classifier == "ncm" for v in self.runs[0].views) - 1
+
+    @property
+    def last(self) -> str:
+        return str(self.experts)
+
+    @property
+    def mean(self) -> str | None:
+        """The name of the mean of experts, None where there is a single one."""
+        return {"ncm": "mean_distance", "linear": "mean_logit"}[self.view.classifier] if self.experts > 1 else None
+
+    def values(self, name: str, view: View) -> dict[int, float]:
+        """A metric by seed, without the runs that lack it."""
+        found = {run.seed: run.metric(name, view) for run in self.runs}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+
+def read_folders(folders: Iterable[str | Path]) -> tuple[list[Run], list[Skipped]]:
+    """Every finished run in or below some folders.
+
+    Args:
+        folders: Run folders, or folders that hold some at any depth.
+
+    Returns:
+        The runs in the order of their folders' names, and the folders that hold none that can be used, each with the reason.
+
+    Raises:
+        RunError: A folder does not exist, or there is no finished run at all.
+    """
+    found: dict[Path, None] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise RunError(f"there is no folder {folder} to report on")
+        found.update(dict.fromkeys(find_runs(folder)))
+    runs: list[Run] = []
+    skipped: list[Skipped] = []
+    for folder in found:
+        try:
+            runs.append(_read(folder))
+        except RunDamaged as error:
+            skipped.append(Skipped(folder, str(error).removeprefix(f"{folder}: ")))
+    if not runs:
+        reasons = "".join(f"; {folder}: {reason}" for folder, reason in skipped[:3])
+        raise RunError(f"there is no finished run in {', '.join(map(str, folders))}{reasons}")
+    return runs, skipped
+
+
+def group_runs(runs: Iterable[Run]) -> tuple[list[Group], list[Skipped]]:
+    """Runs grouped by all settings but the seed, ordered by label, then memory.
+
+    Returns:
+        The groups, and the runs left out since another has the same settings and the same seed.
+    """
+    settings: dict[str, dict[str, Any]] = {}
+    members: dict[str, dict[int, Run]] = {}
+    skipped: list[Skipped] = []
+    for run in runs:
+        flat = _flat(run)
+        key = json.dumps(flat, sort_keys=True)
+        settings[key] = flat
+        same = members.setdefault(key, {})
+        if run.seed in same:
+            skipped.append(Skipped(run.folder, f"has the same settings and seed as {same[run.seed].folder}, which is shown"))
+        else:
+            same[run.seed] = run
+    labels = _labels({key: (settings[key], next(iter(same.values()))) for key, same in members.items()})
+    groups = [Group(labels[key], settings[key]["memory"], [same[seed] for seed in sorted(same)]) for key, same in members.items()]
+    return sorted(groups, key=lambda g: (g.label, g.memory)), skipped
+
+
+_FACTS = (
+    "acc", "af_paper", "af_released", "bwt", "average_anytime_accuracy", "new_task_accuracy", "evaluated_after",
+)  # fmt: skip
+
+
+def _read(folder: Path) -> Run:
+    row, results = read_run(folder)
+    try:
+        return _extract(folder, row, results)
+    except (LookupError, TypeError, ValueError) as error:
+        raise RunDamaged(f"results.json is incomplete ({type(error).__name__}: {error})") from error
+
+
+def _extract(folder: Path, row: dict[str, Any], results: dict[str, Any]) -> Run:
+    tasks = len(results["tasks"])
+    evaluated = results["evaluated_after"]
+    view = View(results["resolved"]["classifier"], results["resolved"]["expert"])
+    final, running, bof = {}, {}, {}
+    for classifier, experts in results["accuracy"].items():
+        for expert, rows in experts.items():
+            matrix = _square(rows, tasks, f"accuracy of {classifier}, {expert}")
+            this = View(classifier, expert)
+            final[this] = matrix[-1].copy()
+            running[this] = np.full(tasks, np.nan)
+            running[this][evaluated] = evaluate.running_accuracy(matrix)[evaluated]
+            bof[this] = np.array(results["bof"][classifier][expert], np.float64)
+            if bof[this].shape != (tasks,):
+                raise ValueError(f"bof of {classifier}, {expert} has shape {bof[this].shape}; wanted [{tasks}]")
+    confusion = np.array(results["confusion_by_task"])
+    if confusion.shape != (tasks, tasks) or confusion.dtype.kind != "i" or (confusion < 0).any():
+        raise ValueError(f"confusion_by_task has shape {confusion.shape}; wanted [{tasks}, {tasks}] with counts")
+    return Run(
+        folder=folder,
+        row={name: value for name, value in row.items() if name not in ("metrics", "config")},
+        seed=row["seed"],
+        config=results["config"],
+        changes=results["changes_from_preset"],
+        facts={name: results[name] for name in _FACTS},
+        view=view,
+        views=tuple(final),
+        final=final,
+        running=running,
+        matrix=_square(results["accuracy"][view.classifier][view.expert], tasks, "accuracy"),
+        bof=bof,
+        untrained={v: results["untrained"]["acc"][v.classifier][v.expert] for v in final},
+        confusion=confusion,
+    )
+
+
+def _square(rows: Any, tasks: int, what: str) -> NDArray[np.float64]:
+    matrix = np.array(rows, np.float64)
+    if matrix.shape != (tasks, tasks):
+        raise ValueError(f"{what} has shape {matrix.shape}; wanted [{tasks}, {tasks}]")
+    if not ((matrix >= 0) & (matrix <= 1)).all():
+        raise ValueError(f"{what} leaves [0, 1]")
+    return matrix
+
+
+def _flat(run: Run) -> dict[str, Any]:
+    """All settings that make two runs different experiments, by dotted name."""
+    config = dict(run.config)
+    stream, options = config.pop("stream"), config.pop("options")
+    flat = {**config, **{f"stream.{k}": v for k, v in stream.items()}, **{f"options.{k}": v for k, v in options.items()}}
+    return {name: value for name, value in flat.items() if name not in _NO_SETTING}
+
+
+def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
+    """Method, preset, and what else tells a group from the others; options as changes from the preset."""
+    own: dict[str, dict[str, Any]] = {}
+    for key, (flat, run) in groups.items():
+        plain = {name: value for name, value in flat.items() if not name.startswith("options.") and name not in _SHOWN_APART}
+        own[key] = {**plain, **{f"options.{name}": value for name, value in run.changes.items()}}
+    names = sorted({name for values in own.values() for name in values})
+    varying = [name for name in names if len({json.dumps(values.get(name, "preset's")) for values in own.values()}) > 1]
+    labels = {}
+    for key, (flat, _) in groups.items():
+        told = [
+            f"{name.rpartition('.')[2] if name.startswith('options.') else name}={_plain(own[key][name])}"
+            for name in varying
+            if name in own[key]
+        ]
+        labels[key] = ", ".join([f"{Path(flat['method']).name} {flat['preset']}", *told])
+    return labels
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "none"
+    # The last part of a path, of one's own data for example.
+    return Path(value).name if isinstance(value, str) else str(value)

@@ -1,0 +1,163 @@
+"""One table, written as HTML, Markdown, LaTeX and CSV with the same digits in each."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Cell", "Interval", "Number", "Spread", "Table"]
+
+_NOTHING = "-"
+
+
+class Number(NamedTuple):
+    """A number, shown with ``digits`` decimals."""
+
+    value: float
+    digits: int = 1
+
+
+class Spread(NamedTuple):
+    """A mean and its standard deviation, None where one value alone has none."""
+
+    mean: float
+    sd: float | None
+    digits: int = 1
+
+
+class Interval(NamedTuple):
+    """Lower and upper end."""
+
+    low: float
+    high: float
+    digits: int = 1
+
+
+Cell = str | int | Number | Spread | Interval | None
+
+
+@dataclass
+class Table:
+    """A table.
+
+    Attributes:
+        name: Of its files and of its place on the page.
+        caption: What it shows, of how many runs, in which unit.
+        columns: Headings.
+        rows: A cell for each column; None where there is nothing to tell.
+    """
+
+    name: str
+    caption: str
+    columns: Sequence[str]
+    rows: list[Sequence[Cell]] = field(default_factory=list)
+
+    def html(self) -> str:
+        """As an HTML ``table`` in a ``figure`` with a caption."""
+        kinds = ["" if text else " class=number" for text in self._textual()]
+        head = "".join(f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(self.columns, kinds, strict=True))
+        lines = [
+            # Not a caption element, which would be no wider than a narrow table.
+            f'<figure class="wide"><figcaption id="about-{html.escape(self.name)}">{html.escape(self.caption)}</figcaption>',
+            f'<table id="{html.escape(self.name)}" aria-describedby="about-{html.escape(self.name)}">',
+            f"<thead><tr>{head}</tr></thead>",
+            "<tbody>",
+        ]
+        for row in self.rows:
+            cells = (f"<td{kind}>{html.escape(_text(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
+            lines.append(f"<tr>{''.join(cells)}</tr>")
+        return "\n".join([*lines, "</tbody></table></figure>"])
+
+    def markdown(self) -> str:
+        """As a table of GitHub's Markdown, the caption below it."""
+
+        def line(cells: Iterable[str]) -> str:
+            return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+        rule = "|" + "|".join("---" if text else "---:" for text in self._textual()) + "|"
+        rows = [line(map(_text, row)) for row in self.rows]
+        return "\n".join([line(self.columns), rule, *rows, "", self.caption, ""])
+
+    def latex(self) -> str:
+        """As a LaTeX ``table`` for the package booktabs."""
+        kinds = "".join("l" if text else "r" for text in self._textual())
+        rows = [" & ".join(_latex(_text(cell)) for cell in row) + r" \\" for row in self.rows]
+        return "\n".join(
+            [
+                r"\begin{table}",
+                rf"\caption{{{_latex(self.caption)}}}",
+                rf"\label{{tab:{self.name}}}",
+                rf"\begin{{tabular}}{{{kinds}}}",
+                r"\toprule",
+                " & ".join(map(_latex, self.columns)) + r" \\",
+                r"\midrule",
+                *rows,
+                r"\bottomrule",
+                r"\end{tabular}",
+                r"\end{table}",
+                "",
+            ]
+        )
+
+    def csv(self) -> str:
+        """As CSV: a column a number, so that a spread gives two (``ACC``, ``ACC sd``) and an interval two (``... low``, ``... high``)."""
+        suffixes: list[tuple[str, ...]] = []
+        for i in range(len(self.columns)):
+            kinds = {type(row[i]) for row in self.rows}
+            suffixes.append(("", " sd") if Spread in kinds else (" low", " high") if Interval in kinds else ("",))
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([name + suffix for name, ends in zip(self.columns, suffixes, strict=True) for suffix in ends])
+        for row in self.rows:
+            values: list[str] = []
+            for cell, ends in zip(row, suffixes, strict=True):
+                parts = _numbers(cell)
+                values += parts + [""] * (len(ends) - len(parts))
+            writer.writerow(values)
+        return text.getvalue()
+
+    def _textual(self) -> list[bool]:
+        """Of each column, whether it holds text."""
+        return [any(isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
+
+
+def _numbers(cell: Cell) -> list[str]:
+    """The parts of a cell as they are shown; a missing part is empty."""
+    if cell is None:
+        return [""]
+    if isinstance(cell, Number):
+        return [_decimal(cell.value, cell.digits)]
+    if isinstance(cell, Spread | Interval):
+        return ["" if part is None else _decimal(part, cell.digits) for part in cell[:2]]
+    return [str(cell)]
+
+
+def _decimal(value: float, digits: int) -> str:
+    text = f"{value:.{digits}f}"
+    # No "-0.0".
+    return text.lstrip("-") if float(text) == 0 else text
+
+
+def _text(cell: Cell) -> str:
+    parts = _numbers(cell)
+    if isinstance(cell, Spread):
+        return " ± ".join(filter(None, parts))
+    if isinstance(cell, Interval):
+        return f"{parts[0]} to {parts[1]}"
+    return parts[0] or _NOTHING
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "<": "$<$", ">": "$>$",
+}  # fmt: skip
+
+
+def _latex(text: str) -> str:
+    # A hyphen before a digit at the start of a word is a minus sign.
+    escaped = "".join(_LATEX.get(c, c) for c in text)
+    return " ".join(f"$-${word[1:]}" if word[:1] == "-" and word[1:2].isdigit() else word for word in escaped.split(" "))

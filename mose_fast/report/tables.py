@@ -1,0 +1,314 @@
+"""The tables of a report. Accuracies and forgetting are in percent; statistics come from :mod:`mose_fast.report.statistics`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mose_fast.report import paper
+from mose_fast.report.runs import Group, View
+from mose_fast.report.statistics import Comparison, Summary, compare_all, holm, summarise
+from mose_fast.report.table import Cell, Interval, Number, Spread, Table
+
+__all__ = ["WIDE", "comparison_table", "comparisons", "counted", "deviations", "seeds", "sentence", "streams", "tables"]
+
+#: Tasks up to which a table by task has a column a task, as the paper's; beyond, a row a task.
+WIDE = 20
+
+_METRICS = {"acc": "ACC", "af_paper": "AF"}
+_NO_METRICS = "A dash marks what a run without an evaluation after every task does not have, or what the paper does not give."
+
+
+def tables(groups: Sequence[Group]) -> list[Table]:
+    """All tables but the comparisons, in the order of the page."""
+    return [_main(groups), _estimates(groups), _experts(groups), *_tasks(groups), _cost(groups), _runs(groups)]
+
+
+def _main(groups: Sequence[Group]) -> Table:
+    """ACC and AF by method and memory in the paper's form, the paper's own rows below where there are any for the stream."""
+    data = _paper_data(groups)
+    sizes = sorted({g.memory for g in groups})
+    table = Table(
+        "main",
+        f"ACC and AF (the paper's definition) in percent by memory M, mean ± standard deviation over {seeds(groups)}. "
+        + ("Rows 'paper' are the paper's numbers, means of 15 runs" if data else f"The paper has no numbers for {streams(groups)}")
+        + (
+            "; its MOSE is the NCM classifier of the last expert, its MOE-MOSE that of the mean of experts. "
+            if any(g.runs[0].config["method"] == "mose" for g in groups)
+            else ". "
+        )
+        + _NO_METRICS,
+        ["method", "classifier", *(f"{name} M={m}" for name in _METRICS.values() for m in sizes)],
+    )
+    by_label: dict[str, dict[int, Group]] = {}
+    for g in groups:
+        by_label.setdefault(g.label, {})[g.memory] = g
+    for label, by_memory in by_label.items():
+        views = dict.fromkeys(v for g in by_memory.values() for v in g.shown_views())
+        for view in views:
+            cells = [_spread(by_memory[m], metric, view) if m in by_memory else None for metric in _METRICS for m in sizes]
+            table.rows.append([label, str(view), *cells])
+    if data:
+        for name, by_size in paper.methods(data).items():
+            row = [by_size.get(m, (None, None))[i] for i in range(2) for m in sizes]
+            if any(row):
+                table.rows.append([name, "paper", *map(_published, row)])
+    return table
+
+
+def _estimates(groups: Sequence[Group]) -> Table:
+    data = _paper_data(groups)
+    table = Table(
+        "estimates",
+        f"Each mean with its 95 % intervals by Student's t and by bootstrap over n seeds ({seeds(groups)}), in percent. AF released: over "
+        "all T tasks with the last included, as the released code counts. Anytime: ACC averaged over time. Untrained: ACC of the network "
+        "before training, with the same memory. "
+        + ("Paper: its numbers for the same data set and memory; difference: ours minus its ACC, where protocols agree. " if data else "")
+        + _NO_METRICS,
+        [
+            "method", "classifier", "M", "n", "ACC", "ACC 95 % t", "ACC 95 % bootstrap", "AF", "AF 95 % t", "AF released", "anytime",
+            "untrained", *(("paper ACC", "paper AF", "difference") if data else ()),
+        ],
+    )  # fmt: skip
+    for g in groups:
+        for view in g.shown_views():
+            acc, af = g.values("acc", view), g.values("af_paper", view)
+            row: list[Cell] = [
+                g.label, str(view), g.memory, g.n, _spread(g, "acc", view), *_intervals(acc.values()), _spread(g, "af_paper", view),
+                _intervals(af.values())[0], _spread(g, "af_released", view), _spread(g, "average_anytime_accuracy", view),
+                _spread_of(run.untrained[view] for run in g.runs),
+            ]  # fmt: skip
+            if data:
+                _, theirs, their_af = _lookup(g, view) or (None, None, None)
+                fair = theirs is not None and not deviations(g)
+                difference = Number(100 * _summary(acc.values()).mean - theirs.mean) if fair else None
+                row += [_published(theirs), _published(their_af), difference]
+            table.rows.append(row)
+    return table
+
+
+def _experts(groups: Sequence[Group]) -> Table:
+    most = max(g.experts for g in groups)
+    names = [str(e + 1) for e in range(most)]
+    headings = [f"{kind} {what}" for kind in ("NCM", "linear") for what in (*(f"E{e}" for e in names), "MOE")]
+    table = Table(
+        "experts",
+        f"ACC in percent of every expert alone (E1 the shallowest) and of the mean of experts (MOE), for nearest-class-mean (NCM) and "
+        f"linear classifiers; mean ± standard deviation over {seeds(groups)}. A dash marks experts that a method does not have.",
+        ["method", "M", "n", *headings],
+    )
+    for g in groups:
+        views = [
+            *(View("ncm", e) for e in names), View("ncm", "mean_distance"),
+            *(View("linear", e) for e in names), View("linear", "mean_logit"),
+        ]  # fmt: skip
+        table.rows.append([g.label, g.memory, g.n, *(_spread(g, "acc", v) if v in g.runs[0].views else None for v in views)])
+        theirs = _paper_experts(g, names)
+        if theirs:
+            table.rows.append(["MOSE, paper", g.memory, paper.RUNS, *theirs])
+    return table
+
+
+def _paper_experts(g: Group, names: Sequence[str]) -> list[Cell]:
+    data = paper.dataset(g.runs[0].config)
+    if data is None or g.runs[0].config["method"] != "mose":
+        return []
+    ncm, linear = paper.experts(data, g.memory) or {}, paper.linear(data, g.memory) or {}
+    if not ncm and not linear:
+        return []
+    linear = {**linear, "4": linear.get("last")}
+    values = [*(ncm.get(e) for e in names), ncm.get("mean"), *(linear.get(e) for e in names), linear.get("mean")]
+    return [None if v is None else Number(v) for v in values]
+
+
+def _tasks(groups: Sequence[Group]) -> list[Table]:
+    """Accuracy by task of every expert, the best of them and their mean: a table a group."""
+    found = []
+    for place, g in enumerate(groups, start=1):
+        kind = g.view.classifier
+        views = [v for v in g.runs[0].views if v.classifier == kind]
+        single = [v for v in views if not v.expert.startswith("mean")]
+        columns: dict[str, np.ndarray] = {f"E{v.expert}": 100 * np.array([run.final[v] for run in g.runs]) for v in single}
+        if g.mean:
+            columns["MAX"] = np.max(list(columns.values()), axis=0)
+            columns["MOE"] = 100 * np.array([run.final[View(kind, g.mean)] for run in g.runs])
+        new = [run.facts["new_task_accuracy"][kind][g.view.expert] for run in g.runs]
+        if all(row is not None for row in new):
+            columns["new task"] = 100 * np.array(new, np.float64)
+        rows = {name: [*values.mean(0), values.mean()] for name, values in columns.items()}
+        tasks = [*map(str, range(1, g.runs[0].tasks + 1)), "mean"]
+        ncm = "nearest-class-mean" if kind == "ncm" else "linear"
+        caption = (
+            f"{g.name}: accuracy in percent on each task after the last one, {ncm} classifiers, mean over {counted(g.n, 'seed')}. E: each "
+            "expert alone"
+            + ("; MAX: the best single expert of each task and seed; MOE: the mean of experts" if g.mean else "")
+            + (f"; new task: just after the task was learned, {g.view}." if "new task" in rows else ".")
+        )
+        table = Table(f"tasks-{place}", caption, ["expert", *(f"task {t}" if t != "mean" else t for t in tasks)])
+        if g.runs[0].tasks <= WIDE:
+            table.rows = [[name, *map(Number, map(float, values))] for name, values in rows.items()]
+        else:
+            table.columns = ["task", *rows]
+            table.rows = [[task, *(Number(float(values[i])) for values in rows.values())] for i, task in enumerate(tasks)]
+        found.append(table)
+    return found
+
+
+def _cost(groups: Sequence[Group]) -> Table:
+    table = Table(
+        "cost",
+        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, peak memory in MiB (of the process; on the "
+        "card as torch allocates it), parameters in training and of the deployed model, multiply-accumulates an image in training.",
+        [
+            "method", "M", "n", "train s", "evaluate s", "checkpoint s", "total s", "steps/s", "host MiB", "card MiB", "parameters",
+            "deployed", "MACs", "computed on",
+        ],
+    )  # fmt: skip
+    for g in groups:
+        rows = [run.row for run in g.runs]
+        phases = (_plain(row[f"seconds_{phase}"] for row in rows) for phase in ("train", "evaluate", "checkpoint", "total"))
+        speed = [row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0]
+        card = [row["peak_bytes_device"] / 2**20 for row in rows if row["peak_bytes_device"] is not None]
+        first = rows[0]
+        table.rows.append(
+            [
+                g.label, g.memory, g.n, *phases, _plain(speed) if speed else None, _plain(row["peak_bytes"] / 2**20 for row in rows),
+                _plain(card) if card else None, first["parameters"], first["parameters_deployed"], first["macs"],
+                ", ".join(dict.fromkeys(row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)),
+            ]
+        )  # fmt: skip
+    return table
+
+
+def _runs(groups: Sequence[Group]) -> Table:
+    table = Table(
+        "runs",
+        f"The {sum(g.n for g in groups)} runs behind this page: ACC and AF in percent of the classifier of predict(), folders as given.",
+        ["method", "M", "seed", "ACC", "AF", "seconds", "resumed", "torch", "mose-fast", "commit", "folder"],
+    )
+    for g in groups:
+        for run in g.runs:
+            row = run.row
+            af = row["af_paper"]
+            table.rows.append(
+                [
+                    g.label, g.memory, run.seed, Number(100 * row["acc"]), None if af is None else Number(100 * af),
+                    Number(row["seconds_total"]), row["resumed"], row["torch"], row["mose_fast"], (row["commit_id"] or "")[:12] or None,
+                    str(run.folder),
+                ]
+            )  # fmt: skip
+    return table
+
+
+def comparisons(groups: Sequence[Group]) -> list[tuple[int, Comparison]]:
+    """At each memory, every setting against the one with the highest mean ACC, over common seeds and by the classifier of predict().
+
+    Holm's correction is over all of them, since they stand in one table.
+    """
+    found: list[tuple[int, Comparison]] = []
+    for memory in sorted({g.memory for g in groups}):
+        values = {g.label: g.values("acc", g.view) for g in groups if g.memory == memory}
+        best = max(values, key=lambda label: _summary(values[label].values()).mean)
+        found += [(memory, c) for c in compare_all(values, best)]
+    corrected = holm([c.t_p for _, c in found])
+    return [(memory, replace(c, holm_p=p)) for (memory, c), p in zip(found, corrected, strict=True)]
+
+
+def sentence(memory: int, comparison: Comparison) -> str:
+    """A comparison as a plain sentence."""
+    return f"M = {memory}: {comparison.a} against {comparison.b}: {comparison.sentence()}."
+
+
+def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
+    """What :func:`comparisons` gives, as a table."""
+    table = Table(
+        "comparisons",
+        "At each memory, every setting against the one with the highest mean ACC: difference in points over the common seeds (n), its "
+        "95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t test after Holm's correction over "
+        "this table; effect size: Cohen's d of the paired differences. The best was chosen by these same runs, so a small lead of it "
+        "means little.",
+        ["M", "setting", "against", "n", "difference", "95 % interval", "p (t)", "p (Wilcoxon)", "p (Holm)", "effect size"],
+    )
+    for memory, c in found:
+        several = len(c.seeds) > 1
+        table.rows.append(
+            [
+                memory, c.a, c.b, len(c.seeds), Number(100 * c.difference) if c.seeds else None,
+                Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
+                *(Number(p, 4) if several else None for p in (c.t_p, c.wilcoxon_p, c.holm_p)),
+                Number(c.effect_size, 2) if several else None,
+            ]
+        )  # fmt: skip
+    return table
+
+
+def deviations(g: Group) -> list[str]:
+    """How a group's protocol and options differ from those behind the paper's numbers; empty on a data set the paper has none for."""
+    run = g.runs[0]
+    if paper.dataset(run.config) is None:
+        return []
+    return [*paper.deviations(run.config, run.tasks), *(f"{name} {value}" for name, value in run.changes.items())]
+
+
+def counted(n: int, noun: str) -> str:
+    """``3 seeds``."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def seeds(groups: Iterable[Group]) -> str:
+    """How many seeds are behind each number: ``3 seeds`` or ``2 to 15 seeds``."""
+    numbers = sorted({g.n for g in groups})
+    return counted(numbers[0], "seed") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} seeds"
+
+
+def streams(groups: Iterable[Group]) -> str:
+    """The names of the streams."""
+    return ", ".join(sorted({g.runs[0].stream for g in groups}))
+
+
+def _paper_data(groups: Sequence[Group]) -> str | None:
+    """The one data set of all groups that the paper has numbers for."""
+    data = {paper.dataset(g.runs[0].config) for g in groups}
+    return data.pop() if len(data) == 1 else None
+
+
+def _lookup(g: Group, view: View) -> tuple[str, paper.Published | None, paper.Published | None] | None:
+    expert = "mean" if view.expert == g.mean else "last" if view.expert == g.last else None
+    data = paper.dataset(g.runs[0].config)
+    if expert is None or data is None:
+        return None
+    return paper.lookup(g.runs[0].config["method"], view.classifier, expert, data, g.memory)
+
+
+def _published(value: paper.Published | None) -> Cell:
+    return None if value is None else Spread(value.mean, value.sd)
+
+
+def _spread(g: Group, metric: str, view: View) -> Cell:
+    return _spread_of(g.values(metric, view).values())
+
+
+def _spread_of(values: Iterable[float]) -> Cell:
+    return _plain(100 * v for v in values)
+
+
+def _plain(values: Iterable[float]) -> Cell:
+    values = list(values)
+    if not values:
+        return None
+    s = _summary(values)
+    return Spread(s.mean, s.sd if s.n > 1 else None)
+
+
+def _summary(values: Iterable[float]) -> Summary:
+    return summarise(values, resamples=0)
+
+
+def _intervals(values: Iterable[float]) -> tuple[Cell, Cell]:
+    values = [100 * v for v in values]
+    if len(values) < 2:
+        return None, None
+    s = summarise(values)
+    return Interval(*s.t_interval), Interval(*s.bootstrap_interval)
