@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from mose_fast.methods.base import Learner
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
 
 __all__ = ["NetworkLearner"]
+
+# The random state is the process's; runs in several threads must not draw from each other's.
+_PYTORCH_RANDOM_STATE = threading.Lock()
 
 
 class NetworkLearner(Learner):
@@ -36,7 +40,7 @@ class NetworkLearner(Learner):
     def start_afresh(self) -> None:
         """Gives the learner an untrained network, the same for the same seed, and an optimiser for it."""
         # The weights depend on the seed alone, not on the device or on what the program drew before.
-        with torch.random.fork_rng(devices=[]):
+        with _PYTORCH_RANDOM_STATE, torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.seed)
             network = self.build_network()
         self.network = network.to(self.device, memory_format=torch.channels_last)

@@ -34,7 +34,10 @@ class Listener:
         """A task's first batch comes next."""
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
-        """Batch number ``batch`` (from 1) is done; ``losses`` is None where nothing was trained."""
+        """Batch number ``batch`` (from 1) is done; ``losses`` is None where nothing was trained.
+
+        Raise :class:`mose_fast.train.Interrupted` to stop here as Ctrl-C does: the run writes a checkpoint and can be resumed.
+        """
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
         """A task is over and was evaluated, or not (None)."""

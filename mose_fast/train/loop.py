@@ -29,7 +29,7 @@ from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.listeners import Listener, TensorBoard
 from mose_fast.train.results import accuracy_csv, build_results
 
-__all__ = ["Interrupted", "TrainingDiverged", "resume", "run"]
+__all__ = ["Interrupted", "TrainingDiverged", "interrupt_flag", "resume", "run"]
 
 # Purpose word of the order in which the final memory is rehearsed: above those of the tasks' orders, below the class order's.
 _REHEARSAL_ORDER = 2**62
@@ -158,7 +158,7 @@ class _Loop:
 
     def run(self) -> dict[str, Any]:
         try:
-            with _interrupt_flag() as interrupted, _deterministic(self.config.deterministic):
+            with interrupt_flag() as interrupted, _deterministic(self.config.deterministic):
                 for listener in self.listeners:
                     listener.on_start(self.config, self.stream, self.learner, self.position["done"], self._batches())
                 return self._run(interrupted)
@@ -193,11 +193,14 @@ class _Loop:
                     losses = self._train_batch(task, epoch, rows, rehearsing)
                 self.position["batch"] += 1
                 self.position["done"] += 1
-                for listener in self.listeners:
-                    listener.on_batch(self.position["done"], losses)
-                if interrupted.is_set():
+                try:
+                    for listener in self.listeners:
+                        listener.on_batch(self.position["done"], losses)
+                    if interrupted.is_set():
+                        raise Interrupted
+                except Interrupted:
                     self._save()
-                    raise Interrupted
+                    raise
                 if every is not None and self.position["done"] % every == 0:
                     self._save()
             self.position |= {"epoch": epoch + 1, "batch": 0}
@@ -321,7 +324,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupt_flag() -> Iterator[threading.Event]:
+def interrupt_flag() -> Iterator[threading.Event]:
     """An event that the first Ctrl-C sets instead of breaking into a half-done step; a second one interrupts at once."""
     flag = threading.Event()
     if threading.current_thread() is not threading.main_thread():
