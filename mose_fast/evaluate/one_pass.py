@@ -29,7 +29,7 @@ class TaskAccuracy(NamedTuple):
     confusion: list[list[int]]
 
 
-def evaluate_learner(learner: Learner, stream: Stream, task: int) -> TaskAccuracy:
+def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bool = True) -> TaskAccuracy:
     """Evaluates on the tasks 0 ... ``task`` of a stream.
 
     The memory's features serve both the class means and the buffer accuracy.
@@ -38,7 +38,10 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int) -> TaskAccurac
         learner: With at least one stored sample.
         stream: The stream it was trained on.
         task: The last task to evaluate on; 0 ... ``task`` have been seen, later ones may have been.
+        prepare: False evaluates the network as it stands, even where the method trains it only for evaluations.
     """
+    if prepare:
+        learner.prepare_evaluation()
     memory = learner.memory
     filled = memory.filled
     features, logits = learner.outputs(memory.images[:filled])

@@ -1,7 +1,9 @@
 """The replay memory: slots and the policy that fills them."""
 
+from mose_fast.memory.balanced import BalancedMemory
 from mose_fast.memory.gradient import GradientMemory
+from mose_fast.memory.pairs import draw_pairs
 from mose_fast.memory.replay import ReplayMemory
 from mose_fast.memory.shapley import ShapleyMemory
 
-__all__ = ["GradientMemory", "ReplayMemory", "ShapleyMemory"]
+__all__ = ["BalancedMemory", "GradientMemory", "ReplayMemory", "ShapleyMemory", "draw_pairs"]

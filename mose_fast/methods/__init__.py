@@ -10,7 +10,9 @@ from mose_fast.methods.aser import Aser
 from mose_fast.methods.base import Learner, resolve_device
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
+from mose_fast.methods.er_aml import ErAml
 from mose_fast.methods.finetune import Finetune
+from mose_fast.methods.gdumb import Gdumb
 from mose_fast.methods.gss import Gss
 from mose_fast.methods.joint import Joint
 from mose_fast.methods.mir import Mir
@@ -28,7 +30,9 @@ __all__ = [
     "BaselineOptions",
     "Derpp",
     "Er",
+    "ErAml",
     "Finetune",
+    "Gdumb",
     "Gss",
     "Joint",
     "Learner",

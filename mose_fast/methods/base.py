@@ -165,6 +165,12 @@ class Learner(ABC):
     def end_task(self) -> None:  # noqa: B027 - most methods have nothing to do here
         """Ends the current task."""
 
+    def prepare_evaluation(self) -> None:  # noqa: B027 - most methods are ready at any time
+        """Called before every evaluation and prediction; methods that train only when asked do it here.
+
+        Calling it again before the next batch changes nothing.
+        """
+
     def build_memory(self) -> ReplayMemory:
         """The empty replay memory; methods with another policy or with more to keep for each slot override it."""
         return ReplayMemory(self.config.memory, self.image_size, seed=self.config.seed, device=self.device)
@@ -240,6 +246,7 @@ class Learner(ABC):
         """
         x = self._check_images(x)
         classifier, expert = self.resolve_expert(classifier, expert)
+        self.prepare_evaluation()
         features, logits = self.outputs(x)
         if classifier == "linear":
             votes = logits.mean(0) if expert == "mean_logit" else logits[int(expert) - 1]

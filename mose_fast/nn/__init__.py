@@ -4,6 +4,7 @@ from mose_fast.nn.alignment import AlignmentModule, AttentionGate, DownBlock
 from mose_fast.nn.backbone import BasicBlock, Stem
 from mose_fast.nn.class_means import ClassMeans
 from mose_fast.nn.classify import CLASSIFIERS, MEAN_OF_EXPERTS, classify
+from mose_fast.nn.cosine import CosineClassifier
 from mose_fast.nn.cost import Cost, count_cost
 from mose_fast.nn.experts import BRANCH_POINTS, ExpertNetwork, ExpertOutputs, check_image_size
 
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionGate",
     "BasicBlock",
     "ClassMeans",
+    "CosineClassifier",
     "Cost",
     "DownBlock",
     "ExpertNetwork",

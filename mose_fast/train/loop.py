@@ -230,6 +230,8 @@ class _Loop:
             self.learner.end_task()
         if not self.joint or task > last:
             seen = len(self.stream.tasks) - 1 if self.learner.joint_stream else min(task, last)
+            with self._timed("train"):
+                self.learner.prepare_evaluation()
             with self._timed("evaluate"):
                 accuracy = evaluate_learner(self.learner, self.stream, seen)
             for kind, values in (("test", accuracy.test), ("buffer", accuracy.buffer)):
@@ -275,7 +277,7 @@ class _Loop:
         with warnings.catch_warnings():
             # The trained learner has warned about the same memory already.
             warnings.filterwarnings("ignore", message=".* no sample in the memory")
-            return evaluate_learner(untrained, self.stream, len(self.stream.tasks) - 1).test
+            return evaluate_learner(untrained, self.stream, len(self.stream.tasks) - 1, prepare=False).test
 
     def _batches(self) -> int:
         tasks = range(len(self.presented.tasks))

@@ -1,0 +1,42 @@
+"""CutMix (Yun et al., ICCV 2019): a box of each image comes from another image of the batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mose_fast.ops.draws import Purpose, permutation, random_words, uniform_below32, unit
+
+__all__ = ["cutmix"]
+
+
+def cutmix(views: Tensor, probability: float, seed: int, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Replaces one box, the same in all images, by that box of a random partner; with ``1 - probability`` the box is empty.
+
+    The box has the images' shape and a uniformly drawn share of their area (Beta(1, 1)) around a uniformly drawn centre, and is cut
+    off at the border.
+
+    Args:
+        views: float [N, C, H, W].
+        probability: With which the batch is mixed at all.
+        seed: Of the run.
+        sequence: Number of the step; the same (seed, sequence) gives the same boxes on every device.
+
+    Returns:
+        views: [N, C, H, W].
+        partners: int64 [N].
+        share: float32 scalar, the share of its own pixels that each image keeps: the weight of its own label.
+    """
+    count, _, height, width = views.shape
+    device = views.device
+    mixed, area, across, down = random_words(seed, sequence, 1, Purpose.MIX, device, lane=1)
+    side = unit(area).sqrt() * (unit(mixed) < probability)
+    inside = []
+    for word, length in ((down, height), (across, width)):
+        half = (side * length).to(torch.int64) // 2
+        centre = uniform_below32(word, torch.tensor(length, device=device))
+        place = torch.arange(length, device=device)
+        inside.append((place >= centre - half) & (place < centre + half))
+    box = inside[0][:, None] & inside[1]
+    partners = permutation(seed, sequence, count, Purpose.MIX, device)
+    return torch.where(box, views[partners], views), partners, 1 - box.float().mean()

@@ -1,0 +1,137 @@
+"""GDumb: Greedy Sampler and Dumb Learner (Prabhu et al., ECCV 2020; baselines.md 7)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mose_fast.augment.cutmix import cutmix
+from mose_fast.config import MethodOptions, RunConfig, knob
+from mose_fast.memory import BalancedMemory
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import ReplayLearner, Rows, cross_entropy, table_preset
+from mose_fast.ops.draws import Purpose, permutation
+
+__all__ = ["Gdumb", "GdumbOptions", "learning_rate"]
+
+# Of SGD, and the gradient's largest norm (drimpossible/GDumb).
+_MOMENTUM = 0.9
+_LARGEST_NORM = 10.0
+
+
+@dataclass(frozen=True)
+class GdumbOptions(MethodOptions):
+    """Switches of GDumb. It has its own optimiser: SGD with momentum 0.9, gradients of at most norm 10."""
+
+    augment: str = knob(
+        "simclr",
+        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | pad_crop (4 black pixels around; flip) | none",
+        "paper 5.1: the shared one; official: pad_crop",
+        choices=("simclr", "ocm", "scr", "pad_crop", "none"),
+    )
+    buffer_batch: int = knob(16, "images a step of the training on the memory", "drimpossible/GDumb; for table a choice", low=1)
+    lr: float = knob(0.05, "highest learning rate", "drimpossible/GDumb; for table a choice", above=0)
+    lr_low: float = knob(5e-4, "learning rate towards which each cycle falls", "drimpossible/GDumb; for table a choice", above=0)
+    weight_decay: float = knob(1e-6, "weight decay, added to the gradient", "drimpossible/GDumb; for table a choice", low=0)
+    cutmix: float = knob(0.5, "probability with which a step mixes its images by CutMix", "drimpossible/GDumb; for table a choice", low=0)
+    passes: int = knob(
+        64, "passes over the memory for an evaluation once all classes were seen", "official: 256; table: a choice, a quarter of it", low=1
+    )
+    passes_before: int = knob(
+        16, "passes for an evaluation while classes are still to come", "official: 256; table: a choice, a sixteenth of it", low=1
+    )
+    classifier: str = knob("linear", "linear | ncm (nearest class mean)", "GDumb", choices=("linear", "ncm"))
+
+
+def learning_rate(number: int, low: float, high: float) -> float:
+    """The learning rate of a pass, counted from 0: a tenth of the highest, the highest, then cosine cycles of 2, 4, 8, ... passes."""
+    if number < 2:
+        return high * (0.1, 1.0)[number]
+    length = 1 << (number.bit_length() - 1)
+    return low + (high - low) * (1 + math.cos(math.pi * (number - length) / length)) / 2
+
+
+@method(
+    "gdumb",
+    options=GdumbOptions,
+    presets={
+        "table": table_preset(),
+        "official": Preset(
+            "drimpossible/GDumb @ 4f412d7, its CIFAR settings (256 passes at every evaluation: hours on a CPU)",
+            {"augment": "pad_crop", "passes": 256, "passes_before": 256},
+        ),
+    },
+    year=2020,
+    reference="GDumb, Prabhu et al., ECCV 2020",
+    # Of a whole run, since its steps train nothing: (9 * 16 + 64) passes over 1,000 slots against ER's 5,000 * 74 images (CIFAR-100).
+    cost=0.56,
+)
+class Gdumb(ReplayLearner):
+    """GDumb: keeps a class-balanced memory, and trains a new network on nothing else for each evaluation."""
+
+    #: ``fitted`` is the number of stream items seen when the network was trained, -1 before.
+    remembered: ClassVar[tuple[str, ...]] = (*ReplayLearner.remembered, "fitted")
+
+    def __init__(self, config: RunConfig, **stream: object) -> None:
+        super().__init__(config, **stream)
+        self.fitted = -1
+
+    def build_memory(self) -> BalancedMemory:
+        config = self.config
+        return BalancedMemory(config.memory, self.image_size, classes=self.classes, seed=config.seed, device=self.device)
+
+    def build_optimiser(self) -> torch.optim.Optimizer:
+        o = self.config.options
+        return torch.optim.SGD(self.network.parameters(), lr=o.lr, momentum=_MOMENTUM, weight_decay=o.weight_decay)
+
+    def plan(self, x: Tensor, y: Tensor) -> None:
+        """Incoming batches train nothing."""
+
+    def prepare_evaluation(self) -> None:
+        """Trains a new network on the memory, unless this was done since the last batch.
+
+        What comes out depends on the seed and on what was seen, not on how often there was an evaluation before.
+        """
+        o = self.config.options
+        if self.fitted == self.memory.seen or self.memory.filled == 0:
+            return
+        self.start_afresh()
+        self._means = None
+        passes = o.passes if len(self.seen) == self.classes else o.passes_before
+        sequence = self.memory.seen << 24
+        for number in range(passes):
+            for group in self.optimiser.param_groups:
+                group["lr"] = learning_rate(number, o.lr_low, o.lr)
+            order = permutation(self.config.seed, sequence, self.memory.filled, Purpose.FIT, self.device)
+            for slots in order.split(o.buffer_batch):
+                self.step(self._memory_rows(slots, sequence))
+                sequence += 1
+        self.fitted = self.memory.seen
+
+    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
+        """One step on memory slots at the highest learning rate; the network that comes of such steps is what is evaluated."""
+        self._means = None
+        self.fitted = self.memory.seen
+        return self.step(self._memory_rows(slots, self.steps))
+
+    def _memory_rows(self, slots: Tensor, sequence: int) -> Rows:
+        return Rows(self.memory.images[slots], self.memory.labels[slots], (0, len(slots)), slots, sequence)
+
+    def step(self, rows: Rows) -> dict[str, Tensor]:
+        views, partners, share = cutmix(self.make_views(rows), self.config.options.cutmix, self.config.seed, rows.sequence)
+        with self.precise():
+            logits = self.forward(views).logits
+            loss = share * cross_entropy(logits, rows.labels) + (1 - share) * cross_entropy(logits, rows.labels[partners])
+            self.update(loss)
+        return {"loss": loss.detach()}
+
+    def update(self, loss: Tensor) -> None:
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.network.parameters(), _LARGEST_NORM)
+        self.optimiser.step()
+        self.steps += 1

@@ -1,0 +1,33 @@
+"""A classifier that looks at directions alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CosineClassifier", "directions"]
+
+
+def directions(vectors: Tensor, eps: float = 1e-5) -> Tensor:
+    """Vectors [..., D] divided by their length plus ``eps``, in float32 at least."""
+    vectors = vectors if vectors.dtype == torch.float64 else vectors.float()
+    return vectors / (vectors.norm(dim=-1, keepdim=True) + eps)
+
+
+class CosineClassifier(nn.Module):
+    """Logits are the cosines between a feature and each class's weight vector, times a fixed scale (ER-AML, baselines.md 6).
+
+    Args:
+        weight: [K, D], initial weight vectors; they become parameters.
+        scale: What the cosines are multiplied by.
+    """
+
+    def __init__(self, weight: Tensor, scale: float = 10.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+        self.scale = scale
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits [N, K] for ``features`` [N, D], in float32 whatever autocast says."""
+        with torch.autocast(features.device.type, enabled=False):
+            return self.scale * directions(features) @ directions(self.weight).T
