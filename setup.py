@@ -23,7 +23,7 @@ from build_tools.sources import read_sources  # noqa: E402
 
 REQUIREMENTS = [
     "torchvision", "numpy", "scikit-learn", "matplotlib", "tensorboard", "tqdm", "safetensors", "tomli; python_version < '3.11'",
-    "tomli-w",
+    "tomli-w", "pandas", "scipy",
 ]  # fmt: skip
 
 

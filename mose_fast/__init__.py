@@ -10,6 +10,7 @@ from mose_fast._version import __version__
 from mose_fast.config import ConfigError, MoseOptions, RunConfig, StreamConfig
 from mose_fast.methods import METHODS, Learner, create_learner
 from mose_fast.streams import StreamError
+from mose_fast.sweep.scheduler import sweep
 from mose_fast.train import Listener, RunError, resume, run
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "resume",
     "run",
     "streams",
+    "sweep",
 ]

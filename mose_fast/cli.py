@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import os
 import shlex
 import sys
 import warnings
@@ -17,12 +14,17 @@ from tqdm import tqdm
 
 from mose_fast import streams, train
 from mose_fast._version import __version__
-from mose_fast.config import ConfigError, RunConfig, StreamConfig, annotation, method_settings, near_matches
+from mose_fast.config import ConfigError, RunConfig
 from mose_fast.doctor import diagnose, report
 from mose_fast.methods import find_method, method_names
 from mose_fast.progress import Progress
+from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
+from mose_fast.sweep.grid import Grid, axes_of, read_axes, read_file, read_seeds
+from mose_fast.sweep.scheduler import Place, run_sweep
+from mose_fast.sweep.store import STORE, collect
 from mose_fast.train.files import RunFolder
 from mose_fast.train.results import summary
+from mose_fast.train.weights_and_biases import WeightsAndBiases
 
 __all__ = ["build_parser", "main", "read_settings"]
 
@@ -94,26 +96,43 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="example: mose-fast run --stream digits --width 16 --memory 500 --seed 0",
     )  # fmt: skip
     run.set_defaults(act=_run)
-    defaults = RunConfig()
-    for title, flags in _FLAGS.items():
-        group = run.add_argument_group(title)
-        for flag in flags:
-            default = _get(defaults, flag.setting)
-            text = flag.help if default is None or flag.kind is bool else f"{flag.help} [{default}]"
-            how: dict[str, Any] = {"action": "store_true"} if flag.kind is bool else {"type": flag.kind, "metavar": _metavar(flag)}
-            group.add_argument(flag.name, dest=flag.setting, help=text, **how)
+    _add_flags(run)
     files = run.add_argument_group("files and everything else")
     files.add_argument("--out", metavar="DIR", help="the run's folder [runs/STREAM-METHOD-PRESET-mMEMORY-sSEED]")
     files.add_argument("--overwrite", action="store_true", help="replace an earlier run in the folder")
     files.add_argument("--config", metavar="FILE", help="settings from a .json or .toml file; flags beside it override it")
-    files.add_argument(
-        "--set", metavar="NAME=VALUE", action="append",
-        help="any other setting, repeatable: augment=simclr, options.student=2, evaluation_batch=64, per_class_cap=null",
-    )  # fmt: skip
+    _add_wandb(run)
 
     resume = commands.add_parser("resume", help="continue an interrupted run", allow_abbrev=False)
     resume.set_defaults(act=_resume)
     resume.add_argument("folder", metavar="DIR", help="the run's folder")
+    _add_wandb(resume)
+
+    many = commands.add_parser(
+        "sweep", help="run every combination of some settings' values", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description="Runs every combination of some settings' values, each in a run folder; what is done already is not done again.",
+        epilog="example: mose-fast sweep --width 8 --grid memory=200,500 --grid preset=released,paper --seeds 0-4 --out runs/first",
+    )  # fmt: skip
+    many.set_defaults(act=_sweep)
+    many.add_argument("file", metavar="FILE", nargs="?", help=".toml or .json file: settings as for run --config, and a table [grid]")
+    grid = many.add_argument_group("what varies")
+    grid.add_argument("--grid", metavar="NAME=V1,V2", action="append", help="a setting, named as for --set, and its values; repeatable")
+    grid.add_argument("--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9")
+    _add_flags(many)
+    place = many.add_argument_group("how many at a time")
+    place.add_argument("--workers", type=int, metavar="N", help="runs at a time on the CPU, each with its share of the cores")
+    place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [2]")
+    place.add_argument("--gpus", metavar="0,1", help="cards, as in CUDA_VISIBLE_DEVICES [all]")
+    place.add_argument("--engine", metavar="NAME", help="local, or ray for a cluster [local]")
+    place.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster; also auto, or local to start one [auto]")
+    files = many.add_argument_group("files")
+    files.add_argument("--out", metavar="DIR", required=True, help="the sweep's folder; one that was begun is gone on with")
+    files.add_argument("--dry-run", action="store_true", help="print the plan with its forecast of time and memory, and stop")
+    _add_wandb(many)
+
+    gather = commands.add_parser("collect", help="rebuild the table of runs from the run folders", allow_abbrev=False)
+    gather.set_defaults(act=_collect)
+    gather.add_argument("folder", metavar="DIR", help="folder of a sweep, or any folder above run folders")
 
     listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
     listing.set_defaults(act=_list)
@@ -123,6 +142,31 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(act=_doctor)
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
     return parser
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that set what a run is."""
+    defaults = RunConfig()
+    for title, flags in _FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            default = _get(defaults, flag.setting)
+            text = flag.help if default is None or flag.kind is bool else f"{flag.help} [{default}]"
+            how: dict[str, Any] = {"action": "store_true"} if flag.kind is bool else {"type": flag.kind, "metavar": _metavar(flag)}
+            group.add_argument(flag.name, dest=flag.setting, help=text, **how)
+    parser.add_argument(
+        "--set", metavar="NAME=VALUE", action="append",
+        help="any other setting, repeatable: augment=simclr, options.student=2, evaluation_batch=64, per_class_cap=null",
+    )  # fmt: skip
+
+
+def _add_wandb(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wandb",
+        metavar="PROJECT",
+        default=argparse.SUPPRESS,
+        help="log to a project of Weights & Biases, too (an extra: mose-fast[wandb])",
+    )
 
 
 def read_settings(arguments: argparse.Namespace) -> RunConfig:
@@ -135,43 +179,78 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
         ConfigError: A name is unknown, a value is out of range, or the file cannot be used.
     """
     given = vars(arguments)
-    changes = {flag.setting: given[flag.setting] for flags in _FLAGS.values() for flag in flags if flag.setting in given}
-    assigned = [_split(text) for text in given.get("set", [])]
     loaded = RunConfig.load(given["config"]) if "config" in given else None
-    method = dict(assigned).get("method", changes.get("method", loaded.method if loaded else RunConfig.method))
-    types = _types(method)
-    changes.update(_typed(name, value, types) for name, value in assigned)
-    values: dict[str, Any] = {"stream": {}, "options": {}}
-    if loaded:
-        values = loaded.to_dict()
-        if method != loaded.method:
-            del values["preset"]
-        if method != loaded.method or changes.get("preset", loaded.preset) != loaded.preset:
-            values["options"] = loaded.changes_from_preset()
-    for setting, value in changes.items():
-        owner, _, name = setting.rpartition(".")
-        (values[owner] if owner else values)[name] = value
-    config = RunConfig.from_dict(values)
-    stream = config.stream
-    return dataclasses.replace(
-        config,
-        method=_absolute_method(config.method),
-        stream=dataclasses.replace(
-            stream, name=_absolute_stream(stream.name), data_dir=None if stream.data_dir is None else _absolute(stream.data_dir)
-        ),
-    )
+    return with_absolute_paths(with_changes(loaded, _changes(arguments, loaded)))
+
+
+def _changes(arguments: argparse.Namespace, base: RunConfig | None) -> dict[str, Any]:
+    """What flags and ``--set`` ask for, by dotted name."""
+    given = vars(arguments)
+    changes = {flag.setting: given[flag.setting] for flags in _FLAGS.values() for flag in flags if flag.setting in given}
+    assigned = [assignment(text, "--set") for text in given.get("set", [])]
+    method = dict(assigned).get("method", changes.get("method", base.method if base else RunConfig.method))
+    types = setting_types(method)
+    for name, text in assigned:
+        setting = full_name(name, types, "--set")
+        changes[setting] = read_value(types[setting], text)
+    return changes
 
 
 def _run(arguments: argparse.Namespace) -> int:
     config = read_settings(arguments)
     given = vars(arguments)
     out = Path(given["out"]) if "out" in given else _default_folder(config)
-    return _follow(out, lambda listener: train.run(config, out=out, overwrite=given.get("overwrite", False), listeners=[listener]))
+    listeners = _loggers(arguments, out)
+    return _follow(out, lambda shown: train.run(config, out=out, overwrite=given.get("overwrite", False), listeners=[shown, *listeners]))
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     out = Path(arguments.folder)
-    return _follow(out, lambda listener: train.resume(out, listeners=[listener]))
+    listeners = _loggers(arguments, out)
+    return _follow(out, lambda shown: train.resume(out, listeners=[shown, *listeners]))
+
+
+def _loggers(arguments: argparse.Namespace, out: Path) -> list[train.Listener]:
+    project = vars(arguments).get("wandb")
+    return [] if project is None else [WeightsAndBiases(project, out)]
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    given = vars(arguments)
+    values, table = read_file(given["file"]) if "file" in given else ({}, {})
+    base = RunConfig.from_dict(values) if values else None
+    changes = _changes(arguments, base)
+    texts = given.get("grid", [])
+    varied = {"method": table.get("method", ())} | dict(assignment(text, "--grid") for text in texts if text.startswith("method="))
+    methods = varied["method"].split(",") if isinstance(varied["method"], str) else list(varied["method"])
+    methods = methods or [changes.get("method", base.method if base else RunConfig.method)]
+    axes = {**axes_of(table, methods, "[grid]"), **read_axes(texts, methods)}
+    if "seeds" in given:
+        axes["seed"] = read_seeds(given["seeds"])
+    place = Place(
+        given.get("workers"),
+        given.get("per_gpu"),
+        tuple(given["gpus"].split(",")) if "gpus" in given else None,
+        given.get("engine", "local"),
+        given.get("address", "auto"),
+    )
+    out = Path(given["out"])
+    try:
+        outcome = run_sweep(Grid(axes, changes, base), out, place, dry_run=given.get("dry_run", False), wandb=given.get("wandb"))
+    except KeyboardInterrupt:
+        print("mose-fast: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    if outcome.table is not None:
+        print(f"table     {out / STORE}")
+    return 1 if outcome.failures else 0
+
+
+def _collect(arguments: argparse.Namespace) -> int:
+    table, skipped = collect(arguments.folder)
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    print(f"{len(table)} runs in {Path(arguments.folder) / STORE}, {len(skipped)} folders skipped")
+    return 0
 
 
 def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
@@ -223,51 +302,6 @@ def _metavar(flag: _Flag) -> str:
     if flag.kind is int:
         return "N"
     return "DIR" if flag.name.endswith("-dir") else "NAME"
-
-
-def _types(method: str) -> dict[str, str]:
-    """The annotation of every single setting of a run of ``method``, by its dotted name."""
-    tables = {"": RunConfig, "stream.": StreamConfig, "options.": method_settings(method).options}
-    types = {owner + f.name: annotation(f) for owner, table in tables.items() for f in dataclasses.fields(table)}
-    return {name: kind for name, kind in types.items() if name not in ("stream", "options")}
-
-
-def _split(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set is {text!r}; wanted NAME=VALUE, for example --set augment=simclr")
-    return name, value
-
-
-def _typed(name: str, value: str, types: dict[str, str]) -> tuple[str, Any]:
-    """The dotted name of a setting, and the value that ``value`` means for it: JSON, or a bare string."""
-    setting = name if name in types else f"options.{name}"
-    if setting not in types:
-        raise ConfigError(f"--set {name} is not a setting{near_matches(name, [known.removeprefix('options.') for known in types])}")
-    try:
-        parsed = json.loads(value)
-    except ValueError:
-        return setting, value
-    # expert=1 and a stream called 2024 are names; null is None only where that is a value.
-    if types[setting].startswith("str") and not isinstance(parsed, str) and not (parsed is None and types[setting].endswith("None")):
-        return setting, value
-    return setting, parsed
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
-
-
-def _absolute_method(name: str) -> str:
-    path, _, attribute = name.rpartition(":")
-    return f"{_absolute(path)}:{attribute}" if path.endswith(".py") else name
-
-
-def _absolute_stream(name: str) -> str:
-    if name in streams.names():
-        return name
-    path = Path(name).expanduser()
-    return _absolute(name) if os.sep in name or path.suffix.lower() == ".npz" or path.exists() else name
 
 
 def _default_folder(config: RunConfig) -> Path:

@@ -1,0 +1,122 @@
+"""Settings by dotted name and as text: what ``--set``, grids and sweep files have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mose_fast import streams
+from mose_fast.config import ConfigError, RunConfig, StreamConfig, annotation, method_settings, near_matches
+
+__all__ = ["assignment", "full_name", "read_value", "setting_types", "with_absolute_paths", "with_changes"]
+
+
+def setting_types(method: str) -> dict[str, str]:
+    """The annotation of every single setting of a run of ``method``, by its dotted name.
+
+    Raises:
+        ConfigError: There is no such method.
+    """
+    tables = {"": RunConfig, "stream.": StreamConfig, "options.": method_settings(method).options}
+    types = {owner + f.name: annotation(f) for owner, table in tables.items() for f in dataclasses.fields(table)}
+    return {name: kind for name, kind in types.items() if name not in ("stream", "options")}
+
+
+def assignment(text: str, flag: str) -> tuple[str, str]:
+    """Splits ``NAME=VALUE``.
+
+    Args:
+        text: As given.
+        flag: That it was given to, for the message.
+
+    Raises:
+        ConfigError: There is no ``=``.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{flag} is {text!r}; wanted NAME=VALUE, for example {flag} augment=simclr")
+    return name, value
+
+
+def full_name(name: str, types: Mapping[str, str], flag: str) -> str:
+    """The dotted name of a setting; a method's options may be given without theirs, ``augment`` for ``options.augment``.
+
+    Args:
+        name: As given.
+        types: As :func:`setting_types` gives them.
+        flag: That it was given to, for the message.
+
+    Raises:
+        ConfigError: There is no such setting; the message has near matches.
+    """
+    setting = name if name in types else f"options.{name}"
+    if setting not in types:
+        raise ConfigError(f"{flag} {name} is not a setting{near_matches(name, [known.removeprefix('options.') for known in types])}")
+    return setting
+
+
+def read_value(kind: str, text: str) -> Any:
+    """What ``text`` means for a setting with the annotation ``kind``: JSON, or a bare string."""
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text
+    # expert=1 and a stream called 2024 are names; null is None only where that is a value.
+    if kind.startswith("str") and not isinstance(parsed, str) and not (parsed is None and kind.endswith("None")):
+        return text
+    return parsed
+
+
+def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfig:
+    """A configuration with some settings changed.
+
+    Where ``changes`` names another method or preset than ``base``, the options that ``base`` changes from its own preset are kept and
+    all others come from the new one.
+
+    Args:
+        base: To start from; None: the defaults of the method and preset in ``changes``.
+        changes: Values by dotted name.
+
+    Raises:
+        ConfigError: A name is unknown or a value is out of range.
+    """
+    values: dict[str, Any] = {"stream": {}, "options": {}}
+    if base is not None:
+        values = base.to_dict()
+        method = changes.get("method", base.method)
+        if method != base.method:
+            del values["preset"]
+        if method != base.method or changes.get("preset", base.preset) != base.preset:
+            values["options"] = base.changes_from_preset()
+    for setting, value in changes.items():
+        owner, _, name = setting.rpartition(".")
+        (values[owner] if owner else values)[name] = value
+    return RunConfig.from_dict(values)
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The configuration with the paths of its data and method made absolute, so that its run can be continued from any folder."""
+    stream = config.stream
+    data_dir = None if stream.data_dir is None else _absolute(stream.data_dir)
+    stream = dataclasses.replace(stream, name=_absolute_stream(stream.name), data_dir=data_dir)
+    return dataclasses.replace(config, method=_absolute_method(config.method), stream=stream)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _absolute_method(name: str) -> str:
+    path, _, attribute = name.rpartition(":")
+    return f"{_absolute(path)}:{attribute}" if path.endswith(".py") else name
+
+
+def _absolute_stream(name: str) -> str:
+    if name in streams.names():
+        return name
+    path = Path(name).expanduser()
+    return _absolute(name) if os.sep in name or path.suffix.lower() == ".npz" or path.exists() else name

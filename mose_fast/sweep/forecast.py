@@ -1,0 +1,180 @@
+"""The plan of a sweep: what it will take, and how many runs fit at the same time."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mose_fast.config import ConfigError, RunConfig
+from mose_fast.sweep.engine import Engine
+from mose_fast.sweep.grid import Cell
+from mose_fast.sweep.measure import Cost
+from mose_fast.sweep.store import STORE, read_store
+from mose_fast.train.files import RunError
+
+__all__ = ["Forecast", "available_bytes", "cost_key", "duration", "measured_costs", "stored_costs"]
+
+
+def cost_key(config: RunConfig) -> str:
+    """Equal for configurations whose runs take the same time and memory: the seeds and the numbers that only scale do not matter."""
+    values = config.to_dict()
+    for name in ("seed", "checkpoint_every", "deterministic"):
+        del values[name]
+    del values["preset"]  # the options say all of it
+    del values["stream"]["class_order_seed"]
+    values["options"] = {name: value for name, value in values["options"].items() if not isinstance(value, float)}
+    return json.dumps(values, sort_keys=True)
+
+
+def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
+    """Costs by :func:`cost_key` of the runs in the folder's table that had this many threads; empty without a table."""
+    if not (folder / STORE).is_file():
+        return {}
+    rows: dict[str, list[Any]] = {}
+    for row in read_store(folder).itertuples():
+        if row.threads == threads:
+            rows.setdefault(cost_key(RunConfig.from_dict(json.loads(row.config))), []).append(row)
+    return {
+        key: Cost(
+            statistics.median(row.seconds_total for row in same),
+            max(int(row.peak_bytes) for row in same),
+            None if same[0].card is None else max(int(row.peak_bytes_device) for row in same),
+            "stored",
+        )
+        for key, same in rows.items()
+    }
+
+
+def measured_costs(configs: Mapping[str, RunConfig], engine: Engine) -> dict[str, Cost]:
+    """Measures a run of each configuration, one after the other, in a worker.
+
+    Args:
+        configs: By :func:`cost_key`.
+        engine: With free workers; the measured processes are as those of the runs.
+
+    Raises:
+        RunError: A run cannot start: its message.
+    """
+    costs: dict[str, Cost] = {}
+    for key, config in configs.items():
+        engine.start({"do": "measure", "cell": key, "config": config.to_dict()})
+        ended = False
+        while not ended:
+            for event in engine.events(0.5):
+                if event["event"] == "measured":
+                    costs[key] = Cost(**event["cost"])
+                elif event["event"] != "done":
+                    reason = event.get("error") or f"its process was killed by signal {event.get('signal')}, perhaps for lack of memory"
+                    raise RunError(f"the first steps of a run cannot be measured: {reason}")
+                ended |= event["event"] == "done"
+    return costs
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a sweep will take.
+
+    Attributes:
+        cells: All of them.
+        costs: Of the runs that are still to do, by name of the cell.
+        runs: Computed at the same time.
+        threads: Of the CPU, for each run.
+        available: Bytes of memory that are free on this machine.
+    """
+
+    cells: Sequence[Cell]
+    costs: Mapping[str, Cost]
+    runs: int
+    threads: int
+    available: int
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of all runs to do together."""
+        return sum(cost.seconds for cost in self.costs.values())
+
+    @property
+    def seconds(self) -> float:
+        """Until the end: all runs spread evenly, but no less than the longest one."""
+        return max([self.compute_seconds / self.runs, *(cost.seconds for cost in self.costs.values())], default=0.0)
+
+    @property
+    def bytes(self) -> int:
+        """Of the largest runs at the same time."""
+        return sum(sorted((cost.bytes for cost in self.costs.values()), reverse=True)[: self.runs])
+
+    @property
+    def fitting(self) -> int:
+        """How many of the largest runs fit into the free memory at the same time."""
+        return self.available // max((cost.bytes for cost in self.costs.values()), default=1)
+
+    def check_memory(self) -> None:
+        """Refuses more runs at a time than fit.
+
+        Raises:
+            ConfigError: They need more memory than is free; the message says how many fit.
+        """
+        if self.bytes > self.available:
+            raise ConfigError(
+                f"{self.runs} runs at a time need {_gigabytes(self.bytes)} of memory, and {_gigabytes(self.available)} are free; "
+                f"wanted at most {self.fitting} (--workers, --per-gpu)"
+            )
+
+    def __str__(self) -> str:
+        """The plan, for people."""
+        settings: dict[str, list[Cell]] = {}
+        for cell in self.cells:
+            settings.setdefault(cell.label, []).append(cell)
+        width = max(len("setting"), *(len(label) for label in settings))
+        lines = [f"  {'setting':<{width}}  {'runs':>5}  {'to do':>5}  {'a run':>9}  {'memory':>8}"]
+        for label, cells in settings.items():
+            costs = [self.costs[cell.name] for cell in cells if cell.name in self.costs]
+            line = f"  {label:<{width}}  {len(cells):>5}  {len(costs):>5}"
+            if costs:
+                line += f"  {duration(costs[0].seconds):>9}  {_gigabytes(costs[0].bytes):>8}"
+                line += "" if costs[0].bytes_device is None else f", card {_gigabytes(costs[0].bytes_device)}"
+                line += f"  ({costs[0].source})"
+            lines.append(line)
+        lines.append(
+            f"  {len(self.costs)} of {len(self.cells)} runs to do: {duration(self.compute_seconds)} of computing, about "
+            f"{duration(self.seconds)} with {self.runs} at a time on {self.threads} thread{'' if self.threads == 1 else 's'} each; "
+            f"memory {_gigabytes(self.bytes)}, {_gigabytes(self.available)} free"
+        )
+        return "\n".join(lines)
+
+
+def available_bytes() -> int:
+    """Memory that is free for new processes here, within the limit of the control group, if there is one."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        values = [_lines(Path("/sys/fs/cgroup") / name)[:1] for name in (limit, used)]
+        if all(value and value[0].isdigit() for value in values):
+            free = min(free, int(values[0][0]) - int(values[1][0]))
+    return max(free, 0)
+
+
+def duration(seconds: float) -> str:
+    """``0:07``, ``12:30`` or ``3:05:00``."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split("\n")
+    except (OSError, ValueError):
+        return []
+
+
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:.1f} GB"

@@ -1,0 +1,202 @@
+"""Grids: which settings vary, over which values, and the runs that they expand to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mose_fast.config import ConfigError, RunConfig
+from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["Cell", "Grid", "axes_of", "read_axes", "read_file", "read_seeds"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+        name: Of its folder below the sweep's.
+        config: Complete.
+        values: What the grid sets, by dotted name.
+    """
+
+    name: str
+    config: RunConfig
+    values: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """What the grid sets beside the seed, for people."""
+        return " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in self.values.items() if name != "seed") or "all alike"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which settings vary over which values, and what stays.
+
+    Attributes:
+        axes: Values by dotted name.
+        changes: What differs from ``base`` in every run, by dotted name.
+        base: To start from; None: the defaults.
+    """
+
+    axes: Mapping[str, tuple[Any, ...]]
+    changes: Mapping[str, Any]
+    base: RunConfig | None = None
+
+    def cells(self) -> list[Cell]:
+        """All runs. The seed varies slowest, so that every setting is seen early.
+
+        Raises:
+            ConfigError: The grid is empty, names one setting twice, or holds a value that a run cannot use; nothing has started then.
+        """
+        if not self.axes:
+            raise ConfigError("the grid is empty; wanted a setting with values: --grid NAME=V1,V2, --seeds 0-4, or [grid] in the file")
+        for name, values in self.axes.items():
+            if not values:
+                raise ConfigError(f"the grid has no values for {name}; wanted at least one")
+            if name in self.changes:
+                raise ConfigError(f"{name} is set to {self.changes[name]!r} and is in the grid, too; wanted one of them")
+            repeated = [value for i, value in enumerate(values) if value in values[:i]]
+            if repeated:
+                raise ConfigError(f"the grid has {name} = {repeated[0]!r} twice; wanted each value once")
+        for name in ("device", "checkpoint_every"):
+            if name in self.axes:
+                raise ConfigError(f"{name} is in the grid; wanted it the same for all runs, since it must not change their results")
+        order = sorted(self.axes, key=lambda name: name != "seed")
+        cells = []
+        for point in itertools.product(*(self.axes[name] for name in order)):
+            chosen = dict(zip(order, point, strict=True))
+            values = {name: chosen[name] for name in sorted(self.axes, key=lambda name: name == "seed")}
+            try:
+                config = with_absolute_paths(with_changes(self.base, {**self.changes, **values}))
+            except ConfigError as error:
+                shown = " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in values.items())
+                raise ConfigError(f"in the cell {shown}: {error}") from error
+            cells.append(Cell(_folder_name(values), config, values))
+        return _with_unique_names(cells)
+
+
+def read_axes(texts: Iterable[str], methods: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Axes from ``NAME=V1,V2,...`` as ``--grid`` takes them.
+
+    Args:
+        texts: As given.
+        methods: Whose settings may be named.
+
+    Raises:
+        ConfigError: A name is unknown (with near matches) or given twice.
+    """
+    axes: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        name, values = assignment(text, "--grid")
+        _add_axis(axes, name, [value.strip() for value in values.split(",") if value.strip()], methods, "--grid")
+    return axes
+
+
+def read_seeds(text: str) -> tuple[int, ...]:
+    """Seeds from ``0-14`` or ``0,1,5-9``.
+
+    Raises:
+        ConfigError: The text means no seeds.
+    """
+    seeds: list[int] = []
+    for part in str(text).split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if not found or (found[2] and int(found[2]) < int(found[1])):
+            raise ConfigError(f"seeds are {text!r}; wanted numbers and ranges, for example 0-14 or 0,1,5-9")
+        seeds += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return tuple(seeds)
+
+
+def read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings and the table ``grid`` of a ``.toml`` or ``.json`` file; the settings are those of ``run --config``.
+
+    Raises:
+        ConfigError: The file cannot be read or is no TOML or JSON; the message names it.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the sweep {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("grid", {}), dict):
+        raise ConfigError(f"{path}: wanted settings and a table [grid]")
+    grid = values.pop("grid", {})
+    return values, grid
+
+
+def axes_of(grid: Mapping[str, Any], methods: Sequence[str], owner: str) -> dict[str, tuple[Any, ...]]:
+    """Axes from a mapping of names to values. Texts are read as on the command line; for the seed, ranges serve, too.
+
+    Args:
+        grid: Values by name, dotted or not.
+        methods: Whose settings may be named.
+        owner: What holds it, for the message.
+
+    Raises:
+        ConfigError: A name is unknown (with near matches), given twice, or its values are no list.
+    """
+    axes: dict[str, tuple[Any, ...]] = {}
+    for name, values in grid.items():
+        if isinstance(values, Mapping):
+            for inner, inner_values in values.items():
+                _add_axis(axes, f"{name}.{inner}", inner_values, methods, owner)
+        else:
+            _add_axis(axes, name, read_seeds(values) if name == "seed" and isinstance(values, str) else values, methods, owner)
+    return axes
+
+
+def _add_axis(axes: dict[str, tuple[Any, ...]], name: str, values: Any, methods: Sequence[str], owner: str) -> None:
+    types: dict[str, str] = {}
+    for method in methods:
+        types = {**setting_types(method), **types}
+    setting = full_name(name, types, owner)
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ConfigError(f"{owner} {name} is {values!r}; wanted a list of values")
+    if setting in axes:
+        raise ConfigError(f"{owner} names {name} twice; wanted all its values together")
+    axes[setting] = tuple(read_value(types[setting], value) if isinstance(value, str) else value for value in values)
+
+
+def _short_name(setting: str) -> str:
+    return "stream" if setting == "stream.name" else setting.rpartition(".")[2]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return Path(value).stem if os.sep in value else value
+    return "none" if value is None else json.dumps(value)
+
+
+def _folder_name(values: Mapping[str, Any]) -> str:
+    parts = (f"{_short_name(name)}-{_shown(value)}" for name, value in values.items())
+    return "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", part)[:60] for part in parts)
+
+
+def _with_unique_names(cells: list[Cell]) -> list[Cell]:
+    """Cells whose names are the same, as of two folders of the same name, get the position of their values behind it."""
+    counts = Counter(cell.name for cell in cells)
+    used: Counter[str] = Counter()
+    unique = []
+    for cell in cells:
+        used[cell.name] += 1
+        unique.append(Cell(f"{cell.name}_{used[cell.name]}", cell.config, cell.values) if counts[cell.name] > 1 else cell)
+    return unique

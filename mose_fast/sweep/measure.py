@@ -1,0 +1,160 @@
+"""What a run will cost, from a few of its steps: measured in a process of its own, as the run would be."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mose_fast import streams
+from mose_fast.config import RunConfig
+from mose_fast.methods import Learner, create_learner
+from mose_fast.streams import Stream
+
+__all__ = ["Cost", "measure"]
+
+# Batches of a skipped task that are only stored, so that the memory is as full and as varied as late in a run.
+_STORED = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one run takes.
+
+    Attributes:
+        seconds: From start to end.
+        bytes: Memory of its process on the host that it shares with no other.
+        bytes_device: Peak memory allocated on the card; None on the CPU.
+        source: ``measured`` or ``stored``.
+    """
+
+    seconds: float
+    bytes: int
+    bytes_device: int | None
+    source: str = "measured"
+
+
+def measure(config: RunConfig, budget: float = 4.0) -> Cost:
+    """Times steps early and late in the stream and a part of an evaluation, and reckons the whole run from them.
+
+    Steps grow with the classes seen; the ones between are taken to grow evenly. A run shorter than the budget is trained to its end.
+
+    Args:
+        config: Of the run; its stream is loaded.
+        budget: Seconds for the steps, half of them early and half of them late.
+    """
+    start = time.perf_counter()
+    stream = streams.create(config.stream)
+    n = stream.normalisation
+    learner = create_learner(
+        config, classes=stream.classes, image_size=stream.image_size, mean=n.mean, std=n.std, mirror_safe=stream.mirror_safe
+    )
+    if learner.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(learner.device)
+    setting_up = time.perf_counter() - start
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run itself will say it
+        training = _training(config, stream, learner, budget)
+        evaluating = _evaluating(config, stream, learner)
+    device = torch.cuda.max_memory_allocated(learner.device) if learner.device.type == "cuda" else None
+    return Cost(setting_up + training + evaluating, own_bytes(), device)
+
+
+def own_bytes() -> int:
+    """Peak memory of this process without the pages of files, such as libraries, that it shares with its siblings."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return peak
+    shared = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+    return max(peak - shared, 1)
+
+
+def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float) -> float:
+    presented = dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None) if learner.joint_stream else stream
+    batches = [presented.batches(task, seed=config.seed) for task in range(len(presented.tasks))]
+
+    def observe(task: int, rows: Tensor, *, train: bool) -> None:
+        losses = learner.observe(stream.x_train[rows], stream.y_train[rows], task, index=rows, train=train)
+        for value in (losses or {}).values():
+            float(value)
+
+    def fill(task: int, rows: list[Tensor]) -> None:
+        for part in rows[:_STORED]:
+            observe(task, part, train=False)
+
+    if config.train_on == "final_memory":
+        for task, rows in enumerate(batches):
+            learner.begin_task(task, presented.tasks[task])
+            fill(task, rows)
+        slots = torch.arange(min(learner.memory.filled, config.options.buffer_batch), device=learner.device)
+
+        def rehearse() -> None:
+            for value in learner.rehearse(slots).values():
+                float(value)
+
+        times = _timed([rehearse] * 100, budget)
+        images = sum(len(presented.train_rows(task)) for task in range(len(presented.tasks)))
+        return config.epochs * -(-min(config.memory, images) // config.options.buffer_batch) * _steady(times)
+
+    early: list[float] = []
+    done = 0.0
+    for task, rows in enumerate(batches):
+        learner.begin_task(task, presented.tasks[task])
+        steps = [lambda part=part, task=task: observe(task, part, train=True) for part in rows]
+        times = _timed(steps, budget / 2 - done)
+        early += times
+        done += sum(times)
+        if len(times) < len(rows):
+            break
+        learner.end_task()
+    else:
+        return done + (config.epochs - 1) * done
+    last = len(batches) - 1
+    for skipped in range(task + 1, last + 1):
+        learner.begin_task(skipped, presented.tasks[skipped])
+        fill(skipped, batches[skipped])
+    late = _timed([lambda part=part: observe(last, part, train=True) for part in batches[last]], budget / 2) or early
+    first, final = _steady(early), _steady(late)
+    seconds = sum(len(rows) * (first + (final - first) * task / max(last, 1)) for task, rows in enumerate(batches))
+    return config.epochs * seconds
+
+
+def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
+    """All evaluations: after every task over the memory and the test images of the tasks seen, and once more untrained."""
+    images = stream.x_test[: config.evaluation_batch]
+    times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
+    tested = [len(stream.test_rows(task)) for task in range(len(stream.tasks))]
+    stored = min(config.memory, len(stream.x_train))
+    everything = sum(tested) + stored
+    if config.train_on == "final_memory" or learner.joint_stream:
+        total = 2 * everything
+    else:
+        total = sum(sum(tested[: task + 1]) + stored for task in range(len(tested))) + everything
+    return total * min(times) / len(images)
+
+
+def _timed(steps: list[Callable[[], object]], budget: float) -> list[float]:
+    """Seconds of each step, of as many as the budget allows, but at least of one."""
+    times: list[float] = []
+    for step in steps:
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+        if sum(times) > budget:
+            break
+    return times
+
+
+def _steady(times: list[float]) -> float:
+    """The middle of the later half: first steps warm up."""
+    return statistics.median(times[len(times) // 2 :])

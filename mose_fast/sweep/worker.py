@@ -1,0 +1,302 @@
+"""The worker process of a sweep: takes runs as JSON lines on stdin, tells what happens as JSON lines on stdout.
+
+A worker imports everything once and forks a child for each run, so that every run starts as clean as ``mose-fast run`` does, without
+its seconds of imports. With ``--together`` it holds several runs in threads instead: on a card, separate processes only share time,
+while one process can compute them side by side on streams of their own.
+
+Nobody is left behind: when stdin closes, because the sweep ended or was killed, the worker kills its child and ends; the checkpoints
+are there. When a worker is killed, the kernel kills its child.
+
+Commands: ``{"do": "run", "cell", "config", "out", "log", "afresh", "wandb"}``, ``{"do": "measure", "cell", "config"}``,
+``{"do": "stop"}``. Events: ``{"event": "ready"}``, and with the ``cell`` they belong to ``progress`` (``batch``, ``batches``),
+``task`` (``task``, ``tasks``, ``accuracy``), ``measured`` (``cost``), and exactly one of ``done``, ``stopped``, ``failed``
+(``error``) and ``died`` (``signal``) at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mose_fast.config import ConfigError, RunConfig
+from mose_fast.evaluate import TaskAccuracy
+from mose_fast.methods import Learner, resolve_device
+from mose_fast.progress import Progress
+from mose_fast.streams import Stream, StreamError
+from mose_fast.sweep.measure import measure
+from mose_fast.train import Interrupted, Listener, RunError, resume, run
+from mose_fast.train.files import RunFolder
+from mose_fast.train.weights_and_biases import WeightsAndBiases
+
+Emit = Callable[[dict[str, Any]], None]
+
+# Seconds between two reports of progress.
+_EVERY = 0.5
+
+
+class _Report(Listener):
+    """Tells the sweep how far a run is, and stops the run when asked to."""
+
+    def __init__(self, emit: Emit, stop: threading.Event) -> None:
+        self.emit, self.stop = emit, stop
+        self.last = 0.0
+
+    def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        self.tasks, self.batches, self.main = len(stream.tasks), batches, learner.resolve_expert()
+        self.emit({"event": "progress", "batch": batch, "batches": batches})
+
+    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
+        now = time.monotonic()
+        if now - self.last > _EVERY:
+            self.last = now
+            self.emit({"event": "progress", "batch": batch, "batches": self.batches})
+        if self.stop.is_set():
+            raise Interrupted
+
+    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        if accuracy is not None:
+            classifier, expert = self.main
+            row = accuracy.test[classifier][expert]
+            self.emit({"event": "task", "task": min(task, self.tasks - 1), "tasks": self.tasks, "accuracy": sum(row) / len(row)})
+
+
+def run_cell(command: dict[str, Any], emit: Emit, stop: threading.Event, listeners: list[Listener]) -> None:
+    """Runs or continues a run, and reports how it ended; raises nothing.
+
+    Args:
+        command: As the module describes it.
+        emit: Takes the events, without their cell.
+        stop: Set to make the run write a checkpoint and stop.
+        listeners: More of them.
+    """
+    folder = RunFolder(command["out"])
+    listeners = [*listeners, _Report(emit, stop)]
+    try:
+        if command["wandb"] is not None:
+            listeners.append(WeightsAndBiases(command["wandb"], folder.path))
+        if folder.config.is_file() and not command["afresh"]:
+            resume(folder.path, listeners=listeners)
+        else:
+            run(RunConfig.load(command["config"]), out=folder.path, overwrite=True, listeners=listeners)
+        emit({"event": "done"})
+    except KeyboardInterrupt:
+        emit({"event": "stopped"})
+    except (ConfigError, StreamError, RunError) as error:
+        print(f"mose-fast: {error}", file=sys.stderr)
+        emit({"event": "failed", "error": str(error)})
+    except BaseException as error:
+        traceback.print_exc()
+        emit({"event": "failed", "error": f"{type(error).__name__}: {error}"})
+
+
+class _Forking:
+    """Runs one cell at a time, each in a child of this process."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.child: int | None = None
+        self.cell = ""
+        self.ended = False
+        self.pipe = -1
+        self.buffer = b""
+
+    def start(self, command: dict[str, Any]) -> None:
+        self.cell, self.ended, self.buffer = command["cell"], False, b""
+        self.pipe, end = os.pipe()
+        sys.stdout.flush()
+        self.child = os.fork()
+        if self.child:
+            os.close(end)
+            return
+        # In the child: nothing here may return into the loop below.
+        try:
+            os.close(self.pipe)
+            _die_with(os.getppid())
+            self._be_child(command, end)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(0)
+
+    def _be_child(self, command: dict[str, Any], end: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        if "log" in command:
+            log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+        else:
+            os.dup2(2, 1)
+        torch.set_num_threads(self.threads)
+
+        def emit(event: dict[str, Any]) -> None:
+            os.write(end, (json.dumps(event) + "\n").encode())
+
+        if command["do"] == "measure":
+            _measure(command, emit)
+        else:
+            run_cell(command, emit, threading.Event(), [Progress(Path(command["out"]))])
+
+    def pump(self) -> None:
+        """Passes on what the child has said; at its end, says how it ended."""
+        part = os.read(self.pipe, 65536)
+        *lines, self.buffer = (self.buffer + part).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            self.ended |= event["event"] in ("done", "stopped", "failed")
+            _say({**event, "cell": self.cell})
+        if part:
+            return
+        os.close(self.pipe)
+        _, status = os.waitpid(self.child, 0)
+        self.child = None
+        if not self.ended:
+            _say({"event": "died", "cell": self.cell, "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None})
+
+    def signal(self, number: int) -> None:
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child, number)
+
+    def serve(self) -> None:
+        commands = _Commands()
+        while True:
+            watched = [0] if self.child is None else [0, self.pipe]
+            ready, _, _ = select.select(watched, [], [])
+            if self.child is not None and self.pipe in ready:
+                self.pump()
+            if 0 in ready:
+                for command in commands.read():
+                    if command["do"] == "stop":
+                        self.signal(signal.SIGINT)
+                    else:
+                        self.start(command)
+                if commands.closed:
+                    self.signal(signal.SIGKILL)
+                    return
+
+
+class _Together:
+    """Runs cells side by side in threads of this process, each on a stream of its own where there is a card."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        # Runs switch TF32 off while they compute in fp32 and put it back; that switch is the process's, so here it stays off.
+        torch.backends.cudnn.allow_tf32 = False
+        self.stop = threading.Event()
+
+    def run(self, command: dict[str, Any]) -> None:
+        def emit(event: dict[str, Any]) -> None:
+            _say({**event, "cell": command["cell"]})
+
+        torch.set_num_threads(self.threads)  # OpenMP counts for each thread apart
+        if command["do"] == "measure":
+            _measure(command, emit)
+            return
+        with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext():
+            run_cell(command, emit, self.stop, [])
+
+    def serve(self) -> None:
+        commands = _Commands()
+        while not commands.closed:
+            select.select([0], [], [])
+            for command in commands.read():
+                if command["do"] == "stop":
+                    self.stop.set()
+                else:
+                    threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True).start()
+        os._exit(0)  # threads in the middle of a step are left behind; their checkpoints are there
+
+
+class _Commands:
+    """Reads whole lines from stdin without ever waiting for the rest of one."""
+
+    def __init__(self) -> None:
+        self.buffer = b""
+        self.closed = False
+
+    def read(self) -> list[dict[str, Any]]:
+        part = os.read(0, 65536)
+        self.closed = not part
+        *lines, self.buffer = (self.buffer + part).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+def _measure(command: dict[str, Any], emit: Emit) -> None:
+    try:
+        config = RunConfig.from_dict(command["config"])
+        resolve_device(config.device)
+        emit({"event": "measured", "cost": dataclasses.asdict(measure(config))})
+        emit({"event": "done"})
+    except BaseException as error:
+        traceback.print_exc()
+        emit({"event": "failed", "error": f"{type(error).__name__}: {error}"})
+
+
+_speaking = threading.Lock()
+
+
+def _say(event: dict[str, Any]) -> None:
+    with _speaking, contextlib.suppress(BrokenPipeError):
+        os.write(_events, (json.dumps(event) + "\n").encode())
+
+
+def _die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends (Linux; elsewhere the end of the pipes must do)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def main() -> None:
+    """Serves commands until stdin closes."""
+    global _events
+    parser = argparse.ArgumentParser(prog="python -m mose_fast.sweep.worker")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--together", action="store_true")
+    arguments = parser.parse_args()
+    # Events own the pipe; what libraries print goes to stderr.
+    _events = os.dup(1)
+    os.dup2(2, 1)
+    # Ctrl-C is for the sweep, which tells its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker = (_Together if arguments.together else _Forking)(arguments.threads)
+    if not arguments.together:
+        _import_what_runs_need()
+    _say({"event": "ready"})
+    worker.serve()
+
+
+def _import_what_runs_need() -> None:
+    """What runs import late; once here, instead of once in every child."""
+    import matplotlib.figure  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import torch._dynamo
+    import torch.utils.tensorboard  # noqa: F401
+
+
+_events = 1
+
+if __name__ == "__main__":
+    main()

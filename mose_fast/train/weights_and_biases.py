@@ -1,0 +1,98 @@
+"""Weights & Biases: an extra (``pip install mose-fast[wandb]``), off unless asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mose_fast.config import RunConfig
+from mose_fast.evaluate import TaskAccuracy
+from mose_fast.methods import Learner
+from mose_fast.streams import Stream
+from mose_fast.train.files import RunError
+from mose_fast.train.listeners import Listener
+
+__all__ = ["WeightsAndBiases"]
+
+
+class WeightsAndBiases(Listener):
+    """Logs a run to Weights & Biases: losses every ``every`` batches, accuracies after every task, ACC and forgetting at the end.
+
+    A run never depends on it: whatever goes wrong there (no network, no account, a full disk) is one warning, and the run goes on.
+    Without WANDB_MODE and without an API key it works offline; ``wandb sync`` uploads later.
+
+    Args:
+        project: Name of the project there.
+        folder: The run's folder; its name is the run's, its files go to ``wandb/`` in it.
+        every: Batches between two points of the loss curves.
+
+    Raises:
+        RunError: wandb is not installed.
+    """
+
+    def __init__(self, project: str, folder: str | Path, every: int = 10) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise RunError("Weights & Biases is asked for, but wandb is not installed. First: pip install 'mose-fast[wandb]'") from error
+        self.wandb = wandb
+        self.project, self.folder, self.every = project, Path(folder), every
+        self._run: Any = None
+
+    def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        folder = self.folder.absolute()
+        mode = os.environ.get("WANDB_MODE") or ("online" if self._has_key() else "offline")
+
+        def begin() -> None:
+            self._run = self.wandb.init(
+                project=self.project,
+                name=folder.name,
+                id=hashlib.sha256(str(folder).encode()).hexdigest()[:16],  # a resumed run goes on in its own curves
+                resume="allow",
+                dir=str(folder),
+                mode=mode,
+                config=config.to_dict(),
+            )
+
+        self._or_give_up(begin)
+
+    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
+        if losses is not None and batch % self.every == 0:
+            self._log({f"loss/{name}": value for name, value in losses.items()}, batch)
+
+    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        if accuracy is not None:
+            values = {}
+            for classifier, experts in accuracy.test.items():
+                for expert, row in experts.items():
+                    values[f"accuracy_{classifier}/{expert}"] = sum(row) / len(row)
+                    values[f"new_task_accuracy_{classifier}/{expert}"] = row[-1]
+            self._log(values, batch)
+
+    def on_end(self, results: dict[str, Any]) -> None:
+        if self._run is not None:
+            metrics = ("acc", "af_paper", "af_released")
+            self._or_give_up(lambda: self._run.summary.update({name: results[name] for name in metrics}))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._or_give_up(lambda: self._run.finish())
+            self._run = None
+
+    def _has_key(self) -> bool:
+        return bool(os.environ.get("WANDB_API_KEY") or getattr(getattr(self.wandb, "api", None), "api_key", None))
+
+    def _log(self, values: dict[str, float], batch: int) -> None:
+        if self._run is not None:
+            self._or_give_up(lambda: self._run.log(values, step=batch))
+
+    def _or_give_up(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._run = None
+            warnings.warn(f"Weights & Biases does not work ({type(error).__name__}: {error}); the run goes on without it", stacklevel=4)
