@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -24,12 +25,13 @@ namespace {
 
 // `recipe` in the order of AugmentRecipe's members.
 std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recipe, int64_t seed, int64_t sequence, int64_t count,
-                                                      int64_t height, int64_t width, at::Device device,
+                                                      int64_t height, int64_t width, std::string device_name,
                                                       const std::optional<at::Tensor>& counter) {
   TORCH_CHECK_VALUE(recipe.size() == 9, "recipe has ", recipe.size(), " numbers; wanted 9");
   TORCH_CHECK(count >= 0 && count <= UINT32_MAX, "count is ", count, "; wanted 0 to ", UINT32_MAX);
   TORCH_CHECK(height >= 1 && height <= INT32_MAX / 2, "height is ", height, "; wanted 1 to ", INT32_MAX / 2);
   TORCH_CHECK(width >= 1 && width <= INT32_MAX / 2, "width is ", width, "; wanted 1 to ", INT32_MAX / 2);
+  at::Device device(device_name);
   if (counter) {
     TORCH_CHECK_TYPE(counter->scalar_type() == at::kLong, "counter has dtype ", counter->scalar_type(), "; wanted ", at::kLong);
     TORCH_CHECK_VALUE(counter->numel() == 1, "counter has shape ", counter->sizes(), "; wanted one number");
@@ -62,10 +64,11 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recip
 
 }  // namespace
 
-// One function for every device: without a counter no tensor goes in that could tell it.
+// One function for every device: without a counter no tensor goes in that could tell it. The device is a text, since opcheck cannot
+// look into a Device beside an argument that is written.
 void register_augment_parameters(torch::Library& library) {
   library.def(
-      "augment_parameters(float[] recipe, int seed, int sequence, int count, int height, int width, Device device, "
+      "augment_parameters(float[] recipe, int seed, int sequence, int count, int height, int width, str device, "
       "Tensor(a!)? counter=None) -> (Tensor, Tensor)");
   library.impl("augment_parameters", c10::DispatchKey::CompositeExplicitAutograd, &augment_parameters);
 }
@@ -74,7 +77,7 @@ void bind_augment_parameters(py::module_& module) {
   module.def(
       "augment_parameters",
       [](const std::vector<double>& recipe, int64_t seed, int64_t sequence, int64_t count, int64_t height, int64_t width,
-         const at::Device& device, const std::optional<at::Tensor>& counter) {
+         const std::string& device, const std::optional<at::Tensor>& counter) {
         return augment_parameters(recipe, seed, sequence, count, height, width, device, counter);
       },
       py::arg("recipe"), py::arg("seed"), py::arg("sequence"), py::arg("count"), py::arg("height"), py::arg("width"), py::arg("device"),

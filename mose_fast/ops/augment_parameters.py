@@ -89,7 +89,7 @@ def draw_augment_parameters(
     if counter is not None:
         _check_counter(counter, device)
         device = counter.device
-    arguments = ([float(x) for x in dataclasses.astuple(recipe)], seed, sequence, count, height, width, device, counter)
+    arguments = ([float(x) for x in dataclasses.astuple(recipe)], seed, sequence, count, height, width, str(device), counter)
     if not _loader.serves(torch.empty(0, device=device)):
         first = sequence if counter is None else sequence + counter
         drawn = reference.draw_augment_parameters(recipe, seed, first, count, height, width, device)

@@ -15,6 +15,7 @@ from mose_fast.ops import augment_parameters as ops
 from mose_fast.ops.augment_parameters import CONTRAST_FIRST, GRAY, JITTER, Recipe, draw_augment_parameters
 from mose_fast.reference import augment_parameters as reference
 
+needs_native = pytest.mark.skipif(_loader.native is None, reason="the native library is not built")
 SCR = Recipe(mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.3, saturation=0.2, hue=0.1)
 OCM = Recipe(gray_p=0.25, area_low=0.3)
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 SIGNIFICANCE = 1e-4
 
 
-@pytest.mark.skipif(_loader.native is None, reason="the native library is not built")
+@needs_native
 @pytest.mark.parametrize("recipe", [SCR, OCM, Recipe(), dataclasses.replace(SCR, area_low=0.7, area_high=0.9)])
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 64), (1, 1), (5, 64), (97, 8)])
 def test_native_equals_reference(recipe, height, width):
@@ -147,3 +148,55 @@ def test_refuses(change, message):
     arguments = {"recipe": SCR, "seed": 0, "sequence": 0, "count": 1, "height": 32, "width": 32}
     with pytest.raises(ValueError, match=message):
         ops.draw_augment_parameters(**{**arguments, **change})
+
+
+@pytest.fixture(params=[pytest.param("native", marks=needs_native), "fallback"])
+def back_end(request, monkeypatch):
+    if request.param == "fallback":
+        monkeypatch.setattr(_loader, "native", None)
+    return draw_augment_parameters
+
+
+def test_a_counter_continues_the_sequence(back_end):
+    counter = torch.tensor([2**40])
+    for step in range(3):
+        ours = back_end(SCR, 3, 5, 40, 32, 32, "cpu", counter)
+        wanted = back_end(SCR, 3, 5 + 2**40 + step, 40, 32, 32)
+        assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+        assert counter.tolist() == [2**40 + step + 1]
+    back_end(SCR, 3, 5, 0, 32, 32, "cpu", counter)
+    assert counter.tolist() == [2**40 + 4]  # a draw of no views counts too
+
+
+@pytest.mark.parametrize(
+    ("counter", "error", "message"),
+    [
+        (3, TypeError, "counter is 3; wanted a torch.Tensor of int64"),
+        (torch.zeros(1), TypeError, r"counter is tensor\(\[0.\]\); wanted a torch.Tensor of int64"),
+        (torch.zeros(2, dtype=torch.int64), ValueError, r"counter has shape \(2,\); wanted one element"),
+        (torch.zeros(1, dtype=torch.int64, device="meta"), ValueError, "counter is on meta; wanted cpu"),
+    ],
+)
+def test_refuses_a_counter_that_does_not_fit(back_end, counter, error, message):
+    with pytest.raises(error, match=message):
+        back_end(SCR, 3, 5, 40, 32, 32, "cpu", counter)
+
+
+@needs_native
+@pytest.mark.parametrize("counter", [None, 4])
+def test_opcheck(counter):
+    numbers = [float(x) for x in dataclasses.astuple(SCR)]
+    tensor = None if counter is None else torch.tensor([counter])
+    arguments = (numbers, 1, 2, 5, 32, 32, "cpu", tensor)
+    assert set(torch.library.opcheck(torch.ops.mose_fast.augment_parameters.default, arguments).values()) == {"SUCCESS"}
+
+
+@needs_native
+def test_compiles_without_a_graph_break():
+    def draw(counter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return draw_augment_parameters(SCR, 3, 5, 40, 32, 32, "cpu", counter)
+
+    counter, other = torch.tensor([7]), torch.tensor([7])
+    ours, wanted = torch.compile(draw, fullgraph=True, backend="aot_eager")(counter), draw(other)
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+    assert counter.tolist() == other.tolist() == [8]

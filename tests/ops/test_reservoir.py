@@ -289,3 +289,44 @@ def test_draw_refuses(change, message):
     with pytest.raises(ValueError, match=message):
         ops.draw(**{**arguments, **change})
     assert state.tolist() == [1, 2, 3]
+
+
+@needs_native
+def test_slots_beyond_two_gibibytes():
+    """200,000 slots of 64 x 64 images: slot offsets need 64 bits. Memory that is not touched is never mapped."""
+    slots, count, seen = 200_000, 10, 199_990
+    images = torch.empty(slots, 64, 64, 3, dtype=torch.uint8)
+    memory = [images, *(torch.full((slots,), -1) for _ in range(3)), torch.tensor([5, 0, seen])]
+    x, y, index = make_batch(count, 0, first=seen, size=(64, 64))
+    assert ops.insert(*memory, x, y, 4, index).tolist() == list(range(seen, slots))
+    assert torch.equal(images[seen:], x)
+    assert torch.equal(memory[1][seen:], y)
+    drawn = ops.draw(memory[2], memory[4], 86, SlotFilter.ONLY, 4)
+    assert sorted(drawn[:count].tolist()) == list(range(seen, slots))
+    assert drawn[count:].tolist() == [-1] * (86 - count)
+    others = ops.draw(memory[2], memory[4], 2048, SlotFilter.OTHERS, 4)
+    assert torch.equal(others, reference.draw(memory[2], torch.tensor([5, 1, slots]), 2048, SlotFilter.OTHERS, 4))
+
+
+@needs_native
+def test_opcheck():
+    memory, (x, y, index) = make_memory(6, 3, seen=4), make_batch(5, 0)
+    for op, arguments in (
+        (torch.ops.mose_fast.reservoir_insert, (*memory, x, y, 1, index)),
+        (torch.ops.mose_fast.reservoir_draw, (memory[2], memory[4], 9, 2, 1)),
+    ):
+        assert set(torch.library.opcheck(op.default, arguments).values()) == {"SUCCESS"}
+
+
+@needs_native
+def test_compiles_without_a_graph_break():
+    def step(images, labels, tasks, indices, state, x, y, index):
+        slots = ops.insert(images, labels, tasks, indices, state, x, y, 2, index)
+        return slots, ops.draw(tasks, state, 4, SlotFilter.OTHERS, 1)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    ours, wanted = make_memory(6, 3), make_memory(6, 3)
+    for number in range(3):
+        batch = make_batch(5, number)
+        assert all(torch.equal(a, b) for a, b in zip(compiled(*ours, *batch), step(*wanted, *batch), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
