@@ -35,7 +35,8 @@ def machine(tmp_path):
     tools.mkdir()
     shutil.copy(ROOT / "bench" / "gpu_check.sh", tree / "bench")
     for name in ("bench_a.py", "bench_b.py"):
-        (tree / "bench" / name).touch()
+        (tree / "bench" / name).write_text("def bench_it(measure): ...\n")
+    (tree / "bench" / "bench_script.py").write_text("print('no benchmark of pytest')\n")
     for name in ("nvidia-smi", "nvcc", "cmake", "ninja", "compute-sanitizer", "python"):
         (tools / name).write_text(STAND_IN)
         (tools / name).chmod(0o755)
@@ -65,6 +66,7 @@ def test_all_steps_in_order_and_the_table_last(machine, tmp_path):
         )
     ]  # fmt: skip
     assert places == sorted(places)
+    assert "bench_script" not in text
     assert "-m pip install --no-build-isolation --no-deps" in text
     assert "-DMOSE_FAST_ARCHS_WANTED=9.0" in text
     assert output.endswith("op  native us\n")
