@@ -1,0 +1,91 @@
+"""Time of a training step of every method relative to ER's, beside the arithmetic estimate of the list (baselines.md, table 0.1).
+
+    python -m bench.bench_methods --width 20 --rounds 10
+    python -m bench.bench_methods --growth --methods er derpp      # step 4,900 against step 100
+
+Methods take turns step by step, so that whatever else the machine does hits all of them alike; the medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from mose_fast.methods import METHODS, Learner, create_learner
+
+#: Shape of the comparison: Split CIFAR-100 with its batches and a memory of 1,000.
+CLASSES, SIZE, MEMORY, BATCH = 100, 32, 1000, 10
+
+
+def batch(task: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ten images of noise with labels of one of ten tasks."""
+    generator = torch.Generator().manual_seed(1000 * task + step)
+    x = torch.randint(0, 256, (BATCH, SIZE, SIZE, 3), dtype=torch.uint8, generator=generator)
+    return x, torch.randint(10 * task, 10 * task + 10, (BATCH,), generator=generator)
+
+
+def prepare(name: str, width: int, device: str) -> Learner:
+    """A learner with a full memory of nine tasks, in the middle of its tenth."""
+    learner = create_learner(classes=CLASSES, method=name, width=width, memory=MEMORY, device=device)
+    for task in range(9):
+        for step in range(20):
+            learner.observe(*batch(task, step), task, train=False)
+    for step in range(3):
+        learner.observe(*batch(9, step), 9)
+    return learner
+
+
+def seconds(learner: Learner, task: int, step: int) -> float:
+    x, y = batch(task, step)
+    start = time.perf_counter()
+    learner.observe(x, y, task)
+    if learner.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) -> None:
+    """Prints a row for every method: milliseconds of a step, relative to ER, estimate, and one over the other."""
+    learners = {name: prepare(name, width, device) for name in dict.fromkeys(["er", *names])}
+    times: dict[str, list[float]] = {name: [] for name in learners}
+    for step in range(rounds):
+        for name, learner in learners.items():
+            times[name].append(seconds(learner, 9, 100 + step))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    print(f"{'method':<10} {'ms a step':>10} {'x ER':>6} {'estimate':>9} {'ratio':>6}")
+    for name, median in medians.items():
+        measured, estimate = median / medians["er"], METHODS[name].about.cost
+        ratio = f"{measured / estimate:6.2f}" if estimate else "     -"
+        print(f"{name:<10} {1e3 * median:>10.1f} {measured:>6.2f} {estimate:>9.2f} {ratio}")
+
+
+def growth(names: Sequence[str], width: int, device: str) -> None:
+    """Prints how much longer the steps around 4,900 of a run of ten tasks take than those around 100."""
+    print(f"{'method':<10} {'step 100':>9} {'step 4,900':>11} {'ratio':>6}   (ms)")
+    for name in names:
+        learner = create_learner(classes=CLASSES, method=name, width=width, memory=MEMORY, device=device)
+        times = [seconds(learner, step // 500, step % 500) for step in range(5000)]
+        early, late = (statistics.median(times[middle - 50 : middle + 50]) for middle in (100, 4900))
+        print(f"{name:<10} {1e3 * early:>9.1f} {1e3 * late:>11.1f} {late / early:>6.3f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="NAME")
+    parser.add_argument("--width", type=int, default=20, help="channels of the first stage [20]")
+    parser.add_argument("--rounds", type=int, default=10, help="steps timed of every method [10]")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--growth", action="store_true", help="5,000 steps of every method, late ones against early ones")
+    arguments = parser.parse_args()
+    if arguments.growth:
+        growth(arguments.methods, arguments.width, arguments.device)
+    else:
+        relative_cost(arguments.methods, arguments.width, arguments.rounds, arguments.device)
+
+
+if __name__ == "__main__":
+    main()
