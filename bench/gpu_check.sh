@@ -82,7 +82,7 @@ else
 import importlib
 
 missing = []
-for name in ("torch", "torchvision", "numpy", "safetensors", "tomli_w", "tqdm", "PIL", "setuptools", "pytest", "pytest_benchmark"):
+for name in ("torch", "torchvision", "numpy", "safetensors", "tqdm", "PIL", "setuptools", "pytest", "pytest_benchmark"):
     try:
         importlib.import_module(name)
     except ImportError as error:

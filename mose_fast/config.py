@@ -17,8 +17,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import tomli_w
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -534,6 +532,9 @@ class RunConfig:
 
     def to_toml(self) -> str:
         """The configuration as TOML text. TOML has no null: fields that are None are left out, and None is their default."""
+        # Not at the top: only who writes TOML needs it.
+        import tomli_w
+
         values = {key: _without_none(value) if isinstance(value, dict) else value for key, value in self.to_dict().items()}
         text = tomli_w.dumps(_without_none(values))
         if RunConfig.from_dict(tomllib.loads(text)) != self:
