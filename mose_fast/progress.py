@@ -46,6 +46,8 @@ class Progress(Listener):
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         self.started = True
         self.tasks = len(stream.tasks)
+        # The joint bound meets the whole stream as one task.
+        self.met = 1 if learner.joint_stream else self.tasks
         self.main = learner.resolve_expert()
         self.first_batch, self.batches = batch, batches
         self.start = time.perf_counter()
@@ -79,7 +81,8 @@ class Progress(Listener):
                 line += f"; about {tqdm.format_interval(left)} left"
             print(line, file=sys.stderr, flush=True)
         if accuracy is not None:
-            tqdm.write(accuracy_table(accuracy.test, min(task, self.tasks - 1), self.tasks, self.main), file=sys.stdout)
+            newest = min(task, self.tasks - 1) if self.met == self.tasks else self.tasks - 1
+            tqdm.write(accuracy_table(accuracy.test, newest, self.tasks, self.main), file=sys.stdout)
             sys.stdout.flush()
 
     def close(self) -> None:
@@ -87,7 +90,7 @@ class Progress(Listener):
             self.bar.close()
 
     def _name(self, task: int) -> str:
-        return f"task {task} ({task + 1} of {self.tasks})" if task < self.tasks else "final memory"
+        return f"task {task} ({task + 1} of {self.met})" if task < self.met else "final memory"
 
     def _losses(self) -> str:
         shown = list(self.losses.items())

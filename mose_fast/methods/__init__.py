@@ -71,4 +71,4 @@ def create_learner(config: RunConfig | None = None, *, classes: int, **stream_or
         config = RunConfig.create(**stream_or_settings)
     elif stream_or_settings:
         raise ConfigError(f"{', '.join(stream_or_settings)}: given beside config; wanted them inside it")
-    return METHODS[config.method](config, classes=classes, **stream)
+    return find_method(config.method)(config, classes=classes, **stream)

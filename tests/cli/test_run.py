@@ -198,3 +198,12 @@ def test_resume_finishes_a_broken_run(call, tiny, tmp_path, finished):
     assert code == 0
     assert "continued after batch 4" in out
     assert (tmp_path / "run" / "accuracy.csv").read_bytes() == (finished / "accuracy.csv").read_bytes()
+
+
+def test_the_joint_bound_shows_one_task_and_all_accuracies(call, tiny, tmp_path):
+    code, out, err = call("run", *tiny, "--method", "joint", "--out", tmp_path / "joint")
+    assert code == 0
+    assert re.search(r"^task 0 \(1 of 1\): 10 batches", err, re.MULTILINE)
+    assert out.count("accuracy in percent after") == 1 and "after task 4 (5 of 5)" in out
+    row = re.search(r"^\* linear +1 +(.*)$", out, re.MULTILINE).group(1).split()
+    assert len(row) == 6  # the mean and five tasks
