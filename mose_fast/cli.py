@@ -134,6 +134,12 @@ def build_parser() -> argparse.ArgumentParser:
     gather.set_defaults(act=_collect)
     gather.add_argument("folder", metavar="DIR", help="folder of a sweep, or any folder above run folders")
 
+    report_page = commands.add_parser("report", help="one page of tables and figures from many runs", allow_abbrev=False)
+    report_page.set_defaults(act=_report)
+    report_page.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders that hold some at any depth")
+    report_page.add_argument("--out", metavar="DIR", help="the report's folder [report in the first DIR]")
+    report_page.add_argument("--force", action="store_true", help="put runs of different problems into the same tables, with a caution")
+
     listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
     listing.set_defaults(act=_list)
     listing.add_argument("what", choices=("methods", "streams"))
@@ -268,6 +274,17 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     print(f"time      {seconds['total']:.1f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items() if k != "total"))
     print(f"results   {folder.results}")
     print(f"          {folder.accuracy.name}, {folder.figure.name}, {folder.config.name} and {folder.events.name}/ beside it")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    # Not at the top: scipy takes a second that other commands need not pay.
+    from mose_fast.report.page import write_report
+
+    page, skipped = write_report(arguments.folders, arguments.out, force=arguments.force)
+    for folder, reason in skipped:
+        print(f"left out: {folder}: {reason}", file=sys.stderr)
+    print(page)
     return 0
 
 

@@ -172,6 +172,7 @@ def _tradeoffs(groups: Sequence[Group]) -> Picture:
         axis.set_xlim(min(x) - margin, max(x) + margin)
         low, high = np.nanmin([*ends[:, 0], *acc]), np.nanmax([*ends[:, 1], *acc])
         axis.set_ylim(max(0.0, low - 2), min(100.0, high + 2))
+        axis.locator_params(axis="x", nbins=6)
         if axis is not axes[2]:
             front = _front(x, acc)
             axis.step([x[i] for i in front], [acc[i] for i in front], where="post", color="0.5", linewidth=1, zorder=0)
@@ -378,6 +379,10 @@ def _label_left(axes: Sequence[Axes], text: str) -> None:
 
 
 def _picture(name: str, title: str, caption: str, figure: Figure) -> Picture:
+    # Laying out takes longer than drawing; once is enough for both files.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
     def saved(kind: str, **metadata: None) -> bytes:
         file = io.BytesIO()
         figure.savefig(file, format=kind, metadata=metadata)

@@ -23,6 +23,9 @@ FORMATS = ("csv", "md", "tex")
 
 _PAGE = "report.html"
 
+# Rows of a table that a reader scrolls past without being asked, and sentences that one reads.
+_LONG, _SENTENCES = 60, 24
+
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
@@ -98,21 +101,23 @@ def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: S
     found = comparisons(groups)
     if found:
         by_name["comparisons"] = comparison_table(found)
-    by_task = [table for name, table in by_name.items() if name.startswith("tasks-")]
-    few = dict.fromkeys(f"{w}." for _, c in found for w in c.warnings)
+    few = list(dict.fromkeys(f"{w}." for _, c in found for w in c.warnings))
+    few[6:] = [f"And {len(few) - 6} more pairs with few common seeds."] if len(few) > 6 else []
     notes = [*(f"{w[:1].upper()}{w[1:]}." for w in warnings), *few, *_notes(groups)]
-    compared = [_list(sentence(memory, c) for memory, c in found), by_name["comparisons"].html()] if found else []
+    told = [sentence(memory, c) for memory, c in found[:_SENTENCES]]
+    told += [f"And {len(found) - len(told)} more in the table."] if len(found) > len(told) else []
+    compared = [_list(told), _folded_if_long(by_name["comparisons"])] if found else []
     figure = {picture.name: _figure(picture) for picture in pictures}
 
     sections = [
-        ("results", "Results", [by_name["main"].html(), by_name["estimates"].html()]),
+        ("results", "Results", [by_name["main"].html(), _folded_if_long(by_name["estimates"])]),
         ("comparison", "Comparison", compared),
         *((p.name, p.title, [figure[p.name]]) for p in pictures if p.name in ("accuracy", "new-task-and-bof", "tradeoffs")),
-        ("per-expert", "Experts", [by_name["experts"].html()]),
-        ("per-task", "Accuracy by task", [by_task[0].html(), *(_fold(_first(t.caption), t.html()) for t in by_task[1:])]),
+        ("per-expert", "Experts", [_folded_if_long(by_name["experts"])]),
+        ("per-task", "Accuracy by task", [_folded_if_long(by_name["tasks"])]),
         *((p.name, p.title, [figure[p.name]]) for p in pictures if p.name in ("accuracy-matrix", "confusion", "time")),
-        ("costs", "Cost", [by_name["cost"].html()]),
-        ("all-runs", "Runs", [_fold(f"All {sum(g.n for g in groups)} runs", by_name["runs"].html()), _skipped(skipped)]),
+        ("costs", "Cost", [_folded_if_long(by_name["cost"])]),
+        ("all-runs", "Runs", [_fold(f"All {counted(sum(g.n for g in groups), 'run')}", by_name["runs"].html()), _skipped(skipped)]),
     ]
     sections = [(name, title, parts) for name, title, parts in sections if parts]
     heading = f"Report on {streams(groups)}"
@@ -147,9 +152,11 @@ def _notes(groups: Sequence[Group]) -> list[str]:
         notes.append(f"Training gained nothing over the untrained network with the same memory (column untrained): {_some(untaught)}.")
     if any(run.config["train_on"] != "stream" for g in groups for run in g.runs):
         notes.append("Runs that trained on the final memory were evaluated once, so they have no forgetting, curves or accuracy matrix.")
+    departing: dict[str, list[str]] = {}
     for g in groups:
         if differing := deviations(g):
-            notes.append(f"{g.name} departs from the protocol of the paper's numbers: {', '.join(differing)}.")
+            departing.setdefault(", ".join(differing), []).append(g.name)
+    notes += [f"Not the protocol of the paper's numbers ({differing}): {_some(names)}." for differing, names in departing.items()]
     return notes
 
 
@@ -159,10 +166,6 @@ def _mean(values: dict[int, float]) -> float:
 
 def _some(names: Sequence[str]) -> str:
     return "; ".join(names[:6]) + (f"; and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def _first(caption: str) -> str:
-    return caption.partition(":")[0]
 
 
 def _figure(picture: Picture) -> str:
@@ -177,6 +180,10 @@ def _figure(picture: Picture) -> str:
 
 def _fold(title: str, content: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
+
+
+def _folded_if_long(table: Table) -> str:
+    return _fold(f"{len(table.rows)} rows", table.html()) if len(table.rows) > _LONG else table.html()
 
 
 def _list(items: Iterable[str]) -> str:

@@ -18,9 +18,11 @@ from mose_fast.train.files import RunError
 __all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
 
 # Where and how fast a run computes, but not what: no reason to keep two runs apart.
-_NO_SETTING = ("seed", "device", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir")
+_NO_SETTING = ("seed", "device", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir", "stream.tasks")
+# What the data made of the settings: equal names may stand for different data.
+_DATA = ("tasks", "classes", "image_size", "class_order")
 # Shown in columns of their own, or by the preset.
-_SHOWN_APART = ("method", "preset", "memory")
+_SHOWN_APART = ("method", "preset", "memory", "class_order")
 
 
 class Skipped(NamedTuple):
@@ -265,7 +267,7 @@ def _flat(run: Run) -> dict[str, Any]:
     config = dict(run.config)
     stream, options = config.pop("stream"), config.pop("options")
     flat = {**config, **{f"stream.{k}": v for k, v in stream.items()}, **{f"options.{k}": v for k, v in options.items()}}
-    return {name: value for name, value in flat.items() if name not in _NO_SETTING}
+    return {**{name: value for name, value in flat.items() if name not in _NO_SETTING}, **{name: run.row[name] for name in _DATA}}
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:

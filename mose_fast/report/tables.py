@@ -14,7 +14,7 @@ from mose_fast.report.table import Cell, Interval, Number, Spread, Table
 
 __all__ = ["WIDE", "comparison_table", "comparisons", "counted", "deviations", "seeds", "sentence", "streams", "tables"]
 
-#: Tasks up to which a table by task has a column a task, as the paper's; beyond, a row a task.
+#: Tasks up to which the table by task has a column a task, as the paper's; beyond, a row a task.
 WIDE = 20
 
 _METRICS = {"acc": "ACC", "af_paper": "AF"}
@@ -23,7 +23,7 @@ _NO_METRICS = "A dash marks what a run without an evaluation after every task do
 
 def tables(groups: Sequence[Group]) -> list[Table]:
     """All tables but the comparisons, in the order of the page."""
-    return [_main(groups), _estimates(groups), _experts(groups), *_tasks(groups), _cost(groups), _runs(groups)]
+    return [_main(groups), _estimates(groups), _experts(groups), _tasks(groups), _cost(groups), _runs(groups)]
 
 
 def _main(groups: Sequence[Group]) -> Table:
@@ -123,60 +123,68 @@ def _paper_experts(g: Group, names: Sequence[str]) -> list[Cell]:
     return [None if v is None else Number(v) for v in values]
 
 
-def _tasks(groups: Sequence[Group]) -> list[Table]:
-    """Accuracy by task of every expert, the best of them and their mean: a table a group."""
-    found = []
-    for place, g in enumerate(groups, start=1):
-        kind = g.view.classifier
-        views = [v for v in g.runs[0].views if v.classifier == kind]
-        single = [v for v in views if not v.expert.startswith("mean")]
-        columns: dict[str, np.ndarray] = {f"E{v.expert}": 100 * np.array([run.final[v] for run in g.runs]) for v in single}
-        if g.mean:
-            columns["MAX"] = np.max(list(columns.values()), axis=0)
-            columns["MOE"] = 100 * np.array([run.final[View(kind, g.mean)] for run in g.runs])
-        new = [run.facts["new_task_accuracy"][kind][g.view.expert] for run in g.runs]
-        if all(row is not None for row in new):
-            columns["new task"] = 100 * np.array(new, np.float64)
-        rows = {name: [*values.mean(0), values.mean()] for name, values in columns.items()}
-        tasks = [*map(str, range(1, g.runs[0].tasks + 1)), "mean"]
-        ncm = "nearest-class-mean" if kind == "ncm" else "linear"
-        caption = (
-            f"{g.name}: accuracy in percent on each task after the last one, {ncm} classifiers, mean over {counted(g.n, 'seed')}. E: each "
-            "expert alone"
-            + ("; MAX: the best single expert of each task and seed; MOE: the mean of experts" if g.mean else "")
-            + (f"; new task: just after the task was learned, {g.view}." if "new task" in rows else ".")
-        )
-        table = Table(f"tasks-{place}", caption, ["expert", *(f"task {t}" if t != "mean" else t for t in tasks)])
-        if g.runs[0].tasks <= WIDE:
-            table.rows = [[name, *map(Number, map(float, values))] for name, values in rows.items()]
-        else:
-            table.columns = ["task", *rows]
-            table.rows = [[task, *(Number(float(values[i])) for values in rows.values())] for i, task in enumerate(tasks)]
-        found.append(table)
-    return found
+def _tasks(groups: Sequence[Group]) -> Table:
+    """Accuracy by task of every expert, the best of them and their mean: the paper's task-wise table."""
+    rows: dict[str, dict[str, np.ndarray]] = {g.name: _by_task(g) for g in groups}
+    most = max(g.runs[0].tasks for g in groups)
+    table = Table(
+        "tasks",
+        f"Accuracy in percent on each task after the last one, means over {seeds(groups)}, classifiers of the kind that predict() uses. E: "
+        "each expert alone; MAX: the best single expert of each task and seed; MOE: the mean of experts; new: the classifier of predict() "
+        "just after the task was learned.",
+        ["method", "M", "n"],
+    )
+    if most <= WIDE:
+        table.columns = [*table.columns, "expert", *(f"task {t + 1}" for t in range(most)), "mean"]
+        for g in groups:
+            for expert, values in rows[g.name].items():
+                cells = [Number(float(v)) for v in values]
+                table.rows.append([g.label, g.memory, g.n, expert, *cells[:-1], *[None] * (most + 1 - len(cells)), cells[-1]])
+    else:
+        experts = list(dict.fromkeys(expert for by_expert in rows.values() for expert in by_expert))
+        table.columns = [*table.columns, "task", *experts]
+        for g in groups:
+            for i, task in enumerate([*map(str, range(1, g.runs[0].tasks + 1)), "mean"]):
+                cells = [Number(float(rows[g.name][e][i])) if e in rows[g.name] else None for e in experts]
+                table.rows.append([g.label, g.memory, g.n, task, *cells])
+    return table
+
+
+def _by_task(g: Group) -> dict[str, np.ndarray]:
+    """Means over the seeds, [T + 1] in percent with the mean over the tasks last, by expert."""
+    kind = g.view.classifier
+    single = [v for v in g.runs[0].views if v.classifier == kind and not v.expert.startswith("mean")]
+    columns = {f"E{v.expert}": np.array([run.final[v] for run in g.runs]) for v in single}
+    if g.mean:
+        columns["MAX"] = np.max(list(columns.values()), axis=0)
+        columns["MOE"] = np.array([run.final[View(kind, g.mean)] for run in g.runs])
+    if all(run.complete for run in g.runs):
+        columns["new"] = np.array([np.diagonal(run.matrix) for run in g.runs])
+    return {name: 100 * np.append(values.mean(0), values.mean()) for name, values in columns.items()}
 
 
 def _cost(groups: Sequence[Group]) -> Table:
+    card = any(run.row["peak_bytes_device"] is not None for g in groups for run in g.runs)
     table = Table(
         "cost",
-        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, peak memory in MiB (of the process; on the "
-        "card as torch allocates it), parameters in training and of the deployed model, multiply-accumulates an image in training.",
+        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, steps a second of training, peak memory in "
+        f"MiB of the process{' and on the card as torch allocates it' if card else ''}, parameters in training and of the deployed model, "
+        "multiply-accumulates an image in training.",
         [
-            "method", "M", "n", "train s", "evaluate s", "checkpoint s", "total s", "steps/s", "host MiB", "card MiB", "parameters",
-            "deployed", "MACs", "computed on",
+            "method", "M", "n", "train s", "evaluate s", "checkpoint s", "total s", "steps/s", "host MiB", *(["card MiB"] if card else []),
+            "parameters", "deployed", "MACs", "computed on",
         ],
     )  # fmt: skip
     for g in groups:
         rows = [run.row for run in g.runs]
         phases = (_plain(row[f"seconds_{phase}"] for row in rows) for phase in ("train", "evaluate", "checkpoint", "total"))
-        speed = [row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0]
-        card = [row["peak_bytes_device"] / 2**20 for row in rows if row["peak_bytes_device"] is not None]
-        first = rows[0]
+        speed = _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0)
+        on_card = _plain(row["peak_bytes_device"] / 2**20 for row in rows if row["peak_bytes_device"] is not None)
+        where = dict.fromkeys(row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
         table.rows.append(
             [
-                g.label, g.memory, g.n, *phases, _plain(speed) if speed else None, _plain(row["peak_bytes"] / 2**20 for row in rows),
-                _plain(card) if card else None, first["parameters"], first["parameters_deployed"], first["macs"],
-                ", ".join(dict.fromkeys(row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)),
+                g.label, g.memory, g.n, *phases, speed, _plain(row["peak_bytes"] / 2**20 for row in rows), *([on_card] if card else []),
+                rows[0]["parameters"], rows[0]["parameters_deployed"], rows[0]["macs"], ", ".join(where),
             ]
         )  # fmt: skip
     return table

@@ -1,0 +1,159 @@
+"""Run folders with made-up accuracies: read like real ones, made in milliseconds."""
+
+import copy
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from mose_fast import evaluate
+from mose_fast.report.page import write_report
+from mose_fast.train import run
+from mose_fast.train.results import accuracy_csv
+
+EXPERTS = {"ncm": ("1", "2", "3", "4", "mean_distance"), "linear": ("1", "2", "3", "4", "mean_logit")}
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory):
+    """The results of a real run; tests take copies."""
+    return run(stream={"name": "digits", "limit_per_task": 20}, width=1, memory=64, device="cpu")
+
+
+def maker(template, runs):
+    """A function that writes a run folder below ``runs`` and returns its results.
+
+    ``make(seed, memory=64, preset="released", tasks=5, after=None, changes={}, **config)``: accuracies are drawn from the seed and the
+    settings; ``after`` lists the tasks after which there was an evaluation, None for all.
+    """
+    made = []
+
+    def folder(seed, *, memory=64, preset="released", tasks=5, after=None, changes=None, stream=None, **config):
+        results = copy.deepcopy(template)
+        changes = dict(changes or {})
+        results["config"] |= {"memory": memory, "preset": preset, "seed": seed, **config}
+        results["config"]["options"] |= changes
+        results["config"]["stream"] |= stream or {}
+        results["changes_from_preset"] |= changes
+        results["seed"] = seed
+        results["classes"], results["tasks"] = 2 * tasks, [[2 * t, 2 * t + 1] for t in range(tasks)]
+        results["class_order"], results["class_names"] = list(range(2 * tasks)), [str(c) for c in range(2 * tasks)]
+        after = list(range(tasks)) if after is None else after
+        complete = after == list(range(tasks))
+        results["evaluated_after"] = after
+        random = np.random.default_rng([seed, memory, tasks, len(preset), len(str(changes))])
+        test, buffer = {}, {}
+        for classifier, experts in EXPERTS.items():
+            for expert in experts:
+                matrix = np.tril(random.uniform(0.2, 0.9, (tasks, tasks)))
+                stored = np.tril(random.uniform(0.5, 1, (tasks, tasks)))
+                matrix[[t not in after for t in range(tasks)]] = 0
+                results["accuracy"][classifier][expert] = matrix.tolist()
+                results["buffer_accuracy"][classifier][expert] = stored.tolist()
+                results["bof"][classifier][expert] = ((stored[-1] - matrix[-1]) / matrix[-1]).tolist()
+                results["acc"][classifier][expert] = evaluate.average_accuracy(matrix)
+                for name, function in (
+                    ("af_paper", evaluate.forgetting_paper),
+                    ("af_released", evaluate.forgetting_released),
+                    ("bwt", evaluate.backward_transfer),
+                    ("average_anytime_accuracy", evaluate.average_anytime_accuracy),
+                    ("new_task_accuracy", lambda m: evaluate.new_task_accuracy(m).tolist()),
+                ):
+                    results[name][classifier][expert] = function(matrix) if complete else None
+                test.setdefault(classifier, {})[expert] = [matrix[k, : k + 1].tolist() for k in after]
+                buffer.setdefault(classifier, {})[expert] = [stored[k, : k + 1].tolist() for k in after]
+        results["confusion_by_task"] = random.integers(1, 20, (tasks, tasks)).tolist()
+        results["seconds"] = {"train": 2.0 + seed, "evaluate": 1.0, "checkpoint": 0.5, "total": 3.5 + seed}
+        path = runs / f"run-{len(made):03d}"
+        path.mkdir(parents=True)
+        (path / "results.json").write_text(json.dumps(results))
+        (path / "config.json").write_text(json.dumps(results["config"]))
+        (path / "accuracy.csv").write_text(accuracy_csv(test, buffer, after))
+        made.append(path)
+        return results
+
+    return folder
+
+
+@pytest.fixture
+def make(template, tmp_path):
+    """See :func:`maker`; the folders lie below ``tmp_path / "runs"``."""
+    return maker(template, tmp_path / "runs")
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """For tests of words and tables: drawing takes seconds."""
+    monkeypatch.setattr("mose_fast.report.page.figures", lambda groups: [])
+
+
+@pytest.fixture(scope="session")
+def sweep(template, tmp_path_factory):
+    """Two presets, two memory sizes, three seeds: results by (preset, memory), and the page of their report."""
+    runs = tmp_path_factory.mktemp("sweep") / "runs"
+    make = maker(template, runs)
+    results = {
+        (preset, memory): [make(seed, memory=memory, preset=preset) for seed in range(3)]
+        for preset in ("released", "paper")
+        for memory in (64, 128)
+    }
+    page, skipped = write_report([runs])
+    assert page == runs / "report" / "report.html"
+    assert skipped == []
+    return results, page
+
+
+class Page(HTMLParser):
+    """What a reader of the page sees.
+
+    Attributes:
+        tables: Rows of cell texts by id, headings first.
+        captions: Texts of all ``figcaption``.
+        links: Values of all ``src`` and ``href``.
+        tags: Every tag.
+    """
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.captions, self.links, self.tags = {}, [], [], []
+        self._inside = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes.items() if name in ("src", "href", "data", "srcset", "action", "poster")]
+        if tag == "table":
+            self._rows = self.tables.setdefault(attributes["id"], [])
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._rows[-1].append("")
+            self._inside = tag
+        elif tag == "figcaption":
+            self.captions.append("")
+            self._inside = tag
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th", "figcaption"):
+            self._inside = None
+
+    def handle_data(self, data):
+        if self._inside == "figcaption":
+            self.captions[-1] += data
+        elif self._inside:
+            self._rows[-1][-1] += data
+
+
+@pytest.fixture(scope="session")
+def read_page():
+    """A function from a page's path to what a reader sees."""
+    return lambda path: Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def numbers():
+    """A function from a text to the numbers in it."""
+    return lambda text: [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?", text)]

@@ -1,0 +1,293 @@
+"""The page and its exports: what they say, whether they say the same, and what they refuse."""
+
+import base64
+import csv
+import html
+import io
+import re
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mose_fast.cli import main
+from mose_fast.report.page import write_report
+from mose_fast.report.statistics import IncomparableRuns
+from mose_fast.train.files import RunError
+
+
+def shown(values):
+    """Mean ± standard deviation of fractions in percent, as a table shows them."""
+    values = 100 * np.array(values)
+    return f"{values.mean():.1f} ± {values.std(ddof=1):.1f}"
+
+
+def test_main_table_parsed_back_equals_the_inputs(sweep, read_page):
+    sweep, page = sweep
+    heading, *rows = read_page(page).tables["main"]
+    assert heading == ["method", "classifier", "ACC M=64", "ACC M=128", "AF M=64", "AF M=128"]
+    wanted = []
+    for preset in ("paper", "released"):
+        for name, expert in (("NCM, expert 4", "4"), ("NCM, mean of experts", "mean_distance")):
+            cells = [shown([r[metric]["ncm"][expert] for r in sweep[preset, m]]) for metric in ("acc", "af_paper") for m in (64, 128)]
+            wanted.append([f"mose {preset}", name, *cells])
+    assert rows == wanted
+
+
+def test_intervals_are_those_of_student(sweep, read_page, numbers):
+    sweep, page = sweep
+    heading, *rows = read_page(page).tables["estimates"]
+    place = {name: i for i, name in enumerate(heading)}
+    assert len(rows) == 8
+    for row in rows:
+        preset, memory = row[0].split()[1], int(row[place["M"]])
+        expert = "4" if row[1].endswith("4") else "mean_distance"
+        runs = sweep[preset, memory]
+        for name, metric in (("ACC", "acc"), ("AF", "af_paper")):
+            values = 100 * np.array([r[metric]["ncm"][expert] for r in runs])
+            ends = stats.t.interval(0.95, 2, values.mean(), stats.sem(values))
+            assert numbers(row[place[f"{name} 95 % t"]]) == pytest.approx(ends, abs=0.051)
+        assert row[place["n"]] == "3"
+        assert row[place["AF released"]] == shown([r["af_released"]["ncm"][expert] for r in runs])
+        assert row[place["untrained"]] == shown([r["untrained"]["acc"]["ncm"][expert] for r in runs])
+
+
+def test_experts_and_tasks_parsed_back_equal_the_inputs(sweep, read_page):
+    sweep, page = sweep
+    tables = read_page(page).tables
+    experts = {(row[0], row[1]): row[3:] for row in tables["experts"][1:]}
+    tasks = {(row[0], row[1], row[3]): row[4:] for row in tables["tasks"][1:]}
+    assert tables["tasks"][0] == ["method", "M", "n", "expert", *(f"task {t}" for t in range(1, 6)), "mean"]
+    for (preset, memory), runs in sweep.items():
+        place = f"mose {preset}", str(memory)
+        views = [("ncm", e) for e in ("1", "2", "3", "4", "mean_distance")] + [("linear", e) for e in ("1", "2", "3", "4", "mean_logit")]
+        assert experts[place] == [shown([r["acc"][c][e] for r in runs]) for c, e in views]
+        last = np.array([[r["accuracy"]["ncm"][e][-1] for e in ("1", "2", "3", "4", "mean_distance")] for r in runs])
+        wanted = {**{f"E{e + 1}": last[:, e] for e in range(4)}, "MAX": last[:, :4].max(1), "MOE": last[:, 4]}
+        wanted["new"] = np.array([np.diagonal(r["accuracy"]["ncm"]["4"]) for r in runs])
+        for name, values in wanted.items():
+            assert tasks[(*place, name)] == [f"{100 * v:.1f}" for v in [*values.mean(0), values.mean()]]
+
+
+def test_comparisons_are_paired_and_corrected_over_the_whole_table(sweep, read_page, numbers):
+    sweep, page = sweep
+    heading, *rows = read_page(page).tables["comparisons"]
+    assert heading[-3:] == ["p (Wilcoxon)", "p (Holm)", "effect size"]
+    p = []
+    for row, memory in zip(rows, (64, 128), strict=True):
+        acc = {preset: np.array([r["acc"]["ncm"]["4"] for r in sweep[preset, memory]]) for preset in ("released", "paper")}
+        best = max(acc, key=lambda preset: acc[preset].mean())
+        other = "paper" if best == "released" else "released"
+        assert row[:4] == [str(memory), f"mose {other}", f"mose {best}", "3"]
+        test = stats.ttest_rel(acc[other], acc[best])
+        p.append(test.pvalue)
+        assert numbers(row[4]) == pytest.approx([100 * (acc[other] - acc[best]).mean()], abs=0.051)
+        assert numbers(row[5]) == pytest.approx([100 * end for end in test.confidence_interval(0.95)], abs=0.051)
+        assert numbers(row[6]) == pytest.approx([test.pvalue], abs=1e-4)
+        assert f"M = {memory}: mose {other} against mose {best}: " in page.read_text()
+    corrected = [min(1, 2 * p[0]), max(2 * p[0], p[1])] if p[0] < p[1] else [max(2 * p[1], p[0]), min(1, 2 * p[1])]
+    assert [numbers(row[8])[0] for row in rows] == pytest.approx([min(1, c) for c in corrected], abs=2e-4)
+
+
+def test_exports_hold_the_same_numbers(sweep, read_page, numbers):
+    _, page = sweep
+    folder = page.parent / "tables"
+    tables = read_page(page).tables
+    files = {file.name for file in folder.iterdir()}
+    assert files == {f"{name}.{ending}" for name in tables for ending in ("csv", "md", "tex")}
+    assert tables.keys() == {"main", "estimates", "experts", "tasks", "cost", "runs", "comparisons"}
+    for name, (_, *rows) in tables.items():
+        wanted = [[n for cell in row for n in numbers(cell)] for row in rows]
+        text = {ending: (folder / f"{name}.{ending}").read_text() for ending in ("csv", "md", "tex")}
+        in_csv = list(csv.reader(io.StringIO(text["csv"])))[1:]
+        in_markdown = [line for line in text["md"].splitlines() if line.startswith("|")][2:]
+        body = text["tex"].partition("\\midrule\n")[2].partition("\\bottomrule")[0].replace("$-$", "-").replace("\\_", "_")
+        assert [[n for cell in row for n in numbers(cell)] for row in in_csv] == wanted
+        assert [numbers(line) for line in in_markdown] == wanted
+        assert [numbers(line) for line in body.splitlines()] == wanted
+        assert sum(map(len, wanted)) >= 8
+
+
+def test_page_needs_no_other_file_and_no_network(sweep, read_page):
+    _, page = sweep
+    seen, text = read_page(page), page.read_text()
+    assert not {"script", "link", "iframe", "object", "embed"} & set(seen.tags)
+    assert not re.search(r"@import|url\(", text)
+    images = [link for link in seen.links if not link.startswith("#")]
+    assert len(images) == 6
+    for image in images:
+        kind, _, data = image.partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        svg = base64.b64decode(data).decode()
+        assert svg.count("<path") > 20
+        for target in re.findall(r'(?:href|src)="([^"]*)"', svg):
+            assert target.startswith(("#", "data:"))
+    ids = re.findall(r'<section id="([^"]+)"', text)
+    assert ["#" + i for i in ids] == [link for link in seen.links if link.startswith("#")]
+
+
+def test_every_figure_and_table_has_a_caption_that_counts_the_seeds(sweep, read_page):
+    seen = read_page(sweep[1])
+    assert len(seen.captions) == 6 + 7
+    assert seen.tags.count("figure") == len(seen.captions)
+    for caption in seen.captions:
+        assert re.search(r"3 seeds|n = 3|n seeds|\(n\)|12 runs", caption), caption
+
+
+def test_same_runs_give_the_same_report(sweep, tmp_path):
+    _, page = sweep
+    again, _ = write_report([page.parents[1]], tmp_path)
+    assert again.read_bytes() == page.read_bytes()
+    for table in (page.parent / "tables").iterdir():
+        assert (tmp_path / "tables" / table.name).read_bytes() == table.read_bytes()
+
+
+def test_one_run_has_no_spread_and_no_interval(make, tmp_path, read_page):
+    results = make(0)
+    page, _ = write_report([tmp_path / "runs" / "run-000"])
+    tables = read_page(page).tables
+    acc, af = (f"{100 * results[m]['ncm']['4']:.1f}" for m in ("acc", "af_paper"))
+    assert tables["main"][1] == ["mose released", "NCM, expert 4", acc, af]
+    estimates = dict(zip(*tables["estimates"][:2], strict=True))
+    assert estimates["ACC 95 % t"] == estimates["ACC 95 % bootstrap"] == "-"
+    assert "comparisons" not in tables
+    assert "One seed alone, without any interval: mose released, M = 64." in page.read_text()
+    assert "so no interval" in page.read_text()
+
+
+def test_a_hundred_tasks_have_a_row_each(make, tmp_path, read_page):
+    results = [make(seed, tasks=100) for seed in range(2)]
+    seen = read_page(write_report([tmp_path / "runs"])[0])
+    heading, *rows = seen.tables["tasks"]
+    assert heading == ["method", "M", "n", "task", "E1", "E2", "E3", "E4", "MAX", "MOE", "new"]
+    assert [row[3] for row in rows] == [*map(str, range(1, 101)), "mean"]
+    assert rows[41][4] == f"{100 * np.mean([r['accuracy']['ncm']['1'][-1][41] for r in results]):.1f}"
+    assert seen.tags.count("img") == 6
+
+
+def test_training_on_the_final_memory_has_no_metrics_over_time(make, tmp_path, read_page):
+    for seed in range(2):
+        make(seed, after=[4], train_on="final_memory")
+    seen = read_page(write_report([tmp_path / "runs"])[0])
+    assert [row[3] for row in seen.tables["main"]] == ["AF M=64", "-", "-"]
+    assert "new" not in [row[3] for row in seen.tables["tasks"]]
+    # No curve and no matrix, but buffer overfitting, cost, confusion and time.
+    assert seen.tags.count("img") == 4
+    assert (tmp_path / "runs" / "report" / "tables" / "main.csv").read_text().splitlines()[1].endswith(",")
+
+
+def test_folders_that_cannot_be_used_are_named_and_skipped(make, tmp_path, read_page, capsys, no_figures):
+    for seed in range(5):
+        make(seed)
+    runs = tmp_path / "runs"
+    whole = (runs / "run-000" / "results.json").read_text()
+    (runs / "run-001" / "results.json").write_text(whole[: len(whole) // 2])
+    (runs / "run-002" / "results.json").unlink()
+    (runs / "run-003" / "results.json").write_text('{"accuracy": 0.9}')
+    make(0)
+    assert main(["report", str(runs)]) == 0
+    out, err = capsys.readouterr()
+    page = runs / "report" / "report.html"
+    assert out.strip() == str(page)
+    seen = read_page(page)
+    assert [row[2] for row in seen.tables["runs"][1:]] == ["0", "4"]
+    reasons = {"run-001": "truncated", "run-002": "not finished", "run-003": "schema_version", "run-005": "same settings and seed"}
+    for name, reason in reasons.items():
+        assert re.search(rf"{name}: .*{reason}", err)
+        assert re.search(rf"{name}: .*{reason}", page.read_text())
+
+
+def test_incomparable_runs_are_refused_unless_forced(make, tmp_path, read_page, capsys, no_figures):
+    make(0)
+    make(0, tasks=4)
+    with pytest.raises(IncomparableRuns, match="the number of tasks differs"):
+        write_report([tmp_path / "runs"])
+    assert main(["report", str(tmp_path / "runs")]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "report").exists()
+    assert main(["report", str(tmp_path / "runs"), "--force"]) == 0
+    page = tmp_path / "runs" / "report" / "report.html"
+    assert "The number of tasks differs: 5 (" in page.read_text()
+
+
+def test_differing_protocols_are_told(make, tmp_path, no_figures):
+    make(0)
+    make(0, changes={"augment": "simclr"})
+    page, _ = write_report([tmp_path / "runs"])
+    assert "The augmentation differs: " in page.read_text()
+    assert "mose released, augment=simclr" in page.read_text()
+
+
+def test_no_runs_no_folder_and_no_permission_are_errors(make, tmp_path):
+    make(0)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"no finished run in .*empty"):
+        write_report([tmp_path / "empty"])
+    with pytest.raises(RunError, match=r"there is no folder .*missing"):
+        write_report([tmp_path / "missing"])
+    with pytest.raises(RunError, match=r"cannot write the report into .*file"):
+        write_report([tmp_path / "runs"], tmp_path / "file")
+
+
+def test_an_earlier_report_is_replaced_and_other_files_stay(make, tmp_path, read_page, no_figures):
+    make(0)
+    make(1, preset="paper")
+    make(0, preset="paper")
+    page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
+    assert (tmp_path / "out" / "tables" / "comparisons.md").exists()
+    (tmp_path / "out" / "mine.txt").write_text("kept")
+    write_report([tmp_path / "runs" / "run-000"], tmp_path / "out")
+    assert not (tmp_path / "out" / "tables" / "comparisons.md").exists()
+    assert (tmp_path / "out" / "mine.txt").read_text() == "kept"
+    assert len(read_page(page).tables["runs"]) == 2
+
+
+def test_names_are_escaped(make, tmp_path, read_page, no_figures):
+    make(0, stream={"name": "/data/<b>my_set & 50 %"})
+    page, _ = write_report([tmp_path / "runs"])
+    assert "<b>" not in page.read_text()
+    assert "&lt;b&gt;my_set &amp; 50 %" in page.read_text()
+    assert r"$<$b$>$my\_set \& 50 \%" in (page.parent / "tables" / "main.tex").read_text()
+
+
+def test_many_settings_show_the_best_and_say_so(make, tmp_path, read_page):
+    acc = {}
+    for student in range(1, 5):
+        for rate in (0.1, 0.2, 0.3, 0.4):
+            changes = {"student": student, "lr": rate}
+            acc[student, rate] = make(student, changes=changes)["acc"]["ncm"]["4"]
+    seen = read_page(write_report([tmp_path / "runs"])[0])
+    assert len(seen.tables["main"]) == 1 + 2 * 16
+    told = [caption for caption in seen.captions if "with the highest ACC; " in caption or "with the highest ACC, " in caption]
+    assert [int(re.search(r"(\d+) settings? more", caption)[1]) for caption in told] == [8, 8, 4, 4]
+
+
+def test_the_paper_stands_beside_runs_of_its_protocol(make, tmp_path, read_page, numbers, no_figures):
+    cifar = {"name": "split-cifar100", "limit_per_task": None}
+    for memory in (1000, 5000):
+        for seed in range(2):
+            make(seed, memory=memory, tasks=10, width=64, stream=cifar)
+    page, _ = write_report([tmp_path / "runs"])
+    tables = read_page(page).tables
+    rows = {row[0]: row[1:] for row in tables["main"] if row[1] == "paper"}
+    assert rows["MOSE"] == ["paper", "35.1 ± 0.4", "54.8 ± 0.4", "36.9 ± 0.3", "13.5 ± 0.5"]
+    assert rows["ER"] == ["paper", "15.7", "28.8", "-", "-"]
+    assert len(rows) == 20
+    heading, *estimates = tables["estimates"]
+    mine = dict(zip(heading, estimates[3], strict=True))
+    assert (mine["classifier"], mine["M"]) == ("NCM, mean of experts", "5000")
+    assert (mine["paper ACC"], mine["paper AF"]) == ("55.6 ± 0.4", "12.7 ± 0.4")
+    assert numbers(mine["difference"]) == pytest.approx([numbers(mine["ACC"])[0] - 55.6], abs=0.11)
+    assert "Not the protocol" not in page.read_text()
+    assert tables["experts"][4][:8] == ["MOSE, paper", "5000", "15", "47.1", "51.0", "53.5", "54.6", "55.6"]
+
+
+def test_no_difference_to_the_paper_is_drawn_from_another_protocol(make, tmp_path, read_page, no_figures):
+    cifar = {"name": "split-cifar100", "limit_per_task": None}
+    make(0, memory=1000, tasks=10, width=32, stream=cifar, changes={"augment": "simclr"})
+    page, _ = write_report([tmp_path / "runs"])
+    mine = dict(zip(*read_page(page).tables["estimates"][:2], strict=True))
+    assert (mine["paper ACC"], mine["difference"]) == ("35.1 ± 0.4", "-")
+    told = "Not the protocol of the paper's numbers (width 32 instead of 64, augment simclr): mose released, M = 1000."
+    assert told in html.unescape(page.read_text())

@@ -1,0 +1,54 @@
+"""The paper's numbers, against its tables as read off again for this test."""
+
+import copy
+
+import pytest
+
+from mose_fast.report import paper
+
+CONFIG = {
+    "method": "mose", "epochs": 1, "train_on": "stream", "width": 64, "memory": 1000,
+    "stream": {"name": "split-cifar100", "batch": 10, "limit_per_task": None, "class_order_seed": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("expert", "data", "memory", "name", "acc", "af"),
+    [
+        ("last", "split-cifar100", 1000, "MOSE", (35.1, 0.4), (36.9, 0.3)),
+        ("last", "split-cifar100", 2000, "MOSE", (45.1, 0.3), (25.4, 0.4)),
+        ("last", "split-tiny-imagenet", 10000, "MOSE", (38.7, 0.4), (15.5, 0.3)),
+        ("mean", "split-cifar100", 5000, "MOE-MOSE", (55.6, 0.4), (12.7, 0.4)),
+        ("mean", "split-tiny-imagenet", 2000, "MOE-MOSE", (21.4, 0.4), (40.6, 0.6)),
+        ("last", "split-cifar100", 200, "MOSE", (20.2, None), None),
+    ],
+)
+def test_numbers_of_mose(expert, data, memory, name, acc, af):
+    assert paper.lookup("mose", "ncm", expert, data, memory) == (name, acc, af)
+
+
+def test_numbers_of_other_methods():
+    assert paper.lookup("er", "linear", "last", "split-cifar100", 5000) == ("ER", (28.8, None), None)
+    assert paper.lookup("scr", "ncm", "last", "split-tiny-imagenet", 4000) == ("SCR", (18.2, None), None)
+    assert paper.methods("split-tiny-imagenet")["OnPro"][10000][0].mean == 29.8
+    assert paper.lookup("mose", "ncm", "last", "split-cifar100", 300) == ("MOSE", None, None)
+    assert paper.lookup("mose", "linear", "last", "split-cifar100", 1000) is None
+    assert paper.lookup("finetune", "linear", "last", "split-cifar100", 1000) is None
+
+
+def test_small_tables():
+    assert paper.experts("split-cifar100", 5000) == {"1": 47.1, "2": 51.0, "3": 53.5, "4": 54.6, "mean": 55.6}
+    assert paper.experts("split-cifar100", 1000) is None
+    assert paper.linear("split-cifar100", 2000) == {"last": 41.0, "mean": 42.1}
+    assert paper.linear("split-tiny-imagenet", 2000) is None
+
+
+def test_protocol_of_the_paper_and_departures_from_it():
+    assert paper.deviations(CONFIG, 10) == []
+    other = copy.deepcopy(CONFIG) | {"width": 16, "epochs": 2}
+    other["stream"]["limit_per_task"] = 500
+    assert paper.deviations(other, 20) == [
+        "epochs 2 instead of 1", "width 16 instead of 64", "stream.limit_per_task 500 instead of None", "tasks 20 instead of 10",
+    ]  # fmt: skip
+    assert paper.dataset(CONFIG) == "split-cifar100"
+    assert paper.dataset({"stream": {"name": "digits"}}) is None

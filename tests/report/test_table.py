@@ -1,0 +1,47 @@
+"""One table in four formats."""
+
+import csv
+import io
+
+from mose_fast.report.table import Interval, Number, Spread, Table
+
+
+def table():
+    rows = [
+        ["a & b", 1234, Number(-1.25, 2), Spread(35.06, 0.44), Interval(-0.04, 2.6)],
+        ["50 %_x|y", None, None, Spread(9.96, None), None],
+    ]
+    return Table("t", "All <n> = 2.", ["name", "count", "value", "ACC", "95 %"], rows)
+
+
+def test_csv_has_a_column_a_number():
+    heading, first, second = csv.reader(io.StringIO(table().csv()))
+    assert heading == ["name", "count", "value", "ACC", "ACC sd", "95 % low", "95 % high"]
+    assert first == ["a & b", "1234", "-1.25", "35.1", "0.4", "0.0", "2.6"]
+    assert second == ["50 %_x|y", "", "", "10.0", "", "", ""]
+
+
+def test_markdown_aligns_numbers_right_and_escapes_bars():
+    assert table().markdown().splitlines() == [
+        "| name | count | value | ACC | 95 % |",
+        "|---|---:|---:|---:|---:|",
+        "| a & b | 1234 | -1.25 | 35.1 ± 0.4 | 0.0 to 2.6 |",
+        "| 50 %_x\\|y | - | - | 10.0 | - |",
+        "",
+        "All <n> = 2.",
+    ]
+
+
+def test_latex_is_escaped():
+    lines = table().latex().splitlines()
+    assert r"\caption{All $<$n$>$ = 2.}" in lines
+    assert r"\begin{tabular}{lrrrr}" in lines
+    assert r"a \& b & 1234 & $-$1.25 & 35.1 $\pm$ 0.4 & 0.0 to 2.6 \\" in lines
+    assert r"50 \%\_x|y & - & - & 10.0 & - \\" in lines
+
+
+def test_html_is_escaped_and_aligned():
+    text = table().html()
+    assert '<figcaption id="about-t">All &lt;n&gt; = 2.</figcaption>' in text
+    assert "<td>a &amp; b</td><td class=number>1234</td><td class=number>-1.25</td><td class=number>35.1 ± 0.4</td>" in text
+    assert text.count("<tr>") == 3
