@@ -6,6 +6,7 @@ set(MOSE_FAST_CPU_SOURCES
   cpu/reservoir.cpp
   cpu/augment_parameters.cpp
   cpu/augment.cpp
+  cpu/expert_losses.cpp
 )
 
 # Torch-free; compiled by nvcc.
@@ -13,6 +14,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/null.cu
   cuda/reservoir.cu
   cuda/augment_parameters.cu
+  cuda/expert_losses.cu
   cuda/augment.cu
 )
 
@@ -22,16 +24,20 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/reservoir.cpp
   torch/augment_parameters.cpp
   torch/augment.cpp
+  torch/expert_losses.cpp
   torch/module.cpp
 )
 
 # No -std (torch decides) and no fast-math. Contraction is off because random decisions must be equal bit for bit on every machine.
+# The two -fno change no value: loops with a choice or a root in them vectorise only without floating-point traps and errno.
 set(MOSE_FAST_CXX_FLAGS
   -O3
   -fvisibility=hidden
   -Wall
   -fopenmp
   -ffp-contract=off
+  -fno-math-errno
+  -fno-trapping-math
 )
 
 # Device code may fuse multiply and add; a file whose decisions must equal the CPU's bit for bit says so with intrinsics.

@@ -15,6 +15,9 @@ inline constexpr const char* kDevices = "cpu";
 void register_null(torch::Library& library);
 void bind_null(py::module_& module);
 
+void register_expert_losses(torch::Library& library);
+void bind_expert_losses(py::module_& module);
+
 void register_reservoir(torch::Library& library);
 void bind_reservoir(py::module_& module);
 

@@ -6,11 +6,13 @@ TORCH_LIBRARY(mose_fast, library) {
   mf::register_reservoir(library);
   mf::register_augment_parameters(library);
   mf::register_augment(library);
+  mf::register_expert_losses(library);
 }
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Native ops of mose_fast; the public functions are in mose_fast.ops.";
   mf::bind_null(module);
+  mf::bind_expert_losses(module);
   mf::bind_reservoir(module);
   mf::bind_augment_parameters(module);
   mf::bind_augment(module);

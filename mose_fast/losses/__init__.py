@@ -1,5 +1,6 @@
 """Losses as modules over :mod:`mose_fast.ops`: supervised contrastive, masked cross-entropy, reverse self-distillation."""
 
 from mose_fast.losses.expert_losses import ExpertLosses
+from mose_fast.ops.expert_losses import masked_cross_entropy, self_distillation, supcon_loss
 
-__all__ = ["ExpertLosses"]
+__all__ = ["ExpertLosses", "masked_cross_entropy", "self_distillation", "supcon_loss"]

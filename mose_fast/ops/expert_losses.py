@@ -1,5 +1,408 @@
-"""The losses of one step, all experts at once. No native kernel serves them yet: every call goes to the reference."""
+"""The losses of one step, all experts at once, and the same code's single losses for use without MOSE.
 
-from mose_fast.reference.expert_losses import expert_losses, masked_cross_entropy, self_distillation, supcon_loss
+Native code serves float32, bfloat16 and float16, each input in its own type, and float64 on the CPU; everything is computed in float32
+(float64 if any input is), and each gradient comes in its input's type. Autocast changes nothing: there is nothing in here that may
+run in a lower precision. The sums have a fixed order, so that two runs agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mose_fast import _loader
+from mose_fast.reference import expert_losses as reference
 
 __all__ = ["expert_losses", "masked_cross_entropy", "self_distillation", "supcon_loss"]
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DISTILLATIONS = ("off", "rsd", "sd")
+_REDUCTIONS = ("frobenius", "mean_of_norms")
+_WHICH = ("off", "last", "all")
+
+
+def _check_floats(name: str, tensor: Tensor, wanted: str, sizes: tuple[int | None, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {tensor!r}; wanted a torch.Tensor")
+    if tensor.dtype not in _FLOATS:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32, float64, bfloat16 or float16")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; wanted torch.strided")
+    if tensor.dim() != len(sizes) or any(size is not None and size != given for size, given in zip(sizes, tensor.shape, strict=True)):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {wanted}")
+
+
+def _check_labels(labels: Tensor, rows: int, owner: str, device: torch.device) -> None:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels is {labels!r}; wanted a torch.Tensor")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels has dtype {labels.dtype}; wanted int64")
+    if tuple(labels.shape) != (rows,):
+        raise ValueError(f"labels has shape {tuple(labels.shape)}; wanted ({rows},), one for each row of {owner}")
+    _check_device("labels", labels, device, owner)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device, owner: str) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; wanted {device}, where {owner} is")
+
+
+def _check_mask(name: str, mask: Tensor | None, classes: int, device: torch.device) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(f"{name} is {getattr(mask, 'dtype', mask)!r}; wanted a bool tensor or None")
+    if tuple(mask.shape) != (classes,):
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}; wanted ({classes},), one for each class of logits")
+    _check_device(name, mask, device, "logits")
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature!r}; wanted a number above 0")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; wanted one of {', '.join(choices)}")
+
+
+def _check_count(name: str, count: int | Tensor, most: int, device: torch.device) -> None:
+    if isinstance(count, Tensor):
+        if count.dtype != torch.int32 or count.dim() != 0:
+            raise TypeError(f"{name} is {count.dtype} {tuple(count.shape)}; wanted an int or an int32 scalar")
+        _check_device(name, count, device, "projections")
+        if device.type != "cpu" or torch.compiler.is_compiling():
+            return  # its value is known to the kernel alone
+        count = int(count)
+    if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0 or count > most:
+        raise ValueError(f"{name} is {count!r}; wanted 0 to {most}")
+
+
+def _check_classes(labels: Tensor, new_rows: int, mask: Tensor | None, classes: int) -> None:
+    """What csrc/cpu checks for itself; for the reference on the CPU."""
+    if mask is not None and not mask.any():
+        raise ValueError("current_classes names no class; wanted at least one")
+    outside = (labels < 0) | (labels >= classes)
+    if outside.any():
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"labels[{row}] is {int(labels[row])}; wanted 0 to {classes - 1}")
+    if mask is not None:
+        outside = ~mask[labels[:new_rows]]
+        if outside.any():
+            row = int(outside.nonzero()[0])
+            raise ValueError(f"labels[{row}] is {int(labels[row])}, a new row's; wanted one of current_classes")
+
+
+def _serves(*tensors: Tensor) -> bool:
+    return _loader.serves(*tensors) and (tensors[0].device.type == "cpu" or all(t.dtype != torch.float64 for t in tensors))
+
+
+def expert_losses(
+    projections: Tensor,
+    logits: Tensor,
+    features: Tensor,
+    student: Tensor,
+    labels: Tensor,
+    new_rows: int | Tensor,
+    current_classes: Tensor | None,
+    *,
+    valid_rows: int | Tensor | None = None,
+    temperature: float = 0.07,
+    ce_buffer_weight: float = 2.0,
+    ce: str = "all",
+    scl: str = "all",
+    distil: str = "rsd",
+    rsd_reduction: str = "frobenius",
+    student_index: int | None = None,
+) -> Tensor:
+    """All losses of one step (paper eq. for L_MOSE; mose.md section 5): a row per expert; training minimises their sum.
+
+    The terms are a supervised contrastive loss over all rows, a cross-entropy over the current classes for the new rows plus a weighted
+    one over all classes for the others, and the distance between the student's and the expert's features on the unit sphere.
+    mose_fast/reference/expert_losses.py holds the formulas.
+
+    On the CPU a wrong label is an error. On CUDA nothing can be raised without waiting for the card: a label that is no class, or a
+    new row's label outside ``current_classes``, makes its experts' cross-entropy NaN. The term is the flag: whoever next reads the
+    terms (and so waits) sees it, and no earlier call does.
+
+    Args:
+        projections: [E, N, P], not normalised.
+        logits: [E, N, K].
+        features: [E, N, D], the aligned features a_i: teachers without gradient under ``rsd``, students under ``sd``.
+        student: [N, D]: for ``rsd`` u(a_s); for ``sd`` the same map u of the detached a_s, which then is the teacher.
+        labels: int64 [N]; below K where there is a cross-entropy.
+        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set. An int, or an int32 scalar tensor beside the
+            other inputs, whose value a captured graph reads anew at each replay.
+        current_classes: bool [K], the current task's classes, over which the new rows' softmax runs. None: one cross-entropy over all
+            rows and all classes with weight 1.
+        valid_rows: Rows from this one on are padding: they get zero gradient and count nowhere, whatever they and their labels hold.
+            None: every row is valid. An int or an int32 scalar, as ``new_rows``; on CUDA a scalar's value is cut to [0, N].
+        temperature: Of the contrastive loss.
+        ce_buffer_weight: Weight of the buffer rows' cross-entropy.
+        ce: Experts with cross-entropy: ``off``, ``last`` or ``all``.
+        scl: Experts with the contrastive loss, alike.
+        distil: ``rsd`` | ``sd`` | ``off``.
+        rsd_reduction: ``frobenius``: one norm over all rows (released code); ``mean_of_norms``: mean of the rows' norms (paper).
+        student_index: Position s of the student, from 0; None: the last. Its own distillation term is 0.
+
+    Returns:
+        [E, 3] (contrastive, cross-entropy weighted, distillation), float32 (float64 if any input is); terms that are switched off
+        are 0. It can be differentiated once. Anchors without a positive, rows of norm 0 and rows at distance 0 get zero gradient
+        from the term concerned.
+
+    Raises:
+        TypeError: A dtype or layout is not one of the above.
+        ValueError: A shape, device, number or (on the CPU) label does not fit.
+        RuntimeError: The result is differentiated twice.
+    """
+    _check_floats("projections", projections, "[experts, rows, projection size] with at least one expert", (None, None, None))
+    experts, rows, _ = projections.shape
+    if experts < 1:
+        raise ValueError(f"projections has shape {tuple(projections.shape)}; wanted at least one expert")
+    _check_floats("logits", logits, f"({experts}, {rows}, classes), as projections {tuple(projections.shape)}", (experts, rows, None))
+    _check_floats("features", features, f"({experts}, {rows}, size), as projections {tuple(projections.shape)}", (experts, rows, None))
+    size = features.shape[2]
+    _check_floats("student", student, f"({rows}, {size}), as features {tuple(features.shape)}", (rows, size))
+    device = projections.device
+    _check_labels(labels, rows, "projections", device)
+    for name, tensor in (("logits", logits), ("features", features), ("student", student)):
+        _check_device(name, tensor, device, "projections")
+    _check_mask("current_classes", current_classes, logits.shape[2], device)
+    if valid_rows is not None:
+        _check_count("valid_rows", valid_rows, rows, device)
+    _check_count("new_rows", new_rows, valid_rows if isinstance(valid_rows, int) else rows, device)
+    _check_temperature(temperature)
+    _check_choice("ce", ce, _WHICH)
+    _check_choice("scl", scl, _WHICH)
+    _check_choice("distil", distil, _DISTILLATIONS)
+    _check_choice("rsd_reduction", rsd_reduction, _REDUCTIONS)
+    if student_index is None:
+        student_index = experts - 1
+    elif isinstance(student_index, bool) or not isinstance(student_index, int) or not 0 <= student_index < experts:
+        raise ValueError(f"student_index is {student_index!r}; wanted 0 to {experts - 1} or None")
+
+    if not _serves(projections, logits, features, student):
+        if device.type == "cpu" and ce != "off" and not torch.compiler.is_compiling():
+            valid = rows if valid_rows is None else int(valid_rows)
+            _check_classes(labels[:valid], int(new_rows), current_classes, logits.shape[2])
+        with torch.autocast(device.type, enabled=False):
+            return reference.expert_losses(
+                projections, logits, features, student, labels, new_rows, current_classes, valid_rows=valid_rows, temperature=temperature,
+                ce_buffer_weight=ce_buffer_weight, ce=ce, scl=scl, distil=distil, rsd_reduction=rsd_reduction, student_index=student_index,
+            )  # fmt: skip
+    first = {"all": 0, "last": experts - 1, "off": experts}
+    return _native(
+        projections, logits, features, student, labels, current_classes,
+        new_rows=new_rows, valid_rows=valid_rows, temperature=temperature, ce_buffer_weight=ce_buffer_weight, first_scl=first[scl],
+        first_ce=first[ce], distil=distil, reduction=rsd_reduction, student_index=student_index,
+    )  # fmt: skip
+
+
+def supcon_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Supervised contrastive loss over one batch of views (Khosla et al. 2020, L_out), for use without MOSE too.
+
+    The mean over the anchors that have a positive; an anchor's loss is the mean over its positives p, the other rows of its label, of
+    -log of p's share in the softmax over the cosine similarities / temperature to all other rows. 0 without any positive.
+
+    Args:
+        features: [N, P], not normalised.
+        labels: int64 [N], any numbers.
+        temperature: Above 0.
+
+    Returns:
+        A scalar, float32 (float64 for float64 features); native code serves it differentiated once.
+
+    Raises:
+        TypeError: A dtype or layout does not fit.
+        ValueError: A shape, a device or ``temperature`` does not fit.
+    """
+    _check_floats("features", features, "[rows, size]", (None, None))
+    _check_labels(labels, len(features), "features", features.device)
+    _check_temperature(temperature)
+    if not _serves(features):
+        with torch.autocast(features.device.type, enabled=False):
+            return reference.supcon_loss(features, labels, temperature)
+    nothing = features.detach()[None, :, :0]
+    return _native(features[None], nothing, nothing, nothing[0], labels, None, temperature=temperature, first_scl=0)[0, 0]
+
+
+def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy with the softmax over the classes of a mask (paper eq. for L_ce,new), for use without MOSE too.
+
+    Args:
+        logits: [N, K].
+        labels: int64 [N], inside the mask. On CUDA a label that is not makes the loss NaN; on the CPU it is an error.
+        classes: bool [K] on the logits' device; None: all classes.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); 0 with zero gradient for N = 0; native code serves it differentiated once.
+
+    Raises:
+        TypeError: A dtype or layout does not fit.
+        ValueError: A shape, a device or (on the CPU) a label does not fit.
+    """
+    _check_floats("logits", logits, "[rows, classes]", (None, None))
+    rows = len(logits)
+    _check_labels(labels, rows, "logits", logits.device)
+    _check_mask("classes", classes, logits.shape[1], logits.device)
+    if not _serves(logits):
+        if logits.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_classes(labels, rows, classes, logits.shape[1])
+        with torch.autocast(logits.device.type, enabled=False):
+            return reference.masked_cross_entropy(logits, labels, classes)
+    nothing = logits.detach()[None, :, :0]
+    return _native(nothing, logits[None], nothing, nothing[0], labels, classes, new_rows=rows, first_ce=0)[0, 1]
+
+
+def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
+    """Distance between two sets of features on the unit sphere (paper eq. RSD; mose.md 9.3).
+
+    Args:
+        student: [N, D].
+        teacher: [N, D]. Neither side is detached here.
+        reduction: ``frobenius``: the norm of the whole difference (released code); ``mean_of_norms``: the mean of the rows' norms
+            (paper).
+
+    Returns:
+        A scalar, float32 (float64 if an input is); at distance 0 its gradient is 0; native code serves it differentiated once.
+
+    Raises:
+        TypeError: A dtype or layout does not fit.
+        ValueError: A shape, a device or ``reduction`` does not fit.
+    """
+    _check_floats("student", student, "[rows, size]", (None, None))
+    _check_floats("teacher", teacher, f"{tuple(student.shape)}, as student", tuple(student.shape))
+    _check_device("teacher", teacher, student.device, "student")
+    _check_choice("reduction", reduction, _REDUCTIONS)
+    if not _serves(student, teacher):
+        with torch.autocast(student.device.type, enabled=False):
+            return reference.self_distillation(student, teacher, reduction)
+    nothing = student.detach()[None, :, :0]
+    labels = torch.empty(len(student), dtype=torch.int64, device=student.device)  # read by the other two terms only
+    # The one expert is not the student, and sd sends gradient to both sides.
+    return _native(nothing, nothing, teacher[None], student, labels, None, distil="sd", reduction=reduction, student_index=1)[0, 2]
+
+
+def _native(
+    *tensors: Tensor | None,
+    new_rows: int | Tensor = 0,
+    valid_rows: int | Tensor | None = None,
+    temperature: float = 1.0,
+    ce_buffer_weight: float = 1.0,
+    first_scl: int = 1,
+    first_ce: int = 1,
+    distil: str = "off",
+    reduction: str = "frobenius",
+    student_index: int = 0,
+) -> Tensor:
+    """Calls the library with ``tensors`` = projections, logits, features, student, labels, current_classes; see the schema."""
+    arguments = (
+        *tensors,
+        0 if isinstance(new_rows, Tensor) else new_rows,
+        -1 if valid_rows is None or isinstance(valid_rows, Tensor) else valid_rows,
+        new_rows if isinstance(new_rows, Tensor) else None,
+        valid_rows if isinstance(valid_rows, Tensor) else None,
+        float(temperature),
+        float(ce_buffer_weight),
+        first_scl,
+        first_ce,
+        _DISTILLATIONS.index(distil),
+        _REDUCTIONS.index(reduction),
+        student_index,
+    )
+    if torch.compiler.is_compiling():
+        return torch.ops.mose_fast.expert_losses(*arguments)[0]  # the compiler needs an op that it can see into
+    return _ExpertLosses.apply(*arguments)
+
+
+# Positions in the schema.
+_TENSORS = (0, 1, 2, 3, 4, 5, 8, 9)
+_FIRST_SCL, _FIRST_CE, _DISTIL = 12, 13, 14
+_INPUTS = 17
+
+
+def _save(ctx: Any, inputs: tuple, statistics: Tensor, similarity: Tensor) -> None:
+    ctx.save_for_backward(statistics, similarity, *(inputs[i] for i in _TENSORS))
+    ctx.arguments = [None if i in _TENSORS else value for i, value in enumerate(inputs)]
+    experts = inputs[0].shape[0]
+    ctx.has_gradient = [
+        inputs[_FIRST_SCL] < experts,
+        inputs[_FIRST_CE] < experts,
+        _DISTILLATIONS[inputs[_DISTIL]] == "sd",
+        _DISTILLATIONS[inputs[_DISTIL]] != "off",
+    ]
+
+
+def _backward(ctx: Any, grad: Tensor, native: Any) -> tuple:
+    statistics, similarity, *tensors = ctx.saved_tensors
+    arguments = list(ctx.arguments)
+    for position, tensor in zip(_TENSORS, tensors, strict=True):
+        arguments[position] = tensor
+    wanted = [bool(needed and has) for needed, has in zip(ctx.needs_input_grad[:4], ctx.has_gradient, strict=True)]
+    grads = native(grad, statistics, similarity, wanted, *arguments) if any(wanted) else [None] * 4
+    return *(g if w else None for g, w in zip(grads, wanted, strict=True)), *[None] * (_INPUTS - 4)
+
+
+class _ExpertLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        terms, statistics, similarity = _loader.native.expert_losses(*inputs)
+        _save(ctx, inputs, statistics, similarity)
+        return terms
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _backward(ctx, grad, _ExpertLossesBackward.apply)
+
+
+class _ExpertLossesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        return _loader.native.expert_losses_backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        return _refuse(ctx, *grads)
+
+
+def _refuse(ctx: Any, *grads: Any) -> tuple:
+    raise RuntimeError("expert_losses cannot be differentiated twice; wanted one backward pass, without create_graph")
+
+
+def _set_up(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _save(ctx, inputs, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward_of_op(ctx: Any, grad: Tensor, *_: Any) -> tuple:
+    return _backward(ctx, grad, torch.ops.mose_fast.expert_losses_backward)
+
+
+if _loader.native is not None:
+
+    @torch.library.register_fake("mose_fast::expert_losses")
+    def _fake(projections, logits, features, student, labels, current_classes, new_rows, valid_rows, new_rows_tensor, valid_rows_tensor,
+              temperature, ce_buffer_weight, first_scl, first_ce, distil, reduction, student_index):  # fmt: skip
+        experts, rows, _ = projections.shape
+        is_double = any(t.dtype == torch.float64 for t in (projections, logits, features, student))
+        options = {"dtype": torch.float64 if is_double else torch.float32, "device": labels.device}
+        side = (experts, rows, rows) if labels.device.type == "cpu" and first_scl < experts else (0, 0, 0)
+        return (
+            torch.empty(experts, 3, **options),
+            torch.empty((10 * experts + 1) * rows + 2 * experts, **options),  # ExpertStatistics::size() of csrc/core
+            torch.empty(side, **options),
+        )
+
+    @torch.library.register_fake("mose_fast::expert_losses_backward")
+    def _fake_backward(grad, statistics, similarity, wanted, projections, logits, features, student, labels, current_classes, new_rows,
+                       valid_rows, new_rows_tensor, valid_rows_tensor, temperature, ce_buffer_weight, first_scl, first_ce, distil,
+                       reduction, student_index):  # fmt: skip
+        shapes = [x.shape if w else (0,) for x, w in zip((projections, logits, features, student), wanted, strict=True)]
+        inputs = (projections, logits, features, student)
+        return tuple(torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, inputs, strict=True))
+
+    torch.library.register_autograd("mose_fast::expert_losses", _backward_of_op, setup_context=_set_up)
+    torch.library.register_autograd("mose_fast::expert_losses_backward", _refuse)

@@ -219,6 +219,36 @@ def test_gradcheck_of_the_whole(outputs):
         )
 
 
+@pytest.mark.parametrize("distil", ["rsd", "sd"])
+def test_padding_changes_nothing_and_gets_no_gradient(outputs, distil):
+    inputs = [x.detach().clone().requires_grad_() for x in outputs[:4]]
+    terms = expert_losses(*inputs, *outputs[4:], distil=distil)
+    terms.sum().backward()
+
+    def pad(x, dim):
+        shape = [3 if d == dim else size for d, size in enumerate(x.shape)]
+        return torch.cat([x.detach(), torch.full(shape, math.nan, dtype=x.dtype)], dim).requires_grad_()
+
+    padded = [pad(x, x.dim() - 2) for x in inputs]
+    labels = torch.cat([outputs[4], torch.tensor([-1, 99, 0])])
+    counts = torch.tensor(4, dtype=torch.int32), torch.tensor(10, dtype=torch.int32)
+    with_padding = expert_losses(*padded, labels, counts[0], outputs[6], valid_rows=counts[1], distil=distil)
+    with_padding.sum().backward()
+    assert torch.equal(with_padding, terms)
+    for x, y in zip(inputs, padded, strict=True):
+        if x.grad is None:
+            assert y.grad is None
+            continue
+        assert torch.equal(y.grad.narrow(-2, 0, 10), x.grad)
+        assert (y.grad.narrow(-2, 10, 3) == 0).all()
+
+
+def test_rows_without_direction_get_zero_gradient():
+    z = torch.tensor([[0.0, 0.0], [1.0, 2.0], [2.0, 1.0]], requires_grad=True)
+    supcon_loss(z, torch.tensor([0, 0, 0]), 0.5).backward()
+    assert (z.grad[0] == 0).all() and (z.grad[1:] != 0).all()
+
+
 def test_module_applies_the_switches_and_runs_outside_autocast():
     network = ExpertNetwork(6, width=4, student=1).train()
     labels = torch.arange(8) % 3
@@ -231,6 +261,6 @@ def test_module_applies_the_switches_and_runs_outside_autocast():
     expected = expert_losses(
         *outputs, labels, 4, mask, temperature=0.3, ce_buffer_weight=0.5, rsd_reduction="mean_of_norms", student_index=1
     )
-    assert torch.equal(terms, expected)
+    torch.testing.assert_close(terms, expected)
     together = ExpertLosses(MoseOptions(separate_ce=False))(outputs, labels, 4, mask)
     torch.testing.assert_close(together[3, 1], F.cross_entropy(outputs.logits[3].float(), labels))

@@ -1,0 +1,102 @@
+#include <cuda_runtime.h>
+
+#include "core/check.h"
+#include "cuda/expert_losses.cuh"
+#include "cuda/launch.cuh"
+
+namespace mf::cuda {
+namespace {
+
+// float32 tiles are twice as large, and the shared memory of a consumer card's block is 99 KiB.
+template <typename T>
+constexpr int kWarpsFor = sizeof(T) == 4 ? 4 : 8;
+constexpr int kTermWarps = 8;
+
+template <typename T, int kWarps>
+__global__ void __launch_bounds__(kWarps * kLanes, 1) expert_statistics_kernel(const ExpertLossesForward params, const ExpertLossesGrid grid) {
+  MF_DYNAMIC_SHARED(memory);
+  expert_statistics_block<T, kWarps>(params, grid, *reinterpret_cast<ContrastShared<T, kWarps>*>(memory));
+}
+
+__global__ void __launch_bounds__(kTermWarps* kLanes) expert_terms_kernel(const ExpertLossesForward params) {
+  MF_DYNAMIC_SHARED(memory);
+  expert_terms_block<kTermWarps>(params, *reinterpret_cast<TermsShared<kTermWarps>*>(memory));
+}
+
+template <typename T, int kWarps>
+__global__ void __launch_bounds__(kWarps * kLanes, 1) expert_gradient_kernel(const ExpertLossesBackward params, const ExpertLossesGrid grid) {
+  MF_DYNAMIC_SHARED(memory);
+  expert_gradient_block<T, kWarps>(params, grid, *reinterpret_cast<ContrastShared<T, kWarps>*>(memory));
+}
+
+// Above 48 KiB a kernel has to ask. The driver remembers it for each kernel and device; asking again costs less than a microsecond and
+// is allowed while a graph is captured.
+template <typename Kernel>
+void allow_shared(Kernel* kernel, size_t bytes) {
+#if defined(__CUDACC__)
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  MF_CHECK(error == cudaSuccess, "a kernel of expert_losses wants ", bytes, " bytes of shared memory: ", cudaGetErrorString(error));
+#endif
+}
+
+unsigned checked_blocks(const ExpertLossesInput& in, const ExpertLossesGrid& grid) {
+  for (const FloatArray* array : {&in.projections, &in.logits, &in.features, &in.student}) {
+    MF_CHECK(array->type != FloatType::kFloat64, "an input is float64; on CUDA wanted float32, bfloat16 or float16");
+  }
+  return grid.blocks();
+}
+
+template <typename T>
+void forward(const ExpertLossesForward& params, Stream stream) {
+  constexpr int kWarps = kWarpsFor<T>;
+  constexpr size_t kBytes = sizeof(ContrastShared<T, kWarps>);
+  static_assert(kBytes <= 99 * 1024, "shared memory of a block");
+  const ExpertLossesInput& in = params.input;
+  const int64_t last = in.experts - 1;
+  const auto grid = ExpertLossesGrid::of(in, in.contrasts(last), in.classifies(last), in.distillation != Distillation::kOff, false, kWarps);
+  if (const unsigned blocks = checked_blocks(in, grid); blocks > 0) {
+    allow_shared(expert_statistics_kernel<T, kWarps>, kBytes);
+    MF_LAUNCH((expert_statistics_kernel<T, kWarps>), blocks, kWarps * kLanes, kBytes, stream, params, grid);
+  }
+  MF_LAUNCH(expert_terms_kernel, static_cast<unsigned>(in.experts), kTermWarps * kLanes, sizeof(TermsShared<kTermWarps>), stream, params);
+}
+
+template <typename T>
+void backward(const ExpertLossesBackward& params, Stream stream) {
+  constexpr int kWarps = kWarpsFor<T>;
+  constexpr size_t kBytes = sizeof(ContrastShared<T, kWarps>);
+  const ExpertLossesInput& in = params.input;
+  const bool distil = params.features.data != nullptr || params.student.data != nullptr;
+  const auto grid =
+      ExpertLossesGrid::of(in, params.projections.data != nullptr, params.logits.data != nullptr, distil, true, kWarps);
+  if (const unsigned blocks = checked_blocks(in, grid); blocks > 0) {
+    allow_shared(expert_gradient_kernel<T, kWarps>, kBytes);
+    MF_LAUNCH((expert_gradient_kernel<T, kWarps>), blocks, kWarps * kLanes, kBytes, stream, params, grid);
+  }
+}
+
+}  // namespace
+
+void expert_losses_forward(const ExpertLossesForward& params, Stream stream) {
+  switch (params.input.projections.type) {
+    case FloatType::kBFloat16:
+      return forward<__nv_bfloat16>(params, stream);
+    case FloatType::kFloat16:
+      return forward<__half>(params, stream);
+    default:
+      return forward<float>(params, stream);
+  }
+}
+
+void expert_losses_backward(const ExpertLossesBackward& params, Stream stream) {
+  switch (params.input.projections.type) {
+    case FloatType::kBFloat16:
+      return backward<__nv_bfloat16>(params, stream);
+    case FloatType::kFloat16:
+      return backward<__half>(params, stream);
+    default:
+      return backward<float>(params, stream);
+  }
+}
+
+}  // namespace mf::cuda

@@ -1,0 +1,361 @@
+// The kernels against csrc/cpu in double precision, on the same inputs: these are drawn as numbers that the kernel's type holds exactly.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <random>
+
+#include "api/expert_losses.h"
+#include "kernel_case.h"
+
+#if defined(MF_KERNELS_ON_CPU)
+#include "cuda/expert_losses.cuh"
+#endif
+
+namespace {
+
+using kernel_case::Context;
+using mf::FloatType;
+using Doubles = std::vector<double>;
+
+// Numbers a float, bfloat16 or float16 holds exactly, as 4 or 2 bytes.
+std::vector<unsigned char> encode(const Doubles& values, FloatType type) {
+  std::vector<unsigned char> bytes;
+  for (const double value : values) {
+    const auto number = static_cast<float>(value);
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    if (type == FloatType::kBFloat16) {
+      bits >>= 16;
+    } else if (type == FloatType::kFloat16) {
+      const uint32_t exponent = bits >> 23 & 0xff;
+      const uint32_t small = exponent == 0 ? 0 : exponent == 0xff ? 0x1f : exponent - 112;
+      bits = (bits >> 16 & 0x8000u) | small << 10 | (bits >> 13 & 0x3ffu);
+    }
+    for (int i = 0; i < (type == FloatType::kFloat32 ? 4 : 2); ++i) {
+      bytes.push_back(static_cast<unsigned char>(bits >> 8 * i));
+    }
+  }
+  return bytes;
+}
+
+std::vector<float> decode(const std::vector<unsigned char>& bytes, FloatType type) {
+  std::vector<float> values;
+  const size_t size = type == FloatType::kFloat32 ? 4 : 2;
+  for (size_t at = 0; at < bytes.size(); at += size) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, &bytes[at], size);
+    float value;
+    if (type == FloatType::kFloat16) {
+      const auto magnitude = static_cast<float>(bits & 0x3ff);
+      const int exponent = static_cast<int>(bits >> 10 & 0x1f);
+      value = exponent == 31  ? magnitude == 0 ? std::numeric_limits<float>::infinity() : std::nanf("")
+              : exponent == 0 ? std::ldexp(magnitude, -24)
+                              : std::ldexp(1024 + magnitude, exponent - 25);
+      value = bits >> 15 ? -value : value;
+    } else {
+      bits = type == FloatType::kBFloat16 ? bits << 16 : bits;
+      std::memcpy(&value, &bits, sizeof value);
+    }
+    values.push_back(value);
+  }
+  return values;
+}
+
+double step_of(FloatType type) {
+  return type == FloatType::kBFloat16 ? 1.0 / 256 : type == FloatType::kFloat16 ? 1.0 / 2048 : 1.0 / (1 << 24);
+}
+
+struct Setting {
+  int64_t experts = 2, rows = 20, projection = 20, classes = 11, features = 33;
+  FloatType projections = FloatType::kFloat32, others = FloatType::kFloat32;
+  int64_t fresh = 7, valid = 20;
+  bool masked = true;
+  int64_t labels = 4;  // distinct ones
+  mf::Distillation distillation = mf::Distillation::kReverse;
+  mf::DistanceReduction reduction = mf::DistanceReduction::kFrobenius;
+  int64_t first_contrastive = 0, first_cross_entropy = 0;
+  bool zero_rows = false, equal_features = false, wrong_label = false, one_gradient = false;
+  double scale = 1;  // of the logits
+};
+
+Doubles draw(std::mt19937& random, size_t count, FloatType type, double scale) {
+  const int range = type == FloatType::kFloat32 ? 1 << 23 : type == FloatType::kFloat16 ? 2047 : 255;
+  Doubles values(count);
+  for (double& value : values) {
+    value = std::ldexp(static_cast<int>(random() % (2u * range + 1)) - range, type == FloatType::kFloat32 ? -22 : type == FloatType::kFloat16 ? -10 : -7) * scale;
+  }
+  return values;
+}
+
+Doubles product(const Doubles& a, const Doubles& b, int64_t batches, int64_t n, int64_t k, int64_t m, bool transposed) {
+  Doubles c(static_cast<size_t>(batches * n * m));
+  for (int64_t e = 0; e < batches; ++e) {
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t j = 0; j < m; ++j) {
+        double sum = 0;
+        for (int64_t p = 0; p < k; ++p) {
+          sum += a[(e * n + i) * k + p] * (transposed ? b[(e * m + j) * k + p] : b[(e * k + p) * m + j]);
+        }
+        c[(e * n + i) * m + j] = sum;
+      }
+    }
+  }
+  return c;
+}
+
+using Forward = std::function<void(const mf::ExpertLossesForward&)>;
+using Backward = std::function<void(const mf::ExpertLossesBackward&)>;
+
+void compare(Context& context, const Setting& s, const Forward& forward, const Backward& backward) {
+  std::mt19937 random(static_cast<unsigned>(s.rows * 31 + s.projection));
+  const auto size = [](int64_t a, int64_t b, int64_t c) { return static_cast<size_t>(a * b * c); };
+  Doubles z = draw(random, size(s.experts, s.rows, s.projection), s.projections, 1);
+  Doubles logits = draw(random, size(s.experts, s.rows, s.classes), s.others, s.scale);
+  Doubles features = draw(random, size(s.experts, s.rows, s.features), s.others, 1);
+  Doubles student = draw(random, size(1, s.rows, s.features), s.others, 1);
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  if (s.equal_features) {
+    for (int64_t e = 0; e < s.experts; ++e) {
+      std::copy(student.begin(), student.end(), features.begin() + e * s.rows * s.features);
+    }
+  }
+  for (int64_t i = 0; s.zero_rows && i < s.rows; i += 3) {
+    std::fill_n(z.begin() + i * s.projection, s.projection, 0.0);
+    std::fill_n(features.begin() + i * s.features, s.features, 0.0);
+    std::fill_n(student.begin() + (i + 1) % s.rows * s.features, s.features, 0.0);
+  }
+  std::vector<int64_t> labels(static_cast<size_t>(s.rows));
+  for (size_t i = 0; i < labels.size(); ++i) {
+    labels[i] = static_cast<int64_t>(random() % static_cast<unsigned>(s.labels));
+  }
+  std::vector<unsigned char> mask(static_cast<size_t>(s.classes));
+  std::fill_n(mask.begin(), std::min(s.labels, s.classes), static_cast<unsigned char>(1));
+  for (int64_t i = s.valid; i < s.rows; ++i) {  // padding: whatever it holds
+    labels[i] = -12345;
+    for (int64_t e = 0; e < s.experts; ++e) {
+      std::fill_n(z.begin() + (e * s.rows + i) * s.projection, s.projection, nan);
+      std::fill_n(logits.begin() + (e * s.rows + i) * s.classes, s.classes, nan);
+      std::fill_n(features.begin() + (e * s.rows + i) * s.features, s.features, nan);
+    }
+    std::fill_n(student.begin() + i * s.features, s.features, nan);
+  }
+  Doubles grad(static_cast<size_t>(s.experts * mf::kTerms));
+  for (double& value : grad) {
+    value = s.one_gradient ? 0.75 : std::ldexp(static_cast<int>(random() % 200) - 100, -6);
+  }
+
+  // The twin, with the products of matrices that its caller does.
+  mf::ExpertLossesInput in{{z.data(), FloatType::kFloat64},
+                           {logits.data(), FloatType::kFloat64},
+                           {features.data(), FloatType::kFloat64},
+                           {student.data(), FloatType::kFloat64},
+                           labels.data(),
+                           s.masked ? reinterpret_cast<const bool*>(mask.data()) : nullptr,
+                           s.experts,
+                           s.rows,
+                           s.projection,
+                           s.classes,
+                           s.features,
+                           nullptr,
+                           nullptr,
+                           s.fresh,
+                           s.valid,
+                           0.07,
+                           2.0,
+                           s.first_contrastive,
+                           s.first_cross_entropy,
+                           s.distillation,
+                           s.reduction,
+                           s.experts - 1};
+  Doubles directions(z.size()), terms(grad.size()), statistics(static_cast<size_t>(in.statistics().size()));
+  mf::cpu::expert_losses_directions(in, directions.data(), 1);
+  Doubles similarity = product(directions, directions, s.experts, s.rows, s.projection, s.rows, true);
+  mf::cpu::expert_losses_forward({in, terms.data(), statistics.data()}, similarity.data(), 1);
+  Doubles to_z(z.size()), to_logits(logits.size()), to_features(features.size()), to_student(student.size());
+  const bool to_teachers = s.distillation == mf::Distillation::kForward;
+  mf::ExpertLossesBackward back{in,
+                                statistics.data(),
+                                grad.data(),
+                                {mf::kTerms, 1},
+                                {to_z.data(), FloatType::kFloat64},
+                                {to_logits.data(), FloatType::kFloat64},
+                                {to_teachers ? to_features.data() : nullptr, FloatType::kFloat64},
+                                {to_student.data(), FloatType::kFloat64}};
+  Doubles pulls(similarity.size());
+  mf::cpu::expert_losses_pulls(back, similarity.data(), pulls.data(), 1);
+  const Doubles pulled = product(pulls, directions, s.experts, s.rows, s.rows, s.projection, false);
+  mf::cpu::expert_losses_backward(back, directions.data(), pulled.data(), 1);
+
+  // The kernels; the row counts lie in their memory.
+  if (s.wrong_label) {
+    std::replace(labels.begin(), labels.end(), int64_t{labels[0]}, s.classes);
+  }
+  in.projections = {context.upload(encode(z, s.projections)), s.projections};
+  in.logits = {context.upload(encode(logits, s.others)), s.others};
+  in.features = {context.upload(encode(features, s.others)), s.others};
+  in.student = {context.upload(encode(student, s.others)), s.others};
+  in.labels = context.upload(labels);
+  in.current_classes = s.masked ? reinterpret_cast<const bool*>(context.upload(mask)) : nullptr;
+  in.fresh_pointer = context.upload(std::vector<int32_t>{static_cast<int32_t>(s.fresh)});
+  in.valid_pointer = context.upload(std::vector<int32_t>{static_cast<int32_t>(s.valid)});
+  in.fresh = in.valid = -1;
+  auto* card_terms = context.poisoned<float>(terms.size());
+  auto* card_statistics = context.poisoned<float>(statistics.size());
+  forward({in, card_terms, card_statistics});
+  std::vector<float> wanted_terms(terms.begin(), terms.end());
+  for (int64_t e = 0; s.wrong_label && e < s.experts; ++e) {
+    wanted_terms[static_cast<size_t>(e * mf::kTerms + 1)] = nan;
+  }
+  context.expect_close("terms", card_terms, wanted_terms, 2e-5);
+
+  const auto bytes = [](const Doubles& values, FloatType type) { return values.size() * (type == FloatType::kFloat32 ? 4 : 2); };
+  auto* card_z = context.poisoned<unsigned char>(bytes(z, s.projections));
+  auto* card_logits = context.poisoned<unsigned char>(bytes(logits, s.others));
+  auto* card_features = context.poisoned<unsigned char>(bytes(features, s.others));
+  auto* card_student = context.poisoned<unsigned char>(bytes(student, s.others));
+  const std::vector<float> card_grad(grad.begin(), s.one_gradient ? grad.begin() + 1 : grad.end());
+  backward({in,
+            card_statistics,
+            context.upload(card_grad),
+            {s.one_gradient ? 0 : mf::kTerms, s.one_gradient ? 0 : 1},
+            {card_z, s.projections},
+            {card_logits, s.others},
+            {to_teachers ? card_features : nullptr, s.others},
+            {card_student, s.others}});
+  if (s.wrong_label) {
+    return;
+  }
+  const auto expect = [&](const char* what, unsigned char* memory, const Doubles& wanted, FloatType type) {
+    const std::vector<float> values = decode(context.download(memory, bytes(wanted, type)), type);
+    context.expect_close(what, context.upload(values), std::vector<float>(wanted.begin(), wanted.end()), 1.5 * step_of(type) + 1e-5);
+  };
+  expect("projections' gradient", card_z, to_z, s.projections);
+  expect("logits' gradient", card_logits, to_logits, s.others);
+  expect("student's gradient", card_student, to_student, s.others);
+  if (to_teachers) {
+    expect("features' gradient", card_features, to_features, s.others);
+  }
+}
+
+void compare(Context& context, const Setting& setting) {
+  compare(
+      context, setting, [&](const mf::ExpertLossesForward& params) { mf::cuda::expert_losses_forward(params, context.stream()); },
+      [&](const mf::ExpertLossesBackward& params) { mf::cuda::expert_losses_backward(params, context.stream()); });
+}
+
+Setting setting_of(FloatType projections, FloatType others) {
+  Setting setting;
+  setting.projections = projections;
+  setting.others = others;
+  return setting;
+}
+
+}  // namespace
+
+KERNEL_CASE(expert_losses_in_bfloat16) {
+  Setting setting = setting_of(FloatType::kBFloat16, FloatType::kBFloat16);
+  setting.projection = 128;
+  compare(context, setting);
+}
+
+KERNEL_CASE(expert_losses_in_float32) {
+  Setting setting;
+  setting.projection = 128;
+  compare(context, setting);
+}
+
+KERNEL_CASE(expert_losses_in_float16_with_padding) {
+  Setting setting = setting_of(FloatType::kFloat16, FloatType::kFloat32);
+  setting.valid = 17;
+  setting.distillation = mf::Distillation::kForward;
+  setting.reduction = mf::DistanceReduction::kMeanOfNorms;
+  compare(context, setting);
+}
+
+KERNEL_CASE(expert_losses_of_few_rows) {
+  for (const int64_t rows : {0, 1, 2}) {
+    Setting setting = setting_of(FloatType::kBFloat16, FloatType::kFloat32);
+    setting.experts = 1 + rows % 2;
+    setting.rows = setting.valid = rows;
+    setting.fresh = rows / 2;
+    setting.labels = 1;
+    compare(context, setting);
+  }
+}
+
+KERNEL_CASE(expert_losses_without_directions) {
+  Setting setting = setting_of(FloatType::kBFloat16, FloatType::kBFloat16);
+  setting.rows = setting.valid = 18;
+  setting.zero_rows = true;
+  setting.masked = false;
+  setting.scale = 64;  // logits of more than +-80
+  setting.distillation = mf::Distillation::kForward;
+  setting.one_gradient = true;
+  compare(context, setting);
+  setting.zero_rows = false;
+  setting.equal_features = true;
+  setting.labels = 1;
+  compare(context, setting);
+}
+
+KERNEL_CASE(expert_losses_of_the_last_expert) {
+  Setting setting = setting_of(FloatType::kBFloat16, FloatType::kBFloat16);
+  setting.rows = setting.valid = 17;
+  setting.first_contrastive = setting.first_cross_entropy = 1;
+  compare(context, setting);
+}
+
+KERNEL_CASE(expert_losses_of_a_wrong_label_are_nan) {
+  Setting setting = setting_of(FloatType::kBFloat16, FloatType::kBFloat16);
+  setting.rows = setting.valid = 15;
+  setting.wrong_label = true;
+  compare(context, setting);
+}
+
+#if defined(MF_KERNELS_ON_CPU)
+
+// Blocks of two warps, so that a block takes several tiles.
+template <typename T, int kWarps>
+static void compare_bodies(Context& context, const Setting& setting) {
+  using Shared = mf::cuda::ContrastShared<T, kWarps>;
+  using TermsShared = mf::cuda::TermsShared<kWarps>;
+  compare(
+      context, setting,
+      [](const mf::ExpertLossesForward& params) {
+        const auto grid = mf::cuda::ExpertLossesGrid::of(params.input, true, true, true, false, kWarps);
+        shim::launch(grid.blocks(), kWarps * 32, sizeof(Shared), [&] {
+          MF_DYNAMIC_SHARED(memory);
+          mf::cuda::expert_statistics_block<T, kWarps>(params, grid, *reinterpret_cast<Shared*>(memory));
+        });
+        shim::launch(static_cast<unsigned>(params.input.experts), kWarps * 32, sizeof(TermsShared), [&] {
+          MF_DYNAMIC_SHARED(memory);
+          mf::cuda::expert_terms_block<kWarps>(params, *reinterpret_cast<TermsShared*>(memory));
+        });
+      },
+      [](const mf::ExpertLossesBackward& params) {
+        const auto grid = mf::cuda::ExpertLossesGrid::of(params.input, true, true, true, true, kWarps);
+        shim::launch(grid.blocks(), kWarps * 32, sizeof(Shared), [&] {
+          MF_DYNAMIC_SHARED(memory);
+          mf::cuda::expert_gradient_block<T, kWarps>(params, grid, *reinterpret_cast<Shared*>(memory));
+        });
+      });
+}
+
+KERNEL_CASE(small_expert_losses_bodies_in_bfloat16) {
+  Setting setting = setting_of(FloatType::kBFloat16, FloatType::kBFloat16);
+  setting.rows = 70;
+  setting.valid = 67;
+  setting.experts = 1;
+  compare_bodies<__nv_bfloat16, 2>(context, setting);
+}
+
+KERNEL_CASE(small_expert_losses_bodies_of_long_projections) {
+  Setting setting = setting_of(FloatType::kFloat16, FloatType::kFloat16);
+  setting.rows = setting.valid = 35;
+  setting.projection = 136;
+  setting.experts = 1;
+  compare_bodies<__half, 2>(context, setting);
+}
+
+#endif

@@ -1,0 +1,90 @@
+// The functions of csrc/cuda/mma.cuh for cuda_on_cpu.h, after the PTX manual's tables of which lane holds which element.
+#pragma once
+
+#define MF_MMA_ON_CPU
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda_on_cpu.h"
+
+namespace mf::cuda {
+
+// What the lanes of each warp hand to one instruction. Two sets take turns: a lane that writes one of them has passed the barrier of
+// the instruction before, which the other lanes reached only after reading that set. So one barrier an instruction is enough.
+struct Lanes {
+  uint32_t operands[shim::kWarpSize][6];
+  const uint16_t* addresses[shim::kWarpSize];
+};
+inline Lanes lanes_of_warp[shim::kMaxThreads / shim::kWarpSize][2];
+
+SHIM_RUNTIME inline Lanes& lanes_of_this_warp() {
+  return lanes_of_warp[shim::thread_number() / shim::kWarpSize][shim::current->collectives % 2];
+}
+
+SHIM_RUNTIME inline float bfloat16_in(uint32_t pair, unsigned half) {
+  const uint32_t bits = half == 0 ? pair << 16 : pair & 0xffff0000u;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  auto& lanes = lanes_of_this_warp().operands;
+  const unsigned g = shim::lane_number() / 4;
+  const unsigned t = shim::lane_number() % 4;
+  uint32_t* own = lanes[shim::lane_number()];
+  for (unsigned i = 0; i < 6; ++i) {
+    own[i] = i < 4 ? a[i] : b[i - 4];
+  }
+  shim::warp_barrier(SHIM_SITE);
+  for (unsigned i = 0; i < 4; ++i) {
+    const unsigned column = 2 * t + i % 2;
+    float sum = 0;
+    for (unsigned k = 0; k < 16; ++k) {
+      const unsigned holder = k % 8 / 2;
+      sum += bfloat16_in(lanes[g * 4 + holder][i / 2 + k / 8 * 2], k % 2) * bfloat16_in(lanes[column * 4 + holder][4 + k / 8], k % 2);
+    }
+    d[i] += sum;
+  }
+}
+
+SHIM_RUNTIME inline void collect_address(Lanes& lanes, const void* row) {
+  if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
+    std::fprintf(stderr, "load_transposed from %p; wanted a multiple of 16\n", row);
+    std::exit(1);
+  }
+  lanes.addresses[shim::lane_number()] = static_cast<const uint16_t*>(row);
+}
+
+SHIM_RUNTIME inline const uint16_t* address_of(const Lanes& lanes, unsigned lane) {
+  return lanes.addresses[lane];
+}
+
+// The elements are read in sight of the sanitizers.
+inline void load_transposed(uint32_t (&r)[4], const void* row) {
+  const unsigned g = shim::lane_number() / 4;
+  const unsigned t = shim::lane_number() % 4;
+  Lanes& lanes = lanes_of_this_warp();
+  collect_address(lanes, row);
+  shim::warp_barrier(SHIM_SITE);
+  for (unsigned matrix = 0; matrix < 4; ++matrix) {
+    const uint32_t low = address_of(lanes, matrix * 8 + 2 * t)[g];
+    const uint32_t high = address_of(lanes, matrix * 8 + 2 * t + 1)[g];
+    r[matrix] = high << 16 | low;
+  }
+}
+
+inline void copy_16_bytes(void* shared, const void* global) {
+  if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % 16 != 0) {
+    std::fprintf(stderr, "copy_16_bytes from %p to %p; wanted multiples of 16\n", global, shared);
+    std::exit(1);
+  }
+  std::memcpy(shared, global, 16);
+}
+
+inline void wait_for_copies() {}
+
+}  // namespace mf::cuda
