@@ -32,12 +32,12 @@ class Display:
 
     Args:
         forecast: Of the sweep.
-        out: Where to; a terminal gets the table.
+        out: Where to, stderr by default; a terminal gets the table.
     """
 
-    def __init__(self, forecast: Forecast, out: TextIO = sys.stderr) -> None:
-        self.forecast, self.out = forecast, out
-        self.terminal = out.isatty()
+    def __init__(self, forecast: Forecast, out: TextIO | None = None) -> None:
+        self.forecast, self.out = forecast, out or sys.stderr
+        self.terminal = self.out.isatty()
         self.start = time.monotonic()
         self.last = 0.0
         self.drawn = 0

@@ -39,6 +39,9 @@ class RayEngine:
     """
 
     def __init__(self, address: str, runs: int | None, threads: int, cards: float, folder: Path) -> None:
+        # Read when Ray is imported: something else may listen at the address, and 20 tries would take half a minute.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
         try:
             import ray
             from ray.util.queue import Queue
@@ -123,11 +126,11 @@ def _check_reachable(address: str) -> None:
 
 def _run_on_this_machine(command: dict[str, Any], threads: int, token: str, queue: Any) -> None:
     """A Ray task: one worker process for one command; cancelling it makes the run write a checkpoint and stop."""
-    if not Path(token).is_file():
+    if command["do"] == "run" and not Path(token).is_file():
         raise RunError(
             f"machine {socket.gethostname()} does not see {token}; wanted the sweep's folder on a file system that all machines share"
         )
-    worker = subprocess.Popen(
+    worker = subprocess.Popen(  # its log of the run lies in the sweep's folder
         worker_command(threads, together=False),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -149,7 +149,7 @@ class SweepFolder:
         """What the sweep in the folder noted about itself; empty where there is none."""
         try:
             return json.loads(self.plan.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError) as error:
             raise RunError(f"cannot read the plan {self.plan}: {error}; delete it to plan anew, the runs stay") from error
@@ -242,14 +242,16 @@ def run_sweep(
         streams.create(settings)  # loads, and downloads, once, and refuses what does not exist
     place = place or Place()
     folder = SweepFolder(out)
+    planned = _Sweep(cells, folder, place, say)
     if dry_run:
         with tempfile.TemporaryDirectory() as logs:
-            _Sweep(cells, folder, place, say).plan(Path(logs), None)
+            _, engine = planned.plan(Path(logs), None)
+            engine.close()
         return Outcome(None, ())
     folder.create()
     lock = FolderLock(folder.path)
     try:
-        return _Sweep(cells, folder, place, say).run(lock.descriptor, wandb)
+        return planned.run(lock.descriptor, wandb)
     finally:
         lock.release()
 
@@ -277,9 +279,8 @@ class _Sweep:
         self.threads = max(1, self.cores // self.runs)
         earlier = stored["measured"] if stored.get("threads") == self.threads else {}
         self.measured = {key: Cost(**cost) for key, cost in earlier.items()}
-        self.done = self._find_done()
-        given_up = {failure.name for failure in self.failures}
-        self.waiting = [cell for cell in cells if cell.name not in self.done and cell.name not in given_up]
+        self.done: set[str] = set()
+        self.waiting: list[Cell] = []
 
     def _runs(self) -> int:
         place = self.place
@@ -328,11 +329,14 @@ class _Sweep:
         return done
 
     def plan(self, logs: Path, lock: int | None) -> tuple[Forecast, Engine]:
-        """Forecasts, says the plan, and makes the engine ready.
+        """Looks what is done, forecasts the rest, says the plan, and makes the engine ready.
 
         Raises:
             ConfigError: More runs at a time are asked for than fit into the memory.
         """
+        self.done = self._find_done()
+        given_up = {failure.name for failure in self.failures}
+        self.waiting = [cell for cell in self.cells if cell.name not in self.done | given_up]
         engine = self._engine(logs, lock)
         try:
             costs = {**self.measured, **stored_costs(self.folder.path, self.threads)}

@@ -1,0 +1,174 @@
+"""Statistics against numbers worked by hand, against scipy, and by their properties."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mose_fast.report.statistics import (
+    PROTOCOL,
+    TASK,
+    IncomparableRuns,
+    check_comparable,
+    compare,
+    compare_all,
+    holm,
+    protocol_warnings,
+    summarise,
+)
+
+# Quantile 0.975 of Student's t, from printed tables.
+T_2, T_4 = 4.302653, 2.776445
+
+
+def test_summary_by_hand():
+    found = summarise([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (found.n, found.mean) == (5, 3.0)
+    assert found.sd == pytest.approx(math.sqrt(2.5))
+    half = T_4 * math.sqrt(2.5) / math.sqrt(5)
+    assert found.t_interval == pytest.approx((3 - half, 3 + half), abs=1e-5)
+    low, high = found.bootstrap_interval
+    assert 1.0 <= low < 3.0 < high <= 5.0
+    assert found == summarise([1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say():
+    rng = np.random.default_rng(0)
+    samples = rng.normal(0.5, 0.1, (400, 8))
+    covered = [
+        [low <= 0.5 <= high for low, high in (s.t_interval, s.bootstrap_interval)]
+        for s in (summarise(sample, resamples=499) for sample in samples)
+    ]
+    t, bootstrap = np.mean(covered, axis=0)
+    assert 0.92 < t < 0.98  # 0.95 and three standard errors
+    assert 0.85 < bootstrap < 0.98  # known to be narrow for eight values
+
+
+def test_one_value_and_equal_values():
+    one = summarise([0.4])
+    assert (one.n, one.mean) == (1, 0.4)
+    assert all(map(math.isnan, (one.sd, *one.t_interval, *one.bootstrap_interval)))
+    equal = summarise([0.4, 0.4, 0.4])
+    assert equal.sd == pytest.approx(0.0, abs=1e-12)
+    assert equal.bootstrap_interval == pytest.approx((0.4, 0.4))
+
+
+@pytest.mark.parametrize("values", [[], [0.1, math.nan], [math.inf]])
+def test_unusable_values(values):
+    with pytest.raises(ValueError, match="wanted at least one number, and all of them finite"):
+        summarise(values)
+
+
+def test_paired_comparison_by_hand():
+    # Differences 0.01, 0.02, 0.03 over the common seeds 1, 2, 3: mean 0.02, standard deviation 0.01.
+    a, b = {0: 0.9, 1: 0.51, 2: 0.62, 3: 0.43}, {1: 0.50, 2: 0.60, 3: 0.40, 4: 0.1}
+    found = compare(a, b, names=("mose", "er"))
+    assert found.seeds == (1, 2, 3)
+    assert found.difference == pytest.approx(0.02)
+    assert found.effect_size == pytest.approx(2.0)
+    half = T_2 * 0.01 / math.sqrt(3)
+    assert found.interval == pytest.approx((0.02 - half, 0.02 + half), abs=1e-6)
+    # t = 2 sqrt(3) with 2 degrees of freedom; p = 1 - t / sqrt(t^2 + 2).
+    t = 2 * math.sqrt(3)
+    assert found.t_p == pytest.approx(1 - t / math.sqrt(t * t + 2))
+    # All three ranks are positive: 2 of 2^3 sign patterns are as extreme.
+    assert found.wilcoxon_p == pytest.approx(0.25)
+    assert found.holm_p == found.t_p
+    assert found.warnings == ("mose and er have 3 seeds in common; fewer than 6 show little",)
+
+
+def test_paired_comparison_against_scipy():
+    rng = np.random.default_rng(1)
+    a, b = rng.normal(0.5, 0.02, 15), rng.normal(0.49, 0.02, 15)
+    found = compare(dict(enumerate(a)), dict(enumerate(b)))
+    assert found.t_p == pytest.approx(stats.ttest_rel(a, b).pvalue)
+    assert found.wilcoxon_p == pytest.approx(stats.wilcoxon(a, b, method="exact").pvalue)
+    interval = stats.ttest_rel(a, b).confidence_interval()
+    assert found.interval == pytest.approx((interval.low, interval.high))
+    assert found.warnings == ()
+    swapped = compare(dict(enumerate(b)), dict(enumerate(a)))
+    assert swapped.difference == pytest.approx(-found.difference)
+    assert swapped.t_p == pytest.approx(found.t_p)
+
+
+def test_sentences():
+    seeds = range(15)
+    # Differences of 0.019 and around it, such that the interval ends 0.007 from their mean: 14 of 15 lie one deviation away.
+    deviation = 0.007 * math.sqrt(15) / float(stats.t.ppf(0.975, 14))
+    pattern = np.array([-1, 1] * 7 + [0]) * deviation
+    a = {s: 0.5 + 0.019 + pattern[s] for s in seeds}
+    b = dict.fromkeys(seeds, 0.5)
+    assert compare(a, b).sentence() == "better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"
+    assert compare(b, a).sentence() == "worse by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"
+    assert compare(b, a).sentence(smaller_is_better=True) == "better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"
+    assert compare({0: 0.5, 1: 0.4}, {0: 0.4, 1: 0.5}).sentence().startswith("no clear difference (+0.0 points, 95 % interval -")
+    assert compare({0: 0.51}, {0: 0.5}).sentence() == "difference +1.0 points, 1 common seed: no interval"
+    assert compare({0: 0.51}, {1: 0.5}).sentence() == "no common seeds"
+
+
+def test_same_difference_everywhere():
+    none = compare({0: 0.5, 1: 0.25}, {0: 0.5, 1: 0.25})
+    assert (none.difference, none.t_p, none.wilcoxon_p, none.effect_size) == (0.0, 1.0, 1.0, 0.0)
+    same = compare({0: 0.5, 1: 0.75}, {0: 0.25, 1: 0.5})
+    assert (same.difference, same.t_p, same.effect_size) == (0.25, 0.0, math.inf)
+
+
+def test_holm_by_hand():
+    # Sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1, never decreasing.
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    found = holm([0.01, math.nan, 0.02])
+    assert found[0::2] == pytest.approx([0.02, 0.02])
+    assert math.isnan(found[1])
+    assert holm([]) == []
+
+
+def test_holm_rejects_too_much_as_seldom_as_it_says():
+    rng = np.random.default_rng(2)
+    any_rejected = np.mean([min(holm(rng.uniform(size=10).tolist())) < 0.05 for _ in range(2000)])
+    assert 0.035 < any_rejected < 0.065
+
+
+def test_table_of_comparisons():
+    groups = {"mose": {0: 0.6, 1: 0.7, 2: 0.65}, "er": {0: 0.5, 1: 0.65, 2: 0.6}, "scr": {0: 0.55, 1: 0.6, 2: 0.64}}
+    pairs = compare_all(groups)
+    assert [(c.a, c.b) for c in pairs] == [("mose", "er"), ("mose", "scr"), ("er", "scr")]
+    assert [c.holm_p for c in pairs] == pytest.approx(holm([c.t_p for c in pairs]))
+    against = compare_all(groups, "er", warnings={"scr": ["other epochs"]})
+    assert [(c.a, c.b) for c in against] == [("mose", "er"), ("scr", "er")]
+    assert against[1].warnings[0] == "other epochs"
+    with pytest.raises(ValueError, match="baseline is 'agem'; wanted one of mose, er, scr"):
+        compare_all(groups, "agem")
+
+
+def row(**changes):
+    same = dict.fromkeys([*TASK, *PROTOCOL], "x")
+    return {**same, "folder": "one", "class_order": "[0, 1]", **changes}
+
+
+def test_protocols_that_differ_are_told_with_a_run_of_each():
+    rows = [row(), row(folder="two", epochs=3), row(folder="three", epochs=3)]
+    assert protocol_warnings(rows) == ["the epochs differ: x (one), 3 (two)"]
+    assert protocol_warnings(rows, varied=["epochs"]) == []
+    assert protocol_warnings([row(card=None), row(card=math.nan)]) == []
+    assert set(PROTOCOL) >= {"epochs", "class_order", "augment", "torch", "card"}
+    for column in PROTOCOL:
+        (warning,) = protocol_warnings([row(), row(folder="two", **{column: "y"})])
+        assert warning.endswith("y (two)")
+
+
+def test_long_class_orders_are_cut():
+    (warning,) = protocol_warnings([row(class_order=str(list(range(100)))), row(class_order=str(list(range(100))[::-1]))])
+    assert warning == "the order of classes differs: [0, 1, 2, 3, 4, 5, ...] (one), [99, 98, 97, 96, 95, 94, ...] (one)"
+
+
+@pytest.mark.parametrize("column", list(TASK))
+def test_different_problems_are_refused_unless_forced(column):
+    rows = [row(), row(folder="two", **{column: "y"}), row(folder="three", epochs=3)]
+    with pytest.raises(IncomparableRuns, match=r"do not belong in one table: .*x \(one\), y \(two\)"):
+        check_comparable(rows)
+    forced = check_comparable(rows, force=True)
+    assert len(forced) == 2
+    assert "y (two)" in forced[0]
+    assert check_comparable(rows, varied=[column]) == ["the epochs differ: x (one), 3 (three)"]

@@ -1,0 +1,307 @@
+"""What the scheduler decides, with an engine that only pretends to compute."""
+
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import sys
+
+import pytest
+
+import mose_fast
+from mose_fast.config import ConfigError, RunConfig
+from mose_fast.sweep import display, scheduler
+from mose_fast.sweep.forecast import cost_key
+from mose_fast.sweep.grid import Grid
+from mose_fast.sweep.measure import Cost
+from mose_fast.sweep.scheduler import Place, SweepFolder, run_sweep
+from mose_fast.sweep.store import STORE
+from mose_fast.train import Interrupted, RunError
+
+CHANGES = {"stream.limit_per_task": 20, "width": 1, "memory": 64, "device": "cpu"}
+GRID = Grid({"seed": (0, 1, 2)}, CHANGES)
+
+
+class PretendEngine:
+    """Ends each command at once, as ``script`` says: a list by cell of what its attempts come to, ``done`` when it is used up."""
+
+    def __init__(self, pretend, script=None, cost=None):
+        self.pretend, self.script = pretend, script or {}
+        self.cost = cost or Cost(60.0, 10**9, None)
+        self.commands, self.waiting, self.ending, self.stopped, self.closed = [], [], [], False, False
+
+    def free(self):
+        return 2 - len(self.waiting) - len(self.ending)
+
+    def start(self, command):
+        self.commands.append(command)
+        self.waiting.append(command)
+
+    def events(self, timeout):
+        if self.ending:
+            return [self.ending.pop()]
+        command = self.waiting.pop(0)
+        cell = command["cell"]
+        if command["do"] == "measure":
+            return [{"event": "measured", "cell": cell, "cost": dataclasses.asdict(self.cost)}, {"event": "done", "cell": cell}]
+        outcome = self.script.get(cell, [])
+        what = outcome.pop(0) if outcome else {"event": "done"}
+        if callable(what):
+            what = what(command)
+        config = RunConfig.load(command["config"])
+        out = SweepFolder(os.path.dirname(command["out"])).run(cell)
+        if what["event"] == "done":
+            self.pretend(out, config)
+        else:
+            out.mkdir(exist_ok=True)
+            (out / "config.json").write_text(config.to_json())
+        self.ending.append({**what, "cell": cell})
+        return [{"event": "progress", "cell": cell, "batch": 1, "batches": 2}]
+
+    def stop(self):
+        self.stopped = True
+
+    def close(self):
+        self.closed = True
+
+    @property
+    def runs(self):
+        return [command for command in self.commands if command["do"] == "run"]
+
+
+@pytest.fixture
+def engine(pretend, monkeypatch):
+    """A function that puts a pretended engine in the place of the real one."""
+
+    def make(script=None, cost=None):
+        made = PretendEngine(pretend, script, cost)
+        monkeypatch.setattr(scheduler._Sweep, "_engine", lambda self, logs, lock: made)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def say():
+    lines = []
+    return lines.append
+
+
+def test_all_cells_run_once_and_end_in_the_table(tmp_path, engine):
+    made, said = engine(), []
+    outcome = run_sweep(GRID, tmp_path / "s", say=said.append)
+    assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1", "seed-2"]
+    assert made.closed
+    assert outcome.failures == ()
+    assert outcome.table["seed"].tolist() == [0, 1, 2]
+    assert "3 of 3 runs to do: 3:00 of computing" in said[1]
+    assert said[-1].startswith("3 of 3 runs done, 0 failed")
+    config = RunConfig.load(tmp_path / "s" / "configs" / "seed-2.json")
+    assert config == RunConfig.create(stream={"limit_per_task": 20}, width=1, memory=64, device="cpu", seed=2)
+
+
+def test_dry_run_writes_nothing(tmp_path, engine):
+    made, said = engine(), []
+    outcome = run_sweep(GRID, tmp_path / "s", dry_run=True, say=said.append)
+    assert outcome.table is None
+    assert made.runs == []
+    assert not (tmp_path / "s").exists()
+    assert "all alike" in said[1]
+    assert "1:00" in said[1]
+    assert "1.0 GB" in said[1]
+
+
+def test_finished_cells_are_skipped_and_a_grown_grid_adds_to_them(tmp_path, engine, say):
+    engine()
+    run_sweep(GRID, tmp_path / "s", say=say)
+    (tmp_path / "s" / STORE).unlink()  # killed before the row was written
+    made = engine()
+    outcome = run_sweep(Grid({"seed": (0, 1, 2, 3)}, CHANGES), tmp_path / "s", say=say)
+    assert [command["cell"] for command in made.runs] == ["seed-3"]
+    assert outcome.table["seed"].tolist() == [0, 1, 2, 3]
+    # What ran before says how long the next takes: nothing was measured.
+    assert len(made.commands) == 1
+
+
+def test_a_failed_cell_is_tried_once_more_then_reported_and_the_others_go_on(tmp_path, engine, say, capsys):
+    def log_and_fail(command):
+        with open(command["log"], "a") as log:
+            log.write("".join(f"line {i}\n" for i in range(30)))
+        return {"event": "failed", "error": "the loss is not finite"}
+
+    made = engine({"seed-0": [{"event": "failed", "error": "no room"}], "seed-1": [log_and_fail, log_and_fail]})
+    outcome = run_sweep(GRID, tmp_path / "s", say=say)
+    assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1", "seed-2", "seed-0", "seed-1"]
+    assert [command["afresh"] for command in made.runs] == [False] * 5
+    assert outcome.table["seed"].tolist() == [0, 2]
+    (failure,) = outcome.failures
+    assert failure.reason == "the loss is not finite"
+    assert failure.log.splitlines()[-1] == "line 29"
+    assert len(failure.log.splitlines()) == 15
+    threads = json.loads((tmp_path / "s" / "sweep.json").read_text())["threads"]
+    folder = tmp_path / "s"
+    assert failure.command == (
+        f"OMP_NUM_THREADS={threads} mose-fast run --config {folder / 'configs' / 'seed-1.json'} --out {folder / 'seed-1'} --overwrite"
+    )
+    assert failure.command in capsys.readouterr().err
+
+
+def test_a_cell_that_fails_from_its_checkpoint_starts_afresh(tmp_path, engine, say):
+    engine({"seed-0": [{"event": "failed", "error": "no room"}] * 2})
+    run_sweep(GRID, tmp_path / "s", say=say)
+    made = engine({"seed-0": [{"event": "failed", "error": "damaged checkpoint"}]})
+    outcome = run_sweep(GRID, tmp_path / "s", say=say)
+    assert [command["afresh"] for command in made.runs] == [False, True]
+    assert len(outcome.table) == 3
+
+
+def test_a_killed_cell_goes_on_but_not_for_ever(tmp_path, engine, say):
+    died = {"event": "died", "signal": 9}
+
+    def die_with_a_new_checkpoint(command):
+        folder = SweepFolder(command["out"]).path / "checkpoints"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"step-{len(list(folder.iterdir())):09d}.safetensors").touch()
+        return died
+
+    made = engine({"seed-0": [died, died], "seed-1": [died] * 9, "seed-2": [die_with_a_new_checkpoint] * 5})
+    outcome = run_sweep(GRID, tmp_path / "s", say=say)
+    assert sorted(outcome.table["seed"]) == [0, 2]
+    (failure,) = outcome.failures
+    assert failure.name == "seed-1"
+    assert "killed by signal 9 3 times" in failure.reason
+    assert [command["cell"] for command in made.runs].count("seed-2") == 6
+    assert not any(command["afresh"] for command in made.runs)
+
+
+def test_ctrl_c_stops_the_runs_and_the_same_call_goes_on(tmp_path, engine, say):
+    def interrupt(command):
+        os.kill(os.getpid(), signal.SIGINT)
+        return {"event": "died", "signal": 2}
+
+    made = engine({"seed-0": [interrupt], "seed-1": [{"event": "stopped"}]})
+    with pytest.raises(Interrupted):
+        run_sweep(GRID, tmp_path / "s", say=say)
+    assert made.stopped
+    assert made.closed
+    assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1"]
+    engine()
+    assert len(run_sweep(GRID, tmp_path / "s", say=say).table) == 3
+
+
+def test_damaged_folders_are_left_and_named_and_the_others_run(tmp_path, engine, say):
+    engine()
+    run_sweep(GRID, tmp_path / "s", say=say)
+    (tmp_path / "s" / "seed-1" / "results.json").write_text("{")
+    (tmp_path / "s" / "seed-2" / "config.json").write_text("{")
+    made = engine()
+    outcome = run_sweep(Grid({"seed": (0, 1, 2, 3)}, CHANGES), tmp_path / "s", say=say)
+    assert [command["cell"] for command in made.runs] == ["seed-3"]
+    assert [failure.name for failure in outcome.failures] == ["seed-1", "seed-2"]
+    assert all("Delete the folder to run it again" in failure.reason for failure in outcome.failures)
+    assert (tmp_path / "s" / "seed-1" / "results.json").read_text() == "{"
+
+
+def test_a_folder_with_other_settings_is_refused_before_anything_starts(tmp_path, engine, say):
+    engine()
+    run_sweep(GRID, tmp_path / "s", say=say)
+    made = engine()
+    with pytest.raises(RunError, match=r"seed-0 holds a run with other settings \(width is 1 there and 2 here\)"):
+        run_sweep(Grid({"seed": (0,)}, {**CHANGES, "width": 2}), tmp_path / "s", say=say)
+    assert made.commands == []
+
+
+def test_more_runs_than_the_memory_holds_are_refused_or_not_started(tmp_path, engine, say, monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        pytest.skip("one core has room for one worker only")
+    monkeypatch.setattr(scheduler, "available_bytes", lambda: 15 * 10**8)
+    engine()
+    with pytest.raises(ConfigError, match=r"2 runs at a time need 2\.0 GB of memory, and 1\.5 GB are free; wanted at most 1"):
+        run_sweep(GRID, tmp_path / "s", Place(workers=2), say=say)
+    run_sweep(GRID, tmp_path / "s", say=say)
+    assert json.loads((tmp_path / "s" / "sweep.json").read_text())["workers"] == 1
+    engine(cost=Cost(1.0, 2 * 10**9, None))
+    with pytest.raises(ConfigError, match="wanted at most 0"):
+        run_sweep(Grid({"seed": (0,)}, {**CHANGES, "width": 2}), tmp_path / "t", say=say)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"workers": 0}, "workers is 0"),
+        ({"workers": 10**6}, "wanted at most .* the number of cores here"),
+        ({"per_gpu": 2}, "per_gpu is 2, but the runs compute on the CPU"),
+        ({"engine": "slurm"}, "engine is 'slurm'; wanted 'local' or 'ray'"),
+    ],
+)
+def test_unusable_places(tmp_path, engine, say, place, message):
+    made = engine()
+    with pytest.raises(ConfigError, match=message):
+        run_sweep(GRID, tmp_path / "s", Place(**place), say=say)
+    assert made.commands == []
+
+
+def test_unusable_settings_start_nothing(tmp_path, engine, say):
+    made = engine()
+    with pytest.raises(ConfigError, match=r"cuda:0.*wanted cuda in a sweep"):
+        run_sweep(Grid({"seed": (0,)}, {**CHANGES, "device": "cuda:0"}), tmp_path / "s", say=say)
+    with pytest.raises(mose_fast.StreamError, match="did you mean 'digits'"):
+        run_sweep(Grid({"stream.name": ("digits", "digist")}, CHANGES), tmp_path / "s", say=say)
+    assert made.commands == []
+    assert not (tmp_path / "s").exists()
+
+
+def test_unwritable_folder(tmp_path, engine, say):
+    engine()
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="cannot write into the sweep's folder"):
+        run_sweep(GRID, tmp_path / "file" / "s", say=say)
+
+
+def test_a_full_disk_for_the_table_alone_loses_no_run(tmp_path, engine, say, monkeypatch, capsys):
+    engine()
+
+    def full(self, folder):
+        raise RunError("cannot write the table of runs: database or disk is full")
+
+    monkeypatch.setattr(scheduler.Store, "add", full)
+    outcome = run_sweep(GRID, tmp_path / "s", say=say)
+    assert len(outcome.table) == 3
+    assert "disk is full" in capsys.readouterr().err
+
+
+def test_python_call_gives_a_data_frame_with_the_grid_in_it(tmp_path, engine, capsys):
+    engine({"student-2_seed-1": [{"event": "failed", "error": "broken"}] * 2})
+    with pytest.warns(UserWarning, match="failed: student-2_seed-1: broken"):
+        table = mose_fast.sweep(
+            {"student": [2, 4], "seed": range(2)}, out=tmp_path / "s", stream={"limit_per_task": 20}, width=1, memory=64, device="cpu"
+        )
+    assert table["student"].tolist() == [2, 4, 4]
+    assert table["seed"].tolist() == [0, 0, 1]
+    assert table["stream"].tolist() == ["digits"] * 3
+
+
+def test_forecast_does_not_care_for_seeds_and_scales():
+    config = RunConfig.create(memory=64, options={"buffer_batch": 8})
+    assert cost_key(config) == cost_key(RunConfig.create(memory=64, seed=3, options={"buffer_batch": 8, "lr": 0.01}))
+    assert cost_key(config) != cost_key(RunConfig.create(memory=65, options={"buffer_batch": 8}))
+    assert cost_key(config) != cost_key(RunConfig.create("paper", memory=64, options={"buffer_batch": 8}))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_table_is_drawn_in_a_terminal(tmp_path, engine, say, monkeypatch):
+    engine()
+    monkeypatch.setattr(display, "_EVERY", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    run_sweep(GRID, tmp_path / "s", say=say)
+    shown = sys.stderr.getvalue()
+    assert re.search(r"0 done, \d running, 0 failed, \d waiting; 0:00 gone, about \d:\d\d left\n  seed-0   50 % \[#{10} {10}\]\n", shown)
+    assert "\x1b[2A\x1b[J" in shown
+    assert "[3/3] done    seed-2: ACC" in shown

@@ -1,0 +1,161 @@
+"""The table of runs holds what the folders hold, whole rows only, and names every folder that it cannot trust."""
+
+import dataclasses
+import json
+import os
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from mose_fast.config import RunConfig
+from mose_fast.sweep import store
+from mose_fast.sweep.store import COLUMNS, STORE, RunDamaged, Store, collect, read_run, read_store, setting_id
+from mose_fast.train import RunError
+
+
+@pytest.fixture
+def config(settings):
+    return RunConfig.create(**settings)
+
+
+def test_row_says_what_results_say(finished_run, config):
+    row, results = read_run(finished_run)
+    assert list(row) == list(COLUMNS)
+    assert row["acc"] == results["acc"]["ncm"]["4"]
+    assert json.loads(row["metrics"])["linear"]["mean_logit"]["af_paper"] == results["af_paper"]["linear"]["mean_logit"]
+    assert (row["method"], row["memory"], row["tasks"], row["threads"], row["card"]) == ("mose", 64, 5, 1, None)
+    assert RunConfig.from_dict(json.loads(row["config"])) == config
+    assert row["seconds_total"] == pytest.approx(row["seconds_train"] + row["seconds_evaluate"] + row["seconds_checkpoint"], abs=0.01)
+
+
+def test_setting_is_all_but_the_seed(config):
+    assert setting_id(config) == setting_id(dataclasses.replace(config, seed=9))
+    assert setting_id(config) != setting_id(dataclasses.replace(config, memory=65))
+
+
+def test_added_and_collected_tables_are_the_same(tmp_path, pretend, config):
+    added = Store(tmp_path)
+    for seed in (0, 1):
+        folder = tmp_path / f"seed-{seed}"
+        pretend(folder, dataclasses.replace(config, seed=seed))
+        added.add(folder)
+        added.add(folder)
+    before = read_store(tmp_path)
+    assert before["folder"].tolist() == ["seed-0", "seed-1"]
+    assert before["seed"].tolist() == [0, 1]
+    assert before["acc"].dtype == "float64"
+    after, skipped = collect(tmp_path)
+    assert skipped == []
+    assert after.equals(before)
+
+
+def test_rows_are_only_added_and_the_newest_counts(tmp_path, pretend, config):
+    table = Store(tmp_path)
+    pretend(tmp_path / "run", config)
+    table.add(tmp_path / "run")
+    pretend(tmp_path / "run", dataclasses.replace(config, seed=5))
+    table.add(tmp_path / "run")
+    with closing(sqlite3.connect(tmp_path / STORE)) as database:
+        assert database.execute("SELECT seed FROM runs ORDER BY rowid").fetchall() == [(0,), (5,)]
+    assert read_store(tmp_path)["seed"].tolist() == [5]
+
+
+def test_a_crash_leaves_no_half_row(tmp_path, pretend, config, monkeypatch):
+    pretend(tmp_path / "run", config)
+    table = Store(tmp_path)
+    insert = store._insert
+
+    def insert_and_crash(database, row):
+        insert(database, row)
+        raise MemoryError
+
+    monkeypatch.setattr(store, "_insert", insert_and_crash)
+    with pytest.raises(MemoryError):
+        table.add(tmp_path / "run")
+    assert len(read_store(tmp_path)) == 0
+    monkeypatch.undo()
+    table.add(tmp_path / "run")
+    assert len(read_store(tmp_path)) == 1
+
+
+def change_results(change):
+    def damage(folder):
+        results = json.loads((folder / "results.json").read_text())
+        change(results)
+        (folder / "results.json").write_text(json.dumps(results))
+
+    return damage
+
+
+def truncate(name):
+    def damage(folder):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text[: len(text) // 2])
+
+    return damage
+
+
+DAMAGES = {
+    "results cut": (truncate("results.json"), "truncated or no JSON"),
+    "configuration cut": (truncate("config.json"), "truncated or no JSON"),
+    "table cut": (truncate("accuracy.csv"), "accuracy.csv does not hold the accuracies"),
+    "no results": (lambda folder: (folder / "results.json").unlink(), "not finished"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
+    "no table": (lambda folder: (folder / "accuracy.csv").unlink(), "accuracy.csv cannot be read"),
+    "better ACC": (change_results(lambda r: r["acc"]["ncm"].update({"4": 0.99})), "acc of ncm, expert 4 does not follow"),
+    "better matrix": (change_results(lambda r: r["accuracy"]["ncm"]["4"][-1].__setitem__(0, 1.0)), "accuracy.csv does not hold"),
+    "other memory": (change_results(lambda r: r["config"].update(memory=5000)), "config.json and the configuration in results.json differ"),
+    "no threads": (change_results(lambda r: r.pop("threads")), "results.json is incomplete"),
+    "newer": (change_results(lambda r: r.update(schema_version=99)), "schema_version 99; wanted 1"),
+    "a list": (lambda folder: (folder / "results.json").write_text("[]"), "schema_version None; wanted 1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_edited_and_truncated_folders_are_skipped_and_named(tmp_path, pretend, config, damage):
+    pretend(tmp_path / "good", config)
+    pretend(tmp_path / "bad", dataclasses.replace(config, seed=1))
+    harm, message = DAMAGES[damage]
+    harm(tmp_path / "bad")
+    with pytest.raises(RunDamaged, match=message):
+        read_run(tmp_path / "bad")
+    table, skipped = collect(tmp_path)
+    assert table["folder"].tolist() == ["good"]
+    assert len(skipped) == 1
+    assert skipped[0].startswith(f"{tmp_path / 'bad'}: ")
+
+
+def test_tables_that_are_none(tmp_path):
+    with pytest.raises(RunError, match=r"there is no table of runs .*build it with: mose-fast collect"):
+        read_store(tmp_path)
+    with pytest.raises(RunError, match="is no folder"):
+        collect(tmp_path / "missing")
+    (tmp_path / STORE).write_text("this is no database, but long enough to look like a file of one" * 20)
+    with pytest.raises(RunError, match="cannot be read"):
+        read_store(tmp_path)
+    with pytest.raises(RunError, match="cannot write the table"):
+        Store(tmp_path)
+    (tmp_path / STORE).unlink()
+    with closing(sqlite3.connect(tmp_path / STORE)) as database, database:
+        database.execute("CREATE TABLE runs (x)")
+        database.execute("PRAGMA user_version = 99")
+    with pytest.raises(RunError, match="has format 99; wanted 1"):
+        read_store(tmp_path)
+    table, _ = collect(tmp_path)
+    assert len(table) == 0
+
+
+def test_a_full_disk_leaves_the_old_table(tmp_path, pretend, config, monkeypatch):
+    pretend(tmp_path / "run", config)
+    collect(tmp_path)
+    before = (tmp_path / STORE).read_bytes()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        collect(tmp_path)
+    assert (tmp_path / STORE).read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", STORE]
