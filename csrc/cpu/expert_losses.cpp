@@ -221,7 +221,7 @@ Real distance_factor(const ExpertLossesInput& in, const ExpertStatistics& at, co
                      int64_t i) {
   const bool frobenius = in.reduction == DistanceReduction::kFrobenius;
   const Real distance = frobenius ? statistics[at.distance() + e] : std::sqrt(statistics[at.squared_distance(e) + i]);
-  return distance > 0 ? grad / (frobenius ? distance : distance * static_cast<Real>(counts.valid)) : Real(0);
+  return distance == 0 ? Real(0) : grad / (frobenius ? distance : distance * static_cast<Real>(counts.valid));
 }
 
 // out += factor * slope * (difference - unit * along), for unit = x * rx, difference = unit - y * ry, along = unit . difference.
@@ -243,9 +243,10 @@ void expert_losses_directions(const ExpertLossesInput& in, Real* directions, int
     for (int64_t i = 0; i < in.rows; ++i) {
       const Real* z = row_of<Real>(in.projections, e * in.rows + i, in.projection_size);
       Real* out = directions + (e * in.rows + i) * in.projection_size;
-      const Real r = i < valid && in.contrasts(e) ? inverse_norm(z, in.projection_size) : Real(0);
+      const bool counts = i < valid && in.contrasts(e);
+      const Real r = counts ? inverse_norm(z, in.projection_size) : Real(0);
       for (int64_t p = 0; p < in.projection_size; ++p) {
-        out[p] = r > 0 ? z[p] * r : Real(0);
+        out[p] = counts ? z[p] * r : Real(0);
       }
     }
   }

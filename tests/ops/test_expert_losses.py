@@ -100,6 +100,16 @@ def test_large_logits_zero_rows_and_distance_zero():
     assert all((g == 0).all() for g in gradients(terms.sum(), inputs))
 
 
+def test_not_a_number_is_not_hidden(path):
+    for position, term in ((0, 0), (1, 1), (2, 2), (3, 2)):
+        inputs, labels, mask = make()
+        with torch.no_grad():
+            inputs[position][..., 4, 2] = torch.nan
+        terms = expert_losses(*inputs, labels, 9, mask, student_index=1)
+        assert terms[0].isnan().tolist() == [which == term for which in range(3)]
+        assert gradients(terms.sum(), inputs)[3 if position == 2 else position].isnan().any()
+
+
 @needs_library
 def test_each_input_has_its_own_type():
     inputs, labels, mask = make()
