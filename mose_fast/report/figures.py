@@ -101,7 +101,7 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
     for axis, (memory, shown) in zip(axes, panels.items(), strict=True):
         for g in shown:
             at = _evaluated(g)
-            _band(axis, at + 1, 100 * np.array([run.running[run.view][at] for run in g.runs]), looks[g.label], f"{g.label} (n = {g.n})")
+            _band(axis, at + 1, 100 * np.array([run.running[run.view][at] for run in g.runs]), looks[g.label], g.label)
         classes = {tuple(run.row[k] for k in ("classes", "tasks")) for g in shown for run in g.runs}
         if len(classes) == 1:
             ((total, tasks),) = classes
@@ -109,10 +109,10 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
             axis.plot(seen, 100 * tasks / (total * seen), color="0.5", linewidth=1, linestyle=":", label="chance")
         axis.set(title=f"M = {memory}", xlabel="tasks seen", ylim=(0, 100))
         _whole_ticks(axis, max(run.tasks for g in shown for run in g.runs))
-        axis.legend(loc="upper right")
     _label_left(axes, "accuracy on the tasks seen (%)")
+    _legend(figure, axes)
     caption = (
-        "Mean accuracy over the tasks seen so far, after each task, by the classifier of predict(), a panel a memory size. "
+        "Mean accuracy over the tasks seen so far, after each task, by the classifier of predict(), one panel for each memory size. "
         f"{_band_text(groups)} Dotted: chance, where all tasks have as many classes.{left_out}"
     )
     return _picture("accuracy", "Accuracy against task", caption, figure)
@@ -128,15 +128,14 @@ def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
         for g in shown:
             tasks = np.arange(1, g.runs[0].tasks + 1)
             if all(run.complete for run in g.runs):
-                _band(new, tasks, 100 * np.array([np.diagonal(run.matrix) for run in g.runs]), looks[g.label], f"{g.label} (n = {g.n})")
-            _band(bof, tasks, np.array([run.bof[run.view] for run in g.runs]), looks[g.label], f"{g.label} (n = {g.n})")
+                _band(new, tasks, 100 * np.array([np.diagonal(run.matrix) for run in g.runs]), looks[g.label], g.label)
+            _band(bof, tasks, np.array([run.bof[run.view] for run in g.runs]), looks[g.label], g.label)
         most = max(run.tasks for g in shown for run in g.runs)
         for axis in (new, bof):
             _whole_ticks(axis, most)
-            if axis.lines:
-                axis.legend(loc="best")
         new.set(title=f"new task, M = {memory}", xlabel="task", ylabel="accuracy just after it (%)", ylim=(0, 100))
         bof.set(title=f"buffer overfitting, M = {memory}", xlabel="task", ylabel="BOF after the last task")
+    _legend(figure, axes)
     caption = (
         "Left: accuracy on each task just after it was learned (plasticity). Right: buffer overfitting of each task after the last one, "
         "(accuracy on its samples in the memory - accuracy on its test images) / accuracy on its test images; a task without samples, or "
@@ -267,7 +266,7 @@ def _maps(
         axis.grid(visible=False)
         axis.set_title(f"{g.label}\nM = {g.memory}, n = {g.n}", fontsize=8)
         axis.set(xlabel=across, ylabel=down)
-        step = max(1, math.ceil(tasks / 10))
+        step = 1 if tasks <= 10 else math.ceil(tasks / 5)
         ticks = range(0, tasks, step)
         axis.set_xticks(ticks, [str(t + 1) for t in ticks])
         axis.set_yticks(ticks, [str(t + 1) for t in ticks])
@@ -370,6 +369,14 @@ def _band_text(groups: Sequence[Group]) -> str:
 def _whole_ticks(axis: Axes, tasks: int) -> None:
     if tasks <= 20:
         axis.set_xticks(range(1, tasks + 1))
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend for all panels, below them."""
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    # Chance last.
+    order = sorted(handles, key=lambda label: label == "chance")
+    figure.legend([handles[label] for label in order], order, loc="outside lower center", ncols=min(3, len(order)))
 
 
 def _label_left(axes: Sequence[Axes], text: str) -> None:

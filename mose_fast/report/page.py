@@ -11,7 +11,7 @@ from pathlib import Path
 from mose_fast._version import __version__
 from mose_fast.report.figures import Picture, figures
 from mose_fast.report.runs import Group, Skipped, group_runs, read_folders
-from mose_fast.report.statistics import check_comparable, summarise
+from mose_fast.report.statistics import FEW_SEEDS, check_comparable, summarise
 from mose_fast.report.table import Table
 from mose_fast.report.tables import comparison_table, comparisons, counted, deviations, seeds, sentence, streams, tables
 from mose_fast.train.files import RunError, write_atomically
@@ -24,7 +24,7 @@ FORMATS = ("csv", "md", "tex")
 _PAGE = "report.html"
 
 # Rows of a table that a reader scrolls past without being asked, and sentences that one reads.
-_LONG, _SENTENCES = 60, 24
+_LONG, _SENTENCES = 100, 24
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
@@ -101,9 +101,10 @@ def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: S
     found = comparisons(groups)
     if found:
         by_name["comparisons"] = comparison_table(found)
-    few = list(dict.fromkeys(f"{w}." for _, c in found for w in c.warnings))
-    few[6:] = [f"And {len(few) - 6} more pairs with few common seeds."] if len(few) > 6 else []
-    notes = [*(f"{w[:1].upper()}{w[1:]}." for w in warnings), *few, *_notes(groups)]
+    notes = [f"{w[:1].upper()}{w[1:]}." for w in warnings]
+    if few := sum(len(c.seeds) < FEW_SEEDS for _, c in found):
+        notes.append(f"{few} of {counted(len(found), 'comparison')} rest on fewer than {FEW_SEEDS} common seeds, which show little.")
+    notes += _notes(groups)
     told = [sentence(memory, c) for memory, c in found[:_SENTENCES]]
     told += [f"And {len(found) - len(told)} more in the table."] if len(found) > len(told) else []
     compared = [_list(told), _folded_if_long(by_name["comparisons"])] if found else []
@@ -183,7 +184,7 @@ def _fold(title: str, content: str) -> str:
 
 
 def _folded_if_long(table: Table) -> str:
-    return _fold(f"{len(table.rows)} rows", table.html()) if len(table.rows) > _LONG else table.html()
+    return _fold(f"The table, {len(table.rows)} rows", table.html()) if len(table.rows) > _LONG else table.html()
 
 
 def _list(items: Iterable[str]) -> str:

@@ -99,15 +99,16 @@ def _experts(groups: Sequence[Group]) -> Table:
         f"linear classifiers; mean ± standard deviation over {seeds(groups)}. A dash marks experts that a method does not have.",
         ["method", "M", "n", *headings],
     )
+    theirs: dict[int, list[Cell]] = {}
     for g in groups:
         views = [
             *(View("ncm", e) for e in names), View("ncm", "mean_distance"),
             *(View("linear", e) for e in names), View("linear", "mean_logit"),
         ]  # fmt: skip
         table.rows.append([g.label, g.memory, g.n, *(_spread(g, "acc", v) if v in g.runs[0].views else None for v in views)])
-        theirs = _paper_experts(g, names)
-        if theirs:
-            table.rows.append(["MOSE, paper", g.memory, paper.RUNS, *theirs])
+        if cells := _paper_experts(g, names):
+            theirs[g.memory] = cells
+    table.rows += [["MOSE, paper", memory, paper.RUNS, *cells] for memory, cells in sorted(theirs.items())]
     return table
 
 
