@@ -59,11 +59,11 @@ __device__ inline Pixel normalised(const Pixel& pixel, const AugmentParams& para
 // Neighbouring threads copy neighbouring words; rows start anywhere, so that words are 16 bytes only where the address allows it.
 __device__ inline void stage_image(const uint8_t* image, uint8_t* staged, int32_t bytes) {
   if (reinterpret_cast<uintptr_t>(image) % 16 == 0 && bytes % 16 == 0) {
-    for (int32_t i = threadIdx.x; i < bytes / 16; i += kAugmentThreads) {
+    for (int32_t i = threadIdx.x; i < bytes / 16; i += static_cast<int32_t>(blockDim.x)) {
       reinterpret_cast<uint4*>(staged)[i] = reinterpret_cast<const uint4*>(image)[i];
     }
   } else {
-    for (int32_t i = threadIdx.x; i < bytes; i += kAugmentThreads) {
+    for (int32_t i = threadIdx.x; i < bytes; i += static_cast<int32_t>(blockDim.x)) {
       staged[i] = image[i];
     }
   }
@@ -73,7 +73,7 @@ __device__ inline void stage_image(const uint8_t* image, uint8_t* staged, int32_
 template <typename Of>
 __device__ Pixel block_mean(AugmentShared& shared, int32_t pixels, const Of& of) {
   float sum[3] = {0.0f, 0.0f, 0.0f};
-  for (int32_t i = threadIdx.x; i < pixels; i += kAugmentThreads) {
+  for (int32_t i = threadIdx.x; i < pixels; i += static_cast<int32_t>(blockDim.x)) {
     const Pixel pixel = of(i);
     sum[0] += pixel.red;
     sum[1] += pixel.green;
@@ -91,7 +91,7 @@ __device__ Pixel block_mean(AugmentShared& shared, int32_t pixels, const Of& of)
   float mean[3];
   for (int c = 0; c < 3; ++c) {
     float total = 0.0f;
-    for (int warp = 0; warp < kAugmentWarps; ++warp) {
+    for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) {
       total += shared.partial[c][warp];
     }
     mean[c] = total / static_cast<float>(pixels);
@@ -99,7 +99,7 @@ __device__ Pixel block_mean(AugmentShared& shared, int32_t pixels, const Of& of)
   return {mean[0], mean[1], mean[2]};
 }
 
-// `memory`: augment_shared_bytes() bytes, aligned to 16. kAugmentThreads threads.
+// `memory`: augment_shared_bytes() bytes, aligned to 16. Full warps, up to kAugmentThreads threads.
 template <typename T, int kChannels>
 __device__ void augment_block(const AugmentParams& params, unsigned char* memory) {
   const int64_t view = blockIdx.x;
@@ -114,7 +114,7 @@ __device__ void augment_block(const AugmentParams& params, unsigned char* memory
     for (int c = 0; c < kChannels; ++c) {
       round_to(value, stored.channel[c]);
     }
-    for (int32_t i = threadIdx.x; i < pixels; i += kAugmentThreads) {
+    for (int32_t i = threadIdx.x; i < pixels; i += static_cast<int32_t>(blockDim.x)) {
       output[i] = stored;
     }
     return;
@@ -132,7 +132,7 @@ __device__ void augment_block(const AugmentParams& params, unsigned char* memory
   const bool augmented = origin.draw >= 0;
   const int32_t* code = params.codes + static_cast<int64_t>(augmented ? origin.draw : 0) * AugmentParameters::kCodes;
   if (augmented) {
-    for (int32_t i = threadIdx.x; i < width + height; i += kAugmentThreads) {
+    for (int32_t i = threadIdx.x; i < width + height; i += static_cast<int32_t>(blockDim.x)) {
       columns[i] = i < width ? sample_position(i, width, code[1], code[3], code[0] != 0)
                              : sample_position(i - width, height, code[2], code[4], false);
     }
@@ -142,7 +142,7 @@ __device__ void augment_block(const AugmentParams& params, unsigned char* memory
   const int32_t orientation = origin.orientation;
   const auto oriented = [&](int32_t y, int32_t x) { return load_pixel(image, oriented_pixel(orientation, y, x, height, width)); };
   if (!augmented) {
-    for (int32_t i = threadIdx.x; i < pixels; i += kAugmentThreads) {
+    for (int32_t i = threadIdx.x; i < pixels; i += static_cast<int32_t>(blockDim.x)) {
       const Pixel pixel = oriented(i / width, i % width);
       store_pixel(output, i, normalised({pixel.red / 255.0f, pixel.green / 255.0f, pixel.blue / 255.0f}, params));
     }
@@ -179,7 +179,7 @@ __device__ void augment_block(const AugmentParams& params, unsigned char* memory
     return pixel;
   };
   const Pixel mean = jittered ? block_mean(shared, pixels, before_contrast) : Pixel{0.0f, 0.0f, 0.0f};
-  for (int32_t i = threadIdx.x; i < pixels; i += kAugmentThreads) {
+  for (int32_t i = threadIdx.x; i < pixels; i += static_cast<int32_t>(blockDim.x)) {
     Pixel pixel;
     if (jittered) {
       pixel = before_contrast(i);

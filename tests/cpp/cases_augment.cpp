@@ -4,6 +4,10 @@
 #include "api/augment.h"
 #include "kernel_case.h"
 
+#if defined(MF_KERNELS_ON_CPU)
+#include "cuda/augment.cuh"
+#endif
+
 namespace {
 
 constexpr double kTolerance = 1e-5;  // kernels may fuse a product and a sum, and add a channel in another order
@@ -130,7 +134,7 @@ KERNEL_CASE(augment_half_precision) {
   compare<mf::Float16>(context, make_step(8, 32, 32, 7), mf::ViewType::kFloat16, 8, false, 1.0 / 2048);
 }
 
-KERNEL_CASE(small_augment) {
+KERNEL_CASE(augment_small_images) {
   compare<float>(context, make_step(16, 8, 8, 8), mf::ViewType::kFloat32, 3, false, kTolerance);
   compare<float>(context, make_step(12, 24, 16, 9), mf::ViewType::kFloat32, 8, true, kTolerance);
   compare<float>(context, make_step(6, 5, 7, 10), mf::ViewType::kFloat32, 4, false, kTolerance);  // rows that are not aligned
@@ -154,3 +158,26 @@ KERNEL_CASE(augment_marks_what_does_not_exist) {
   step.layout[17] = 4;     // view 5: no draw
   compare<float>(context, step, mf::ViewType::kFloat32, 3, false, kTolerance);
 }
+
+#if defined(MF_KERNELS_ON_CPU)
+
+// Two warps: ThreadSanitizer forgets accesses where more than 255 threads take turns.
+KERNEL_CASE(small_augment) {
+  const Step step = make_step(12, 8, 8, 13);
+  const auto bytes = static_cast<size_t>(mf::cuda::augment_shared_bytes(8, 8));
+  auto* output = context.poisoned<float>(12 * 64 * 3);
+  std::vector<float> wanted(12 * 64 * 3);
+  const auto params = [&](void* out) {
+    return make_params(step, step.stream.data(), step.memory.data(), step.rows.data(), step.layout.data(), step.codes.data(),
+                       step.factors.data(), out, mf::ViewType::kFloat32, 3, false);
+  };
+  mf::cpu::augment(params(wanted.data()), 1);
+  const mf::AugmentParams on_kernel = params(output);
+  shim::launch(12, 64, bytes, [&] {
+    MF_DYNAMIC_SHARED(shared);
+    mf::cuda::augment_block<float, 3>(on_kernel, shared);
+  });
+  context.expect_close("views", output, wanted, kTolerance);
+}
+
+#endif

@@ -91,19 +91,20 @@ inline unsigned char* shared_memory = nullptr;
 // What ThreadSanitizer knows of order: everything before a launch comes before its threads; a barrier orders what its threads did
 // before it and will do after it; everything in a launch comes before what follows the launch. Two tags take turns, because a
 // fast thread may reach the next barrier before a slow one has left this one.
-inline char launch_tag, done_tag, block_tags[2], warp_tags[kMaxThreads / kWarpSize][2];
+// ThreadSanitizer keeps the history of some 250 threads: with larger blocks it may forget the first of two accesses.
+inline uint64_t launch_tag, done_tag, block_tags[2], warp_tags[kMaxThreads / kWarpSize][2];
 
 inline const char* sites_seen[256];  // of __syncthreads
 inline int sites = 0;
 inline const char* missing_site = "";  // of the barrier that a test takes away
 
-SHIM_RUNTIME inline void release([[maybe_unused]] char* tag) {
+SHIM_RUNTIME inline void release([[maybe_unused]] uint64_t* tag) {
 #if defined(SHIM_THREAD_SANITIZER)
   __tsan_release(tag);
 #endif
 }
 
-SHIM_RUNTIME inline void acquire([[maybe_unused]] char* tag) {
+SHIM_RUNTIME inline void acquire([[maybe_unused]] uint64_t* tag) {
 #if defined(SHIM_THREAD_SANITIZER)
   __tsan_acquire(tag);
 #endif
@@ -174,7 +175,7 @@ SHIM_RUNTIME inline int block_barrier(const char* site, int vote) {
     return vote;
   }
   Fiber& self = *current;
-  char* tag = &block_tags[self.barriers++ % 2];
+  uint64_t* tag = &block_tags[self.barriers++ % 2];
   self.waits = Wait::kBlock;
   self.site = site;
   self.vote = vote;
@@ -186,7 +187,7 @@ SHIM_RUNTIME inline int block_barrier(const char* site, int vote) {
 
 SHIM_RUNTIME inline void warp_barrier(const char* site) {
   Fiber& self = *current;
-  char* tag = &warp_tags[thread_number() / kWarpSize][self.collectives++ % 2];
+  uint64_t* tag = &warp_tags[thread_number() / kWarpSize][self.collectives++ % 2];
   self.waits = Wait::kWarp;
   self.site = site;
   release(tag);

@@ -14,7 +14,8 @@
 //
 // Every case runs several times: in each of four schedules on the CPU, twice on a card; what it compares must agree among the runs
 // bit for bit, whatever the tolerance to the twin is. Memory that a kernel has not written is poisoned with another byte in every
-// other run. Where MF_KERNELS_ON_CPU is defined, a case may also launch a body of a .cuh with another shape: shim::launch.
+// other run. Cases named small_... must reach every __syncthreads: the tests take each away in turn and want the schedules and
+// ThreadSanitizer to notice, which needs blocks of few threads. Where MF_KERNELS_ON_CPU is defined, a case may also launch a body of a .cuh with another shape: shim::launch.
 #pragma once
 
 #include <cmath>

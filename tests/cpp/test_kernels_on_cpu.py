@@ -36,24 +36,34 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pa
     if shutil.which(COMPILER) is None or not toolkits:
         pytest.skip(f"needs {COMPILER} (apt-get install clang-19 libclang-rt-19-dev) and a CUDA toolkit's headers: {'; '.join(looked)}")
 
+    folder = tmp_path_factory.mktemp("kernels")
+    stand_ins = [HERE / "cuda_on_cpu.h", *sorted(HERE.glob("cuda_on_cpu_*.h"))]
+    flags = [
+        *("-std=c++17", "-O1", "-gline-tables-only", "-Wall", "-Wextra", "-Werror"),
+        *("-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wno-unused-variable"),  # OpenMP's pragmas and what only they use
+        *(f"-I{CSRC}", f"-I{HERE}", "-DMF_KERNELS_ON_CPU", "-x", "c++"),
+    ]
+    as_kernels = ["-isystem", toolkits[0].root / "include", *(part for header in stand_ins for part in ("-include", header))]
+
+    def call(*arguments: str | Path) -> None:
+        command = [COMPILER, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+
     @functools.cache
-    def compile(stem: str, sanitizer: str) -> Path:
-        output = tmp_path_factory.mktemp("kernels") / stem
-        stand_ins = [HERE / "cuda_on_cpu.h", *sorted(HERE.glob("cuda_on_cpu_*.h"))]
-        command = [
-            *(COMPILER, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror"),
-            *("-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wno-unused-variable"),  # OpenMP's pragmas and what only they use
-            *SANITIZERS[sanitizer],
-            *("-DMF_KERNELS_ON_CPU", f"-I{CSRC}", f"-I{HERE}", "-isystem", toolkits[0].root / "include"),
-            *(part for header in stand_ins for part in ("-include", header)),
-            *("-x", "c++", HERE / "kernel_check.cpp", HERE / f"cases_{stem}.cpp", CSRC / f"cpu/{stem}.cpp", CSRC / f"cuda/{stem}.cu"),
-            *("-o", output),
-        ]
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-        assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
+    def compile(source: Path, sanitizer: str) -> Path:
+        output = folder / f"{source.name}-{source.parent.name}-{sanitizer.split()[0]}.o"
+        call(*flags, *SANITIZERS[sanitizer], *(as_kernels if source.parent.name != "cpu" else ()), "-c", source, "-o", output)
         return output
 
-    return compile
+    @functools.cache
+    def link(stem: str, sanitizer: str) -> Path:
+        output = folder / f"{stem}-{sanitizer.split()[0]}"
+        sources = [HERE / "kernel_check.cpp", HERE / f"cases_{stem}.cpp", CSRC / "cpu" / f"{stem}.cpp", CSRC / "cuda" / f"{stem}.cu"]
+        call(*SANITIZERS[sanitizer], *(compile(source, sanitizer) for source in sources), "-o", output)
+        return output
+
+    return link
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
