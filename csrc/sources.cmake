@@ -14,7 +14,6 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/null.cu
   cuda/reservoir.cu
   cuda/augment_parameters.cu
-  cuda/augment.cu
   cuda/expert_losses.cu
   cuda/augment.cu
 )
