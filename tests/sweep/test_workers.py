@@ -1,0 +1,215 @@
+"""Real worker processes: killed at any moment nothing is lost, and every way to compute gives the run that it would be alone."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mose_fast.config import RunConfig
+from mose_fast.sweep.engine import LocalEngine, Slot
+from mose_fast.sweep.grid import Grid
+from mose_fast.sweep.lock import FolderLock, SweepLocked
+from mose_fast.sweep.scheduler import Place, SweepFolder, run_sweep
+from mose_fast.sweep.store import read_store
+from mose_fast.train import RunError, run
+
+SEEDS = (0, 1)
+CHANGES = {"stream.limit_per_task": 20, "width": 1, "memory": 64, "device": "cpu", "checkpoint_every": 2}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, settings):
+    """Weight hashes by seed of the runs alone, in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    hashes = {seed: run(RunConfig.create(**settings, seed=seed))["weights_sha256"] for seed in SEEDS}
+    torch.set_num_threads(before)
+    return hashes
+
+
+def start_sweep(out, *more):
+    cores = len(os.sched_getaffinity(0))
+    command = [sys.executable, "-m", "mose_fast", "sweep", "--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu"]
+    command += ["--checkpoint-every", "2", "--seeds", "0-1", "--workers", str(cores), "--out", str(out), *more]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent)
+
+
+def wait_for(condition, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def processes_in(folder):
+    """Ids of the processes that hold the sweep's lock file open: workers and their children."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(link) == str(folder / ".lock") for link in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return found
+
+
+def has_checkpoints(out):
+    return list(out.glob("seed-*/checkpoints/step-*"))
+
+
+@pytest.mark.slow
+def test_interrupted_killed_and_with_a_killed_worker_a_sweep_loses_nothing(tmp_path, alone):
+    out = tmp_path / "s"
+    sweep = start_sweep(out)
+    wait_for(lambda: has_checkpoints(out) or sweep.poll() is not None)
+    with pytest.raises(SweepLocked, match=f"process {sweep.pid} on {socket.gethostname()}"):
+        FolderLock(out)
+    sweep.send_signal(signal.SIGINT)
+    told = sweep.communicate()[0]
+    assert sweep.returncode == 130, told
+    assert "the same command goes on" in told
+    assert not processes_in(out)
+    assert not list(out.glob("seed-*/results.json")), "too late to have interrupted anything"
+
+    sweep = start_sweep(out)
+    wait_for(lambda: resumed(out) or sweep.poll() is not None)
+    sweep.kill()
+    sweep.communicate()
+    wait_for(lambda: not processes_in(out), 15)
+    assert len(list(out.glob("seed-*/results.json"))) < 2, "too late to have interrupted anything"
+
+    before = resumed(out)
+    sweep = start_sweep(out)
+    wait_for(lambda: resumed(out) > before or sweep.poll() is not None)
+    for process in processes_in(out):
+        if process != sweep.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    told = sweep.communicate()[0]
+    assert sweep.returncode == 0, told
+    assert "it goes on from its last checkpoint" in told
+    assert "measuring" not in told
+    table = read_store(out)
+    assert dict(zip(table["seed"], table["weights_sha256"], strict=True)) == alone
+    assert table["threads"].tolist() == [1, 1]
+    assert (table["resumed"] >= 1).all()
+
+
+def resumed(out):
+    """How often runs have gone on from a checkpoint."""
+    return sum(log.read_text().count("continued after batch") for log in out.glob("logs/seed-*.log"))
+
+
+def commands(folder):
+    cells = Grid({"seed": SEEDS}, CHANGES).cells()
+    folder.create()
+    for cell in cells:
+        folder.config(cell.name).write_text(cell.config.to_json())
+        yield {
+            "do": "run",
+            "cell": cell.name,
+            "config": str(folder.config(cell.name)),
+            "out": str(folder.run(cell.name)),
+            "log": str(folder.log(cell.name)),
+            "afresh": False,
+            "wandb": None,
+        }
+
+
+def until_ended(engine, number):
+    ended, events, deadline = {}, [], time.monotonic() + 120
+    while len(ended) < number:
+        assert time.monotonic() < deadline, f"waited in vain; so far {events}"
+        for event in engine.events(0.2):
+            events.append(event)
+            if event["event"] in ("done", "stopped", "failed", "died"):
+                ended[event["cell"]] = event
+    return ended, events
+
+
+@pytest.mark.slow
+def test_runs_that_share_a_process_are_the_runs_alone(tmp_path, alone):
+    folder = SweepFolder(tmp_path / "s")
+    work = list(commands(folder))
+    engine = LocalEngine([Slot(runs=2)], threads=1, logs=folder.logs)
+    try:
+        for command in work:
+            engine.start(command)
+        assert engine.free() == 0
+        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-*/checkpoints/step-*")))
+        engine.stop()
+        ended, _ = until_ended(engine, 2)
+        assert {event["event"] for event in ended.values()} <= {"stopped", "done"}
+        assert "stopped" in {event["event"] for event in ended.values()}
+    finally:
+        engine.close()
+    engine = LocalEngine([Slot(runs=2)], threads=1, logs=folder.logs)
+    try:
+        again = [command for command in work if not (Path(command["out"]) / "results.json").exists()]
+        for command in again:
+            engine.start(command)
+        ended, events = until_ended(engine, len(again))
+    finally:
+        engine.close()
+    assert {event["event"] for event in ended.values()} == {"done"}, events
+    assert any(event["event"] == "task" and 0 <= event["accuracy"] <= 1 for event in events)
+    results = {seed: json.loads((folder.run(f"seed-{seed}") / "results.json").read_text())["weights_sha256"] for seed in SEEDS}
+    assert results == alone
+
+
+def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    command = next(commands(folder))
+    config = RunConfig.load(command["config"])
+    broken = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=str(tmp_path / "missing.npz")))
+    Path(command["config"]).write_text(broken.to_json())
+    engine = LocalEngine([Slot()], threads=1, logs=folder.logs)
+    try:
+        engine.start(command)
+        ended, _ = until_ended(engine, 1)
+    finally:
+        engine.close()
+    assert ended["seed-0"]["event"] == "failed"
+    assert "missing.npz" in ended["seed-0"]["error"]
+    assert "missing.npz" in folder.log("seed-0").read_text()
+
+
+def test_lock_of_a_dead_process_is_taken_over(tmp_path):
+    code = f"from pathlib import Path; from mose_fast.sweep.lock import FolderLock; FolderLock(Path({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert (tmp_path / ".lock").read_text()
+    lock = FolderLock(tmp_path)
+    with pytest.raises(SweepLocked, match=f"process {os.getpid()} on"):
+        FolderLock(tmp_path)
+    lock.release()
+    FolderLock(tmp_path).release()
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_runs(tmp_path, alone):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
+    cores = len(os.sched_getaffinity(0))
+    outcome = run_sweep(
+        Grid({"seed": SEEDS}, CHANGES), tmp_path / "s", Place(workers=cores, engine="ray", address="local"), say=lambda line: None
+    )
+    assert outcome.failures == ()
+    assert dict(zip(outcome.table["seed"], outcome.table["weights_sha256"], strict=True)) == alone
+
+
+def test_unreachable_ray(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(RunError, match=f"cannot reach a Ray cluster at {address}"):
+            run_sweep(Grid({"seed": SEEDS}, CHANGES), tmp_path / "s", Place(engine="ray", address=address), say=lambda line: None)
+    assert time.monotonic() - start < 10
