@@ -62,8 +62,9 @@ def decide(torch_version: str, torch_cuda: str | None) -> Build:
     plan.check_same_torch((torch_version, torch_cuda), plan.installed_torch(here))
     toolkit, reason = plan.choose_backend(os.environ.get("MOSE_FAST_BACKEND") or "auto", torch_cuda, *cuda.find_toolkits(os.environ))
     archs = archs_for(toolkit)
-    git_commit: Callable[[Path], str | None] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py"))["git_commit"]
-    return Build(toolkit, archs, reason, plan.build_record(git_commit(ROOT), torch_version, torch_cuda, toolkit, archs))
+    of_tree: dict[str, Callable[[Path], str | None]] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py"))
+    commit, sources = of_tree["git_commit"](ROOT), of_tree["source_hash"](ROOT)
+    return Build(toolkit, archs, reason, plan.build_record(commit, sources, torch_version, torch_cuda, toolkit, archs))
 
 
 def cmake_lines(values: dict[str, str | list[str]]) -> str:

@@ -139,11 +139,12 @@ def check_same_torch(compiled: tuple[str, str | None], target: tuple[str, str | 
 
 
 def build_record(
-    commit: str | None, torch_version: str, torch_cuda: str | None, toolkit: Toolkit | None, archs: Sequence[str]
+    commit: str | None, sources: str | None, torch_version: str, torch_cuda: str | None, toolkit: Toolkit | None, archs: Sequence[str]
 ) -> dict[str, Any]:
     """Returns what ``_build.json`` beside the library says of it; ``mose_fast._loader`` reads it before loading anything."""
     return {
         "commit": commit,
+        "sources": sources,
         "backend": "cuda" if toolkit else "cpu",
         "archs": list(archs),
         "torch": torch_version,

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from mose_fast._version import source_hash
+
 __all__ = ["REBUILD", "native", "obstacle", "record", "serves"]
 
 _NAME = "mose_fast._C"
@@ -32,16 +34,19 @@ def _library(folder: Path) -> Path | None:
     return None
 
 
-def _obstacle(record: dict[str, Any], version: str, cuda: str | None) -> str | None:
-    """Returns why a library with this ``record`` must not be loaded by torch ``version`` with ``cuda``, or None.
+def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: str | None) -> str | None:
+    """Returns why a library with this ``record`` must not be loaded by torch ``version`` with ``cuda`` beside these sources, or None.
 
-    torch changes its C++ interface with every minor release, and CUDA its run-time library with every major one.
+    torch changes its C++ interface with every minor release, and CUDA its run-time library with every major one. In a checkout
+    that was updated but not rebuilt, the library may lack what the Python code calls.
     """
     if record["torch"].split("+")[0].split(".")[:2] != version.split("+")[0].split(".")[:2]:
         return f"it was compiled for torch {record['torch']}, but torch {version} is running"
     if record["backend"] == "cuda" and (cuda is None or record["cuda"].split(".")[0] != cuda.split(".")[0]):
         running = f"CUDA {cuda}" if cuda else "no CUDA"
         return f"it was compiled for CUDA {record['cuda']}, but the torch that is running ({version}) uses {running}"
+    if sources is not None and record["sources"] != sources:
+        return "it was compiled from other sources than those in csrc now"
     return None
 
 
@@ -52,7 +57,7 @@ def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str |
         return None, None, f"there is no native library in {folder}"
     try:
         record = json.loads((folder / "_build.json").read_text())
-        obstacle = _obstacle(record, torch.__version__, torch.version.cuda)
+        obstacle = _obstacle(record, torch.__version__, torch.version.cuda, source_hash(Path(__file__).parent.parent))
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         return None, None, f"the record of {library} is missing or damaged ({type(error).__name__}: {error})"
     if obstacle:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from pathlib import Path
 
-__all__ = ["__version__", "git_commit"]
+__all__ = ["__version__", "git_commit", "source_hash"]
 
 __version__ = "0.1.0"
 
@@ -20,3 +21,15 @@ def git_commit(folder: Path) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+dirty" if changed else "")
+
+
+def source_hash(folder: Path) -> str | None:
+    """Returns a hash of the native sources in ``folder / "csrc"``; None where there are none, as beside an installed package."""
+    files = sorted(path for path in (folder / "csrc").rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".cmake"))
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]

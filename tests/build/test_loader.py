@@ -14,6 +14,7 @@ import torch
 
 import mose_fast
 from mose_fast import _loader
+from mose_fast._version import source_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 USE = """
@@ -23,7 +24,10 @@ x = torch.arange(6.0).reshape(2, 3).T
 assert torch.equal(null(x), x)
 print(mose_fast.build_info()["backend"], "mose_fast._C" in sys.modules)
 """
-RECORD = {"commit": None, "backend": "cpu", "archs": [], "torch": torch.__version__, "torch_cuda": torch.version.cuda, "cuda": None}
+RECORD = {
+    "commit": None, "sources": source_hash(ROOT), "backend": "cpu", "archs": [],
+    "torch": torch.__version__, "torch_cuda": torch.version.cuda, "cuda": None,
+}  # fmt: skip
 needs_library = pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
 
 
@@ -93,6 +97,29 @@ def test_a_library_compiled_for_another_cuda_is_not_loaded(second):
     assert "it was compiled for CUDA 11.8" in warning and f"the torch that is running ({torch.__version__})" in warning
 
 
+def test_a_library_compiled_from_other_sources_is_not_loaded(second):
+    """A checkout that was updated but not rebuilt."""
+    printed, stderr = use(second(sources="0123456789abcdef"))
+    assert printed == "None False"
+    (warning,) = warnings_in(stderr)
+    assert "it was compiled from other sources than those in csrc now" in warning and "pip install" in warning
+
+
+def test_the_hash_of_the_sources_follows_names_and_contents(tmp_path):
+    assert source_hash(tmp_path) is None
+    (tmp_path / "csrc" / "core").mkdir(parents=True)
+    file = tmp_path / "csrc" / "core" / "a.h"
+    hashes = set()
+    for content in ("int a;", "int b;"):
+        file.write_text(content)
+        hashes.add(source_hash(tmp_path))
+        assert source_hash(tmp_path) in hashes
+    file.rename(file.with_name("b.h"))
+    hashes.add(source_hash(tmp_path))
+    (tmp_path / "csrc" / "notes.txt").write_text("no source")
+    assert len(hashes) == 3 and source_hash(tmp_path) in hashes
+
+
 @pytest.mark.parametrize("record", [None, "", '{"torch": 2}'])
 def test_a_library_without_a_sound_record_is_not_loaded(second, record):
     folder = second()
@@ -139,7 +166,7 @@ def test_an_undefined_symbol_is_no_traceback(tmp_path):
     ],
 )
 def test_which_libraries_are_let_in(record, version, cuda, loads):
-    obstacle = _loader._obstacle(record, version, cuda)
+    obstacle = _loader._obstacle({"sources": "0123"} | record, version, cuda, "0123")
     assert (obstacle is None) == loads
     if not loads:
         assert version in obstacle

@@ -119,8 +119,9 @@ def test_another_torch_is_an_error_that_says_what_to_do(target):
 
 
 def test_record_tells_the_toolkit_that_compiled_not_only_torchs():
-    record = build_record("abc", "2.14.1+cu130", "13.0", Toolkit(Path("/opt/cuda"), (13, 1)), ["9.0"])
+    record = build_record("abc", "0123", "2.14.1+cu130", "13.0", Toolkit(Path("/opt/cuda"), (13, 1)), ["9.0"])
     assert record == {
-        "commit": "abc", "backend": "cuda", "archs": ["9.0"], "torch": "2.14.1+cu130", "torch_cuda": "13.0", "cuda": "13.1"
+        "commit": "abc", "sources": "0123", "backend": "cuda", "archs": ["9.0"],
+        "torch": "2.14.1+cu130", "torch_cuda": "13.0", "cuda": "13.1",
     }  # fmt: skip
-    assert build_record(None, "2.14.1+cu130", "13.0", None, [])["backend"] == "cpu"
+    assert build_record(None, None, "2.14.1+cu130", "13.0", None, [])["backend"] == "cpu"
