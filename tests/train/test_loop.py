@@ -234,7 +234,7 @@ def test_a_checkpoint_never_holds_broken_weights(tmp_path):
                 with torch.no_grad():
                     next(self.learner.network.parameters()).fill_(float("nan"))
 
-    with pytest.raises(TrainingDiverged, match="network/.* holds NaN or infinity after batch 6"):
+    with pytest.raises(TrainingDiverged, match=r"network/.* holds NaN or infinity after batch 6"):
         run(config(checkpoint_every=2), out=tmp_path / "run", listeners=[Breaker()])
     tensors, _ = load_checkpoint(latest(tmp_path / "run" / "checkpoints"))
     assert all(tensor.isfinite().all() for tensor in tensors.values())
