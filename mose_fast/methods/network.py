@@ -118,7 +118,8 @@ class NetworkLearner(Learner):
         moments: dict[int, dict[str, Tensor]] = {}
         for position, (name, parameter) in enumerate(self.network.named_parameters()):
             names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")}
-            parts = {part: tensors[key] for part, key in names.items() if key in tensors}
+            # Copies, since the optimiser counts steps in place.
+            parts = {part: tensors[key].clone() for part, key in names.items() if key in tensors}
             for part in parts.keys() - {"step"}:
                 # In the parameter's own memory format, as the optimiser made them.
                 parts[part] = torch.empty_like(parameter).copy_(parts[part])
