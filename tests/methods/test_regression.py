@@ -1,0 +1,77 @@
+"""Accuracies on the digits stream that were measured once, and what the comparison of methods must show there.
+
+Every fourth pixel of every fourth row keeps a step cheap; nothing is augmented, so that few steps teach something. To measure the
+stored figures anew after a change that is meant to alter them, run this file: ``python tests/methods/test_regression.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from mose_fast import streams
+from mose_fast.config import RunConfig, StreamConfig
+from mose_fast.methods import METHODS
+from mose_fast.train import run
+
+STORED = Path(__file__).with_suffix(".json")
+SEEDS = (0, 1, 2)
+#: These get more images and a wider network, so that the differences between them are those of the methods.
+COMPARED = ("finetune", "er", "joint", "agem")
+#: Options beside the shared ones: GDumb keeps its own learning rate.
+OPTIONS = {"gdumb": {"passes": 16, "passes_before": 2, "lr": 0.05}}
+#: Rounding differs between processors and torch releases, and training amplifies it: in points of accuracy.
+TOLERANCE = 0.08
+
+
+@cache
+def digits(limit_per_task: int) -> streams.Stream:
+    stream = streams.create(StreamConfig("digits", limit_per_task=limit_per_task))
+    x_train, x_test = (x[:, 1::4, 1::4].contiguous() for x in (stream.x_train, stream.x_test))
+    return dataclasses.replace(stream, x_train=x_train, x_test=x_test)
+
+
+@cache
+def measured(method: str, seed: int) -> tuple[float, float]:
+    """ACC of the method's own classifier and of the nearest class mean."""
+    compared = method in COMPARED
+    options = {"augment": "none", "lr": 3e-3 if compared else 5e-3, **OPTIONS.get(method, {})}
+    config = RunConfig.create(method=method, options=options, seed=seed, width=4 if compared else 2, memory=100, device="cpu")
+    results = run(config, stream=digits(150 if compared else 80))
+    classifier, expert = results["resolved"]["classifier"], results["resolved"]["expert"]
+    return results["acc"][classifier][expert], results["acc"]["ncm"][expert if classifier == "ncm" else str(config.options.experts)]
+
+
+def mean(method: str) -> float:
+    return fmean(measured(method, seed)[0] for seed in SEEDS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_accuracies_are_the_stored_ones(method):
+    stored = json.loads(STORED.read_text())[method]
+    for seed in SEEDS:
+        assert measured(method, seed) == pytest.approx(stored[seed], abs=TOLERANCE)
+
+
+def test_replay_beats_fine_tuning_by_twenty_points():
+    assert mean("er") >= mean("finetune") + 0.20
+
+
+def test_joint_training_is_at_least_as_good_as_replay():
+    assert mean("joint") >= mean("er")
+
+
+def test_agem_is_at_most_three_points_below_fine_tuning():
+    assert mean("agem") >= mean("finetune") - 0.03
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    figures = {method: [[round(value, 4) for value in measured(method, seed)] for seed in SEEDS] for method in METHODS}
+    STORED.write_text(json.dumps(figures, indent=1) + "\n")
