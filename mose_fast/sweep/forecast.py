@@ -51,27 +51,31 @@ def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
 
 
 def measured_costs(configs: Mapping[str, RunConfig], engine: Engine) -> dict[str, Cost]:
-    """Measures a run of each configuration, one after the other, in a worker.
+    """Measures a run of each configuration in the workers, as many at a time as the sweep's runs will be: they slow each other down.
 
     Args:
         configs: By :func:`cost_key`.
-        engine: With free workers; the measured processes are as those of the runs.
+        engine: Of the sweep.
 
     Raises:
         RunError: A run cannot start: its message.
     """
     costs: dict[str, Cost] = {}
-    for key, config in configs.items():
-        engine.start({"do": "measure", "cell": key, "config": config.to_dict()})
-        ended = False
-        while not ended:
-            for event in engine.events(0.5):
-                if event["event"] == "measured":
-                    costs[key] = Cost(**event["cost"])
-                elif event["event"] != "done":
-                    reason = event.get("error") or f"its process was killed by signal {event.get('signal')}, perhaps for lack of memory"
-                    raise RunError(f"the first steps of a run cannot be measured: {reason}")
-                ended |= event["event"] == "done"
+    waiting = list(configs.items())
+    running: set[str] = set()
+    while waiting or running:
+        while waiting and engine.free() > 0:
+            key, config = waiting.pop(0)
+            engine.start({"do": "measure", "cell": key, "config": config.to_dict()})
+            running.add(key)
+        for event in engine.events(0.2):
+            if event["event"] == "measured":
+                costs[event["cell"]] = Cost(**event["cost"])
+            elif event["event"] == "done":
+                running.discard(event["cell"])
+            else:
+                reason = event.get("error") or f"its process was killed by signal {event.get('signal')}, perhaps for lack of memory"
+                raise RunError(f"the first steps of a run cannot be measured: {reason}")
     return costs
 
 

@@ -42,7 +42,7 @@ class Cost:
     source: str = "measured"
 
 
-def measure(config: RunConfig, budget: float = 4.0) -> Cost:
+def measure(config: RunConfig, budget: float = 2.0) -> Cost:
     """Times steps early and late in the stream and a part of an evaluation, and reckons the whole run from them.
 
     Steps grow with the classes seen; the ones between are taken to grow evenly. A run shorter than the budget is trained to its end.
