@@ -24,7 +24,7 @@ def refused(call, *arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--method", "mosse"), ("method is 'mosse'", "did you mean 'mose'?")),
+        (("--method", "mosse"), ("method is 'mosse'", "did you mean 'mose'")),
         (("--stream", "split-cifar1000"), ("'split-cifar1000' is unknown", "did you mean 'split-cifar100'")),
         (("--stream", "./nowhere"), ("nowhere", "wanted a folder with train and test, or an .npz file")),
         (("--preset", "realeased"), ("preset is 'realeased'", "did you mean 'released'?")),
