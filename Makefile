@@ -28,8 +28,11 @@ NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc
 train: $(VENV)/package.stamp
 	$(VENV)/bin/mose-fast run --stream $(STREAM) $(STREAM_ARGS) --seed 0 --out $(OUT) --overwrite $(ARGS)
 
+# One worker a core, each with its share of the threads: one. Two workers with two threads each on two cores run ten times slower.
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+
 test: $(VENV)/test.stamp
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
