@@ -44,10 +44,13 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
             )
         seen = np.cumsum([len(t) for t in results["tasks"]])[evaluated]
         axis.plot(ticks, 100 / seen, color="0.6", linewidth=1, linestyle=":", label="chance")
-        axis.set(title=title, xlabel="tasks seen", ylim=(0, 100))
+        axis.set(title=title, xlabel="tasks seen")
         if len(ticks) <= 20:
             axis.set_xticks(ticks)
         axis.grid(alpha=0.3, linewidth=0.5)
+    # From 0, and with room above the highest curve, which may be low: 100 classes and a small network.
+    highest = max(axis.dataLim.ymax for axis in axes)
+    axes[0].set_ylim(0, min(100, 1.1 * highest) if highest > 0 else 100)
     axes[0].set_ylabel("accuracy on the tasks seen (%)")
     axes[1].legend(fontsize=8, loc="best")
     config = results["config"]
