@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import warnings
@@ -16,6 +17,7 @@ from mose_fast import streams, train
 from mose_fast._version import __version__
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.doctor import diagnose, report
+from mose_fast.export import CARD, Classifier, classify_files, export_run
 from mose_fast.methods import find_method, method_names
 from mose_fast.progress import Progress
 from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
@@ -139,6 +141,23 @@ def build_parser() -> argparse.ArgumentParser:
     report_page.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders that hold some at any depth")
     report_page.add_argument("--out", metavar="DIR", help="the report's folder [report in the first DIR]")
     report_page.add_argument("--force", action="store_true", help="put runs of different problems into the same tables, with a caution")
+
+    deployed = commands.add_parser(
+        "export", help="write the deployable classifier of a finished run", allow_abbrev=False,
+        description="Writes backbone and class means of a finished run, without what only training needs.",
+    )  # fmt: skip
+    deployed.set_defaults(act=_export)
+    deployed.add_argument("run", metavar="RUN", help="the run's folder")
+    deployed.add_argument("--out", metavar="DIR", help="the export's folder [RUN/export]")
+    deployed.add_argument("--format", metavar="F1,F2", default="safetensors", help="some of safetensors, onnx, torch [safetensors]")
+    deployed.add_argument("--classifier", metavar="NAME", help="ncm or linear, of the last expert [what the run predicts by]")
+    deployed.add_argument("--overwrite", action="store_true", help="replace an earlier export in the folder")
+
+    predict = commands.add_parser("predict", help="classify image files with an export", allow_abbrev=False)
+    predict.set_defaults(act=_predict)
+    predict.add_argument("export", metavar="EXPORT", help="folder of an export with model.safetensors")
+    predict.add_argument("images", metavar="IMAGE", nargs="+", help="image files of the size trained on, or folders of them")
+    predict.add_argument("--json", action="store_true", help="a JSON object a line instead of columns")
 
     listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
     listing.set_defaults(act=_list)
@@ -285,6 +304,36 @@ def _report(arguments: argparse.Namespace) -> int:
     for folder, reason in skipped:
         print(f"left out: {folder}: {reason}", file=sys.stderr)
     print(page)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    folder = export_run(
+        arguments.run,
+        arguments.out,
+        formats=arguments.format.split(","),
+        classifier=arguments.classifier,
+        overwrite=arguments.overwrite,
+    )
+    card = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    parameters, sizes = card["parameters"], card["bytes"]
+    head = "class means" if card["head"] == "ncm" else f"{card['head']} head"
+    print(
+        f"backbone  {parameters['backbone']:,} parameters, {sizes['backbone']:,} bytes; {head} of {len(card['class_order'])} classes, "
+        f"{sizes['head']:,} bytes\naccuracy  {100 * card['accuracy']:.1f} % (ACC of the run)"
+    )
+    for name in (*card["files"], CARD):
+        print(folder / name)
+    return 0
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    for found in classify_files(Classifier.load(arguments.export), arguments.images):
+        if arguments.json:
+            print(json.dumps(found))
+        else:
+            margin = "-" if found["margin"] is None else f"{found['margin']:.4f}"
+            print(found["path"], found["name"], found["label"], margin, sep="\t")
     return 0
 
 

@@ -1,0 +1,338 @@
+"""An export classifies as the trained learner does, says what it is, and refuses what it cannot use."""
+
+import errno
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mose_fast import streams, train
+from mose_fast.cli import main
+from mose_fast.config import RunConfig
+from mose_fast.export import Classifier, DeployedNetwork, ExportError, classify_files, export_run
+from mose_fast.train import Listener
+
+
+class Keep(Listener):
+    """Holds on to the learner of a run, which an export must equal."""
+
+    def on_start(self, config, stream, learner, batch, batches):
+        self.learner = learner
+
+
+class Finished:
+    """A finished run: its folder, results, stream and trained learner."""
+
+    def __init__(self, folder, **settings):
+        stream = {"name": "digits", "limit_per_task": 20, "class_order_seed": 1}
+        config = RunConfig.create(stream=stream, width=2, memory=64, device="cpu", **settings)
+        keep = Keep()
+        self.folder, self.results = folder, train.run(config, out=folder, listeners=[keep])
+        self.stream, self.learner = streams.create(config.stream), keep.learner
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Another number of threads changes float sums, and the tests share the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, one_thread):
+    """A function from a method's name to a finished run of it, the same for every test."""
+    runs = {}
+
+    def get(method="mose", **options):
+        key = (method, *options.items())
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("runs") / method
+            runs[key] = Finished(folder, method=method, options={"buffer_batch": 12, **options})
+        return runs[key]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def exported(finished, tmp_path_factory):
+    """An export of MOSE that holds safetensors alone."""
+    return export_run(finished().folder, tmp_path_factory.mktemp("export") / "mose")
+
+
+@pytest.fixture
+def copy(exported, tmp_path):
+    """The export once more, to be damaged."""
+    return shutil.copytree(exported, tmp_path / "copy")
+
+
+def true_distances(run):
+    """Squared distances of the last expert by the training network, [N, K], and what it predicts, of all test images."""
+    features = run.learner.outputs(run.stream.x_test)[0]
+    return run.learner.class_means().distances(features)[-1], run.learner.predict(run.stream.x_test)
+
+
+# What an export computes
+
+
+def test_distances_and_labels_are_those_of_the_trained_learner(finished, exported):
+    run = finished()
+    distances, predicted = true_distances(run)
+    found = Classifier.load(exported).predict(run.stream.x_test)
+    torch.testing.assert_close(found.scores.double(), distances, rtol=0, atol=1e-4)
+    assert torch.equal(found.head_index, predicted)
+    assert torch.equal(found.label, run.stream.original_label(predicted))
+    assert not torch.equal(found.label, found.head_index)
+    two = distances.sort(dim=1).values[:, :2]
+    torch.testing.assert_close(found.margin.double(), two[:, 1] - two[:, 0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("method", "head"), [("er", "linear"), ("er-aml", "cosine")])
+def test_methods_that_predict_by_a_head_export_it(finished, tmp_path, method, head):
+    run = finished(method)
+    classifier = Classifier.load(export_run(run.folder, tmp_path))
+    assert classifier.card["head"] == head
+    found = classifier.predict(run.stream.x_test)
+    torch.testing.assert_close(found.scores, run.learner.outputs(run.stream.x_test)[1][-1], rtol=0, atol=1e-4)
+    assert torch.equal(found.head_index, run.learner.predict(run.stream.x_test))
+    assert (found.margin >= 0).all()
+
+
+def test_any_method_exports_class_means(finished, tmp_path):
+    run = finished("er")
+    found = Classifier.load(export_run(run.folder, tmp_path, classifier="ncm")).predict(run.stream.x_test)
+    torch.testing.assert_close(found.scores.double(), true_distances(run)[0], rtol=0, atol=1e-4)
+    assert torch.equal(found.head_index, run.learner.predict(run.stream.x_test, classifier="ncm"))
+
+
+def test_a_class_without_a_sample_is_never_predicted(exported):
+    classifier = Classifier.load(exported)
+    head = classifier.network.head
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), np.uint8))
+    best = int(classifier.predict(images).head_index[0])
+    head.known[best] = False
+    found = classifier.predict(images)
+    assert torch.isinf(found.scores[:, best]).all()
+    assert best not in found.head_index.tolist()
+    head.known[:] = False
+    head.known[3] = True
+    found = classifier.predict(images)
+    assert found.head_index.tolist() == [3] * 5
+    assert torch.isinf(found.margin).all()
+
+
+def test_programs_give_the_same_for_any_number_of_images(finished, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (pip install 'mose-fast[test]')")
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed (pip install 'mose-fast[onnx]')")
+    run = finished()
+    folder = export_run(run.folder, tmp_path, formats=["torch", "onnx"])
+    program = torch.export.load(folder / "model.pt2").module()
+    session = onnxruntime.InferenceSession((folder / "model.onnx").read_bytes(), providers=["CPUExecutionProvider"])
+    assert [output.name for output in session.get_outputs()] == ["head_index", "label", "distances"]
+    distances, predicted = true_distances(run)
+    for count in (1, 2, 7, len(predicted)):
+        images = run.stream.x_test[:count]
+        for outputs in (program(images), map(torch.from_numpy, session.run(None, {"images": images.numpy()}))):
+            head_index, label, scores = outputs
+            torch.testing.assert_close(scores.double(), distances[:count], rtol=0, atol=1e-4)
+            assert torch.equal(head_index, predicted[:count])
+            assert torch.equal(label, run.stream.original_label(predicted[:count]))
+
+
+# What it says about itself
+
+
+def test_card_says_what_the_classifier_is(finished, exported):
+    run, card = finished(), json.loads((exported / "card.json").read_text())
+    results = run.results
+    predicted = true_distances(run)[1]
+    right = [float((predicted[rows] == run.stream.y_test[rows]).double().mean()) for rows in map(run.stream.test_rows, range(5))]
+    assert card["accuracy_by_task"] == pytest.approx(right)
+    assert card["accuracy"] == pytest.approx(sum(right) / 5)
+    assert card["parameters"] == {"backbone": results["parameters"]["deployed"], "head": 0}
+    # Ten float32 means of 16 numbers, and ten flags.
+    assert card["bytes"]["head"] == 10 * 16 * 4 + 10
+    assert card["class_order"] == list(run.stream.class_order)
+    assert card["class_names"] == list(run.stream.class_names)
+    assert card["run"]["weights_sha256"] == run.learner.weights_hash()
+    assert card["run"]["commit"] == results["commit"]
+    assert set(card["files"]) == {"model.safetensors"}
+    assert card["files"]["model.safetensors"]["bytes"] == (exported / "model.safetensors").stat().st_size
+
+
+def test_full_width_has_the_parameters_of_the_paper():
+    network = DeployedNetwork(64, "ncm", range(100), (0.5,) * 3, (0.5,) * 3)
+    assert sum(parameter.numel() for parameter in network.parameters()) == 11_168_832
+    assert sum(buffer.numel() for buffer in network.head.buffers()) == 100 * 512 + 100
+
+
+def test_nothing_but_card_and_tensors_is_read(exported, finished, monkeypatch):
+    monkeypatch.setattr("pickle.Unpickler", None)
+    monkeypatch.setattr(torch, "load", None)
+    images = finished().stream.x_test[:3]
+    assert len(Classifier.load(exported).predict(images).label) == 3
+    assert sorted(os.listdir(exported)) == ["card.json", "model.safetensors"]
+
+
+# The commands
+
+
+def test_commands_export_and_predict(finished, tmp_path, capsys):
+    run = finished()
+    assert main(["export", str(run.folder), "--out", str(tmp_path / "e")]) == 0
+    assert f"{run.results['parameters']['deployed']:,} parameters" in capsys.readouterr().out
+    (tmp_path / "images" / "deeper").mkdir(parents=True)
+    files = [tmp_path / "single.png", tmp_path / "images" / "a.bmp", tmp_path / "images" / "deeper" / "b.png"]
+    for row, file in enumerate(files):
+        Image.fromarray(run.stream.x_test[row].numpy()).save(file)
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    distances, predicted = true_distances(run)
+    two = distances[:3].sort(dim=1).values[:, :2]
+
+    assert main(["predict", str(tmp_path / "e"), str(files[0]), str(tmp_path / "images")]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == [str(file) for file in files]
+    assert [line[1] for line in lines] == [run.stream.class_names[h] for h in predicted[:3].tolist()]
+    assert [int(line[2]) for line in lines] == run.stream.original_label(predicted[:3]).tolist()
+    assert [float(line[3]) for line in lines] == pytest.approx((two[:, 1] - two[:, 0]).tolist(), abs=2e-4)
+
+    assert main(["predict", "--json", str(tmp_path / "e"), str(files[0])]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"path", "name", "label", "head_index", "score", "margin"}
+    assert (found["path"], found["head_index"]) == (str(files[0]), int(predicted[0]))
+    assert found["score"] == pytest.approx(float(two[0, 0]), abs=1e-4)
+
+
+def test_default_folder_is_in_the_runs(finished, tmp_path):
+    run = shutil.copytree(finished().folder, tmp_path / "run")
+    assert export_run(run) == run / "export"
+    assert Classifier.load(run / "export").card["expert"] == "4"
+
+
+def test_overwrite_replaces_the_export_and_nothing_else(finished, copy, capsys):
+    run = finished().folder
+    (copy / "mine.txt").write_text("kept")
+    before = (copy / "card.json").read_text()
+    assert main(["export", str(run), "--out", str(copy), "--format", "torch"]) == 2
+    assert f"{copy} is already used" in capsys.readouterr().err
+    assert (copy / "card.json").read_text() == before
+    assert main(["export", str(run), "--out", str(copy), "--format", "torch", "--overwrite"]) == 0
+    assert sorted(os.listdir(copy)) == ["card.json", "mine.txt", "model.pt2"]
+    assert main(["predict", str(copy), "x.png"]) == 2
+    assert "no model.safetensors; export again with --format safetensors" in capsys.readouterr().err
+
+
+# What it refuses
+
+
+def test_unusable_runs_are_refused(finished, tmp_path, capsys):
+    def refused(run, *more):
+        assert main(["export", str(run), "--out", str(tmp_path / "out"), *more]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    run = finished().folder
+    (tmp_path / "foreign").mkdir()
+    assert "no run (no config.json)" in refused(tmp_path / "foreign")
+    unfinished = shutil.copytree(run, tmp_path / "unfinished")
+    (unfinished / "results.json").unlink()
+    assert "not finished (no results.json)" in refused(unfinished)
+    without = shutil.copytree(run, tmp_path / "without")
+    shutil.rmtree(without / "checkpoints")
+    assert "holds no checkpoint" in refused(without)
+    mixed = shutil.copytree(run, tmp_path / "mixed")
+    for checkpoint in (mixed / "checkpoints").iterdir():
+        checkpoint.unlink()
+    first = min((run / "checkpoints").iterdir())
+    shutil.copy(first, mixed / "checkpoints")
+    assert f"{first.name} does not hold the weights" in refused(mixed)
+    (mixed / "checkpoints" / first.name).write_bytes(first.read_bytes()[:-100])
+    assert "truncated, damaged or no checkpoint" in refused(mixed)
+    assert "format is 'onxx'; did you mean 'onnx'" in refused(run, "--format", "safetensors,onxx")
+    assert "classifier is 'mean'" in refused(run, "--classifier", "mean")
+
+
+def test_a_run_that_predicts_by_another_expert_must_choose(finished, tmp_path):
+    run = finished(expert="mean")
+    with pytest.raises(ExportError, match=r"by ncm of expert mean_distance.*the last expert, 4, alone.*--classifier ncm or linear"):
+        export_run(run.folder, tmp_path)
+    assert Classifier.load(export_run(run.folder, tmp_path, classifier="linear")).card["head"] == "linear"
+
+
+def test_missing_onnx_is_told_with_its_remedy(finished, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ExportError, match=r"pip install 'mose-fast\[onnx\]'"):
+        export_run(finished().folder, tmp_path / "out", formats=["onnx"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_no_card(finished, copy, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mose_fast.train.files.os.fsync", full)
+    with pytest.raises(ExportError, match=f"cannot write the export into {copy}: No space left on device"):
+        export_run(finished().folder, copy, overwrite=True)
+    assert os.listdir(copy) == []
+
+
+def _flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def _change(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda e: _flip(e / "model.safetensors"), "model.safetensors is damaged"),
+        (lambda e: (e / "model.safetensors").unlink(), "cannot read .*model.safetensors"),
+        (lambda e: (e / "card.json").unlink(), "there is no export in .*mose-fast export RUN"),
+        (lambda e: (e / "card.json").write_text('{"mose_'), "card.json is truncated or no JSON"),
+        (lambda e: (e / "card.json").write_text("[1]"), "card.json is not the card of an export"),
+        (lambda e: _change(e / "card.json", mose_fast_export=2), "format 2; .* update mose-fast"),
+        (lambda e: _change(e / "card.json", width=3), "is damaged .*another network"),
+        (lambda e: _change(e / "card.json", class_names=["a"]), "is damaged .*class_names has 1 entries; wanted 10"),
+        (lambda e: _change(e / "card.json", normalisation={}), "is damaged .*mean"),
+    ],
+)
+def test_damaged_exports_are_refused(copy, damage, message):
+    damage(copy)
+    with pytest.raises(ExportError, match=message):
+        Classifier.load(copy)
+
+
+def test_unusable_images_are_refused(exported, tmp_path, capsys):
+    def refused(*paths):
+        assert main(["predict", str(exported), *map(str, paths)]) == 2
+        return capsys.readouterr().err
+
+    Image.new("RGB", (24, 28)).save(tmp_path / "small.png")
+    assert f"{tmp_path / 'small.png'} is 28x24 (height x width); wanted 32x32" in refused(tmp_path / "small.png")
+    assert "cannot read nowhere.png: No such file" in refused("nowhere.png")
+    (tmp_path / "empty").mkdir()
+    assert "holds no images (.jpg, .jpeg, .png, .bmp)" in refused(tmp_path / "empty")
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    assert "broken.png is a damaged or truncated image" in refused(tmp_path / "broken.png")
+    Image.new("I;16", (32, 32)).save(tmp_path / "deep.png")
+    assert "wanted 8 bits a channel" in refused(tmp_path / "deep.png")
+
+
+def test_unusable_arrays_are_refused(exported):
+    classifier = Classifier.load(exported)
+    with pytest.raises(ValueError, match=r"float32 of shape \[1, 32, 32, 3\]; wanted torch.uint8 \[N, 32, 32, 3\]"):
+        classifier.predict(torch.zeros(1, 32, 32, 3))
+    with pytest.raises(ValueError, match=r"shape \[1, 3, 32, 32\]"):
+        classifier.predict(np.zeros((1, 3, 32, 32), np.uint8))
+    assert len(classifier.predict(np.zeros((0, 32, 32, 3), np.uint8)).label) == 0
+    assert list(classify_files(classifier, [])) == []
