@@ -424,9 +424,13 @@ def _programs(classifier: Classifier, formats: Sequence[str]) -> dict[str, bytes
 
 
 def _check_free(folder: Path, overwrite: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ExportError(f"{folder} is a file; wanted a folder for the export: choose another --out")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+    try:
+        used = any(folder.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ExportError(f"cannot write the export into {folder}: {error.strerror}; choose another --out") from error
+    if used and not overwrite:
         raise ExportError(f"the folder {folder} is already used; choose another --out, or pass --overwrite to replace the export in it")
 
 

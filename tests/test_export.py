@@ -127,22 +127,29 @@ def test_a_class_without_a_sample_is_never_predicted(exported):
     assert torch.isinf(found.margin).all()
 
 
-def test_programs_give_the_same_for_any_number_of_images(finished, tmp_path):
+def _torch_program(folder):
+    return torch.export.load(folder / "model.pt2").module()
+
+
+def _onnx_program(folder):
     onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (pip install 'mose-fast[test]')")
-    pytest.importorskip("onnxscript", reason="onnxscript is not installed (pip install 'mose-fast[onnx]')")
-    run = finished()
-    folder = export_run(run.folder, tmp_path, formats=["torch", "onnx"])
-    program = torch.export.load(folder / "model.pt2").module()
     session = onnxruntime.InferenceSession((folder / "model.onnx").read_bytes(), providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == ["head_index", "label", "distances"]
+    return lambda images: map(torch.from_numpy, session.run(None, {"images": images.numpy()}))
+
+
+@pytest.mark.parametrize(("name", "load"), [("torch", _torch_program), ("onnx", _onnx_program)])
+def test_programs_give_the_same_for_any_number_of_images(finished, tmp_path, name, load):
+    if name == "onnx":
+        pytest.importorskip("onnxscript", reason="onnxscript is not installed (pip install 'mose-fast[onnx]')")
+    run = finished()
+    program = load(export_run(run.folder, tmp_path, formats=[name]))
     distances, predicted = true_distances(run)
     for count in (1, 2, 7, len(predicted)):
-        images = run.stream.x_test[:count]
-        for outputs in (program(images), map(torch.from_numpy, session.run(None, {"images": images.numpy()}))):
-            head_index, label, scores = outputs
-            torch.testing.assert_close(scores.double(), distances[:count], rtol=0, atol=1e-4)
-            assert torch.equal(head_index, predicted[:count])
-            assert torch.equal(label, run.stream.original_label(predicted[:count]))
+        head_index, label, scores = program(run.stream.x_test[:count])
+        torch.testing.assert_close(scores.double(), distances[:count], rtol=0, atol=1e-4)
+        assert torch.equal(head_index, predicted[:count])
+        assert torch.equal(label, run.stream.original_label(predicted[:count]))
 
 
 # What it says about itself
@@ -256,6 +263,14 @@ def test_unusable_runs_are_refused(finished, tmp_path, capsys):
     assert "truncated, damaged or no checkpoint" in refused(mixed)
     assert "format is 'onxx'; did you mean 'onnx'" in refused(run, "--format", "safetensors,onxx")
     assert "classifier is 'mean'" in refused(run, "--classifier", "mean")
+
+
+def test_a_file_is_no_folder(finished, exported, capsys):
+    card = exported / "card.json"
+    assert main(["export", str(finished().folder), "--out", str(card)]) == 2
+    assert f"cannot write the export into {card}: Not a directory" in capsys.readouterr().err
+    assert main(["predict", str(card), "x.png"]) == 2
+    assert f"{card} is a file; wanted the folder of an export" in capsys.readouterr().err
 
 
 def test_a_run_that_predicts_by_another_expert_must_choose(finished, tmp_path):
