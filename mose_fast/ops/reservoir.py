@@ -15,6 +15,9 @@ from mose_fast.reference.reservoir import SlotFilter
 
 __all__ = ["SlotFilter", "draw", "insert"]
 
+# A constant, since the Dynamo of torch 2.11 cannot trace what lists the members of an enumeration.
+_FILTERS = tuple(SlotFilter)
+
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     if not isinstance(tensor, Tensor):
@@ -111,7 +114,7 @@ def draw(tasks: Tensor, state: Tensor, k: int, filter: SlotFilter, task: int) ->
     _check_slots("tasks", tasks, torch.int64, (len(tasks),), state.device)
     _check_int("k", k, 0)
     _check_int("task", task)
-    if filter not in tuple(SlotFilter):
+    if filter not in _FILTERS:
         raise ValueError(f"filter is {filter!r}; wanted one of {', '.join(f.name for f in SlotFilter)}")
     if not _loader.serves(state):
         return reference.draw(tasks, state, k, SlotFilter(filter), task)
