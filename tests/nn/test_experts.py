@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from mose_fast.config import MOSE_PRESETS, MoseOptions
 from mose_fast.nn import BRANCH_POINTS, ClassMeans, ExpertNetwork, classify, count_cost
+from mose_fast.nn.backbone import PointwiseConv2d
 
 
 def parameters(module: torch.nn.Module) -> int:
@@ -144,3 +149,27 @@ def test_class_means_refuse_labels_beyond_the_classes_and_an_empty_memory():
     empty = ClassMeans(torch.empty(1, 0, 4), torch.empty(0, dtype=torch.int64), 3)
     with pytest.raises(ValueError, match="memory is empty"):
         empty.predict(torch.rand(1, 2, 4))
+
+
+def test_small_networks_survive_odd_batches_on_several_threads():
+    """torch 2.14.1 crashes here with its own strided 1x1 convolution (heap corruption), so the check runs in a process of its own."""
+    program = """
+import torch
+from mose_fast.nn import ExpertNetwork
+torch.set_num_threads(2)
+network = ExpertNetwork(10, width=8, experts=1, attention=False, adapter=False).to(memory_format=torch.channels_last)
+for images in (65, 67, 85):
+    for _ in range(4):
+        network(torch.randn(images, 3, 32, 32).contiguous(memory_format=torch.channels_last)).logits.sum().backward()
+"""
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_the_shortcuts_convolution_is_torchs_own():
+    conv = PointwiseConv2d(6, 4, 2)
+    x = torch.randn(3, 6, 8, 8, requires_grad=True)
+    y, expected = conv(x), torch.nn.functional.conv2d(x, conv.weight, stride=2)
+    torch.testing.assert_close(y, expected)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), x)
+    torch.testing.assert_close(gradient, wanted)
