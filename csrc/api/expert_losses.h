@@ -3,23 +3,11 @@
 
 #include <cstdint>
 
+#include "api/float_array.h"
 #include "core/expert_losses.h"
 #include "core/host_device.h"
 
 namespace mf {
-
-enum class FloatType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
-
-// A contiguous float array of any type; the CPU code wants all of one call in one type, float32 or float64.
-struct FloatArray {
-  const void* data;
-  FloatType type;
-};
-
-struct MutableFloatArray {
-  void* data;  // null: this gradient is not wanted
-  FloatType type;
-};
 
 // What forward and backward read alike.
 struct ExpertLossesInput {

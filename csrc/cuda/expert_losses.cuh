@@ -19,10 +19,10 @@
 #include "core/check.h"
 #include "cuda/launch.cuh"
 #include "cuda/mma.cuh"
+#include "cuda/warp.cuh"
 
 namespace mf::cuda {
 
-constexpr int kLanes = 32;
 constexpr int kAnchorTile = 16;   // rows i of a block
 constexpr int kWarpTile = 16;     // rows j of a warp at a time
 constexpr int kSizeTile = 128;    // elements of a projection at a time
@@ -33,44 +33,6 @@ template <typename T>
 inline constexpr int kPartsOf = std::is_same_v<T, float> ? 3 : std::is_same_v<T, __half> ? 2 : 1;
 
 // --- small pieces --------------------------------------------------------------------------------------------------------------
-
-__device__ inline float warp_sum(float x) {
-  for (int bits = 16; bits > 0; bits /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, bits);
-  }
-  return x;
-}
-
-__device__ inline float warp_largest(float x) {
-  for (int bits = 16; bits > 0; bits /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, bits));
-  }
-  return x;
-}
-
-__device__ inline float load(const FloatArray& array, int64_t i) {
-  switch (array.type) {
-    case FloatType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(array.data)[i]);
-    case FloatType::kFloat16:
-      return __half2float(static_cast<const __half*>(array.data)[i]);
-    default:
-      return static_cast<const float*>(array.data)[i];
-  }
-}
-
-__device__ inline void store(const MutableFloatArray& array, int64_t i, float x) {
-  switch (array.type) {
-    case FloatType::kBFloat16:
-      static_cast<__nv_bfloat16*>(array.data)[i] = __float2bfloat16_rn(x);
-      break;
-    case FloatType::kFloat16:
-      static_cast<__half*>(array.data)[i] = __float2half_rn(x);
-      break;
-    default:
-      static_cast<float*>(array.data)[i] = x;
-  }
-}
 
 __device__ inline float inverse_of_norm(float squared) {
   return 1.0f / fmaxf(sqrtf(squared), static_cast<float>(kNoDirection));

@@ -1,0 +1,95 @@
+"""Batch norm in two halves, in plain PyTorch: the state that statistics leave behind, and its use while a map is read.
+
+A state is [4, C]: mean, inverse deviation, scale (weight x inverse deviation) and shift (bias), float32 or the map's float64;
+norm(y) = scale (y - mean) + shift. csrc/core/batch_norm.h says how kernels combine the two halves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["Norm", "norm_state", "normalised", "valid_mask", "without_padding"]
+
+
+class Norm(NamedTuple):
+    """A batch norm's parameters and running statistics, each [C] in float32 (float64 beside float64 maps); None where it has none.
+
+    ``training``: use the batch's statistics and let them enter the running ones; else use the running ones as they are.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    batches_tracked: Tensor | None = None
+    momentum: float = 0.1
+    eps: float = 1e-5
+    training: bool = True
+
+    @classmethod
+    def of(cls, module: nn.BatchNorm2d) -> Norm:
+        """What a PyTorch module holds; a frozen one (``eval()``) uses its running statistics.
+
+        Raises:
+            ValueError: Its momentum is None (a cumulative average).
+        """
+        if module.momentum is None:
+            raise ValueError("momentum is None (a cumulative average); wanted a number")
+        running = (module.running_mean, module.running_var, module.num_batches_tracked)
+        training = module.training or module.running_mean is None
+        return cls(module.weight, module.bias, *running, module.momentum, module.eps, training)
+
+
+def valid_mask(y: Tensor, valid_rows: int | Tensor) -> Tensor:
+    """bool [N, 1, ..., 1]: rows that are no padding."""
+    rows = torch.arange(len(y), device=y.device)
+    return (rows < valid_rows).view(-1, *[1] * (y.dim() - 1))
+
+
+def without_padding(y: Tensor, valid_rows: int | Tensor | None) -> Tensor:
+    """``y`` with its padded rows zero, whatever they held: no NaN comes through, forward or backward."""
+    return y if valid_rows is None else torch.where(valid_mask(y, valid_rows), y, 0)
+
+
+def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) -> Tensor:
+    """The state [4, C] of a norm over a map [N, C, H, W], differentiable; updates the running statistics in training as PyTorch does.
+
+    Statistics are those of ``y`` as it is stored, computed in float32 (float64 for float64). Padded rows do not count.
+
+    Raises:
+        ValueError: One element a channel in training, PyTorch's own error.
+    """
+    wide = without_padding(y, valid_rows).to(torch.float64 if y.dtype == torch.float64 else torch.float32)
+    if norm.training:
+        count = wide.numel() // wide.shape[1] if valid_rows is None else valid_rows * wide.shape[2] * wide.shape[3]
+        if not isinstance(count, Tensor) and count <= 1 and y.shape[0] > 0:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
+        mean = wide.sum(dim=(0, 2, 3)) / max(count, 1) if not isinstance(count, Tensor) else wide.sum(dim=(0, 2, 3)) / count.clamp(min=1)
+        deviations = without_padding(wide - mean.view(1, -1, 1, 1), valid_rows)
+        squares = deviations.square().sum(dim=(0, 2, 3))
+        total = torch.as_tensor(count, device=y.device)
+        variance = squares / total.clamp(min=1)
+        if norm.running_mean is not None:
+            with torch.no_grad():
+                share = norm.momentum * (total > 0)
+                norm.running_mean.add_(share * (mean - norm.running_mean))
+                norm.running_var.add_(share * (squares / (total - 1).clamp(min=1) - norm.running_var))
+        if norm.batches_tracked is not None:
+            norm.batches_tracked.add_(1)
+    else:
+        mean, variance = norm.running_mean.to(wide.dtype), norm.running_var.to(wide.dtype)
+    inverse = (variance + norm.eps).rsqrt()
+    scale = inverse if norm.weight is None else norm.weight * inverse
+    shift = torch.zeros_like(mean) if norm.bias is None else norm.bias.to(wide.dtype)
+    return torch.stack([mean, inverse, scale, shift])
+
+
+def normalised(y: Tensor, state: Tensor, *, relu: bool = True) -> Tensor:
+    """norm(y), rectified if ``relu``, in the state's dtype: float32 or float64, not rounded to that of ``y``."""
+    mean, _, scale, shift = (row.view(1, -1, 1, 1) for row in state)
+    z = (y.to(state.dtype) - mean) * scale + shift
+    return F.relu(z) if relu else z
