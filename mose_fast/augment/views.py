@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mose_fast.device import upload
 from mose_fast.ops.augment import MIRROR, augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 
-__all__ = ["RECIPES", "ViewMaker"]
+__all__ = ["RECIPES", "ViewInputs", "ViewMaker"]
 
 #: Random augmentations by name; ``none`` makes no augmented copies at all.
 RECIPES: dict[str, Recipe | None] = {
@@ -25,9 +27,29 @@ RECIPES: dict[str, Recipe | None] = {
 _ORIENTATIONS = {1: (0,), 2: (0, MIRROR), 4: (0, 1, 2, 3), 16: tuple(range(16))}
 
 
+class ViewInputs(NamedTuple):
+    """What decides the views of a step, beside its images.
+
+    Attributes:
+        rows: int64 [R], the numbers of the images; -1 for rows that are padding.
+        layout: int32 [V, 3], what each view shows, for :func:`mose_fast.ops.augment.augment`.
+        codes: int32 [D, 6], the drawn parameters of augmented views.
+        factors: float32 [D, 4], alike.
+        shown: int64 [V], the row that each view shows.
+    """
+
+    rows: Tensor
+    layout: Tensor
+    codes: Tensor
+    factors: Tensor
+    shown: Tensor
+
+
 @lru_cache(maxsize=256)
-def _layout(sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The ``layout`` of :func:`mose_fast.ops.augment.augment` for sets of these sizes, and its first column as int64; never written."""
+def _layout(
+    sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows; never written."""
     entries: list[tuple[int, int, int]] = []
     first, draw = 0, 0
     for size in sizes:
@@ -37,8 +59,12 @@ def _layout(sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bo
             entries += [(row, code, draw + i) for i, (row, code) in enumerate(copies)]
         first += size
         draw += len(copies)
+    # All padding shows the last row, which is padding itself wherever there is any.
+    entries += [(capacity - 1, 0, -1)] * ((capacity - first) * len(orientations) * (2 if augmented else 1))
+    rows = torch.arange(capacity)
+    rows[first:] = -1
     layout = torch.tensor(entries, dtype=torch.int32).reshape(-1, 3)
-    return layout.to(device), layout[:, 0].to(device, torch.int64)
+    return upload(rows, device), upload(layout, device), upload(layout[:, 0].to(torch.int64), device)
 
 
 class ViewMaker:
@@ -82,7 +108,8 @@ class ViewMaker:
         """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W]."""
         rows = torch.arange(len(images), device=images.device)
         nothing = torch.zeros_like(rows)
-        return self._apply(images, rows, torch.stack([rows, nothing, nothing - 1], dim=1).to(torch.int32))
+        layout = torch.stack([rows, nothing, nothing - 1], dim=1).to(torch.int32)
+        return self._apply(images, rows, layout, layout.new_empty(0, 6), torch.empty(0, 4, device=images.device))
 
     def make(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         """All views of a step.
@@ -98,10 +125,22 @@ class ViewMaker:
                 fixed copies, orientation by orientation, then the augmented copies of these.
             rows: int64 [V], the row that each view shows.
         """
-        layout, shown = _layout(tuple(sizes), self.orientations, self.recipe is not None, images.device)
-        rows = torch.arange(len(images), device=images.device)
-        parameters = self._draw(images, len(images) * len(self.orientations), seed, sequence)
-        return self._apply(images, rows, layout, *parameters), shown.clone()
+        inputs = self.inputs(images, sizes, seed, sequence)
+        return self.apply(images, inputs), inputs.shown.clone()
+
+    def inputs(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> ViewInputs:
+        """All that :meth:`apply` needs beside the images; arguments as for :meth:`make`, but there may be fewer rows than images.
+
+        What the sets do not fill is padding: its rows are never read, and its views, which come last, are zero. The other views are
+        the same as without padding.
+        """
+        rows, layout, shown = _layout(tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device)
+        codes, factors = self._draw(images, len(images) * len(self.orientations), seed, sequence)
+        return ViewInputs(rows, layout, codes, factors, shown)
+
+    def apply(self, images: Tensor, inputs: ViewInputs) -> Tensor:
+        """The views float32 [V, 3, H, W] that ``inputs`` decides, normalised; launches on the card only, so that it can be captured."""
+        return self._apply(images, *inputs[:4])
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
         """One randomly augmented view of every image and no other; the images themselves for the recipe ``none``.
@@ -120,14 +159,10 @@ class ViewMaker:
         layout = torch.stack([rows, torch.zeros_like(rows), rows], dim=1).to(torch.int32)
         return self._apply(images, rows, layout, *self._draw(images, len(images), seed, sequence))
 
-    def _draw(self, images: Tensor, count: int, seed: int, sequence: int) -> tuple[Tensor, ...]:
+    def _draw(self, images: Tensor, count: int, seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         if self.recipe is None:
-            return ()
+            return torch.empty(0, 6, dtype=torch.int32, device=images.device), torch.empty(0, 4, device=images.device)
         return draw_augment_parameters(self.recipe, seed, sequence, count, images.shape[1], images.shape[2], images.device)
 
-    def _apply(
-        self, images: Tensor, rows: Tensor, layout: Tensor, codes: Tensor | None = None, factors: Tensor | None = None
-    ) -> Tensor:
-        if codes is None or factors is None:
-            codes, factors = layout.new_empty(0, 6), torch.empty(0, 4, device=images.device)
+    def _apply(self, images: Tensor, rows: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
         return augment([images], rows, layout, codes, factors, self.mean, self.std, jitter_normalised=self.jitter_normalised)

@@ -14,6 +14,7 @@ from torch import Tensor
 from mose_fast.augment import ViewMaker
 from mose_fast.config import RunConfig
 from mose_fast.methods.base import Learner
+from mose_fast.methods.statistics import RunningStatistics
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
 
 __all__ = ["NetworkLearner"]
@@ -29,6 +30,8 @@ class NetworkLearner(Learner):
         network: The network, channels_last, on the learner's device.
         optimiser: Its optimiser.
         views: Makes views of raw images.
+        statistics: The network's running statistics.
+        latch: bool scalar on the device, set by the first loss that is not finite: from then on no weight and no statistic changes.
     """
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
@@ -44,7 +47,13 @@ class NetworkLearner(Learner):
             torch.manual_seed(self.config.seed)
             network = self.build_network()
         self.network = network.to(self.device, memory_format=torch.channels_last)
+        self.statistics = RunningStatistics(self.network)
+        self.latch = torch.zeros((), dtype=torch.bool, device=self.device)
         self.optimiser = self.build_optimiser()
+        # PyTorch's own way to skip a step by what the card finds, made for gradient scaling.
+        self._skip = torch.zeros((), device=self.device)
+        if self.late:
+            self.optimiser.found_inf = self._skip
 
     @abstractmethod
     def build_network(self) -> ExpertNetwork:
@@ -53,7 +62,11 @@ class NetworkLearner(Learner):
     def build_optimiser(self) -> torch.optim.Optimizer:
         """The optimiser of all parameters of the network."""
         o = self.config.options
-        return torch.optim.Adam(self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+        # Fused, the optimiser can skip a step without the host knowing.
+        how = {"fused": True, "capturable": True} if self.late else {}
+        return torch.optim.Adam(
+            self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, **how
+        )
 
     def build_views(self, recipe: str) -> ViewMaker:
         """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`."""
@@ -76,12 +89,44 @@ class NetworkLearner(Learner):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
             yield
 
+    @property
+    def late(self) -> bool:
+        """Whether losses are read only after later steps were launched: on a card, by learners that plan ahead."""
+        return self.plans_ahead and self.device.type == "cuda"
+
+    @property
+    def diverged(self) -> bool:
+        return bool(self.latch)
+
     def update(self, loss: Tensor) -> None:
-        """One optimiser step on a loss."""
+        """One optimiser step on a loss, unless it or an earlier one is not finite."""
+        if self.minimise(loss):
+            self.steps += 1
+
+    def minimise(self, loss: Tensor) -> bool:
+        """:meth:`update` without counting the step: in a captured step, this is what is captured.
+
+        Returns:
+            Whether the step was taken, as far as the host knows: a learner whose losses are read late always says so.
+        """
+        if not self.accepts(loss):
+            return False
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.optimiser.step()
-        self.steps += 1
+        return True
+
+    def accepts(self, loss: Tensor) -> bool:
+        """Sets the latch unless the loss is finite; False where the host knows that it is set, and nothing must be changed by the step."""
+        self.latch.logical_or_(loss.detach().isfinite().logical_not_())
+        if self.late:
+            self._skip.copy_(self.latch)
+            return True
+        return not self.diverged
+
+    def reported(self, loss: Tensor) -> Tensor:
+        """A step's loss as it is told: not finite once the run has diverged, though the frozen network's loss may be."""
+        return torch.where(self.latch & loss.detach().isfinite(), torch.nan, loss.detach())
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,3 +171,4 @@ class NetworkLearner(Learner):
             if parts:
                 moments[position] = parts
         self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        self.latch.fill_(False)
