@@ -64,12 +64,14 @@ class Prepared:
         before: The state before the batch came, for :meth:`Learner.roll_back`.
         plan: Of a learner that plans ahead, what its ``plan`` gave: None where the batch trains nothing.
         incoming: Of the others, the arguments of :meth:`Learner.observe`, all of which is still to do.
+        rehearsed: Of training on the final memory, the slots.
         inputs: The step's inputs as a captured step wants them, where there is one.
     """
 
     before: DataState
     plan: Any = None
     incoming: dict[str, Any] | None = None
+    rehearsed: Tensor | None = None
     inputs: Any = None
 
 
@@ -149,6 +151,11 @@ class Learner(ABC):
     def sequence(self) -> int:
         """Number of the step that is planned next, from 0; it decides the step's random views."""
         return self.steps + self._ahead
+
+    @property
+    def late(self) -> bool:
+        """Whether losses are read only after later steps were launched: on a card, by learners that plan ahead."""
+        return self.plans_ahead and self.device.type == "cuda"
 
     @property
     def diverged(self) -> bool:
@@ -231,6 +238,10 @@ class Learner(ABC):
         self._ahead += plan is not None
         return Prepared(before, plan)
 
+    def prepare_rehearsal(self, slots: Tensor) -> Prepared:
+        """Prepares :meth:`rehearse`, which then is all left to do; no other batch may be prepared."""
+        return Prepared(self._data_state(), rehearsed=slots)
+
     def consume(self, prepared: Prepared, step: Callable[[Prepared], dict[str, Tensor]] | None = None) -> dict[str, Tensor] | None:
         """Does the rest of :meth:`observe` for the oldest batch that was prepared.
 
@@ -243,6 +254,11 @@ class Learner(ABC):
         """
         if prepared.incoming is not None:
             return self.observe(**prepared.incoming)
+        if prepared.rehearsed is not None:
+            losses = self.rehearse(prepared.rehearsed)
+            if self.late and self.diverged:
+                self.steps -= 1
+            return losses
         self._means = None
         if prepared.plan is None:
             return None
@@ -257,8 +273,8 @@ class Learner(ABC):
             consumed: Whether it was consumed as well.
 
         Returns:
-            Whether all is as before the batch. That of a consumed one is so only if it trained nothing: it had no plan, or its loss was
-            not finite and this was seen before any weight changed.
+            Whether all is as before the batch. After a step that is so only if it changed nothing: its loss was not finite, and this was
+            seen before any weight changed.
         """
         values = dict(prepared.before.values)
         steps = values.pop("steps")
@@ -266,11 +282,12 @@ class Learner(ABC):
         exact = True
         if not consumed:
             self._ahead -= planned
-        elif prepared.incoming is None:
+        elif prepared.incoming is None and prepared.rehearsed is None:
             exact = not planned or self.diverged
-            self.steps -= planned
+            # Where the host did not know that the step changed nothing, it was counted.
+            self.steps -= planned if self.late else 0
         else:
-            exact = self.steps == steps and (self.diverged or not prepared.incoming["train"])
+            exact = self.diverged and self.steps == steps
             self.steps = steps
         for name, value in values.items():
             setattr(self, name, value)
@@ -318,6 +335,12 @@ class Learner(ABC):
     @abstractmethod
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
         """One training step on a checked batch on the device; labels are registered already, the memory does not hold the batch yet."""
+
+    def describe(self, prepared: Prepared) -> str:
+        """How large a step is, for messages."""
+        if prepared.rehearsed is not None:
+            return f"{len(prepared.rehearsed)} rows of the memory"
+        return "a plan of its own" if prepared.incoming is None else f"{len(prepared.incoming['x'])} incoming rows"
 
     @abstractmethod
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from mose_fast.augment import ViewInputs
 from mose_fast.config import MOSE_PRESETS, ConfigError, MoseOptions, RunConfig
 from mose_fast.device import upload
 from mose_fast.losses import ExpertLosses
+from mose_fast.methods.base import Prepared
 from mose_fast.methods.network import NetworkLearner
 from mose_fast.methods.registry import Preset, method
 from mose_fast.nn import ExpertNetwork
@@ -150,8 +151,21 @@ class Mose(NetworkLearner):
     def step(self, plan: StepPlan) -> dict[str, Tensor]:
         """One optimiser step; returns the loss and its three parts, each summed over the experts."""
         losses = self.train_on(self.step_inputs(plan))
-        self.steps += 1
+        self.count_step()
         return self.named(losses)
+
+    def count_step(self) -> None:
+        """Counts a step that :meth:`train_on` took, as far as the host knows."""
+        self.steps += int(self.late or not self.diverged)
+
+    def describe(self, prepared: Prepared) -> str:
+        if prepared.plan is None:
+            return super().describe(prepared)
+        rows = prepared.plan.composition
+        return (
+            f"{rows.incoming} incoming, {rows.current} current, {rows.copies} copied and {rows.old} old rows, "
+            f"{sum(rows) * self.views.views_per_row} views"
+        )
 
     def named(self, losses: Tensor) -> dict[str, Tensor]:
         """The losses of :meth:`train_on` by name."""

@@ -90,11 +90,6 @@ class NetworkLearner(Learner):
             yield
 
     @property
-    def late(self) -> bool:
-        """Whether losses are read only after later steps were launched: on a card, by learners that plan ahead."""
-        return self.plans_ahead and self.device.type == "cuda"
-
-    @property
     def diverged(self) -> bool:
         return bool(self.latch)
 
