@@ -61,6 +61,7 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
     "where": (
         _Flag("--device", "device", str, "auto (the GPU where there is one), cpu, cuda or cuda:N"),
         _Flag("--precision", "precision", str, "fp32 or bf16"),
+        _Flag("--kernels", "kernels", str, "auto, fused (native norms, alignment path, heads, Adam) or torch (PyTorch's modules)"),
         _Flag("--deterministic", "deterministic", bool, "deterministic kernels only, so that resuming is exact on CUDA too"),
         _Flag("--checkpoint-every", "checkpoint_every", int, "batches between checkpoints within a task [at task ends only]"),
     ),

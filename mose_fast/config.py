@@ -406,7 +406,9 @@ class RunConfig:
         train_on: ``stream``, or ``final_memory``: the stream only fills the memory, then the network trains on it (joint).
         seed: Initial weights, order within tasks, memory decisions and augmentations.
         device: ``cpu`` or ``cuda`` (``cuda:1`` ...); ``auto`` takes the card where there is one.
-        precision: ``fp32``, or ``bf16`` for the network (similarities, softmaxes and norms stay fp32).
+        precision: ``fp32``, or ``bf16`` for the network in training and evaluation (similarities, softmaxes and norms stay fp32).
+        kernels: What runs the network's norms, alignment path and heads, and Adam: ``torch``, PyTorch's own modules, or ``fused``, the ops
+            of mose_fast.ops; ``auto``: fused on CUDA where the native library has kernels, else torch. Equal up to rounding.
         deterministic: On CUDA, use deterministic kernels only, so that resuming is exact. The CPU always is.
         evaluation_batch: Images a forward pass of an evaluation.
         checkpoint_every: Steps between checkpoints within a task; None: at task ends only.
@@ -423,6 +425,7 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"
     precision: str = "fp32"
+    kernels: str = "auto"
     deterministic: bool = False
     evaluation_batch: int = 256
     checkpoint_every: int | None = None
@@ -441,6 +444,7 @@ class RunConfig:
             _number("", "checkpoint_every", self.checkpoint_every, int, 1)
         _choice("", "train_on", self.train_on, ("stream", "final_memory"))
         _choice("", "precision", self.precision, ("fp32", "bf16"))
+        _choice("", "kernels", self.kernels, ("auto", "fused", "torch"))
         _flag("", "deterministic", self.deterministic)
         kind, _, index = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
         if self.device not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isdigit()):

@@ -57,6 +57,8 @@ class StepPlan(NamedTuple):
 class Mose(NetworkLearner):
     """Nested experts with supervised contrastive loss and cross-entropy each, and reverse self-distillation into the student."""
 
+    uses_shadows = True
+
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)
         self.losses = ExpertLosses(config.options)
@@ -125,8 +127,7 @@ class Mose(NetworkLearner):
         labels = plan.labels[rows]
         self.network.train()
         with self.precise():
-            with self.forward_precision():
-                outputs = self.network(views.contiguous(memory_format=torch.channels_last), self.config.options.distil == "sd")
+            outputs = self.run_network(views.contiguous(memory_format=torch.channels_last), self.config.options.distil == "sd")
             terms = self.losses(outputs, labels, sizes[0] * self.views.views_per_row, plan.current_classes)
             loss = terms.sum()
             self.update(loss)
