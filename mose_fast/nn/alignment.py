@@ -9,9 +9,8 @@ from torch.nn import functional as F
 
 from mose_fast.nn.kernels import check_kernels
 from mose_fast.ops.align_conv import AlignedMap, align_conv
-from mose_fast.ops.batch_norm_act import batch_norm_act
+from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 from mose_fast.ops.norm_pool import norm_pool
-from mose_fast.reference.batch_norm import Norm
 
 __all__ = ["AlignmentModule", "AttentionGate", "DownBlock"]
 

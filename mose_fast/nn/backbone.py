@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mose_fast.ops.batch_norm_act import batch_norm_act
-from mose_fast.reference.batch_norm import Norm
+from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 
 __all__ = ["STAGE_STRIDES", "BasicBlock", "Stem"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -114,6 +116,8 @@ class ExpertNetwork(nn.Module):
             for module in self.modules():
                 if isinstance(module, nn.Conv2d):
                     nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        #: CUDA streams for the branches of all experts but the last, with fused kernels; empty: they run one after the other.
+        self.side_streams: Sequence[torch.cuda.Stream] = ()
         self.use_kernels(kernels)
 
     def use_kernels(self, kernels: str) -> None:
@@ -162,15 +166,32 @@ class ExpertNetwork(nn.Module):
             outputs = module.fused(inputs, readers, valid_rows)
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
             if align is not None:
-                h = outputs.pop()
-                opened = None if gate is None else gate.fused(outputs.pop(), valid_rows)
-                features.append(align(h, gate=opened, valid_rows=valid_rows))
+                with self._side_stream(expert, outputs):
+                    h = outputs.pop()
+                    opened = None if gate is None else gate.fused(outputs.pop(), valid_rows)
+                    features.append(align(h, gate=opened, valid_rows=valid_rows))
             inputs = outputs
+        for stream in self.side_streams:
+            torch.cuda.current_stream(x.device).wait_stream(stream)
         return torch.stack(features)
+
+    @contextmanager
+    def _side_stream(self, expert: int, maps: Sequence[Tensor]) -> Iterator[None]:
+        """Runs an expert's branch on a stream of its own where there are any; ``maps`` are what it reads."""
+        if not self.side_streams or expert == self.experts:
+            yield
+            return
+        stream = self.side_streams[expert - 1]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        for h in maps:
+            h.record_stream(stream)
+        with torch.cuda.stream(stream):
+            yield
 
     def _blocks(self) -> list[tuple[int, BasicBlock]]:
         """Number, from 1, and module of every residual block in order."""
-        return [(2 * stage + block + 1, getattr(getattr(self, f"stage{stage + 1}"), f"block{block}")) for stage in range(4) for block in (0, 1)]
+        stages = (getattr(self, f"stage{stage + 1}") for stage in range(4))
+        return list(enumerate((block for stage in stages for block in (stage.block0, stage.block1)), start=1))
 
     def _branch(self, expert: int, pooled: AlignmentModule) -> tuple[AttentionGate | None, AlignmentModule]:
         """Gate and alignment module of an expert; ``pooled`` where it has none of its own."""

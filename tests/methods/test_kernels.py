@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mose_fast.optim import FlatAdam
 
 from mose_fast.config import RunConfig
-from mose_fast.optim import FlatAdam
 from mose_fast.streams import create as create_stream
 from mose_fast.train import run
 

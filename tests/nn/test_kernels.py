@@ -89,7 +89,7 @@ def test_evaluation_is_the_same():
     torch.testing.assert_close(fused.deepest_feature(x), plain.features(x)[-1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [NETWORKS["released"], NETWORKS["paper"], NETWORKS["eight experts"]], ids=["released", "paper", "eight"])
+@pytest.mark.parametrize("settings", [NETWORKS[name] for name in ("released", "paper", "eight experts")])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_padding_changes_nothing(settings, as_tensor):
     """The padded step equals the step without padding: outputs, gradients, running statistics."""
