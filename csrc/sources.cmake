@@ -25,6 +25,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/augment_parameters.cpp
   torch/augment.cpp
   torch/expert_losses.cpp
+  torch/workspace.cpp
   torch/module.cpp
 )
 
