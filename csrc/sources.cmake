@@ -7,6 +7,7 @@ set(MOSE_FAST_CPU_SOURCES
   cpu/augment_parameters.cpp
   cpu/augment.cpp
   cpu/expert_losses.cpp
+  cpu/adam.cpp
 )
 
 # Torch-free; compiled by nvcc.
@@ -16,6 +17,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/augment_parameters.cu
   cuda/expert_losses.cu
   cuda/augment.cu
+  cuda/adam.cu
 )
 
 # Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.
@@ -26,6 +28,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/augment.cpp
   torch/expert_losses.cpp
   torch/workspace.cpp
+  torch/adam.cpp
   torch/module.cpp
 )
 
