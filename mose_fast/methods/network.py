@@ -65,16 +65,20 @@ class NetworkLearner(Learner):
         """The optimiser of all parameters of the network."""
         o = self.config.options
         if self.kernels == "fused":
-            shadows = torch.bfloat16 if self.uses_shadows and self.config.precision == "bf16" else None
             return FlatAdam(
                 self.network.parameters(),
                 lr=o.lr,
                 betas=(o.beta1, o.beta2),
                 eps=o.eps,
                 weight_decay=o.weight_decay,
-                shadow_dtype=shadows,
+                shadow_dtype=torch.bfloat16 if self.shadowed else None,
             )
         return torch.optim.Adam(self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether forward passes run on copies of the weights in bf16, which the optimiser keeps."""
+        return self.uses_shadows and self.kernels == "fused" and self.config.precision == "bf16"
 
     def build_views(self, recipe: str) -> ViewMaker:
         """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`."""
@@ -99,10 +103,10 @@ class NetworkLearner(Learner):
 
     def run_network(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The network's forward pass in the run's precision: on the bf16 shadows of its weights where the optimiser keeps some."""
-        if isinstance(self.optimiser, FlatAdam) and self.optimiser.shadow_dtype is not None:
+        if self.shadowed:
             names = [name for name, _ in self.network.named_parameters()]
             weights = dict(zip(names, self.optimiser.leaves, strict=True))
-            return functional_call(self.network, weights, (images.to(self.optimiser.shadow_dtype), *args), kwargs)
+            return functional_call(self.network, weights, (images.to(torch.bfloat16), *args), kwargs)
         with self.forward_precision():
             return self.network(images, *args, **kwargs)
 

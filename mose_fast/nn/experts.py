@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mose_fast.nn.alignment import AlignmentModule, AttentionGate
 from mose_fast.nn.backbone import STAGE_STRIDES, BasicBlock, Stem
-from mose_fast.nn.heads import batched_linear
+from mose_fast.nn.heads import linears
 from mose_fast.nn.kernels import check_kernels
 
 __all__ = ["BRANCH_POINTS", "ExpertNetwork", "ExpertOutputs", "check_image_size"]
@@ -218,7 +218,7 @@ class ExpertNetwork(nn.Module):
         heads = [getattr(self, f"{name}{e + 1}") for e in range(self.experts)]
         # Methods put other modules here, such as a cosine classifier.
         if self.kernels == "fused" and all(type(head) is nn.Linear for head in heads):
-            return batched_linear(features, [head.weight for head in heads], [head.bias for head in heads])
+            return linears(heads, features)
         return torch.stack([head(feature) for head, feature in zip(heads, features, strict=True)])
 
     def forward(self, x: Tensor, detach_student: bool = False, valid_rows: int | Tensor | None = None) -> ExpertOutputs:

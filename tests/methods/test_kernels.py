@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from mose_fast.optim import FlatAdam
 
-from mose_fast.config import RunConfig
+from mose_fast.config import StreamConfig
+from mose_fast.methods import create_learner
+from mose_fast.optim import FlatAdam
 from mose_fast.streams import create as create_stream
-from mose_fast.train import run
 
 
 def losses_of(learner, batch, steps: int = 5) -> list[float]:
@@ -55,15 +57,16 @@ def test_a_state_continues_with_other_kernels(first, second, precision, make, ba
     losses_of(learner, batch, 3)
     tensors, values = learner.state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    successor = make("mose", kernels=second, seed=5, **settings)
+    successor = make("mose", kernels=second, **settings)
     losses_of(successor, batch, 2)
     successor.load_state(tensors, values)
     reference = make("mose", kernels=first, **settings)
     losses_of(reference, batch, 3)
-    for step in (7, 8):
+    # The second loss comes after a step of Adam, which makes much of small differences between gradients.
+    for step, near in ((7, 1e-4), (8, 1e-2)):
         wanted = float(reference.observe(*batch([0, 1] * 5, seed=step), task=0)["loss"])
         found = float(successor.observe(*batch([0, 1] * 5, seed=step), task=0)["loss"])
-        assert found == pytest.approx(wanted, rel=1e-3 if precision == "fp32" else 0.05)
+        assert found == pytest.approx(wanted, rel=near if precision == "fp32" else 0.05)
         if first == second:
             assert found == wanted
     x, _ = batch([0, 1, 2, 3])
@@ -90,31 +93,28 @@ def test_costs_do_not_depend_on_the_kernels(make):
 
 @pytest.mark.slow
 def test_fused_training_converges_like_pytorchs_own():
-    """200 steps on the digits: where the losses end lies within the spread of three seeds."""
+    """200 steps on the digits at a quarter of their pixels: where the losses end lies within the spread of three seeds."""
+    digits = create_stream(StreamConfig(name="digits", batch=5))
+    small = dataclasses.replace(digits, x_train=digits.x_train[:, ::2, ::2], x_test=digits.x_test[:, ::2, ::2])
+    options = {"buffer_batch": 8, "new_extra": 3}
 
     def last_losses(kernels: str, seed: int) -> float:
-        seen: list[float] = []
-
-        class Watch:
-            def __getattr__(self, name):
-                return lambda *arguments: None
-
-            def on_batch(self, done, losses):
-                if losses is not None:
-                    seen.append(losses["loss"])
-
-        config = RunConfig.create(
-            stream={"name": "digits", "limit_per_task": 400}, memory=200, width=8, seed=seed, kernels=kernels, device="cpu"
+        learner = create_learner(
+            options=options, memory=100, width=8, seed=seed, kernels=kernels, device="cpu", classes=small.classes, image_size=(16, 16)
         )
-        run(config, listeners=[Watch()])
-        assert len(seen) >= 195
-        return sum(seen[160:200]) / 40
+        found = []
+        for task in range(len(small.tasks)):
+            for rows in small.batches(task, seed=seed)[:41]:
+                losses = learner.observe(small.x_train[rows], small.y_train[rows], task)
+                if losses is not None:
+                    found.append(float(losses["loss"]))
+        assert len(found) >= 200
+        return sum(found[160:200]) / 40
 
-    assert len(create_stream(RunConfig.create(stream="digits").stream).tasks) >= 5
     plain = [last_losses("torch", seed) for seed in range(3)]
     fused = [last_losses("fused", seed) for seed in range(3)]
     spread = max(plain) - min(plain)
     assert spread > 0
-    assert abs(sum(fused) / 3 - sum(plain) / 3) <= spread
+    assert abs(sum(fused) - sum(plain)) / 3 <= spread
     for a, b in zip(plain, fused, strict=True):
-        assert abs(a - b) <= 2 * spread
+        assert abs(a - b) <= spread
