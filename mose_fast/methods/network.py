@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mose_fast.augment import ViewMaker
+from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import RunConfig
 from mose_fast.methods.base import Learner
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
@@ -56,7 +56,8 @@ class NetworkLearner(Learner):
         return torch.optim.Adam(self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
 
     def build_views(self, recipe: str) -> ViewMaker:
-        """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`."""
+        """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`; sets :attr:`feed`."""
+        self.feed = choose_feed(self.config.feed, self.device, RECIPES[recipe])
         return ViewMaker(
             recipe,
             self.inner_views(),
@@ -64,6 +65,7 @@ class NetworkLearner(Learner):
             mean=self.mean,
             std=self.std,
             jitter_normalised=self.config.options.jitter_domain == "normalised",
+            feed=self.feed.name,
         )
 
     def inner_views(self) -> int:
