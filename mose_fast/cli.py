@@ -49,6 +49,7 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
         _Flag("--limit-per-task", "stream.limit_per_task", int, "training images a task, at most [all]"),
         _Flag("--batch", "stream.batch", int, "incoming images a step"),
         _Flag("--normalisation", "stream.normalisation", str, "name of the constants [the stream's own]"),
+        _Flag("--decoder", "stream.decoder", str, "what reads image files: auto, pil or dali; the pixels are the same"),
     ),
     "how": (
         _Flag("--method", "method", str, "a method of `mose-fast list methods`, or path/to/file.py:Name"),
@@ -60,6 +61,7 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
     ),
     "where": (
         _Flag("--device", "device", str, "auto (the GPU where there is one), cpu, cuda or cuda:N"),
+        _Flag("--augment", "feed", str, "what makes the views: auto (dali on a GPU where installed), dali, fused or torch"),
         _Flag("--precision", "precision", str, "fp32 or bf16"),
         _Flag("--kernels", "kernels", str, "auto, fused (native norms, alignment path, heads, Adam) or torch (PyTorch's modules)"),
         _Flag("--deterministic", "deterministic", bool, "deterministic kernels only, so that resuming is exact on CUDA too"),

@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mose_fast import _loader
+from mose_fast.augment.dali import DaliViews
 from mose_fast.ops.augment import MIRROR, augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 
@@ -44,7 +46,8 @@ def _layout(sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bo
 class ViewMaker:
     """Makes the views of a step: every set of rows is copied in fixed orientations, then all of that once more, randomly augmented.
 
-    Views are made where the images are, by one op (:func:`mose_fast.ops.augment.augment`), contiguous in channels_last order.
+    Views are made where the images are, contiguous in channels_last order. Three back ends (feeds) make the same pixels of the same
+    parameters: the native op :func:`mose_fast.ops.augment.augment`, its meaning in plain PyTorch, and DALI (:class:`DaliViews`).
 
     Args:
         recipe: Name in :data:`RECIPES`.
@@ -53,6 +56,13 @@ class ViewMaker:
         mean: Of images in [0, 1], by channel.
         std: Alike.
         jitter_normalised: Colour jitter acts on normalised images, as released.
+        feed: ``fused``, ``torch`` or ``dali`` (see :func:`mose_fast.augment.choose_feed`).
+
+    Attributes:
+        feed: As given.
+
+    Raises:
+        ValueError: DALI is asked for a recipe with colour jitter.
     """
 
     def __init__(
@@ -64,25 +74,40 @@ class ViewMaker:
         mean: Sequence[float],
         std: Sequence[float],
         jitter_normalised: bool = False,
+        feed: str = "fused",
     ) -> None:
         drawn = RECIPES[recipe]
+        if feed not in ("fused", "torch", "dali"):
+            raise ValueError(f"feed is {feed!r}; wanted fused, torch or dali")
+        if feed == "dali" and drawn is not None and drawn.jitter_p > 0:
+            raise ValueError(f"feed is 'dali' for recipe {recipe!r}, whose colour jitter DALI computes otherwise; wanted fused or torch")
         if drawn is not None and not mirror:
             drawn = Recipe(**{**vars(drawn), "mirror_p": 0.0})
         self.recipe = drawn
         self.orientations = _ORIENTATIONS[inner_views if mirror else 1]
         self.jitter_normalised = jitter_normalised
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
+        self.feed = feed
+        self._dali = DaliViews(self.mean, self.std) if feed == "dali" else None
 
     @property
     def views_per_row(self) -> int:
         """Views made of each row: fixed copies, doubled by the random augmentation unless the recipe is ``none``."""
         return len(self.orientations) * (1 if self.recipe is None else 2)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether :meth:`make` can be captured in a CUDA graph: DALI runs outside of graphs, plain PyTorch waits for the host."""
+        return self.feed == "fused" and _loader.native is not None and _loader.record["backend"] == "cuda"
+
+    def close(self) -> None:
+        """Frees what the feed holds beside tensors (DALI: threads and buffers); the next views build it again."""
+        if self._dali is not None:
+            self._dali.close()
+
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W]."""
-        rows = torch.arange(len(images), device=images.device)
-        nothing = torch.zeros_like(rows)
-        return self._apply(images, rows, torch.stack([rows, nothing, nothing - 1], dim=1).to(torch.int32))
+        """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W], as evaluations need them: never by DALI, which has nothing to do there."""
+        return self._op(images, _plain_layout(images), *self._nothing_drawn(images))
 
     def make(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         """All views of a step.
@@ -99,9 +124,7 @@ class ViewMaker:
             rows: int64 [V], the row that each view shows.
         """
         layout, shown = _layout(tuple(sizes), self.orientations, self.recipe is not None, images.device)
-        rows = torch.arange(len(images), device=images.device)
-        parameters = self._draw(images, len(images) * len(self.orientations), seed, sequence)
-        return self._apply(images, rows, layout, *parameters), shown.clone()
+        return self._apply(images, layout, *self._draw(images, len(images) * len(self.orientations), seed, sequence)), shown.clone()
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
         """One randomly augmented view of every image and no other; the images themselves for the recipe ``none``.
@@ -114,20 +137,32 @@ class ViewMaker:
         Returns:
             float32 [R, 3, H, W], normalised.
         """
-        if self.recipe is None:
-            return self.normalise(images)
-        rows = torch.arange(len(images), device=images.device)
-        layout = torch.stack([rows, torch.zeros_like(rows), rows], dim=1).to(torch.int32)
-        return self._apply(images, rows, layout, *self._draw(images, len(images), seed, sequence))
+        layout = _plain_layout(images)
+        if self.recipe is not None:
+            layout[:, 2] = layout[:, 0]
+        return self._apply(images, layout, *self._draw(images, len(images), seed, sequence))
 
-    def _draw(self, images: Tensor, count: int, seed: int, sequence: int) -> tuple[Tensor, ...]:
+    def _nothing_drawn(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty(0, 6, dtype=torch.int32, device=images.device), torch.empty(0, 4, device=images.device)
+
+    def _draw(self, images: Tensor, count: int, seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         if self.recipe is None:
-            return ()
+            return self._nothing_drawn(images)
         return draw_augment_parameters(self.recipe, seed, sequence, count, images.shape[1], images.shape[2], images.device)
 
-    def _apply(
-        self, images: Tensor, rows: Tensor, layout: Tensor, codes: Tensor | None = None, factors: Tensor | None = None
-    ) -> Tensor:
-        if codes is None or factors is None:
-            codes, factors = layout.new_empty(0, 6), torch.empty(0, 4, device=images.device)
-        return augment([images], rows, layout, codes, factors, self.mean, self.std, jitter_normalised=self.jitter_normalised)
+    def _apply(self, images: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
+        if self._dali is not None:
+            return self._dali(images, layout, codes, factors)
+        return self._op(images, layout, codes, factors)
+
+    def _op(self, images: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
+        rows = torch.arange(len(images), device=images.device)
+        options = {"jitter_normalised": self.jitter_normalised, "plain": self.feed == "torch"}
+        return augment([images], rows, layout, codes, factors, self.mean, self.std, **options)
+
+
+def _plain_layout(images: Tensor) -> Tensor:
+    """The layout of the images as they are, one view each."""
+    rows = torch.arange(len(images), device=images.device)
+    nothing = torch.zeros_like(rows)
+    return torch.stack([rows, nothing, nothing - 1], dim=1).to(torch.int32)

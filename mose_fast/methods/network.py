@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from mose_fast import _loader
-from mose_fast.augment import ViewMaker
+from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import RunConfig
 from mose_fast.methods.base import Learner
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
@@ -81,7 +81,8 @@ class NetworkLearner(Learner):
         return self.uses_shadows and self.kernels == "fused" and self.config.precision == "bf16"
 
     def build_views(self, recipe: str) -> ViewMaker:
-        """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`."""
+        """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`; sets :attr:`feed`."""
+        self.feed = choose_feed(self.config.feed, self.device, RECIPES[recipe])
         return ViewMaker(
             recipe,
             self.inner_views(),
@@ -89,6 +90,7 @@ class NetworkLearner(Learner):
             mean=self.mean,
             std=self.std,
             jitter_normalised=self.config.options.jitter_domain == "normalised",
+            feed=self.feed.name,
         )
 
     def inner_views(self) -> int:

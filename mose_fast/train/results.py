@@ -97,6 +97,7 @@ def build_results(
         "changes_from_preset": config.changes_from_preset(),
         "resolved": {
             "device": str(device),
+            "feed": None if learner.feed is None else learner.feed.name,
             "mirror": learner.mirrored,
             "normalisation": {"name": normalisation.name, "mean": list(normalisation.mean), "std": list(normalisation.std)},
             "classifier": classifier,
