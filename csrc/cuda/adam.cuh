@@ -9,6 +9,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cmath>
+
 #include "api/adam.h"
 #include "cuda/warp.cuh"
 
@@ -48,7 +50,7 @@ static_assert(sizeof(AdamPieces) <= 4096, "arguments of a launch");
 // One block. Shared memory: one int32.
 __device__ inline void adam_begin_block(const AdamBegin& params, int32_t& frozen) {
   if (threadIdx.x == 0) {
-    const bool diverged = params.loss != nullptr && !isfinite(*params.loss);
+    const bool diverged = params.loss != nullptr && !(fabsf(*params.loss) < INFINITY);
     frozen = diverged || (params.latch != nullptr && *params.latch) ? 1 : 0;
     if (diverged && params.latch != nullptr) {
       *params.latch = true;
