@@ -8,6 +8,7 @@ set(MOSE_FAST_CPU_SOURCES
   cpu/augment.cpp
   cpu/expert_losses.cpp
   cpu/adam.cpp
+  cpu/norm_pool.cpp
 )
 
 # Torch-free; compiled by nvcc.
@@ -18,6 +19,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/expert_losses.cu
   cuda/augment.cu
   cuda/adam.cu
+  cuda/norm_pool.cu
 )
 
 # Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.
@@ -29,6 +31,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/expert_losses.cpp
   torch/workspace.cpp
   torch/adam.cpp
+  torch/norm_pool.cpp
   torch/module.cpp
 )
 

@@ -6,10 +6,10 @@
 // that only the loads matter.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <cmath>
 
 #include "api/adam.h"
+#include "cuda/elements.cuh"
 #include "cuda/warp.cuh"
 
 namespace mf::cuda {
@@ -48,7 +48,7 @@ static_assert(sizeof(AdamPieces) <= 4096, "arguments of a launch");
 // One block. Shared memory: one int32.
 __device__ inline void adam_begin_block(const AdamBegin& params, int32_t& frozen) {
   if (threadIdx.x == 0) {
-    const bool diverged = params.loss != nullptr && !isfinite(*params.loss);
+    const bool diverged = params.loss != nullptr && !(fabsf(*params.loss) < INFINITY);
     frozen = diverged || (params.latch != nullptr && *params.latch) ? 1 : 0;
     if (diverged && params.latch != nullptr) {
       *params.latch = true;
@@ -68,33 +68,22 @@ __device__ inline void adam_begin_block(const AdamBegin& params, int32_t& frozen
 }
 
 template <typename T>
-struct alignas(4 * sizeof(T)) FourOf {
-  T value[4];
-};
+using FourOf = Elements<T, 4>;
 
-__device__ inline float to_float(float x) {
-  return x;
-}
-__device__ inline float to_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-__device__ inline float to_float(__half x) {
-  return __half2float(x);
+template <typename T>
+__device__ void store_four(T* result, const FourOf<float>& x) {
+  FourOf<T> rounded;
+  for (int k = 0; k < 4; ++k) {
+    from_float(x.value[k], rounded.value[k]);
+  }
+  *reinterpret_cast<FourOf<T>*>(result) = rounded;
 }
 
 __device__ inline void store_four(const MutableFloatArray& array, int64_t first, const FourOf<float>& x) {
   if (array.type == FloatType::kBFloat16) {
-    FourOf<__nv_bfloat16> rounded;
-    for (int k = 0; k < 4; ++k) {
-      rounded.value[k] = __float2bfloat16_rn(x.value[k]);
-    }
-    *reinterpret_cast<FourOf<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(array.data) + first) = rounded;
+    store_four(static_cast<__nv_bfloat16*>(array.data) + first, x);
   } else {
-    FourOf<__half> rounded;
-    for (int k = 0; k < 4; ++k) {
-      rounded.value[k] = __float2half_rn(x.value[k]);
-    }
-    *reinterpret_cast<FourOf<__half>*>(static_cast<__half*>(array.data) + first) = rounded;
+    store_four(static_cast<__half*>(array.data) + first, x);
   }
 }
 

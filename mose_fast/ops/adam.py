@@ -127,7 +127,9 @@ def adam_step(
         if end > size:
             raise ValueError(f"parameter {position} ends at {end}; wanted at most {size}, the size of master")
         if not _is_dense(gradient):
-            raise ValueError(f"gradients[{position}] has shape {tuple(gradient.shape)} and strides {gradient.stride()}; wanted dense memory")
+            raise ValueError(
+                f"gradients[{position}] has shape {tuple(gradient.shape)} and strides {gradient.stride()}; wanted dense memory"
+            )
     options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "shadow": shadow, "loss": loss, "latch": latch}
     with torch.no_grad():
         if _loader.serves(master):

@@ -217,7 +217,9 @@ class FlatAdam(torch.optim.Optimizer):
         for position, (values, parameter) in enumerate(zip(loaded, self._parameters, strict=True)):
             for name in _MOMENTS if values else ():
                 if values[name].shape != parameter.shape:
-                    raise ValueError(f"{name} of parameter {position} has shape {tuple(values[name].shape)}; wanted {tuple(parameter.shape)}")
+                    raise ValueError(
+                        f"{name} of parameter {position} has shape {tuple(values[name].shape)}; wanted {tuple(parameter.shape)}"
+                    )
         self._lr.fill_(float(groups[0]["lr"]))
         group = self.param_groups[0]
         group["lr"] = self._lr

@@ -105,7 +105,9 @@ def test_construction_keeps_values_strides_and_starts_at_multiples_of_64():
             assert shadow.shape == parameter.shape and shadow.stride() == strides
             assert torch.equal(shadow, values.to(torch.bfloat16))
     assert [s is None for s in optimiser.shadows] == [p.dim() < 2 for p in network.parameters()]
-    assert all(leaf is (p if s is None else s) for leaf, s, p in zip(optimiser.leaves, optimiser.shadows, network.parameters(), strict=True))
+    assert all(
+        leaf is (p if s is None else s) for leaf, s, p in zip(optimiser.leaves, optimiser.shadows, network.parameters(), strict=True)
+    )
 
 
 def test_a_step_through_the_shadows():
@@ -314,9 +316,9 @@ def test_the_whole_expert_network_trains_as_with_torch():
 
 def test_errors():
     network, optimiser = make()
-    with pytest.raises(TypeError, match="parameter 0 has dtype torch.float64"):
+    with pytest.raises(TypeError, match=r"parameter 0 has dtype torch\.float64"):
         FlatAdam([nn.Parameter(torch.zeros(2, dtype=torch.float64))])
-    with pytest.raises(TypeError, match="shadow_dtype is torch.float32"):
+    with pytest.raises(TypeError, match=r"shadow_dtype is torch\.float32"):
         FlatAdam(network.parameters(), shadow_dtype=torch.float32)
     with pytest.raises(ValueError, match="lr is -1"):
         FlatAdam(network.parameters(), lr=-1)
@@ -337,4 +339,6 @@ def test_errors():
     with pytest.raises(ValueError, match=r"groups of \[2\] parameters; wanted one group of 6"):
         optimiser.load_state_dict({**state, "param_groups": [{**state["param_groups"][0], "params": [0, 1]}]})
     with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(1,\)"):
-        optimiser.load_state_dict({**state, "state": {0: {"step": torch.zeros(()), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}}})
+        optimiser.load_state_dict(
+            {**state, "state": {0: {"step": torch.zeros(()), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}}}
+        )
