@@ -130,8 +130,8 @@ def build_parser() -> argparse.ArgumentParser:
     table = commands.add_parser(
         "paper", help="run what stands behind a table of the paper, and set ours beside it", allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Runs what stands behind a table or figure of the paper, and writes ours beside its numbers, with pass or miss. The same "
-        "command goes on. Settings that depart from the paper's protocol make it a trial, which judges nothing.",
+        description="Runs what stands behind a table or figure of the paper, and writes ours beside its numbers, with pass or miss. The "
+        "same command goes on. Settings that depart from the paper's protocol make it a trial, which judges nothing.",
         epilog="example: mose-fast paper table1-cifar --data-dir DIR --seeds 0-14; a trial: --width 8 --limit-per-task 20",
     )  # fmt: skip
     table.set_defaults(act=_paper)

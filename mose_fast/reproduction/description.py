@@ -16,8 +16,8 @@ __all__ = ["RULE", "Entry", "Part", "Reproduction", "Verdict", "judge", "target"
 #: The one rule of pass and miss, for readers; :func:`target` and :func:`judge` follow it.
 RULE = (
     "An accuracy passes where its mean over the seeds is at most 1 point below the paper's; a forgetting where it is at most 1 point "
-    "above; a count of parameters or multiply-accumulates where it is at most 1 % above. Seconds and what the paper gives no number for are not "
-    'judged. "not sure": the 95 % interval of the mean holds the target, or a single seed has no interval.'
+    "above; a count of parameters or multiply-accumulates where it is at most 1 % above. Seconds and what the paper gives no number for "
+    'are not judged. "not sure": the 95 % interval of the mean holds the target, or a single seed has no interval.'
 )
 
 _POINT = 1.0
@@ -68,7 +68,7 @@ def judge(metric: Metric, paper: Published | None, ours: Summary | None) -> Verd
     if metric.kind == "size":
         return Verdict(passed, True)  # the same for every seed
     low, high = ours.t_interval
-    return Verdict(passed, not math.isnan(low) and not low < wanted < high)
+    return Verdict(passed, not math.isnan(low) and not low + slack < wanted < high - slack)
 
 
 @dataclass(frozen=True)

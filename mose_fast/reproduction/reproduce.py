@@ -80,7 +80,7 @@ class Plan:
             config = with_absolute_paths(with_changes(None, {**runs, **{n: value for n, value in changes.items() if n in known}}))
             departures |= dict.fromkeys(_departures(config, wanted))
             # Named by what sets it apart from the method's preset, so that tables share the runs that they have in common.
-            values = {"stream.name": wanted.stream.name, "memory": wanted.memory, **_differences(wanted)}
+            values = {"stream.name": config.stream.name, "memory": config.memory, **_differences(config)}
             self._cells[_key(runs)] = [
                 Cell(folder_name({**values, "seed": seed}), dataclasses.replace(config, seed=seed), {**values, "seed": seed})
                 for seed in self.seeds
@@ -91,12 +91,16 @@ class Plan:
 
     @property
     def cells(self) -> list[Cell]:
-        """All runs. The seed varies slowest, so that every setting is seen early."""
-        return [cells[i] for i in range(len(self.seeds)) for cells in self._cells.values()]
+        """All runs, each once. The seed varies slowest, so that every setting is seen early."""
+        return list({cells[i].name: cells[i] for i in range(len(self.seeds)) for cells in self._cells.values()}.values())
+
+    def cells_of(self, runs: Mapping[str, Any]) -> list[Cell]:
+        """The runs behind an entry with these settings, by seed."""
+        return self._cells[_key(runs)]
 
     def finished(self, runs: Mapping[str, Any], folder: SweepFolder, without: Collection[str]) -> list[tuple[Cell, Results]]:
-        """The finished runs of a setting but those of some names, by seed."""
-        there = [c for c in self._cells[_key(runs)] if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()]
+        """Those of :meth:`cells_of` that are finished, but those of some names, with their results."""
+        there = [c for c in self.cells_of(runs) if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()]
         return [(cell, read_run(folder.run(cell.name))[1]) for cell in there]
 
     def told_departures(self) -> list[str]:
@@ -125,6 +129,8 @@ def reproduce(
 ) -> tuple[Path | None, tuple[Failure, ...]]:
     """Runs what stands behind a table of the paper, or goes on with it, and writes ``NAME.md`` and ``NAME.csv``.
 
+    Where the runs depart from the paper's protocol, nothing is judged and the files are called ``NAME-trial``.
+
     Args:
         name: Of the table: a key of :data:`mose_fast.reproduction.catalogue.REPRODUCTIONS`.
         out: Folder of the tables and, as of a sweep, of the runs. Tables in the same folder share the runs that they have in common.
@@ -137,7 +143,7 @@ def reproduce(
         say: Takes the plan and the final lines.
 
     Returns:
-        Path of ``NAME.md``, None after a dry run, and the runs that could not be finished; the table then has the others.
+        Path of the first file, None after a dry run, and the runs that could not be finished; the table then has the others.
 
     Raises:
         ConfigError: The name or a setting is unusable; nothing has started.
@@ -155,7 +161,7 @@ def reproduce(
     if dry_run:
         return None, ()
     page, table = _render(plan, SweepFolder(out), outcome.failures)
-    path = Path(out) / f"{name}.md"
+    path = Path(out) / f"{name}{'-trial' if plan.departures else ''}.md"
     write_atomically(path, page)
     write_atomically(path.with_suffix(".csv"), table)
     return path, outcome.failures
@@ -169,14 +175,15 @@ def _render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tup
         for entry in part.entries:
             by_runs.setdefault(_key(entry.runs), []).append((number, entry))
     measured: list[dict[tuple[str, str], Measured]] = [{} for _ in parts]
-    runs: list[tuple[Cell, Results]] = []
+    by_name: dict[str, tuple[Cell, Results]] = {}
     for entries in by_runs.values():
         # One setting at a time: the matrices of a hundred tasks are large.
         found = plan.finished(entries[0][1].runs, folder, [failure.name for failure in failures])
         results = [run for _, run in found]
         for number, entry in entries:
             measured[number][entry.row, entry.column] = _measure(entry, results, judged=not plan.departures)
-        runs += [(cell, _facts(run)) for cell, run in found]
+        by_name |= {cell.name: (cell, _facts(run)) for cell, run in found}
+    runs = list(by_name.values())
 
     verdicts = [m.verdict for cells in measured for m in cells.values() if m.verdict is not None]
     lines = [f"# {plan.name}: {plan.description.title}", "", f"    {plan.command}", ""]
@@ -326,7 +333,7 @@ def _differences(config: RunConfig) -> dict[str, Any]:
     """What sets a configuration apart from its method's preset, from the default method, and from the method's first preset."""
     usual = _flat(RunConfig.create(config.preset, method=config.method))
     usual |= {"method": RunConfig.method, "preset": method_settings(config.method).preset(None)}
-    return {name: value for name, value in _flat(config).items() if value != usual[name]}
+    return {name: value for name, value in _flat(config).items() if name not in _FREE and value != usual[name]}
 
 
 def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:
