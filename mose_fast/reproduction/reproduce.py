@@ -59,6 +59,7 @@ class Plan:
         description: What is reproduced.
         departures: How the runs differ from the paper's protocol, ``name value instead of value``; empty where they may be judged.
         command: That makes this plan, where the folder is left out.
+        stem: Name of its files: that of the table, the preset unless it is the default, and ``trial`` where the runs depart.
 
     Raises:
         ConfigError: The name is unknown, or a setting is unusable.
@@ -86,6 +87,7 @@ class Plan:
                 for seed in self.seeds
             ]
         self.departures = list(departures)
+        self.stem = "-".join([name, *([preset] if preset != RunConfig.preset else []), *(["trial"] if departures else [])])
         settings = [part for setting, value in changes.items() for part in ("--set", f"{setting}={_text(value)}")]
         self.command = shlex.join(["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset, *settings])
 
@@ -129,7 +131,8 @@ def reproduce(
 ) -> tuple[Path | None, tuple[Failure, ...]]:
     """Runs what stands behind a table of the paper, or goes on with it, and writes ``NAME.md`` and ``NAME.csv``.
 
-    Where the runs depart from the paper's protocol, nothing is judged and the files are called ``NAME-trial``.
+    Where the runs depart from the paper's protocol, nothing is judged and the files are called ``NAME-trial``. With another preset than
+    the default, its name stands in them, too.
 
     Args:
         name: Of the table: a key of :data:`mose_fast.reproduction.catalogue.REPRODUCTIONS`.
@@ -161,7 +164,7 @@ def reproduce(
     if dry_run:
         return None, ()
     page, table = _render(plan, SweepFolder(out), outcome.failures)
-    path = Path(out) / f"{name}{'-trial' if plan.departures else ''}.md"
+    path = Path(out) / f"{plan.stem}.md"
     write_atomically(path, page)
     write_atomically(path.with_suffix(".csv"), table)
     return path, outcome.failures

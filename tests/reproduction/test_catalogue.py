@@ -130,6 +130,12 @@ def test_what_rows_stand_for():
     assert [experts[f"n = {n}"].get("options.experts", 4) for n in range(1, 9)] == list(range(1, 9))
 
 
+def test_files_of_presets_and_trials_have_their_own_names():
+    plans = [Plan("cost", [0], preset, changes) for preset in ("released", "paper") for changes in ({}, {"width": 8})]
+    assert [plan.stem for plan in plans] == ["cost", "cost-trial", "cost-paper", "cost-paper-trial"]
+    assert [len(plan.cells) for plan in plans] == [6] * 4
+
+
 def test_tables_share_their_runs():
     main = {cell.name for cell in Plan("table1-cifar", [0]).cells}
     for name in ("taskwise", "classifier"):
