@@ -214,7 +214,7 @@ def sweep(
 
 
 def run_sweep(
-    grid: Grid,
+    grid: Grid | Sequence[Cell],
     out: str | Path,
     place: Place | None = None,
     *,
@@ -225,7 +225,7 @@ def run_sweep(
     """Plans and runs a sweep, or goes on with it.
 
     Args:
-        grid: What to run.
+        grid: What to run: all combinations of a grid, or the cells themselves, with different names.
         out: Folder of the sweep.
         place: Where to compute.
         dry_run: Stop after the plan; nothing is written.
@@ -237,7 +237,7 @@ def run_sweep(
         RunError: The folder is in use, holds other runs, or cannot be written.
         Interrupted: Ctrl-C; unfinished runs have written a checkpoint.
     """
-    cells = grid.cells()
+    cells = grid.cells() if isinstance(grid, Grid) else list(grid)
     for settings in {cell.config.stream for cell in cells}:
         streams.create(settings)  # loads, and downloads, once, and refuses what does not exist
     place = place or Place()
