@@ -63,6 +63,7 @@ class Learner(ABC):
         current: The labels of the current task seen so far, in order of appearance.
         steps: Training steps taken.
         mirrored: Whether images are mirrored, in fixed copies and at random.
+        kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became; None for learners without an :class:`ExpertNetwork`.
         feed: What makes the views, and why; None for learners that make none by :mod:`mose_fast.augment`.
     """
 
@@ -98,6 +99,7 @@ class Learner(ABC):
         self.mirrored = mirror_safe if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
         self.feed: Feed | None = None
+        self.kernels: str | None = None
         self.memory = self.build_memory()
         self.task: int | None = None
         self.first_task: int | None = None

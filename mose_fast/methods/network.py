@@ -33,7 +33,6 @@ class NetworkLearner(Learner):
         network: The network, channels_last, on the learner's device.
         optimiser: Its optimiser.
         views: Makes views of raw images.
-        kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` means here.
     """
 
     #: True where every forward pass in training goes through :meth:`run_network`, so that the weights may have shadows in bf16.

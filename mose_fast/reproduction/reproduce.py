@@ -27,7 +27,10 @@ from mose_fast.train.files import RunFolder, write_atomically
 __all__ = ["Plan", "reproduce"]
 
 # Settings that say where and how fast a run computes, or which of several equal runs it is: no departure from the paper's protocol.
-_FREE = ("seed", "device", "precision", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir")
+_FREE = (
+    "seed", "device", "feed", "precision", "kernels", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
+    "stream.decoder",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

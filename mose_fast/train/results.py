@@ -98,6 +98,7 @@ def build_results(
         "resolved": {
             "device": str(device),
             "feed": None if learner.feed is None else learner.feed.name,
+            "kernels": learner.kernels,
             "mirror": learner.mirrored,
             "normalisation": {"name": normalisation.name, "mean": list(normalisation.mean), "std": list(normalisation.std)},
             "classifier": classifier,
