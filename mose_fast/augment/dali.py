@@ -53,14 +53,13 @@ class DaliViews:
         self._capacity = 0
         self._copied: torch.cuda.Event | None = None
 
-    def __call__(self, images: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
+    def __call__(self, images: Tensor, layout: Tensor, codes: Tensor) -> Tensor:
         """Views of rows.
 
         Args:
             images: uint8 [R, H, W, 3], on the CPU or on a card.
             layout: int32 [V, 3]; see :func:`mose_fast.ops.augment.augment`. Orientations that turn need square images.
             codes: int32 [D, 6] from :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`; no flag asks for jitter.
-            factors: float32 [D, 4] from there; of no use without jitter.
 
         Returns:
             float32 [V, 3, H, W], normalised, contiguous in channels_last order; within 1e-6 (1 + |value|) of exact arithmetic where H and
@@ -76,7 +75,11 @@ class DaliViews:
         matrices, grey = _matrices(layout[:, 2].to(torch.int64), codes, height, width)
         with self._lock:
             pipeline = self._ready(images.device, (height, width), count)
-            views = self._run(pipeline, {"rows": rows, "matrices": matrices, "grey": grey})
+            try:
+                views = self._run(pipeline, {"rows": rows, "matrices": matrices, "grey": grey})
+            except BaseException:  # Ctrl-C, too: what was fed already must not come out of a later call
+                self._pipeline = None
+                raise
         return views.permute(0, 3, 1, 2)
 
     def close(self) -> None:

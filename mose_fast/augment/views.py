@@ -152,7 +152,7 @@ class ViewMaker:
 
     def _apply(self, images: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
         if self._dali is not None:
-            return self._dali(images, layout, codes, factors)
+            return self._dali(images, layout, codes)
         return self._op(images, layout, codes, factors)
 
     def _op(self, images: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:

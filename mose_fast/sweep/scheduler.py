@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mose_fast import streams
+from mose_fast.augment import choose_feed
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.methods import resolve_device
 from mose_fast.sweep.display import Display, Running
@@ -528,13 +529,15 @@ class _Sweep:
 
 
 def _device(cells: Sequence[Cell], place: Place) -> str:
-    """``cpu`` or ``cuda``, where all runs compute."""
+    """``cpu`` or ``cuda``, where all runs compute; refuses a feed that they cannot have there."""
     device = cells[0].config.device
     if device.startswith("cuda:"):
         raise ConfigError(f"device is {device!r}; wanted cuda in a sweep, and --gpus to choose cards")
     if place.engine == "ray" and device == "cuda":
         return "cuda"  # of the cluster's machines; this one may have none
-    return resolve_device(device).type
+    found = resolve_device(device)
+    choose_feed(cells[0].config.feed, found, None)
+    return found.type
 
 
 def _cards(place: Place) -> list[str]:

@@ -132,6 +132,26 @@ def test_dali_gives_the_views_of_each_call_whatever_came_before():
 
 
 @needs_dali
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_call_that_broke_off_leaves_nothing_behind(error, monkeypatch):
+    """Rows were fed and their views never taken: the next call must not get them."""
+    from nvidia.dali import Pipeline
+
+    made = maker("dali")
+    made.make(noise(20), (20,), 1, 0)
+
+    def breaks(*arguments, **named):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pipeline, "outputs", breaks)
+        with pytest.raises(error):
+            made.make(noise(20, seed=1), (20,), 1, 1)
+    x = noise(20, seed=2)
+    torch.testing.assert_close(made.make(x, (20,), 1, 2)[0], maker("fused").make(x, (20,), 1, 2)[0], rtol=1e-6, atol=1e-6)
+
+
+@needs_dali
 def test_views_outlive_their_pipeline_and_later_calls():
     made = maker("dali")
     first = made.make(noise(20), (20,), 1, 1)[0]
