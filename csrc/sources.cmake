@@ -7,6 +7,8 @@ set(MOSE_FAST_CPU_SOURCES
   cpu/augment_parameters.cpp
   cpu/augment.cpp
   cpu/expert_losses.cpp
+  cpu/adam.cpp
+  cpu/norm_pool.cpp
 )
 
 # Torch-free; compiled by nvcc.
@@ -16,6 +18,8 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/augment_parameters.cu
   cuda/expert_losses.cu
   cuda/augment.cu
+  cuda/adam.cu
+  cuda/norm_pool.cu
 )
 
 # Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.
@@ -25,6 +29,9 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/augment_parameters.cpp
   torch/augment.cpp
   torch/expert_losses.cpp
+  torch/workspace.cpp
+  torch/adam.cpp
+  torch/norm_pool.cpp
   torch/module.cpp
 )
 

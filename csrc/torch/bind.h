@@ -27,4 +27,8 @@ void bind_augment_parameters(py::module_& module);
 void register_augment(torch::Library& library);
 void bind_augment(py::module_& module);
 
+void bind_adam(py::module_& module);
+
+void bind_norm_pool(py::module_& module);
+
 }  // namespace mf

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mose_fast.augment import Feed
 from mose_fast.config import ConfigError, RunConfig, near_matches
 from mose_fast.device import upload
 from mose_fast.memory import MemoryRecord, ReplayMemory
@@ -98,6 +99,8 @@ class Learner(ABC):
         current: The labels of the current task seen so far, in order of appearance.
         steps: Training steps taken.
         mirrored: Whether images are mirrored, in fixed copies and at random.
+        kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became; None for learners without an :class:`ExpertNetwork`.
+        feed: What makes the views, and why; None for learners that make none by :mod:`mose_fast.augment`.
     """
 
     #: True where replay rows are chosen by looking at the model, so that batches cannot be planned ahead of training.
@@ -135,6 +138,8 @@ class Learner(ABC):
         self.mean, self.std = tuple(mean), tuple(std)
         self.mirrored = mirror_safe if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
+        self.feed: Feed | None = None
+        self.kernels: str | None = None
         self.memory = self.build_memory()
         self.task: int | None = None
         self.first_task: int | None = None

@@ -54,7 +54,7 @@ class StepInputs(NamedTuple):
     """All that :meth:`Mose.train_on` reads beside the model: tensors of one shape for every step of a kind, once they are padded.
 
     Attributes:
-        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding.
+        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding. Or float32 [V, 3, H, W], the views themselves.
         views: What decides the views; those of padding come last.
         labels: int64 [V], by view; 0 for padding.
         current_classes: As in :class:`StepPlan`.
@@ -85,6 +85,7 @@ class Mose(NetworkLearner):
     """Nested experts with supervised contrastive loss and cross-entropy each, and reverse self-distillation into the student."""
 
     plans_ahead: ClassVar[bool] = True
+    uses_shadows: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)
@@ -171,12 +172,13 @@ class Mose(NetworkLearner):
         """The losses of :meth:`train_on` by name."""
         return dict(zip(_LOSSES, losses.unbind(), strict=True))
 
-    def step_inputs(self, plan: StepPlan, rows: int | None = None) -> StepInputs:
+    def step_inputs(self, plan: StepPlan, rows: int | None = None, *, ready: bool = False) -> StepInputs:
         """What the step of a plan reads; nothing of it is drawn anew, so that the same plan always gives the same step.
 
         Args:
             plan: Of :meth:`plan`.
             rows: Pad to so many rows, so that steps of different sizes have inputs of the same shapes; None: as many as there are.
+            ready: Make the views here, for a feed that cannot be captured.
         """
         composition = plan.composition
         sizes = (composition.incoming + composition.current, composition.copies + composition.old)
@@ -190,7 +192,9 @@ class Mose(NetworkLearner):
             counts = torch.tensor([new_views, sum(sizes) * per_row], dtype=torch.int32)
             new_views, valid_views = upload(counts, self.device).unbind()
         views = self.views.inputs(images, sizes, self.config.seed, plan.sequence)
-        return StepInputs(images, views, labels[views.shown], plan.current_classes, new_views, valid_views)
+        labels = labels[views.shown]
+        images = self.views.apply(images, views) if ready else images
+        return StepInputs(images, views, labels, plan.current_classes, new_views, valid_views)
 
     def train_on(self, inputs: StepInputs) -> Tensor:
         """Views, forward, losses, backward and optimiser: all that a captured step captures. Counts nothing.
@@ -199,11 +203,14 @@ class Mose(NetworkLearner):
             float32 [4]: the loss and its three parts, each summed over the experts. Once the run has diverged, the loss is NaN or
             infinite in every step.
         """
-        views = self.views.apply(inputs.images, inputs.views)
+        ready = inputs.images.is_floating_point()
+        views = inputs.images if ready else self.views.apply(inputs.images, inputs.views)
         self.network.train()
         with self.precise(), self.statistics.undone_if(self.latch):
-            with self.forward_precision():
-                outputs = self.network(views.contiguous(memory_format=torch.channels_last), self.config.options.distil == "sd")
+            # Without padding, as before there was any: PyTorch's own norms know nothing of it.
+            padded = {} if inputs.valid_views is None else {"valid_rows": inputs.valid_views}
+            views = views.contiguous(memory_format=torch.channels_last)
+            outputs = self.run_network(views, self.config.options.distil == "sd", **padded)
             terms = self.losses(outputs, inputs.labels, inputs.new_views, inputs.current_classes, inputs.valid_views)
             loss = terms.sum()
             self.minimise(loss)

@@ -159,7 +159,8 @@ class ReplayLearner(NetworkLearner):
         """float32 [V, 3, H, W], normalised: one augmented view of every row, in the rows' order."""
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
-            return self.views.normalise(pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored))
+            cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored)
+            return self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
         return self.views.augmented(rows.images, seed, rows.sequence)
 
     def view_sizes(self, rows: Rows) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mose_fast import streams
+from mose_fast.augment import choose_feed
 from mose_fast.config import RunConfig, StreamConfig
 from mose_fast.device import upload
 from mose_fast.evaluate import evaluate_learner
@@ -89,9 +90,10 @@ def run(
     elif settings:
         raise TypeError(f"{', '.join(settings)}: given beside config; wanted them inside it")
     # Before the stream, whose loading may take long.
-    resolve_device(config.device)
+    choose_feed(config.feed, resolve_device(config.device), None)
+    listeners = list(listeners)
     if stream is None:
-        stream = streams.create(config.stream)
+        stream = _load(config, listeners)
     elif isinstance(stream, Stream):
         config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch))
     else:
@@ -123,9 +125,10 @@ def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable
     if folder.results.is_file():
         raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
     config = RunConfig.load(folder.config)
+    listeners = list(listeners)
     if stream is None:
         try:
-            stream = streams.create(config.stream)
+            stream = _load(config, listeners)
         except StreamError as error:
             raise StreamError(f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))") from error
     learner = _learner(config, stream)
@@ -135,6 +138,14 @@ def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable
     if checkpoint is not None:
         loop.restore(checkpoint)
     return loop.run()
+
+
+def _load(config: RunConfig, listeners: list[Listener]) -> Stream:
+    def tell(done: int, images: int) -> None:
+        for listener in listeners:
+            listener.on_decode(done, images)
+
+    return streams.create(config.stream, watch=tell)
 
 
 def _learner(config: RunConfig, stream: Stream) -> Learner:

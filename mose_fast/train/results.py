@@ -97,6 +97,8 @@ def build_results(
         "changes_from_preset": config.changes_from_preset(),
         "resolved": {
             "device": str(device),
+            "feed": None if learner.feed is None else learner.feed.name,
+            "kernels": learner.kernels,
             "mirror": learner.mirrored,
             "normalisation": {"name": normalisation.name, "mean": list(normalisation.mean), "std": list(normalisation.std)},
             "classifier": classifier,
