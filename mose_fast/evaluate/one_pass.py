@@ -58,7 +58,7 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bo
     rows = torch.cat([stream.test_rows(t) for t in range(task + 1)])
     tasks = torch.cat([torch.full((len(stream.test_rows(t)),), t) for t in range(task + 1)])
     numbers = upload(rows, stream.x_test.device)
-    parts = [classify(*learner.outputs(stream.x_test[part]), means) for part in numbers.split(learner.config.evaluation_batch)]
+    parts = [classify(*learner.outputs(stream.x_test[part]), means) for part in numbers.split(learner.evaluation_batch)]
     predictions = _on_host(parts)
     test = _by_task(predictions, stream.y_test[rows], tasks, task)
     classifier, expert = learner.resolve_expert()

@@ -24,7 +24,11 @@ from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, check_i
 if TYPE_CHECKING:
     from mose_fast.methods.registry import About
 
-__all__ = ["DataState", "Learner", "Prepared", "resolve_device"]
+__all__ = ["DataState", "Learner", "Prepared", "Stepping", "resolve_device"]
+
+
+# Images a forward pass of an evaluation, unless the configuration says otherwise.
+_EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -55,6 +59,21 @@ class DataState(NamedTuple):
 
     values: dict[str, Any]
     memory: MemoryRecord
+
+
+class Stepping(NamedTuple):
+    """How a learner's steps run.
+
+    Attributes:
+        name: ``captured`` or ``eager``.
+        reason: Why it is not what was asked for, or not the first choice; empty where it is.
+    """
+
+    name: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})" if self.reason else self.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +119,8 @@ class Learner(ABC):
         steps: Training steps taken.
         mirrored: Whether images are mirrored, in fixed copies and at random.
         kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became; None for learners without an :class:`ExpertNetwork`.
+        evaluation_batch: Images a forward pass of an evaluation.
+        stepping: What the configuration's ``step`` became, and why.
         feed: What makes the views, and why; None for learners that make none by :mod:`mose_fast.augment`.
     """
 
@@ -140,6 +161,8 @@ class Learner(ABC):
         self.device = resolve_device(config.device)
         self.feed: Feed | None = None
         self.kernels: str | None = None
+        self.stepping = self._choose_step(config.step)
+        self.evaluation_batch = config.evaluation_batch or _EVALUATION_BATCH[self.device.type]
         self.memory = self.build_memory()
         self.task: int | None = None
         self.first_task: int | None = None
@@ -299,6 +322,19 @@ class Learner(ABC):
         self.memory.restore(prepared.before.memory)
         self._means = None
         return exact
+
+    def _choose_step(self, wanted: str) -> Stepping:
+        obstacle = ""
+        if self.device.type != "cuda":
+            obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
+        elif not self.plans_ahead:
+            why = "looks at the network to plan a step" if self.plan_depends_on_model else "does not plan its steps ahead"
+            obstacle = f"method {self.config.method!r} {why}"
+        if wanted == "captured" and obstacle:
+            raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")
+        if wanted == "eager" or obstacle:
+            return Stepping("eager", "" if wanted == "eager" or self.device.type != "cuda" else obstacle)
+        return Stepping("captured")
 
     def _receive(self, x: Tensor, y: Tensor, task: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Registers a checked batch's task and labels; returns it on the device."""

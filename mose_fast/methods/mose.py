@@ -196,6 +196,15 @@ class Mose(NetworkLearner):
         images = self.views.apply(images, views) if ready else images
         return StepInputs(images, views, labels, plan.current_classes, new_views, valid_views)
 
+    def padded_rows(self, plan: StepPlan) -> int | None:
+        """Rows that a step of this kind has at most, to which a captured step pads; None where it cannot be padded.
+
+        Padding wants norms that do not count it, and a batch no larger than the stream's.
+        """
+        o = self.config.options
+        rows = self.config.stream.batch + o.buffer_batch + (0 if plan.current_classes is None else o.new_extra)
+        return rows if self.kernels == "fused" and len(plan.images) <= rows else None
+
     def train_on(self, inputs: StepInputs) -> Tensor:
         """Views, forward, losses, backward and optimiser: all that a captured step captures. Counts nothing.
 

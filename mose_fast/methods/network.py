@@ -165,7 +165,7 @@ class NetworkLearner(Learner):
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.network.eval()
         features, logits = [], []
-        for part in x.split(self.config.evaluation_batch):
+        for part in x.split(self.evaluation_batch):
             images = self.views.normalise(part.to(self.device)).contiguous(memory_format=torch.channels_last)
             with self.precise():
                 outputs = self.run_network(images)

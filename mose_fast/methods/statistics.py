@@ -35,7 +35,8 @@ class RunningStatistics:
             flat = torch.zeros(sum(sizes), dtype=dtype, device=buffers[0][2].device)
             for (module, name, buffer), part in zip(buffers, flat.split(sizes), strict=True):
                 view = part[: buffer.numel()].view(buffer.shape)
-                setattr(module, name, view.copy_(buffer))
+                # As ``data``, each counts its own changes: autograd would otherwise take a change of one for a change of all.
+                setattr(module, name, view.copy_(buffer).data)
             self.flat.append(flat)
         self._before = [torch.empty_like(flat) for flat in self.flat]
 

@@ -28,7 +28,8 @@ from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import Learner, Prepared, create_learner, resolve_device, warn_of_other_protocol
 from mose_fast.streams import Stream, StreamError
 from mose_fast.streams.stream import draw_order
-from mose_fast.train.checkpoint import latest, load_checkpoint, save_checkpoint
+from mose_fast.train.captured import CapturedSteps
+from mose_fast.train.checkpoint import CheckpointWriter, latest, load_checkpoint
 from mose_fast.train.figure import accuracy_figure
 from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.listeners import Listener, TensorBoard
@@ -148,6 +149,14 @@ def _load(config: RunConfig, listeners: list[Listener]) -> Stream:
     return streams.create(config.stream, watch=tell)
 
 
+def _resident(stream: Stream, device: torch.device) -> Stream:
+    """The stream with its images on the card, uploaded once, where they leave half of the free memory to the run."""
+    if device.type != "cuda":
+        return stream
+    size = stream.x_train.nbytes + stream.x_test.nbytes
+    return stream.to(device) if 2 * size <= torch.cuda.mem_get_info(device)[0] else stream
+
+
 def _learner(config: RunConfig, stream: Stream) -> Learner:
     if config.deterministic:
         # Read when CUDA starts, so it must be set before the first tensor goes to the card.
@@ -164,28 +173,33 @@ class _Loop:
     def __init__(
         self, config: RunConfig, stream: Stream, learner: Learner, folder: RunFolder | None, listeners: Iterable[Listener]
     ) -> None:
-        self.config, self.stream, self.learner, self.folder = config, stream, learner, folder
+        self.config, self.stream, self.learner, self.folder = config, _resident(stream, learner.device), learner, folder
         self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
         self.joint = config.train_on == "final_memory"
         #: The stream as the learner meets it: the upper bound gets the images of all tasks shuffled into one.
-        self.presented = stream
+        self.presented = self.stream
         if learner.joint_stream:
-            self.presented = dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None)
+            self.presented = dataclasses.replace(self.stream, tasks=(tuple(range(stream.classes)),), arrival=None)
         #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the whole run.
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "confusion": [], "evaluated_after": [], "resumed": 0}
-        self.seconds = {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0}
-        self.ring = Ring(learner)
+        self.seconds = {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "capture": 0.0}
+        # On a card, eager steps go the same way, so that both give the same bits.
+        self.captured = CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.late else None
+        self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
+        self.ring = Ring(learner, None if self.captured is None else self.captured.inputs)
         self.reader = LossReader(learner)
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
         try:
-            with interrupt_flag() as interrupted, _deterministic(self.config.deterministic):
+            with interrupt_flag() as interrupted, _deterministic(self.config.deterministic), _own_stream(self.learner):
                 for listener in self.listeners:
                     listener.on_start(self.config, self.stream, self.learner, self.position["done"], self._batches())
                 return self._run(interrupted)
         finally:
+            if self.writer is not None:
+                self.writer.close()
             for listener in self.listeners:
                 listener.close()
 
@@ -219,6 +233,7 @@ class _Loop:
 
     def _learn(self, task: int, epoch: int, batches: list[Tensor], interrupted: threading.Event) -> None:
         """Learns from batches of the stream in order, planning ahead as far as the ring reaches and no checkpoint comes between."""
+        self.ring.settle()
         # The images' numbers where the images are, in one transfer.
         numbers = upload(torch.cat(batches), self.stream.x_train.device).split([len(rows) for rows in batches]) if batches else ()
         planned = 0
@@ -247,7 +262,11 @@ class _Loop:
 
     def _consume(self, prepared: Prepared) -> None:
         before = dict(self.position)
-        losses = self.learner.consume(prepared)
+        losses = self.learner.consume(prepared, self.captured)
+        if self.captured is not None:
+            self.seconds["train"] -= self.captured.seconds
+            self.seconds["capture"] += self.captured.seconds
+            self.captured.seconds = 0.0
         self.position["batch"] += 1
         self.position["done"] += 1
         self.reader.add(Taken(prepared, before), losses)
@@ -275,7 +294,7 @@ class _Loop:
             while self.reader:
                 with suppress(Interrupted):
                     self._tell_listeners(wait=True)
-            self._save()
+            self._save(wait=True)
             raise
 
     def _tell_listeners(self, *, wait: bool) -> None:
@@ -312,7 +331,7 @@ class _Loop:
         if exact and self.folder is not None:
             # Weights may be broken although the loss before was finite; then the message is still this one.
             with suppress(TrainingDiverged):
-                self._save()
+                self._save(wait=True)
                 message += " The newest is the state before this batch."
         raise TrainingDiverged(message)
 
@@ -343,6 +362,9 @@ class _Loop:
             listener.on_task_end(task, self.position["done"], accuracy)
 
     def _finish(self) -> dict[str, Any]:
+        if self.writer is not None:
+            with self._timed("checkpoint"):
+                self.writer.wait()
         with self._timed("evaluate"):
             untrained = self._untrained()
         results = build_results(
@@ -380,24 +402,29 @@ class _Loop:
         filled = min(self.config.memory, sum(len(self.presented.train_rows(task)) for task in range(len(self.presented.tasks))))
         return stream + self.config.epochs * -(-filled // self.config.options.buffer_batch)
 
-    def _save(self) -> None:
-        if self.folder is None:
+    def _save(self, *, wait: bool = False) -> None:
+        """Writes a checkpoint; on a card while the run goes on, unless it is to ``wait``."""
+        if self.writer is None:
             return
         with self._timed("checkpoint"):
             self.ring.settle()
             tensors, values = self.learner.state()
-            broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+            finite = torch.stack([tensor.isfinite().all().to(self.learner.device) for tensor in tensors.values()]).tolist()
+            broken = [name for name, whole in zip(tensors, finite, strict=True) if not whole]
             if broken:
                 raise TrainingDiverged(f"{broken[0]} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}")
             values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.seconds}
-            save_checkpoint(self.folder.checkpoints, self.position["done"] + self.position["task"], tensors, values)
+            self.writer.write(self.position["done"] + self.position["task"], tensors, values)
+            if wait:
+                self.writer.wait()
 
     def restore(self, checkpoint: Path) -> None:
         """Takes over the state in a checkpoint of this very run."""
         tensors, values = load_checkpoint(checkpoint)
         try:
             self.learner.load_state(tensors, values["learner"])
-            self.position, self.records, self.seconds = values["position"], values["records"], values["seconds"]
+            self.position, self.records = values["position"], values["records"]
+            self.seconds |= values["seconds"]
         except (ValueError, KeyError) as error:
             raise RunError(f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}") from error
         self.records["resumed"] += 1
@@ -407,6 +434,22 @@ class _Loop:
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
+
+
+@contextmanager
+def _own_stream(learner: Learner) -> Iterator[None]:
+    """A stream for all steps and evaluations on a card.
+
+    A step that ran on the default stream could not be captured later: its gradients' accumulation stays with the stream it ran on first.
+    """
+    if learner.device.type != "cuda":
+        yield
+        return
+    before, own = torch.cuda.current_stream(learner.device), torch.cuda.Stream(learner.device)
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
 
 
 @contextmanager
