@@ -63,7 +63,7 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
     if x.dtype == torch.float64 or not _loader.serves(x):
         with torch.autocast(x.device.type, enabled=False):
             return reference.norm_pool(x, state, valid_rows)
-    if not x.is_contiguous(memory_format=torch.channels_last):
+    if x.numel() > 0 and not x.is_contiguous(memory_format=torch.channels_last):
         _say_once("a map is copied into channels_last memory at every call; keep the network and its input in channels_last")
     return _NormPool.apply(x, state, valid_rows)
 
