@@ -154,6 +154,7 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
         f"(for predict(): {deployed.parameters:,} and {deployed.macs / 1e6:,.1f} M)",
         "device": f"{where}, {config.precision}; native library: {f'yes ({native} build)' if native else 'no, pure PyTorch'}",
         **({} if learner.feed is None else {"views": f"{config.options.augment}, made by {learner.feed}"}),
+        **({"steps": str(learner.stepping)} if device.type == "cuda" else {}),
         "run": f"{batches} batches" + (f", continued after batch {batch}" if batch else "") + f", into {out}",
     }
     return "\n".join(f"{name:<8} {text}" for name, text in rows.items())

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mose_fast import _loader
 from mose_fast.augment.dali import DaliViews
+from mose_fast.device import upload
 from mose_fast.ops.augment import MIRROR, augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 
-__all__ = ["RECIPES", "ViewMaker"]
+__all__ = ["RECIPES", "ViewInputs", "ViewMaker"]
 
 #: Random augmentations by name; ``none`` makes no augmented copies at all.
 RECIPES: dict[str, Recipe | None] = {
@@ -27,9 +29,29 @@ RECIPES: dict[str, Recipe | None] = {
 _ORIENTATIONS = {1: (0,), 2: (0, MIRROR), 4: (0, 1, 2, 3), 16: tuple(range(16))}
 
 
+class ViewInputs(NamedTuple):
+    """What decides the views of a step, beside its images.
+
+    Attributes:
+        rows: int64 [R], the numbers of the images; -1 for rows that are padding.
+        layout: int32 [V, 3], what each view shows, for :func:`mose_fast.ops.augment.augment`.
+        codes: int32 [D, 6], the drawn parameters of augmented views.
+        factors: float32 [D, 4], alike.
+        shown: int64 [V], the row that each view shows.
+    """
+
+    rows: Tensor
+    layout: Tensor
+    codes: Tensor
+    factors: Tensor
+    shown: Tensor
+
+
 @lru_cache(maxsize=256)
-def _layout(sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The ``layout`` of :func:`mose_fast.ops.augment.augment` for sets of these sizes, and its first column as int64; never written."""
+def _layout(
+    sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows; never written."""
     entries: list[tuple[int, int, int]] = []
     first, draw = 0, 0
     for size in sizes:
@@ -39,8 +61,12 @@ def _layout(sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bo
             entries += [(row, code, draw + i) for i, (row, code) in enumerate(copies)]
         first += size
         draw += len(copies)
+    # All padding shows the last row, which is padding itself wherever there is any.
+    entries += [(capacity - 1, 0, -1)] * ((capacity - first) * len(orientations) * (2 if augmented else 1))
+    rows = torch.arange(capacity)
+    rows[first:] = -1
     layout = torch.tensor(entries, dtype=torch.int32).reshape(-1, 3)
-    return layout.to(device), layout[:, 0].to(device, torch.int64)
+    return upload(rows, device), upload(layout, device), upload(layout[:, 0].to(torch.int64), device)
 
 
 class ViewMaker:
@@ -97,7 +123,7 @@ class ViewMaker:
 
     @property
     def capturable(self) -> bool:
-        """Whether :meth:`make` can be captured in a CUDA graph: DALI runs outside of graphs, plain PyTorch waits for the host."""
+        """Whether :meth:`apply` can be captured in a CUDA graph: DALI runs outside of graphs, plain PyTorch waits for the host."""
         return self.feed == "fused" and _loader.native is not None and _loader.record["backend"] == "cuda"
 
     def close(self) -> None:
@@ -107,7 +133,8 @@ class ViewMaker:
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W], as evaluations need them: never by DALI, which has nothing to do there."""
-        return self._op(images, _plain_layout(images), *self._nothing_drawn(images))
+        rows = torch.arange(len(images), device=images.device)
+        return self._op(images, rows, _plain_layout(images), *self._nothing_drawn(images))
 
     def make(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         """All views of a step.
@@ -123,8 +150,26 @@ class ViewMaker:
                 fixed copies, orientation by orientation, then the augmented copies of these.
             rows: int64 [V], the row that each view shows.
         """
-        layout, shown = _layout(tuple(sizes), self.orientations, self.recipe is not None, images.device)
-        return self._apply(images, layout, *self._draw(images, len(images) * len(self.orientations), seed, sequence)), shown.clone()
+        inputs = self.inputs(images, sizes, seed, sequence)
+        return self.apply(images, inputs), inputs.shown.clone()
+
+    def inputs(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> ViewInputs:
+        """All that :meth:`apply` needs beside the images; arguments as for :meth:`make`, but the sets may have fewer rows than there are.
+
+        What the sets do not fill is padding: its rows are never read, and its views, which come last, are zero. The other views are
+        the same as without padding.
+        """
+        rows, layout, shown = _layout(tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device)
+        codes, factors = self._draw(images, len(images) * len(self.orientations), seed, sequence)
+        return ViewInputs(rows, layout, codes, factors, shown)
+
+    def apply(self, images: Tensor, inputs: ViewInputs) -> Tensor:
+        """The views float32 [V, 3, H, W] that ``inputs`` decides, normalised. Nothing is drawn: where the feed is :attr:`capturable`, a
+        captured graph makes other views of other inputs in the same places."""
+        if self._dali is not None:
+            views = self._dali(images, inputs.layout, inputs.codes)
+            return views.masked_fill_((inputs.rows[inputs.shown] < 0).view(-1, 1, 1, 1), 0)
+        return self._op(images, inputs.rows, inputs.layout, inputs.codes, inputs.factors)
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
         """One randomly augmented view of every image and no other; the images themselves for the recipe ``none``.
@@ -153,10 +198,9 @@ class ViewMaker:
     def _apply(self, images: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
         if self._dali is not None:
             return self._dali(images, layout, codes)
-        return self._op(images, layout, codes, factors)
+        return self._op(images, torch.arange(len(images), device=images.device), layout, codes, factors)
 
-    def _op(self, images: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
-        rows = torch.arange(len(images), device=images.device)
+    def _op(self, images: Tensor, rows: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
         options = {"jitter_normalised": self.jitter_normalised, "plain": self.feed == "torch"}
         return augment([images], rows, layout, codes, factors, self.mean, self.std, **options)
 

@@ -17,6 +17,7 @@ from mose_fast import _loader
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import RunConfig
 from mose_fast.methods.base import Learner
+from mose_fast.methods.statistics import RunningStatistics
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
 from mose_fast.optim import FlatAdam
 
@@ -33,6 +34,8 @@ class NetworkLearner(Learner):
         network: The network, channels_last, on the learner's device.
         optimiser: Its optimiser.
         views: Makes views of raw images.
+        statistics: The network's running statistics.
+        latch: bool scalar on the device, set by the first loss that is not finite: from then on no weight and no statistic changes.
     """
 
     #: True where every forward pass in training goes through :meth:`run_network`, so that the weights may have shadows in bf16.
@@ -54,7 +57,16 @@ class NetworkLearner(Learner):
             network = self.build_network()
         network.use_kernels(self.kernels)
         self.network = network.to(self.device, memory_format=torch.channels_last)
+        self.statistics = RunningStatistics(self.network)
         self.optimiser = self.build_optimiser()
+        if isinstance(self.optimiser, FlatAdam):
+            self.latch = self.optimiser.latch
+        else:
+            self.latch = torch.zeros((), dtype=torch.bool, device=self.device)
+        # PyTorch's own way to skip a step by what the card finds, made for gradient scaling.
+        self._skip = torch.zeros((), device=self.device)
+        if self.late and not isinstance(self.optimiser, FlatAdam):
+            self.optimiser.found_inf = self._skip
 
     @abstractmethod
     def build_network(self) -> ExpertNetwork:
@@ -72,7 +84,11 @@ class NetworkLearner(Learner):
                 weight_decay=o.weight_decay,
                 shadow_dtype=torch.bfloat16 if self.shadowed else None,
             )
-        return torch.optim.Adam(self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+        # PyTorch's fused Adam can skip a step without the host knowing.
+        how = {"fused": True, "capturable": True} if self.late else {}
+        return torch.optim.Adam(
+            self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, **how
+        )
 
     @property
     def shadowed(self) -> bool:
@@ -102,6 +118,10 @@ class NetworkLearner(Learner):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
             yield
 
+    @property
+    def diverged(self) -> bool:
+        return bool(self.latch)
+
     def run_network(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The network's forward pass in the run's precision: on the bf16 shadows of its weights where the optimiser keeps some."""
         if self.shadowed:
@@ -112,17 +132,40 @@ class NetworkLearner(Learner):
             return self.network(images, *args, **kwargs)
 
     def update(self, loss: Tensor) -> None:
-        """One optimiser step on a loss."""
+        """One optimiser step on a loss, unless it or an earlier one is not finite."""
+        if self.minimise(loss):
+            self.steps += 1
+
+    def minimise(self, loss: Tensor) -> bool:
+        """:meth:`update` without counting the step: in a captured step, this is what is captured.
+
+        Returns:
+            Whether the step was taken, as far as the host knows: a learner whose losses are read late always says so.
+        """
+        if not self.accepts(loss):
+            return False
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.optimiser.step()
-        self.steps += 1
+        return True
+
+    def accepts(self, loss: Tensor) -> bool:
+        """Sets the latch unless the loss is finite; False where the host knows that it is set, and nothing must be changed by the step."""
+        self.latch.logical_or_(loss.detach().isfinite().logical_not_())
+        if self.late:
+            self._skip.copy_(self.latch)
+            return True
+        return not self.diverged
+
+    def reported(self, loss: Tensor) -> Tensor:
+        """A step's loss as it is told: not finite once the run has diverged, though the frozen network's loss may be."""
+        return torch.where(self.latch & loss.detach().isfinite(), torch.nan, loss.detach())
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.network.eval()
         features, logits = [], []
-        for part in x.split(self.config.evaluation_batch):
+        for part in x.split(self.evaluation_batch):
             images = self.views.normalise(part.to(self.device)).contiguous(memory_format=torch.channels_last)
             with self.precise():
                 outputs = self.run_network(images)
@@ -166,3 +209,4 @@ class NetworkLearner(Learner):
             if parts:
                 moments[position] = parts
         self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        self.latch.fill_(False)

@@ -99,6 +99,7 @@ def build_results(
             "device": str(device),
             "feed": None if learner.feed is None else learner.feed.name,
             "kernels": learner.kernels,
+            "step": learner.stepping.name,
             "mirror": learner.mirrored,
             "normalisation": {"name": normalisation.name, "mean": list(normalisation.mean), "std": list(normalisation.std)},
             "classifier": classifier,
