@@ -16,6 +16,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/augment_parameters.cu
   cuda/expert_losses.cu
   cuda/augment.cu
+  cuda/batch_norm_act.cu
 )
 
 # Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.

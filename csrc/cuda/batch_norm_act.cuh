@@ -53,7 +53,7 @@ __device__ void norm_statistics_block(const NormStatistics& params, int shift, u
   float* state = params.state + which * kNormRows * channels;
   if (!norm.training) {
     const int64_t channel = static_cast<int64_t>(tile) * (kGroup << shift) + threadIdx.x;
-    if (blockIdx.x == 0 && threadIdx.x < kGroup << shift && channel < channels) {
+    if (blockIdx.x == 0 && threadIdx.x < static_cast<unsigned>(kGroup << shift) && channel < channels) {
       finish_norm(norm, {0.0f, 0.0f, 0.0f}, channels, channel, state);
     }
     return;
