@@ -27,6 +27,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/augment.cpp
   torch/expert_losses.cpp
   torch/workspace.cpp
+  torch/batch_norm_act.cpp
   torch/module.cpp
 )
 
