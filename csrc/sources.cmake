@@ -20,6 +20,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/augment.cu
   cuda/adam.cu
   cuda/norm_pool.cu
+  cuda/batch_norm_act.cu
 )
 
 # Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.
@@ -32,6 +33,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/workspace.cpp
   torch/adam.cpp
   torch/norm_pool.cpp
+  torch/batch_norm_act.cpp
   torch/module.cpp
 )
 

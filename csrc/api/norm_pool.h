@@ -36,7 +36,7 @@ struct NormPoolForward {
 
 struct NormPoolBackward {
   NormPoolInput input;
-  FloatArray grad;       // [images, channels], any type
+  const void* grad;      // [images, channels], of the type of x
   const float* counts;   // as forward left them
   const float* sums;
   MutableFloatArray dx;  // as x, and of its type, 0 for padding; data null: not wanted

@@ -15,17 +15,6 @@ int64_t elements(const NormPoolInput& in) {
   return in.images * in.pixels * in.channels;
 }
 
-float load(const FloatArray& array, int64_t i) {
-  switch (array.type) {
-    case FloatType::kBFloat16:
-      return widened(static_cast<const BFloat16*>(array.data)[i]);
-    case FloatType::kFloat16:
-      return widened(static_cast<const Float16*>(array.data)[i]);
-    default:
-      return static_cast<const float*>(array.data)[i];
-  }
-}
-
 template <typename T>
 void pool_image(const NormPoolForward& params, int64_t image) {
   const NormPoolInput& in = params.input;
@@ -78,7 +67,8 @@ void map_gradient(const NormPoolBackward& params, int64_t image) {
     round_to(0.0f, zero);
     for (int64_t c = 0; c < channels; ++c) {
       const float scale = in.state == nullptr ? 1.0f : in.state[kScale * in.channels + first + c];
-      round_to(is_padding ? 0.0f : load(params.grad, image * in.channels + first + c) * share * scale, of_kept[c]);
+      const T* grad = static_cast<const T*>(params.grad) + image * in.channels + first;
+      round_to(is_padding ? 0.0f : widened(grad[c]) * share * scale, of_kept[c]);
     }
     for (int64_t pixel = 0; pixel < in.pixels; ++pixel) {
       const int64_t at = (image * in.pixels + pixel) * in.channels + first;
@@ -99,22 +89,28 @@ void map_gradient(const NormPoolBackward& params, int64_t image) {
   }
 }
 
+template <typename T>
 void state_gradient(const NormPoolBackward& params) {
   const NormPoolInput& in = params.input;
   const float share = 1.0f / static_cast<float>(in.pixels);
   const int64_t valid = in.valid_images();
-  for (int64_t c = 0; c < in.channels; ++c) {
-    float dscale = 0.0f;
-    float dshift = 0.0f;
+  for (int64_t first = 0; first < in.channels; first += kChannels) {
+    const int64_t channels = std::min(kChannels, in.channels - first);
+    float dscale[kChannels] = {}, dshift[kChannels] = {};
     for (int64_t image = 0; image < valid; ++image) {
-      const float g = load(params.grad, image * in.channels + c) * share;
-      dscale += g * params.sums[image * in.channels + c];
-      dshift += g * params.counts[image * in.channels + c];
+      const int64_t at = image * in.channels + first;
+      for (int64_t c = 0; c < channels; ++c) {
+        const float g = widened(static_cast<const T*>(params.grad)[at + c]) * share;
+        dscale[c] += g * params.sums[at + c];
+        dshift[c] += g * params.counts[at + c];
+      }
     }
-    params.dstate[kMean * in.channels + c] = -in.state[kScale * in.channels + c] * dshift;
-    params.dstate[kInverseStd * in.channels + c] = 0.0f;
-    params.dstate[kScale * in.channels + c] = dscale;
-    params.dstate[kShift * in.channels + c] = dshift;
+    for (int64_t c = 0; c < channels; ++c) {
+      params.dstate[kMean * in.channels + first + c] = -in.state[kScale * in.channels + first + c] * dshift[c];
+      params.dstate[kInverseStd * in.channels + first + c] = 0.0f;
+      params.dstate[kScale * in.channels + first + c] = dscale[c];
+      params.dstate[kShift * in.channels + first + c] = dshift[c];
+    }
   }
 }
 
@@ -129,6 +125,12 @@ void pool(const NormPoolForward& params, int threads) {
 
 template <typename T>
 void backward(const NormPoolBackward& params, int threads) {
+  if (params.dstate != nullptr) {
+    state_gradient<T>(params);
+  }
+  if (params.dx.data == nullptr) {
+    return;
+  }
   const bool is_large = elements(params.input) > kFewElements;
 #pragma omp parallel for num_threads(threads) if (is_large)
   for (int64_t image = 0; image < params.input.images; ++image) {
@@ -150,12 +152,6 @@ void norm_pool(const NormPoolForward& params, int threads) {
 }
 
 void norm_pool_backward(const NormPoolBackward& params, int threads) {
-  if (params.dstate != nullptr) {
-    state_gradient(params);
-  }
-  if (params.dx.data == nullptr) {
-    return;
-  }
   switch (params.input.x.type) {
     case FloatType::kBFloat16:
       return backward<BFloat16>(params, threads);

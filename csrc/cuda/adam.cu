@@ -6,7 +6,7 @@
 namespace mf::cuda {
 namespace {
 
-constexpr int kBeginThreads = 128;
+constexpr int kBeginThreads = 192;  // MOSE's network has 156 parameters
 constexpr int kPieceThreads = 256;
 
 __global__ void __launch_bounds__(kBeginThreads) adam_begin_kernel(const AdamBegin params) {

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kPoolGradThreads) norm_pool_gradient_kernel(co
   MF_DYNAMIC_SHARED(shared);
   const auto block = static_cast<int64_t>(blockIdx.x);
   if (block < state_blocks) {
-    norm_pool_state_block(params, block, reinterpret_cast<float*>(shared));
+    norm_pool_state_block<T>(params, block, reinterpret_cast<float*>(shared));
   } else {
     norm_pool_map_block<T, kVector>(params, block - state_blocks);
   }
@@ -28,9 +28,10 @@ void check(const NormPoolInput& in) {
            " channels; wanted at least 1 and at least 0");
 }
 
-// Whether vectors of 16 bytes may be read and written.
-bool is_aligned(const NormPoolInput& in, const void* other, int64_t vector) {
-  return in.channels % vector == 0 && (reinterpret_cast<uintptr_t>(in.x.data) | reinterpret_cast<uintptr_t>(other)) % 16 == 0;
+// Whether vectors of 16 bytes may be read and written: pointers that are null are not used.
+template <typename... Pointers>
+bool is_aligned(Pointers... pointers) {
+  return (reinterpret_cast<uintptr_t>(pointers) | ...) % 16 == 0;
 }
 
 template <typename T, int kVector>
@@ -44,7 +45,8 @@ void launch_forward(const NormPoolForward& params, Stream stream) {
 template <typename T>
 void forward(const NormPoolForward& params, Stream stream) {
   constexpr int kVector = 16 / sizeof(T);
-  if (is_aligned(params.input, params.pooled.data, kVector)) {
+  const NormPoolInput& in = params.input;
+  if (in.channels % kVector == 0 && is_aligned(in.x.data, in.state, params.pooled.data, params.counts, params.sums)) {
     launch_forward<T, kVector>(params, stream);
   } else {
     launch_forward<T, 1>(params, stream);
@@ -69,7 +71,8 @@ void launch_backward(const NormPoolBackward& params, Stream stream) {
 template <typename T>
 void backward(const NormPoolBackward& params, Stream stream) {
   constexpr int kVector = 16 / sizeof(T);
-  if (is_aligned(params.input, params.dx.data, kVector)) {
+  const NormPoolInput& in = params.input;
+  if (in.channels % kVector == 0 && is_aligned(in.x.data, in.state, params.grad, params.dx.data)) {
     launch_backward<T, kVector>(params, stream);
   } else {
     launch_backward<T, 1>(params, stream);

@@ -7,7 +7,6 @@
 
 #include "api/norm_pool.h"
 #include "cuda/elements.cuh"
-#include "cuda/warp.cuh"
 
 namespace mf::cuda {
 
@@ -22,11 +21,9 @@ struct ChannelNorm {
   float mean[kVector], scale[kVector], shift[kVector];
 
   __device__ ChannelNorm(const float* state, int64_t channels, int64_t channel) {
-    for (int k = 0; k < kVector; ++k) {
-      mean[k] = state[kMean * channels + channel + k];
-      scale[k] = state[kScale * channels + channel + k];
-      shift[k] = state[kShift * channels + channel + k];
-    }
+    load_floats(state + kMean * channels + channel, mean);
+    load_floats(state + kScale * channels + channel, scale);
+    load_floats(state + kShift * channels + channel, shift);
   }
 };
 
@@ -74,15 +71,14 @@ __device__ void norm_pool_block(const NormPoolForward& params) {
   }
   *reinterpret_cast<Vector*>(static_cast<T*>(params.pooled.data) + at) = pooled;
   if (in.state != nullptr && params.counts != nullptr) {
-    for (int k = 0; k < kVector; ++k) {
-      params.counts[at + k] = count[k];
-      params.sums[at + k] = sum[k];
-    }
+    store_floats(params.counts + at, count);
+    store_floats(params.sums + at, sum);
   }
 }
 
 // Block `block` of those that sum the state's gradient. Shared memory: two floats a thread.
-__device__ inline void norm_pool_state_block(const NormPoolBackward& params, int64_t block, float* partial) {
+template <typename T>
+__device__ void norm_pool_state_block(const NormPoolBackward& params, int64_t block, float* partial) {
   const NormPoolInput& in = params.input;
   const int thread = static_cast<int>(threadIdx.x);
   const int lanes = static_cast<int>(blockDim.x) / kPoolStateChannels;
@@ -94,7 +90,7 @@ __device__ inline void norm_pool_state_block(const NormPoolBackward& params, int
   if (channel < in.channels) {
 #pragma unroll 4
     for (int64_t image = thread / kPoolStateChannels; image < valid; image += lanes) {
-      const float g = load(params.grad, image * in.channels + channel) * share;
+      const float g = to_float(static_cast<const T*>(params.grad)[image * in.channels + channel]) * share;
       dscale += g * params.sums[image * in.channels + channel];
       dshift += g * params.counts[image * in.channels + channel];
     }
@@ -127,13 +123,25 @@ __device__ void norm_pool_map_block(const NormPoolBackward& params, int64_t bloc
   }
   const bool is_padding = image >= in.valid_images();
   const float share = 1.0f / static_cast<float>(in.pixels);
-  Vector of_kept;
-  for (int k = 0; k < kVector; ++k) {
-    const float scale = in.state == nullptr ? 1.0f : in.state[kScale * in.channels + channel + k];
-    from_float(is_padding ? 0.0f : load(params.grad, image * in.channels + channel + k) * share * scale, of_kept.value[k]);
-  }
   T zero;
   from_float(0.0f, zero);
+  Vector of_kept;  // the gradient of a kept pixel, the same for all of them
+  for (int k = 0; k < kVector; ++k) {
+    of_kept.value[k] = zero;
+  }
+  if (!is_padding) {
+    const Vector grad = *reinterpret_cast<const Vector*>(static_cast<const T*>(params.grad) + image * in.channels + channel);
+    float scale[kVector];
+    for (int k = 0; k < kVector; ++k) {
+      scale[k] = 1.0f;
+    }
+    if (in.state != nullptr) {
+      load_floats(in.state + kScale * in.channels + channel, scale);
+    }
+    for (int k = 0; k < kVector; ++k) {
+      from_float(to_float(grad.value[k]) * share * scale[k], of_kept.value[k]);
+    }
+  }
   const int64_t start = image * in.pixels * in.channels + channel;
   const T* x = static_cast<const T*>(in.x.data) + start;
   T* dx = static_cast<T*>(params.dx.data) + start;

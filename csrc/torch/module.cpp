@@ -18,4 +18,5 @@ PYBIND11_MODULE(_C, module) {
   mf::bind_augment(module);
   mf::bind_adam(module);
   mf::bind_norm_pool(module);
+  mf::bind_batch_norm_act(module);
 }

@@ -106,8 +106,9 @@ std::tuple<at::Tensor, at::Tensor> norm_pool_backward(const at::Tensor& grad_in,
   const Inputs in(x, state, valid_rows, valid_rows_tensor);
   const at::Tensor grad = grad_in.contiguous();
   const int64_t kept = in.params.images * in.params.channels;
-  TORCH_CHECK(grad.numel() == kept && grad.device() == x.device(), "grad is ", grad.sizes(), " on ", grad.device(), "; wanted [",
-              in.params.images, ", ", in.params.channels, "] on ", x.device());
+  TORCH_CHECK(grad.numel() == kept && grad.scalar_type() == x.scalar_type() && grad.device() == x.device(), "grad is ", grad.scalar_type(),
+              " ", grad.sizes(), " on ", grad.device(), "; wanted ", x.scalar_type(), " [", in.params.images, ", ", in.params.channels, "] on ",
+              x.device());
   for (const auto* tensor : {&counts, &sums}) {
     TORCH_CHECK(!wants_state || (in.state.defined() && *tensor && (*tensor)->numel() == kept && (*tensor)->is_contiguous() &&
                                  (*tensor)->scalar_type() == at::kFloat && (*tensor)->device() == x.device()),
@@ -116,7 +117,7 @@ std::tuple<at::Tensor, at::Tensor> norm_pool_backward(const at::Tensor& grad_in,
   const at::Tensor dx = wants_x ? at::empty_like(in.x) : at::Tensor();
   const at::Tensor dstate = wants_state ? in.empty_floats({kNormRows, in.params.channels}) : at::Tensor();
   const NormPoolBackward params{in.params,
-                                {grad.const_data_ptr(), float_type(grad, "grad")},
+                                grad.const_data_ptr(),
                                 wants_state ? counts->const_data_ptr<float>() : nullptr,
                                 wants_state ? sums->const_data_ptr<float>() : nullptr,
                                 {wants_x ? dx.mutable_data_ptr() : nullptr, in.params.x.type},

@@ -6,6 +6,8 @@ order, so that two runs agree bit for bit. float64, and everything where no libr
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
     """The mean over the pixels of relu(scale (x - mean) + shift): last norm, ReLU and pool of the network (paper section 4.1).
 
     Args:
-        x: [N, C, H, W], best in channels_last memory; other memory is copied first.
+        x: [N, C, H, W], best in channels_last memory; other memory is copied first, which is said once.
         state: float32 [4, C] (float64 beside float64), rows mean, inverse deviation, scale and shift, as
             :func:`mose_fast.reference.batch_norm.norm_state` gives them. Its gradient flows; the inverse deviation's is 0.
             None: the mean of ``x`` itself.
@@ -61,7 +63,14 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
     if x.dtype == torch.float64 or not _loader.serves(x):
         with torch.autocast(x.device.type, enabled=False):
             return reference.norm_pool(x, state, valid_rows)
+    if x.numel() > 0 and not x.is_contiguous(memory_format=torch.channels_last):
+        _say_once("a map is copied into channels_last memory at every call; keep the network and its input in channels_last")
     return _NormPool.apply(x, state, valid_rows)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warnings.warn(f"mose_fast: {text}", RuntimeWarning, stacklevel=3)
 
 
 def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:

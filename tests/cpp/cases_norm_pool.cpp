@@ -81,7 +81,7 @@ void compare(Context& context, const Shape& shape, double tolerance, Forward for
                        shape.channels, nullptr, shape.valid};
   mf::cpu::norm_pool({in, {pooled.data(), type_of(T{})}, counts.data(), sums.data()}, 1);
   mf::cpu::norm_pool_backward({in,
-                               {grad.data(), type_of(T{})},
+                               grad.data(),
                                counts.data(),
                                sums.data(),
                                {dx.data(), type_of(T{})},
@@ -101,7 +101,7 @@ void compare(Context& context, const Shape& shape, double tolerance, Forward for
   auto* device_dx = context.poisoned<T>(elements + shape.offset) + shape.offset;
   auto* device_dstate = context.poisoned<float>(state.size());
   backward(mf::NormPoolBackward{in,
-                                {context.upload(grad), type_of(T{})},
+                                context.upload(grad),
                                 device_counts,
                                 device_sums,
                                 {device_dx, type_of(T{})},
@@ -163,16 +163,15 @@ KERNEL_CASE(norm_pool_of_one_gradient_alone) {
   mf::NormPoolInput in{{x.data(), mf::FloatType::kFloat32}, state.data(), 2, 3, 10, nullptr, 2};
   const auto grad_on_host = context.download(grad, 20);
   mf::cpu::norm_pool({in, {pooled.data(), mf::FloatType::kFloat32}, counts.data(), sums.data()}, 1);
-  mf::cpu::norm_pool_backward({in, {grad_on_host.data(), mf::FloatType::kFloat32}, counts.data(), sums.data(),
+  mf::cpu::norm_pool_backward({in, grad_on_host.data(), counts.data(), sums.data(),
                                {dx.data(), mf::FloatType::kFloat32}, dstate.data()},
                               1);
   in.x.data = context.upload(x);
   in.state = context.upload(state);
   auto* device_dx = context.poisoned<float>(60);
   auto* device_dstate = context.poisoned<float>(40);
-  const mf::FloatArray gradient{grad, mf::FloatType::kFloat32};
-  mf::cuda::norm_pool_backward({in, gradient, nullptr, nullptr, {device_dx, mf::FloatType::kFloat32}, nullptr}, context.stream());
-  mf::cuda::norm_pool_backward({in, gradient, context.upload(counts), context.upload(sums), {nullptr, mf::FloatType::kFloat32}, device_dstate},
+  mf::cuda::norm_pool_backward({in, grad, nullptr, nullptr, {device_dx, mf::FloatType::kFloat32}, nullptr}, context.stream());
+  mf::cuda::norm_pool_backward({in, grad, context.upload(counts), context.upload(sums), {nullptr, mf::FloatType::kFloat32}, device_dstate},
                                context.stream());
   context.expect_close("dx", device_dx, dx, kTolerance);
   context.expect_close("dstate", device_dstate, dstate, kTolerance);
@@ -192,7 +191,7 @@ KERNEL_CASE(small_norm_pool) {
           shim::launch(2 + 9, 32, 64 * sizeof(float), [&] {
             MF_DYNAMIC_SHARED(shared);
             if (blockIdx.x < 2) {
-              mf::cuda::norm_pool_state_block(params, blockIdx.x, reinterpret_cast<float*>(shared));
+              mf::cuda::norm_pool_state_block<float>(params, blockIdx.x, reinterpret_cast<float*>(shared));
             } else {
               mf::cuda::norm_pool_map_block<float, 4>(params, static_cast<int64_t>(blockIdx.x) - 2);
             }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from mose_fast import _loader
+from mose_fast.ops import norm_pool as norm_pool_module
 from mose_fast.ops.norm_pool import norm_pool
 from mose_fast.reference import norm_pool as reference
 from mose_fast.reference.batch_norm import Norm, norm_state
@@ -170,8 +173,22 @@ def test_any_layout_of_the_map(path, layout):
         torch.testing.assert_close(value, other)
 
 
+@needs_library
+def test_a_copy_into_channels_last_is_said_once():
+    norm_pool_module._say_once.cache_clear()
+    x, state, _ = make((4, 16, 6, 6))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        norm_pool(x, state)
+        assert not said
+        for _ in range(2):
+            norm_pool(x.contiguous(), state)
+    assert [str(warning.message)[:26] for warning in said] == ["mose_fast: a map is copied"]
+    assert said[0].filename == __file__
+
+
 @pytest.mark.parametrize("with_state", [True, False])
-def test_any_strides_and_type_of_the_gradient(path, with_state):
+def test_any_strides_of_the_gradient(path, with_state):
     x, state, _ = make((4, 16, 2, 2))
     state = state if with_state else None
     for grad in (torch.randn(16, 4).T, torch.randn(1, 16).expand(4, 16), torch.randn(4, 32)[:, ::2], torch.zeros(()).expand(4, 16)):
