@@ -119,7 +119,9 @@ step "kernel_check" 30 build/card/kernel_check
 for tool in memcheck racecheck initcheck; do
   step "kernel_check, $tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 build/card/kernel_check
 done
-step "tests/gpu" 90 "$python" -m pytest tests/gpu -q -rs --maxfail=5 -p no:cacheprovider
+step "tests/gpu" 90 "$python" -m pytest tests/gpu --ignore=tests/gpu/test_captured.py -q -rs --maxfail=5 -p no:cacheprovider
+# Whole runs, in a process of their own.
+step "captured steps" 120 "$python" -m pytest tests/gpu/test_captured.py -q -rs --maxfail=5 -p no:cacheprovider
 
 # One process an op: an error of the card spoils the rest of its process.
 measured=()

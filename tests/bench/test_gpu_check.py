@@ -100,7 +100,7 @@ def test_nothing_runs_on_a_library_that_could_not_be_built(machine):
 def test_time_runs_out(machine):
     status, output, calls = machine(SLEEP="tests/gpu", LIMIT="3")
     assert status == 1
-    assert output.count("FAILED: out of time") == 3  # the sleeper and the two benchmarks after it
+    assert output.count("FAILED: out of time") == 4  # the sleeper, the captured steps and the two benchmarks after it
     assert not any("bench_a.py" in call for call in calls)
 
 
