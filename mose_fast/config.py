@@ -415,8 +415,8 @@ class RunConfig:
         precision: ``fp32``, or ``bf16`` for the network in training and evaluation (similarities, softmaxes and norms stay fp32).
         kernels: What runs the network's norms, alignment path and heads, and Adam: ``torch``, PyTorch's own modules, or ``fused``, the ops
             of mose_fast.ops; ``auto``: fused on CUDA where the native library has kernels, else torch. Equal up to rounding.
-        step: ``captured``: steps replay as CUDA graphs, on CUDA and for methods that plan ahead; ``eager``: PyTorch launches each kernel;
-            ``auto``: captured where that can be. With deterministic kernels both give the same bits.
+        step: ``captured``: on CUDA, steps of a method that allows it (``mose``) replay as CUDA graphs; ``eager``: PyTorch launches each
+            kernel; ``auto``: captured where that can be. With deterministic kernels both give the same bits.
         deterministic: On CUDA, use deterministic kernels only, so that resuming is exact. The CPU always is.
         evaluation_batch: Images a forward pass of an evaluation; None: 256 on the CPU, 2,048 on CUDA.
         checkpoint_every: Steps between checkpoints within a task; None: at task ends only.

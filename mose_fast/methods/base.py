@@ -131,6 +131,10 @@ class Learner(ABC):
     #: plan. Neither ``plan`` nor ``store`` may then look at the model or at what training changes.
     plans_ahead: ClassVar[bool] = False
 
+    #: True where the step can be captured as a CUDA graph besides, which asks for what :class:`mose_fast.train.captured.CapturedSteps`
+    #: calls. On a card, its losses are read only after later steps were launched.
+    capturable: ClassVar[bool] = False
+
     #: True for the upper bound that sees the data of all tasks shuffled into one: the loop presents the stream as a single task.
     joint_stream: ClassVar[bool] = False
 
@@ -182,8 +186,8 @@ class Learner(ABC):
 
     @property
     def late(self) -> bool:
-        """Whether losses are read only after later steps were launched: on a card, by learners that plan ahead."""
-        return self.plans_ahead and self.device.type == "cuda"
+        """Whether losses are read only after later steps were launched."""
+        return self.capturable and self.device.type == "cuda"
 
     @property
     def diverged(self) -> bool:
@@ -233,8 +237,8 @@ class Learner(ABC):
         x, y, index = self._receive(*self._check_batch(x, y), task, index)
         losses = self.train_batch(x, y) if train else None
         self._means = None
-        # What plans ahead has no time to ask: it is rolled back instead.
-        if store and (self.plans_ahead or losses is None or not self.diverged):
+        # Where losses are read late there is no time to ask.
+        if store and (self.late or losses is None or not self.diverged):
             self.store(x, y, index)
         return losses
 
@@ -327,8 +331,8 @@ class Learner(ABC):
         obstacle = ""
         if self.device.type != "cuda":
             obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
-        elif not self.plans_ahead:
-            why = "looks at the network to plan a step" if self.plan_depends_on_model else "does not plan its steps ahead"
+        elif not self.capturable:
+            why = "looks at the network to plan a step" if self.plan_depends_on_model else "has no step that could be captured"
             obstacle = f"method {self.config.method!r} {why}"
         if wanted == "captured" and obstacle:
             raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")

@@ -85,6 +85,7 @@ class Mose(NetworkLearner):
     """Nested experts with supervised contrastive loss and cross-entropy each, and reverse self-distillation into the student."""
 
     plans_ahead: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
     uses_shadows: ClassVar[bool] = True
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:

@@ -142,7 +142,7 @@ class ReplayLearner(NetworkLearner):
         slots = torch.cat(sets)
         images = torch.cat([x, self.memory.images[slots]])
         labels = torch.cat([y, self.memory.labels[slots]])
-        return Rows(images, labels, (len(x), *map(len, sets)), slots, self.steps)
+        return Rows(images, labels, (len(x), *map(len, sets)), slots, self.sequence)
 
     def step(self, rows: Rows) -> dict[str, Tensor]:
         """One optimiser step; returns the loss and its terms."""
