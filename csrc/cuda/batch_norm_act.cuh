@@ -303,7 +303,7 @@ __device__ inline void finish_gradients(const BatchNormActBackward& params, int 
 // a norm takes no part.
 template <typename T, NormForm kForm>
 __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, int shift, unsigned char* shared) {
-  constexpr int kBatch = kForm == NormForm::kPlain && sizeof(T) == 2 ? 4 : 2;
+  constexpr int kBatch = (kForm == NormForm::kPlain ? 2 : 1) * (sizeof(T) == 2 ? 2 : 1);
   constexpr int kFields = kForm == NormForm::kTwoNorms ? 3 : 2;
   const unsigned tile = blockIdx.y;
   const int64_t channels = params.shape.channels;
