@@ -16,6 +16,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/augment_parameters.cu
   cuda/expert_losses.cu
   cuda/augment.cu
+  cuda/align_conv.cu
 )
 
 # Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.
@@ -25,6 +26,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/augment_parameters.cpp
   torch/augment.cpp
   torch/expert_losses.cpp
+  torch/align_conv.cpp
   torch/module.cpp
 )
 

@@ -107,7 +107,7 @@ def align_conv(
     gate: Tensor | None = None,
     valid_rows: int | Tensor | None = None,
 ) -> AlignedMap:
-    """y = pointwise(depthwise(x')) without biases, and the state of ``norm`` over y (paper's table of alignment modules; mose.md section 2).
+    """y = pointwise(depthwise(x')) without biases, and the state of ``norm`` over y (paper's alignment modules; mose.md section 2).
 
     x' is ``x``, or with ``prologue`` relu(scale (x - mean) + shift), with ``gate`` times sigmoid(up(gate)), where ``up`` doubles both
     sides bilinearly (corners not aligned). Neither x' nor norm(y) is written: the next ``align_conv`` takes ``state`` as its prologue.

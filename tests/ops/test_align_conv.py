@@ -204,7 +204,7 @@ def test_no_image():
 
 
 def test_statistics_of_a_large_mean():
-    x, depthwise, pointwise, norm, _, _ = make(4, dtype=torch.float32)
+    x, depthwise, _, norm, _, _ = make(4, dtype=torch.float32)
     depthwise = torch.zeros_like(depthwise)
     depthwise[:, :, 1, 1] = 1
     x = 1000 + 0.01 * x
