@@ -17,6 +17,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/expert_losses.cu
   cuda/augment.cu
   cuda/align_conv.cu
+  cuda/batch_norm_act.cu
 )
 
 # Glue; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.
@@ -27,6 +28,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/augment.cpp
   torch/expert_losses.cpp
   torch/align_conv.cpp
+  torch/workspace.cpp
   torch/module.cpp
 )
 

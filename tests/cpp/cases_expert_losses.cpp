@@ -6,6 +6,7 @@
 #include <random>
 
 #include "api/expert_losses.h"
+#include "encoded_floats.h"
 #include "kernel_case.h"
 
 #if defined(MF_KERNELS_ON_CPU)
@@ -16,55 +17,11 @@ namespace {
 
 using kernel_case::Context;
 using mf::FloatType;
-using Doubles = std::vector<double>;
-
-// Numbers a float, bfloat16 or float16 holds exactly, as 4 or 2 bytes.
-std::vector<unsigned char> encode(const Doubles& values, FloatType type) {
-  std::vector<unsigned char> bytes;
-  for (const double value : values) {
-    const auto number = static_cast<float>(value);
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    if (type == FloatType::kBFloat16) {
-      bits >>= 16;
-    } else if (type == FloatType::kFloat16) {
-      const uint32_t exponent = bits >> 23 & 0xff;
-      const uint32_t small = exponent == 0 ? 0 : exponent == 0xff ? 0x1f : exponent - 112;
-      bits = (bits >> 16 & 0x8000u) | small << 10 | (bits >> 13 & 0x3ffu);
-    }
-    for (int i = 0; i < (type == FloatType::kFloat32 ? 4 : 2); ++i) {
-      bytes.push_back(static_cast<unsigned char>(bits >> 8 * i));
-    }
-  }
-  return bytes;
-}
-
-std::vector<float> decode(const std::vector<unsigned char>& bytes, FloatType type) {
-  std::vector<float> values;
-  const size_t size = type == FloatType::kFloat32 ? 4 : 2;
-  for (size_t at = 0; at < bytes.size(); at += size) {
-    uint32_t bits = 0;
-    std::memcpy(&bits, &bytes[at], size);
-    float value;
-    if (type == FloatType::kFloat16) {
-      const auto magnitude = static_cast<float>(bits & 0x3ff);
-      const int exponent = static_cast<int>(bits >> 10 & 0x1f);
-      value = exponent == 31  ? magnitude == 0 ? std::numeric_limits<float>::infinity() : std::nanf("")
-              : exponent == 0 ? std::ldexp(magnitude, -24)
-                              : std::ldexp(1024 + magnitude, exponent - 25);
-      value = bits >> 15 ? -value : value;
-    } else {
-      bits = type == FloatType::kBFloat16 ? bits << 16 : bits;
-      std::memcpy(&value, &bits, sizeof value);
-    }
-    values.push_back(value);
-  }
-  return values;
-}
-
-double step_of(FloatType type) {
-  return type == FloatType::kBFloat16 ? 1.0 / 256 : type == FloatType::kFloat16 ? 1.0 / 2048 : 1.0 / (1 << 24);
-}
+using kernel_case::decode;
+using kernel_case::Doubles;
+using kernel_case::draw;
+using kernel_case::encode;
+using kernel_case::step_of;
 
 struct Setting {
   int64_t experts = 2, rows = 20, projection = 20, classes = 11, features = 33;
@@ -78,15 +35,6 @@ struct Setting {
   bool zero_rows = false, equal_features = false, wrong_label = false, one_gradient = false;
   double scale = 1;  // of the logits
 };
-
-Doubles draw(std::mt19937& random, size_t count, FloatType type, double scale) {
-  const int range = type == FloatType::kFloat32 ? 1 << 23 : type == FloatType::kFloat16 ? 2047 : 255;
-  Doubles values(count);
-  for (double& value : values) {
-    value = std::ldexp(static_cast<int>(random() % (2u * range + 1)) - range, type == FloatType::kFloat32 ? -22 : type == FloatType::kFloat16 ? -10 : -7) * scale;
-  }
-  return values;
-}
 
 Doubles product(const Doubles& a, const Doubles& b, int64_t batches, int64_t n, int64_t k, int64_t m, bool transposed) {
   Doubles c(static_cast<size_t>(batches * n * m));
