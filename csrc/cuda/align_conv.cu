@@ -21,7 +21,7 @@ constexpr size_t kSharedOfSystem = 1024;  // for each block
 template <typename T>
 constexpr int kDepthwiseBlocks = sizeof(T) == 2 ? 3 : 2;
 template <int kChunks>
-constexpr int kForwardBlocks = kChunks == 1 ? 4 : kChunks == 2 ? 3 : 2;
+constexpr int kForwardBlocks = kChunks == 1 ? 3 : 2;
 
 template <typename T, int kStride>
 __global__ void __launch_bounds__(kThreads, kDepthwiseBlocks<T>) align_conv_depthwise_kernel(const AlignConvDepthwise params, const Tiles tiles) {
@@ -98,18 +98,18 @@ struct Plan {
 
 template <typename T, int kStride>
 size_t entering_bytes(int height, int width) {
-  return static_cast<size_t>(entering<kStride>(1, height, width).pixels()) * kGroup * sizeof(T);
+  return static_cast<size_t>(entering<kStride>(1, height, width).pixels()) * kSlice * sizeof(T);
 }
 
 template <typename T>
-constexpr size_t kTapBytes = size_t{kGroup} * kTapCount * sizeof(T);
+constexpr size_t kTapBytes = size_t{kSlice} * kTapCount * sizeof(T);
 
 template <typename T, int kStride>
 Plan depthwise_plan(const AlignConvInput& in) {
   Plan plan{};
   plan.tiles = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, &entering_bytes<T, kStride>, kSharedLimit - kTapBytes<T>);
   plan.shared_bytes = plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width) + kTapBytes<T>;
-  const int64_t groups = groups_of(in.channels);
+  const int64_t groups = slices_of(in.channels);
   plan.blocks = groups * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kDepthwiseBlocks<T>) / groups));
   return plan;
 }
@@ -123,7 +123,7 @@ FusedPlan fused_plan(const AlignConvForward& params) {
   const AlignConvInput& in = params.input;
   check(in);
   MF_CHECK(in.channels % 16 == 0 && in.channels <= 128 && params.out_channels >= 8 && params.out_channels % 8 == 0 &&
-               params.out_channels <= kMaxChunks * kGroup,
+               params.out_channels <= kMaxChunks * kSlice,
            "channels and out_channels are ", in.channels, " and ", params.out_channels,
            "; wanted a multiple of 16 up to 128 and a multiple of 8 up to 256");
   const FusedMemory without = FusedMemory::of(in.channels, params.out_channels, 0, sizeof(T), kWarps);
@@ -134,7 +134,7 @@ FusedPlan fused_plan(const AlignConvForward& params) {
   plan.memory = FusedMemory::of(in.channels, params.out_channels,
                                 plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width), sizeof(T), kWarps);
   plan.shared_bytes = plan.memory.bytes;
-  const int chunks = groups_of(params.out_channels);
+  const int chunks = slices_of(params.out_channels);
   const int most = chunks == 1 ? kForwardBlocks<1> : chunks == 2 ? kForwardBlocks<2> : kForwardBlocks<kMaxChunks>;
   plan.blocks = std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, most));
   return plan;
@@ -150,7 +150,7 @@ void forward(const AlignConvForward& params, Stream stream) {
 
 template <typename T, int kStride, bool kGate>
 size_t backward_bytes(int height, int width) {
-  return static_cast<size_t>(BackwardRegions<kStride, kGate>::of(1, height, width).pixels()) * kGroup * sizeof(T);
+  return static_cast<size_t>(BackwardRegions<kStride, kGate>::of(1, height, width).pixels()) * kSlice * sizeof(T);
 }
 
 template <typename T, int kStride, bool kGate>
@@ -160,7 +160,7 @@ Plan backward_plan(const AlignConvInput& in) {
   plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>, kSharedLimit);
   plan.shared_bytes = std::max(plan.tiles.images * backward_bytes<T, kStride, kGate>(plan.tiles.height, plan.tiles.width),
                                sizeof(float2) * kWarps * kAlignConvSums * kLanes);
-  const int64_t groups = groups_of(in.channels);
+  const int64_t groups = slices_of(in.channels);
   plan.blocks = groups * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, 2) / groups));
   return plan;
 }
@@ -187,7 +187,7 @@ int64_t align_conv_sums(const AlignConvInput& in) {
   return with_type(in.type, in.stride, [&](auto type, auto stride) -> int64_t {
     using T = decltype(type);
     const int64_t blocks = in.gate != nullptr ? backward_plan<T, stride.value, true>(in).blocks : backward_plan<T, stride.value, false>(in).blocks;
-    return in.images == 0 ? 0 : blocks / groups_of(in.channels);
+    return in.images == 0 ? 0 : blocks / slices_of(in.channels);
   });
 }
 
@@ -214,9 +214,9 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
   const auto launch = [&](auto type, auto stride) {
     using T = decltype(type);
     constexpr int kStride = stride.value;
-    if (params.out_channels <= kGroup) {
+    if (params.out_channels <= kSlice) {
       forward<T, kStride, 1>(params, run_on);
-    } else if (params.out_channels <= 2 * kGroup) {
+    } else if (params.out_channels <= 2 * kSlice) {
       forward<T, kStride, 2>(params, run_on);
     } else {
       forward<T, kStride, kMaxChunks>(params, run_on);

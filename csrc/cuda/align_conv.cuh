@@ -19,19 +19,20 @@
 
 #include "api/align_conv.h"
 #include "core/check.h"
+#include "cuda/eight.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/warp.cuh"
 
 namespace mf::cuda {
 
-constexpr int kGroup = 2 * kLanes;       // channels that a warp takes at a time, two a lane
-constexpr int kVectors = kGroup / 8;     // of eight channels each: what a thread moves at a time
+constexpr int kSlice = 2 * kLanes;       // channels that a warp takes at a time, two a lane
+constexpr int kVectors = kSlice / 8;     // of eight channels each: what a thread moves at a time
 constexpr int kTilePixels = 64;          // output pixels of a forward tile
 constexpr int kTileSide = 8;
 constexpr int kTapCount = 9;
 constexpr int kPadding = 8;              // elements: rows of an operand start 4 banks apart
-constexpr int kMaxChunks = 4;            // of kGroup output channels
+constexpr int kMaxChunks = 4;            // of kSlice output channels
 
 // --- numbers as they are stored ------------------------------------------------------------------------------------------------
 
@@ -103,31 +104,22 @@ __device__ inline void add_product(float2& sum, float2 a, float2 b) {
 
 // Eight neighbouring channels, aligned to 16 bytes.
 template <typename T>
-struct Eight {
+struct Pairs {
   Pair<T> pair[4];
 
-  __device__ static Eight load(const T* from) {
-    constexpr int kWords = sizeof(T) / 2;
-    uint4 words[kWords];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      words[i] = reinterpret_cast<const uint4*>(from)[i];
-    }
-    Eight result;
-    memcpy(&result, words, sizeof words);
+  __device__ static Pairs load(const T* from) {
+    const Eight<T> eight = load_eight(from);
+    Pairs result;
+    memcpy(&result, &eight, sizeof result);
     return result;
   }
   __device__ void store(T* to) const {
-    constexpr int kWords = sizeof(T) / 2;
-    uint4 words[kWords];
-    memcpy(words, this, sizeof words);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      reinterpret_cast<uint4*>(to)[i] = words[i];
-    }
+    Eight<T> eight;
+    memcpy(&eight, this, sizeof eight);
+    store_eight(to, eight);
   }
-  __device__ static Eight zero() {
-    Eight result;
+  __device__ static Pairs zero() {
+    Pairs result;
     memset(&result, 0, sizeof result);
     return result;
   }
@@ -202,7 +194,7 @@ struct TileAt {
   }
 };
 
-// Pixels of shared memory, [images, rows, columns, kGroup].
+// Pixels of shared memory, [images, rows, columns, kSlice].
 struct Region {
   int images, rows, columns;
 
@@ -254,8 +246,9 @@ __device__ void bring_entering(const AlignConvInput& in, int valid, const Region
   const auto inside = [&](int n, int h, int w) { return n < valid && h >= 0 && h < height && w >= 0 && w < width; };
   const auto has = [&](int row, int column) { return row < region.rows && column < region.columns; };
   const auto slot = [&](int image, int row, int column) {
-    return staged + ((image * region.rows + row) * region.columns + column) * kGroup + vector * 8;
+    return staged + ((image * region.rows + row) * region.columns + column) * kSlice + vector * 8;
   };
+#pragma unroll 1
   for (int quad = threadIdx.x / kVectors; quad < quads; quad += kThreads / kVectors) {
     const int image = quad / (down * across);
     const int row = quad / across % down * 2;
@@ -263,12 +256,13 @@ __device__ void bring_entering(const AlignConvInput& in, int valid, const Region
     const int n = first_image + image;
     const int h = first_row + row;
     const int w = first_column + column;
-    const T* from = static_cast<const T*>(in.x) + static_cast<int64_t>(n) * height * width * in.channels + channel;
-    Eight<T> x[4];
+    const int64_t first = ((static_cast<int64_t>(n) * height + h) * width + w) * in.channels + channel;
+    Pairs<T> x[4];
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      x[p] = inside(n, h + p / 2, w + p % 2) ? Eight<T>::load(from + static_cast<int64_t>((h + p / 2) * width + w + p % 2) * in.channels)
-                                             : Eight<T>::zero();
+      x[p] = inside(n, h + p / 2, w + p % 2)
+                 ? Pairs<T>::load(static_cast<const T*>(in.x) + (first + static_cast<int64_t>(p / 2 * width + p % 2) * in.channels))
+                 : Pairs<T>::zero();
     }
     if (in.prologue != nullptr) {
 #pragma unroll
@@ -292,6 +286,7 @@ __device__ void bring_entering(const AlignConvInput& in, int valid, const Region
   if (in.gate == nullptr) {
     return;
   }
+#pragma unroll 1
   for (int quad = threadIdx.x / kVectors; quad < quads; quad += kThreads / kVectors) {
     const int image = quad / (down * across);
     const int row = quad / across % down * 2;
@@ -305,18 +300,18 @@ __device__ void bring_entering(const AlignConvInput& in, int valid, const Region
     const int half_height = height / 2;
     const int half_width = width / 2;
     const T* from = static_cast<const T*>(in.gate) + static_cast<int64_t>(n) * half_height * half_width * in.channels + channel;
-    Eight<T> gate[4];
+    Pairs<T> gate[4];
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const int r = nearest((h + 1) / 2 - 1 + p / 2, half_height);
       const int c = nearest((w + 1) / 2 - 1 + p % 2, half_width);
-      gate[p] = Eight<T>::load(from + static_cast<int64_t>(r * half_width + c) * in.channels);
+      gate[p] = Pairs<T>::load(from + static_cast<int64_t>(r * half_width + c) * in.channels);
     }
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       if (has(row + p / 2, column + p % 2) && inside(n, h + p / 2, w + p % 2)) {
         T* own = slot(image, row + p / 2, column + p % 2);
-        Eight<T> x = Eight<T>::load(own);
+        Pairs<T> x = Pairs<T>::load(own);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 left = blend(gate[0].pair[i].floats(), gate[2].pair[i].floats(), share_of_first(p / 2));
@@ -331,29 +326,36 @@ __device__ void bring_entering(const AlignConvInput& in, int valid, const Region
   }
 }
 
-// The nine weights of a group of channels [kGroup][kTapCount], rounded to the maps' type.
+// The nine weights of a slice of channels [kTapCount][kSlice], rounded to the maps' type.
 template <typename T, int kThreads>
 __device__ void bring_taps(const AlignConvInput& in, int first_channel, T* taps) {
-  for (int i = threadIdx.x; i < kGroup * kTapCount; i += kThreads) {
-    if (first_channel + i / kTapCount < in.channels) {
-      taps[i] = static_cast<T>(load(in.depthwise, static_cast<int64_t>(first_channel) * kTapCount + i));
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kSlice * kTapCount; i += kThreads) {
+    const int channel = i / kTapCount;
+    if (first_channel + channel < in.channels) {
+      taps[i % kTapCount * kSlice + channel] = static_cast<T>(load(in.depthwise, static_cast<int64_t>(first_channel) * kTapCount + i));
     }
   }
 }
 
-// Those of this lane's two channels.
+// Those of this lane's two channels, as they are stored: half the registers.
 template <typename T>
-__device__ void load_taps(const T* taps, float2 (&of_lane)[kTapCount]) {
-  const T* own = taps + threadIdx.x % kLanes * 2 * kTapCount;
+struct Taps {
+  Pair<T> tap[kTapCount];
+
+  __device__ static Taps load(const T* taps) {
+    Taps of_lane;
 #pragma unroll
-  for (int tap = 0; tap < kTapCount; ++tap) {
-    of_lane[tap] = {static_cast<float>(own[tap]), static_cast<float>(own[kTapCount + tap])};
+    for (int i = 0; i < kTapCount; ++i) {
+      of_lane.tap[i] = *reinterpret_cast<const Pair<T>*>(taps + i * kSlice + threadIdx.x % kLanes * 2);
+    }
+    return of_lane;
   }
-}
+};
 
 // Four neighbouring outputs, of two channels, from the region's pixel that enters the first of them at its first tap.
 template <typename T, int kStride>
-__device__ void convolve_quad(const T* entering, int columns, const float2 (&taps)[kTapCount], float2 (&sum)[4]) {
+__device__ void convolve_quad(const T* entering, int columns, const Taps<T>& taps, float2 (&sum)[4]) {
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
     sum[p] = {0.0f, 0.0f};
@@ -362,13 +364,13 @@ __device__ void convolve_quad(const T* entering, int columns, const float2 (&tap
   for (int row = 0; row < kStride + 3; ++row) {
 #pragma unroll
     for (int column = 0; column < kStride + 3; ++column) {
-      const float2 x = pair_at(entering + (row * columns + column) * kGroup);
+      const float2 x = pair_at(entering + (row * columns + column) * kSlice);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const int i = row - kStride * (p / 2);
         const int j = column - kStride * (p % 2);
         if (i >= 0 && i < 3 && j >= 0 && j < 3) {
-          add_product(sum[p], x, taps[i * 3 + j]);
+          add_product(sum[p], x, taps.tap[i * 3 + j].floats());
         }
       }
     }
@@ -378,17 +380,17 @@ __device__ void convolve_quad(const T* entering, int columns, const float2 (&tap
 // Calls sink(image, row, column, sum) for each output pixel of a tile, these counted within the tile, and the two channels of this lane.
 template <typename T, int kStride, int kThreads, typename Sink>
 __device__ void convolve_tile(const Tiles& tiles, const Region& region, const T* staged, const T* taps, const Sink& sink) {
-  float2 of_lane[kTapCount];
-  load_taps(taps, of_lane);
+  const auto of_lane = Taps<T>::load(taps);
   const int down = (tiles.height + 1) / 2;
   const int across = (tiles.width + 1) / 2;
   const int lane = threadIdx.x % kLanes;
+#pragma unroll 1
   for (int quad = threadIdx.x / kLanes; quad < tiles.images * down * across; quad += kThreads / kLanes) {
     const int image = quad / (down * across);
     const int row = quad / across % down * 2;
     const int column = quad % across * 2;
     float2 sum[4];
-    convolve_quad<T, kStride>(staged + ((image * region.rows + row * kStride) * region.columns + column * kStride) * kGroup + 2 * lane,
+    convolve_quad<T, kStride>(staged + ((image * region.rows + row * kStride) * region.columns + column * kStride) * kSlice + 2 * lane,
                               region.columns, of_lane, sum);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
@@ -402,8 +404,8 @@ __device__ void convolve_tile(const Tiles& tiles, const Region& region, const T*
 // --- depthwise alone -----------------------------------------------------------------------------------------------------------
 
 // A block keeps to one group of channels.
-MF_HD inline int groups_of(int64_t channels) {
-  return static_cast<int>((channels + kGroup - 1) / kGroup);
+MF_HD inline int slices_of(int64_t channels) {
+  return static_cast<int>((channels + kSlice - 1) / kSlice);
 }
 
 template <typename T, int kStride, int kThreads>
@@ -412,13 +414,13 @@ __device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, con
   const int height = static_cast<int>(in.out_height());
   const int width = static_cast<int>(in.out_width());
   const auto valid = static_cast<int>(in.valid_images());
-  const int groups = groups_of(in.channels);
-  const int first_channel = static_cast<int>(blockIdx.x) % groups * kGroup;
+  const int groups = slices_of(in.channels);
+  const int first_channel = static_cast<int>(blockIdx.x) % groups * kSlice;
   const int64_t channel = first_channel + threadIdx.x % kLanes * 2;
   const bool has_channel = channel < in.channels;
   const Region region = entering<kStride>(tiles.images, tiles.height, tiles.width);
   T* staged = reinterpret_cast<T*>(memory);
-  T* taps = staged + region.pixels() * kGroup;
+  T* taps = staged + region.pixels() * kSlice;
   bring_taps<T, kThreads>(in, first_channel, taps);
   for (int tile = static_cast<int>(blockIdx.x) / groups; tile < tiles.total; tile += static_cast<int>(gridDim.x) / groups) {
     const TileAt at = TileAt::of(tiles, tile);
@@ -454,8 +456,8 @@ MF_HD inline constexpr int64_t up_to(int64_t x, int64_t multiple) {
 struct FusedMemory {
   int stride;       // elements from one row of an operand to the next
   size_t left;      // [kTilePixels][stride]: the depthwise convolution's result
-  size_t staged;    // what enters it, then y [kTilePixels][kGroup + kPadding], then moments
-  size_t taps;      // [kGroup][kTapCount]: depthwise weights
+  size_t staged;    // what enters it, then y [kTilePixels][kSlice + kPadding], then moments
+  size_t taps;      // [kSlice][kTapCount]: depthwise weights
   size_t pixels;    // int [kTilePixels]: where in the map a row belongs; -1: nowhere
   size_t bytes;     // of all. The pointwise weights [out_channels up to the next 64][stride] come first
 
@@ -463,27 +465,29 @@ struct FusedMemory {
     FusedMemory memory{};
     memory.stride = static_cast<int>(channels) + kPadding;
     const size_t row = static_cast<size_t>(memory.stride) * element;
-    const size_t y = size_t{kTilePixels} * (kGroup + kPadding) * element;
-    const size_t moments = size_t{3} * kGroup * warps * sizeof(float);
+    const size_t y = size_t{kTilePixels} * (kSlice + kPadding) * element;
+    const size_t moments = size_t{3} * kSlice * warps * sizeof(float);
     size_t shared = staged_bytes > y ? staged_bytes : y;
     shared = shared > moments ? shared : moments;
-    memory.left = static_cast<size_t>(up_to(out_channels, kGroup)) * row;
+    memory.left = static_cast<size_t>(up_to(out_channels, kSlice)) * row;
     memory.staged = memory.left + kTilePixels * row;
     memory.taps = memory.staged + shared;
-    memory.pixels = memory.taps + size_t{kGroup} * kTapCount * element;
+    memory.pixels = memory.taps + size_t{kSlice} * kTapCount * element;
     memory.bytes = memory.pixels + kTilePixels * sizeof(int);
     return memory;
   }
 };
 
-// y [kTilePixels][kGroup] of output channels [chunk * kGroup, ...): a warp takes 16 pixels and 32 channels at a time.
+// y [kTilePixels][kSlice] of output channels [chunk * kSlice, ...): a warp takes 16 pixels and 32 channels at a time.
 template <typename T, int kThreads>
 __device__ void multiply_chunk(const T* left, const T* weights, int stride, int channels, T* y) {
   const int lane = threadIdx.x % kLanes;
+#pragma unroll 1
   for (int unit = threadIdx.x / kLanes; unit < 8; unit += kThreads / kLanes) {
     const int first_row = unit % 4 * 16;
     const int first_column = unit / 4 * 32;
     float d[4][4] = {};
+#pragma unroll 1
     for (int k = 0; k < channels; k += 16) {
       uint32_t a[4];
       load_rows(a, left + (first_row + lane % 16) * stride + k + lane / 16 * 8);
@@ -495,41 +499,57 @@ __device__ void multiply_chunk(const T* left, const T* weights, int stride, int 
         multiply_tile(d[n + 1], a, {b[2], b[3]}, T());
       }
     }
-    T* to = y + (first_row + lane / 4) * (kGroup + kPadding) + first_column + lane % 4 * 2;
+    T* to = y + (first_row + lane / 4) * (kSlice + kPadding) + first_column + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       store_pair(to + n * 8, {d[n][0], d[n][1]});
-      store_pair(to + n * 8 + 8 * (kGroup + kPadding), {d[n][2], d[n][3]});
+      store_pair(to + n * 8 + 8 * (kSlice + kPadding), {d[n][2], d[n][3]});
     }
   }
 }
 
+// Moments of a lane's two channels.
+struct MomentsPair {
+  float count;
+  float2 mean, squares;
+
+  __device__ void merge(float more, float2 its_mean, float2 its_squares) {
+    const Moments x = merged({count, mean.x, squares.x}, {more, its_mean.x, its_squares.x});
+    const Moments y = merged({count, mean.y, squares.y}, {more, its_mean.y, its_squares.y});
+    *this = {x.count, {x.mean, y.mean}, {x.squares, y.squares}};
+  }
+};
+
 // Of the rows [first, first + 8) of a chunk of y and this lane's two columns: those that count.
 template <typename T>
-__device__ void take_moments(const T* y, const int* pixels, int counted_pixels, int first, Moments (&moments)[2]) {
-  const auto counts = [&](int i) { return pixels[first + i] >= 0 && pixels[first + i] < counted_pixels; };
-  const auto value = [&](int i) { return pair_at(y + (first + i) * (kGroup + kPadding) + threadIdx.x % kLanes * 2); };
+__device__ void take_moments(const T* y, const int* pixels, int counted_pixels, int first, MomentsPair& moments) {
+  const T* column = y + first * (kSlice + kPadding) + threadIdx.x % kLanes * 2;
+  unsigned counts = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    counts |= pixels[first + i] >= 0 && pixels[first + i] < counted_pixels ? 1u << i : 0u;
+  }
+  float2 value[8];
   float count = 0.0f;
   float2 mean = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (counts(i)) {
-      count += 1.0f;
-      mean = {mean.x + value(i).x, mean.y + value(i).y};
-    }
+    const bool is_counted = (counts >> i & 1u) != 0;
+    value[i] = is_counted ? pair_at(column + i * (kSlice + kPadding)) : float2{0.0f, 0.0f};
+    count += is_counted ? 1.0f : 0.0f;
+    mean = {mean.x + value[i].x, mean.y + value[i].y};
   }
   const float inverse = count > 0.0f ? 1.0f / count : 0.0f;
   mean = {mean.x * inverse, mean.y * inverse};
   float2 squares = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (counts(i)) {
-      const float2 distance = {value(i).x - mean.x, value(i).y - mean.y};
+    if ((counts >> i & 1u) != 0) {
+      const float2 distance = {value[i].x - mean.x, value[i].y - mean.y};
       add_product(squares, distance, distance);
     }
   }
-  moments[0] = merged(moments[0], {count, mean.x, squares.x});
-  moments[1] = merged(moments[1], {count, mean.y, squares.y});
+  moments.merge(count, mean, squares);
 }
 
 template <typename T, int kStride, int kChunks, int kThreads>
@@ -554,20 +574,22 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
   int* pixels = reinterpret_cast<int*>(memory + memory_map.pixels);
 
   const int vectors = channels / 8;
-  for (int i = threadIdx.x; i < static_cast<int>(up_to(out_channels, kGroup)) * vectors; i += kThreads) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < static_cast<int>(up_to(out_channels, kSlice)) * vectors; i += kThreads) {
     const int row = i / vectors;
     T* to = weights + row * stride + i % vectors * 8;
     if (row < out_channels) {
       copy_16_bytes(to, static_cast<const T*>(params.pointwise) + static_cast<int64_t>(row) * channels + i % vectors * 8);
     } else {
-      Eight<T>::zero().store(to);
+      Pairs<T>::zero().store(to);
     }
   }
   wait_for_copies();
 
-  Moments moments[kChunks][2] = {};
+  MomentsPair moments[kChunks] = {};
   for (int tile = blockIdx.x; tile < tiles.total; tile += static_cast<int>(gridDim.x)) {
     const TileAt at = TileAt::of(tiles, tile);
+#pragma unroll 1
     for (int row = threadIdx.x; row < kTilePixels; row += kThreads) {
       const int n = at.image + row / (tiles.height * tiles.width);
       const int h = at.row + row / tiles.width % tiles.height;
@@ -575,8 +597,8 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
       const bool exists = row < tiles.images * tiles.height * tiles.width && n < in.images && h < height && w < width;
       pixels[row] = exists ? (n * height + h) * width + w : -1;
     }
-    for (int first_channel = 0; first_channel < channels; first_channel += kGroup) {
-      if (channels > kGroup || tile == static_cast<int>(blockIdx.x)) {
+    for (int first_channel = 0; first_channel < channels; first_channel += kSlice) {
+      if (channels > kSlice || tile == static_cast<int>(blockIdx.x)) {
         bring_taps<T, kThreads>(in, first_channel, taps);
       }
       bring_entering<T, kThreads>(in, valid, region, at.image, at.row * kStride - 1, at.column * kStride - 1, first_channel, staged);
@@ -595,17 +617,19 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
     }
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (chunk * kGroup < out_channels) {
-        multiply_chunk<T, kThreads>(left, weights + chunk * kGroup * stride, stride, channels, staged);
+      if (chunk * kSlice < out_channels) {
+        multiply_chunk<T, kThreads>(left, weights + chunk * kSlice * stride, stride, channels, staged);
         __syncthreads();
+#pragma unroll 1
         for (int i = threadIdx.x; i < kTilePixels * kVectors; i += kThreads) {
-          const int column = chunk * kGroup + i % kVectors * 8;
+          const int column = chunk * kSlice + i % kVectors * 8;
           const int pixel = pixels[i / kVectors];
           if (pixel >= 0 && column < out_channels) {
-            Eight<T>::load(staged + i / kVectors * (kGroup + kPadding) + i % kVectors * 8)
+            Pairs<T>::load(staged + i / kVectors * (kSlice + kPadding) + i % kVectors * 8)
                 .store(static_cast<T*>(params.y) + static_cast<int64_t>(pixel) * out_channels + column);
           }
         }
+#pragma unroll 1
         for (int first = warp * 8; first < kTilePixels; first += kWarps * 8) {
           take_moments(staged, pixels, counted_pixels, first, moments[chunk]);
         }
@@ -614,19 +638,19 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
     }
   }
 
-  auto* of_warp = reinterpret_cast<Moments*>(staged);  // [kWarps][kGroup]
+  auto* of_warp = reinterpret_cast<Moments*>(staged);  // [kWarps][kSlice]
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
-    if (chunk * kGroup < out_channels) {
-      of_warp[warp * kGroup + 2 * lane] = moments[chunk][0];
-      of_warp[warp * kGroup + 2 * lane + 1] = moments[chunk][1];
+    if (chunk * kSlice < out_channels) {
+      of_warp[warp * kSlice + 2 * lane] = {moments[chunk].count, moments[chunk].mean.x, moments[chunk].squares.x};
+      of_warp[warp * kSlice + 2 * lane + 1] = {moments[chunk].count, moments[chunk].mean.y, moments[chunk].squares.y};
       __syncthreads();
-      for (int column = threadIdx.x; column < kGroup && chunk * kGroup + column < out_channels; column += kThreads) {
+      for (int column = threadIdx.x; column < kSlice && chunk * kSlice + column < out_channels; column += kThreads) {
         Moments sum = of_warp[column];
         for (int other = 1; other < kWarps; ++other) {
-          sum = merged(sum, of_warp[other * kGroup + column]);
+          sum = merged(sum, of_warp[other * kSlice + column]);
         }
-        float* to = params.moments + static_cast<int64_t>(blockIdx.x) * 3 * out_channels + chunk * kGroup + column;
+        float* to = params.moments + static_cast<int64_t>(blockIdx.x) * 3 * out_channels + chunk * kSlice + column;
         to[0] = sum.count;
         to[out_channels] = sum.mean;
         to[2 * out_channels] = sum.squares;
@@ -736,13 +760,13 @@ __device__ void align_conv_total_block(const AlignConvTotal& params) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * rows;
   for (int64_t pixel = static_cast<int64_t>(blockIdx.x) * rows + threadIdx.x / vectors; pixel < params.images * params.pixels; pixel += step) {
     const int64_t at = pixel * params.channels + channel;
-    Eight<T> total = Eight<T>::zero();
+    Pairs<T> total = Pairs<T>::zero();
     if (pixel < valid) {
       if (params.grad != nullptr) {
-        total = Eight<T>::load(static_cast<const T*>(params.grad) + at);
+        total = Pairs<T>::load(static_cast<const T*>(params.grad) + at);
       }
       if (params.grad_state != nullptr) {
-        const Eight<T> y = Eight<T>::load(static_cast<const T*>(params.y) + at);
+        const Pairs<T> y = Pairs<T>::load(static_cast<const T*>(params.y) + at);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 grad = total.pair[i].floats();
@@ -800,14 +824,14 @@ __device__ void bring_region(const void* map, int valid, int height, int width, 
     for (int column = lane / kVectors; column < region.columns; column += kLanes / kVectors) {
       int w = first_column + column;
       w = kClamp ? nearest(w, width) : w;
-      T* to = staged + (row * region.columns + column) * kGroup + lane % kVectors * 8;
+      T* to = staged + (row * region.columns + column) * kSlice + lane % kVectors * 8;
       if (has_row && w >= 0 && w < width) {
 #pragma unroll
         for (int i = 0; i < 8; i += 16 / sizeof(T)) {
           copy_16_bytes(to + i, from + w * channels + i);
         }
       } else {
-        Eight<T>::zero().store(to);
+        Pairs<T>::zero().store(to);
       }
     }
   }
@@ -822,24 +846,24 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
   const int height = static_cast<int>(in.height);
   const int width = static_cast<int>(in.width);
   const auto valid = static_cast<int>(in.valid_images());
-  const int groups = groups_of(in.channels);
+  const int groups = slices_of(in.channels);
   const int lane = threadIdx.x % kLanes;
   const int warp = threadIdx.x / kLanes;
-  const int first_channel = static_cast<int>(blockIdx.x) % groups * kGroup;
+  const int first_channel = static_cast<int>(blockIdx.x) % groups * kSlice;
   const int64_t channel = first_channel + 2 * lane;
   const bool has_channel = channel < in.channels;
   const bool has_prologue = in.prologue != nullptr;
   const Regions regions = Regions::of(tiles.images, tiles.height, tiles.width);
   T* x = reinterpret_cast<T*>(memory);
-  T* grad = x + regions.x.pixels() * kGroup;
-  T* gate = grad + regions.grad.pixels() * kGroup;
+  T* grad = x + regions.x.pixels() * kSlice;
+  T* gate = grad + regions.grad.pixels() * kSlice;
 
-  float2 taps[kTapCount] = {};
+  Taps<T> taps = {};
   StatePair state = {};
   bring_taps<T, kThreads>(in, first_channel, x);
   __syncthreads();
   if (has_channel) {
-    load_taps(x, taps);
+    taps = Taps<T>::load(x);
     if (has_prologue) {
       state = StatePair::load(in.prologue, in.channels, channel);
     }
@@ -868,7 +892,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
       const int n = at.image + image;
       const int h = at.row - kBorder + 2 * quad_row;
       const int w = at.column - kBorder + 2 * quad_column;
-      T* own = x + ((image * regions.x.rows + 2 * quad_row) * regions.x.columns + 2 * quad_column) * kGroup + 2 * lane;
+      T* own = x + ((image * regions.x.rows + 2 * quad_row) * regions.x.columns + 2 * quad_column) * kSlice + 2 * lane;
       const auto inside = [&](int p) { return h + p / 2 >= 0 && h + p / 2 < height && w + p % 2 >= 0 && w + p % 2 < width; };
       // The border belongs to other tiles.
       const auto is_ours = [&](int p) {
@@ -878,11 +902,11 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
       float2 left[2];
       float2 right[2];
       if constexpr (kGate) {
-        const T* around = gate + ((image * regions.gate.rows + quad_row) * regions.gate.columns + quad_column) * kGroup + 2 * lane;
+        const T* around = gate + ((image * regions.gate.rows + quad_row) * regions.gate.columns + quad_column) * kSlice + 2 * lane;
         const float2 top_left = pair_at(around);
-        const float2 top_right = pair_at(around + kGroup);
-        const float2 bottom_left = pair_at(around + regions.gate.columns * kGroup);
-        const float2 bottom_right = pair_at(around + (regions.gate.columns + 1) * kGroup);
+        const float2 top_right = pair_at(around + kSlice);
+        const float2 bottom_left = pair_at(around + regions.gate.columns * kSlice);
+        const float2 bottom_right = pair_at(around + (regions.gate.columns + 1) * kSlice);
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
           left[b] = blend(top_left, bottom_left, share_of_first(b));
@@ -894,7 +918,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
       float2 entered[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        before[p] = pair_at(own + (p / 2 * regions.x.columns + p % 2) * kGroup);
+        before[p] = pair_at(own + (p / 2 * regions.x.columns + p % 2) * kSlice);
         if (has_prologue) {
           before[p] = rounded<T>(state.rectified(before[p]));
         }
@@ -907,19 +931,19 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
       }
       float2 back[4] = {};
       const T* from = grad +
-                      ((image * regions.grad.rows + quad_row * (2 / kStride)) * regions.grad.columns + quad_column * (2 / kStride)) * kGroup +
+                      ((image * regions.grad.rows + quad_row * (2 / kStride)) * regions.grad.columns + quad_column * (2 / kStride)) * kSlice +
                       2 * lane;
 #pragma unroll
       for (int row = 0; row < Regions::kOutputs; ++row) {
 #pragma unroll
         for (int column = 0; column < Regions::kOutputs; ++column) {
-          const float2 g = pair_at(from + (row * regions.grad.columns + column) * kGroup);
+          const float2 g = pair_at(from + (row * regions.grad.columns + column) * kSlice);
 #pragma unroll
           for (int p = 0; p < 4; ++p) {
             const int i = Regions::kFirstTap + p / 2 - kStride * row;
             const int j = Regions::kFirstTap + p % 2 - kStride * column;
             if (i >= 0 && i < 3 && j >= 0 && j < 3) {
-              add_product(back[p], g, taps[i * 3 + j]);
+              add_product(back[p], g, taps.tap[i * 3 + j].floats());
               add_product(sums[i * 3 + j], g, entered[p]);
             }
           }
@@ -927,7 +951,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
       }
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        T* slot = own + (p / 2 * regions.x.columns + p % 2) * kGroup;
+        T* slot = own + (p / 2 * regions.x.columns + p % 2) * kSlice;
         if constexpr (kGate) {
           back[p] = {back[p].x * open[p].x, back[p].y * open[p].y};
         }
@@ -968,7 +992,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
           continue;
         }
         // Element k takes 1/4, 3/4, 3/4, 1/4 of rows 2k-1 to 2k+2; at the edges of the map all of row 2k, or 2k+1.
-        const T* from = x + ((image * regions.x.rows + 2 * row) * regions.x.columns + 2 * column) * kGroup + 2 * lane;
+        const T* from = x + ((image * regions.x.rows + 2 * row) * regions.x.columns + 2 * column) * kSlice + 2 * lane;
         float2 sum = {0.0f, 0.0f};
 #pragma unroll
         for (int a = 0; a < 4; ++a) {
@@ -978,7 +1002,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
           for (int b = 0; b < 4; ++b) {
             const bool whole = (b == 1 && w == 0) || (b == 2 && w == width / 2 - 1);
             const float share = whole ? 1.0f : b == 0 || b == 3 ? 0.25f : 0.75f;
-            add_product(of_row, pair_at(from + (a * regions.x.columns + b) * kGroup), {share, share});
+            add_product(of_row, pair_at(from + (a * regions.x.columns + b) * kSlice), {share, share});
           }
           const float share = whole_row ? 1.0f : a == 0 || a == 3 ? 0.25f : 0.75f;
           add_product(sum, of_row, {share, share});
