@@ -27,4 +27,6 @@ void bind_augment_parameters(py::module_& module);
 void register_augment(torch::Library& library);
 void bind_augment(py::module_& module);
 
+void bind_align_conv(py::module_& module);
+
 }  // namespace mf

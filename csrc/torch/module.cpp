@@ -16,4 +16,5 @@ PYBIND11_MODULE(_C, module) {
   mf::bind_reservoir(module);
   mf::bind_augment_parameters(module);
   mf::bind_augment(module);
+  mf::bind_align_conv(module);
 }
