@@ -29,6 +29,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/expert_losses.cpp
   torch/align_conv.cpp
   torch/workspace.cpp
+  torch/batch_norm_act.cpp
   torch/module.cpp
 )
 

@@ -28,5 +28,6 @@ void register_augment(torch::Library& library);
 void bind_augment(py::module_& module);
 
 void bind_align_conv(py::module_& module);
+void bind_batch_norm_act(py::module_& module);
 
 }  // namespace mf

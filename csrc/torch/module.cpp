@@ -17,4 +17,5 @@ PYBIND11_MODULE(_C, module) {
   mf::bind_augment_parameters(module);
   mf::bind_augment(module);
   mf::bind_align_conv(module);
+  mf::bind_batch_norm_act(module);
 }

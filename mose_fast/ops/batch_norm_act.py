@@ -1,13 +1,21 @@
 """Batch norm with what surrounds it in a residual network: an add and a ReLU behind, the norm and ReLU of another layer before.
 
-The statistics and everything else are computed in float32 (float64 for float64 maps), whatever autocast says.
+The statistics and everything else are computed in float32 (float64 for float64 maps), whatever autocast says. On a card kernels serve
+maps of float32, bfloat16 and float16 with a multiple of 8 channels, in channels_last memory (others are copied into it); everything else,
+the CPU and torch.compile get PyTorch's operations. The kernels' sums have a fixed order, so that two runs agree bit for bit.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from mose_fast import _loader
 from mose_fast.reference import batch_norm as reference_norm
 from mose_fast.reference import batch_norm_act as reference
 from mose_fast.reference.batch_norm import Norm
@@ -56,6 +64,51 @@ def _check_elements(norm: Norm, x: Tensor, valid_rows: int | Tensor | None) -> N
     rows = len(x) if valid_rows is None else valid_rows
     if norm.training and not isinstance(rows, Tensor) and rows * x.shape[2] * x.shape[3] == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    warnings.warn(f"mose_fast: {text}", RuntimeWarning, stacklevel=4)
+
+
+def _serves(x: Tensor, *norms: Norm) -> bool:
+    """Whether the kernels take this; says once why where one could expect it."""
+    if x.device.type != "cuda" or not _loader.serves(x) or torch.compiler.is_compiling() or x.numel() == 0:
+        return False
+    obstacle = None
+    if x.dtype == torch.float64:
+        obstacle = "a map is float64; kernels take float32, bfloat16 and float16"
+    elif x.shape[1] % 8 != 0:
+        obstacle = f"a map has {x.shape[1]} channels; kernels take multiples of 8"
+    for norm in norms:
+        for name in ("running_mean", "running_var"):
+            running = getattr(norm, name)
+            if running is not None and (running.dtype != torch.float32 or not running.is_contiguous()):
+                obstacle = f"{name} is {running.dtype} with strides {running.stride()}; kernels take contiguous float32"
+    if obstacle is not None:
+        _say_once(f"batch norm runs as PyTorch's operations, which is slower: {obstacle}")
+    return obstacle is None
+
+
+def _in_channels_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.to(dtype).contiguous(memory_format=torch.channels_last)
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.channels_last)
+
+
+def _input_map(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if not x.is_contiguous(memory_format=torch.channels_last):
+        _say_once("a map is copied into channels_last memory at every call; keep the network and its input in channels_last")
+    return _in_channels_last(x, dtype)
+
+
+def _with_floats(norm: Norm) -> Norm:
+    """Weight and bias as the kernels take them; a copy of another dtype sends the gradient back."""
+    vectors = [None if v is None else v.to(torch.float32).contiguous() for v in (norm.weight, norm.bias)]
+    return norm._replace(weight=vectors[0], bias=vectors[1])
+
+
+def _split_rows(valid_rows: int | Tensor | None) -> tuple[Tensor | None, int | None]:
+    return (valid_rows, None) if isinstance(valid_rows, Tensor) else (None, valid_rows)
 
 
 def batch_norm_act(
@@ -118,16 +171,27 @@ def batch_norm_act(
             raise ValueError("prologue and residual are both given; wanted at most one of them")
     if isinstance(consumers, bool) or not isinstance(consumers, int) or not 1 <= consumers <= MOST_CONSUMERS:
         raise ValueError(f"consumers is {consumers!r}; wanted 1 to {MOST_CONSUMERS}")
-    return reference.batch_norm_act(
-        x,
-        norm,
-        relu=relu,
-        residual=residual,
-        residual_norm=residual_norm,
-        prologue=prologue,
-        consumers=consumers,
-        valid_rows=valid_rows,
-    )
+    if not _serves(x, *(each for each in (norm, residual_norm) if each is not None)):
+        return reference.batch_norm_act(
+            x,
+            norm,
+            relu=relu,
+            residual=residual,
+            residual_norm=residual_norm,
+            prologue=prologue,
+            consumers=consumers,
+            valid_rows=valid_rows,
+        )
+    x = _input_map(x, x.dtype)
+    norm = _with_floats(norm)
+    residual = None if residual is None else _input_map(residual, x.dtype)
+    residual_norm = None if residual_norm is None else _with_floats(residual_norm)
+    second = (None, None) if residual_norm is None else residual_norm[:2]
+    prologue = None if prologue is None else prologue.contiguous()
+    tensors = (x, norm.weight, norm.bias, residual, *second, prologue)
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    results = _BatchNormAct.apply(*tensors, norm, residual_norm, relu, consumers, *_split_rows(valid_rows), trains)
+    return results[0] if consumers == 1 else results
 
 
 def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) -> Tensor:
@@ -149,4 +213,98 @@ def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
     _check_norm("norm", norm, x)
     _check_rows(valid_rows, x)
     _check_elements(norm, x, valid_rows)
-    return reference_norm.norm_state(x, norm, valid_rows)
+    if not _serves(x, norm):
+        return reference_norm.norm_state(x, norm, valid_rows)
+    norm = _with_floats(norm)
+    return _NormState.apply(_input_map(x, x.dtype), norm.weight, norm.bias, norm, *_split_rows(valid_rows))
+
+
+def _for_backward(norm: Norm | None) -> Norm | None:
+    """What the backward reads beside the weight, which goes through ``save_for_backward``."""
+    return None if norm is None else Norm(None, None, None, None, None, norm.momentum, norm.eps, norm.training)
+
+
+class _BatchNormAct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        second_weight: Tensor | None,
+        second_bias: Tensor | None,
+        prologue: Tensor | None,
+        norm: Norm,
+        residual_norm: Norm | None,
+        relu: bool,
+        consumers: int,
+        valid_tensor: Tensor | None,
+        valid: int | None,
+        trains: bool,
+    ) -> tuple[Tensor, ...]:
+        y, mask, states = _loader.native.batch_norm_act(
+            x, norm, relu, residual, residual_norm, prologue, valid_tensor, valid, relu and trains
+        )
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            x, weight, None if residual_norm is None else residual, second_weight, prologue, valid_tensor, mask if relu else None, states
+        )
+        ctx.norms, ctx.valid = (_for_backward(norm), _for_backward(residual_norm)), valid
+        # Results of their own, so that each receives its own gradient; not views, which autograd would tie to one another.
+        return (y, *(y.detach() for _ in range(consumers - 1)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, residual, second_weight, prologue, valid_tensor, mask, states = ctx.saved_tensors
+        given = [_in_channels_last(g, x.dtype) for g in grads if g is not None]
+        if not given:
+            return (None,) * 14
+        norm, residual_norm = ctx.norms
+        needs = ctx.needs_input_grad
+        to_x, to_residual, to_prologue, to_norms = _loader.native.batch_norm_act_backward(
+            given,
+            mask,
+            x,
+            norm._replace(weight=weight),
+            residual,
+            None if residual_norm is None else residual_norm._replace(weight=second_weight),
+            states,
+            prologue,
+            valid_tensor,
+            ctx.valid,
+            (needs[0], needs[3], needs[6]),
+        )
+        second = (None, None) if residual_norm is None else (to_norms[1, 0], to_norms[1, 1])
+        results = (to_x, to_norms[0, 0], to_norms[0, 1], to_residual, *second, to_prologue)
+        return (*(r if n else None for r, n in zip(results, needs, strict=False)), *(None,) * 7)
+
+
+class _NormState(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm: Norm,
+        valid_tensor: Tensor | None,
+        valid: int | None,
+    ) -> Tensor:
+        state = _loader.native.norm_state(x, norm, valid_tensor, valid)
+        ctx.save_for_backward(x, weight, valid_tensor, state)
+        ctx.norm, ctx.valid = _for_backward(norm), valid
+        return state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, valid_tensor, state = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        # Running statistics do not depend on x.
+        wants_x = needs[0] and ctx.norm.training
+        to_x, to_norm = _loader.native.norm_state_backward(
+            grad.contiguous(), x, ctx.norm._replace(weight=weight), state, valid_tensor, ctx.valid, wants_x
+        )
+        return to_x, to_norm[0] if needs[1] else None, to_norm[1] if needs[2] else None, None, None, None

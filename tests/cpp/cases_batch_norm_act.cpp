@@ -337,7 +337,7 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   context.expect_equal("tickets after all", tickets, std::vector<uint32_t>(static_cast<size_t>(count * grid.tickets()), 0));
 }
 
-void compare(Context& context, const Setting& setting) {
+void compare_launchers(Context& context, const Setting& setting) {
   const mf::Stream stream = context.stream();
   compare(context, setting,
           {[&](const mf::NormStatistics& p) { mf::cuda::norm_statistics(p, stream); },
@@ -346,14 +346,79 @@ void compare(Context& context, const Setting& setting) {
            [&](const mf::BatchNormActBackward& p) { mf::cuda::batch_norm_act_backward(p, stream); }});
 }
 
+#if defined(MF_KERNELS_ON_CPU)
+
+// The bodies in blocks of few threads: faster, several share a small map, and ThreadSanitizer sees them all.
+template <typename T>
+void compare_bodies(Context& context, const Setting& setting) {
+  constexpr unsigned kThreads = 64;
+  using namespace mf::cuda;
+  const auto launch = [&](const mf::MapShape& shape, unsigned norms, size_t shared_bytes, const auto& body) {
+    const mf::ChannelGrid grid = mf::norm_grid(shape, setting.processors);  // as the workspace is made for
+    shim::launch(dim3(grid.blocks, grid.tiles, norms), kThreads, shared_bytes, [&] {
+      MF_DYNAMIC_SHARED(shared);
+      body(grid.shift, shared);
+    });
+  };
+  compare(context, setting,
+          {[&](const mf::NormStatistics& p) {
+             launch(p.shape, static_cast<unsigned>(p.norms), channel_sums_shared<mf::NormStatistics::kFields>(kThreads),
+                    [&](int shift, unsigned char* shared) {
+                      p.prologue != nullptr ? norm_statistics_block<T, true>(p, shift, shared) : norm_statistics_block<T, false>(p, shift, shared);
+                    });
+           },
+           [&](const mf::BatchNormActForward& p) {
+             launch(p.shape, 1, 0, [&](int shift, unsigned char*) {
+               p.prologue != nullptr   ? batch_norm_act_forward_block<T, NormForm::kPrologue>(p, shift)
+               : p.residual == nullptr ? batch_norm_act_forward_block<T, NormForm::kPlain>(p, shift)
+               : p.normed_residual     ? batch_norm_act_forward_block<T, NormForm::kTwoNorms>(p, shift)
+                                       : batch_norm_act_forward_block<T, NormForm::kResidual>(p, shift);
+             });
+           },
+           [&](const mf::BatchNormActBackward& p) {
+             launch(p.shape, 1, channel_sums_shared<mf::BatchNormActBackward::kSumFields>(kThreads), [&](int shift, unsigned char* shared) {
+               p.prologue != nullptr   ? batch_norm_act_sums_block<T, NormForm::kPrologue>(p, shift, shared)
+               : p.residual != nullptr ? batch_norm_act_sums_block<T, NormForm::kTwoNorms>(p, shift, shared)
+                                       : batch_norm_act_sums_block<T, NormForm::kPlain>(p, shift, shared);
+             });
+           },
+           [&](const mf::BatchNormActBackward& p) {
+             launch(p.shape, 1, channel_sums_shared<mf::BatchNormActBackward::kPrologueFields>(kThreads), [&](int shift, unsigned char* shared) {
+               p.prologue != nullptr   ? batch_norm_act_backward_block<T, NormForm::kPrologue>(p, shift, shared)
+               : p.residual != nullptr ? batch_norm_act_backward_block<T, NormForm::kTwoNorms>(p, shift, shared)
+                                       : batch_norm_act_backward_block<T, NormForm::kPlain>(p, shift, shared);
+             });
+           }});
+}
+
+void compare(Context& context, const Setting& setting) {
+  setting.type == FloatType::kFloat32    ? compare_bodies<float>(context, setting)
+  : setting.type == FloatType::kBFloat16 ? compare_bodies<__nv_bfloat16>(context, setting)
+                                         : compare_bodies<__half>(context, setting);
+}
+
+#else
+
+void compare(Context& context, const Setting& setting) {
+  compare_launchers(context, setting);
+}
+
+#endif
+
+// Nothing around the norm, a residual, a residual with a norm, a prologue.
+Setting setting_of(FloatType type, int form) {
+  Setting setting;
+  setting.type = type;
+  setting.residual = form == 1 || form == 2;
+  setting.second_norm = form == 2;
+  setting.prologue = form == 3;
+  return setting;
+}
+
 // Each form in one type; `change` makes it special.
 void compare_forms(Context& context, FloatType type, const std::function<void(Setting&)>& change) {
   for (const int form : {0, 1, 2, 3}) {
-    Setting setting;
-    setting.type = type;
-    setting.residual = form == 1 || form == 2;
-    setting.second_norm = form == 2;
-    setting.prologue = form == 3;
+    Setting setting = setting_of(type, form);
     change(setting);
     compare(context, setting);
   }
@@ -361,18 +426,38 @@ void compare_forms(Context& context, FloatType type, const std::function<void(Se
 
 }  // namespace
 
-KERNEL_CASE(batch_norm_act_in_float32) {
-  compare_forms(context, FloatType::kFloat32, [](Setting& s) { s.pixels = 49; });
+// Large blocks take the shim long: few forms in all types, all forms in one.
+KERNEL_CASE(batch_norm_act_by_the_launchers) {
+  for (const FloatType type : {FloatType::kFloat32, FloatType::kBFloat16, FloatType::kFloat16}) {
+    for (const int form : {0, 1, 2, 3}) {
+      if (form == 3 || type == FloatType::kBFloat16) {
+        Setting setting = setting_of(type, form);
+        setting.channels = 64;
+        setting.processors = 1;
+        compare_launchers(context, setting);
+      }
+    }
+  }
 }
 
-KERNEL_CASE(batch_norm_act_in_bfloat16_with_padding) {
+KERNEL_CASE(small_batch_norm_act) {
+  for (const FloatType type : {FloatType::kFloat32, FloatType::kBFloat16, FloatType::kFloat16}) {
+    compare_forms(context, type, [](Setting& s) {
+      s.images = s.valid = 11;
+      s.pixels = 81;  // 891 pixels: two blocks
+    });
+  }
+}
+
+KERNEL_CASE(batch_norm_act_with_padding) {
   compare_forms(context, FloatType::kBFloat16, [](Setting& s) { s.valid = 3; });
 }
 
-KERNEL_CASE(batch_norm_act_in_float16_of_many_channels) {
+KERNEL_CASE(batch_norm_act_of_many_channels) {
   compare_forms(context, FloatType::kFloat16, [](Setting& s) {
     s.channels = 136;  // the third tile has one group
-    s.pixels = 25;
+    s.pixels = 90;
+    s.processors = 6;
   });
 }
 
@@ -439,59 +524,3 @@ KERNEL_CASE(norm_state_backward) {
     context.expect_close("gradients", out, wanted, 1e-6);
   }
 }
-
-#if defined(MF_KERNELS_ON_CPU)
-
-// Blocks of few threads, so that several share a small map and ThreadSanitizer sees them all.
-template <typename T>
-static void compare_bodies(Context& context, const Setting& setting) {
-  constexpr unsigned kThreads = 64;
-  using namespace mf::cuda;
-  const auto blocks = [&](const mf::MapShape& shape, unsigned norms = 1) {
-    const mf::ChannelGrid grid = mf::norm_grid(shape, setting.processors);  // as the workspace is made for
-    return dim3(grid.blocks, grid.tiles, norms);
-  };
-  const auto shift = [](const mf::MapShape& shape) { return mf::norm_grid(shape, 1).shift; };
-  compare(context, setting,
-          {[&](const mf::NormStatistics& p) {
-             shim::launch(blocks(p.shape, static_cast<unsigned>(p.norms)), kThreads, channel_sums_shared<mf::NormStatistics::kFields>(kThreads), [&] {
-               MF_DYNAMIC_SHARED(shared);
-               p.prologue != nullptr ? norm_statistics_block<T, true>(p, shift(p.shape), shared)
-                                     : norm_statistics_block<T, false>(p, shift(p.shape), shared);
-             });
-           },
-           [&](const mf::BatchNormActForward& p) { mf::cuda::batch_norm_act_forward(p, nullptr); },
-           [&](const mf::BatchNormActBackward& p) {
-             shim::launch(blocks(p.shape), kThreads, channel_sums_shared<mf::BatchNormActBackward::kSumFields>(kThreads), [&] {
-               MF_DYNAMIC_SHARED(shared);
-               p.prologue != nullptr   ? batch_norm_act_sums_block<T, NormForm::kPrologue>(p, shift(p.shape), shared)
-               : p.residual != nullptr ? batch_norm_act_sums_block<T, NormForm::kTwoNorms>(p, shift(p.shape), shared)
-                                       : batch_norm_act_sums_block<T, NormForm::kPlain>(p, shift(p.shape), shared);
-             });
-           },
-           [&](const mf::BatchNormActBackward& p) {
-             if (p.prologue == nullptr) {
-               mf::cuda::batch_norm_act_backward(p, nullptr);
-               return;
-             }
-             shim::launch(blocks(p.shape), kThreads, channel_sums_shared<mf::BatchNormActBackward::kPrologueFields>(kThreads), [&] {
-               MF_DYNAMIC_SHARED(shared);
-               batch_norm_act_backward_block<T, NormForm::kPrologue>(p, shift(p.shape), shared);
-             });
-           }});
-}
-
-KERNEL_CASE(small_batch_norm_act_bodies) {
-  for (const int form : {1, 2, 3}) {
-    Setting setting;
-    setting.images = setting.valid = 11;
-    setting.pixels = 81;  // 891 pixels: two blocks
-    setting.processors = 2;
-    setting.residual = form < 3;
-    setting.second_norm = form == 2;
-    setting.prologue = form == 3;
-    compare_bodies<float>(context, setting);
-  }
-}
-
-#endif

@@ -1,0 +1,305 @@
+// Glue of batch norm with add and ReLU; kernels for cards alone: on the CPU mose_fast/ops/batch_norm_act.py takes PyTorch's own operations.
+// Arguments are explained and checked there; what memory safety needs is checked here again.
+#include "api/batch_norm_act.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "torch/bind.h"
+
+#if defined(MOSE_FAST_WITH_CUDA)
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "torch/workspace.h"
+
+namespace mf {
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+// The fields of mose_fast.reference.batch_norm.Norm: weight, bias, running_mean, running_var, batches_tracked, momentum, eps, training.
+using Norm = std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, double, double, bool>;
+
+FloatType float_type(const at::Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return FloatType::kFloat32;
+    case at::kBFloat16:
+      return FloatType::kBFloat16;
+    case at::kHalf:
+      return FloatType::kFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, "x has dtype ", x.scalar_type(), "; wanted float32, bfloat16 or float16");
+  }
+}
+
+int processors(const at::Tensor& x) {
+  int count = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, x.device().index()));
+  return count;
+}
+
+void check_map(const at::Tensor& map, const char* name, const at::Tensor& x) {
+  TORCH_CHECK(map.device() == x.device() && map.is_cuda(), name, " is on ", map.device(), "; wanted the card where x is");
+  TORCH_CHECK(map.sizes() == x.sizes() && map.scalar_type() == x.scalar_type(), name, " is ", map.scalar_type(), " ", map.sizes(), "; wanted ",
+              x.scalar_type(), " ", x.sizes(), ", as x is");
+  TORCH_CHECK(map.dim() == 4 && map.is_contiguous(at::MemoryFormat::ChannelsLast), name, " has shape ", map.sizes(), " and strides ",
+              map.strides(), "; wanted a map in channels_last memory");
+  TORCH_CHECK(map.size(1) % kGroup == 0 && reinterpret_cast<uintptr_t>(map.const_data_ptr()) % 16 == 0, name, " has ", map.size(1),
+              " channels from ", map.const_data_ptr(), "; wanted a multiple of ", kGroup, " from a multiple of 16 bytes");
+}
+
+float* pointer_of(const at::Tensor& values, const char* name, int64_t count, const at::Tensor& x) {
+  TORCH_CHECK(values.device() == x.device() && values.scalar_type() == at::kFloat && values.is_contiguous() && values.numel() == count, name,
+              " is ", values.scalar_type(), " ", values.sizes(), " on ", values.device(), "; wanted ", count, " float32 in a row on ",
+              x.device());
+  return values.mutable_data_ptr<float>();
+}
+
+// The kernels read states as words of 16 bytes.
+const float* state_pointer(const at::Tensor& state, const char* name, int64_t count, const at::Tensor& x) {
+  const float* pointer = pointer_of(state, name, count, x);
+  TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, name, " begins at ", pointer, "; wanted a multiple of 16 bytes");
+  return pointer;
+}
+
+NormParams params_of(const Norm& norm, const at::Tensor& x) {
+  const auto& [weight, bias, running_mean, running_var, batches, momentum, eps, training] = norm;
+  const int64_t channels = x.size(1);
+  const auto vector = [&](const MaybeTensor& values, const char* name) { return values ? pointer_of(*values, name, channels, x) : nullptr; };
+  NormParams params{vector(weight, "weight"),
+                    vector(bias, "bias"),
+                    vector(running_mean, "running_mean"),
+                    vector(running_var, "running_var"),
+                    nullptr,
+                    static_cast<float>(momentum),
+                    static_cast<float>(eps),
+                    training};
+  if (batches) {
+    TORCH_CHECK(batches->device() == x.device() && batches->scalar_type() == at::kLong && batches->numel() == 1,
+                "batches_tracked is ", batches->scalar_type(), " on ", batches->device(), "; wanted an int64 scalar on ", x.device());
+    params.batches = batches->mutable_data_ptr<int64_t>();
+  }
+  return params;
+}
+
+MapShape shape_of(const at::Tensor& x, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
+  check_map(x, "x", x);
+  MapShape shape{x.size(0), x.size(2) * x.size(3), x.size(1), nullptr, valid.value_or(x.size(0))};
+  if (valid_tensor) {
+    TORCH_CHECK(valid_tensor->device() == x.device() && valid_tensor->scalar_type() == at::kInt && valid_tensor->numel() == 1,
+                "valid_rows is ", valid_tensor->scalar_type(), " on ", valid_tensor->device(), "; wanted an int32 scalar on ", x.device());
+    shape.valid_pointer = valid_tensor->const_data_ptr<int32_t>();
+  }
+  return shape;
+}
+
+at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
+  return at::empty(sizes, x.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous));
+}
+
+// [norms, 4, channels]
+at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& other, const std::optional<Norm>& other_norm,
+                     const MaybeTensor& prologue, const MapShape& shape) {
+  const int count = processors(x);
+  const ChannelGrid grid = norm_grid(shape, count);
+  const int norms = other_norm ? 2 : 1;
+  for (const Norm* each : {&norm, other_norm ? &*other_norm : &norm}) {
+    const bool mean = std::get<2>(*each).has_value();
+    TORCH_CHECK(mean == std::get<3>(*each).has_value() && (mean || std::get<7>(*each)),
+                "running_mean and running_var are not both there; wanted both, or none in training");
+  }
+  const at::Tensor states = floats({norms, kNormRows, shape.channels}, x);
+  const at::Tensor partials = floats({norms * grid.partials(NormStatistics::kFields)}, x);
+  const NormStatistics params{shape,
+                              float_type(x),
+                              count,
+                              norms,
+                              {x.const_data_ptr(), other ? other->const_data_ptr() : nullptr},
+                              {params_of(norm, x), other_norm ? params_of(*other_norm, x) : NormParams{}},
+                              prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr,
+                              states.mutable_data_ptr<float>(),
+                              partials.mutable_data_ptr<float>(),
+                              tickets(norms * grid.tickets())};
+  cuda::norm_statistics(params, c10::cuda::getCurrentCUDAStream());
+  return states;
+}
+
+// y, the mask [pixels, channels / 8] (empty if not wanted) and the states [1 or 2, 4, channels].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& x, const Norm& norm, bool relu, const MaybeTensor& residual,
+                                                              const std::optional<Norm>& residual_norm, const MaybeTensor& prologue,
+                                                              const MaybeTensor& valid_tensor, std::optional<int64_t> valid, bool wants_mask) {
+  const MapShape shape = shape_of(x, valid_tensor, valid);
+  if (residual) {
+    check_map(*residual, "residual", x);
+  }
+  TORCH_CHECK(residual || !residual_norm, "residual is None with a residual_norm; wanted the map that it normalises");
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor states = states_of(x, norm, residual, residual_norm, prologue, shape);
+  const at::Tensor y = at::empty_like(x);
+  const at::Tensor mask = at::empty({wants_mask ? shape.pixels() * shape.channels / kGroup : 0}, x.options().dtype(at::kByte));
+  const BatchNormActForward params{shape,
+                                   float_type(x),
+                                   processors(x),
+                                   x.const_data_ptr(),
+                                   states.const_data_ptr<float>(),
+                                   prologue ? prologue->const_data_ptr<float>() : nullptr,
+                                   residual ? residual->const_data_ptr() : nullptr,
+                                   residual_norm.has_value(),
+                                   relu,
+                                   y.mutable_data_ptr(),
+                                   wants_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr};
+  cuda::batch_norm_act_forward(params, c10::cuda::getCurrentCUDAStream());
+  return {y, mask, states};
+}
+
+// The second pass, given the rows of the first.
+void run_backward(BatchNormActBackward& params, const at::Tensor& x) {
+  const ChannelGrid grid = norm_grid(params.shape, params.processors);
+  at::Tensor partials;
+  if (params.prologue != nullptr) {
+    partials = floats({grid.partials(BatchNormActBackward::kPrologueFields)}, x);
+    params.partials = partials.mutable_data_ptr<float>();
+  }
+  cuda::batch_norm_act_backward(params, c10::cuda::getCurrentCUDAStream());
+}
+
+// The gradients of x, of the residual and of the prologue (None where not wanted), and per norm the rows of NormGradRow.
+//   grads: at least one, like x; residual: given if it has a norm; wants: x, residual, prologue
+std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_backward(
+    const std::vector<at::Tensor>& grads, const MaybeTensor& mask, const at::Tensor& x, const Norm& norm, const MaybeTensor& residual,
+    const std::optional<Norm>& residual_norm, const at::Tensor& states, const MaybeTensor& prologue, const MaybeTensor& valid_tensor,
+    std::optional<int64_t> valid, std::tuple<bool, bool, bool> wants) {
+  const auto [wants_x, wants_residual, wants_prologue] = wants;
+  const MapShape shape = shape_of(x, valid_tensor, valid);
+  const int norms = residual_norm ? 2 : 1;
+  TORCH_CHECK(!grads.empty() && grads.size() <= BatchNormActBackward::kMostGrads, "there are ", grads.size(), " gradients; wanted 1 to ",
+              BatchNormActBackward::kMostGrads);
+  TORCH_CHECK(residual.has_value() == residual_norm.has_value(), "residual or residual_norm is None; wanted both or none");
+  TORCH_CHECK(!prologue || !residual_norm, "prologue and residual_norm are both given; wanted at most one of them");
+  BatchNormActBackward params{};
+  params.shape = shape;
+  params.type = float_type(x);
+  const c10::cuda::CUDAGuard guard(x.device());
+  params.processors = processors(x);
+  for (const at::Tensor& grad : grads) {
+    check_map(grad, "a gradient", x);
+    params.grads[params.grad_count++] = grad.const_data_ptr();
+  }
+  if (mask) {
+    TORCH_CHECK(mask->scalar_type() == at::kByte && mask->device() == x.device() && mask->numel() == shape.pixels() * shape.channels / kGroup,
+                "mask does not fit; wanted what the forward call returned");
+    params.mask = mask->const_data_ptr<uint8_t>();
+  }
+  params.x = x.const_data_ptr();
+  if (residual) {
+    check_map(*residual, "residual", x);
+    params.residual = residual->const_data_ptr();
+  }
+  params.state = state_pointer(states, "states", norms * kNormRows * shape.channels, x);
+  params.prologue = prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr;
+  params.norm[0] = params_of(norm, x);
+  params.norm[1] = residual_norm ? params_of(*residual_norm, x) : NormParams{};
+  const ChannelGrid grid = norm_grid(shape, params.processors);
+  const at::Tensor norm_grads = floats({norms, kNormGradRows, shape.channels}, x);
+  const at::Tensor partials = floats({grid.partials(BatchNormActBackward::kSumFields)}, x);
+  params.norm_grads = norm_grads.mutable_data_ptr<float>();
+  params.partials = partials.mutable_data_ptr<float>();
+  params.tickets = tickets(grid.tickets());
+  // Written once where it is a result itself, or where the second pass would have to add it up again.
+  const bool plain_residual = wants_residual && !residual_norm;
+  MaybeTensor sum;
+  if (plain_residual || grads.size() > 1) {
+    sum = at::empty_like(x);
+    params.g = sum->mutable_data_ptr();
+  }
+  cuda::batch_norm_act_sums(params, c10::cuda::getCurrentCUDAStream());
+
+  MaybeTensor x_grad, residual_grad, prologue_grad;
+  const bool second_residual = wants_residual && residual_norm;
+  if (wants_x || second_residual || wants_prologue) {
+    if (sum) {
+      params.grads[0] = params.g;
+      params.grad_count = 1;
+      params.mask = nullptr;
+    }
+    x_grad = at::empty_like(x);
+    params.x_grad = x_grad->mutable_data_ptr();
+    if (second_residual) {
+      residual_grad = at::empty_like(x);
+      params.residual_grad = residual_grad->mutable_data_ptr();
+    }
+    if (prologue) {
+      prologue_grad = floats({kNormRows, shape.channels}, x);
+      params.prologue_grad = prologue_grad->mutable_data_ptr<float>();
+    }
+    run_backward(params, x);
+  }
+  return {x_grad, plain_residual ? sum : residual_grad, prologue_grad, norm_grads};
+}
+
+// [4, channels]
+at::Tensor norm_state(const at::Tensor& x, const Norm& norm, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
+  const MapShape shape = shape_of(x, valid_tensor, valid);
+  const c10::cuda::CUDAGuard guard(x.device());
+  return states_of(x, norm, {}, {}, {}, shape).squeeze(0);
+}
+
+// The gradient of x (None if not wanted) and the rows of NormGradRow, from the state's gradient.
+std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, const at::Tensor& x, const Norm& norm, const at::Tensor& state,
+                                                        const MaybeTensor& valid_tensor, std::optional<int64_t> valid, bool wants_x) {
+  const MapShape shape = shape_of(x, valid_tensor, valid);
+  const int64_t count = kNormRows * shape.channels;
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor norm_grads = floats({kNormGradRows, shape.channels}, x);
+  const NormStateBackward first{shape, state_pointer(state, "state", count, x), pointer_of(grad, "grad", count, x), params_of(norm, x),
+                                norm_grads.mutable_data_ptr<float>()};
+  cuda::norm_state_backward(first, c10::cuda::getCurrentCUDAStream());
+  if (!wants_x) {
+    return {MaybeTensor{}, norm_grads};
+  }
+  BatchNormActBackward params{};
+  params.shape = shape;
+  params.type = float_type(x);
+  params.processors = processors(x);
+  params.x = x.const_data_ptr();
+  params.state = first.state;
+  params.norm_grads = first.norm_grads;
+  const at::Tensor x_grad = at::empty_like(x);
+  params.x_grad = x_grad.mutable_data_ptr();
+  run_backward(params, x);
+  return {x_grad, norm_grads};
+}
+
+}  // namespace
+
+void bind_batch_norm_act(py::module_& module) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  module.def("batch_norm_act", &batch_norm_act, Unlocked());
+  module.def("batch_norm_act_backward", &batch_norm_act_backward, Unlocked());
+  module.def("norm_state", &norm_state, Unlocked());
+  module.def("norm_state_backward", &norm_state_backward, Unlocked());
+}
+
+}  // namespace mf
+
+#else
+
+namespace mf {
+
+void bind_batch_norm_act(py::module_& /*module*/) {}
+
+}  // namespace mf
+
+#endif

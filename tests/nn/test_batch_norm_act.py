@@ -1,0 +1,93 @@
+"""BatchNormAct2d in place of nn.BatchNorm2d, add and ReLU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mose_fast.nn import BatchNormAct2d
+
+
+class Block(nn.Module):
+    """A residual block that changes the shape, either way."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        norm = BatchNormAct2d if fused else nn.BatchNorm2d
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm1 = norm(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm2 = norm(8)
+        self.conv3 = nn.Conv2d(3, 8, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(8)
+        self.norm4 = BatchNormAct2d(8, relu=False) if fused else nn.BatchNorm2d(8)
+        self.fused = fused
+
+    def forward(self, x):
+        if self.fused:
+            y = self.norm2(self.conv2(self.norm1(self.conv1(x))), self.conv3(x), residual_norm=self.norm3)
+            return self.norm4(y, y)
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)) + self.norm3(self.conv3(x)))
+        return self.norm4(y) + y
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_network_gives_the_same_bits_on_the_cpu(autocast, memory_format):
+    torch.manual_seed(0)
+    plain, fused = Block(False), Block(True)
+    fused.load_state_dict(plain.state_dict())
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    x = torch.randn(4, 3, 8, 8).contiguous(memory_format=memory_format)
+    results = []
+    for block in (plain, fused):
+        for _ in range(2):
+            block.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                y = block(x)
+            y.float().square().sum().backward()
+        block.eval()
+        with torch.no_grad():
+            evaluated = block(x)
+        results.append([y, evaluated, *(p.grad for p in block.parameters()), *block.state_dict().values()])
+        block.train()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="momentum is None"):
+        BatchNormAct2d(8, momentum=None)
+    module = BatchNormAct2d(8, relu=False, eps=1e-3, momentum=0.3, affine=False, track_running_stats=False)
+    assert "relu=False" in repr(module) and "eps=0.001" in repr(module)
+    assert not list(module.parameters()) and not list(module.buffers())
+    x = torch.randn(6, 8, 2, 2)
+    wanted = F.batch_norm(x, None, None, training=True, eps=1e-3)
+    assert torch.equal(module(x), wanted) and torch.equal(module.eval()(x), wanted)
+
+
+def test_what_the_op_offers_goes_through():
+    torch.manual_seed(0)
+    module, x = BatchNormAct2d(8), torch.randn(5, 8, 3, 3)
+    first, second = module(x, consumers=2)
+    assert first is not None and first.data_ptr() == second.data_ptr()
+    padded = module(x, valid_rows=3)
+    assert padded[3:].count_nonzero() == 0
+    torch.testing.assert_close(padded[:3], module(x[:3]))
+    assert module.num_batches_tracked == 3
+    state = torch.stack([torch.zeros(8), torch.ones(8), torch.ones(8), torch.zeros(8)])
+    torch.testing.assert_close(module(x, prologue=state), module(F.relu(x)))
+    average = nn.BatchNorm2d(8, momentum=None)
+    with pytest.raises(ValueError, match="momentum is None"):
+        module(x, x, residual_norm=average)
+
+
+def test_a_frozen_one_learns_its_parameters_only():
+    module, x = BatchNormAct2d(8).eval(), torch.randn(5, 8, 3, 3, requires_grad=True)
+    kept = module.running_mean.clone()
+    module(x).sum().backward()
+    assert torch.equal(module.running_mean, kept) and module.num_batches_tracked == 0
+    torch.testing.assert_close(module.bias.grad, (x > 0).sum(dim=(0, 2, 3)).float())
+    assert x.grad.count_nonzero() == (x > 0).sum()
