@@ -488,7 +488,7 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
     return cuda::BackwardRegions<kStride, kGate>::of(1, height, width).pixels() * cuda::kSlice * sizeof(T);
   };
   const auto forward_tiles = [&](const mf::AlignConvInput& in) {
-    return cuda::Tiles::of(in.images, in.out_height(), in.out_width(), 4, forward_bytes, kRoom);
+    return cuda::Tiles::of(in.images, in.out_height(), in.out_width(), cuda::kTileSide, forward_bytes, kRoom);
   };
   const auto staged = [&](const cuda::Tiles& tiles) { return tiles.images * forward_bytes(tiles.height, tiles.width); };
   const auto parts = [](const mf::AlignConvInput&) -> int64_t { return 1; };
@@ -540,6 +540,10 @@ KERNEL_CASE(small_align_conv_bodies_fused) {
   Setting setting;
   setting.channels = 80;
   setting.out_channels = 72;
+  setting.height = 10;
+  setting.width = 8;
+  setting.images = 2;
+  setting.valid = 1;
   setting.prologue = setting.gate = true;
   compare_bodies<__nv_bfloat16, 1, true>(context, setting, true);
 }
@@ -547,7 +551,7 @@ KERNEL_CASE(small_align_conv_bodies_fused) {
 KERNEL_CASE(small_align_conv_bodies_alone) {
   Setting setting;
   setting.stride = 2;
-  setting.height = 12;
+  setting.height = 20;
   setting.prologue = true;
   setting.type = FloatType::kFloat16;
   compare_bodies<__half, 2, false>(context, setting, false);
