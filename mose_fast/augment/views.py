@@ -47,7 +47,6 @@ class ViewInputs(NamedTuple):
     shown: Tensor
 
 
-@lru_cache(maxsize=256)
 def _layout(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,6 +114,8 @@ class ViewMaker:
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
         self.feed = feed
         self._dali = DaliViews(self.mean, self.std) if feed == "dali" else None
+        # Its own, since an upload is in the order of the stream on which it was asked for, and other runs have other streams.
+        self._layout = lru_cache(maxsize=256)(_layout)
 
     @property
     def views_per_row(self) -> int:
@@ -159,7 +160,7 @@ class ViewMaker:
         What the sets do not fill is padding: its rows are never read, and its views, which come last, are zero. The other views are
         the same as without padding.
         """
-        rows, layout, shown = _layout(tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device)
+        rows, layout, shown = self._layout(tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device)
         codes, factors = self._draw(images, len(images) * len(self.orientations), seed, sequence)
         return ViewInputs(rows, layout, codes, factors, shown)
 
