@@ -22,6 +22,8 @@ template <typename T>
 constexpr int kDepthwiseBlocks = sizeof(T) == 2 ? 3 : 2;
 template <int kChunks>
 constexpr int kForwardBlocks = kChunks == 1 ? 3 : 2;
+template <int kStride, bool kGate>
+constexpr int kBackwardBlocks = kStride == 1 && kGate ? 1 : 2;
 
 template <typename T, int kStride>
 __global__ void __launch_bounds__(kThreads, kDepthwiseBlocks<T>) align_conv_depthwise_kernel(const AlignConvDepthwise params, const Tiles tiles) {
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) align_conv_total_kernel(const AlignC
 }
 
 template <typename T, int kStride, bool kGate>
-__global__ void __launch_bounds__(kThreads, 2) align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles) {
+__global__ void __launch_bounds__(kThreads, (kBackwardBlocks<kStride, kGate>)) align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles) {
   MF_DYNAMIC_SHARED(memory);
   align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, memory);
 }
@@ -109,8 +111,8 @@ Plan depthwise_plan(const AlignConvInput& in) {
   Plan plan{};
   plan.tiles = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, &entering_bytes<T, kStride>, kSharedLimit - kTapBytes<T>);
   plan.shared_bytes = plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width) + kTapBytes<T>;
-  const int64_t groups = slices_of(in.channels);
-  plan.blocks = groups * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kDepthwiseBlocks<T>) / groups));
+  const int64_t slices = slices_of(in.channels);
+  plan.blocks = slices * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kDepthwiseBlocks<T>) / slices));
   return plan;
 }
 
@@ -160,8 +162,8 @@ Plan backward_plan(const AlignConvInput& in) {
   plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>, kSharedLimit);
   plan.shared_bytes = std::max(plan.tiles.images * backward_bytes<T, kStride, kGate>(plan.tiles.height, plan.tiles.width),
                                sizeof(float2) * kWarps * kAlignConvSums * kLanes);
-  const int64_t groups = slices_of(in.channels);
-  plan.blocks = groups * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, 2) / groups));
+  const int64_t slices = slices_of(in.channels);
+  plan.blocks = slices * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kBackwardBlocks<kStride, kGate>) / slices));
   return plan;
 }
 

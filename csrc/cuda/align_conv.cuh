@@ -403,7 +403,7 @@ __device__ void convolve_tile(const Tiles& tiles, const Region& region, const T*
 
 // --- depthwise alone -----------------------------------------------------------------------------------------------------------
 
-// A block keeps to one group of channels.
+// A block keeps to one slice of channels.
 MF_HD inline int slices_of(int64_t channels) {
   return static_cast<int>((channels + kSlice - 1) / kSlice);
 }
@@ -414,15 +414,15 @@ __device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, con
   const int height = static_cast<int>(in.out_height());
   const int width = static_cast<int>(in.out_width());
   const auto valid = static_cast<int>(in.valid_images());
-  const int groups = slices_of(in.channels);
-  const int first_channel = static_cast<int>(blockIdx.x) % groups * kSlice;
+  const int slices = slices_of(in.channels);
+  const int first_channel = static_cast<int>(blockIdx.x) % slices * kSlice;
   const int64_t channel = first_channel + threadIdx.x % kLanes * 2;
   const bool has_channel = channel < in.channels;
   const Region region = entering<kStride>(tiles.images, tiles.height, tiles.width);
   T* staged = reinterpret_cast<T*>(memory);
   T* taps = staged + region.pixels() * kSlice;
   bring_taps<T, kThreads>(in, first_channel, taps);
-  for (int tile = static_cast<int>(blockIdx.x) / groups; tile < tiles.total; tile += static_cast<int>(gridDim.x) / groups) {
+  for (int tile = static_cast<int>(blockIdx.x) / slices; tile < tiles.total; tile += static_cast<int>(gridDim.x) / slices) {
     const TileAt at = TileAt::of(tiles, tile);
     bring_entering<T, kThreads>(in, valid, region, at.image, at.row * kStride - 1, at.column * kStride - 1, first_channel, staged);
     __syncthreads();
@@ -846,10 +846,10 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
   const int height = static_cast<int>(in.height);
   const int width = static_cast<int>(in.width);
   const auto valid = static_cast<int>(in.valid_images());
-  const int groups = slices_of(in.channels);
+  const int slices = slices_of(in.channels);
   const int lane = threadIdx.x % kLanes;
   const int warp = threadIdx.x / kLanes;
-  const int first_channel = static_cast<int>(blockIdx.x) % groups * kSlice;
+  const int first_channel = static_cast<int>(blockIdx.x) % slices * kSlice;
   const int64_t channel = first_channel + 2 * lane;
   const bool has_channel = channel < in.channels;
   const bool has_prologue = in.prologue != nullptr;
@@ -859,18 +859,14 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
   T* gate = grad + regions.grad.pixels() * kSlice;
 
   Taps<T> taps = {};
-  StatePair state = {};
   bring_taps<T, kThreads>(in, first_channel, x);
   __syncthreads();
   if (has_channel) {
     taps = Taps<T>::load(x);
-    if (has_prologue) {
-      state = StatePair::load(in.prologue, in.channels, channel);
-    }
   }
   __syncthreads();
   float2 sums[kAlignConvSums] = {};
-  for (int tile = static_cast<int>(blockIdx.x) / groups; tile < tiles.total; tile += static_cast<int>(gridDim.x) / groups) {
+  for (int tile = static_cast<int>(blockIdx.x) / slices; tile < tiles.total; tile += static_cast<int>(gridDim.x) / slices) {
     const TileAt at = TileAt::of(tiles, tile);
     bring_region<T, kThreads, false>(in.x, valid, height, width, in.channels, regions.x, at.image, at.row - kBorder, at.column - kBorder,
                                      first_channel, x);
@@ -885,6 +881,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
     __syncthreads();
     const int down = regions.x.rows / 2;
     const int across = regions.x.columns / 2;
+#pragma unroll 1
     for (int quad = warp; has_channel && quad < tiles.images * down * across; quad += kWarps) {
       const int image = quad / (down * across);
       const int quad_row = quad / across % down;
@@ -920,7 +917,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
       for (int p = 0; p < 4; ++p) {
         before[p] = pair_at(own + (p / 2 * regions.x.columns + p % 2) * kSlice);
         if (has_prologue) {
-          before[p] = rounded<T>(state.rectified(before[p]));
+          before[p] = rounded<T>(StatePair::load(in.prologue, in.channels, channel).rectified(before[p]));
         }
         entered[p] = before[p];
         if constexpr (kGate) {
@@ -958,11 +955,13 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
         if (is_ours(p)) {
           float2 to_x = back[p];
           if (has_prologue) {
+            const float2 mean = pair_at(in.prologue + kMean * in.channels + channel);
+            const float2 scale = pair_at(in.prologue + kScale * in.channels + channel);
             to_x = {before[p].x > 0.0f ? to_x.x : 0.0f, before[p].y > 0.0f ? to_x.y : 0.0f};
             sums[kTapCount] = {sums[kTapCount].x + to_x.x, sums[kTapCount].y + to_x.y};
             const float2 raw = pair_at(slot);
-            add_product(sums[kTapCount + 1], to_x, {raw.x - state.mean.x, raw.y - state.mean.y});
-            to_x = {to_x.x * state.scale.x, to_x.y * state.scale.y};
+            add_product(sums[kTapCount + 1], to_x, {raw.x - mean.x, raw.y - mean.y});
+            to_x = {to_x.x * scale.x, to_x.y * scale.y};
           }
           if (params.x != nullptr) {
             const int64_t pixel = (static_cast<int64_t>(n) * height + h + p / 2) * width + w + p % 2;
@@ -981,6 +980,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
       const int half_height = tiles.height / 2;
       const int half_width = tiles.width / 2;
       const int count = params.gate != nullptr && has_channel ? tiles.images * half_height * half_width : 0;
+#pragma unroll 1
       for (int i = warp; i < count; i += kWarps) {
         const int image = i / (half_height * half_width);
         const int row = i / half_width % half_height;
@@ -1022,6 +1022,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
     of_warp[(warp * kAlignConvSums + which) * kLanes + lane] = sums[which];
   }
   __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < kAlignConvSums * kLanes; i += kThreads) {
     float2 sum = of_warp[i];
     for (int other = 1; other < kWarps; ++other) {
@@ -1030,7 +1031,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
     }
     const int64_t to = first_channel + i % kLanes * 2;
     if (to < in.channels) {
-      const int64_t part = static_cast<int64_t>(blockIdx.x) / groups;
+      const int64_t part = static_cast<int64_t>(blockIdx.x) / slices;
       store_pair(params.sums + (part * kAlignConvSums + i / kLanes) * in.channels + to, sum);
     }
   }
