@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.common import processor
 from mose_fast import _dali
 from mose_fast.augment import ViewMaker
+from mose_fast.device import device_name
 
 #: As a step on Split CIFAR-100 has them: two fixed copies of every row, each once more augmented.
 ROWS, VIEWS_PER_ROW = 96, 4
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if _dali.obstacle():
         print(f"without dali: {_dali.obstacle()}; {_dali.INSTALL}")
     for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
-        where = torch.cuda.get_device_name() if device == "cuda" else f"{processor()}, {torch.get_num_threads()} thread(s)"
+        where = device_name(torch.device(device))
         what = f"{ROWS * VIEWS_PER_ROW} views of {arguments.side}x{arguments.side}, recipe {arguments.recipe}"
         print(f"{what}, {where}, torch {torch.__version__}")
         print(f"{'feed':<6} {'ms, returns':>12} {'ms, done':>10}")

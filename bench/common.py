@@ -10,12 +10,9 @@ A benchmark file ``bench_<stem>.py`` holds two functions (see bench_null.py, and
 from __future__ import annotations
 
 import math
-import platform
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,7 +20,7 @@ from torch import Tensor
 from mose_fast import _loader
 
 __all__ = [
-    "CLASSES", "DIRECTIONS", "HEADLINE", "IMPLEMENTATIONS", "SIZES", "Case", "choose", "processor", "quantiles", "repetitions",
+    "CLASSES", "DIRECTIONS", "HEADLINE", "IMPLEMENTATIONS", "SIZES", "Case", "choose", "quantiles", "repetitions",
     "time_on_card", "with_gradients",
 ]  # fmt: skip
 
@@ -117,13 +114,6 @@ def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, i
     once = max(time.perf_counter() - start, 1e-7)
     iterations = max(1, math.ceil(2e-4 / once))
     return max(5, min(100, int(budget / (once * iterations)))), iterations
-
-
-def processor() -> str:
-    """The processor's name as the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
-    return name.group(1).strip() if name else platform.processor() or platform.machine()
 
 
 def time_on_card(call: Callable[[], object], captured: bool) -> tuple[list[float], int, int]:

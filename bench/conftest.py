@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, processor, quantiles, repetitions, time_on_card
+from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, quantiles, repetitions, time_on_card
 from mose_fast import _loader
 from mose_fast._version import git_commit
+from mose_fast.device import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,6 +20,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/augment.cu
   cuda/adam.cu
   cuda/norm_pool.cu
+  cuda/align_conv.cu
   cuda/batch_norm_act.cu
 )
 
@@ -30,6 +31,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/augment_parameters.cpp
   torch/augment.cpp
   torch/expert_losses.cpp
+  torch/align_conv.cpp
   torch/workspace.cpp
   torch/adam.cpp
   torch/norm_pool.cpp

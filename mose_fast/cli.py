@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from mose_fast import streams, train
 from mose_fast._version import __version__
+from mose_fast.benchmark import benchmark
 from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig
 from mose_fast.doctor import diagnose, report
 from mose_fast.export import CARD, Classifier, classify_files, export_run
@@ -179,6 +180,21 @@ def build_parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
     listing.set_defaults(act=_list)
     listing.add_argument("what", choices=("methods", "streams", "papers"))
+
+    speed = commands.add_parser(
+        "bench", help="what training costs on this machine, beside plain PyTorch", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description="Measures the step of MOSE by itself and in the loop, with PyTorch's own modules (eager, compiled, as a graph) and "
+        "with our kernels, by feed; an evaluation; the machine's ceilings. Images are random. Let nothing else run.",
+        epilog="example: mose-fast bench --precision bf16 --memory 5000; on a CPU: --width 8",
+    )  # fmt: skip
+    speed.set_defaults(act=_bench, seconds=2.0, only="", csv=None)
+    _add_flags(speed, without=(
+        "method", "epochs", "seed", "stream.name", "stream.data_dir", "stream.tasks", "stream.class_order_seed", "stream.limit_per_task",
+        "stream.normalisation", "stream.decoder", "feed", "kernels", "step", "deterministic", "checkpoint_every",
+    ))  # fmt: skip
+    speed.add_argument("--seconds", type=float, metavar="S", help="for each measurement, once it is warm [2]")
+    speed.add_argument("--only", metavar="TEXT", help="measurements whose names hold this text")
+    speed.add_argument("--csv", metavar="FILE", help="write the rows there, too")
 
     doctor = commands.add_parser("doctor", help="what this machine has, what is missing, and how to get it", allow_abbrev=False)
     doctor.set_defaults(act=_doctor)
@@ -417,6 +433,16 @@ def _list(arguments: argparse.Namespace) -> int:
     width = max(len(name) for name, _ in rows)
     for name, meaning in rows:
         print(f"{name:<{width}}  {meaning}")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    report = benchmark(
+        read_settings(arguments), seconds=arguments.seconds, only=arguments.only, watch=lambda name: print(f"... {name}", file=sys.stderr)
+    )
+    print(report.text())
+    if arguments.csv is not None:
+        Path(arguments.csv).write_text(report.table(), encoding="utf-8")
     return 0
 
 

@@ -32,19 +32,96 @@ struct EightNorms {
 };
 
 // Keeps NaN, as torch's ReLU does: a training that diverges must be seen.
-__device__ inline float rectified(float x) {
-  return x < 0.0f ? 0.0f : x;
-}
-
 __device__ inline bool passes(float x) {
   return !(x <= 0.0f);
 }
 
+__device__ inline float rectified(float x) {
+  return passes(x) ? x : 0.0f;
+}
+
+// A thread's pixels in the order of a pass, which counts them from its own end: first, first + step, ... below `pixels`. Numbers of pixels fit
+// into 30 bits (the launchers check it), so that steps beyond the end do not overflow; elements are counted in 64.
+struct Walk {
+  int first, step;
+
+  __device__ static Walk of(const ChannelThread& own) {
+    return {static_cast<int>(blockIdx.x) * own.rows + own.row, static_cast<int>(gridDim.x) * own.rows};
+  }
+};
+
+// Calls work(position, step, count, is_full) for kBatch positions at a time, the last time for fewer: is_full says at compile time that
+// count is kBatch, so that nothing is asked of every pixel. A batch is what a thread loads before it uses the first of it.
+template <int kBatch, typename Work>
+__device__ void in_batches(int position, int end, int step, const Work& work) {
+  for (; position + (kBatch - 1) * step < end; position += kBatch * step) {
+    work(position, step, kBatch, std::true_type());
+  }
+  if (position < end) {
+    work(position, step, 1 + (end - 1 - position) / step, std::false_type());
+  }
+}
+
+// The moments of a thread's pixels, of their distance from an origin that all threads share.
+template <typename T, bool kPrologue>
+struct PixelMoments {
+  static constexpr int kBatch = kPrologue && sizeof(T) == 4 ? 2 : 4;  // pixels that are added together, with one division
+
+  EightNorms before;
+  float origin[kGroup];
+  float count = 0.0f;
+  float mean[kGroup] = {};
+  float squares[kGroup] = {};
+
+  __device__ void values(const Eight<T>& words, float (&x)[kGroup]) const {
+    unpack(words, x);
+    if constexpr (kPrologue) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        x[i] = rectified(before.normalised(x[i], i));
+      }
+    }
+  }
+
+  // The first `pixels` of a batch; all of it if kFull.
+  template <bool kFull>
+  __device__ void add(const Eight<T> (&words)[kBatch], int pixels) {
+    float x[kBatch][kGroup];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      values(words[j], x[j]);
+    }
+    const auto added = static_cast<float>(kFull ? kBatch : pixels);
+    const float inverse = kFull ? 1.0f / kBatch : 1.0f / added;
+    const float share = added / (count + added);
+    const float weight = count * share;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        x[j][i] -= origin[i];
+        sum += kFull || j < pixels ? x[j][i] : 0.0f;
+      }
+      const float middle = sum * inverse;
+      float spread = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const float deviation = kFull || j < pixels ? x[j][i] - middle : 0.0f;
+        spread += deviation * deviation;
+      }
+      const float distance = middle - mean[i];
+      mean[i] += distance * share;
+      squares[i] += spread + distance * distance * weight;
+    }
+    count += added;
+  }
+};
+
 // The state of a norm from one read of its map. Moments are of the distance from the map's first pixel, which is exact where the
-// spread is small beside the mean; a thread takes four pixels at a time, so that it divides once for four.
+// spread is small beside the mean.
 template <typename T, bool kPrologue>
 __device__ void norm_statistics_block(const NormStatistics& params, int shift, unsigned char* shared) {
-  constexpr int kBatch = kPrologue && sizeof(T) == 4 ? 2 : 4;
   constexpr int kFields = NormStatistics::kFields;
   const unsigned which = blockIdx.z;
   const unsigned tile = blockIdx.y;
@@ -63,81 +140,60 @@ __device__ void norm_statistics_block(const NormStatistics& params, int shift, u
   }
 
   const ChannelThread own = ChannelThread::of(shift, tile);
-  const int64_t valid = params.shape.valid_pixels();
-  const T* map = static_cast<const T*>(params.map[which]);
-  EightNorms before;
-  const auto value = [&](const Eight<T>& words, float (&x)[kGroup]) {
-    unpack(words, x);
-    if constexpr (kPrologue) {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        x[i] = rectified(before.normalised(x[i], i));
-      }
-    }
-  };
-  float count = 0.0f;
-  float mean[kGroup] = {};
-  float squares[kGroup] = {};
+  const int valid = static_cast<int>(params.shape.valid_pixels());
+  PixelMoments<T, kPrologue> moments;
   if (own.channel < channels && valid > 0) {
-    map += own.channel;
+    constexpr int kBatch = PixelMoments<T, kPrologue>::kBatch;
     if constexpr (kPrologue) {
-      before = EightNorms::of(params.prologue, channels, own.channel);
+      moments.before = EightNorms::of(params.prologue, channels, own.channel);
     }
-    float origin[kGroup];
-    value(load_eight(map), origin);
-    const int64_t step = static_cast<int64_t>(gridDim.x) * own.rows;
-    const auto fetch = [&](int64_t p, Eight<T>(&words)[kBatch]) {
+    const T* map = static_cast<const T*>(params.map[which]) + own.channel;
+    moments.values(load_eight(map), moments.origin);
+    const Walk walk = Walk::of(own);
+    const int64_t stride = walk.step * channels;
+    int pixels = walk.first < valid ? 1 + (valid - 1 - walk.first) / walk.step : 0;
+    map += walk.first * channels;
+    Eight<T> words[kBatch] = {};
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (j < pixels) {
+        words[j] = load_eight(map + j * stride);
+      }
+    }
+    for (; pixels >= 2 * kBatch; pixels -= kBatch) {
+      map += kBatch * stride;
+      Eight<T> next[kBatch];  // arrive while the others are worked on
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        words[j] = p + j * step < valid ? load_eight(map + (p + j * step) * channels) : Eight<T>{};
+        next[j] = load_eight(map + j * stride);
       }
-    };
-    int64_t p = static_cast<int64_t>(blockIdx.x) * own.rows + own.row;
-    Eight<T> words[kBatch];
-    fetch(p, words);
-    for (; p < valid; p += kBatch * step) {
-      float x[kBatch][kGroup];
+      moments.template add<true>(words, kBatch);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        value(words[j], x[j]);
+        words[j] = next[j];
       }
-      fetch(p + kBatch * step, words);  // arrives while these are worked on
-      int pixels = 1;
+    }
+    if (pixels > kBatch) {
+      moments.template add<true>(words, kBatch);
+      pixels -= kBatch;
+      map += kBatch * stride;
 #pragma unroll
-      for (int j = 1; j < kBatch; ++j) {
-        pixels += p + j * step < valid ? 1 : 0;
-      }
-      const auto added = static_cast<float>(pixels);
-      const float inverse = pixels == 4 ? 0.25f : pixels == 3 ? 1.0f / 3.0f : pixels == 2 ? 0.5f : 1.0f;
-      const float share = added / (count + added);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          x[j][i] -= origin[i];
-          sum += j < pixels ? x[j][i] : 0.0f;
+      for (int j = 0; j < kBatch; ++j) {
+        if (j < pixels) {
+          words[j] = load_eight(map + j * stride);
         }
-        const float middle = sum * inverse;
-        float spread = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          const float deviation = x[j][i] - middle;
-          spread += j < pixels ? deviation * deviation : 0.0f;
-        }
-        const float distance = middle - mean[i];
-        mean[i] += distance * share;
-        squares[i] += spread + distance * distance * count * share;
       }
-      count += added;
+    }
+    if (pixels > 0) {
+      moments.template add<false>(words, pixels);
     }
   }
   float values[kFields][kGroup];
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) {
-    values[0][i] = count;
-    values[1][i] = mean[i];
-    values[2][i] = squares[i];
+    values[0][i] = moments.count;
+    values[1][i] = moments.mean[i];
+    values[2][i] = moments.squares[i];
   }
   const ChannelGrid grid{shift, gridDim.y, gridDim.x};
   merge_channels<kFields>(
@@ -170,8 +226,8 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
   if (own.channel >= channels) {
     return;
   }
-  const int64_t pixels = params.shape.pixels();
-  const int64_t valid = params.shape.valid_pixels();
+  const int pixels = static_cast<int>(params.shape.pixels());
+  const int valid = static_cast<int>(params.shape.valid_pixels());
   const EightNorms norms = EightNorms::of(params.state, channels, own.channel);
   EightNorms others;  // the residual's, or those before
   if constexpr (kForm == NormForm::kTwoNorms) {
@@ -179,104 +235,112 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
   } else if constexpr (kForm == NormForm::kPrologue) {
     others = EightNorms::of(params.prologue, channels, own.channel);
   }
-  const T* x = static_cast<const T*>(params.x) + own.channel;
+  const T* x = static_cast<const T*>(params.x);
   const T* residual = static_cast<const T*>(params.residual);
-  T* y = static_cast<T*>(params.y) + own.channel;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * own.rows;
-  for (int64_t p = pixels - 1 - (static_cast<int64_t>(blockIdx.x) * own.rows + own.row); p >= 0; p -= kBatch * step) {
-    Eight<T> words[kBatch];
-    Eight<T> added[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int64_t at = p - j * step;
-      if (at >= 0 && at < valid) {
-        words[j] = load_eight(x + at * channels);
-        if constexpr (kResidual) {
-          added[j] = load_eight(residual + at * channels + own.channel);
-        }
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int64_t at = p - j * step;
-      if (at < 0) {
-        break;
-      }
-      float z[kGroup] = {};
-      unsigned bits = 0;
-      if (at < valid) {
-        unpack(words[j], z);
-        float r[kGroup];
-        if constexpr (kResidual) {
-          unpack(added[j], r);
-        }
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          if constexpr (kForm == NormForm::kPrologue) {
-            z[i] = rectified(others.normalised(z[i], i));
-          }
-          z[i] = norms.normalised(z[i], i);
-          if constexpr (kForm == NormForm::kResidual) {
-            z[i] += r[i];
-          } else if constexpr (kForm == NormForm::kTwoNorms) {
-            z[i] += others.normalised(r[i], i);
-          }
-          bits |= passes(z[i]) ? 1u << i : 0u;
-          z[i] = params.relu ? rectified(z[i]) : z[i];
-        }
-      }
-      store_eight(y + at * channels, pack<T>(z));
-      if (params.mask != nullptr) {
-        params.mask[(at * channels + own.channel) / kGroup] = static_cast<uint8_t>(bits);
-      }
+  T* y = static_cast<T*>(params.y);
+  const bool masks = params.mask != nullptr;
+  const Walk walk = Walk::of(own);
+  int position = walk.first;
+  for (; position < pixels - valid; position += walk.step) {  // padding
+    const int64_t at = (pixels - 1 - position) * channels + own.channel;
+    store_eight(y + at, Eight<T>{});
+    if (masks) {
+      params.mask[at / kGroup] = 0;
     }
   }
+  in_batches<kBatch>(position, pixels, walk.step, [&](int position, int step, int count, auto is_full) {
+    Eight<T> words[kBatch];
+    [[maybe_unused]] Eight<T> added[kBatch];
+    const int64_t first = (pixels - 1 - position) * channels + own.channel;
+    const int64_t stride = step * channels;
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (is_full || j < count) {
+        words[j] = load_eight(x + (first - j * stride));
+        if constexpr (kResidual) {
+          added[j] = load_eight(residual + (first - j * stride));
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (!is_full && j >= count) {
+        break;
+      }
+      float z[kGroup];
+      [[maybe_unused]] float r[kGroup];
+      unpack(words[j], z);
+      if constexpr (kResidual) {
+        unpack(added[j], r);
+      }
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if constexpr (kForm == NormForm::kPrologue) {
+          z[i] = rectified(others.normalised(z[i], i));
+        }
+        z[i] = norms.normalised(z[i], i);
+        if constexpr (kForm == NormForm::kResidual) {
+          z[i] += r[i];
+        } else if constexpr (kForm == NormForm::kTwoNorms) {
+          z[i] += others.normalised(r[i], i);
+        }
+      }
+      const int64_t at = first - j * stride;
+      if (params.relu) {
+        unsigned bits = 0;
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          const bool passed = passes(z[i]);
+          bits = passed ? bits | 1u << i : bits;
+          z[i] = passed ? z[i] : 0.0f;
+        }
+        if (masks) {
+          params.mask[at / kGroup] = static_cast<uint8_t>(bits);
+        }
+      }
+      store_eight(y + at, pack<T>(z));
+    }
+  });
 }
 
-// The masked sum of the incoming gradients at kBatch pixels; those not `wanted` stay zero.
-template <typename T, int kBatch>
-__device__ void load_gradients(const BatchNormActBackward& params, int64_t channel, const int64_t (&at)[kBatch], const bool (&wanted)[kBatch],
+// The masked sum of the incoming gradients at the first `count` of kBatch pixels: elements first + j stride. There is a gradient.
+template <typename T, int kBatch, typename IsFull>
+__device__ void load_gradients(const BatchNormActBackward& params, int64_t first, int64_t stride, int count, IsFull is_full,
                                float (&g)[kBatch][kGroup]) {
-  const int64_t channels = params.shape.channels;
+  unsigned bits[kBatch];
+  if (params.mask != nullptr) {
 #pragma unroll
-  for (int j = 0; j < kBatch; ++j) {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      g[j][i] = 0.0f;
+    for (int j = 0; j < kBatch; ++j) {
+      bits[j] = is_full || j < count ? params.mask[(first + j * stride) / kGroup] : 0u;
     }
   }
   for (int k = 0; k < params.grad_count; ++k) {
-    const T* grad = static_cast<const T*>(params.grads[k]) + channel;
+    const T* grad = static_cast<const T*>(params.grads[k]) + first;
     Eight<T> words[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (wanted[j]) {
-        words[j] = load_eight(grad + at[j] * channels);
+      if (is_full || j < count) {
+        words[j] = load_eight(grad + j * stride);
       }
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (wanted[j]) {
+      if (is_full || j < count) {
         float part[kGroup];
         unpack(words[j], part);
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
-          g[j][i] += part[i];
+          g[j][i] = k == 0 ? part[i] : g[j][i] + part[i];
         }
       }
     }
   }
   if (params.mask != nullptr) {
-    unsigned bits[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      bits[j] = wanted[j] ? params.mask[(at[j] * channels + channel) / kGroup] : 0u;
-    }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        g[j][i] = (bits[j] >> i & 1u) != 0 ? g[j][i] : 0.0f;
+        g[j][i] = (bits[j] & 1u << i) != 0 ? g[j][i] : 0.0f;
       }
     }
   }
@@ -303,15 +367,15 @@ __device__ inline void finish_gradients(const BatchNormActBackward& params, int 
 // a norm takes no part.
 template <typename T, NormForm kForm>
 __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, int shift, unsigned char* shared) {
-  constexpr int kBatch = kForm == NormForm::kPlain && sizeof(T) == 2 ? 4 : 2;
+  constexpr int kBatch = (kForm == NormForm::kPlain ? 2 : 1) + (sizeof(T) == 2 ? 1 : 0);
   constexpr int kFields = kForm == NormForm::kTwoNorms ? 3 : 2;
   const unsigned tile = blockIdx.y;
   const int64_t channels = params.shape.channels;
   const ChannelThread own = ChannelThread::of(shift, tile);
   float sums[kFields][kGroup] = {};
   if (own.channel < channels) {
-    const int64_t valid = params.shape.valid_pixels();
-    const int64_t pixels = params.g == nullptr ? valid : params.shape.pixels();
+    const int valid = static_cast<int>(params.shape.valid_pixels());
+    const int pixels = static_cast<int>(params.shape.pixels());
     float mean[kGroup];
     float other_mean[kGroup];
     EightNorms before;
@@ -321,54 +385,58 @@ __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, in
     } else if constexpr (kForm == NormForm::kPrologue) {
       before = EightNorms::of(params.prologue, channels, own.channel);
     }
-    const T* map = static_cast<const T*>(params.x) + own.channel;
+    const T* map = static_cast<const T*>(params.x);
     const T* residual = static_cast<const T*>(params.residual);
     T* out = static_cast<T*>(params.g);
-    const int64_t step = static_cast<int64_t>(gridDim.x) * own.rows;
-    for (int64_t p = static_cast<int64_t>(blockIdx.x) * own.rows + own.row; p < pixels; p += kBatch * step) {
-      int64_t at[kBatch];
-      bool wanted[kBatch];
+    const Walk walk = Walk::of(own);
+    in_batches<kBatch>(walk.first, valid, walk.step, [&](int position, int step, int count, auto is_full) {
       Eight<T> words[kBatch];
-      Eight<T> others[kBatch];
+      [[maybe_unused]] Eight<T> others[kBatch];
+      const int64_t first = position * channels + own.channel;
+      const int64_t stride = step * channels;
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        at[j] = p + j * step;
-        wanted[j] = at[j] < valid;
-        if (wanted[j]) {
-          words[j] = load_eight(map + at[j] * channels);
+        if (is_full || j < count) {
+          words[j] = load_eight(map + (first + j * stride));
           if constexpr (kForm == NormForm::kTwoNorms) {
-            others[j] = load_eight(residual + at[j] * channels + own.channel);
+            others[j] = load_eight(residual + (first + j * stride));
           }
         }
       }
       float g[kBatch][kGroup];
-      load_gradients<T>(params, own.channel, at, wanted, g);
+      load_gradients<T>(params, first, stride, count, is_full, g);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (params.g != nullptr && at[j] < pixels) {
+        if (!is_full && j >= count) {
+          break;
+        }
+        if (out != nullptr) {
           const Eight<T> rounded = pack<T>(g[j]);
-          store_eight(out + at[j] * channels + own.channel, rounded);
+          store_eight(out + (first + j * stride), rounded);
           unpack(rounded, g[j]);  // the sums are of what is written, so that the gradient's own sums come out as zero
         }
-        if (wanted[j]) {
-          float x[kGroup];
-          unpack(words[j], x);
+        float x[kGroup];
+        unpack(words[j], x);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if constexpr (kForm == NormForm::kPrologue) {
+            x[i] = rectified(before.normalised(x[i], i));
+          }
+          sums[0][i] += g[j][i];
+          sums[1][i] += g[j][i] * (x[i] - mean[i]);
+        }
+        if constexpr (kForm == NormForm::kTwoNorms) {
+          unpack(others[j], x);
 #pragma unroll
           for (int i = 0; i < kGroup; ++i) {
-            if constexpr (kForm == NormForm::kPrologue) {
-              x[i] = rectified(before.normalised(x[i], i));
-            }
-            sums[0][i] += g[j][i];
-            sums[1][i] += g[j][i] * (x[i] - mean[i]);
-          }
-          if constexpr (kForm == NormForm::kTwoNorms) {
-            unpack(others[j], x);
-#pragma unroll
-            for (int i = 0; i < kGroup; ++i) {
-              sums[2][i] += g[j][i] * (x[i] - other_mean[i]);
-            }
+            sums[2][i] += g[j][i] * (x[i] - other_mean[i]);
           }
         }
+      }
+    });
+    if (out != nullptr) {
+      for (int p = pixels - 1 - walk.first; p >= valid; p -= walk.step) {  // padding
+        store_eight(out + (p * channels + own.channel), Eight<T>{});
       }
     }
   }
@@ -399,8 +467,8 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
   const ChannelThread own = ChannelThread::of(shift, tile);
   [[maybe_unused]] float sums[kFields][kGroup] = {};
   if (own.channel < channels) {
-    const int64_t pixels = params.shape.pixels();
-    const int64_t valid = params.shape.valid_pixels();
+    const int pixels = static_cast<int>(params.shape.pixels());
+    const int valid = static_cast<int>(params.shape.valid_pixels());
     // dx' = scale g + slope (x' - mean) + offset
     struct Line {
       float mean[kGroup], scale[kGroup], slope[kGroup], offset[kGroup];
@@ -421,67 +489,68 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
     } else if constexpr (kForm == NormForm::kPrologue) {
       before = EightNorms::of(params.prologue, channels, own.channel);
     }
-    const T* map = static_cast<const T*>(params.x) + own.channel;
+    const T* map = static_cast<const T*>(params.x);
     const T* residual = static_cast<const T*>(params.residual);
-    T* out = static_cast<T*>(params.x_grad) + own.channel;
+    T* out = static_cast<T*>(params.x_grad);
     T* residual_out = static_cast<T*>(params.residual_grad);
-    const int64_t step = static_cast<int64_t>(gridDim.x) * own.rows;
-    for (int64_t p = pixels - 1 - (static_cast<int64_t>(blockIdx.x) * own.rows + own.row); p >= 0; p -= kBatch * step) {
-      int64_t at[kBatch];
-      bool wanted[kBatch];
+    const Walk walk = Walk::of(own);
+    int position = walk.first;
+    for (; position < pixels - valid; position += walk.step) {  // padding
+      const int64_t at = (pixels - 1 - position) * channels + own.channel;
+      store_eight(out + at, Eight<T>{});
+      if (kForm == NormForm::kTwoNorms && residual_out != nullptr) {
+        store_eight(residual_out + at, Eight<T>{});
+      }
+    }
+    in_batches<kBatch>(position, pixels, walk.step, [&](int position, int step, int count, auto is_full) {
       Eight<T> words[kBatch];
-      Eight<T> others[kBatch];
+      [[maybe_unused]] Eight<T> others[kBatch];
+      const int64_t first = (pixels - 1 - position) * channels + own.channel;
+      const int64_t stride = -step * channels;
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        at[j] = p - j * step;
-        wanted[j] = at[j] >= 0 && at[j] < valid;
-        if (wanted[j]) {
-          words[j] = load_eight(map + at[j] * channels);
+        if (is_full || j < count) {
+          words[j] = load_eight(map + (first + j * stride));
           if constexpr (kForm == NormForm::kTwoNorms) {
-            others[j] = load_eight(residual + at[j] * channels + own.channel);
+            others[j] = load_eight(residual + (first + j * stride));
           }
         }
       }
-      float g[kBatch][kGroup];
-      load_gradients<T>(params, own.channel, at, wanted, g);
+      float g[kBatch][kGroup] = {};
+      load_gradients<T>(params, first, stride, count, is_full, g);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (at[j] < 0) {
+        if (!is_full && j >= count) {
           break;
         }
-        float dx[kGroup] = {};
-        float dr[kGroup] = {};
-        if (wanted[j]) {
-          float x[kGroup];
-          unpack(words[j], x);
+        float x[kGroup];
+        float dx[kGroup];
+        unpack(words[j], x);
 #pragma unroll
-          for (int i = 0; i < kGroup; ++i) {
-            if constexpr (kForm == NormForm::kPrologue) {
-              const float z = before.normalised(x[i], i);
-              const float dz = passes(z) ? line.at(g[j][i], rectified(z), i) : 0.0f;
-              sums[0][i] += dz;
-              sums[1][i] += dz * (x[i] - before.mean[i]);
-              dx[i] = before.scale[i] * dz;
-            } else {
-              dx[i] = line.at(g[j][i], x[i], i);
-            }
+        for (int i = 0; i < kGroup; ++i) {
+          if constexpr (kForm == NormForm::kPrologue) {
+            const float z = before.normalised(x[i], i);
+            const float dz = passes(z) ? line.at(g[j][i], z, i) : 0.0f;
+            sums[0][i] += dz;
+            sums[1][i] += dz * (x[i] - before.mean[i]);
+            dx[i] = before.scale[i] * dz;
+          } else {
+            dx[i] = line.at(g[j][i], x[i], i);
           }
-          if constexpr (kForm == NormForm::kTwoNorms) {
+        }
+        store_eight(out + (first + j * stride), pack<T>(dx));
+        if constexpr (kForm == NormForm::kTwoNorms) {
+          if (residual_out != nullptr) {
             unpack(others[j], x);
 #pragma unroll
             for (int i = 0; i < kGroup; ++i) {
-              dr[i] = other_line.at(g[j][i], x[i], i);
+              dx[i] = other_line.at(g[j][i], x[i], i);
             }
-          }
-        }
-        store_eight(out + at[j] * channels, pack<T>(dx));
-        if constexpr (kForm == NormForm::kTwoNorms) {
-          if (params.residual_grad != nullptr) {
-            store_eight(residual_out + at[j] * channels + own.channel, pack<T>(dr));
+            store_eight(residual_out + (first + j * stride), pack<T>(dx));
           }
         }
       }
-    }
+    });
   }
   if constexpr (kForm == NormForm::kPrologue) {
     merge_channels<kFields>(

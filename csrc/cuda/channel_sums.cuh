@@ -118,7 +118,7 @@ __device__ void merge_channels(float (&values)[kFields][kGroup], int shift, unsi
     // Not from this processor's own cache: other blocks wrote them.
     const volatile float* from = partials + static_cast<int64_t>(tile) * gridDim.x * kFields * width + column;
     float total[kFields] = {};
-#pragma unroll 4
+#pragma unroll 8
     for (unsigned b = part * share; b < end; ++b) {
       float other[kFields];
       for (int f = 0; f < kFields; ++f) {

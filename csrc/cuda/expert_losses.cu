@@ -29,16 +29,6 @@ __global__ void __launch_bounds__(kWarps * kLanes, 1) expert_gradient_kernel(con
   expert_gradient_block<T, kWarps>(params, grid, *reinterpret_cast<ContrastShared<T, kWarps>*>(memory));
 }
 
-// Above 48 KiB a kernel has to ask. The driver remembers it for each kernel and device; asking again costs less than a microsecond and
-// is allowed while a graph is captured.
-template <typename Kernel>
-void allow_shared(Kernel* kernel, size_t bytes) {
-#if defined(__CUDACC__)
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  MF_CHECK(error == cudaSuccess, "a kernel of expert_losses wants ", bytes, " bytes of shared memory: ", cudaGetErrorString(error));
-#endif
-}
-
 unsigned checked_blocks(const ExpertLossesInput& in, const ExpertLossesGrid& grid) {
   for (const FloatArray* array : {&in.projections, &in.logits, &in.features, &in.student}) {
     MF_CHECK(array->type != FloatType::kFloat64, "an input is float64; on CUDA wanted float32, bfloat16 or float16");

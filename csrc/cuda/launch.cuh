@@ -7,6 +7,8 @@
 // All shared memory is dynamic: the CPU gives each block exactly the bytes asked for, so that a step beyond them is noticed.
 #pragma once
 
+#include <cstddef>
+
 #include "core/check.h"
 
 #if defined(__CUDACC__)
@@ -21,3 +23,17 @@
 #elif !defined(MF_LAUNCH)
 #error "a .cu file was compiled by a plain C++ compiler; wanted nvcc, or tests/cpp/cuda_on_cpu.h included first"
 #endif
+
+namespace mf::cuda {
+
+// Above 48 KiB a kernel has to ask. The driver remembers it for each kernel and device; asking again costs less than a microsecond and
+// is allowed while a graph is captured.
+template <typename Kernel>
+void allow_shared(Kernel* kernel, size_t bytes) {
+#if defined(__CUDACC__)
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  MF_CHECK(error == cudaSuccess, "a kernel wants ", bytes, " bytes of shared memory: ", cudaGetErrorString(error));
+#endif
+}
+
+}  // namespace mf::cuda

@@ -23,6 +23,25 @@ __device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same for float16.
+__device__ inline void mma_16x8x16_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8 of matrix l / 8 and receives of
+// each matrix the elements [g][2t, 2t+1]: the operand a from rows of A, the operand b from rows of B transposed. Addresses: multiples
+// of 16.
+__device__ inline void load_rows(uint32_t (&r)[4], const void* row) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements from shared memory, transposed: lane l gives the address of row l % 8 of matrix l / 8 and
 // receives of each matrix the elements [2t, 2t+1][g], one below the other: the operand b of mma_16x8x16. Addresses: multiples of 16.
 __device__ inline void load_transposed(uint32_t (&r)[4], const void* row) {

@@ -30,6 +30,7 @@ void bind_augment(py::module_& module);
 void bind_adam(py::module_& module);
 
 void bind_norm_pool(py::module_& module);
+void bind_align_conv(py::module_& module);
 void bind_batch_norm_act(py::module_& module);
 
 }  // namespace mf

@@ -5,9 +5,14 @@ What the alignment modules and attention gates are made of: a chain of ``align_c
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from mose_fast import _loader
 from mose_fast.reference import align_conv as reference
 from mose_fast.reference.align_conv import AlignedMap
 from mose_fast.reference.batch_norm import Norm
@@ -107,7 +112,7 @@ def align_conv(
     gate: Tensor | None = None,
     valid_rows: int | Tensor | None = None,
 ) -> AlignedMap:
-    """y = pointwise(depthwise(x')) without biases, and the state of ``norm`` over y (paper, table of alignment modules).
+    """y = pointwise(depthwise(x')) without biases, and the state of ``norm`` over y (paper's alignment modules; mose.md section 2).
 
     x' is ``x``, or with ``prologue`` relu(scale (x - mean) + shift), with ``gate`` times sigmoid(up(gate)), where ``up`` doubles both
     sides bilinearly (corners not aligned). Neither x' nor norm(y) is written: the next ``align_conv`` takes ``state`` as its prologue.
@@ -133,6 +138,130 @@ def align_conv(
         ValueError: A shape, a device, ``stride`` or ``valid_rows`` does not fit; one element a channel in training, PyTorch's own error.
     """
     _check(x, depthwise, pointwise, norm, stride, prologue, gate, valid_rows)
-    return reference.align_conv(
-        x, depthwise, pointwise, norm, stride=stride, prologue=prologue, gate=gate, valid_rows=valid_rows,
-    )  # fmt: skip
+    if not _has_kernels(x, len(pointwise)):
+        return reference.align_conv(
+            x, depthwise, pointwise, norm, stride=stride, prologue=prologue, gate=gate, valid_rows=valid_rows,
+        )  # fmt: skip
+    return AlignedMap(*_AlignConv.apply(x, depthwise, pointwise, norm.weight, norm.bias, prologue, gate, norm, stride, valid_rows))
+
+
+def _has_kernels(x: Tensor, out_channels: int) -> bool:
+    """Kernels are for cards; PyTorch's convolutions serve the CPU, float64 and channels that are no multiple of 8."""
+    if x.device.type != "cuda" or x.dtype == torch.float64 or not _loader.serves(x):
+        return False
+    if x.shape[1] % 8 or out_channels % 8 or out_channels > 2048:
+        _say_once(
+            f"mose_fast: align_conv of {x.shape[1]} to {out_channels} channels runs on PyTorch's own operations, which is slower: "
+            "its kernels want multiples of 8, at most 2048 put out"
+        )
+        return False
+    return True
+
+
+def _is_fused(dtype: torch.dtype, channels: int, out_channels: int) -> bool:
+    """Whether one kernel does both convolutions and the statistics; else the product with the pointwise weights is cuBLAS's."""
+    return dtype != torch.float32 and channels % 16 == 0 and channels <= 128 and out_channels <= 256
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _in_channels_last(name: str, x: Tensor) -> Tensor:
+    if not x.is_contiguous(memory_format=torch.channels_last):
+        _say_once(f"mose_fast: {name} of align_conv is not in channels_last memory and is copied into it, each time")
+    return _aligned(x)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x`` in channels_last memory from a multiple of 16 bytes."""
+    x = x.contiguous(memory_format=torch.channels_last)
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.channels_last)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """The pixels of a map in channels_last memory, [N * H * W, C], without a copy."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def _as_map(rows: Tensor, like: Tensor) -> Tensor:
+    """The map [N, channels of ``rows``, H, W] whose pixels ``rows`` holds, with the sides of ``like``."""
+    images, _, height, width = like.shape
+    return rows.view(images, height, width, rows.shape[1]).permute(0, 3, 1, 2)
+
+
+class _AlignConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        depthwise: Tensor,
+        pointwise: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        prologue: Tensor | None,
+        gate: Tensor | None,
+        norm: Norm,
+        stride: int,
+        valid_rows: int | Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        native = _loader.native
+        ctx.set_materialize_grads(False)
+        ctx.types = depthwise.dtype, pointwise.dtype
+        x = _in_channels_last("x", x)
+        gate = None if gate is None else _in_channels_last("gate", gate)
+        prologue = None if prologue is None else prologue.contiguous()
+        taps = (depthwise.to(x.dtype) if depthwise.dtype == torch.float64 else depthwise).contiguous()
+        matrix = pointwise.to(x.dtype).reshape(pointwise.shape[:2]).contiguous()
+        norm = norm._replace(
+            weight=None if weight is None else weight.contiguous(),
+            bias=None if bias is None else bias.contiguous(),
+        )
+        valid = (valid_rows, None) if isinstance(valid_rows, Tensor) else (None, valid_rows)
+        entering = (x, taps, stride, prologue, gate, *valid)
+        needed = any(ctx.needs_input_grad)
+        if _is_fused(x.dtype, *matrix.shape[::-1]):
+            y, state, m = native.align_conv(matrix, norm, needed, *entering)
+        else:
+            m = native.align_conv_depthwise(*entering)
+            with torch.autocast(x.device.type, enabled=False):
+                y = _as_map(torch.mm(_as_rows(m), matrix.t()), m)
+            state = native.norm_state(y, norm, *valid)
+        if needed:
+            rows = valid_rows if isinstance(valid_rows, Tensor) else None
+            ctx.save_for_backward(x, taps, matrix, norm.weight, prologue, gate, m, y, state, rows)
+            ctx.norm = norm._replace(weight=None)
+            ctx.stride, ctx.valid_rows = stride, valid[1]
+        return y, state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None) -> tuple:
+        native = _loader.native
+        x, taps, matrix, weight, prologue, gate, m, y, state, rows = ctx.saved_tensors
+        wants_x, wants_depthwise, wants_pointwise, _, _, wants_prologue, wants_gate = ctx.needs_input_grad[:7]
+        grads: list[Tensor | None] = [None] * 10
+        if grad is None and grad_state is None:
+            return tuple(grads)
+        valid = (rows, ctx.valid_rows)
+        total = None if grad is None else _aligned(grad)
+        if grad_state is not None or valid != (None, None):
+            norm = ctx.norm._replace(weight=weight)
+            of_state = None if grad_state is None else grad_state.contiguous()
+            total, grads[3], grads[4] = native.align_conv_total(total, of_state, y, state, norm, *valid)
+        with torch.autocast(x.device.type, enabled=False):
+            if wants_pointwise:
+                grads[2] = torch.mm(_as_rows(total).t(), _as_rows(m)).to(ctx.types[1]).view(*matrix.shape, 1, 1)
+            wants = (wants_x, wants_depthwise, wants_prologue, wants_gate)
+            if any(wants):
+                of_map = _as_map(torch.mm(_as_rows(total), matrix), m)
+                results = native.align_conv_backward(of_map, wants, x, taps, ctx.stride, prologue, gate, *valid)
+                grads[0], grads[1], grads[5], grads[6] = results
+                if wants_depthwise:
+                    grads[1] = grads[1].to(ctx.types[0])
+        return tuple(grads)

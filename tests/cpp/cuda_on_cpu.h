@@ -17,6 +17,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -413,6 +414,8 @@ SHIM_RUNTIME inline unsigned char* get_shared_memory() {
 #define atomicAdd(target, value) shim::atomic_add(target, value)
 #define atomicInc(target, last) shim::atomic_inc(target, last)
 #define __threadfence() static_cast<void>(0)
+#define __expf(x) std::exp(static_cast<float>(x))
+#define __fdividef(x, y) (static_cast<float>(x) / static_cast<float>(y))
 
 #define MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)                       \
   do {                                                                                      \

@@ -3,6 +3,7 @@
 
 #define MF_MMA_ON_CPU
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -31,7 +32,16 @@ SHIM_RUNTIME inline float bfloat16_in(uint32_t pair, unsigned half) {
   return value;
 }
 
-SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+SHIM_RUNTIME inline float float16_in(uint32_t pair, unsigned half) {
+  const uint32_t bits = half == 0 ? pair & 0xffffu : pair >> 16;
+  const int exponent = static_cast<int>(bits >> 10 & 0x1f);
+  const float magnitude = static_cast<float>(bits & 0x3ff) + (exponent == 0 ? 0.0f : 1024.0f);
+  const float value = exponent == 31 ? ((bits & 0x3ff) == 0 ? INFINITY : NAN) : std::ldexp(magnitude, (exponent == 0 ? 1 : exponent) - 25);
+  return bits >> 15 != 0 ? -value : value;
+}
+
+template <float (*kNumberIn)(uint32_t, unsigned)>
+SHIM_RUNTIME inline void multiply_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   auto& lanes = lanes_of_this_warp().operands;
   const unsigned g = shim::lane_number() / 4;
   const unsigned t = shim::lane_number() % 4;
@@ -45,15 +55,23 @@ SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], cons
     float sum = 0;
     for (unsigned k = 0; k < 16; ++k) {
       const unsigned holder = k % 8 / 2;
-      sum += bfloat16_in(lanes[g * 4 + holder][i / 2 + k / 8 * 2], k % 2) * bfloat16_in(lanes[column * 4 + holder][4 + k / 8], k % 2);
+      sum += kNumberIn(lanes[g * 4 + holder][i / 2 + k / 8 * 2], k % 2) * kNumberIn(lanes[column * 4 + holder][4 + k / 8], k % 2);
     }
     d[i] += sum;
   }
 }
 
+SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_16x8x16<bfloat16_in>(d, a, b);
+}
+
+SHIM_RUNTIME inline void mma_16x8x16_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_16x8x16<float16_in>(d, a, b);
+}
+
 SHIM_RUNTIME inline void collect_address(Lanes& lanes, const void* row) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
-    std::fprintf(stderr, "load_transposed from %p; wanted a multiple of 16\n", row);
+    std::fprintf(stderr, "a matrix's row at %p; wanted a multiple of 16\n", row);
     std::exit(1);
   }
   lanes.addresses[shim::lane_number()] = static_cast<const uint16_t*>(row);
@@ -74,6 +92,18 @@ inline void load_transposed(uint32_t (&r)[4], const void* row) {
     const uint32_t low = address_of(lanes, matrix * 8 + 2 * t)[g];
     const uint32_t high = address_of(lanes, matrix * 8 + 2 * t + 1)[g];
     r[matrix] = high << 16 | low;
+  }
+}
+
+inline void load_rows(uint32_t (&r)[4], const void* row) {
+  const unsigned g = shim::lane_number() / 4;
+  const unsigned t = shim::lane_number() % 4;
+  Lanes& lanes = lanes_of_this_warp();
+  collect_address(lanes, row);
+  shim::warp_barrier(SHIM_SITE);
+  for (unsigned matrix = 0; matrix < 4; ++matrix) {
+    const uint16_t* from = address_of(lanes, matrix * 8 + g) + 2 * t;
+    r[matrix] = static_cast<uint32_t>(from[1]) << 16 | from[0];
   }
 }
 

@@ -1,0 +1,101 @@
+// Depthwise 3x3 convolution (padding 1) and pointwise 1x1 convolution over maps [images, height, width, channels], with the norm before
+// them applied on load and the statistics of the norm after them taken on the way out. Depthwise alone, where the product with the
+// pointwise weights is done by a library. On CUDA alone: on the CPU PyTorch's convolutions serve.
+#pragma once
+
+#include <cstdint>
+
+#include "api/float_array.h"
+#include "core/batch_norm.h"
+#include "core/host_device.h"
+
+namespace mf {
+
+// What the convolution reads: x' = x, with a prologue relu(scale (x - mean) + shift), with a gate times sigmoid(up(gate)), up
+// doubling both sides bilinearly. Maps and gate are float32, bfloat16 or float16, all of one type, and aligned to 16 bytes.
+struct AlignConvInput {
+  FloatType type;
+  const void* x;         // [images, height, width, channels]
+  FloatArray depthwise;  // [channels, 9], rounded to `type` before use
+  const float* prologue;  // [kNormRows, channels]; null: none
+  const void* gate;       // [images, height / 2, width / 2, channels]; null: none. Wants even sides
+  int64_t images;
+  int64_t height;
+  int64_t width;
+  int64_t channels;  // a multiple of 8
+  int64_t stride;    // 1 or 2; 2 wants even sides
+  // Images from this one on are padding: never read, zero in every map and gradient, not counted. Read from the device where a pointer
+  // is given. Cut to [0, images].
+  const int32_t* valid_pointer;
+  int64_t valid;
+
+  MF_HD int64_t out_height() const { return (height - 1) / stride + 1; }
+  MF_HD int64_t out_width() const { return (width - 1) / stride + 1; }
+  MF_HD int64_t valid_images() const {
+    const int64_t count = valid_pointer != nullptr ? *valid_pointer : valid;
+    return count < 0 ? 0 : count < images ? count : images;
+  }
+};
+
+struct AlignConvDepthwise {
+  AlignConvInput input;
+  void* map;  // [images, out_height, out_width, channels] out
+};
+
+// Both convolutions and the norm's state. Serves bfloat16 and float16, channels a multiple of 16 up to 128, out_channels a multiple
+// of 8 up to 256.
+struct AlignConvForward {
+  AlignConvInput input;
+  const void* pointwise;  // [out_channels, channels], of the input's type, aligned to 16 bytes
+  int64_t out_channels;
+  NormParams norm;
+  float* moments;  // [align_conv_moments(*this), 3, out_channels] workspace
+  void* map;       // as of AlignConvDepthwise; null: not kept
+  void* y;         // [images, out_height, out_width, out_channels] out
+  float* state;    // [kNormRows, out_channels] out
+};
+
+// The gradient that y has in all: total = grad + slope (y - mean) + offset, the latter two from the gradient of the state.
+struct AlignConvTotal {
+  FloatType type;
+  const void* y;            // [images, pixels, channels]
+  const void* grad;         // as y; null: 0
+  const float* state;       // [kNormRows, channels]
+  const float* grad_state;  // [kNormRows, channels]
+  NormParams norm;
+  int64_t images;
+  int64_t pixels;  // of an image
+  int64_t channels;  // a multiple of 8
+  const int32_t* valid_pointer;
+  int64_t valid;
+  void* total;   // as y, out
+  float* weight;  // [channels] out: gradient of the norm's weight; null: not wanted
+  float* bias;    // [channels] out: of its bias; null: not wanted
+};
+
+// Gradients through depthwise convolution, gate and prologue. Each is null where it is not wanted.
+struct AlignConvBackward {
+  AlignConvInput input;
+  const void* grad;             // [images, out_height, out_width, channels]: of the depthwise convolution's result
+  float* sums;                  // [align_conv_sums(input), kAlignConvSums, channels] workspace; null where neither of the last two is wanted
+  void* x;                      // as the input's x, out
+  void* gate;                   // as the input's gate, out
+  MutableFloatArray depthwise;  // [channels, 9] out
+  float* prologue;              // [kNormRows, channels] out
+};
+
+// Of each channel: the gradients of the nine weights, of the prologue's shift and of its scale.
+inline constexpr int kAlignConvSums = 11;
+
+namespace cuda {
+// How many partial results the workspaces hold; 0 for inputs without elements.
+int64_t align_conv_moments(const AlignConvForward& params);
+int64_t align_conv_sums(const AlignConvInput& input);
+
+void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream);  // one launch
+void align_conv_forward(const AlignConvForward& params, Stream stream);      // two launches
+void align_conv_total(const AlignConvTotal& params, Stream stream);          // one launch
+void align_conv_backward(const AlignConvBackward& params, Stream stream);    // one launch; two with sums
+}  // namespace cuda
+
+}  // namespace mf

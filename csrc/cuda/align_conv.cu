@@ -1,0 +1,273 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "cuda/align_conv.cuh"
+#include "cuda/launch.cuh"
+
+namespace mf::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kLanes;
+constexpr size_t kSharedLimit = 99 * 1024;  // of a block, on every card from sm_80 on
+// Blocks that loop over tiles: as many as run at once on 132 multiprocessors of 227 KiB, the same on every card, so that sums are too.
+constexpr int64_t kMultiprocessors = 132;
+constexpr size_t kSharedOfMultiprocessor = 227 * 1024;
+constexpr size_t kSharedOfSystem = 1024;  // for each block
+
+// Blocks of a multiprocessor that registers must leave room for.
+template <typename T>
+constexpr int kDepthwiseBlocks = sizeof(T) == 2 ? 3 : 2;
+template <int kChunks>
+constexpr int kForwardBlocks = kChunks == 1 ? 3 : 2;
+template <int kStride, bool kGate>
+constexpr int kBackwardBlocks = kStride == 1 && kGate ? 1 : 2;
+
+template <typename T, int kStride>
+__global__ void __launch_bounds__(kThreads, kDepthwiseBlocks<T>) align_conv_depthwise_kernel(const AlignConvDepthwise params, const Tiles tiles) {
+  MF_DYNAMIC_SHARED(memory);
+  align_conv_depthwise_block<T, kStride, kThreads>(params, tiles, memory);
+}
+
+template <typename T, int kStride, int kChunks>
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<kChunks>)
+    align_conv_forward_kernel(const AlignConvForward params, const Tiles tiles, const FusedMemory memory_map) {
+  MF_DYNAMIC_SHARED(memory);
+  align_conv_forward_block<T, kStride, kChunks, kThreads>(params, tiles, memory_map, memory);
+}
+
+__global__ void __launch_bounds__(kThreads) align_conv_finish_kernel(const AlignConvForward params, const int parts) {
+  MF_DYNAMIC_SHARED(memory);
+  align_conv_finish_block<kThreads>(params, parts, memory);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) align_conv_total_kernel(const AlignConvTotal params) {
+  align_conv_total_block<T, kThreads>(params);
+}
+
+template <typename T, int kStride, bool kGate>
+__global__ void __launch_bounds__(kThreads, (kBackwardBlocks<kStride, kGate>)) align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles) {
+  MF_DYNAMIC_SHARED(memory);
+  align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, memory);
+}
+
+__global__ void __launch_bounds__(kThreads) align_conv_sums_kernel(const AlignConvBackward params, const int parts) {
+  MF_DYNAMIC_SHARED(memory);
+  align_conv_sums_block<kThreads>(params, parts, memory);
+}
+
+void check(const AlignConvInput& in) {
+  MF_CHECK(in.type != FloatType::kFloat64, "x is float64; on CUDA wanted float32, bfloat16 or float16");
+  MF_CHECK(in.images >= 0, "images is ", in.images, "; wanted at least 0");
+  MF_CHECK(in.channels >= 8 && in.channels % 8 == 0 && in.channels < INT32_MAX, "channels is ", in.channels, "; wanted a multiple of 8");
+  MF_CHECK(in.stride == 1 || in.stride == 2, "stride is ", in.stride, "; wanted 1 or 2");
+  MF_CHECK(in.stride == 1 || (in.height % 2 == 0 && in.width % 2 == 0), "sides are ", in.height, " x ", in.width,
+           "; wanted even ones for stride 2");
+  MF_CHECK(in.gate == nullptr || (in.height % 2 == 0 && in.width % 2 == 0), "sides are ", in.height, " x ", in.width,
+           "; wanted even ones for a gate");
+}
+
+int64_t blocks_at_once(size_t shared_bytes, int64_t most) {
+  return kMultiprocessors * std::max<int64_t>(1, std::min<int64_t>(most, kSharedOfMultiprocessor / (shared_bytes + kSharedOfSystem)));
+}
+
+// Calls f(type, stride) with both as constants.
+template <typename T, typename Function>
+auto with_stride(int64_t stride, const Function& f) {
+  return stride == 1 ? f(T(), std::integral_constant<int, 1>()) : f(T(), std::integral_constant<int, 2>());
+}
+
+template <typename Function>
+auto with_type(FloatType type, int64_t stride, const Function& f) {
+  switch (type) {
+    case FloatType::kBFloat16:
+      return with_stride<__nv_bfloat16>(stride, f);
+    case FloatType::kFloat16:
+      return with_stride<__half>(stride, f);
+    default:
+      return with_stride<float>(stride, f);
+  }
+}
+
+struct Plan {
+  Tiles tiles;
+  size_t shared_bytes;
+  int64_t blocks;
+};
+
+template <typename T, int kStride>
+size_t entering_bytes(int height, int width) {
+  return static_cast<size_t>(entering<kStride>(1, height, width).pixels()) * kSlice * sizeof(T);
+}
+
+template <typename T>
+constexpr size_t kTapBytes = size_t{kSlice} * kTapCount * sizeof(T);
+
+template <typename T, int kStride>
+Plan depthwise_plan(const AlignConvInput& in) {
+  Plan plan{};
+  plan.tiles = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, &entering_bytes<T, kStride>, kSharedLimit - kTapBytes<T>);
+  plan.shared_bytes = plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width) + kTapBytes<T>;
+  const int64_t slices = slices_of(in.channels);
+  plan.blocks = slices * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kDepthwiseBlocks<T>) / slices));
+  return plan;
+}
+
+struct FusedPlan : Plan {
+  FusedMemory memory;
+};
+
+template <typename T, int kStride>
+FusedPlan fused_plan(const AlignConvForward& params) {
+  const AlignConvInput& in = params.input;
+  check(in);
+  MF_CHECK(in.channels % 16 == 0 && in.channels <= 128 && params.out_channels >= 8 && params.out_channels % 8 == 0 &&
+               params.out_channels <= kMaxChunks * kSlice,
+           "channels and out_channels are ", in.channels, " and ", params.out_channels,
+           "; wanted a multiple of 16 up to 128 and a multiple of 8 up to 256");
+  const FusedMemory without = FusedMemory::of(in.channels, params.out_channels, 0, sizeof(T), kWarps);
+  const size_t y_or_moments = without.taps - without.staged;
+  FusedPlan plan{};
+  plan.tiles = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, &entering_bytes<T, kStride>,
+                         kSharedLimit - (without.bytes - y_or_moments));
+  plan.memory = FusedMemory::of(in.channels, params.out_channels,
+                                plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width), sizeof(T), kWarps);
+  plan.shared_bytes = plan.memory.bytes;
+  const int chunks = slices_of(params.out_channels);
+  const int most = chunks == 1 ? kForwardBlocks<1> : chunks == 2 ? kForwardBlocks<2> : kForwardBlocks<kMaxChunks>;
+  plan.blocks = std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, most));
+  return plan;
+}
+
+template <typename T, int kStride, int kChunks>
+void forward(const AlignConvForward& params, Stream stream) {
+  const FusedPlan plan = fused_plan<T, kStride>(params);
+  allow_shared(align_conv_forward_kernel<T, kStride, kChunks>, plan.shared_bytes);
+  MF_LAUNCH((align_conv_forward_kernel<T, kStride, kChunks>), static_cast<unsigned>(plan.blocks), kThreads, plan.shared_bytes, stream, params,
+            plan.tiles, plan.memory);
+}
+
+template <typename T, int kStride, bool kGate>
+size_t backward_bytes(int height, int width) {
+  return static_cast<size_t>(BackwardRegions<kStride, kGate>::of(1, height, width).pixels()) * kSlice * sizeof(T);
+}
+
+template <typename T, int kStride, bool kGate>
+Plan backward_plan(const AlignConvInput& in) {
+  constexpr int kSide = kStride == 2 && sizeof(T) == 2 ? 2 * kTileSide : kTileSide;
+  Plan plan{};
+  plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>, kSharedLimit);
+  plan.shared_bytes = std::max(plan.tiles.images * backward_bytes<T, kStride, kGate>(plan.tiles.height, plan.tiles.width),
+                               sizeof(float2) * kWarps * kAlignConvSums * kLanes);
+  const int64_t slices = slices_of(in.channels);
+  plan.blocks = slices * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kBackwardBlocks<kStride, kGate>) / slices));
+  return plan;
+}
+
+template <typename T, int kStride, bool kGate>
+void backward(const AlignConvBackward& params, Stream stream) {
+  const Plan plan = backward_plan<T, kStride, kGate>(params.input);
+  allow_shared(align_conv_backward_kernel<T, kStride, kGate>, plan.shared_bytes);
+  MF_LAUNCH((align_conv_backward_kernel<T, kStride, kGate>), static_cast<unsigned>(plan.blocks), kThreads, plan.shared_bytes, stream, params,
+            plan.tiles);
+}
+
+}  // namespace
+
+int64_t align_conv_moments(const AlignConvForward& params) {
+  return with_type(params.input.type, params.input.stride, [&](auto type, auto stride) -> int64_t {
+    using T = decltype(type);
+    return params.input.images == 0 ? 0 : fused_plan<T, stride.value>(params).blocks;
+  });
+}
+
+int64_t align_conv_sums(const AlignConvInput& in) {
+  check(in);
+  return with_type(in.type, in.stride, [&](auto type, auto stride) -> int64_t {
+    using T = decltype(type);
+    const int64_t blocks = in.gate != nullptr ? backward_plan<T, stride.value, true>(in).blocks : backward_plan<T, stride.value, false>(in).blocks;
+    return in.images == 0 ? 0 : blocks / slices_of(in.channels);
+  });
+}
+
+void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream) {
+  const AlignConvInput& in = params.input;
+  check(in);
+  if (in.images == 0) {
+    return;
+  }
+  with_type(in.type, in.stride, [&](auto type, auto stride) {
+    using T = decltype(type);
+    constexpr int kStride = stride.value;
+    const Plan plan = depthwise_plan<T, kStride>(in);
+    allow_shared(align_conv_depthwise_kernel<T, kStride>, plan.shared_bytes);
+    MF_LAUNCH((align_conv_depthwise_kernel<T, kStride>), static_cast<unsigned>(plan.blocks), kThreads, plan.shared_bytes, stream, params,
+              plan.tiles);
+  });
+}
+
+void align_conv_forward(const AlignConvForward& params, Stream run_on) {
+  const AlignConvInput& in = params.input;
+  check(in);
+  const int64_t parts = align_conv_moments(params);
+  const auto launch = [&](auto type, auto stride) {
+    using T = decltype(type);
+    constexpr int kStride = stride.value;
+    if (params.out_channels <= kSlice) {
+      forward<T, kStride, 1>(params, run_on);
+    } else if (params.out_channels <= 2 * kSlice) {
+      forward<T, kStride, 2>(params, run_on);
+    } else {
+      forward<T, kStride, kMaxChunks>(params, run_on);
+    }
+  };
+  MF_CHECK(in.type == FloatType::kBFloat16 || in.type == FloatType::kFloat16, "x is float32 or float64; wanted bfloat16 or float16");
+  if (in.images > 0) {
+    if (in.type == FloatType::kBFloat16) {
+      with_stride<__nv_bfloat16>(in.stride, launch);
+    } else {
+      with_stride<__half>(in.stride, launch);
+    }
+  }
+  MF_LAUNCH(align_conv_finish_kernel, static_cast<unsigned>((params.out_channels + kLanes - 1) / kLanes), kThreads,
+            sizeof(Moments) * kThreads, run_on, params, static_cast<int>(parts));
+}
+
+void align_conv_total(const AlignConvTotal& params, Stream stream) {
+  MF_CHECK(params.type != FloatType::kFloat64, "y is float64; on CUDA wanted float32, bfloat16 or float16");
+  MF_CHECK(params.channels >= 8 && params.channels % 8 == 0 && params.channels <= 8 * kThreads, "channels is ", params.channels,
+           "; wanted a multiple of 8 up to ", 8 * kThreads);
+  MF_CHECK(params.images >= 0 && params.pixels >= 0, "images and pixels are ", params.images, " and ", params.pixels, "; wanted at least 0");
+  const int64_t rows = kThreads / (params.channels / 8);
+  const int64_t tiles = (params.images * params.pixels + rows - 1) / rows;
+  const auto blocks = static_cast<unsigned>(std::max<int64_t>(1, std::min(tiles, 8 * kMultiprocessors)));
+  with_type(params.type, 1, [&](auto type, auto) {
+    MF_LAUNCH((align_conv_total_kernel<decltype(type)>), blocks, kThreads, 0, stream, params);
+  });
+}
+
+void align_conv_backward(const AlignConvBackward& params, Stream run_on) {
+  const AlignConvInput& in = params.input;
+  check(in);
+  MF_CHECK((params.depthwise.data == nullptr && params.prologue == nullptr) || params.sums != nullptr || in.images == 0,
+           "sums is null; wanted a workspace for the gradients of depthwise and prologue");
+  if (in.images > 0) {
+    with_type(in.type, in.stride, [&](auto type, auto stride) {
+      using T = decltype(type);
+      if (in.gate != nullptr) {
+        backward<T, stride.value, true>(params, run_on);
+      } else {
+        backward<T, stride.value, false>(params, run_on);
+      }
+    });
+  }
+  if (params.depthwise.data != nullptr || params.prologue != nullptr) {
+    const auto blocks = static_cast<unsigned>((in.channels + kLanes - 1) / kLanes * kAlignConvSums);
+    MF_LAUNCH(align_conv_sums_kernel, blocks, kThreads, sizeof(float) * kThreads, run_on, params, static_cast<int>(align_conv_sums(in)));
+  }
+}
+
+}  // namespace mf::cuda

@@ -1,0 +1,253 @@
+// Glue of align_conv; kernels for cards alone: on the CPU mose_fast/ops/align_conv.py takes PyTorch's own convolutions. Arguments are
+// explained and checked there; what memory safety needs is checked here again.
+#include "api/align_conv.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "torch/bind.h"
+
+#if defined(MOSE_FAST_WITH_CUDA)
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <tuple>
+
+namespace mf {
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+// The fields of mose_fast.reference.batch_norm.Norm: weight, bias, running_mean, running_var, batches_tracked, momentum, eps, training.
+using Norm = std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, double, double, bool>;
+
+FloatType float_type(const at::Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return FloatType::kFloat32;
+    case at::kBFloat16:
+      return FloatType::kBFloat16;
+    case at::kHalf:
+      return FloatType::kFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(), "; wanted float32, bfloat16 or float16");
+  }
+}
+
+// A map of these sizes, with x's type and device, in channels_last memory.
+const void* map_pointer(const at::Tensor& map, const char* name, at::IntArrayRef sizes, const at::Tensor& x) {
+  TORCH_CHECK(map.is_cuda() && map.device() == x.device(), name, " is on ", map.device(), "; wanted the card where x is");
+  TORCH_CHECK(map.sizes() == sizes && map.scalar_type() == x.scalar_type(), name, " is ", map.scalar_type(), " ", map.sizes(), "; wanted ",
+              x.scalar_type(), " ", sizes);
+  TORCH_CHECK(map.is_contiguous(at::MemoryFormat::ChannelsLast) && reinterpret_cast<uintptr_t>(map.const_data_ptr()) % 16 == 0, name,
+              " has shape ", map.sizes(), " and strides ", map.strides(), " from ", map.const_data_ptr(),
+              "; wanted channels_last memory from a multiple of 16 bytes");
+  return map.const_data_ptr();
+}
+
+float* floats_pointer(const at::Tensor& values, const char* name, int64_t count, const at::Tensor& x) {
+  TORCH_CHECK(values.device() == x.device() && values.scalar_type() == at::kFloat && values.is_contiguous() && values.numel() == count &&
+                  reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 8 == 0,
+              name, " is ", values.scalar_type(), " ", values.sizes(), " on ", values.device(), "; wanted ", count,
+              " float32 in a row on ", x.device());
+  return values.mutable_data_ptr<float>();
+}
+
+NormParams params_of(const Norm& norm, int64_t channels, const at::Tensor& x) {
+  const auto& [weight, bias, running_mean, running_var, batches, momentum, eps, training] = norm;
+  const auto vector = [&](const MaybeTensor& values, const char* name) {
+    return values ? floats_pointer(*values, name, channels, x) : nullptr;
+  };
+  NormParams params{vector(weight, "weight"),
+                    vector(bias, "bias"),
+                    vector(running_mean, "running_mean"),
+                    vector(running_var, "running_var"),
+                    nullptr,
+                    static_cast<float>(momentum),
+                    static_cast<float>(eps),
+                    training};
+  TORCH_CHECK((params.running_mean == nullptr) == (params.running_var == nullptr) && (training || params.running_mean != nullptr),
+              "running_mean and running_var are not both there; wanted both, or none in training");
+  if (batches) {
+    TORCH_CHECK(batches->device() == x.device() && batches->scalar_type() == at::kLong && batches->numel() == 1, "batches_tracked is ",
+                batches->scalar_type(), " on ", batches->device(), "; wanted an int64 scalar on ", x.device());
+    params.batches = batches->mutable_data_ptr<int64_t>();
+  }
+  return params;
+}
+
+const int32_t* valid_pointer(const MaybeTensor& valid, const at::Tensor& x) {
+  if (!valid) {
+    return nullptr;
+  }
+  TORCH_CHECK(valid->device() == x.device() && valid->scalar_type() == at::kInt && valid->numel() == 1, "valid_rows is ",
+              valid->scalar_type(), " on ", valid->device(), "; wanted an int32 scalar on ", x.device());
+  return valid->const_data_ptr<int32_t>();
+}
+
+// What all calls read: x, depthwise, stride, prologue, gate, valid_tensor, valid.
+AlignConvInput input_of(const at::Tensor& x, const at::Tensor& depthwise, int64_t stride, const MaybeTensor& prologue, const MaybeTensor& gate,
+                        const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
+  TORCH_CHECK(x.dim() == 4, "x has shape ", x.sizes(), "; wanted [images, channels, height, width]");
+  const int64_t channels = x.size(1);
+  TORCH_CHECK(depthwise.device() == x.device() && depthwise.is_contiguous() && depthwise.numel() == channels * 9, "depthwise is ",
+              depthwise.sizes(), " on ", depthwise.device(), "; wanted ", channels, " x 9 weights in a row on ", x.device());
+  AlignConvInput in{};
+  in.type = float_type(x, "x");
+  in.x = map_pointer(x, "x", x.sizes(), x);
+  in.depthwise = {depthwise.const_data_ptr(), float_type(depthwise, "depthwise")};
+  in.prologue = prologue ? floats_pointer(*prologue, "prologue", kNormRows * channels, x) : nullptr;
+  in.gate = gate ? map_pointer(*gate, "gate", {x.size(0), channels, x.size(2) / 2, x.size(3) / 2}, x) : nullptr;
+  in.images = x.size(0);
+  in.height = x.size(2);
+  in.width = x.size(3);
+  in.channels = channels;
+  in.stride = stride;
+  in.valid_pointer = valid_pointer(valid_tensor, x);
+  in.valid = valid.value_or(x.size(0));
+  return in;
+}
+
+at::Tensor map_of(const at::Tensor& x, const AlignConvInput& in, int64_t channels) {
+  return at::empty({in.images, channels, in.out_height(), in.out_width()}, x.options().memory_format(at::MemoryFormat::ChannelsLast));
+}
+
+at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
+  return at::empty(sizes, x.options().dtype(at::kFloat));
+}
+
+// y, the norm's state, and the depthwise convolution's result if it is wanted.
+std::tuple<at::Tensor, at::Tensor, MaybeTensor> align_conv(const at::Tensor& pointwise, const Norm& norm, bool keeps_map, const at::Tensor& x,
+                                                           const at::Tensor& depthwise, int64_t stride, const MaybeTensor& prologue,
+                                                           const MaybeTensor& gate, const MaybeTensor& valid_tensor,
+                                                           std::optional<int64_t> valid) {
+  AlignConvForward params{};
+  params.input = input_of(x, depthwise, stride, prologue, gate, valid_tensor, valid);
+  TORCH_CHECK(pointwise.dim() == 2 && pointwise.size(1) == x.size(1) && pointwise.is_contiguous() && pointwise.device() == x.device() &&
+                  pointwise.scalar_type() == x.scalar_type() && reinterpret_cast<uintptr_t>(pointwise.const_data_ptr()) % 16 == 0,
+              "pointwise is ", pointwise.scalar_type(), " ", pointwise.sizes(), " on ", pointwise.device(), "; wanted ", x.scalar_type(),
+              " [out_channels, ", x.size(1), "] in a row on ", x.device(), ", from a multiple of 16 bytes");
+  const c10::cuda::CUDAGuard guard(x.device());
+  params.pointwise = pointwise.const_data_ptr();
+  params.out_channels = pointwise.size(0);
+  params.norm = params_of(norm, params.out_channels, x);
+  const at::Tensor moments = floats({cuda::align_conv_moments(params), 3, params.out_channels}, x);
+  const at::Tensor y = map_of(x, params.input, params.out_channels);
+  const at::Tensor state = floats({kNormRows, params.out_channels}, x);
+  MaybeTensor map;
+  if (keeps_map) {
+    map = map_of(x, params.input, params.input.channels);
+    params.map = map->mutable_data_ptr();
+  }
+  params.moments = moments.mutable_data_ptr<float>();
+  params.y = y.mutable_data_ptr();
+  params.state = state.mutable_data_ptr<float>();
+  cuda::align_conv_forward(params, c10::cuda::getCurrentCUDAStream());
+  return {y, state, map};
+}
+
+at::Tensor align_conv_depthwise(const at::Tensor& x, const at::Tensor& depthwise, int64_t stride, const MaybeTensor& prologue,
+                                const MaybeTensor& gate, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
+  const AlignConvInput in = input_of(x, depthwise, stride, prologue, gate, valid_tensor, valid);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor map = map_of(x, in, in.channels);
+  cuda::align_conv_depthwise({in, map.mutable_data_ptr()}, c10::cuda::getCurrentCUDAStream());
+  return map;
+}
+
+// The gradient of y in all, and those of the norm's weight and bias (None without grad_state, or where the norm has none).
+std::tuple<at::Tensor, MaybeTensor, MaybeTensor> align_conv_total(const MaybeTensor& grad, const MaybeTensor& grad_state, const at::Tensor& y,
+                                                                  const at::Tensor& state, const Norm& norm, const MaybeTensor& valid_tensor,
+                                                                  std::optional<int64_t> valid) {
+  TORCH_CHECK(y.dim() == 4, "y has shape ", y.sizes(), "; wanted [images, channels, height, width]");
+  AlignConvTotal params{};
+  params.type = float_type(y, "y");
+  params.channels = y.size(1);
+  params.images = y.size(0);
+  params.pixels = y.size(2) * y.size(3);
+  params.y = map_pointer(y, "y", y.sizes(), y);
+  params.grad = grad ? map_pointer(*grad, "grad", y.sizes(), y) : nullptr;
+  params.state = floats_pointer(state, "state", kNormRows * params.channels, y);
+  params.grad_state = grad_state ? floats_pointer(*grad_state, "grad_state", kNormRows * params.channels, y) : nullptr;
+  params.norm = params_of(norm, params.channels, y);
+  params.valid_pointer = valid_pointer(valid_tensor, y);
+  params.valid = valid.value_or(params.images);
+  const c10::cuda::CUDAGuard guard(y.device());
+  const at::Tensor total = at::empty_like(y);
+  params.total = total.mutable_data_ptr();
+  MaybeTensor weight, bias;
+  if (grad_state && params.norm.weight != nullptr) {
+    weight = floats({params.channels}, y);
+    params.weight = weight->mutable_data_ptr<float>();
+  }
+  if (grad_state && params.norm.bias != nullptr) {
+    bias = floats({params.channels}, y);
+    params.bias = bias->mutable_data_ptr<float>();
+  }
+  cuda::align_conv_total(params, c10::cuda::getCurrentCUDAStream());
+  return {total, weight, bias};
+}
+
+// The gradients of x, depthwise, prologue and gate from that of the depthwise convolution's result; None where not wanted.
+std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_backward(
+    const at::Tensor& grad, std::tuple<bool, bool, bool, bool> wants, const at::Tensor& x, const at::Tensor& depthwise, int64_t stride,
+    const MaybeTensor& prologue, const MaybeTensor& gate, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
+  const auto [wants_x, wants_depthwise, wants_prologue, wants_gate] = wants;
+  AlignConvBackward params{};
+  params.input = input_of(x, depthwise, stride, prologue, gate, valid_tensor, valid);
+  const AlignConvInput& in = params.input;
+  TORCH_CHECK((prologue || !wants_prologue) && (gate || !wants_gate), "prologue or gate is None; wanted one whose gradient is wanted");
+  params.grad = map_pointer(grad, "grad", {in.images, in.channels, in.out_height(), in.out_width()}, x);
+  const c10::cuda::CUDAGuard guard(x.device());
+  MaybeTensor to_x, to_depthwise, to_prologue, to_gate;
+  at::Tensor sums;
+  if (wants_x) {
+    to_x = at::empty_like(x);
+    params.x = to_x->mutable_data_ptr();
+  }
+  if (wants_gate) {
+    to_gate = at::empty_like(*gate);
+    params.gate = to_gate->mutable_data_ptr();
+  }
+  if (wants_depthwise || wants_prologue) {
+    sums = floats({cuda::align_conv_sums(in), kAlignConvSums, in.channels}, x);
+    params.sums = sums.mutable_data_ptr<float>();
+  }
+  if (wants_depthwise) {
+    to_depthwise = at::empty_like(depthwise);
+    params.depthwise = {to_depthwise->mutable_data_ptr(), in.depthwise.type};
+  }
+  if (wants_prologue) {
+    to_prologue = at::empty_like(*prologue);
+    params.prologue = to_prologue->mutable_data_ptr<float>();
+  }
+  cuda::align_conv_backward(params, c10::cuda::getCurrentCUDAStream());
+  return {to_x, to_depthwise, to_prologue, to_gate};
+}
+
+}  // namespace
+
+void bind_align_conv(py::module_& module) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  module.def("align_conv", &align_conv, Unlocked());
+  module.def("align_conv_depthwise", &align_conv_depthwise, Unlocked());
+  module.def("align_conv_total", &align_conv_total, Unlocked());
+  module.def("align_conv_backward", &align_conv_backward, Unlocked());
+}
+
+}  // namespace mf
+
+#else
+
+namespace mf {
+
+void bind_align_conv(py::module_& /*module*/) {}
+
+}  // namespace mf
+
+#endif

@@ -1,0 +1,560 @@
+// The kernels against the convolutions, norms and gates that their headers describe, as plain loops in double precision on numbers that the
+// kernels' type holds exactly. There is no twin in csrc/cpu: on the CPU PyTorch's own convolutions serve.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <random>
+
+#include "api/align_conv.h"
+#include "encoded_floats.h"
+#include "kernel_case.h"
+
+#if defined(MF_KERNELS_ON_CPU)
+#include "cuda/align_conv.cuh"
+#endif
+
+namespace {
+
+using kernel_case::Context;
+using kernel_case::decode;
+using kernel_case::Doubles;
+using kernel_case::draw;
+using kernel_case::encode;
+using kernel_case::FloatType;
+using kernel_case::step_of;
+using Floats = std::vector<float>;
+
+constexpr double kEps = 1e-5;
+constexpr double kMomentum = 0.125;
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+struct Setting {
+  int64_t images = 3, height = 6, width = 4, channels = 16, out_channels = 24, stride = 1, valid = 2;
+  FloatType type = FloatType::kBFloat16;
+  bool prologue = false, gate = false, training = true, parameters = true;
+  bool keep_map = true;
+  double offset = 0;  // of y's mean, through the gradient of the norm alone
+};
+
+struct Launches {
+  std::function<void(const mf::AlignConvDepthwise&)> depthwise;
+  std::function<int64_t(const mf::AlignConvForward&)> moments;
+  std::function<void(const mf::AlignConvForward&)> forward;
+  std::function<void(const mf::AlignConvTotal&)> total;
+  std::function<int64_t(const mf::AlignConvInput&)> sums;
+  std::function<void(const mf::AlignConvBackward&)> backward;
+};
+
+double round_to(double x, FloatType type) {
+  if (type == FloatType::kFloat32 || x == 0) {
+    return static_cast<float>(x);
+  }
+  const int bits = type == FloatType::kBFloat16 ? 8 : 11;
+  int exponent;
+  const double fraction = std::frexp(x, &exponent);
+  if (type == FloatType::kFloat16) {
+    exponent = std::max(exponent, -13);
+  }
+  return std::ldexp(std::nearbyint(std::ldexp(std::ldexp(fraction, bits), 0)), exponent - bits);
+}
+
+Doubles rounded(Doubles values, FloatType type) {
+  for (double& value : values) {
+    value = round_to(value, type);
+  }
+  return values;
+}
+
+// Weights with which element `out` of a doubled side takes the elements of the side of `size`.
+Doubles doubling(int64_t out, int64_t size) {
+  Doubles weights(static_cast<size_t>(size));
+  const double at = std::max(0.0, (static_cast<double>(out) + 0.5) / 2 - 0.5);
+  const auto low = static_cast<int64_t>(at);
+  weights[static_cast<size_t>(low)] += 1 - (at - static_cast<double>(low));
+  weights[static_cast<size_t>(std::min(low + 1, size - 1))] += at - static_cast<double>(low);
+  return weights;
+}
+
+// What a convolution reads, and what it makes of gradients; images that are padding hold NaN.
+struct Twin {
+  Setting s;
+  Doubles x, gate, prologue, depthwise;
+  Doubles before, open, entered, map;
+
+  int64_t out_height() const { return (s.height - 1) / s.stride + 1; }
+  int64_t out_width() const { return (s.width - 1) / s.stride + 1; }
+  size_t at(int64_t n, int64_t h, int64_t w, int64_t c) const { return static_cast<size_t>(((n * s.height + h) * s.width + w) * s.channels + c); }
+  size_t out_at(int64_t n, int64_t h, int64_t w, int64_t c) const {
+    return static_cast<size_t>(((n * out_height() + h) * out_width() + w) * s.channels + c);
+  }
+  size_t gate_at(int64_t n, int64_t h, int64_t w, int64_t c) const {
+    return static_cast<size_t>(((n * (s.height / 2) + h) * (s.width / 2) + w) * s.channels + c);
+  }
+
+  // Calls f(index of x, h, w, c) for what counts.
+  template <typename F>
+  void each(const F& f) const {
+    for (int64_t n = 0; n < s.valid; ++n) {
+      for (int64_t h = 0; h < s.height; ++h) {
+        for (int64_t w = 0; w < s.width; ++w) {
+          for (int64_t c = 0; c < s.channels; ++c) {
+            f(n, h, w, c);
+          }
+        }
+      }
+    }
+  }
+  // Calls f(n, oh, ow, c, tap, h, w) for every product of the convolution.
+  template <typename F>
+  void each_product(const F& f) const {
+    for (int64_t n = 0; n < s.valid; ++n) {
+      for (int64_t oh = 0; oh < out_height(); ++oh) {
+        for (int64_t ow = 0; ow < out_width(); ++ow) {
+          for (int64_t tap = 0; tap < 9; ++tap) {
+            const int64_t h = oh * s.stride + tap / 3 - 1;
+            const int64_t w = ow * s.stride + tap % 3 - 1;
+            if (h >= 0 && h < s.height && w >= 0 && w < s.width) {
+              for (int64_t c = 0; c < s.channels; ++c) {
+                f(n, oh, ow, c, static_cast<size_t>(tap), h, w);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+
+  void run() {
+    before.assign(x.size(), 0);
+    open.assign(x.size(), 1);
+    entered.assign(x.size(), 0);
+    map.assign(static_cast<size_t>(s.images * out_height() * out_width() * s.channels), 0);
+    const auto C = static_cast<size_t>(s.channels);
+    each([&](int64_t n, int64_t h, int64_t w, int64_t c) {
+      const size_t i = at(n, h, w, c);
+      const auto k = static_cast<size_t>(c);
+      before[i] = s.prologue ? round_to(std::max(0.0, prologue[2 * C + k] * (x[i] - prologue[k]) + prologue[3 * C + k]), s.type) : x[i];
+      if (s.gate) {
+        const Doubles down = doubling(h, s.height / 2);
+        const Doubles across = doubling(w, s.width / 2);
+        double u = 0;
+        for (int64_t a = 0; a < s.height / 2; ++a) {
+          for (int64_t b = 0; b < s.width / 2; ++b) {
+            const double share = down[static_cast<size_t>(a)] * across[static_cast<size_t>(b)];
+            u += share == 0 ? 0 : share * gate[gate_at(n, a, b, c)];
+          }
+        }
+        open[i] = 1 / (1 + std::exp(-u));
+      }
+      entered[i] = round_to(before[i] * open[i], s.type);
+    });
+    each_product([&](int64_t n, int64_t oh, int64_t ow, int64_t c, size_t tap, int64_t h, int64_t w) {
+      map[out_at(n, oh, ow, c)] += entered[at(n, h, w, c)] * depthwise[static_cast<size_t>(c) * 9 + tap];
+    });
+  }
+
+  void run_back(const Doubles& grad, Doubles& to_x, Doubles& to_gate, Doubles& to_depthwise, Doubles& to_prologue) const {
+    const auto C = static_cast<size_t>(s.channels);
+    Doubles back(x.size());
+    to_x.assign(x.size(), 0);
+    to_gate.assign(gate.size(), 0);
+    to_depthwise.assign(depthwise.size(), 0);
+    to_prologue.assign(4 * C, 0);
+    each_product([&](int64_t n, int64_t oh, int64_t ow, int64_t c, size_t tap, int64_t h, int64_t w) {
+      const double g = grad[out_at(n, oh, ow, c)];
+      back[at(n, h, w, c)] += g * depthwise[static_cast<size_t>(c) * 9 + tap];
+      to_depthwise[static_cast<size_t>(c) * 9 + tap] += g * entered[at(n, h, w, c)];
+    });
+    each([&](int64_t n, int64_t h, int64_t w, int64_t c) {
+      const size_t i = at(n, h, w, c);
+      const auto k = static_cast<size_t>(c);
+      const double g = back[i] * open[i];
+      if (s.gate) {
+        const Doubles down = doubling(h, s.height / 2);
+        const Doubles across = doubling(w, s.width / 2);
+        for (int64_t a = 0; a < s.height / 2; ++a) {
+          for (int64_t b = 0; b < s.width / 2; ++b) {
+            to_gate[gate_at(n, a, b, c)] += g * before[i] * (1 - open[i]) * down[static_cast<size_t>(a)] * across[static_cast<size_t>(b)];
+          }
+        }
+      }
+      to_x[i] = g;
+      if (s.prologue) {
+        const double z = before[i] > 0 ? g : 0;
+        to_x[i] = z * prologue[2 * C + k];
+        to_prologue[k] -= z * prologue[2 * C + k];
+        to_prologue[2 * C + k] += z * (x[i] - prologue[k]);
+        to_prologue[3 * C + k] += z;
+      }
+    });
+  }
+};
+
+size_t bytes_of(size_t count, FloatType type) {
+  return count * (type == FloatType::kFloat32 ? 4 : 2);
+}
+
+void expect(Context& context, const char* what, const void* memory, const Doubles& wanted, FloatType type, double tolerance) {
+  const auto* bytes = static_cast<const unsigned char*>(memory);
+  const Floats values = decode(context.download(bytes, bytes_of(wanted.size(), type)), type);
+  context.expect_close(what, context.upload(values), Floats(wanted.begin(), wanted.end()), tolerance);
+}
+
+void pad(Doubles& values, const Setting& s) {
+  const size_t image = s.images == 0 ? 0 : values.size() / static_cast<size_t>(s.images);
+  std::fill(values.begin() + static_cast<int64_t>(image) * s.valid, values.end(), kNan);
+}
+
+void compare(Context& context, const Setting& s, const Launches& launches, bool fused) {
+  std::mt19937 random(static_cast<unsigned>(s.height * 31 + s.channels * 7 + s.stride + s.images));
+  Twin twin{s, {}, {}, {}, {}, {}, {}, {}, {}};
+  const auto C = static_cast<size_t>(s.channels);
+  const auto O = static_cast<size_t>(s.out_channels);
+  const size_t elements = static_cast<size_t>(s.images * s.height * s.width) * C;
+  twin.x = draw(random, elements, s.type, 1);
+  twin.gate = draw(random, s.gate ? elements / 4 : 0, s.type, 1);
+  twin.depthwise = draw(random, C * 9, s.type, 0.5);
+  twin.prologue = draw(random, 4 * C, FloatType::kBFloat16, 0.5);
+  pad(twin.x, s);
+  pad(twin.gate, s);
+  twin.run();
+  const int64_t out_pixels = s.images * twin.out_height() * twin.out_width();
+  const double step = s.type == FloatType::kFloat32 ? 2e-6 : step_of(s.type);
+
+  mf::AlignConvInput in{};
+  in.type = s.type;
+  in.x = context.upload(encode(twin.x, s.type));
+  in.depthwise = {context.upload(encode(twin.depthwise, s.type)), s.type};
+  in.prologue = s.prologue ? context.upload(Floats(twin.prologue.begin(), twin.prologue.end())) : nullptr;
+  in.gate = s.gate ? context.upload(encode(twin.gate, s.type)) : nullptr;
+  in.images = s.images;
+  in.height = s.height;
+  in.width = s.width;
+  in.channels = s.channels;
+  in.stride = s.stride;
+  in.valid_pointer = context.upload(std::vector<int32_t>{static_cast<int32_t>(s.valid)});
+  in.valid = -1;
+  const auto poisoned = [&](size_t count) { return context.poisoned<unsigned char>(bytes_of(count, s.type)); };
+
+  if (!fused) {
+    auto* map = poisoned(twin.map.size());
+    launches.depthwise({in, map});
+    expect(context, "map", map, twin.map, s.type, 2 * step);
+  } else {
+    Doubles pointwise = draw(random, O * C, s.type, 0.5);
+    const Doubles map = rounded(twin.map, s.type);
+    Doubles y(static_cast<size_t>(out_pixels) * O);
+    for (int64_t pixel = 0; pixel < out_pixels; ++pixel) {
+      for (size_t o = 0; o < O; ++o) {
+        double sum = 0;
+        for (size_t c = 0; c < C; ++c) {
+          sum += map[static_cast<size_t>(pixel) * C + c] * pointwise[o * C + c];
+        }
+        y[static_cast<size_t>(pixel) * O + o] = sum;
+      }
+    }
+    const Doubles weight = draw(random, O, FloatType::kBFloat16, 1);
+    const Doubles bias = draw(random, O, FloatType::kBFloat16, 1);
+    const Doubles running(O, 0.5);
+    mf::AlignConvForward params{};
+    params.input = in;
+    params.pointwise = context.upload(encode(pointwise, s.type));
+    params.out_channels = s.out_channels;
+    params.norm.weight = s.parameters ? context.upload(Floats(weight.begin(), weight.end())) : nullptr;
+    params.norm.bias = s.parameters ? context.upload(Floats(bias.begin(), bias.end())) : nullptr;
+    params.norm.running_mean = context.upload(Floats(O, 0.5f));
+    params.norm.running_var = context.upload(Floats(O, 0.5f));
+    params.norm.batches = context.upload(std::vector<int64_t>{41});
+    params.norm.momentum = static_cast<float>(kMomentum);
+    params.norm.eps = static_cast<float>(kEps);
+    params.norm.training = s.training;
+    params.moments = context.poisoned<float>(static_cast<size_t>(launches.moments(params)) * 3 * O);
+    auto* kept = poisoned(twin.map.size());
+    params.map = s.keep_map ? kept : nullptr;
+    auto* card_y = poisoned(y.size());
+    params.y = card_y;
+    params.state = context.poisoned<float>(4 * O);
+    launches.forward(params);
+    if (s.keep_map) {
+      expect(context, "map", kept, twin.map, s.type, 2 * step);
+    }
+    // A map's rounding may fall to the other side.
+    expect(context, "y", card_y, y, s.type, 6 * step);
+    // Statistics are those of y as it is stored.
+    const Floats stored = decode(context.download(card_y, bytes_of(y.size(), s.type)), s.type);
+    Floats state(4 * O), running_mean(O), running_var(O);
+    for (size_t o = 0; o < O; ++o) {
+      const auto counted = static_cast<size_t>(s.valid * twin.out_height() * twin.out_width());
+      double mean = 0;
+      double squares = 0;
+      for (size_t pixel = 0; pixel < counted; ++pixel) {
+        mean += static_cast<double>(stored[pixel * O + o]) / static_cast<double>(counted);
+      }
+      for (size_t pixel = 0; pixel < counted; ++pixel) {
+        squares += std::pow(static_cast<double>(stored[pixel * O + o]) - mean, 2);
+      }
+      double variance = counted == 0 ? 0 : squares / static_cast<double>(counted);
+      const bool moves = s.training && counted > 0;
+      running_mean[o] = static_cast<float>(moves ? 0.5 + kMomentum * (mean - 0.5) : 0.5);
+      running_var[o] = static_cast<float>(moves ? 0.5 + kMomentum * (squares / std::max(1.0, static_cast<double>(counted) - 1) - 0.5) : 0.5);
+      if (!s.training) {
+        mean = variance = 0.5;
+      }
+      const double inverse = 1 / std::sqrt(variance + kEps);
+      state[o] = static_cast<float>(mean);
+      state[O + o] = static_cast<float>(inverse);
+      state[2 * O + o] = static_cast<float>((s.parameters ? weight[o] : 1) * inverse);
+      state[3 * O + o] = static_cast<float>(s.parameters ? bias[o] : 0);
+    }
+    context.expect_close("state", params.state, state, 1e-5);
+    context.expect_close("running mean", params.norm.running_mean, running_mean, 1e-5);
+    context.expect_close("running variance", params.norm.running_var, running_var, 1e-5);
+    context.expect_equal("batches", params.norm.batches, std::vector<int64_t>{s.training ? 42 : 41});
+  }
+
+  // The gradient of y in all, here with y in the place of the depthwise map.
+  Doubles grad = draw(random, twin.map.size(), s.type, 1);
+  Doubles y = draw(random, twin.map.size(), s.type, 1);
+  pad(grad, s);
+  pad(y, s);
+  const Doubles state = draw(random, 4 * C, FloatType::kBFloat16, 0.5);
+  const Doubles grad_state = draw(random, 4 * C, FloatType::kBFloat16, 1);
+  const Doubles weight = draw(random, C, FloatType::kBFloat16, 1);
+  mf::AlignConvTotal total{};
+  total.type = s.type;
+  total.y = context.upload(encode(y, s.type));
+  total.grad = context.upload(encode(grad, s.type));
+  total.state = context.upload(Floats(state.begin(), state.end()));
+  total.grad_state = context.upload(Floats(grad_state.begin(), grad_state.end()));
+  total.norm.weight = context.upload(Floats(weight.begin(), weight.end()));
+  total.norm.training = s.training;
+  total.images = s.images;
+  total.pixels = twin.out_height() * twin.out_width();
+  total.channels = s.channels;
+  total.valid_pointer = in.valid_pointer;
+  auto* card_total = poisoned(grad.size());
+  total.total = card_total;
+  total.weight = context.poisoned<float>(C);
+  total.bias = context.poisoned<float>(C);
+  launches.total(total);
+  const double count = static_cast<double>(s.valid * total.pixels);
+  Doubles wanted(grad.size());
+  Floats to_weight(C), to_bias(C);
+  for (size_t c = 0; c < C; ++c) {
+    to_weight[c] = static_cast<float>(grad_state[2 * C + c] * state[C + c]);
+    to_bias[c] = static_cast<float>(grad_state[3 * C + c]);
+  }
+  for (size_t i = 0; i < static_cast<size_t>(count) * C; ++i) {
+    const size_t c = i % C;
+    const double to_inverse = weight[c] * grad_state[2 * C + c] + grad_state[C + c];
+    const double slope = s.training ? -to_inverse * std::pow(state[C + c], 3) / count : 0;
+    wanted[i] = grad[i] + slope * (y[i] - state[c]) + (s.training ? grad_state[c] / count : 0);
+  }
+  expect(context, "gradient in all", card_total, wanted, s.type, 2 * step);
+  context.expect_close("norm's weight's gradient", total.weight, to_weight, 1e-6);
+  context.expect_close("norm's bias's gradient", total.bias, to_bias, 1e-6);
+
+  mf::AlignConvBackward back{};
+  back.input = in;
+  back.grad = total.grad;
+  back.sums = context.poisoned<float>(static_cast<size_t>(launches.sums(in)) * mf::kAlignConvSums * C);
+  auto* card_x = poisoned(twin.x.size());
+  auto* card_gate = poisoned(twin.gate.size());
+  back.x = card_x;
+  back.gate = s.gate ? card_gate : nullptr;
+  auto* card_depthwise = context.poisoned<float>(C * 9);
+  back.depthwise = {card_depthwise, FloatType::kFloat32};
+  back.prologue = s.prologue ? context.poisoned<float>(4 * C) : nullptr;
+  launches.backward(back);
+  Doubles to_x, to_gate, to_depthwise, to_prologue;
+  twin.run_back(grad, to_x, to_gate, to_depthwise, to_prologue);
+  expect(context, "x's gradient", card_x, to_x, s.type, 2 * step);
+  // Entered values may round to the other side.
+  const double sums = 1e-5 + (s.type == FloatType::kFloat32 ? 0 : step);
+  context.expect_close("depthwise weights' gradient", card_depthwise, Floats(to_depthwise.begin(), to_depthwise.end()), sums);
+  if (s.gate) {
+    expect(context, "gate's gradient", card_gate, to_gate, s.type, 4 * step);
+  }
+  if (s.prologue) {
+    context.expect_close("prologue's gradient", back.prologue, Floats(to_prologue.begin(), to_prologue.end()), 1e-5);
+  }
+}
+
+void compare(Context& context, const Setting& setting, bool fused) {
+  const mf::Stream stream = context.stream();
+  compare(context, setting,
+          {[=](const mf::AlignConvDepthwise& params) { mf::cuda::align_conv_depthwise(params, stream); },
+           [](const mf::AlignConvForward& params) { return mf::cuda::align_conv_moments(params); },
+           [=](const mf::AlignConvForward& params) { mf::cuda::align_conv_forward(params, stream); },
+           [=](const mf::AlignConvTotal& params) { mf::cuda::align_conv_total(params, stream); },
+           [](const mf::AlignConvInput& in) { return mf::cuda::align_conv_sums(in); },
+           [=](const mf::AlignConvBackward& params) { mf::cuda::align_conv_backward(params, stream); }},
+          fused);
+}
+
+}  // namespace
+
+KERNEL_CASE(align_conv_fused_in_bfloat16) {
+  Setting setting;
+  compare(context, setting, true);
+  setting.stride = 2;
+  compare(context, setting, true);
+}
+
+KERNEL_CASE(align_conv_fused_in_float16_with_prologue) {
+  Setting setting;
+  setting.type = FloatType::kFloat16;
+  setting.prologue = true;
+  setting.out_channels = 72;
+  setting.parameters = false;
+  compare(context, setting, true);
+}
+
+KERNEL_CASE(align_conv_fused_with_gate) {
+  Setting setting;
+  setting.stride = 2;
+  setting.gate = true;
+  setting.height = 8;
+  setting.training = false;
+  compare(context, setting, true);
+}
+
+KERNEL_CASE(align_conv_fused_of_many_channels) {
+  Setting setting;
+  setting.channels = 96;
+  setting.out_channels = 200;
+  setting.prologue = true;
+  setting.images = 1;
+  setting.valid = 1;
+  setting.keep_map = false;
+  compare(context, setting, true);
+}
+
+KERNEL_CASE(align_conv_of_several_tiles) {
+  Setting setting;
+  setting.height = 12;
+  setting.width = 20;
+  setting.gate = setting.prologue = true;
+  setting.images = setting.valid = 1;
+  compare(context, setting, false);
+  setting.stride = 2;
+  setting.height = 36;
+  setting.width = 20;
+  setting.channels = 8;
+  compare(context, setting, false);
+}
+
+KERNEL_CASE(align_conv_in_float32) {
+  for (const int64_t stride : {1, 2}) {
+    Setting setting;
+    setting.type = FloatType::kFloat32;
+    setting.stride = stride;
+    setting.channels = 72;
+    setting.height = stride == 1 ? 5 : 4;
+    setting.width = stride == 1 ? 3 : 2;
+    setting.prologue = stride == 1;
+    setting.gate = stride == 2;
+    compare(context, setting, false);
+  }
+}
+
+KERNEL_CASE(align_conv_of_the_least_maps) {
+  for (const int64_t images : {0, 1, 5}) {
+    Setting setting;
+    setting.images = images;
+    setting.valid = images == 5 ? 4 : images;
+    setting.height = setting.width = images == 1 ? 1 : 2;
+    setting.gate = images != 1;
+    setting.stride = images == 5 ? 2 : 1;
+    setting.channels = 16;
+    compare(context, setting, true);
+    compare(context, setting, false);
+  }
+}
+
+#if defined(MF_KERNELS_ON_CPU)
+
+// Two warps a block and one block for all tiles, so that every barrier counts.
+template <typename T, int kStride, bool kGate>
+static void compare_bodies(Context& context, const Setting& setting, bool fused) {
+  constexpr int kThreads = 64;
+  namespace cuda = mf::cuda;
+  constexpr size_t kRoom = 64 * 1024;
+  constexpr auto forward_bytes = [](int height, int width) -> size_t {
+    return cuda::entering<kStride>(1, height, width).pixels() * cuda::kSlice * sizeof(T);
+  };
+  constexpr auto backward_bytes = [](int height, int width) -> size_t {
+    return cuda::BackwardRegions<kStride, kGate>::of(1, height, width).pixels() * cuda::kSlice * sizeof(T);
+  };
+  const auto forward_tiles = [&](const mf::AlignConvInput& in) {
+    return cuda::Tiles::of(in.images, in.out_height(), in.out_width(), cuda::kTileSide, forward_bytes, kRoom);
+  };
+  const auto staged = [&](const cuda::Tiles& tiles) { return tiles.images * forward_bytes(tiles.height, tiles.width); };
+  const auto parts = [](const mf::AlignConvInput&) -> int64_t { return 1; };
+  compare(context, setting,
+          {[&](const mf::AlignConvDepthwise& params) {
+             const cuda::Tiles tiles = forward_tiles(params.input);
+             const size_t taps = cuda::kSlice * cuda::kTapCount * sizeof(T);
+             shim::launch(cuda::slices_of(params.input.channels), kThreads, staged(tiles) + taps, [&] {
+               MF_DYNAMIC_SHARED(memory);
+               cuda::align_conv_depthwise_block<T, kStride, kThreads>(params, tiles, memory);
+             });
+           },
+           [&](const mf::AlignConvForward&) -> int64_t { return 1; },
+           [&](const mf::AlignConvForward& params) {
+             if constexpr (sizeof(T) == 2) {
+               const cuda::Tiles tiles = forward_tiles(params.input);
+               const auto map = cuda::FusedMemory::of(params.input.channels, params.out_channels, staged(tiles), sizeof(T), kThreads / 32);
+               shim::launch(1, kThreads, map.bytes, [&] {
+                 MF_DYNAMIC_SHARED(memory);
+                 cuda::align_conv_forward_block<T, kStride, 2, kThreads>(params, tiles, map, memory);
+               });
+               shim::launch(static_cast<unsigned>((params.out_channels + 31) / 32), kThreads, kThreads * sizeof(mf::Moments), [&] {
+                 MF_DYNAMIC_SHARED(memory);
+                 cuda::align_conv_finish_block<kThreads>(params, 1, memory);
+               });
+             }
+           },
+           [&](const mf::AlignConvTotal& params) {
+             shim::launch(2, kThreads, 0, [&] { cuda::align_conv_total_block<T, kThreads>(params); });
+           },
+           parts,
+           [&](const mf::AlignConvBackward& params) {
+             const cuda::Tiles tiles = cuda::Tiles::of(params.input.images, params.input.height, params.input.width, 4, backward_bytes, kRoom);
+             const size_t bytes = std::max(tiles.images * backward_bytes(tiles.height, tiles.width),
+                                           sizeof(float2) * (kThreads / 32) * mf::kAlignConvSums * 32);
+             shim::launch(cuda::slices_of(params.input.channels), kThreads, bytes, [&] {
+               MF_DYNAMIC_SHARED(memory);
+               cuda::align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, memory);
+             });
+             shim::launch(static_cast<unsigned>((params.input.channels + 31) / 32 * mf::kAlignConvSums), kThreads, kThreads * sizeof(float), [&] {
+               MF_DYNAMIC_SHARED(memory);
+               cuda::align_conv_sums_block<kThreads>(params, 1, memory);
+             });
+           }},
+          fused);
+}
+
+KERNEL_CASE(small_align_conv_bodies_fused) {
+  Setting setting;
+  setting.channels = 80;
+  setting.out_channels = 72;
+  setting.height = 10;
+  setting.width = 8;
+  setting.images = 2;
+  setting.valid = 1;
+  setting.prologue = setting.gate = true;
+  compare_bodies<__nv_bfloat16, 1, true>(context, setting, true);
+}
+
+KERNEL_CASE(small_align_conv_bodies_alone) {
+  Setting setting;
+  setting.stride = 2;
+  setting.height = 20;
+  setting.prologue = true;
+  setting.type = FloatType::kFloat16;
+  compare_bodies<__half, 2, false>(context, setting, false);
+}
+
+#endif

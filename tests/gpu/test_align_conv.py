@@ -1,0 +1,268 @@
+"""align_conv on a card: against fp64 and PyTorch's own convolutions, twice, in graphs, on streams, with padding; what it launches."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from mose_fast import _loader
+from mose_fast.nn.alignment import AttentionGate, DownBlock
+from mose_fast.ops import align_conv as ops
+from mose_fast.ops.align_conv import Norm, align_conv
+from mose_fast.reference import align_conv as reference
+from mose_fast.reference.batch_norm import norm_state, normalised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
+    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch):
+    """A warning says that PyTorch's operations were taken: then a test would compare them with themselves."""
+    monkeypatch.setattr(ops, "_said", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+@dataclass(frozen=True)
+class Shape:
+    images: int
+    channels: int
+    out_channels: int
+    side: int
+    stride: int = 1
+    prologue: bool = False
+    gate: bool = False
+    width: int = 0  # 0: the side
+
+
+#: All of the alignment modules and gates of a step, at 32 x 32.
+STEP = (
+    Shape(384, 64, 64, 32, 2), Shape(384, 64, 64, 16, 1, True), Shape(384, 64, 64, 32, 2, gate=True), Shape(384, 64, 128, 16, 1, True),
+    Shape(384, 128, 128, 16, 2), Shape(384, 128, 128, 8, 1, True), Shape(384, 128, 128, 16, 2, True), Shape(384, 128, 256, 8, 1, True),
+    Shape(384, 128, 128, 16, 2, gate=True), Shape(384, 256, 256, 8, 2), Shape(384, 256, 256, 4, 1, True), Shape(384, 256, 512, 4, 1, True),
+    Shape(384, 256, 256, 8, 2, True), Shape(384, 256, 256, 8, 2, gate=True),
+)  # fmt: skip
+#: Odd batches, odd sides, other channels, 64 x 64 input, one image.
+OTHERS = (
+    Shape(37, 64, 64, 32, 2, gate=True), Shape(1, 64, 128, 16, 1, True), Shape(3, 16, 24, 7, 1, True), Shape(5, 8, 8, 6, 2, True, True),
+    Shape(9, 24, 40, 5), Shape(129, 64, 64, 64, 2, gate=True), Shape(1, 512, 512, 4, 1, True), Shape(11, 128, 256, 8, 1, True, width=12),
+    Shape(2, 96, 200, 10, 2, True, True, width=20), Shape(1024, 128, 128, 8, 1, True),
+)  # fmt: skip
+#: One for each of the two ways, with a gate and with a prologue.
+SMALL = (Shape(9, 64, 64, 32, 2, gate=True), Shape(9, 128, 256, 8, 1, True), Shape(9, 256, 512, 4, 1, True))
+
+
+class Problem:
+    """Inputs and gradients of one shape; ``run`` gives every result: y, state, gradients, running statistics."""
+
+    def __init__(self, shape, dtype):
+        generator = torch.Generator().manual_seed(shape.images + shape.channels + shape.side)
+
+        def draw(*sizes, scale=1.0):
+            return torch.randn(*sizes, generator=generator).mul_(scale).cuda()
+
+        def new_map(channels, height, width, scale=1.0):
+            return draw(shape.images, channels, height, width, scale=scale).to(dtype).contiguous(memory_format=torch.channels_last)
+
+        width = shape.width or shape.side
+        self.shape = shape
+        x = new_map(shape.channels, shape.side, width)
+        rows = (draw(shape.channels, scale=0.1), torch.ones(shape.channels, device="cuda"), draw(shape.channels), draw(shape.channels))
+        self.state = torch.stack(rows) if shape.prologue else None
+        if shape.prologue:  # nothing depends on which side of zero an almost vanishing number falls: it may fall on either
+            z = normalised(x.double(), self.state.double(), relu=False)
+            x = torch.where(z.abs() < 5e-3, x + 0.25, x).contiguous(memory_format=torch.channels_last)
+        self.gate = new_map(shape.channels, shape.side // 2, width // 2).relu() if shape.gate else None
+        self.x = x
+        self.depthwise = draw(shape.channels, 1, 3, 3, scale=0.3).to(dtype)
+        self.pointwise = draw(shape.out_channels, shape.channels, 1, 1, scale=shape.channels**-0.5).to(dtype)
+        self.module = nn.BatchNorm2d(shape.out_channels, device="cuda")
+        with torch.no_grad():
+            self.module.weight.copy_(draw(shape.out_channels).abs() + 0.5)
+            self.module.bias.copy_(draw(shape.out_channels))
+        out = (shape.side - 1) // shape.stride + 1, (width - 1) // shape.stride + 1
+        self.grads = new_map(shape.out_channels, *out, scale=0.1), draw(4, shape.out_channels)
+
+    def run(self, function, dtype=None, training=True, valid_rows=None, grads=None):
+        """``dtype``: of everything; None: as it is."""
+        module = copy.deepcopy(self.module).train(training)
+        inputs = [self.x, self.depthwise, self.pointwise, self.state, self.gate]
+        upstream = self.grads if grads is None else grads
+        if dtype is not None:
+            module = module.to(dtype)
+            inputs = [None if value is None else value.to(dtype) for value in inputs]
+            upstream = [grad.to(dtype) for grad in upstream]
+        leaves = [None if value is None else value.detach().clone().requires_grad_() for value in inputs]
+        x, depthwise, pointwise, state, gate = leaves
+        result = function(
+            x, depthwise, pointwise, Norm.of(module), stride=self.shape.stride, prologue=state, gate=gate, valid_rows=valid_rows,
+        )  # fmt: skip
+        wanted = [leaf for leaf in (*leaves, *module.parameters()) if leaf is not None]
+        results = torch.autograd.grad(tuple(result), wanted, upstream)
+        return [result.y.detach(), result.state.detach(), *results, *module.buffers()]
+
+
+def largest(x):
+    return x.double().abs().max().item()
+
+
+def check_errors(problem, **options):
+    ours = problem.run(align_conv, **options)
+    theirs = problem.run(reference.align_conv, **options)
+    exact = problem.run(reference.align_conv, torch.float64, **options)
+    for index, (value, other, wanted) in enumerate(zip(ours, theirs, exact, strict=True)):
+        error, bound = largest(value.double() - wanted), largest(other.double() - wanted)
+        assert error <= 2 * bound + 4e-6 * largest(wanted) + 1e-6, f"result {index}: error {error:.3g}, PyTorch's {bound:.3g}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*STEP, *OTHERS], ids=str)
+def test_error_is_at_most_twice_that_of_pytorch(shape, dtype):
+    if dtype != torch.bfloat16 and shape in STEP:
+        shape = replace(shape, images=13)
+    check_errors(Problem(shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_frozen(dtype):
+    for shape in (Shape(7, 64, 64, 8, 2, gate=True), Shape(7, 256, 256, 4, 1, True)):
+        check_errors(Problem(shape, dtype), training=False)
+
+
+@pytest.mark.parametrize("shape", STEP, ids=str)
+def test_two_runs_agree_bit_for_bit(shape):
+    problem = Problem(shape, torch.bfloat16)
+    first = problem.run(align_conv)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(problem.run(align_conv), first, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_padding_is_never_read(shape, dtype):
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    for valid in (1, 6, 9):
+        problem, alone = Problem(shape, dtype), Problem(shape, dtype)
+        for attribute in ("x", "gate"):
+            value = getattr(problem, attribute)
+            if value is not None:
+                setattr(alone, attribute, value[:valid])
+                padded = value.clone()
+                padded[valid:] = torch.nan
+                setattr(problem, attribute, padded)
+        grads = problem.grads[0].clone(), problem.grads[1]
+        wanted = alone.run(align_conv, grads=(grads[0][:valid], grads[1]))
+        grads[0][valid:] = torch.nan
+        for rows in (valid, torch.tensor(valid, dtype=torch.int32, device="cuda")):
+            results = problem.run(align_conv, valid_rows=rows, grads=grads)
+            for value, other in zip(results, wanted, strict=True):
+                if value.dim() == 4 and len(value) == shape.images:
+                    assert (value[valid:] == 0).all()
+                    value = value[:valid]
+                torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance * max(1.0, largest(other)))
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_graph_replays_equal_eager_and_read_the_row_count_anew(shape):
+    problem = Problem(shape, torch.bfloat16)
+    rows = torch.tensor(9, dtype=torch.int32, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    inputs = (problem.x, problem.depthwise, problem.pointwise, problem.state, problem.gate)
+    leaves = [None if value is None else value.detach().requires_grad_() for value in inputs]
+    x, depthwise, pointwise, state, gate = leaves
+
+    def call(valid_rows, module):
+        result = align_conv(x, depthwise, pointwise, Norm.of(module), stride=shape.stride, prologue=state, gate=gate, valid_rows=valid_rows)
+        wanted = [leaf for leaf in (*leaves, *module.parameters()) if leaf is not None]
+        return [*(t.detach() for t in result), *torch.autograd.grad(tuple(result), wanted, problem.grads)]
+
+    captured_module, eager_module = (copy.deepcopy(problem.module) for _ in range(2))
+    with torch.cuda.stream(side):
+        call(rows, copy.deepcopy(problem.module))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(rows, captured_module)
+    for valid in (9, 7, 1, 0, 9):
+        rows.fill_(valid)
+        graph.replay()
+        eager = call(torch.tensor(valid, dtype=torch.int32, device="cuda"), eager_module)
+        for value, wanted in zip((*captured, *captured_module.buffers()), (*eager, *eager_module.buffers()), strict=True):
+            assert torch.equal(value, wanted)
+
+
+def test_runs_on_the_current_stream():
+    problem = Problem(Shape(64, 64, 64, 32, 2), torch.bfloat16)
+    wanted = problem.run(align_conv)
+    x, problem.x = problem.x, torch.zeros_like(problem.x)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        problem.x.copy_(x)
+        results = problem.run(align_conv)
+    side.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gated_module_is_that_of_pytorch(dtype):
+    torch.manual_seed(3)
+    gate, block = AttentionGate(64).cuda(), DownBlock(64, 128).cuda()
+    x = torch.randn(40, 64, 32, 32, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last)
+
+    def through(block, x, gate=None):
+        first = align_conv(x, block.depthwise1.weight, block.pointwise1.weight, Norm.of(block.norm1), stride=2, gate=gate)
+        return align_conv(first.y, block.depthwise2.weight, block.pointwise2.weight, Norm.of(block.norm2), prologue=first.state)
+
+    def ours(x):
+        z = normalised(*through(gate.down, x)).to(dtype)
+        u = normalised(z, norm_state(z, Norm.of(gate.norm))).to(dtype)
+        return normalised(*through(block, x, u.contiguous(memory_format=torch.channels_last)))
+
+    def theirs(x):
+        return block(gate(x))
+
+    exact_modules = copy.deepcopy(gate).double(), copy.deepcopy(block).double()
+    exact = exact_modules[1](exact_modules[0](x.double()))
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        values = [function(x).double() for function in (ours, theirs)]
+    error, bound = (largest(value - exact) for value in values)
+    assert error <= 2 * bound + 1e-5 * largest(exact)
+
+
+def test_launches():
+    problem = Problem(Shape(384, 64, 64, 32, 2, gate=True), torch.bfloat16)
+    problem.run(align_conv)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        problem.run(align_conv)
+        torch.cuda.synchronize()
+    ours = [event.name for event in profile.events() if "align_conv_" in event.name]
+    assert len(ours) == 5  # forward, finish, total, backward, sums
+
+
+def test_odd_channels_run_on_pytorch_and_say_so():
+    problem = Problem(Shape(3, 10, 12, 8, 2), torch.bfloat16)
+    with pytest.warns(RuntimeWarning, match="10 to 12 channels"):
+        y = align_conv(problem.x, problem.depthwise, problem.pointwise, Norm.of(problem.module), stride=2).y
+    assert y.shape == (3, 12, 4, 4)
+
+
+def test_no_image():
+    for shape in (Shape(0, 64, 64, 8, 2, gate=True), Shape(0, 256, 256, 4, 1, True)):
+        results = Problem(shape, torch.bfloat16).run(align_conv)
+        assert len(results[0]) == 0
+        assert all((value == 0).all() for value in results[3:5])

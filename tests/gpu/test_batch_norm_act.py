@@ -1,0 +1,333 @@
+"""batch_norm_act on a card: against fp64 and PyTorch's own kernels, twice, in graphs, on streams; what it launches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mose_fast import _loader
+from mose_fast.nn import BatchNormAct2d
+from mose_fast.ops import batch_norm_act as ops
+from mose_fast.ops.batch_norm_act import Norm, batch_norm_act, norm_state
+from mose_fast.reference import batch_norm as reference_norm
+from mose_fast.reference import batch_norm_act as reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
+    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))
+FORMS = ("plain", "residual", "two norms", "prologue")
+SHAPES = (*((384, channels, side) for channels, side in STAGES), (37, 64, 32), (1, 512, 4), (3, 24, 5), (9, 136, 7))
+
+
+@pytest.fixture(autouse=True)
+def no_fallback():
+    """A warning says that PyTorch's operations were taken: then the test would compare them with themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        ops._say_once.cache_clear()
+        yield
+
+
+class Problem:
+    """Maps, norms and gradients of one form; ``run`` gives every result: y, gradients, running statistics."""
+
+    def __init__(self, form, images, channels, side, dtype, consumers=1, offset=0.5, deviation=2.0):
+        generator = torch.Generator().manual_seed(images + channels)
+
+        def new_map():
+            x = torch.randn(images, channels, side, side, generator=generator) * deviation + offset
+            return x.to(dtype).cuda().contiguous(memory_format=torch.channels_last)
+
+        self.form, self.consumers = form, consumers
+        self.x, self.residual = new_map(), new_map()
+        self.grads = [torch.randn(images, channels, side, side, generator=generator).to(dtype).cuda() for _ in range(consumers)]
+        self.grads = [g.contiguous(memory_format=torch.channels_last) for g in self.grads]
+        self.norms = [nn.BatchNorm2d(channels) for _ in range(2)]
+        for norm in self.norms:
+            with torch.no_grad():
+                norm.weight.copy_(torch.rand(channels, generator=generator) + 0.5)
+                norm.bias.copy_(torch.rand(channels, generator=generator) - 0.5)
+            norm.cuda()
+        ones = torch.ones(channels)
+        rows = (ones * offset - 0.3, ones / deviation, torch.rand(channels, generator=generator) + 0.5, ones * 0.1)
+        self.state = torch.stack(rows).cuda()
+        self.keep_off_the_edges()
+
+    def keep_off_the_edges(self):
+        """Nothing depends on which side of zero an almost vanishing number falls: it may fall on either."""
+        if self.form == "prologue":
+            mean, _, scale, shift = (row.view(1, -1, 1, 1) for row in self.state)
+            near = ((self.x.float() - mean) * scale + shift).abs() < 1e-3
+            self.x = torch.where(near, (mean + 1).to(self.x.dtype), self.x).contiguous(memory_format=torch.channels_last)
+        consumers, self.consumers = self.consumers, 1
+        z = self.run(functools.partial(reference.batch_norm_act, relu=False), torch.float64)[0]
+        self.consumers = consumers
+        self.grads = [torch.where(z.abs() < 1e-3, 0, g).contiguous(memory_format=torch.channels_last) for g in self.grads]
+
+    def run(self, function, dtype=None, training=True, valid_rows=None):
+        norms = [copy.deepcopy(norm).train(training) for norm in self.norms]
+        leaves = [self.x, self.residual, self.state]
+        if dtype is not None:
+            norms = [norm.to(dtype) for norm in norms]
+            leaves = [leaf.to(dtype) for leaf in leaves]
+        x, residual, state = (leaf.detach().clone(memory_format=torch.preserve_format).requires_grad_() for leaf in leaves)
+        options, inputs = {}, [x, *norms[0].parameters()]
+        if self.form in ("residual", "two norms"):
+            options["residual"] = residual
+            inputs.append(residual)
+        if self.form == "two norms":
+            options["residual_norm"] = Norm.of(norms[1])
+            inputs += norms[1].parameters()
+        if self.form == "prologue":
+            options["prologue"] = state
+            inputs.append(state)
+        y = function(x, Norm.of(norms[0]), consumers=self.consumers, valid_rows=valid_rows, **options)
+        y = (y,) if self.consumers == 1 else y
+        grads = torch.autograd.grad(y, inputs, [g.to(y[0].dtype) for g in self.grads[: self.consumers]])
+        statistics = [b for norm in norms[: 2 if self.form == "two norms" else 1] for b in norm.buffers()]
+        return [y[0].detach(), *grads, *statistics]
+
+
+def largest(x):
+    return x.double().abs().max().item()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("images", "channels", "side"), SHAPES)
+def test_error_is_at_most_twice_that_of_pytorch(form, dtype, images, channels, side):
+    if dtype != torch.bfloat16 and images == 384 and channels != 128:
+        pytest.skip("one large shape is enough for the other dtypes")
+    problem = Problem(form, images, channels, side, dtype, consumers=2)
+    ours = problem.run(batch_norm_act)
+    theirs = problem.run(reference.batch_norm_act)
+    exact = problem.run(reference.batch_norm_act, torch.float64)
+    assert len(ours) == len(theirs) == len(exact)
+    for index, (value, other, wanted) in enumerate(zip(ours, theirs, exact, strict=True)):
+        error = largest(value.double() - wanted)
+        bound = largest(other.double() - wanted)
+        assert error <= 2 * bound + 2e-6 * largest(wanted) + 1e-6, f"result {index}: error {error:.3g}, PyTorch's {bound:.3g}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "frozen"])
+def test_float32_is_the_reference(form, training):
+    problem = Problem(form, 33, 64, 9, torch.float32, consumers=3)
+    exact = problem.run(reference.batch_norm_act, torch.float64, training)
+    for value, wanted in zip(problem.run(batch_norm_act, training=training), exact, strict=True):
+        torch.testing.assert_close(value.double(), wanted.double(), rtol=2e-5, atol=2e-5 * max(largest(wanted), 1))
+
+
+def test_a_large_mean_with_a_small_deviation():
+    problem = Problem("plain", 64, 64, 16, torch.float32, offset=1e3, deviation=1e-2)
+    problem.norms[0].running_var.zero_()
+    ours = problem.run(batch_norm_act)
+    exact = problem.run(reference.batch_norm_act, torch.float64)
+    # The mean is a float32: off by up to 2^-15, of a deviation of 1e-2.
+    torch.testing.assert_close(ours[0].double(), exact[0], rtol=0, atol=2e-2)
+    torch.testing.assert_close(ours[-2].double(), exact[-2], rtol=1e-4, atol=0)  # the running variance, a tenth of 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_runs_agree_bit_for_bit(form):
+    problem = Problem(form, 384, 128, 16, torch.bfloat16, consumers=2)
+    first = problem.run(batch_norm_act)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(problem.run(batch_norm_act), first, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_padding_is_never_read_and_written_as_zero(form, dtype):
+    valid, images = 29, 40
+    whole, part = Problem(form, images, 64, 8, dtype, consumers=2), Problem(form, images, 64, 8, dtype, consumers=2)
+    part.x, part.residual, part.grads = part.x[:valid], part.residual[:valid], [g[:valid] for g in part.grads]
+    for tensor in (whole.x, whole.residual, *whole.grads):
+        tensor[valid:] = torch.nan
+    wanted = part.run(batch_norm_act)
+    exact = part.run(reference.batch_norm_act, torch.float64)
+    for count in (valid, torch.tensor(valid, dtype=torch.int32, device="cuda")):
+        for value, other, near in zip(whole.run(batch_norm_act, valid_rows=count), wanted, exact, strict=True):
+            if value.dim() == 4:
+                assert value[valid:].count_nonzero() == 0
+                value = value[:valid]
+            # Another grid: another order of the sums.
+            tolerance = 1e-4 if dtype == torch.float32 else 2.0**-6
+            torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance * max(largest(near), 1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_graph_replays_equal_eager_and_read_the_row_count_anew(form):
+    problem = Problem(form, 40, 64, 16, torch.bfloat16, consumers=2)
+    count = torch.tensor(40, dtype=torch.int32, device="cuda")
+    modules = [copy.deepcopy(norm) for norm in problem.norms]
+
+    def step():
+        # The modules' own running statistics, so that each replay moves them on.
+        x, residual, state = (t.detach().requires_grad_() for t in (problem.x, problem.residual, problem.state))
+        options = {"residual": residual} if form in ("residual", "two norms") else {"prologue": state} if form == "prologue" else {}
+        if form == "two norms":
+            options["residual_norm"] = Norm.of(modules[1])
+        y = batch_norm_act(x, Norm.of(modules[0]), consumers=2, valid_rows=count, **options)
+        inputs = [x, *modules[0].parameters(), *(options[name] for name in ("residual", "prologue") if name in options)]
+        return [y[0].detach(), *torch.autograd.grad(y, inputs, problem.grads)]
+
+    step()
+    batches = int(modules[0].num_batches_tracked)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # its tickets are made while it is captured
+        captured = step()
+    assert int(modules[0].num_batches_tracked) == batches == 1
+    for rows in (40, 23, 1, 0):
+        count.fill_(rows)
+        before = [b.clone() for m in modules for b in m.buffers()]
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        after = [b.clone() for m in modules for b in m.buffers()]
+        for buffer, value in zip((b for m in modules for b in m.buffers()), before, strict=True):
+            buffer.copy_(value)
+        eager = step()
+        assert all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(after, (b for m in modules for b in m.buffers()), strict=True))
+
+
+def test_runs_on_the_current_stream():
+    problem = Problem("two norms", 64, 64, 16, torch.bfloat16)
+    wanted = problem.run(batch_norm_act)
+    x = torch.zeros_like(problem.x)
+    x, problem.x = problem.x, x
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        problem.x.copy_(x)
+        results = problem.run(batch_norm_act)
+    side.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+
+
+def names_of(call):
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+
+
+@pytest.mark.parametrize(("form", "consumers"), [("plain", 1), ("residual", 2), ("two norms", 2), ("plain", 4)])
+def test_four_launches_and_no_add(form, consumers):
+    problem = Problem(form, 64, 64, 16, torch.bfloat16, consumers=consumers)
+    x, residual = problem.x.requires_grad_(), problem.residual.requires_grad_()
+    norms = problem.norms
+
+    def step():
+        options = {"residual": residual} if form != "plain" else {}
+        if form == "two norms":
+            options["residual_norm"] = Norm.of(norms[1])
+        y = batch_norm_act(x, Norm.of(norms[0]), consumers=consumers, **options)
+        torch.autograd.grad(y, [x, norms[0].weight], problem.grads)
+
+    names = names_of(step)
+    assert len(names) == 4, names
+    for part, name in zip(("statistics", "forward", "sums", "backward"), names, strict=True):
+        assert part in name
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_block_adds_no_gradients_of_its_own(fused):
+    """The sum of what both consumers of a stage's output send back is a kernel of PyTorch's, but not of ours."""
+    first, second = (BatchNormAct2d(64).cuda() for _ in range(2))
+    conv = nn.Conv2d(64, 64, 3, padding=1, bias=False).cuda().bfloat16().to(memory_format=torch.channels_last)
+    x = Problem("plain", 32, 64, 16, torch.bfloat16).x.requires_grad_()
+    inputs = [x, conv.weight, *first.parameters(), *second.parameters()]
+
+    def step():
+        if fused:
+            y, shortcut = first(x, consumers=2)
+            result = second(conv(y), shortcut)
+        else:
+            y = reference.batch_norm_act(x, Norm.of(first))
+            result = reference.batch_norm_act(conv(y), Norm.of(second), residual=y)
+        torch.autograd.grad(result, inputs, torch.ones_like(result))
+
+    adds = [name for name in names_of(step) if "Functor_add" in name or "FunctorOnSelf_add" in name]
+    assert bool(adds) != fused
+
+
+def test_norm_state_and_its_gradient():
+    for dtype in DTYPES:
+        problem = Problem("plain", 50, 72, 7, dtype)
+        module, twin = copy.deepcopy(problem.norms[0]), copy.deepcopy(problem.norms[0]).double()
+        x, wide = problem.x.requires_grad_(), problem.x.detach().double().requires_grad_()
+        weights = torch.randn(4, 72, generator=torch.Generator().manual_seed(1)).cuda()
+        rows = torch.tensor(45, dtype=torch.int32, device="cuda")
+        state = norm_state(x, Norm.of(module), rows)
+        wanted = reference_norm.norm_state(wide[:45], Norm.of(twin))
+        torch.testing.assert_close(state.double(), wanted, rtol=1e-5, atol=1e-5)
+        grads = torch.autograd.grad((state * weights).sum(), [x, module.weight, module.bias])
+        wanted_grads = torch.autograd.grad((wanted * weights.double()).sum(), [wide, twin.weight, twin.bias])
+        assert grads[0][45:].count_nonzero() == 0
+        for value, near in zip(grads, wanted_grads, strict=True):
+            step = 1e-5 if value.dtype == torch.float32 else 2.0**-7
+            torch.testing.assert_close(value.double(), near, rtol=step, atol=step * largest(near))
+
+
+def test_what_kernels_do_not_take_runs_with_one_warning():
+    problem = Problem("plain", 8, 12, 4, torch.bfloat16)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        results = [problem.run(batch_norm_act) for _ in range(2)]
+    assert [("12 channels" in str(w.message)) for w in said] == [True]
+    for value, wanted in zip(results[0], problem.run(reference.batch_norm_act), strict=True):
+        torch.testing.assert_close(value, wanted)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        x = torch.randn(4, 16, 5, 5, device="cuda").requires_grad_()
+        module = BatchNormAct2d(16).cuda()
+        module(x)
+        y = module(x)
+    assert ["channels_last" in str(w.message) for w in said] == [True]
+    torch.testing.assert_close(y, F.relu(nn.BatchNorm2d(16).cuda()(x)), rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    assert grad.shape == x.shape and grad.isfinite().all()
+
+
+def test_under_autocast_and_with_an_empty_batch():
+    module = BatchNormAct2d(16).cuda()
+    x = torch.randn(6, 16, 5, 5, device="cuda").contiguous(memory_format=torch.channels_last)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(module(x), module(x)) and module(x).dtype == torch.float32
+        assert module(x.bfloat16()).dtype == torch.bfloat16
+    empty = torch.zeros(0, 16, 5, 5, device="cuda", requires_grad=True)
+    module(empty).sum().backward()
+    assert module.weight.grad.count_nonzero() == 0 and empty.grad.shape == empty.shape
+
+
+def test_nan_comes_through():
+    module = BatchNormAct2d(16).cuda()
+    x = torch.randn(6, 16, 5, 5, device="cuda").contiguous(memory_format=torch.channels_last)
+    x[2, 3, 1, 1] = torch.nan
+    y = module(x)
+    assert y[:, 3].isnan().all() and y[:, :3].isfinite().all()
+
+
+def test_memory_of_a_norm_is_its_result_and_one_bit_an_element():
+    problem = Problem("plain", 64, 64, 32, torch.bfloat16)
+    x = problem.x.requires_grad_()
+    batch_norm_act(x, Norm.of(problem.norms[0]))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = batch_norm_act(x, Norm.of(problem.norms[0]))
+    assert torch.cuda.memory_allocated() - before <= y.nbytes * 17 / 16 + 2**16
