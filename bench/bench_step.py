@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mose_fast.optim import FlatAdam
 from torch import Tensor
 from torch.func import functional_call
 
@@ -19,17 +18,20 @@ from bench.common import HEADLINE, Case, choose
 from mose_fast.config import MoseOptions
 from mose_fast.losses import ExpertLosses
 from mose_fast.nn import ExpertNetwork
+from mose_fast.optim import FlatAdam
 
 #: Microseconds wanted for a whole step in bf16 on a Hopper card.
 TARGET = 6000.0
 
 
-def make_call(case: Case) -> Callable[[], object]:
+def make_call(case: Case, prepare: Callable[[ExpertNetwork], None] = lambda network: None) -> Callable[[], object]:
+    """A call takes one step; ``prepare`` may change the network before."""
     rows, classes, experts = (case.shape[name] for name in "NKE")
     options = MoseOptions(experts=experts, attention=experts > 1, adapter=experts > 1, distil="rsd" if experts > 1 else "off")
     network = ExpertNetwork(classes, width=case.shape["W"], experts=experts, attention=options.attention, adapter=options.adapter)
     network.use_kernels("fused" if case.impl == "native" else "torch")
     network = network.to(case.device, memory_format=torch.channels_last)
+    prepare(network)
     views = torch.randn(rows, 3, 32, 32, device=case.device).contiguous(memory_format=torch.channels_last)
     new_rows, current = rows // 3, classes // 10
     labels = torch.cat([torch.randint(0, current, (new_rows,)), torch.randint(0, classes, (rows - new_rows,))]).to(case.device)

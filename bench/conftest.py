@@ -46,7 +46,24 @@ def commit() -> str:
 
 @pytest.fixture
 def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Callable[[], object]]], None]:
-    """A function ``measure(case, make_call)`` that times one case and keeps what bench/store.py needs in ``extra_info``."""
+    """A function ``measure(case, make_call)`` that times one case and keeps what bench/store.py needs in ``extra_info``.
+
+    ``measure.given(case, seconds)`` keeps a time on a card that was measured elsewhere.
+    """
+
+    def describe(case: Case) -> dict[str, object]:
+        card = torch.cuda.get_device_name() if case.device == "cuda" else processor()
+        return {
+            "op": case.op, "impl": case.impl, "shape": case.shape_text, "dtype": case.dtype_text, "device": case.device,
+            "direction": case.direction, "commit": commit, "torch": torch.__version__, "cuda": torch.version.cuda or "",
+            "python": platform.python_version(), "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "card": card,
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
+
+    def given(case: Case, seconds: float) -> None:
+        benchmark.group = case.group
+        benchmark.pedantic(lambda: None)
+        benchmark.extra_info.update(describe(case), **quantiles([seconds]), target_us=case.target_us)
 
     def run(case: Case, make_call: Callable[[Case], Callable[[], object]]) -> None:
         on_card = case.device == "cuda"
@@ -65,10 +82,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             return
 
         info = benchmark.extra_info
-        info.update(op=case.op, impl=case.impl, shape=case.shape_text, dtype=case.dtype_text, device=case.device)
-        info.update(direction=case.direction, commit=commit, torch=torch.__version__, cuda=torch.version.cuda or "")
-        info.update(python=platform.python_version(), date=datetime.now(timezone.utc).strftime("%Y-%m-%d"))
-        info.update(card=torch.cuda.get_device_name() if on_card else processor(), threads=torch.get_num_threads())
+        info.update(describe(case))
         if on_card:
             seconds, launches, peak = time_on_card(call, case.captured)
             info.update(quantiles(seconds), launches=launches, peak_bytes=peak, target_us=case.target_us)
@@ -84,4 +98,5 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         benchmark.pedantic(call, rounds=rounds, iterations=iterations)
         info.update(quantiles(benchmark.stats.stats.data))
 
+    run.given = given
     return run
