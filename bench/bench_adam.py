@@ -56,4 +56,5 @@ def make_call(case: Case) -> Callable[[], object]:
 @pytest.mark.parametrize("width", [20, 64])
 def bench_adam(measure, impl, device, width):
     weights = sum(p.numel() for p in network(width).parameters())
-    measure(Case("adam", impl, device, torch.float32, shape={"P": weights, "W": width}, target_us=TARGETS[width]), make_call)
+    shape, moved = {"P": weights, "W": width}, 28 * weights
+    measure(Case("adam", impl, device, torch.float32, "forward", shape, TARGETS[width], bytes_needed=moved, bytes_moved=moved), make_call)

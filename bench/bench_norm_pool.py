@@ -38,4 +38,7 @@ def bench_norm_pool(measure, impl, device, dtype, direction, rows, side):
     if impl == "compiled" and side != 4:
         pytest.skip("torch.compile is measured at 4x4 alone")
     target = TARGETS[dtype] if (direction, rows, side) == (DIRECTIONS[1], HEADLINE, 4) else None
-    measure(Case("norm_pool", impl, device, dtype, direction, {"N": rows, "C": 512, "H": side}, target), make_call)
+    # The map read once forward; once more and written backward.
+    moved = rows * 512 * side**2 * dtype.itemsize * (1 if direction == "forward" else 3)
+    shape = {"N": rows, "C": 512, "H": side}
+    measure(Case("norm_pool", impl, device, dtype, direction, shape, target, bytes_needed=moved, bytes_moved=moved), make_call)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, quantiles, repetitions, time_on_card
+from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, copy_rate, quantiles, repetitions, time_on_card
 from mose_fast import _loader
 from mose_fast._version import git_commit
 from mose_fast.device import processor
@@ -42,6 +42,12 @@ def pytest_generate_tests(metafunc):
 def commit() -> str:
     """The commit measured; MOSE_FAST_COMMIT names it where the sources travelled without their git folder."""
     return os.environ.get("MOSE_FAST_COMMIT") or git_commit(ROOT) or "unknown"
+
+
+@pytest.fixture(scope="session")
+def copied() -> float:
+    """Bytes a second that a copy moves on the card."""
+    return copy_rate()
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             pytest.skip(f"torch.compile is measured at N={HEADLINE} only, K={CLASSES[0]} (--compiled=all for every size)")
         torch.manual_seed(0)
         torch.compiler.reset()  # else the ninth shape of one function would run uncompiled, silently
-        call = make_call(case)
+        call, *others = (make_call(case) for _ in range(case.sets if on_card and benchmark.enabled else 1))
         benchmark.group = case.group
         if not benchmark.enabled:  # --benchmark-disable: does it still run?
             benchmark.pedantic(call)
@@ -84,7 +90,11 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         info = benchmark.extra_info
         info.update(describe(case))
         if on_card:
-            seconds, launches, peak = time_on_card(call, case.captured)
+            seconds, launches, peak = time_on_card([call, *others], case.captured)
+            if case.bytes_moved is not None:
+                info.update(bytes_needed=case.bytes_needed, copy_bytes_per_us=round(request.getfixturevalue("copied") / 1e6))
+                if case.impl == "native":
+                    info.update(bytes_moved=case.bytes_moved)
             info.update(quantiles(seconds), launches=launches, peak_bytes=peak, target_us=case.target_us)
             info.update(graph="yes" if case.captured else "no")
 
