@@ -66,7 +66,7 @@ def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
     wide = without_padding(y, valid_rows).to(torch.float64 if y.dtype == torch.float64 else torch.float32)
     if norm.training:
         count = wide.numel() // wide.shape[1] if valid_rows is None else valid_rows * wide.shape[2] * wide.shape[3]
-        if not isinstance(count, Tensor) and count <= 1 and y.shape[0] > 0:
+        if not isinstance(count, Tensor) and count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
         mean = wide.sum(dim=(0, 2, 3)) / max(count, 1) if not isinstance(count, Tensor) else wide.sum(dim=(0, 2, 3)) / count.clamp(min=1)
         deviations = without_padding(wide - mean.view(1, -1, 1, 1), valid_rows)

@@ -43,25 +43,25 @@ class Problem:
     """Maps, norms and gradients of one form; ``run`` gives every result: y, gradients, running statistics."""
 
     def __init__(self, form, images, channels, side, dtype, consumers=1, offset=0.5, deviation=2.0):
-        generator = torch.Generator().manual_seed(images + channels)
+        generator = torch.Generator("cuda").manual_seed(images + channels)
 
-        def new_map():
-            x = torch.randn(images, channels, side, side, generator=generator) * deviation + offset
-            return x.to(dtype).cuda().contiguous(memory_format=torch.channels_last)
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, device="cuda")
+
+        def new_map(scale, shift):
+            x = normal(images, channels, side, side) * scale + shift
+            return x.to(dtype).contiguous(memory_format=torch.channels_last)
 
         self.form, self.consumers = form, consumers
-        self.x, self.residual = new_map(), new_map()
-        self.grads = [torch.randn(images, channels, side, side, generator=generator).to(dtype).cuda() for _ in range(consumers)]
-        self.grads = [g.contiguous(memory_format=torch.channels_last) for g in self.grads]
-        self.norms = [nn.BatchNorm2d(channels) for _ in range(2)]
+        self.x, self.residual = new_map(deviation, offset), new_map(deviation, offset)
+        self.grads = [new_map(1.0, 0.0) for _ in range(consumers)]
+        self.norms = [nn.BatchNorm2d(channels).cuda() for _ in range(2)]
         for norm in self.norms:
             with torch.no_grad():
-                norm.weight.copy_(torch.rand(channels, generator=generator) + 0.5)
-                norm.bias.copy_(torch.rand(channels, generator=generator) - 0.5)
-            norm.cuda()
-        ones = torch.ones(channels)
-        rows = (ones * offset - 0.3, ones / deviation, torch.rand(channels, generator=generator) + 0.5, ones * 0.1)
-        self.state = torch.stack(rows).cuda()
+                norm.weight.copy_(normal(channels).abs() + 0.5)
+                norm.bias.copy_(normal(channels) / 4)
+        ones = torch.ones(channels, device="cuda")
+        self.state = torch.stack([ones * offset - 0.3, ones / deviation, normal(channels).abs() + 0.5, ones * 0.1])
         self.keep_off_the_edges()
 
     def keep_off_the_edges(self):
@@ -215,6 +215,21 @@ def test_runs_on_the_current_stream():
         results = problem.run(batch_norm_act)
     side.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+
+
+def test_two_streams_at_a_time():
+    problems = [Problem("two norms", 256, channels, 16, torch.bfloat16) for channels in (64, 128)]
+    wanted = [problem.run(batch_norm_act) for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    results = [[], []]
+    for _ in range(5):
+        for problem, stream, kept in zip(problems, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(problem.run(batch_norm_act))
+    torch.cuda.synchronize()
+    for kept, first in zip(results, wanted, strict=True):
+        assert all(torch.equal(a, b) for result in kept for a, b in zip(result, first, strict=True))
 
 
 def names_of(call):

@@ -404,6 +404,31 @@ def test_a_large_mean_with_a_small_deviation():
     torch.testing.assert_close(module.running_var.double(), twin.running_var, rtol=1e-5, atol=1e-5)
 
 
+def test_padding_alone():
+    for rows in (0, torch.tensor(0, dtype=torch.int32)):
+        x, module = make_map().requires_grad_(), make_norm()
+        kept = buffers(module)[:2]
+        y = batch_norm_act(x, Norm.of(module), valid_rows=rows)
+        grads = torch.autograd.grad(y.sum(), [x, module.weight, module.bias])
+        assert all(t.count_nonzero() == 0 for t in (y, *grads))
+        assert all(torch.equal(a, b) for a, b in zip(buffers(module), kept, strict=False))
+
+
+@pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code")
+def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_card():
+    native, x, norm, state = _loader.native, make_map(), Norm.of(make_norm()), torch.zeros(4, CHANNELS)
+    rows = torch.tensor(3, dtype=torch.int32)
+    for call in (
+        lambda: native.batch_norm_act(x, norm, True, None, None, None, None, None, True),
+        lambda: native.batch_norm_act(x, norm, True, x, norm, state, rows, 3, False),
+        lambda: native.batch_norm_act_backward([x], None, x, norm, x, norm, state, None, None, None, (True, False, True)),
+        lambda: native.norm_state(x, norm, rows, None),
+        lambda: native.norm_state_backward(state, x, norm, state, None, 2, True),
+    ):
+        with pytest.raises(RuntimeError, match="x is on cpu; wanted the card where x is"):
+            call()
+
+
 def test_errors():
     x, module = make_map(), make_norm()
     norm = Norm.of(module)
