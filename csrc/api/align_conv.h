@@ -69,6 +69,11 @@ struct AlignConvTotal {
   const int32_t* valid_pointer;
   int64_t valid;
   void* total;   // as y, out
+  // The product with the pointwise weights in the same pass: bfloat16 and float16 alone, both numbers of channels at most 128, `channels` a
+  // multiple of 16, in_channels of 8.
+  const void* pointwise;  // [channels, in_channels], of y's type, aligned to 16 bytes; null: no product
+  int64_t in_channels;
+  void* map;              // [images, pixels, in_channels] out: the gradient of the depthwise convolution's result
   float* weight;  // [channels] out: gradient of the norm's weight; null: not wanted
   float* bias;    // [channels] out: of its bias; null: not wanted
 };

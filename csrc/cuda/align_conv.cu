@@ -48,6 +48,12 @@ __global__ void __launch_bounds__(kThreads) align_conv_total_kernel(const AlignC
   align_conv_total_block<T, kThreads>(params);
 }
 
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 3) align_conv_product_kernel(const AlignConvTotal params, const ProductMemory memory_map) {
+  MF_DYNAMIC_SHARED(memory);
+  align_conv_product_block<T, kThreads>(params, memory_map, memory);
+}
+
 template <typename T, int kStride, bool kGate>
 __global__ void __launch_bounds__(kThreads, (kBackwardBlocks<kStride, kGate>)) align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles) {
   MF_DYNAMIC_SHARED(memory);
@@ -175,6 +181,15 @@ void backward(const AlignConvBackward& params, Stream stream) {
             plan.tiles);
 }
 
+template <typename T>
+void product(const AlignConvTotal& params, Stream stream) {
+  const auto memory_map = ProductMemory::of(params.channels, params.in_channels, sizeof(T));
+  const int64_t tiles = (params.images * params.pixels + kTilePixels - 1) / kTilePixels;
+  const int64_t blocks = std::max<int64_t>(1, std::min(tiles, blocks_at_once(memory_map.bytes, 3)));
+  allow_shared(align_conv_product_kernel<T>, memory_map.bytes);
+  MF_LAUNCH((align_conv_product_kernel<T>), static_cast<unsigned>(blocks), kThreads, memory_map.bytes, stream, params, memory_map);
+}
+
 }  // namespace
 
 int64_t align_conv_moments(const AlignConvForward& params) {
@@ -241,6 +256,14 @@ void align_conv_total(const AlignConvTotal& params, Stream stream) {
   MF_CHECK(params.channels >= 8 && params.channels % 8 == 0 && params.channels <= 8 * kThreads, "channels is ", params.channels,
            "; wanted a multiple of 8 up to ", 8 * kThreads);
   MF_CHECK(params.images >= 0 && params.pixels >= 0, "images and pixels are ", params.images, " and ", params.pixels, "; wanted at least 0");
+  if (params.pointwise != nullptr) {
+    MF_CHECK(params.type != FloatType::kFloat32, "y is float32; with pointwise wanted bfloat16 or float16");
+    MF_CHECK(params.channels % 16 == 0 && params.channels <= 128 && params.in_channels >= 8 && params.in_channels % 8 == 0 &&
+                 params.in_channels <= 128,
+             "channels and in_channels are ", params.channels, " and ", params.in_channels,
+             "; wanted a multiple of 16 and one of 8, both up to 128");
+    return params.type == FloatType::kBFloat16 ? product<__nv_bfloat16>(params, stream) : product<__half>(params, stream);
+  }
   const int64_t rows = kThreads / (params.channels / 8);
   const int64_t tiles = (params.images * params.pixels + rows - 1) / rows;
   const auto blocks = static_cast<unsigned>(std::max<int64_t>(1, std::min(tiles, 8 * kMultiprocessors)));

@@ -478,9 +478,10 @@ struct FusedMemory {
   }
 };
 
-// y [kTilePixels][kSlice] of output channels [chunk * kSlice, ...): a warp takes 16 pixels and 32 channels at a time.
-template <typename T, int kThreads>
-__device__ void multiply_chunk(const T* left, const T* weights, int stride, int channels, T* y) {
+// A product [kTilePixels][kSlice] of `left` [kTilePixels][depth] and kSlice rows of `weights` [][depth], or with kByColumns kSlice columns of
+// `weights` [depth][]: a warp takes 16 pixels and 32 channels at a time. Rows are the strides apart.
+template <typename T, bool kByColumns, int kThreads>
+__device__ void multiply_chunk(const T* left, int left_stride, const T* weights, int stride, int depth, T* product) {
   const int lane = threadIdx.x % kLanes;
 #pragma unroll 1
   for (int unit = threadIdx.x / kLanes; unit < 8; unit += kThreads / kLanes) {
@@ -488,18 +489,22 @@ __device__ void multiply_chunk(const T* left, const T* weights, int stride, int 
     const int first_column = unit / 4 * 32;
     float d[4][4] = {};
 #pragma unroll 1
-    for (int k = 0; k < channels; k += 16) {
+    for (int k = 0; k < depth; k += 16) {
       uint32_t a[4];
-      load_rows(a, left + (first_row + lane % 16) * stride + k + lane / 16 * 8);
+      load_rows(a, left + (first_row + lane % 16) * left_stride + k + lane / 16 * 8);
 #pragma unroll
       for (int n = 0; n < 4; n += 2) {
         uint32_t b[4];
-        load_rows(b, weights + (first_column + n * 8 + lane / 16 * 8 + lane % 8) * stride + k + lane / 8 % 2 * 8);
+        if constexpr (kByColumns) {
+          load_transposed(b, weights + (k + lane % 16) * stride + first_column + n * 8 + lane / 16 * 8);
+        } else {
+          load_rows(b, weights + (first_column + n * 8 + lane / 16 * 8 + lane % 8) * stride + k + lane / 8 % 2 * 8);
+        }
         multiply_tile(d[n], a, {b[0], b[1]}, T());
         multiply_tile(d[n + 1], a, {b[2], b[3]}, T());
       }
     }
-    T* to = y + (first_row + lane / 4) * (kSlice + kPadding) + first_column + lane % 4 * 2;
+    T* to = product + (first_row + lane / 4) * (kSlice + kPadding) + first_column + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       store_pair(to + n * 8, {d[n][0], d[n][1]});
@@ -618,7 +623,7 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (chunk * kSlice < out_channels) {
-        multiply_chunk<T, kThreads>(left, weights + chunk * kSlice * stride, stride, channels, staged);
+        multiply_chunk<T, false, kThreads>(left, stride, weights + chunk * kSlice * stride, stride, channels, staged);
         __syncthreads();
 #pragma unroll 1
         for (int i = threadIdx.x; i < kTilePixels * kVectors; i += kThreads) {
@@ -726,57 +731,143 @@ __device__ void align_conv_sums_block(const AlignConvBackward& params, int parts
 
 // --- backward: the gradient of y -----------------------------------------------------------------------------------------------
 
+// What a thread adds to the gradient of eight channels.
+struct StateGradient {
+  float2 mean[4], slope[4], offset[4];
+
+  // Of the vector of channels from `channel` on; the first block also writes the gradients of the norm's weight and bias.
+  __device__ static StateGradient of(const AlignConvTotal& params, int64_t channel, int64_t valid_pixels, bool writes) {
+    StateGradient result = {};
+    if (params.grad_state == nullptr) {
+      return result;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int64_t c = channel + i;
+      const NormBackward back =
+          norm_backward(params.norm, params.state, params.grad_state, static_cast<float>(valid_pixels), params.channels, c);
+      (i % 2 == 0 ? result.mean[i / 2].x : result.mean[i / 2].y) = params.state[kMean * params.channels + c];
+      (i % 2 == 0 ? result.slope[i / 2].x : result.slope[i / 2].y) = back.slope;
+      (i % 2 == 0 ? result.offset[i / 2].x : result.offset[i / 2].y) = back.offset;
+      if (writes && params.weight != nullptr) {
+        params.weight[c] = back.weight;
+      }
+      if (writes && params.bias != nullptr) {
+        params.bias[c] = back.bias;
+      }
+    }
+    return result;
+  }
+
+  // The gradient in all of eight channels from element `at` on, which are no padding.
+  template <typename T>
+  __device__ Pairs<T> total(const AlignConvTotal& params, int64_t at) const {
+    Pairs<T> sum = params.grad != nullptr ? Pairs<T>::load(static_cast<const T*>(params.grad) + at) : Pairs<T>::zero();
+    if (params.grad_state != nullptr) {
+      const Pairs<T> y = Pairs<T>::load(static_cast<const T*>(params.y) + at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 grad = sum.pair[i].floats();
+        const float2 value = y.pair[i].floats();
+        sum.pair[i] = Pair<T>::of({grad.x + (slope[i].x * (value.x - mean[i].x) + offset[i].x),
+                                   grad.y + (slope[i].y * (value.y - mean[i].y) + offset[i].y)});
+      }
+    }
+    return sum;
+  }
+};
+
+__device__ inline int64_t valid_pixels_of(const AlignConvTotal& params) {
+  const int64_t count = params.valid_pointer != nullptr ? *params.valid_pointer : params.valid;
+  return (count < 0 ? 0 : count < params.images ? count : params.images) * params.pixels;
+}
+
+// A thread keeps to eight channels.
 template <typename T, int kThreads>
 __device__ void align_conv_total_block(const AlignConvTotal& params) {
   const auto vectors = static_cast<int>(params.channels / 8);
   const int rows = kThreads / vectors;  // pixels of a block at a time
   const int64_t channel = threadIdx.x % vectors * 8;
-  const int64_t count = params.valid_pointer != nullptr ? *params.valid_pointer : params.valid;
-  const int64_t valid = (count < 0 ? 0 : count < params.images ? count : params.images) * params.pixels;
+  const int64_t valid = valid_pixels_of(params);
   if (static_cast<int>(threadIdx.x) >= rows * vectors) {
     return;
   }
-  float2 mean[4] = {};
-  float2 slope[4] = {};
-  float2 offset[4] = {};
-  if (params.grad_state != nullptr) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int64_t c = channel + i;
-      const NormBackward back = norm_backward(params.norm, params.state, params.grad_state, static_cast<float>(valid), params.channels, c);
-      (i % 2 == 0 ? mean[i / 2].x : mean[i / 2].y) = params.state[kMean * params.channels + c];
-      (i % 2 == 0 ? slope[i / 2].x : slope[i / 2].y) = back.slope;
-      (i % 2 == 0 ? offset[i / 2].x : offset[i / 2].y) = back.offset;
-      if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < vectors) {
-        if (params.weight != nullptr) {
-          params.weight[c] = back.weight;
-        }
-        if (params.bias != nullptr) {
-          params.bias[c] = back.bias;
-        }
-      }
-    }
-  }
+  const auto gradient = StateGradient::of(params, channel, valid, blockIdx.x == 0 && static_cast<int>(threadIdx.x) < vectors);
   const int64_t step = static_cast<int64_t>(gridDim.x) * rows;
   for (int64_t pixel = static_cast<int64_t>(blockIdx.x) * rows + threadIdx.x / vectors; pixel < params.images * params.pixels; pixel += step) {
     const int64_t at = pixel * params.channels + channel;
-    Pairs<T> total = Pairs<T>::zero();
-    if (pixel < valid) {
-      if (params.grad != nullptr) {
-        total = Pairs<T>::load(static_cast<const T*>(params.grad) + at);
+    const Pairs<T> total = pixel < valid ? gradient.template total<T>(params, at) : Pairs<T>::zero();
+    total.store(static_cast<T*>(params.total) + at);
+  }
+}
+
+// Shared memory of the next, in bytes from its beginning, which the pointwise weights [channels][right_stride] take.
+struct ProductMemory {
+  int left_stride, right_stride;  // elements from row to row
+  size_t left;                    // [kTilePixels][left_stride]: the gradient in all
+  size_t product;                 // [kTilePixels][kSlice + kPadding]
+  size_t bytes;
+
+  MF_HD static ProductMemory of(int64_t channels, int64_t in_channels, int element) {
+    ProductMemory memory{};
+    memory.left_stride = static_cast<int>(channels) + kPadding;
+    memory.right_stride = static_cast<int>(up_to(in_channels, kSlice)) + kPadding;
+    memory.left = static_cast<size_t>(channels) * memory.right_stride * element;
+    memory.product = memory.left + size_t{kTilePixels} * memory.left_stride * element;
+    memory.bytes = memory.product + size_t{kTilePixels} * (kSlice + kPadding) * element;
+    return memory;
+  }
+};
+
+// The same, and the product with the pointwise weights, 64 pixels at a time.
+template <typename T, int kThreads>
+__device__ void align_conv_product_block(const AlignConvTotal& params, const ProductMemory& memory_map, unsigned char* memory) {
+  const auto channels = static_cast<int>(params.channels);
+  const auto in_channels = static_cast<int>(params.in_channels);
+  const int vectors = channels / 8;
+  const int rows = kThreads / vectors;
+  const int row_of_thread = static_cast<int>(threadIdx.x) / vectors;
+  const int channel = static_cast<int>(threadIdx.x) % vectors * 8;
+  const int64_t valid = valid_pixels_of(params);
+  const int64_t pixels = params.images * params.pixels;
+  T* weights = reinterpret_cast<T*>(memory);
+  T* left = reinterpret_cast<T*>(memory + memory_map.left);
+  T* product = reinterpret_cast<T*>(memory + memory_map.product);
+  const int in_vectors = in_channels / 8;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < channels * in_vectors; i += kThreads) {
+    copy_16_bytes(weights + i / in_vectors * memory_map.right_stride + i % in_vectors * 8, static_cast<const T*>(params.pointwise) + i * 8);
+  }
+  wait_for_copies();
+  const bool has_rows = row_of_thread < rows;  // of the threads that are left over none takes a channel
+  StateGradient gradient = {};
+  if (has_rows) {
+    gradient = StateGradient::of(params, channel, valid, blockIdx.x == 0 && row_of_thread == 0);
+  }
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kTilePixels; first < pixels; first += static_cast<int64_t>(gridDim.x) * kTilePixels) {
+#pragma unroll 2
+    for (int row = has_rows ? row_of_thread : kTilePixels; row < kTilePixels; row += rows) {
+      const int64_t at = (first + row) * channels + channel;
+      const Pairs<T> total = first + row < valid ? gradient.template total<T>(params, at) : Pairs<T>::zero();
+      total.store(left + row * memory_map.left_stride + channel);
+      if (first + row < pixels) {
+        total.store(static_cast<T*>(params.total) + at);
       }
-      if (params.grad_state != nullptr) {
-        const Pairs<T> y = Pairs<T>::load(static_cast<const T*>(params.y) + at);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 grad = total.pair[i].floats();
-          const float2 value = y.pair[i].floats();
-          total.pair[i] = Pair<T>::of({grad.x + (slope[i].x * (value.x - mean[i].x) + offset[i].x),
-                                       grad.y + (slope[i].y * (value.y - mean[i].y) + offset[i].y)});
+    }
+    for (int column = 0; column < in_channels; column += kSlice) {
+      __syncthreads();
+      multiply_chunk<T, true, kThreads>(left, memory_map.left_stride, weights + column, memory_map.right_stride, channels, product);
+      __syncthreads();
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kTilePixels * kVectors; i += kThreads) {
+        const int64_t pixel = first + i / kVectors;
+        const int to = column + i % kVectors * 8;
+        if (pixel < pixels && to < in_channels) {
+          Pairs<T>::load(product + i / kVectors * (kSlice + kPadding) + i % kVectors * 8)
+              .store(static_cast<T*>(params.map) + pixel * in_channels + to);
         }
       }
     }
-    total.store(static_cast<T*>(params.total) + at);
   }
 }
 

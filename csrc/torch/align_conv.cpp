@@ -50,6 +50,15 @@ const void* map_pointer(const at::Tensor& map, const char* name, at::IntArrayRef
   return map.const_data_ptr();
 }
 
+// The pointwise weights [out_channels, channels], of the maps' type.
+const void* matrix_pointer(const at::Tensor& pointwise, int64_t out_channels, const at::Tensor& x) {
+  TORCH_CHECK(pointwise.dim() == 2 && pointwise.size(0) == out_channels && pointwise.is_contiguous() && pointwise.device() == x.device() &&
+                  pointwise.scalar_type() == x.scalar_type() && reinterpret_cast<uintptr_t>(pointwise.const_data_ptr()) % 16 == 0,
+              "pointwise is ", pointwise.scalar_type(), " ", pointwise.sizes(), " on ", pointwise.device(), "; wanted ", x.scalar_type(), " [",
+              out_channels, ", channels] in a row on ", x.device(), ", from a multiple of 16 bytes");
+  return pointwise.const_data_ptr();
+}
+
 float* floats_pointer(const at::Tensor& values, const char* name, int64_t count, const at::Tensor& x) {
   TORCH_CHECK(values.device() == x.device() && values.scalar_type() == at::kFloat && values.is_contiguous() && values.numel() == count &&
                   reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 8 == 0,
@@ -128,12 +137,9 @@ std::tuple<at::Tensor, at::Tensor, MaybeTensor> align_conv(const at::Tensor& poi
                                                            std::optional<int64_t> valid) {
   AlignConvForward params{};
   params.input = input_of(x, depthwise, stride, prologue, gate, valid_tensor, valid);
-  TORCH_CHECK(pointwise.dim() == 2 && pointwise.size(1) == x.size(1) && pointwise.is_contiguous() && pointwise.device() == x.device() &&
-                  pointwise.scalar_type() == x.scalar_type() && reinterpret_cast<uintptr_t>(pointwise.const_data_ptr()) % 16 == 0,
-              "pointwise is ", pointwise.scalar_type(), " ", pointwise.sizes(), " on ", pointwise.device(), "; wanted ", x.scalar_type(),
-              " [out_channels, ", x.size(1), "] in a row on ", x.device(), ", from a multiple of 16 bytes");
   const c10::cuda::CUDAGuard guard(x.device());
-  params.pointwise = pointwise.const_data_ptr();
+  params.pointwise = matrix_pointer(pointwise, pointwise.size(0), x);
+  TORCH_CHECK(pointwise.size(1) == x.size(1), "pointwise is ", pointwise.sizes(), "; wanted ", x.size(1), " columns");
   params.out_channels = pointwise.size(0);
   params.norm = params_of(norm, params.out_channels, x);
   const at::Tensor moments = floats({cuda::align_conv_moments(params), 3, params.out_channels}, x);
@@ -160,10 +166,12 @@ at::Tensor align_conv_depthwise(const at::Tensor& x, const at::Tensor& depthwise
   return map;
 }
 
-// The gradient of y in all, and those of the norm's weight and bias (None without grad_state, or where the norm has none).
-std::tuple<at::Tensor, MaybeTensor, MaybeTensor> align_conv_total(const MaybeTensor& grad, const MaybeTensor& grad_state, const at::Tensor& y,
-                                                                  const at::Tensor& state, const Norm& norm, const MaybeTensor& valid_tensor,
-                                                                  std::optional<int64_t> valid) {
+// The gradient of y in all; with `pointwise` also that of the depthwise convolution's result; the gradients of the norm's weight and bias
+// (None without grad_state, or where the norm has none).
+std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_total(const MaybeTensor& grad, const MaybeTensor& grad_state,
+                                                                               const at::Tensor& y, const at::Tensor& state, const Norm& norm,
+                                                                               const MaybeTensor& pointwise, const MaybeTensor& valid_tensor,
+                                                                               std::optional<int64_t> valid) {
   TORCH_CHECK(y.dim() == 4, "y has shape ", y.sizes(), "; wanted [images, channels, height, width]");
   AlignConvTotal params{};
   params.type = float_type(y, "y");
@@ -189,8 +197,15 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor> align_conv_total(const MaybeTen
     bias = floats({params.channels}, y);
     params.bias = bias->mutable_data_ptr<float>();
   }
+  MaybeTensor map;
+  if (pointwise) {
+    params.pointwise = matrix_pointer(*pointwise, params.channels, y);
+    params.in_channels = pointwise->size(1);
+    map = at::empty({y.size(0), params.in_channels, y.size(2), y.size(3)}, y.options().memory_format(at::MemoryFormat::ChannelsLast));
+    params.map = map->mutable_data_ptr();
+  }
   cuda::align_conv_total(params, c10::cuda::getCurrentCUDAStream());
-  return {total, weight, bias};
+  return {total, map, weight, bias};
 }
 
 // The gradients of x, depthwise, prologue and gate from that of the depthwise convolution's result; None where not wanted.

@@ -158,6 +158,11 @@ def _has_kernels(x: Tensor, out_channels: int) -> bool:
     return True
 
 
+def _is_fused_back(dtype: torch.dtype, channels: int, out_channels: int) -> bool:
+    """Whether the product with the gradient of y is taken where that gradient is summed up."""
+    return dtype != torch.float32 and channels % 8 == 0 and channels <= 128 and out_channels % 16 == 0 and out_channels <= 128
+
+
 def _is_fused(dtype: torch.dtype, channels: int, out_channels: int) -> bool:
     """Whether one kernel does both convolutions and the statistics; else the product with the pointwise weights is cuBLAS's."""
     return dtype != torch.float32 and channels % 16 == 0 and channels <= 128 and out_channels <= 256
@@ -249,17 +254,19 @@ class _AlignConv(torch.autograd.Function):
         if grad is None and grad_state is None:
             return tuple(grads)
         valid = (rows, ctx.valid_rows)
-        total = None if grad is None else _aligned(grad)
+        total, of_map = None if grad is None else _aligned(grad), None
+        wants = (wants_x, wants_depthwise, wants_prologue, wants_gate)
         if grad_state is not None or valid != (None, None):
             norm = ctx.norm._replace(weight=weight)
             of_state = None if grad_state is None else grad_state.contiguous()
-            total, grads[3], grads[4] = native.align_conv_total(total, of_state, y, state, norm, *valid)
+            factor = matrix if any(wants) and _is_fused_back(x.dtype, *matrix.shape[::-1]) else None
+            total, of_map, grads[3], grads[4] = native.align_conv_total(total, of_state, y, state, norm, factor, *valid)
         with torch.autocast(x.device.type, enabled=False):
             if wants_pointwise:
                 grads[2] = torch.mm(_as_rows(total).t(), _as_rows(m)).to(ctx.types[1]).view(*matrix.shape, 1, 1)
-            wants = (wants_x, wants_depthwise, wants_prologue, wants_gate)
             if any(wants):
-                of_map = _as_map(torch.mm(_as_rows(total), matrix), m)
+                if of_map is None:
+                    of_map = _as_map(torch.mm(_as_rows(total), matrix), m)
                 results = native.align_conv_backward(of_map, wants, x, taps, ctx.stride, prologue, gate, *valid)
                 grads[0], grads[1], grads[5], grads[6] = results
                 if wants_depthwise:

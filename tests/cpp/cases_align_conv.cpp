@@ -354,6 +354,29 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   expect(context, "gradient in all", card_total, wanted, s.type, 2 * step);
   context.expect_close("norm's weight's gradient", total.weight, to_weight, 1e-6);
   context.expect_close("norm's bias's gradient", total.bias, to_bias, 1e-6);
+  if (s.type != FloatType::kFloat32 && s.channels % 16 == 0) {
+    constexpr size_t kIn = 72;
+    const Doubles pointwise = draw(random, C * kIn, s.type, 0.5);
+    const Floats stored = decode(context.download(card_total, bytes_of(grad.size(), s.type)), s.type);
+    Doubles product(static_cast<size_t>(out_pixels) * kIn);
+    for (size_t pixel = 0; pixel < static_cast<size_t>(out_pixels); ++pixel) {
+      for (size_t c = 0; c < C; ++c) {
+        for (size_t i = 0; i < kIn; ++i) {
+          product[pixel * kIn + i] += static_cast<double>(stored[pixel * C + c]) * pointwise[c * kIn + i];
+        }
+      }
+    }
+    auto* card_again = poisoned(grad.size());
+    auto* card_product = poisoned(product.size());
+    total.total = card_again;
+    total.pointwise = context.upload(encode(pointwise, s.type));
+    total.in_channels = kIn;
+    total.map = card_product;
+    launches.total(total);
+    expect(context, "gradient in all, with a product", card_again, wanted, s.type, 2 * step);
+    expect(context, "product", card_product, product, s.type, 2 * step);
+    context.expect_close("norm's weight's gradient, with a product", total.weight, to_weight, 1e-6);
+  }
 
   mf::AlignConvBackward back{};
   back.input = in;
@@ -517,7 +540,15 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
              }
            },
            [&](const mf::AlignConvTotal& params) {
-             shim::launch(2, kThreads, 0, [&] { cuda::align_conv_total_block<T, kThreads>(params); });
+             if (params.pointwise == nullptr) {
+               shim::launch(2, kThreads, 0, [&] { cuda::align_conv_total_block<T, kThreads>(params); });
+             } else if constexpr (sizeof(T) == 2) {
+               const auto map = cuda::ProductMemory::of(params.channels, params.in_channels, sizeof(T));
+               shim::launch(1, kThreads, map.bytes, [&] {
+                 MF_DYNAMIC_SHARED(memory);
+                 cuda::align_conv_product_block<T, kThreads>(params, map, memory);
+               });
+             }
            },
            parts,
            [&](const mf::AlignConvBackward& params) {

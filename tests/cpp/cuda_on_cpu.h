@@ -285,9 +285,16 @@ inline void run_block(unsigned threads, std::mt19937& random) {
   std::iota(order.begin(), order.end(), 0u);
   while (true) {
     arrange(order, random);
-    for (const unsigned thread : order) {
-      if (!fibers[thread].done && fibers[thread].waits == Wait::kNothing) {
-        resume(thread);
+    // In these schedules a warp runs on through its collectives before the next one begins, as far as block barriers let it: else no
+    // warp could pass one before all others have done what comes before theirs.
+    const bool alone = schedule == Schedule::kForward || schedule == Schedule::kReverse;
+    for (unsigned i = 0; i < threads; ++i) {
+      if (!fibers[order[i]].done && fibers[order[i]].waits == Wait::kNothing) {
+        resume(order[i]);
+      }
+      const unsigned first = order[i] / kWarpSize * kWarpSize;
+      if (alone && (i + 1) % kWarpSize == 0 && let_go(first, first + kWarpSize, Wait::kWarp)) {
+        i -= kWarpSize;
       }
     }
     // Every fiber has now ended or waits.

@@ -304,7 +304,15 @@ class KernelsInPyTorch:
         self.calls.append("norm_state")
         return norm_state(y, norm, valid if rows is None else rows)
 
-    def align_conv_total(self, grad, grad_state, y, state, norm, rows, valid):
+    def align_conv_total(self, grad, grad_state, y, state, norm, matrix, rows, valid):
+        total, *others = self.total(grad, grad_state, y, state, norm, rows, valid)
+        product = None
+        if matrix is not None:
+            self.calls[-1] = "align_conv_total with product"
+            product = F.conv2d(total, matrix.t()[:, :, None, None]).contiguous(memory_format=torch.channels_last)
+        return total, product, *others
+
+    def total(self, grad, grad_state, y, state, norm, rows, valid):
         self.check_map(y)
         self.calls.append("align_conv_total")
         valid = valid if rows is None else rows
@@ -352,6 +360,7 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("used", ["y", "state", "both"])
 def test_the_path_of_a_card(kernels, monkeypatch, fused, with_prologue, with_gate, valid, used):
     monkeypatch.setattr(op, "_is_fused", lambda *_: fused)
+    monkeypatch.setattr(op, "_is_fused_back", lambda *_: fused)
     x, depthwise, pointwise, norm, prologue, gate = make(3, 8, 16, dtype=torch.float32)
     leaves = [x, depthwise.double(), pointwise.double(), norm.weight, norm.bias, *([prologue] * with_prologue), *([gate] * with_gate)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -369,7 +378,7 @@ def test_the_path_of_a_card(kernels, monkeypatch, fused, with_prologue, with_gat
         results.append((y, state, *running.values(), *grads))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     forward = ["align_conv"] if fused else ["align_conv_depthwise", "norm_state"]
-    total = [] if used == "y" and valid is None else ["align_conv_total"]
+    total = [] if used == "y" and valid is None else ["align_conv_total" + " with product" * fused]
     assert kernels.calls == [*forward, *total, "align_conv_backward"]
 
 
@@ -415,4 +424,5 @@ def test_another_layout_is_copied_and_said_once(kernels):
 def test_which_kernels():
     half = torch.bfloat16
     assert [op._is_fused(half, c, o) for c, o in ((64, 64), (64, 128), (128, 128), (128, 256), (16, 8))] == [True] * 5
+    assert op._is_fused_back(half, 64, 128) and not op._is_fused_back(half, 128, 256) and not op._is_fused_back(torch.float32, 64, 64)
     assert not any(op._is_fused(*case) for case in ((torch.float32, 64, 64), (half, 256, 256), (half, 128, 512), (half, 24, 64)))
