@@ -1,0 +1,111 @@
+"""``mose-fast bench``: what is measured, how it is told, and what stands in its way."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+
+import pytest
+import torch
+
+from mose_fast import _dali, _loader
+from mose_fast.benchmark import Ceilings, Report, Row, benchmark, random_stream, variants
+from mose_fast.cli import main
+from mose_fast.config import ConfigError, RunConfig
+
+SMALL = RunConfig.create(width=1, memory=80, device="cpu", options={"buffer_batch": 6, "new_extra": 2})
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_step_by_itself_is_measured():
+    named = []
+    report = benchmark(SMALL, classes=4, seconds=0.1, only="plain PyTorch, eager", watch=named.append)
+    (plain,) = report.rows
+    assert named == [plain.name] == ["plain PyTorch, eager"]
+    (fused,) = benchmark(SMALL, classes=4, seconds=0.1, only="fused kernels, eager").rows
+    # 10 incoming, 2 current and 6 buffer rows in 4 views each: a full step, not one of the ramp.
+    assert plain.views == 72 and plain.milliseconds > 0 and plain.p20 <= plain.milliseconds <= plain.p80
+    assert plain.peak is None
+    if _loader.native is None:
+        assert fused.milliseconds is None and "no native library" in fused.note
+    else:
+        assert fused.views == 72 and fused.milliseconds > 0
+    assert report.evaluation is None
+
+
+def test_the_loop_is_measured_by_feed():
+    report = benchmark(SMALL, classes=4, seconds=0.3, only="loop: plain")
+    (row,) = report.rows
+    assert row.views == 72
+    assert 0 < row.milliseconds < 5000
+
+
+def test_an_evaluation_is_measured():
+    report = benchmark(SMALL, classes=4, seconds=0.1, only="evaluation")
+    assert report.rows == ()
+    assert report.evaluated == 80 + 156  # the memory, and 10,000 test images scaled by the width
+    assert report.evaluation > 0
+    assert "evaluation of 236 images" in report.text()
+
+
+def test_dali_is_left_out_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(_dali, "obstacle", lambda: "nvidia-dali is not installed")
+    report = benchmark(SMALL, classes=4, seconds=0.1, only="feed dali")
+    (row,) = report.rows
+    assert row.milliseconds is None
+    assert "nvidia-dali is not installed" in row.note or "no native library" in row.note
+    assert row.name in report.text() and row.note in report.text()
+
+
+def test_rates_are_those_of_forward_and_backward():
+    row = Row("a", views=100, milliseconds=50.0, p20=49.0, p80=52.0, peak=3_000_000)
+    absent = Row("b", 0, None, None, None, None, "why not")
+    report = Report("card", SMALL, 10**9, Ceilings(24.0, 100.0), (row, absent), None, 0)
+    # 100 images of 10^9 multiply-accumulates, two operations each, backward twice the forward: 6 * 10^11 in 0.05 s.
+    assert report.tflops(row) == pytest.approx(12.0)
+    text = report.text()
+    assert " 50.0%" in text and "2,000" in text
+    header, first, second = csv.reader(io.StringIO(report.table()))
+    values = dict(zip(header, first, strict=True))
+    assert (values["ms"], values["tflops"], values["share_of_ceiling"], values["images_per_s"]) == ("50.0000", "12.000", "0.5000", "2000.0")
+    assert dict(zip(header, second, strict=True))["note"] == "why not"
+
+
+def test_a_card_has_graphs_and_all_feeds():
+    names = [variant.name for variant in variants(torch.device("cuda"))]
+    assert "plain PyTorch, torch.compile, graph" in names and "fused kernels, graph" in names
+    assert [name for name in names if name.startswith("loop: fused")] == [
+        f"loop: fused kernels, feed {feed}" for feed in ("torch", "dali", "fused")
+    ]
+    for variant in variants(torch.device("cuda")):
+        dataclasses.replace(SMALL, **variant.settings)  # all are settings that there are
+
+
+def test_the_stream_brings_steps_to_their_full_size():
+    stream = random_stream(SMALL, 10, 300, tests=20)
+    assert [len(stream.train_rows(task)) for task in range(2)] == [200, 300]
+    assert set(stream.y_train[stream.train_rows(1)].tolist()) == set(range(5, 10))
+    assert len(stream.x_test) == 20
+
+
+def test_other_methods_are_refused():
+    with pytest.raises(ConfigError, match="method is 'er'; wanted mose"):
+        benchmark(RunConfig.create(method="er", device="cpu"))
+
+
+def test_the_command_prints_a_table_and_writes_its_rows(capsys, tmp_path):
+    arguments = ["bench", "--device", "cpu", "--width", "1", "--memory", "80", "--seconds", "0.1", "--only", "plain PyTorch, eager"]
+    settings = ["--set", "buffer_batch=6", "--set", "new_extra=2"]
+    assert main([*arguments, *settings, "--csv", str(tmp_path / "bench.csv")]) == 0
+    out, err = capsys.readouterr()
+    assert "plain PyTorch, eager" in out and "ceilings measured here" in out
+    assert "... plain PyTorch, eager" in err
+    assert (tmp_path / "bench.csv").read_text().startswith("variant,views,ms,")
