@@ -7,7 +7,8 @@
 // sum g (x' - mean) (first pass); dx' = scale g + slope (x' - mean) + offset, dr alike or g itself (second pass). With a prologue dx =
 // scale1 [x' > 0] dx', and the prologue's own gradient from the sums of [x' > 0] dx' and of that times x - mean1.
 //
-// Channels are a multiple of kGroup; maps, and the vectors [channels], are aligned to 16 bytes. Padded images are never read, written as zero and not counted.
+// Channels are a multiple of kGroup; maps and states are aligned to 16 bytes. Padded images are never read, written as zero and not
+// counted.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,8 @@ inline ChannelGrid norm_grid(const MapShape& shape, int processors) {
   return ChannelGrid::of(shape, kNormThreads, processors);
 }
 
-// The state of one norm, or of two in one launch, from one read of each map; running statistics are updated. A norm that is not in training reads no map.
+// The state of one norm, or of two in one launch, from one read of each map; running statistics are updated. A norm that is not in
+// training reads no map.
 struct NormStatistics {
   static constexpr int kFields = 3;  // of the workspace
 

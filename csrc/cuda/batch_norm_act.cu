@@ -9,7 +9,6 @@ namespace mf::cuda {
 namespace {
 
 constexpr int kMapThreads = 256;          // of a block without sums
-constexpr int kMapBlocks = 6;             // of them for each processor: all at once, or in two waves
 constexpr unsigned kVectorThreads = 128;  // of a block over the channels alone
 
 template <typename T, bool kPrologue>
@@ -18,12 +17,14 @@ __global__ void __launch_bounds__(kNormThreads) norm_statistics_kernel(const Nor
   norm_statistics_block<T, kPrologue>(params, shift, shared);
 }
 
-// That a processor holds at once, which limits the registers: 80 or 128.
+// That a processor holds at once, which limits the registers: 80 or 128. A launch is one such wave: a second one would walk the whole map
+// again and find nothing of it in the L2.
 template <typename T, NormForm kForm>
 constexpr int kForwardBlocks = sizeof(T) == 2 && (kForm == NormForm::kPlain || kForm == NormForm::kResidual) ? 3 : 2;
 
 template <typename T, NormForm kForm>
-__global__ void __launch_bounds__(kMapThreads, kForwardBlocks<T, kForm>) batch_norm_act_forward_kernel(const BatchNormActForward params, int shift) {
+__global__ void __launch_bounds__(kMapThreads, kForwardBlocks<T, kForm>)
+    batch_norm_act_forward_kernel(const BatchNormActForward params, int shift) {
   batch_norm_act_forward_block<T, kForm>(params, shift);
 }
 
@@ -40,7 +41,8 @@ template <NormForm kForm>
 constexpr int kBackwardBlocks = kForm == NormForm::kPrologue ? 1 : 2;
 
 template <typename T, NormForm kForm>
-__global__ void __launch_bounds__(kBackwardThreads<kForm>, kBackwardBlocks<kForm>) batch_norm_act_backward_kernel(const BatchNormActBackward params, int shift) {
+__global__ void __launch_bounds__(kBackwardThreads<kForm>, kBackwardBlocks<kForm>)
+    batch_norm_act_backward_kernel(const BatchNormActBackward params, int shift) {
   MF_DYNAMIC_SHARED(shared);
   batch_norm_act_backward_block<T, kForm>(params, shift, shared);
 }
@@ -83,7 +85,7 @@ void for_type(FloatType type, const Launch& launch) {
 
 template <typename T, NormForm kForm>
 void forward(const BatchNormActForward& params, Stream stream) {
-  const ChannelGrid grid = ChannelGrid::of(params.shape, kMapThreads, kMapBlocks * params.processors);
+  const ChannelGrid grid = ChannelGrid::of(params.shape, kMapThreads, kForwardBlocks<T, kForm> * params.processors);
   MF_LAUNCH((batch_norm_act_forward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kMapThreads, 0, stream, params, grid.shift);
 }
 
@@ -99,7 +101,7 @@ void backward(const BatchNormActBackward& params, Stream stream) {
   constexpr bool kSums = kForm == NormForm::kPrologue;
   constexpr int kThreads = kBackwardThreads<kForm>;
   constexpr size_t kBytes = kSums ? channel_sums_shared<BatchNormActBackward::kPrologueFields>(kThreads) : 0;
-  const ChannelGrid grid = ChannelGrid::of(params.shape, kThreads, (kSums ? 1 : kMapBlocks) * params.processors);
+  const ChannelGrid grid = ChannelGrid::of(params.shape, kThreads, kBackwardBlocks<kForm> * params.processors);
   MF_LAUNCH((batch_norm_act_backward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kThreads, kBytes, stream, params, grid.shift);
 }
 

@@ -40,8 +40,8 @@ __device__ inline float rectified(float x) {
   return passes(x) ? x : 0.0f;
 }
 
-// A thread's pixels in the order of a pass, which counts them from its own end: first, first + step, ... below `pixels`. Numbers of pixels fit
-// into 30 bits (the launchers check it), so that steps beyond the end do not overflow; elements are counted in 64.
+// A thread's pixels in the order of a pass, which counts them from its own end: first, first + step, ... Numbers of pixels fit into 30
+// bits (the launchers check it), so that steps beyond the end do not overflow; elements are counted in 64.
 struct Walk {
   int first, step;
 

@@ -145,8 +145,13 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   std::vector<TextbookNorm> norms;
   for (int i = 0; i < (s.second_norm ? 2 : 1); ++i) {
     const Doubles ones(static_cast<size_t>(channels), 1), zeros(static_cast<size_t>(channels), 0);
-    norms.push_back({s.parameters ? vector(0.25, 0.5) : ones, s.parameters ? vector(-0.5, 0.5) : zeros, vector(s.offset - 0.5, 0.5), vector(0.5, 0.5),
-                     i == 0 ? s.training : s.second_training, {}, {}});
+    norms.push_back({s.parameters ? vector(0.25, 0.5) : ones,
+                     s.parameters ? vector(-0.5, 0.5) : zeros,
+                     vector(s.offset - 0.5, 0.5),
+                     vector(0.5, 0.5),
+                     i == 0 ? s.training : s.second_training,
+                     {},
+                     {}});
   }
   const Doubles before = [&] {  // mean, inverse deviation (unused), scale, shift
     Doubles state;
@@ -241,7 +246,16 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   auto* state = context.poisoned<float>(states);
   auto* tickets = context.upload(std::vector<uint32_t>(static_cast<size_t>(count * grid.tickets()), 0));
   auto* partials = context.poisoned<float>(static_cast<size_t>(count * grid.partials(mf::NormStatistics::kFields)));
-  launches.statistics({shape, s.type, s.processors, static_cast<int>(count), {card_x, card_residual}, {params[0], params[1]}, card_before, state, partials, tickets});
+  launches.statistics({shape,
+                       s.type,
+                       s.processors,
+                       static_cast<int>(count),
+                       {card_x, card_residual},
+                       {params[0], params[1]},
+                       card_before,
+                       state,
+                       partials,
+                       tickets});
   const double close = s.type == FloatType::kFloat32 || s.prologue ? 2e-5 : 1e-5;
   Floats wanted_state;
   for (const TextbookNorm& norm : norms) {

@@ -67,9 +67,10 @@ inline double step_of(FloatType type) {
 // Multiples of `scale` times a power of two, between -2 scale and 2 scale.
 inline Doubles draw(std::mt19937& random, size_t count, FloatType type, double scale) {
   const int range = type == FloatType::kFloat32 ? 1 << 23 : type == FloatType::kFloat16 ? 2047 : 255;
+  const int exponent = type == FloatType::kFloat32 ? -22 : type == FloatType::kFloat16 ? -10 : -7;
   Doubles values(count);
   for (double& value : values) {
-    value = std::ldexp(static_cast<int>(random() % (2u * range + 1)) - range, type == FloatType::kFloat32 ? -22 : type == FloatType::kFloat16 ? -10 : -7) * scale;
+    value = std::ldexp(static_cast<int>(random() % (2u * range + 1)) - range, exponent) * scale;
   }
   return values;
 }

@@ -1,8 +1,8 @@
 // Comparisons of a kernel with its CPU twin, defined once and run twice: on the CPU by tests/cpp/test_kernels_on_cpu.py, through
 // cuda_on_cpu.h and under sanitizers, and on a card by the program kernel_check.
 //
-// To add an op: write tests/cpp/cases_<stem>.cpp with one KERNEL_CASE(name) { ... } a comparison; csrc/cpu/<stem>.cpp, where
-// there is one, and csrc/cuda/<stem>.cu are compiled along with it, nothing else has to be registered. A case makes its inputs, gives them to
+// To add an op: write tests/cpp/cases_<stem>.cpp with one KERNEL_CASE(name) { ... } a comparison; csrc/cpu/<stem>.cpp, where there is
+// one, and csrc/cuda/<stem>.cu are compiled along with it, nothing else has to be registered. A case makes its inputs, gives them to
 // mf::cpu::<op>, gives copies of them to mf::cuda::<op> and says what must agree:
 //
 //   KERNEL_CASE(null_of_300_bytes) {
