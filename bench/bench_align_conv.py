@@ -104,6 +104,8 @@ def bench_align_conv(measure, impl, device, dtype, direction, rows, name):
     channels, out_channels, side, stride, prologue, gate = SHAPES[name]
     shape = {"N": rows, "C": channels, "O": out_channels, "H": side, "s": stride, "prologue": int(prologue), "gate": int(gate)}
     case = Case("align_conv", impl, device, dtype, direction, shape)
+    needed, done = (elements * dtype.itemsize for elements in moved(case))
+    case = replace(case, bytes_needed=needed, bytes_moved=done)
     if dtype == torch.bfloat16 and rows == HEADLINE:
         case = replace(case, target_us=target(case))
     measure(case, make_call)

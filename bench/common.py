@@ -10,12 +10,9 @@ A benchmark file ``bench_<stem>.py`` holds two functions (see bench_null.py, and
 from __future__ import annotations
 
 import math
-import platform
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,8 +20,8 @@ from torch import Tensor
 from mose_fast import _loader
 
 __all__ = [
-    "CLASSES", "DIRECTIONS", "HEADLINE", "IMPLEMENTATIONS", "SIZES", "Case", "choose", "processor", "quantiles", "repetitions",
-    "time_on_card", "with_gradients",
+    "BEYOND_CACHES", "CLASSES", "DIRECTIONS", "HEADLINE", "IMPLEMENTATIONS", "SIZES", "Case", "choose", "copy_rate", "quantiles",
+    "repetitions", "time_on_card", "with_gradients",
 ]  # fmt: skip
 
 #: Rows of a step: the least and most of the first task, the most later, and a large batch (performance.md, shapes of a step).
@@ -33,6 +30,8 @@ SIZES = (40, 296, 384, 1024)
 HEADLINE = 384
 #: Classes of the two data sets, Split CIFAR-100 and Split Tiny-ImageNet.
 CLASSES = (100, 200)
+#: Bytes that no card's cache holds.
+BEYOND_CACHES = 200 * 10**6
 #: The slowest to start comes last: where time runs out, the others are there.
 IMPLEMENTATIONS = ("reference", "native", "compiled")
 DIRECTIONS = ("forward", "forward+backward")
@@ -51,6 +50,9 @@ class Case:
         shape: Sizes by the letter that the op's docstring uses.
         target_us: Microseconds that the native code should take at most on a Hopper card; None where there is no target.
         captured: On a card the calls run inside a captured graph; False for code that waits for the host, which no graph can hold.
+        bytes_needed: The least that the op can move through the card's memory: each input read once, each output written once.
+        bytes_moved: What the launches of the native code move. With it, calls take turns on several sets of inputs, so that none of them
+            is in the card's cache when it is read; None: caches are warm, as they are for what the step has just written.
     """
 
     op: str
@@ -61,6 +63,13 @@ class Case:
     shape: Mapping[str, int] = field(default_factory=dict)
     target_us: float | None = None
     captured: bool = True
+    bytes_needed: int | None = None
+    bytes_moved: int | None = None
+
+    @property
+    def sets(self) -> int:
+        """Sets of inputs that calls on a card take turns on."""
+        return 1 if self.bytes_moved is None else max(1, min(20, -(-BEYOND_CACHES // max(self.bytes_moved, 1))))
 
     @property
     def shape_text(self) -> str:
@@ -119,18 +128,27 @@ def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, i
     return max(5, min(100, int(budget / (once * iterations)))), iterations
 
 
-def processor() -> str:
-    """The processor's name as the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
-    return name.group(1).strip() if name else platform.processor() or platform.machine()
+def copy_rate() -> float:
+    """Bytes a second that a copy moves on the card, read and written: the best of five copies of 1 GiB."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(6):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        target.copy_(source)
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 1e3)
+    return 2 * source.numel() / min(times)
 
 
-def time_on_card(call: Callable[[], object], captured: bool) -> tuple[list[float], int, int]:
-    """Times ``call`` by CUDA events, inside a captured graph as it will run in a captured training step, or eagerly.
+def time_on_card(calls: Sequence[Callable[[], object]], captured: bool) -> tuple[list[float], int, int]:
+    """Times ``calls``, which do the same on inputs of their own, by CUDA events, inside a captured graph as in a captured training step, or
+    eagerly.
 
-    Up to 20 calls are timed in a row, so that the gap between two graph launches does not count. Caches are warm, as they are for an
-    op whose inputs the step has just written.
+    About 20 calls are timed in a row, so that the gap between two graph launches does not count. With one call caches are warm, as
+    they are for an op whose inputs the step has just written; with several they take turns.
 
     Returns:
         Seconds per call, one a round; device launches of one call (kernels, copies, fills); peak memory of one call in bytes beyond
@@ -138,9 +156,11 @@ def time_on_card(call: Callable[[], object], captured: bool) -> tuple[list[float
     """
     side = torch.cuda.Stream()  # warm-up and capture on one stream: autograd remembers the stream that it first ran on
     side.wait_stream(torch.cuda.current_stream())
+    call = calls[0]
     with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
+        for each in calls:
+            for _ in range(3):
+                each()
         side.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -154,12 +174,14 @@ def time_on_card(call: Callable[[], object], captured: bool) -> tuple[list[float
             side.synchronize()
         launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
-        calls = max(1, min(20, int(0.02 / once)))
-        rounds = max(5, min(30, int(0.2 / (once * calls))))
+        turns = max(1, min(20, int(0.02 / once)) // len(calls))
+        count = turns * len(calls)
+        rounds = max(5, min(30, int(0.2 / (once * count))))
 
         def run() -> None:
-            for _ in range(calls):
-                call()
+            for _ in range(turns):
+                for each in calls:
+                    each()
 
         if captured:
             graph = torch.cuda.CUDAGraph()
@@ -174,4 +196,4 @@ def time_on_card(call: Callable[[], object], captured: bool) -> tuple[list[float
             run()
             last.record()
         side.synchronize()
-    return [first.elapsed_time(last) / 1e3 / calls for first, last in events], launches, peak
+    return [first.elapsed_time(last) / 1e3 / count for first, last in events], launches, peak

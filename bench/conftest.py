@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, processor, quantiles, repetitions, time_on_card
+from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, copy_rate, quantiles, repetitions, time_on_card
 from mose_fast import _loader
 from mose_fast._version import git_commit
+from mose_fast.device import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,9 +44,32 @@ def commit() -> str:
     return os.environ.get("MOSE_FAST_COMMIT") or git_commit(ROOT) or "unknown"
 
 
+@pytest.fixture(scope="session")
+def copied() -> float:
+    """Bytes a second that a copy moves on the card."""
+    return copy_rate()
+
+
 @pytest.fixture
 def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Callable[[], object]]], None]:
-    """A function ``measure(case, make_call)`` that times one case and keeps what bench/store.py needs in ``extra_info``."""
+    """A function ``measure(case, make_call)`` that times one case and keeps what bench/store.py needs in ``extra_info``.
+
+    ``measure.given(case, seconds)`` keeps a time on a card that was measured elsewhere.
+    """
+
+    def describe(case: Case) -> dict[str, object]:
+        card = torch.cuda.get_device_name() if case.device == "cuda" else processor()
+        return {
+            "op": case.op, "impl": case.impl, "shape": case.shape_text, "dtype": case.dtype_text, "device": case.device,
+            "direction": case.direction, "commit": commit, "torch": torch.__version__, "cuda": torch.version.cuda or "",
+            "python": platform.python_version(), "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "card": card,
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
+
+    def given(case: Case, seconds: float) -> None:
+        benchmark.group = case.group
+        benchmark.pedantic(lambda: None)
+        benchmark.extra_info.update(describe(case), **quantiles([seconds]), target_us=case.target_us)
 
     def run(case: Case, make_call: Callable[[Case], Callable[[], object]]) -> None:
         on_card = case.device == "cuda"
@@ -57,19 +81,20 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             pytest.skip(f"torch.compile is measured at N={HEADLINE} only, K={CLASSES[0]} (--compiled=all for every size)")
         torch.manual_seed(0)
         torch.compiler.reset()  # else the ninth shape of one function would run uncompiled, silently
-        call = make_call(case)
+        call, *others = (make_call(case) for _ in range(case.sets if on_card and benchmark.enabled else 1))
         benchmark.group = case.group
         if not benchmark.enabled:  # --benchmark-disable: does it still run?
             benchmark.pedantic(call)
             return
 
         info = benchmark.extra_info
-        info.update(op=case.op, impl=case.impl, shape=case.shape_text, dtype=case.dtype_text, device=case.device)
-        info.update(direction=case.direction, commit=commit, torch=torch.__version__, cuda=torch.version.cuda or "")
-        info.update(python=platform.python_version(), date=datetime.now(timezone.utc).strftime("%Y-%m-%d"))
-        info.update(card=torch.cuda.get_device_name() if on_card else processor(), threads=torch.get_num_threads())
+        info.update(describe(case))
         if on_card:
-            seconds, launches, peak = time_on_card(call, case.captured)
+            seconds, launches, peak = time_on_card([call, *others], case.captured)
+            if case.bytes_moved is not None:
+                info.update(bytes_needed=case.bytes_needed, copy_bytes_per_us=round(request.getfixturevalue("copied") / 1e6))
+                if case.impl == "native":
+                    info.update(bytes_moved=case.bytes_moved)
             info.update(quantiles(seconds), launches=launches, peak_bytes=peak, target_us=case.target_us)
             info.update(graph="yes" if case.captured else "no")
 
@@ -83,4 +108,5 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         benchmark.pedantic(call, rounds=rounds, iterations=iterations)
         info.update(quantiles(benchmark.stats.stats.data))
 
+    run.given = given
     return run

@@ -1,23 +1,28 @@
 #!/usr/bin/env bash
 # One command for a machine with a card: builds for it, checks every kernel, measures every op, prints one table last.
 #
-#   bench/gpu_check.sh             needs nvcc, cmake, ninja, a CUDA build of torch >= 2.11, pytest and pytest-benchmark; no network
-#   bench/gpu_check.sh --dry-run   anywhere: lists every step and every test, fails if an op lacks one
+#   bench/gpu_check.sh                  needs nvcc, cmake, ninja, a CUDA build of torch >= 2.11, pytest and pytest-benchmark; no network
+#   bench/gpu_check.sh --only check     builds and checks; then, where time is lent in pieces, --only measure
+#   bench/gpu_check.sh --dry-run        anywhere: lists every step and every test, fails if an op lacks one
 #
 # PYTHON names the interpreter (python3). PYTHONPATH is kept: packages brought along may lie there. LIMIT is the time for everything
-# in seconds (290). Results are added to bench/results/<card>.csv, the table goes to <card>.txt beside it; where OUT is set, both and the
+# in seconds (900). Results are added to bench/results/<card>.csv, the table goes to <card>.txt beside it; where OUT is set, both and the
 # log are copied there. A failed step does not stop those after it. Exit status: 0 only if every step passed. More: docs/benchmarks.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 dry=false
-case "${1:-}" in
+check=true
+measure=true
+case "$*" in
   "") ;;
   --dry-run) dry=true ;;
-  *) echo "argument is '$1'; wanted --dry-run or nothing" >&2; exit 2 ;;
+  "--only check") measure=false ;;
+  "--only measure") check=false ;;
+  *) echo "arguments are '$*'; wanted --dry-run, --only check, --only measure or nothing" >&2; exit 2 ;;
 esac
 python=${PYTHON:-python3}
-limit=${LIMIT:-290}
+limit=${LIMIT:-900}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 folder=build/gpu_check
 log=$folder/log.txt
@@ -54,7 +59,7 @@ step() {
 finish() {
   if [[ -n ${OUT:-} ]]; then
     mkdir -p "$OUT"
-    cp "$log" "bench/results/$card.csv" "bench/results/$card.txt" "$OUT" 2>/dev/null
+    cp "$log" "$folder/bench.csv" "bench/results/$card.csv" "bench/results/$card.txt" "$OUT" 2>/dev/null
   fi
   printf '\n== %s s in all\n' "$SECONDS"
   printf '%s\n' "${summary[@]}"
@@ -115,21 +120,29 @@ export archs python half
 step "build" 150 bash -c build_all || finish
 step "library for the card" 30 "$python" -W error::RuntimeWarning -c \
   'import mose_fast; info = mose_fast.build_info(); print(info); assert info["backend"] == "cuda", info' || finish
-step "kernel_check" 30 build/card/kernel_check
-for tool in memcheck racecheck initcheck; do
-  step "kernel_check, $tool" 45 compute-sanitizer --tool "$tool" --error-exitcode 9 build/card/kernel_check
-done
-step "tests/gpu" 90 "$python" -m pytest tests/gpu -q -rs --maxfail=5 -p no:cacheprovider
+if $check; then
+  step "kernel_check" 30 build/card/kernel_check
+  for tool in memcheck racecheck initcheck; do
+    step "kernel_check, $tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 build/card/kernel_check
+  done
+  step "tests/gpu" 150 "$python" -m pytest tests/gpu --ignore=tests/gpu/test_captured.py -q -rs --maxfail=20 -p no:cacheprovider
+  # Whole runs, in a process of their own.
+  step "captured steps" 120 "$python" -m pytest tests/gpu/test_captured.py -q -rs --maxfail=5 -p no:cacheprovider
+fi
+if ! $measure; then finish; fi
 
-# One process an op: an error of the card spoils the rest of its process.
+# The whole first, where time may run out; one process a file: an error of the card spoils the rest of its process.
 measured=()
-for file in $(grep -l '^def bench_' bench/bench_*.py); do
+whole=$(ls bench/bench_step.py bench/bench_run.py 2>/dev/null)
+for file in $whole $(grep -l '^def bench_' bench/bench_*.py | grep -v -x -F "${whole:-none}"); do
   stem=$(basename "$file" .py)
   json=$folder/$stem.json
   step "$stem" 120 "$python" -m pytest "$file" -q --devices=cuda --compiled=headline --benchmark-quiet -p no:cacheprovider \
     "--benchmark-json=$json"
   if [[ -s $json ]]; then measured+=("$json"); fi
 done
+step "choices of the step" 90 "$python" -m bench.compare_step
+step "mose-fast bench" 150 "$python" -m mose_fast bench --device cuda --precision bf16 --memory 5000 --csv "$folder/bench.csv"
 
 if $dry; then
   printf '%-24s %s\n\n' "results and table" "bench/results/<card>.csv, bench/results/<card>.txt"

@@ -23,12 +23,13 @@ from typing import Any
 __all__ = ["COLUMNS", "append", "file_name", "read_rows", "table"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
-#: From ``graph`` to ``target_us`` for cards only. Peak memory is that of one call in bytes, outputs included, inputs not.
+#: From ``graph`` to ``copy_bytes_per_us`` for cards only. Peak memory is that of one call in bytes, outputs included, inputs not; the
+#: last three are there where an op is bound by bytes, and its inputs then were not in the card's cache.
 COLUMNS = (
     "op", "impl", "direction", "shape", "dtype", "device", "median_us", "p20_us", "p80_us", "graph", "peak_bytes", "launches", "target_us",
-    "card", "torch", "cuda", "python", "threads", "commit", "date",
+    "bytes_needed", "bytes_moved", "copy_bytes_per_us", "card", "torch", "cuda", "python", "threads", "commit", "date",
 )  # fmt: skip
-_OPTIONAL = ("graph", "peak_bytes", "launches", "target_us")
+_OPTIONAL = ("graph", "peak_bytes", "launches", "target_us", "bytes_needed", "bytes_moved", "copy_bytes_per_us")
 
 Row = dict[str, str]
 
@@ -92,13 +93,14 @@ def append(rows: Iterable[Row], folder: Path) -> list[Path]:
 def table(rows: Sequence[Row]) -> str:
     """The rows as columns: one line per op, direction, shape, dtype and device; of two rows for one cell the later one counts.
 
-    The speedup is that of the native code over the reference; launches and peak memory are the native code's.
+    The speedup is that of the native code over the reference; launches, peak memory and megabytes (needed, moved) are the native
+    code's. ``of copy`` is the time that a copy of the needed bytes would take over that of the native code.
     """
     names = ("op", "direction", "shape", "dtype", "device")
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         lines.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
-    cells = [(*names, "reference us", "compiled us", "native us", "speedup", "target us", "launches", "peak KiB")]
+    cells = [(*names, "reference us", "compiled us", "native us", "speedup", "target us", "launches", "peak KiB", "MB", "of copy")]
     for key, by_impl in lines.items():
         median = {impl: float(row["median_us"]) for impl, row in by_impl.items()}
         native = by_impl.get("native", {})
@@ -110,10 +112,19 @@ def table(rows: Sequence[Row]) -> str:
             f"{float(target):g} {'met' if median['native'] <= float(target) else 'MISSED'}" if target else "-",
             native.get("launches") or "-",
             f"{int(native['peak_bytes']) / 1024:.0f}" if native.get("peak_bytes") else "-",
+            *_bytes(native),
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     aligned = [str.ljust] * len(names) + [str.rjust] * (len(widths) - len(names))
     return "\n".join("  ".join(map(lambda align, cell, width: align(cell, width), aligned, line, widths)) for line in cells)
+
+
+def _bytes(row: Row) -> tuple[str, str]:
+    """Megabytes needed and moved, and the share of a copy's rate."""
+    if not row.get("bytes_needed") or not row.get("bytes_moved"):
+        return "-", "-"
+    needed, moved = int(row["bytes_needed"]), int(row["bytes_moved"])
+    return f"{needed / 1e6:.1f} {moved / 1e6:.1f}", f"{needed / float(row['copy_bytes_per_us']) / float(row['median_us']):.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,8 @@ set(MOSE_FAST_CPU_SOURCES
   cpu/augment_parameters.cpp
   cpu/augment.cpp
   cpu/expert_losses.cpp
+  cpu/adam.cpp
+  cpu/norm_pool.cpp
 )
 
 # Torch-free; compiled by nvcc.
@@ -16,6 +18,8 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/augment_parameters.cu
   cuda/expert_losses.cu
   cuda/augment.cu
+  cuda/adam.cu
+  cuda/norm_pool.cu
   cuda/align_conv.cu
   cuda/batch_norm_act.cu
 )
@@ -29,6 +33,8 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/expert_losses.cpp
   torch/align_conv.cpp
   torch/workspace.cpp
+  torch/adam.cpp
+  torch/norm_pool.cpp
   torch/batch_norm_act.cpp
   torch/module.cpp
 )

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from mose_fast import streams, train
 from mose_fast._version import __version__
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.benchmark import benchmark
+from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig
 from mose_fast.doctor import diagnose, report
 from mose_fast.export import CARD, Classifier, classify_files, export_run
 from mose_fast.methods import find_method, method_names
@@ -49,6 +50,7 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
         _Flag("--limit-per-task", "stream.limit_per_task", int, "training images a task, at most [all]"),
         _Flag("--batch", "stream.batch", int, "incoming images a step"),
         _Flag("--normalisation", "stream.normalisation", str, "name of the constants [the stream's own]"),
+        _Flag("--decoder", "stream.decoder", str, "what reads image files: auto, pil or dali; the pixels are the same"),
     ),
     "how": (
         _Flag("--method", "method", str, "a method of `mose-fast list methods`, or path/to/file.py:Name"),
@@ -60,7 +62,10 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
     ),
     "where": (
         _Flag("--device", "device", str, "auto (the GPU where there is one), cpu, cuda or cuda:N"),
+        _Flag("--augment", "feed", str, "what makes the views: auto (dali on a GPU where installed), dali, fused or torch"),
         _Flag("--precision", "precision", str, "fp32 or bf16"),
+        _Flag("--kernels", "kernels", str, "auto, fused (native norms, alignment path, heads, Adam) or torch (PyTorch's modules)"),
+        _Flag("--step", "step", str, "auto, captured (CUDA graphs, where the method allows it) or eager"),
         _Flag("--deterministic", "deterministic", bool, "deterministic kernels only, so that resuming is exact on CUDA too"),
         _Flag("--checkpoint-every", "checkpoint_every", int, "batches between checkpoints within a task [at task ends only]"),
     ),
@@ -121,16 +126,29 @@ def build_parser() -> argparse.ArgumentParser:
     grid.add_argument("--grid", metavar="NAME=V1,V2", action="append", help="a setting, named as for --set, and its values; repeatable")
     grid.add_argument("--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9")
     _add_flags(many)
-    place = many.add_argument_group("how many at a time")
-    place.add_argument("--workers", type=int, metavar="N", help="runs at a time on the CPU, each with its share of the cores")
-    place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [2]")
-    place.add_argument("--gpus", metavar="0,1", help="cards, as in CUDA_VISIBLE_DEVICES [all]")
-    place.add_argument("--engine", metavar="NAME", help="local, or ray for a cluster [local]")
-    place.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster; also auto, or local to start one [auto]")
+    _add_place(many)
     files = many.add_argument_group("files")
     files.add_argument("--out", metavar="DIR", required=True, help="the sweep's folder; one that was begun is gone on with")
     files.add_argument("--dry-run", action="store_true", help="print the plan with its forecast of time and memory, and stop")
     _add_wandb(many)
+
+    table = commands.add_parser(
+        "paper", help="run what stands behind a table of the paper, and set ours beside it", allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Runs what stands behind a table or figure of the paper, and writes ours beside its numbers, with pass or miss. The "
+        "same command goes on. Settings that depart from the paper's protocol make it a trial, which judges nothing.",
+        epilog="example: mose-fast paper table1-cifar --data-dir DIR --seeds 0-14; a trial: --width 8 --limit-per-task 20",
+    )  # fmt: skip
+    table.set_defaults(act=_paper)
+    table.add_argument("name", metavar="NAME", help="a table of `mose-fast list papers`")
+    table.add_argument("--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9; the paper has 15 [0-2]")
+    table.add_argument("--preset", metavar="NAME", help=f"of MOSE: {' or '.join(MOSE_PRESETS)} [{RunConfig.preset}]")
+    _add_flags(table, without=("method", "preset", "memory", "epochs", "seed"))
+    _add_place(table)
+    files = table.add_argument_group("files")
+    files.add_argument("--out", metavar="DIR", help="tables and runs; tables in one folder share runs [runs/paper]")
+    files.add_argument("--dry-run", action="store_true", help="print the paper's cells and the forecast of time and memory, and stop")
+    _add_wandb(table)
 
     gather = commands.add_parser("collect", help="rebuild the table of runs from the run folders", allow_abbrev=False)
     gather.set_defaults(act=_collect)
@@ -161,7 +179,22 @@ def build_parser() -> argparse.ArgumentParser:
 
     listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
     listing.set_defaults(act=_list)
-    listing.add_argument("what", choices=("methods", "streams"))
+    listing.add_argument("what", choices=("methods", "streams", "papers"))
+
+    speed = commands.add_parser(
+        "bench", help="what training costs on this machine, beside plain PyTorch", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description="Measures the step of MOSE by itself and in the loop, with PyTorch's own modules (eager, compiled, as a graph) and "
+        "with our kernels, by feed; an evaluation; the machine's ceilings. Images are random. Let nothing else run.",
+        epilog="example: mose-fast bench --precision bf16 --memory 5000; on a CPU: --width 8",
+    )  # fmt: skip
+    speed.set_defaults(act=_bench, seconds=2.0, only="", csv=None)
+    _add_flags(speed, without=(
+        "method", "epochs", "seed", "stream.name", "stream.data_dir", "stream.tasks", "stream.class_order_seed", "stream.limit_per_task",
+        "stream.normalisation", "stream.decoder", "feed", "kernels", "step", "deterministic", "checkpoint_every",
+    ))  # fmt: skip
+    speed.add_argument("--seconds", type=float, metavar="S", help="for each measurement, once it is warm [2]")
+    speed.add_argument("--only", metavar="TEXT", help="measurements whose names hold this text")
+    speed.add_argument("--csv", metavar="FILE", help="write the rows there, too")
 
     doctor = commands.add_parser("doctor", help="what this machine has, what is missing, and how to get it", allow_abbrev=False)
     doctor.set_defaults(act=_doctor)
@@ -169,12 +202,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that set what a run is."""
+def _add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """The flags that set what a run is, but those of some settings."""
     defaults = RunConfig()
     for title, flags in _FLAGS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
+            if flag.setting in without:
+                continue
             default = _get(defaults, flag.setting)
             text = flag.help if default is None or flag.kind is bool else f"{flag.help} [{default}]"
             how: dict[str, Any] = {"action": "store_true"} if flag.kind is bool else {"type": flag.kind, "metavar": _metavar(flag)}
@@ -183,6 +218,27 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--set", metavar="NAME=VALUE", action="append",
         help="any other setting, repeatable: augment=simclr, options.student=2, evaluation_batch=64, per_class_cap=null",
     )  # fmt: skip
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    """The flags that say where many runs compute."""
+    place = parser.add_argument_group("how many at a time")
+    place.add_argument("--workers", type=int, metavar="N", help="runs at a time on the CPU, each with its share of the cores")
+    place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [2]")
+    place.add_argument("--gpus", metavar="0,1", help="cards, as in CUDA_VISIBLE_DEVICES [all]")
+    place.add_argument("--engine", metavar="NAME", help="local, or ray for a cluster [local]")
+    place.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster; also auto, or local to start one [auto]")
+
+
+def _place(arguments: argparse.Namespace) -> Place:
+    given = vars(arguments)
+    return Place(
+        given.get("workers"),
+        given.get("per_gpu"),
+        tuple(given["gpus"].split(",")) if "gpus" in given else None,
+        given.get("engine", "local"),
+        given.get("address", "auto"),
+    )
 
 
 def _add_wandb(parser: argparse.ArgumentParser) -> None:
@@ -252,22 +308,45 @@ def _sweep(arguments: argparse.Namespace) -> int:
     axes = {**axes_of(table, methods, "[grid]"), **read_axes(texts, methods)}
     if "seeds" in given:
         axes["seed"] = read_seeds(given["seeds"])
-    place = Place(
-        given.get("workers"),
-        given.get("per_gpu"),
-        tuple(given["gpus"].split(",")) if "gpus" in given else None,
-        given.get("engine", "local"),
-        given.get("address", "auto"),
-    )
     out = Path(given["out"])
+    grid = Grid(axes, changes, base)
     try:
-        outcome = run_sweep(Grid(axes, changes, base), out, place, dry_run=given.get("dry_run", False), wandb=given.get("wandb"))
+        outcome = run_sweep(grid, out, _place(arguments), dry_run=given.get("dry_run", False), wandb=given.get("wandb"))
     except KeyboardInterrupt:
-        print("mose-fast: interrupted; the same command goes on", file=sys.stderr)
-        return 130
+        return _interrupted()
     if outcome.table is not None:
         print(f"table     {out / STORE}")
     return 1 if outcome.failures else 0
+
+
+def _paper(arguments: argparse.Namespace) -> int:
+    # Not at the top: scipy takes a second that other commands need not pay.
+    from mose_fast.reproduction.reproduce import reproduce
+
+    given = vars(arguments)
+    changes = _changes(arguments, None)
+    preset = changes.pop("preset", RunConfig.preset)
+    try:
+        page, failures = reproduce(
+            given["name"],
+            given.get("out", Path("runs") / "paper"),
+            seeds=read_seeds(given.get("seeds", "0-2")),
+            preset=preset,
+            changes=changes,
+            place=_place(arguments),
+            dry_run=given.get("dry_run", False),
+            wandb=given.get("wandb"),
+        )
+    except KeyboardInterrupt:
+        return _interrupted()
+    if page is not None:
+        print(f"table     {page}")
+    return 1 if failures else 0
+
+
+def _interrupted() -> int:
+    print("mose-fast: interrupted; the same command goes on", file=sys.stderr)
+    return 130
 
 
 def _collect(arguments: argparse.Namespace) -> int:
@@ -344,12 +423,26 @@ def _list(arguments: argparse.Namespace) -> int:
             about = find_method(name).about
             rows.append((name, f"{about.year}  {about.cost:5.2f}x  {about.reference} (presets {', '.join(about.presets)})"))
         rows.append(("file.py:Name", "a method of your own: docs/adding_a_method.md; x: cost of a step, in units of ER's"))
+    elif arguments.what == "papers":
+        from mose_fast.reproduction.catalogue import REPRODUCTIONS, describe
+
+        rows = [(name, describe(name).title) for name in REPRODUCTIONS]
     else:
         rows = [(name, streams.summary(name)) for name in streams.names()]
         rows.append(("a folder or .npz", "your own images: docs/own_data.md"))
     width = max(len(name) for name, _ in rows)
     for name, meaning in rows:
         print(f"{name:<{width}}  {meaning}")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    report = benchmark(
+        read_settings(arguments), seconds=arguments.seconds, only=arguments.only, watch=lambda name: print(f"... {name}", file=sys.stderr)
+    )
+    print(report.text())
+    if arguments.csv is not None:
+        Path(arguments.csv).write_text(report.table(), encoding="utf-8")
     return 0
 
 

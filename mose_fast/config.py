@@ -128,6 +128,8 @@ class StreamConfig:
         limit_per_task: Keep at most this many training images a task, balanced over its classes; None keeps all.
         class_order_seed: None keeps the natural label order (released); a number draws the order of classes from it.
         normalisation: Name of the constants (``mose_fast.streams.NORMALISATIONS``); None means the stream's default.
+        decoder: What reads image files: ``pil`` or ``dali``, whose pixels are the same; ``auto`` is ``dali`` where it is installed and
+            there are many files.
     """
 
     name: str = "digits"
@@ -137,11 +139,13 @@ class StreamConfig:
     limit_per_task: int | None = None
     class_order_seed: int | None = None
     normalisation: str | None = None
+    decoder: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"stream.name is {self.name!r}; wanted the name of a stream, a folder or an .npz file")
         _number("stream.", "batch", self.batch, int, 1)
+        _choice("stream.", "decoder", self.decoder, ("auto", "pil", "dali"))
         for name, what in (("data_dir", "a folder"), ("normalisation", "the name of constants")):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -406,9 +410,15 @@ class RunConfig:
         train_on: ``stream``, or ``final_memory``: the stream only fills the memory, then the network trains on it (joint).
         seed: Initial weights, order within tasks, memory decisions and augmentations.
         device: ``cpu`` or ``cuda`` (``cuda:1`` ...); ``auto`` takes the card where there is one.
-        precision: ``fp32``, or ``bf16`` for the network (similarities, softmaxes and norms stay fp32).
+        feed: What makes the views: ``dali``, ``fused`` (the native op) or ``torch`` (plain PyTorch), with the same pixels up to rounding;
+            ``auto`` is ``dali`` on CUDA where it is installed, else ``fused``. The recipe of the views is ``options.augment``.
+        precision: ``fp32``, or ``bf16`` for the network in training and evaluation (similarities, softmaxes and norms stay fp32).
+        kernels: What runs the network's norms, alignment path and heads, and Adam: ``torch``, PyTorch's own modules, or ``fused``, the ops
+            of mose_fast.ops; ``auto``: fused on CUDA where the native library has kernels, else torch. Equal up to rounding.
+        step: ``captured``: on CUDA, steps of a method that allows it (``mose``) replay as CUDA graphs; ``eager``: PyTorch launches each
+            kernel; ``auto``: captured where that can be. With deterministic kernels both give the same bits.
         deterministic: On CUDA, use deterministic kernels only, so that resuming is exact. The CPU always is.
-        evaluation_batch: Images a forward pass of an evaluation.
+        evaluation_batch: Images a forward pass of an evaluation; None: 256 on the CPU, 2,048 on CUDA.
         checkpoint_every: Steps between checkpoints within a task; None: at task ends only.
     """
 
@@ -422,9 +432,12 @@ class RunConfig:
     train_on: str = "stream"
     seed: int = 0
     device: str = "auto"
+    feed: str = "auto"
     precision: str = "fp32"
+    kernels: str = "auto"
+    step: str = "auto"
     deterministic: bool = False
-    evaluation_batch: int = 256
+    evaluation_batch: int | None = None
     checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -432,15 +445,23 @@ class RunConfig:
         settings.preset(self.preset)
         if type(self.options) is not settings.options:
             raise ConfigError(f"options are {type(self.options).__name__}; wanted {settings.options.__name__} for method {self.method!r}")
-        for name in ("memory", "width", "epochs", "evaluation_batch"):
+        for name in ("memory", "width", "epochs"):
             _number("", name, getattr(self, name), int, 1)
         _number("", "seed", self.seed, int, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed is {self.seed}; wanted an integer below 2**63")
-        if self.checkpoint_every is not None:
-            _number("", "checkpoint_every", self.checkpoint_every, int, 1)
+        for name in ("evaluation_batch", "checkpoint_every"):
+            if getattr(self, name) is not None:
+                _number("", name, getattr(self, name), int, 1)
         _choice("", "train_on", self.train_on, ("stream", "final_memory"))
+        if self.feed in ("none", "ocm", "simclr", "scr", "pad_crop"):
+            raise ConfigError(
+                f"feed is {self.feed!r}, which is a recipe; wanted auto, dali, fused or torch, or --set augment={self.feed} for the recipe"
+            )
+        _choice("", "feed", self.feed, ("auto", "dali", "fused", "torch"))
         _choice("", "precision", self.precision, ("fp32", "bf16"))
+        _choice("", "kernels", self.kernels, ("auto", "fused", "torch"))
+        _choice("", "step", self.step, ("auto", "captured", "eager"))
         _flag("", "deterministic", self.deterministic)
         kind, _, index = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
         if self.device not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isdigit()):

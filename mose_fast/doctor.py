@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from mose_fast import _loader, streams
+from mose_fast import _dali, _loader, streams
+from mose_fast.augment import choose_feed
 
 __all__ = ["Finding", "diagnose", "report", "serves_card"]
 
@@ -48,7 +49,7 @@ def diagnose(data_dir: str | None = None) -> list[Finding]:
     Args:
         data_dir: Folder with the data sets' files; None is the default one.
     """
-    return [_python(), _torch(), _packages(), *_cuda(), *_cards(), _native(), *_build_tools(os.environ), _dali(), *_data(data_dir)]
+    return [_python(), _torch(), _packages(), *_cuda(), *_cards(), _native(), *_build_tools(os.environ), _feed(), *_data(data_dir)]
 
 
 def report(findings: Sequence[Finding]) -> str:
@@ -205,10 +206,14 @@ def _nvcc_release(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def _dali() -> Finding:
-    if _importable("nvidia.dali"):
-        return Finding("ok", "DALI (optional)", "found")
-    return Finding("--", "DALI (optional)", "not installed", "pip install 'mose-fast[dali]' (Linux with an NVIDIA GPU)")
+def _feed() -> Finding:
+    """What makes the views of a run, unless ``--augment`` says otherwise."""
+    obstacle = _dali.obstacle()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    used = f"--augment auto is {choose_feed('auto', device, None).name} here"
+    if obstacle:
+        return Finding("--", "DALI (optional)", f"{obstacle}; {used}", _dali.INSTALL)
+    return Finding("ok", "DALI (optional)", f"{_dali.version()}; {used}")
 
 
 def _data(data_dir: str | None) -> Iterator[Finding]:

@@ -22,7 +22,8 @@ from mose_fast.config import ConfigError, RunConfig, near_matches
 from mose_fast.methods import create_learner
 from mose_fast.methods.network import NetworkLearner
 from mose_fast.nn import CLASSIFIERS, CosineClassifier, ExpertNetwork
-from mose_fast.streams.files import SUFFIXES, decode_image
+from mose_fast.streams.decoding import decode_image
+from mose_fast.streams.files import SUFFIXES
 from mose_fast.sweep.store import read_run
 from mose_fast.train.checkpoint import latest, load_checkpoint
 from mose_fast.train.files import RunError, RunFolder, write_atomically

@@ -43,6 +43,15 @@ class Progress(Listener):
         self.started = False
         self.bar: tqdm | None = None
 
+    def on_decode(self, done: int, images: int) -> None:
+        if self.bar is None and done < images and sys.stderr.isatty():
+            self.bar = tqdm(total=images, desc="decoding", unit=" images", dynamic_ncols=True, file=sys.stderr)
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
+            if done == images:
+                self.bar.close()
+                self.bar = None
+
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         self.started = True
         self.tasks = len(stream.tasks)
@@ -144,6 +153,8 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
         "network": f"width {config.width}: {trained.parameters:,} parameters and {trained.macs / 1e6:,.1f} M multiply-accumulates an image "
         f"(for predict(): {deployed.parameters:,} and {deployed.macs / 1e6:,.1f} M)",
         "device": f"{where}, {config.precision}; native library: {f'yes ({native} build)' if native else 'no, pure PyTorch'}",
+        **({} if learner.feed is None else {"views": f"{config.options.augment}, made by {learner.feed}"}),
+        **({"steps": str(learner.stepping)} if device.type == "cuda" else {}),
         "run": f"{batches} batches" + (f", continued after batch {batch}" if batch else "") + f", into {out}",
     }
     return "\n".join(f"{name:<8} {text}" for name, text in rows.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,22 @@ def test_a_file_may_hold_only_what_differs(tmp_path):
     assert config == RunConfig.create("paper", memory=300, options={"temperature": 0.1})
 
 
+def test_a_configuration_written_before_there_were_feeds_is_read(tmp_path):
+    values = RunConfig.create().to_dict()
+    del values["feed"], values["stream"]["decoder"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert RunConfig.load(tmp_path / "config.json") == RunConfig.create()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"memory": 0}, "memory is 0"),
         ({"memory": 63}, "memory is 63, smaller than options.buffer_batch, 64"),
         ({"memory": True}, "memory is True"),
+        ({"feed": "gpu"}, "feed is 'gpu'; wanted one of 'auto', 'dali', 'fused', 'torch'"),
+        ({"feed": "ocm"}, "feed is 'ocm', which is a recipe"),
+        ({"stream": {"decoder": "gpu"}}, "stream.decoder is 'gpu'; wanted one of 'auto', 'pil', 'dali'"),
         ({"width": 1.5}, "width is 1.5"),
         ({"epochs": 0}, "epochs is 0"),
         ({"seed": -1}, "seed is -1"),

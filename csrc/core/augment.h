@@ -1,4 +1,4 @@
-// Geometry, colour and number formats of views, as pure functions that the CPU loops and the kernels share.
+// Geometry and colour of views, as pure functions that the CPU loops and the kernels share.
 // mose_fast/reference/augment.py says what they mean.
 #pragma once
 
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/half.h"
 #include "core/host_device.h"
 
 namespace mf {
@@ -137,52 +138,6 @@ MF_HD inline float contrasted(float x, float mean, float factor) {
 // Grey value of ITU-R BT.601.
 MF_HD inline float gray_value(float red, float green, float blue) {
   return red * 0.299f + green * 0.587f + blue * 0.114f;
-}
-
-// --- Number formats ----------------------------------------------------------------------------------------------------------
-
-struct Float16 {
-  uint16_t bits;
-};
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-MF_HD inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-MF_HD inline void round_to(float x, float& result) {
-  result = x;
-}
-
-// To nearest, ties to even.
-MF_HD inline void round_to(float x, BFloat16& result) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  result.bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
-// To nearest, ties to even; from 65520 on infinity; denormals kept.
-MF_HD inline void round_to(float x, Float16& result) {
-  const uint32_t bits = bits_of(x);
-  const uint32_t sign = bits >> 16 & 0x8000u;
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) {
-    result.bits = static_cast<uint16_t>(sign | 0x7e00u);
-  } else if (magnitude >= 0x477ff000u) {
-    result.bits = static_cast<uint16_t>(sign | 0x7c00u);
-  } else if (magnitude < 0x38800000u) {
-    // Below 2^-14: adding 2^-1 leaves the number in units of 2^-24 in the low bits, rounded by the sum itself.
-    float positive;
-    memcpy(&positive, &magnitude, sizeof positive);
-    result.bits = static_cast<uint16_t>(sign | (bits_of(positive + 0.5f) - 0x3f000000u));
-  } else {
-    result.bits = static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13));
-  }
 }
 
 }  // namespace mf

@@ -27,6 +27,9 @@ void bind_augment_parameters(py::module_& module);
 void register_augment(torch::Library& library);
 void bind_augment(py::module_& module);
 
+void bind_adam(py::module_& module);
+
+void bind_norm_pool(py::module_& module);
 void bind_align_conv(py::module_& module);
 void bind_batch_norm_act(py::module_& module);
 

@@ -16,6 +16,8 @@ PYBIND11_MODULE(_C, module) {
   mf::bind_reservoir(module);
   mf::bind_augment_parameters(module);
   mf::bind_augment(module);
+  mf::bind_adam(module);
+  mf::bind_norm_pool(module);
   mf::bind_align_conv(module);
   mf::bind_batch_norm_act(module);
 }

@@ -1,5 +1,6 @@
 """Views of images: parameters are drawn once, then applied by a back end."""
 
-from mose_fast.augment.views import RECIPES, ViewMaker
+from mose_fast.augment.feeds import Feed, choose_feed
+from mose_fast.augment.views import RECIPES, ViewInputs, ViewMaker
 
-__all__ = ["RECIPES", "ViewMaker"]
+__all__ = ["RECIPES", "Feed", "ViewInputs", "ViewMaker", "choose_feed"]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mose_fast import _loader
+from mose_fast.augment.dali import DaliViews
+from mose_fast.device import upload
 from mose_fast.ops.augment import MIRROR, augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 
-__all__ = ["RECIPES", "ViewMaker"]
+__all__ = ["RECIPES", "ViewInputs", "ViewMaker"]
 
 #: Random augmentations by name; ``none`` makes no augmented copies at all.
 RECIPES: dict[str, Recipe | None] = {
@@ -25,9 +29,28 @@ RECIPES: dict[str, Recipe | None] = {
 _ORIENTATIONS = {1: (0,), 2: (0, MIRROR), 4: (0, 1, 2, 3), 16: tuple(range(16))}
 
 
-@lru_cache(maxsize=256)
-def _layout(sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The ``layout`` of :func:`mose_fast.ops.augment.augment` for sets of these sizes, and its first column as int64; never written."""
+class ViewInputs(NamedTuple):
+    """What decides the views of a step, beside its images.
+
+    Attributes:
+        rows: int64 [R], the numbers of the images; -1 for rows that are padding.
+        layout: int32 [V, 3], what each view shows, for :func:`mose_fast.ops.augment.augment`.
+        codes: int32 [D, 6], the drawn parameters of augmented views.
+        factors: float32 [D, 4], alike.
+        shown: int64 [V], the row that each view shows.
+    """
+
+    rows: Tensor
+    layout: Tensor
+    codes: Tensor
+    factors: Tensor
+    shown: Tensor
+
+
+def _layout(
+    sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows; never written."""
     entries: list[tuple[int, int, int]] = []
     first, draw = 0, 0
     for size in sizes:
@@ -37,14 +60,19 @@ def _layout(sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bo
             entries += [(row, code, draw + i) for i, (row, code) in enumerate(copies)]
         first += size
         draw += len(copies)
+    # All padding shows the last row, which is padding itself wherever there is any.
+    entries += [(capacity - 1, 0, -1)] * ((capacity - first) * len(orientations) * (2 if augmented else 1))
+    rows = torch.arange(capacity)
+    rows[first:] = -1
     layout = torch.tensor(entries, dtype=torch.int32).reshape(-1, 3)
-    return layout.to(device), layout[:, 0].to(device, torch.int64)
+    return upload(rows, device), upload(layout, device), upload(layout[:, 0].to(torch.int64), device)
 
 
 class ViewMaker:
     """Makes the views of a step: every set of rows is copied in fixed orientations, then all of that once more, randomly augmented.
 
-    Views are made where the images are, by one op (:func:`mose_fast.ops.augment.augment`), contiguous in channels_last order.
+    Views are made where the images are, contiguous in channels_last order. Three back ends (feeds) make the same pixels of the same
+    parameters: the native op :func:`mose_fast.ops.augment.augment`, its meaning in plain PyTorch, and DALI (:class:`DaliViews`).
 
     Args:
         recipe: Name in :data:`RECIPES`.
@@ -53,6 +81,13 @@ class ViewMaker:
         mean: Of images in [0, 1], by channel.
         std: Alike.
         jitter_normalised: Colour jitter acts on normalised images, as released.
+        feed: ``fused``, ``torch`` or ``dali`` (see :func:`mose_fast.augment.choose_feed`).
+
+    Attributes:
+        feed: As given.
+
+    Raises:
+        ValueError: DALI is asked for a recipe with colour jitter.
     """
 
     def __init__(
@@ -64,25 +99,43 @@ class ViewMaker:
         mean: Sequence[float],
         std: Sequence[float],
         jitter_normalised: bool = False,
+        feed: str = "fused",
     ) -> None:
         drawn = RECIPES[recipe]
+        if feed not in ("fused", "torch", "dali"):
+            raise ValueError(f"feed is {feed!r}; wanted fused, torch or dali")
+        if feed == "dali" and drawn is not None and drawn.jitter_p > 0:
+            raise ValueError(f"feed is 'dali' for recipe {recipe!r}, whose colour jitter DALI computes otherwise; wanted fused or torch")
         if drawn is not None and not mirror:
             drawn = Recipe(**{**vars(drawn), "mirror_p": 0.0})
         self.recipe = drawn
         self.orientations = _ORIENTATIONS[inner_views if mirror else 1]
         self.jitter_normalised = jitter_normalised
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
+        self.feed = feed
+        self._dali = DaliViews(self.mean, self.std) if feed == "dali" else None
+        # Its own, since an upload is in the order of the stream on which it was asked for, and other runs have other streams.
+        self._layout = lru_cache(maxsize=256)(_layout)
 
     @property
     def views_per_row(self) -> int:
         """Views made of each row: fixed copies, doubled by the random augmentation unless the recipe is ``none``."""
         return len(self.orientations) * (1 if self.recipe is None else 2)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether :meth:`apply` can be captured in a CUDA graph: DALI runs outside of graphs, plain PyTorch waits for the host."""
+        return self.feed == "fused" and _loader.native is not None and _loader.record["backend"] == "cuda"
+
+    def close(self) -> None:
+        """Frees what the feed holds beside tensors (DALI: threads and buffers); the next views build it again."""
+        if self._dali is not None:
+            self._dali.close()
+
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W]."""
+        """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W], as evaluations need them: never by DALI, which has nothing to do there."""
         rows = torch.arange(len(images), device=images.device)
-        nothing = torch.zeros_like(rows)
-        return self._apply(images, rows, torch.stack([rows, nothing, nothing - 1], dim=1).to(torch.int32))
+        return self._op(images, rows, _plain_layout(images), *self._nothing_drawn(images))
 
     def make(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         """All views of a step.
@@ -98,10 +151,26 @@ class ViewMaker:
                 fixed copies, orientation by orientation, then the augmented copies of these.
             rows: int64 [V], the row that each view shows.
         """
-        layout, shown = _layout(tuple(sizes), self.orientations, self.recipe is not None, images.device)
-        rows = torch.arange(len(images), device=images.device)
-        parameters = self._draw(images, len(images) * len(self.orientations), seed, sequence)
-        return self._apply(images, rows, layout, *parameters), shown.clone()
+        inputs = self.inputs(images, sizes, seed, sequence)
+        return self.apply(images, inputs), inputs.shown.clone()
+
+    def inputs(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> ViewInputs:
+        """All that :meth:`apply` needs beside the images; arguments as for :meth:`make`, but the sets may have fewer rows than there are.
+
+        What the sets do not fill is padding: its rows are never read, and its views, which come last, are zero. The other views are
+        the same as without padding.
+        """
+        rows, layout, shown = self._layout(tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device)
+        codes, factors = self._draw(images, len(images) * len(self.orientations), seed, sequence)
+        return ViewInputs(rows, layout, codes, factors, shown)
+
+    def apply(self, images: Tensor, inputs: ViewInputs) -> Tensor:
+        """The views float32 [V, 3, H, W] that ``inputs`` decides, normalised. Nothing is drawn: where the feed is :attr:`capturable`, a
+        captured graph makes other views of other inputs in the same places."""
+        if self._dali is not None:
+            views = self._dali(images, inputs.layout, inputs.codes)
+            return views.masked_fill_((inputs.rows[inputs.shown] < 0).view(-1, 1, 1, 1), 0)
+        return self._op(images, inputs.rows, inputs.layout, inputs.codes, inputs.factors)
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
         """One randomly augmented view of every image and no other; the images themselves for the recipe ``none``.
@@ -114,20 +183,31 @@ class ViewMaker:
         Returns:
             float32 [R, 3, H, W], normalised.
         """
-        if self.recipe is None:
-            return self.normalise(images)
-        rows = torch.arange(len(images), device=images.device)
-        layout = torch.stack([rows, torch.zeros_like(rows), rows], dim=1).to(torch.int32)
-        return self._apply(images, rows, layout, *self._draw(images, len(images), seed, sequence))
+        layout = _plain_layout(images)
+        if self.recipe is not None:
+            layout[:, 2] = layout[:, 0]
+        return self._apply(images, layout, *self._draw(images, len(images), seed, sequence))
 
-    def _draw(self, images: Tensor, count: int, seed: int, sequence: int) -> tuple[Tensor, ...]:
+    def _nothing_drawn(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty(0, 6, dtype=torch.int32, device=images.device), torch.empty(0, 4, device=images.device)
+
+    def _draw(self, images: Tensor, count: int, seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         if self.recipe is None:
-            return ()
+            return self._nothing_drawn(images)
         return draw_augment_parameters(self.recipe, seed, sequence, count, images.shape[1], images.shape[2], images.device)
 
-    def _apply(
-        self, images: Tensor, rows: Tensor, layout: Tensor, codes: Tensor | None = None, factors: Tensor | None = None
-    ) -> Tensor:
-        if codes is None or factors is None:
-            codes, factors = layout.new_empty(0, 6), torch.empty(0, 4, device=images.device)
-        return augment([images], rows, layout, codes, factors, self.mean, self.std, jitter_normalised=self.jitter_normalised)
+    def _apply(self, images: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
+        if self._dali is not None:
+            return self._dali(images, layout, codes)
+        return self._op(images, torch.arange(len(images), device=images.device), layout, codes, factors)
+
+    def _op(self, images: Tensor, rows: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
+        options = {"jitter_normalised": self.jitter_normalised, "plain": self.feed == "torch"}
+        return augment([images], rows, layout, codes, factors, self.mean, self.std, **options)
+
+
+def _plain_layout(images: Tensor) -> Tensor:
+    """The layout of the images as they are, one view each."""
+    rows = torch.arange(len(images), device=images.device)
+    nothing = torch.zeros_like(rows)
+    return torch.stack([rows, nothing, nothing - 1], dim=1).to(torch.int32)

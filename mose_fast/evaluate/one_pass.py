@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mose_fast.device import upload
 from mose_fast.methods import Learner
 from mose_fast.nn import classify
 from mose_fast.streams import Stream
@@ -50,22 +51,31 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bo
     task_of_class = torch.empty(stream.classes, dtype=torch.int64)
     for t, classes in enumerate(stream.tasks):
         task_of_class[list(classes)] = t
-    stored = memory.labels[:filled]
-    buffer = _by_task(classify(features, logits, means), stored, task_of_class.to(learner.device)[stored], task)
+    # What was predicted goes to the host once for the memory and once for the test images, and is counted there.
+    stored = memory.labels[:filled].cpu()
+    buffer = _by_task(_on_host([classify(features, logits, means)]), stored, task_of_class[stored], task)
 
     rows = torch.cat([stream.test_rows(t) for t in range(task + 1)])
-    tasks = torch.cat([torch.full((len(stream.test_rows(t)),), t) for t in range(task + 1)]).to(learner.device)
-    labels = stream.y_test[rows].to(learner.device)
-    parts: list[dict[str, dict[str, Tensor]]] = []
-    for part in rows.split(learner.config.evaluation_batch):
-        parts.append(classify(*learner.outputs(stream.x_test[part]), means))
-    predictions = {c: {e: torch.cat([part[c][e] for part in parts]) for e in parts[0][c]} for c in parts[0]}
-    test = _by_task(predictions, labels, tasks, task)
+    tasks = torch.cat([torch.full((len(stream.test_rows(t)),), t) for t in range(task + 1)])
+    numbers = upload(rows, stream.x_test.device)
+    parts = [classify(*learner.outputs(stream.x_test[part]), means) for part in numbers.split(learner.evaluation_batch)]
+    predictions = _on_host(parts)
+    test = _by_task(predictions, stream.y_test[rows], tasks, task)
     classifier, expert = learner.resolve_expert()
-    taken_for = task_of_class.to(learner.device)[predictions[classifier][expert]]
+    taken_for = task_of_class[predictions[classifier][expert]]
     columns = len(stream.tasks)
     confusion = torch.bincount(tasks * columns + taken_for, minlength=(task + 1) * columns).view(task + 1, columns)
     return TaskAccuracy(test, buffer, confusion.tolist())
+
+
+def _on_host(parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+    """Predictions of consecutive images as one, on the host, in a single transfer."""
+    names = [(c, e) for c, experts in parts[0].items() for e in experts]
+    labels = torch.cat([torch.stack([part[c][e] for c, e in names]) for part in parts], dim=1).cpu()
+    predictions: dict[str, dict[str, Tensor]] = {}
+    for (c, e), row in zip(names, labels, strict=True):
+        predictions.setdefault(c, {})[e] = row
+    return predictions
 
 
 def _by_task(predictions: dict[str, dict[str, Tensor]], labels: Tensor, tasks: Tensor, task: int) -> dict[str, dict[str, list]]:

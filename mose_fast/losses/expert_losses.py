@@ -24,14 +24,22 @@ class ExpertLosses(nn.Module):
         super().__init__()
         self.options = options
 
-    def forward(self, outputs: ExpertOutputs, labels: Tensor, new_rows: int, current_classes: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        outputs: ExpertOutputs,
+        labels: Tensor,
+        new_rows: int | Tensor,
+        current_classes: Tensor | None,
+        valid_rows: Tensor | None = None,
+    ) -> Tensor:
         """A row (supervised contrastive, cross-entropy, distillation) per expert; training minimises their sum.
 
         Args:
             outputs: Of the network, for N views.
             labels: int64 [N].
-            new_rows: The first rows, which are the new set; the others are the buffer set.
+            new_rows: The first rows, which are the new set; the others are the buffer set. May be an int32 scalar on the device.
             current_classes: bool [K]; None: one cross-entropy over all rows and classes.
+            valid_rows: int32 scalar on the device: rows from this one on are padding. None: there is none.
 
         Returns:
             float32 [E, 3].
@@ -47,6 +55,7 @@ class ExpertLosses(nn.Module):
                 labels,
                 new_rows,
                 current_classes if o.separate_ce else None,
+                valid_rows=valid_rows,
                 temperature=o.temperature,
                 ce_buffer_weight=o.ce_buffer_weight,
                 ce=o.ce,

@@ -3,7 +3,7 @@
 from mose_fast.memory.balanced import BalancedMemory
 from mose_fast.memory.gradient import GradientMemory
 from mose_fast.memory.pairs import draw_pairs
-from mose_fast.memory.replay import ReplayMemory
+from mose_fast.memory.replay import MemoryRecord, ReplayMemory
 from mose_fast.memory.shapley import ShapleyMemory
 
-__all__ = ["BalancedMemory", "GradientMemory", "ReplayMemory", "ShapleyMemory", "draw_pairs"]
+__all__ = ["BalancedMemory", "GradientMemory", "MemoryRecord", "ReplayMemory", "ShapleyMemory", "draw_pairs"]

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from mose_fast.device import upload
+from mose_fast.memory.twin import HostTwin, decide
 from mose_fast.ops.reservoir import SlotFilter, draw, insert
 
-__all__ = ["ReplayMemory"]
+__all__ = ["MemoryRecord", "ReplayMemory"]
+
+
+class MemoryRecord(NamedTuple):
+    """What :meth:`ReplayMemory.restore` needs to undo draws and the insertion that followed.
+
+    Attributes:
+        state: The memory's state on the host: seed, draws, items seen.
+        slots: int64 [n] on the host, the slots that were about to be overwritten.
+        contents: Their old contents by name, on the memory's device.
+    """
+
+    state: tuple[int, int, int]
+    slots: Tensor
+    contents: dict[str, Tensor]
 
 
 class ReplayMemory:
     """Slots of image, label, task and original stream index, each stream item kept with equal probability.
 
     Its randomness is counter-based: decisions depend on (seed, counters) alone, so that every device makes the same ones and a
-    restored memory continues as if it had never stopped.
+    restored memory continues as if it had never stopped. On a card, neither :meth:`insert` nor :meth:`draw` waits for it: how many slots
+    qualify is known on the host, which makes the same decisions beside it.
 
     Args:
         capacity: Slots M.
@@ -36,8 +55,9 @@ class ReplayMemory:
         self.labels, self.tasks, self.indices = (torch.full((capacity,), -1, dtype=torch.int64, device=device) for _ in range(3))
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64, device=device)
         self.extras: dict[str, Tensor] = {}
-        # The host's twins of state[0] and state[2], so that policies and the fill level need not ask the device.
+        # What policies, the fill level and the number of drawn rows ask for lies on the host: on the CPU that is the memory itself.
         self.seed, self.seen = seed, 0
+        self.twin = HostTwin(capacity, seed) if torch.device(device).type == "cuda" else None
 
     @property
     def filled(self) -> int:
@@ -55,13 +75,15 @@ class ReplayMemory:
             int64 [B]: the slot in which each item lies now, -1 where it was not kept.
         """
         slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, task, index)
+        if self.twin is not None:
+            self.twin.insert(len(x), task)
         self.seen += len(x)
         return slots
 
     def write(self, slots: Tensor, x: Tensor, y: Tensor, task: int, index: Tensor) -> None:
         """Stores a batch in slots that a policy has chosen; the counterpart of :meth:`insert` for policies other than reservoir sampling.
 
-        A policy must fill the slots in order: the first ``filled`` ones, and they alone, hold samples.
+        A policy must fill the slots in order: the first ``filled`` ones, and they alone, hold samples. On a card this waits for it.
 
         Args:
             slots: int64 [B], each slot at most once; -1 where an item is not kept.
@@ -72,6 +94,9 @@ class ReplayMemory:
         self.images[written], self.labels[written], self.indices[written] = x[kept], y[kept], index[kept]
         self.tasks[written] = task
         self.state[2] += len(x)
+        if self.twin is not None:
+            self.twin.tasks[written.cpu()] = task
+            self.twin.state[2] += len(x)
         self.seen += len(x)
 
     def keep(self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -100,13 +125,44 @@ class ReplayMemory:
         """
         if only is not None and others is not None:
             raise ValueError(f"only is {only} and others is {others}; wanted at most one of them")
+        tasks, state = (self.tasks, self.state) if self.twin is None else (self.twin.tasks, self.twin.state)
+        tasks = tasks[: self.filled]
         if only is not None:
-            slots = draw(self.tasks, self.state, count, SlotFilter.ONLY, only)
+            chosen, task, qualify = SlotFilter.ONLY, only, int((tasks == only).sum())
         elif others is not None:
-            slots = draw(self.tasks, self.state, count, SlotFilter.OTHERS, others)
+            chosen, task, qualify = SlotFilter.OTHERS, others, int((tasks != others).sum())
         else:
-            slots = draw(self.tasks, self.state, count, SlotFilter.ALL, 0)
-        return slots[slots >= 0]
+            chosen, task, qualify = SlotFilter.ALL, 0, len(tasks)
+        slots = draw(self.tasks, self.state, count, chosen, task)
+        if self.twin is not None:
+            state[1] += 1
+        return slots[: min(count, qualify)]
+
+    def record(self, upcoming: int = 0) -> MemoryRecord:
+        """What :meth:`restore` needs to bring the memory back to what it is now, after any draws and one :meth:`insert`.
+
+        Args:
+            upcoming: Items that the insertion will offer.
+        """
+        tasks, state = (self.tasks, self.state) if self.twin is None else (self.twin.tasks, self.twin.state)
+        slots = decide(torch.empty_like(tasks), state.clone(), upcoming, 0)
+        slots = slots[slots >= 0]
+        there = upload(slots, self.images.device)
+        contents = {name: tensor[there] for name, tensor in self.tensors().items() if name != "state"}
+        return MemoryRecord(tuple(state.tolist()), slots, contents)
+
+    def restore(self, record: MemoryRecord) -> None:
+        """Undoes draws and the insertion since :meth:`record`; of several records the newest comes first."""
+        state = torch.tensor(record.state)
+        slots = upload(record.slots, self.images.device)
+        own = self.tensors()
+        for name, old in record.contents.items():
+            own[name][slots] = old
+        self.state.copy_(upload(state, self.state.device), non_blocking=True)
+        if self.twin is not None:
+            self.twin.tasks[record.slots] = record.contents["tasks"].cpu()
+            self.twin.state.copy_(state)
+        self.seen = record.state[2]
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a checkpoint must hold."""
@@ -126,3 +182,6 @@ class ReplayMemory:
                 raise ValueError(f"memory.{name} has shape {tuple(tensors[name].shape)}; wanted {tuple(own.shape)}")
             own.copy_(tensors[name])
         self.seed, _, self.seen = tensors["state"].tolist()
+        if self.twin is not None:
+            self.twin.tasks.copy_(tensors["tasks"])
+            self.twin.state.copy_(tensors["state"])

@@ -7,7 +7,7 @@ from typing import Any
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
-from mose_fast.methods.base import Learner, resolve_device
+from mose_fast.methods.base import Learner, Prepared, resolve_device
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
 from mose_fast.methods.er_aml import ErAml
@@ -40,6 +40,7 @@ __all__ = [
     "Mose",
     "NetworkLearner",
     "Outputs",
+    "Prepared",
     "Preset",
     "ReplayLearner",
     "Rows",

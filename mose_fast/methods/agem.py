@@ -50,10 +50,11 @@ class Agem(ReplayLearner):
         parameters = list(self.network.parameters())
         views = self.make_views(rows).split(rows.sizes)
         labels = rows.labels.split(rows.sizes)
-        with self.precise():
+        with self.precise(), self.statistics.undone_if(self.latch):
             losses = [cross_entropy(self.forward(part).logits, y) for part, y in zip(views, labels, strict=True)]
-            gradient, reference = (flat_gradient(loss, parameters) for loss in losses)
-            write_gradient(parameters, project(gradient, reference))
-            self.optimiser.step()
-        self.steps += 1
-        return {"loss": losses[0].detach(), "reference": losses[1].detach()}
+            if self.accepts(losses[0] + losses[1]):
+                gradient, reference = (flat_gradient(loss, parameters) for loss in losses)
+                write_gradient(parameters, project(gradient, reference))
+                self.optimiser.step()
+                self.steps += 1
+        return {"loss": self.reported(losses[0]), "reference": losses[1].detach()}

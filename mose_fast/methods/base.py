@@ -6,22 +6,29 @@ import copy
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mose_fast.augment import Feed
 from mose_fast.config import ConfigError, RunConfig, near_matches
-from mose_fast.memory import ReplayMemory
+from mose_fast.device import upload
+from mose_fast.memory import MemoryRecord, ReplayMemory
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, check_image_size, classify
 
 if TYPE_CHECKING:
     from mose_fast.methods.registry import About
 
-__all__ = ["Learner", "resolve_device"]
+__all__ = ["DataState", "Learner", "Prepared", "Stepping", "resolve_device"]
+
+
+# Images a forward pass of an evaluation, unless the configuration says otherwise.
+_EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -42,11 +49,60 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+class DataState(NamedTuple):
+    """What a batch changes beside the model, as it was before.
+
+    Attributes:
+        values: Of :attr:`Learner.remembered`.
+        memory: Undoes what happened to the memory.
+    """
+
+    values: dict[str, Any]
+    memory: MemoryRecord
+
+
+class Stepping(NamedTuple):
+    """How a learner's steps run.
+
+    Attributes:
+        name: ``captured`` or ``eager``.
+        reason: Why it is not what was asked for, or not the first choice; empty where it is.
+    """
+
+    name: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})" if self.reason else self.name
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A batch between :meth:`Learner.prepare` and :meth:`Learner.consume`.
+
+    Attributes:
+        before: The state before the batch came, for :meth:`Learner.roll_back`.
+        plan: Of a learner that plans ahead, what its ``plan`` gave: None where the batch trains nothing.
+        incoming: Of the others, the arguments of :meth:`Learner.observe`, all of which is still to do.
+        rehearsed: Of training on the final memory, the slots.
+        inputs: The step's inputs as a captured step wants them, where there is one.
+    """
+
+    before: DataState
+    plan: Any = None
+    incoming: dict[str, Any] | None = None
+    rehearsed: Tensor | None = None
+    inputs: Any = None
+
+
 class Learner(ABC):
     """An online learner: sees each batch once, keeps a replay memory, predicts at any time.
 
     Subclasses implement :meth:`train_batch`, :meth:`rehearse`, :meth:`outputs`, :meth:`costs`, :meth:`network_state` and
     :meth:`load_network_state`.
+
+    The loop calls :meth:`prepare` and :meth:`consume`, which together do what :meth:`observe` does. Learners that plan ahead do in
+    :meth:`prepare` all that concerns data alone, so that it can run several batches before the model.
 
     Args:
         config: The run's settings.
@@ -62,10 +118,22 @@ class Learner(ABC):
         current: The labels of the current task seen so far, in order of appearance.
         steps: Training steps taken.
         mirrored: Whether images are mirrored, in fixed copies and at random.
+        kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became; None for learners without an :class:`ExpertNetwork`.
+        evaluation_batch: Images a forward pass of an evaluation.
+        stepping: What the configuration's ``step`` became, and why.
+        feed: What makes the views, and why; None for learners that make none by :mod:`mose_fast.augment`.
     """
 
     #: True where replay rows are chosen by looking at the model, so that batches cannot be planned ahead of training.
     plan_depends_on_model: ClassVar[bool] = False
+
+    #: True where :meth:`prepare` plans the step, by ``plan(x, y)``, and fills the memory, and :meth:`consume` calls ``step`` with the
+    #: plan. Neither ``plan`` nor ``store`` may then look at the model or at what training changes.
+    plans_ahead: ClassVar[bool] = False
+
+    #: True where the step can be captured as a CUDA graph besides, which asks for what :class:`mose_fast.train.captured.CapturedSteps`
+    #: calls. On a card, its losses are read only after later steps were launched.
+    capturable: ClassVar[bool] = False
 
     #: True for the upper bound that sees the data of all tasks shuffled into one: the loop presents the stream as a single task.
     joint_stream: ClassVar[bool] = False
@@ -95,6 +163,10 @@ class Learner(ABC):
         self.mean, self.std = tuple(mean), tuple(std)
         self.mirrored = mirror_safe if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
+        self.feed: Feed | None = None
+        self.kernels: str | None = None
+        self.stepping = self._choose_step(config.step)
+        self.evaluation_batch = config.evaluation_batch or _EVALUATION_BATCH[self.device.type]
         self.memory = self.build_memory()
         self.task: int | None = None
         self.first_task: int | None = None
@@ -102,8 +174,25 @@ class Learner(ABC):
         self.seen: list[int] = []
         self.current: list[int] = []
         self.steps = 0
+        # Planned steps that were not taken yet.
+        self._ahead = 0
         self._means: ClassMeans | None = None
         self._warned_missing = False
+
+    @property
+    def sequence(self) -> int:
+        """Number of the step that is planned next, from 0; it decides the step's random views."""
+        return self.steps + self._ahead
+
+    @property
+    def late(self) -> bool:
+        """Whether losses are read only after later steps were launched."""
+        return self.capturable and self.device.type == "cuda"
+
+    @property
+    def diverged(self) -> bool:
+        """True once a loss was not finite: since then nothing is trained and nothing stored. On a card this waits for it."""
+        return False
 
     # The stream
 
@@ -145,7 +234,114 @@ class Learner(ABC):
         Raises:
             ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed then.
         """
+        x, y, index = self._receive(*self._check_batch(x, y), task, index)
+        losses = self.train_batch(x, y) if train else None
+        self._means = None
+        # Where losses are read late there is no time to ask.
+        if store and (self.late or losses is None or not self.diverged):
+            self.store(x, y, index)
+        return losses
+
+    def prepare(
+        self,
+        x: Tensor | np.ndarray,
+        y: Tensor | np.ndarray | Sequence[int],
+        task: int,
+        *,
+        index: Tensor | None = None,
+        train: bool = True,
+        store: bool = True,
+    ) -> Prepared:
+        """Does all of :meth:`observe` that does not need the model; arguments and errors as there.
+
+        A learner that plans ahead chooses the step's rows and fills the memory here, and may prepare more batches before it consumes
+        this one. ``x`` may lie on the learner's device already; ``y`` on the host is read without waiting for a card.
+        """
         x, y = self._check_batch(x, y)
+        if not self.plans_ahead:
+            incoming = {"x": x, "y": y, "task": task, "index": index, "train": train, "store": store}
+            return Prepared(self._data_state(), incoming=incoming)
+        before = self._data_state(len(x) if store else 0)
+        x, y, index = self._receive(x, y, task, index)
+        plan = self.plan(x, y) if train else None
+        if store:
+            self.store(x, y, index)
+        self._means = None
+        self._ahead += plan is not None
+        return Prepared(before, plan)
+
+    def prepare_rehearsal(self, slots: Tensor) -> Prepared:
+        """Prepares :meth:`rehearse`, which then is all left to do; no other batch may be prepared."""
+        return Prepared(self._data_state(), rehearsed=slots)
+
+    def consume(self, prepared: Prepared, step: Callable[[Prepared], dict[str, Tensor]] | None = None) -> dict[str, Tensor] | None:
+        """Does the rest of :meth:`observe` for the oldest batch that was prepared.
+
+        Args:
+            prepared: What :meth:`prepare` gave.
+            step: Takes the step of a learner that plans ahead; None: its own ``step`` with the plan.
+
+        Returns:
+            As :meth:`observe`.
+        """
+        if prepared.incoming is not None:
+            return self.observe(**prepared.incoming)
+        if prepared.rehearsed is not None:
+            losses = self.rehearse(prepared.rehearsed)
+            if self.late and self.diverged:
+                self.steps -= 1
+            return losses
+        self._means = None
+        if prepared.plan is None:
+            return None
+        self._ahead -= 1
+        return self.step(prepared.plan) if step is None else step(prepared)
+
+    def roll_back(self, prepared: Prepared, *, consumed: bool = False) -> bool:
+        """Undoes a batch that was prepared; of several, the newest first.
+
+        Args:
+            prepared: What :meth:`prepare` gave.
+            consumed: Whether it was consumed as well.
+
+        Returns:
+            Whether all is as before the batch. After a step that is so only if it changed nothing: its loss was not finite, and this was
+            seen before any weight changed.
+        """
+        values = dict(prepared.before.values)
+        steps = values.pop("steps")
+        planned = int(prepared.plan is not None)
+        exact = True
+        if not consumed:
+            self._ahead -= planned
+        elif prepared.incoming is None and prepared.rehearsed is None:
+            exact = not planned or self.diverged
+            # Where the host did not know that the step changed nothing, it was counted.
+            self.steps -= planned if self.late else 0
+        else:
+            exact = self.diverged and self.steps == steps
+            self.steps = steps
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.memory.restore(prepared.before.memory)
+        self._means = None
+        return exact
+
+    def _choose_step(self, wanted: str) -> Stepping:
+        obstacle = ""
+        if self.device.type != "cuda":
+            obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
+        elif not self.capturable:
+            why = "looks at the network to plan a step" if self.plan_depends_on_model else "has no step that could be captured"
+            obstacle = f"method {self.config.method!r} {why}"
+        if wanted == "captured" and obstacle:
+            raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")
+        if wanted == "eager" or obstacle:
+            return Stepping("eager", "" if wanted == "eager" or self.device.type != "cuda" else obstacle)
+        return Stepping("captured")
+
+    def _receive(self, x: Tensor, y: Tensor, task: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Registers a checked batch's task and labels; returns it on the device."""
         if index is None:
             index = torch.arange(self.memory.seen, self.memory.seen + len(x))
         if task != self.task:
@@ -155,12 +351,10 @@ class Learner(ABC):
                 self.seen.append(label)
             if label not in self.current:
                 self.current.append(label)
-        x, y = x.to(self.device), y.to(self.device)
-        losses = self.train_batch(x, y) if train else None
-        self._means = None
-        if store:
-            self.store(x, y, index.to(self.device, torch.int64))
-        return losses
+        return upload(x, self.device), upload(y, self.device), upload(index, self.device).to(torch.int64)
+
+    def _data_state(self, upcoming: int = 0) -> DataState:
+        return DataState({name: copy.copy(getattr(self, name)) for name in self.remembered}, self.memory.record(upcoming))
 
     def end_task(self) -> None:  # noqa: B027 - most methods have nothing to do here
         """Ends the current task."""
@@ -186,6 +380,12 @@ class Learner(ABC):
     @abstractmethod
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
         """One training step on a checked batch on the device; labels are registered already, the memory does not hold the batch yet."""
+
+    def describe(self, prepared: Prepared) -> str:
+        """How large a step is, for messages."""
+        if prepared.rehearsed is not None:
+            return f"{len(prepared.rehearsed)} rows of the memory"
+        return "a plan of its own" if prepared.incoming is None else f"{len(prepared.incoming['x'])} incoming rows"
 
     @abstractmethod
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
@@ -218,7 +418,8 @@ class Learner(ABC):
             if features is None:
                 features = self.outputs(self.memory.images[:filled])[0]
             self._means = ClassMeans(features, self.memory.labels[:filled], self.classes)
-            missing = [c for c in sorted(self.seen) if not self._means.known[c]]
+            known = self._means.known.tolist()
+            missing = [c for c in sorted(self.seen) if not known[c]]
             if missing and filled and not self._warned_missing:
                 self._warned_missing = True
                 shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
@@ -301,6 +502,7 @@ class Learner(ABC):
         self.memory.load(memory)
         for name in self.remembered:
             setattr(self, name, copy.copy(values[name]))
+        self._ahead = 0
         self._means = None
 
     def weights_hash(self) -> str:

@@ -123,13 +123,15 @@ class Gdumb(ReplayLearner):
 
     def step(self, rows: Rows) -> dict[str, Tensor]:
         views, partners, share = cutmix(self.make_views(rows), self.config.options.cutmix, self.config.seed, rows.sequence)
-        with self.precise():
+        with self.precise(), self.statistics.undone_if(self.latch):
             logits = self.forward(views).logits
             loss = share * cross_entropy(logits, rows.labels) + (1 - share) * cross_entropy(logits, rows.labels[partners])
             self.update(loss)
-        return {"loss": loss.detach()}
+        return {"loss": self.reported(loss)}
 
     def update(self, loss: Tensor) -> None:
+        if not self.accepts(loss):
+            return
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), _LARGEST_NORM)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mose_fast.augment import ViewInputs
 from mose_fast.config import MOSE_PRESETS, ConfigError, MoseOptions, RunConfig
+from mose_fast.device import upload
 from mose_fast.losses import ExpertLosses
+from mose_fast.methods.base import Prepared
 from mose_fast.methods.network import NetworkLearner
 from mose_fast.methods.registry import Preset, method
 from mose_fast.nn import ExpertNetwork
 
-__all__ = ["Composition", "Mose", "StepPlan"]
+__all__ = ["Composition", "Mose", "StepInputs", "StepPlan"]
+
+_LOSSES = ("loss", "supcon", "cross_entropy", "distillation")
 
 
 class Composition(NamedTuple):
@@ -27,6 +32,8 @@ class Composition(NamedTuple):
 
 class StepPlan(NamedTuple):
     """A step's data, chosen without looking at the model.
+
+    It holds copies, never slots of the memory, which later plans may overwrite before the step is taken.
 
     Attributes:
         images: uint8 [R, H, W, 3]: the rows of the new set, then those of the buffer set.
@@ -43,6 +50,26 @@ class StepPlan(NamedTuple):
     sequence: int
 
 
+class StepInputs(NamedTuple):
+    """All that :meth:`Mose.train_on` reads beside the model: tensors of one shape for every step of a kind, once they are padded.
+
+    Attributes:
+        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding. Or float32 [V, 3, H, W], the views themselves.
+        views: What decides the views; those of padding come last.
+        labels: int64 [V], by view; 0 for padding.
+        current_classes: As in :class:`StepPlan`.
+        new_views: Views of the new set, which come first; an int32 scalar on the device where the inputs are padded.
+        valid_views: Views that are not padding, likewise; None where none is.
+    """
+
+    images: Tensor
+    views: ViewInputs
+    labels: Tensor
+    current_classes: Tensor | None
+    new_views: int | Tensor
+    valid_views: Tensor | None
+
+
 @method(
     "mose",
     options=MoseOptions,
@@ -57,9 +84,16 @@ class StepPlan(NamedTuple):
 class Mose(NetworkLearner):
     """Nested experts with supervised contrastive loss and cross-entropy each, and reverse self-distillation into the student."""
 
+    plans_ahead: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
+    uses_shadows: ClassVar[bool] = True
+
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)
         self.losses = ExpertLosses(config.options)
+        # The mask of the current classes, and the classes that it holds.
+        self._mask: Tensor | None = None
+        self._masked: list[int] = []
 
     def build_network(self) -> ExpertNetwork:
         o = self.config.options
@@ -110,31 +144,98 @@ class Mose(NetworkLearner):
             if o.per_class_cap is not None:
                 wanted = min(wanted, o.per_class_cap * len(self.seen))
             old = self.memory.draw(wanted, others=self.task) if o.replay_from == "others" else self.memory.draw(wanted)
-            mask = torch.zeros(self.classes, dtype=torch.bool, device=self.device)
-            mask[torch.tensor(current, device=self.device)] = True
+            mask = self._mask_of(current)
         m = self.memory
         images = torch.cat([x, m.images[extra], x[:copies], m.images[old]])
         labels = torch.cat([y, m.labels[extra], y[:copies], m.labels[old]])
-        return StepPlan(images, labels, Composition(len(x), len(extra), copies, len(old)), mask, self.steps)
+        return StepPlan(images, labels, Composition(len(x), len(extra), copies, len(old)), mask, self.sequence)
 
     def step(self, plan: StepPlan) -> dict[str, Tensor]:
         """One optimiser step; returns the loss and its three parts, each summed over the experts."""
+        losses = self.train_on(self.step_inputs(plan))
+        self.count_step()
+        return self.named(losses)
+
+    def count_step(self) -> None:
+        """Counts a step that :meth:`train_on` took, as far as the host knows."""
+        self.steps += int(self.late or not self.diverged)
+
+    def describe(self, prepared: Prepared) -> str:
+        if prepared.plan is None:
+            return super().describe(prepared)
+        rows = prepared.plan.composition
+        return (
+            f"{rows.incoming} incoming, {rows.current} current, {rows.copies} copied and {rows.old} old rows, "
+            f"{sum(rows) * self.views.views_per_row} views"
+        )
+
+    def named(self, losses: Tensor) -> dict[str, Tensor]:
+        """The losses of :meth:`train_on` by name."""
+        return dict(zip(_LOSSES, losses.unbind(), strict=True))
+
+    def step_inputs(self, plan: StepPlan, rows: int | None = None, *, ready: bool = False) -> StepInputs:
+        """What the step of a plan reads; nothing of it is drawn anew, so that the same plan always gives the same step.
+
+        Args:
+            plan: Of :meth:`plan`.
+            rows: Pad to so many rows, so that steps of different sizes have inputs of the same shapes; None: as many as there are.
+            ready: Make the views here, for a feed that cannot be captured.
+        """
         composition = plan.composition
         sizes = (composition.incoming + composition.current, composition.copies + composition.old)
-        views, rows = self.views.make(plan.images, sizes, self.config.seed, plan.sequence)
-        labels = plan.labels[rows]
+        images, labels = plan.images, plan.labels
+        per_row = self.views.views_per_row
+        new_views, valid_views = sizes[0] * per_row, None
+        if rows is not None:
+            missing = rows - len(images)
+            images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
+            labels = torch.cat([labels, labels.new_zeros(missing)])
+            counts = torch.tensor([new_views, sum(sizes) * per_row], dtype=torch.int32)
+            new_views, valid_views = upload(counts, self.device).unbind()
+        views = self.views.inputs(images, sizes, self.config.seed, plan.sequence)
+        labels = labels[views.shown]
+        images = self.views.apply(images, views) if ready else images
+        return StepInputs(images, views, labels, plan.current_classes, new_views, valid_views)
+
+    def padded_rows(self, plan: StepPlan) -> int | None:
+        """Rows that a step of this kind has at most, to which a captured step pads; None where it cannot be padded.
+
+        Padding wants norms that do not count it, and a batch no larger than the stream's.
+        """
+        o = self.config.options
+        rows = self.config.stream.batch + o.buffer_batch + (0 if plan.current_classes is None else o.new_extra)
+        return rows if self.kernels == "fused" and len(plan.images) <= rows else None
+
+    def train_on(self, inputs: StepInputs) -> Tensor:
+        """Views, forward, losses, backward and optimiser: all that a captured step captures. Counts nothing.
+
+        Returns:
+            float32 [4]: the loss and its three parts, each summed over the experts. Once the run has diverged, the loss is NaN or
+            infinite in every step.
+        """
+        ready = inputs.images.is_floating_point()
+        views = inputs.images if ready else self.views.apply(inputs.images, inputs.views)
         self.network.train()
-        with self.precise():
-            with self.forward_precision():
-                outputs = self.network(views.contiguous(memory_format=torch.channels_last), self.config.options.distil == "sd")
-            terms = self.losses(outputs, labels, sizes[0] * self.views.views_per_row, plan.current_classes)
+        with self.precise(), self.statistics.undone_if(self.latch):
+            # Without padding, as before there was any: PyTorch's own norms know nothing of it.
+            padded = {} if inputs.valid_views is None else {"valid_rows": inputs.valid_views}
+            views = views.contiguous(memory_format=torch.channels_last)
+            outputs = self.run_network(views, self.config.options.distil == "sd", **padded)
+            terms = self.losses(outputs, inputs.labels, inputs.new_views, inputs.current_classes, inputs.valid_views)
             loss = terms.sum()
-            self.update(loss)
-        supcon, cross_entropy, distillation = terms.detach().sum(0)
-        return {"loss": loss.detach(), "supcon": supcon, "cross_entropy": cross_entropy, "distillation": distillation}
+            self.minimise(loss)
+        return torch.cat([self.reported(loss)[None], terms.detach().sum(0)])
+
+    def _mask_of(self, classes: list[int]) -> Tensor:
+        """bool [K] on the device. A new one is made only where the classes have changed, and none is ever written to again."""
+        if self._mask is None or self._masked != classes:
+            mask = torch.zeros(self.classes, dtype=torch.bool)
+            mask[classes] = True
+            self._mask, self._masked = upload(mask, self.device), list(classes)
+        return self._mask
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
         """One step on memory slots alone: they are the buffer set, with one cross-entropy over all classes."""
         images, labels = self.memory.images[slots], self.memory.labels[slots]
         self._means = None
-        return self.step(StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.steps))
+        return self.step(StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.sequence))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
-from mose_fast.augment import ViewMaker
+from mose_fast import _loader
+from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import RunConfig
 from mose_fast.methods.base import Learner
+from mose_fast.methods.statistics import RunningStatistics
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
+from mose_fast.optim import FlatAdam
 
 __all__ = ["NetworkLearner"]
 
@@ -29,13 +34,20 @@ class NetworkLearner(Learner):
         network: The network, channels_last, on the learner's device.
         optimiser: Its optimiser.
         views: Makes views of raw images.
+        statistics: The network's running statistics.
+        latch: bool scalar on the device, set by the first loss that is not finite: from then on no weight and no statistic changes.
     """
+
+    #: True where every forward pass in training goes through :meth:`run_network`, so that the weights may have shadows in bf16.
+    uses_shadows: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)
-        o = config.options
+        self.kernels = config.kernels
+        if config.kernels == "auto":
+            self.kernels = "fused" if self.device.type == "cuda" and _loader.serves(torch.empty(0, device=self.device)) else "torch"
         self.start_afresh()
-        self.views = self.build_views(o.augment)
+        self.views = self.build_views(config.options.augment)
 
     def start_afresh(self) -> None:
         """Gives the learner an untrained network, the same for the same seed, and an optimiser for it."""
@@ -43,8 +55,18 @@ class NetworkLearner(Learner):
         with _PYTORCH_RANDOM_STATE, torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.seed)
             network = self.build_network()
+        network.use_kernels(self.kernels)
         self.network = network.to(self.device, memory_format=torch.channels_last)
+        self.statistics = RunningStatistics(self.network)
         self.optimiser = self.build_optimiser()
+        if isinstance(self.optimiser, FlatAdam):
+            self.latch = self.optimiser.latch
+        else:
+            self.latch = torch.zeros((), dtype=torch.bool, device=self.device)
+        # PyTorch's own way to skip a step by what the card finds, made for gradient scaling.
+        self._skip = torch.zeros((), device=self.device)
+        if self.late and not isinstance(self.optimiser, FlatAdam):
+            self.optimiser.found_inf = self._skip
 
     @abstractmethod
     def build_network(self) -> ExpertNetwork:
@@ -53,10 +75,29 @@ class NetworkLearner(Learner):
     def build_optimiser(self) -> torch.optim.Optimizer:
         """The optimiser of all parameters of the network."""
         o = self.config.options
-        return torch.optim.Adam(self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+        if self.kernels == "fused":
+            return FlatAdam(
+                self.network.parameters(),
+                lr=o.lr,
+                betas=(o.beta1, o.beta2),
+                eps=o.eps,
+                weight_decay=o.weight_decay,
+                shadow_dtype=torch.bfloat16 if self.shadowed else None,
+            )
+        # PyTorch's fused Adam can skip a step without the host knowing.
+        how = {"fused": True, "capturable": True} if self.late else {}
+        return torch.optim.Adam(
+            self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, **how
+        )
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether forward passes run on copies of the weights in bf16, which the optimiser keeps."""
+        return self.uses_shadows and self.kernels == "fused" and self.config.precision == "bf16"
 
     def build_views(self, recipe: str) -> ViewMaker:
-        """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`."""
+        """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`; sets :attr:`feed`."""
+        self.feed = choose_feed(self.config.feed, self.device, RECIPES[recipe])
         return ViewMaker(
             recipe,
             self.inner_views(),
@@ -64,6 +105,7 @@ class NetworkLearner(Learner):
             mean=self.mean,
             std=self.std,
             jitter_normalised=self.config.options.jitter_domain == "normalised",
+            feed=self.feed.name,
         )
 
     def inner_views(self) -> int:
@@ -76,29 +118,68 @@ class NetworkLearner(Learner):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
             yield
 
+    @property
+    def diverged(self) -> bool:
+        return bool(self.latch)
+
+    def run_network(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The network's forward pass in the run's precision: on the bf16 shadows of its weights where the optimiser keeps some."""
+        if self.shadowed:
+            names = [name for name, _ in self.network.named_parameters()]
+            weights = dict(zip(names, self.optimiser.leaves, strict=True))
+            return functional_call(self.network, weights, (images.to(torch.bfloat16), *args), kwargs)
+        with self.forward_precision():
+            return self.network(images, *args, **kwargs)
+
     def update(self, loss: Tensor) -> None:
-        """One optimiser step on a loss."""
+        """One optimiser step on a loss, unless it or an earlier one is not finite."""
+        if self.minimise(loss):
+            self.steps += 1
+
+    def minimise(self, loss: Tensor) -> bool:
+        """:meth:`update` without counting the step: in a captured step, this is what is captured.
+
+        Returns:
+            Whether the step was taken, as far as the host knows: a learner whose losses are read late always says so.
+        """
+        if not self.accepts(loss):
+            return False
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.optimiser.step()
-        self.steps += 1
+        return True
+
+    def accepts(self, loss: Tensor) -> bool:
+        """Sets the latch unless the loss is finite; False where the host knows that it is set, and nothing must be changed by the step."""
+        self.latch.logical_or_(loss.detach().isfinite().logical_not_())
+        if self.late:
+            self._skip.copy_(self.latch)
+            return True
+        return not self.diverged
+
+    def reported(self, loss: Tensor) -> Tensor:
+        """A step's loss as it is told: not finite once the run has diverged, though the frozen network's loss may be."""
+        return torch.where(self.latch & loss.detach().isfinite(), torch.nan, loss.detach())
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.network.eval()
         features, logits = [], []
-        for part in x.split(self.config.evaluation_batch):
+        for part in x.split(self.evaluation_batch):
             images = self.views.normalise(part.to(self.device)).contiguous(memory_format=torch.channels_last)
             with self.precise():
-                features.append(self.network.features(images))
-                logits.append(self.network.classify(features[-1]))
+                outputs = self.run_network(images)
+            features.append(outputs.features.float())
+            logits.append(outputs.logits.float())
         if not features:
             e = self.network.experts
             return torch.empty(e, 0, self.network.feature_size, device=self.device), torch.empty(e, 0, self.classes, device=self.device)
         return torch.cat(features, 1), torch.cat(logits, 1)
 
     def costs(self) -> tuple[Cost, Cost]:
-        network, last = self.network, str(self.network.experts)
+        network, last = copy.deepcopy(self.network), str(self.network.experts)
+        # Modules are what is counted, so each must run.
+        network.use_kernels("torch")
         deployed = network.deepest_feature if self.resolve_expert() == ("ncm", last) else lambda x: network.classify(network.features(x))
         return count_cost(network, network, self.image_size), count_cost(network, deployed, self.image_size)
 
@@ -115,6 +196,8 @@ class NetworkLearner(Learner):
             self.network.load_state_dict(network)
         except RuntimeError as error:
             raise ValueError(f"the state belongs to another network: {error}") from error
+        if isinstance(self.optimiser, FlatAdam):
+            self.optimiser.refresh_shadows()
         moments: dict[int, dict[str, Tensor]] = {}
         for position, (name, parameter) in enumerate(self.network.named_parameters()):
             names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")}
@@ -126,3 +209,4 @@ class NetworkLearner(Learner):
             if parts:
                 moments[position] = parts
         self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        self.latch.fill_(False)

@@ -142,24 +142,25 @@ class ReplayLearner(NetworkLearner):
         slots = torch.cat(sets)
         images = torch.cat([x, self.memory.images[slots]])
         labels = torch.cat([y, self.memory.labels[slots]])
-        return Rows(images, labels, (len(x), *map(len, sets)), slots, self.steps)
+        return Rows(images, labels, (len(x), *map(len, sets)), slots, self.sequence)
 
     def step(self, rows: Rows) -> dict[str, Tensor]:
         """One optimiser step; returns the loss and its terms."""
         views = self.make_views(rows)
-        with self.precise():
+        with self.precise(), self.statistics.undone_if(self.latch):
             separate = self.config.options.passes == "separate"
             outputs = [self.forward(part) for part in (views.split(self.view_sizes(rows)) if separate else [views]) if len(part)]
             terms = self.losses(Outputs(*map(torch.cat, zip(*outputs, strict=True))) if len(outputs) > 1 else outputs[0], rows)
             loss = torch.stack(list(terms.values())).sum()
             self.update(loss)
-        return {"loss": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
+        return {"loss": self.reported(loss), **{name: term.detach() for name, term in terms.items()}}
 
     def make_views(self, rows: Rows) -> Tensor:
         """float32 [V, 3, H, W], normalised: one augmented view of every row, in the rows' order."""
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
-            return self.views.normalise(pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored))
+            cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored)
+            return self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
         return self.views.augmented(rows.images, seed, rows.sequence)
 
     def view_sizes(self, rows: Rows) -> tuple[int, ...]:

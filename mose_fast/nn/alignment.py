@@ -7,6 +7,11 @@ from collections import OrderedDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mose_fast.nn.kernels import check_kernels
+from mose_fast.ops.align_conv import AlignedMap, align_conv
+from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
+from mose_fast.ops.norm_pool import norm_pool
+
 __all__ = ["AlignmentModule", "AttentionGate", "DownBlock"]
 
 
@@ -29,19 +34,69 @@ class DownBlock(nn.Module):
         x = F.relu(self.norm1(self.pointwise1(self.depthwise1(x))))
         return F.relu(self.norm2(self.pointwise2(self.depthwise2(x))))
 
+    def fused(
+        self, x: Tensor, state: Tensor | None = None, gate: Tensor | None = None, valid_rows: int | Tensor | None = None
+    ) -> AlignedMap:
+        """The same by fused ops, which leave each norm and ReLU to whoever reads the map.
+
+        Args:
+            x: [N, C, H, W]; with ``state`` a map whose norm and ReLU are still to come.
+            state: [4, C], of that norm.
+            gate: [N, C, H / 2, W / 2], of :meth:`AttentionGate.fused`.
+            valid_rows: Images from this one on are padding.
+
+        Returns:
+            The block's map before ``norm2`` and its ReLU, and the state of ``norm2``.
+        """
+        aligned = align_conv(
+            x,
+            self.depthwise1.weight,
+            self.pointwise1.weight,
+            Norm.of(self.norm1),
+            stride=2,
+            prologue=state,
+            gate=gate,
+            valid_rows=valid_rows,
+        )
+        return align_conv(
+            aligned.y, self.depthwise2.weight, self.pointwise2.weight, Norm.of(self.norm2), prologue=aligned.state, valid_rows=valid_rows
+        )
+
 
 class AlignmentModule(nn.Sequential):
     """The paper's a_i (section 4.1): down blocks ``down1``, ``down2``, ... until the deepest stage's width is reached.
 
     Maps [N, C, H, W] to [N, D] with D = C * 2**blocks; the average pool comes last, so every entry is at least 0.
     With no blocks it is the average pool alone.
+
+    Args:
+        channels: C.
+        blocks: Down blocks, each halves the map and doubles its channels.
+        kernels: ``torch``: PyTorch's modules one by one. ``fused``: native ops where there are any (mose_fast.ops); the same values up to
+            rounding, the same ``state_dict``.
     """
 
-    def __init__(self, channels: int, blocks: int) -> None:
+    def __init__(self, channels: int, blocks: int, *, kernels: str = "torch") -> None:
         super().__init__(OrderedDict((f"down{i + 1}", DownBlock(channels << i, channels << (i + 1))) for i in range(blocks)))
+        self.kernels = check_kernels(kernels)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).mean(dim=(2, 3))
+    def forward(self, x: Tensor, *, gate: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
+        """Features [N, D].
+
+        Args:
+            x: [N, C, H, W].
+            gate: [N, C, H / 2, W / 2], of :meth:`AttentionGate.fused`; multiplies ``x`` by sigmoid(its up-sampling). Fused only.
+            valid_rows: Images from this one on are padding: zero in the result, not counted by any norm. Fused only.
+        """
+        if self.kernels == "torch":
+            if gate is not None or valid_rows is not None:
+                raise ValueError("kernels is 'torch', which has no gate and no valid_rows; wanted AlignmentModule(kernels='fused')")
+            return super().forward(x).mean(dim=(2, 3))
+        state = None
+        for block in self:
+            x, state = block.fused(x, state, gate, valid_rows)
+            gate = None
+        return norm_pool(x, state, valid_rows=valid_rows)
 
 
 class AttentionGate(nn.Module):
@@ -58,3 +113,8 @@ class AttentionGate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = F.interpolate(F.relu(self.norm(self.down(x))), scale_factor=2, mode="bilinear", align_corners=False)
         return x * gate.sigmoid()
+
+    def fused(self, x: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
+        """The gate [N, C, H / 2, W / 2] before up-sampling and sigmoid, which whoever multiplies by it does while loading."""
+        aligned = self.down.fused(x, valid_rows=valid_rows)
+        return batch_norm_act(aligned.y, Norm.of(self.norm), prologue=aligned.state, valid_rows=valid_rows)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 
 __all__ = ["STAGE_STRIDES", "BasicBlock", "Stem"]
 
@@ -21,6 +25,10 @@ class Stem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.norm(self.conv(x)))
+
+    def fused(self, x: Tensor, consumers: int, valid_rows: int | Tensor | None) -> Tensor | tuple[Tensor, ...]:
+        """The same by fused ops, once for each of the ``consumers`` that read it."""
+        return batch_norm_act(self.conv(x), Norm.of(self.norm), consumers=consumers, valid_rows=valid_rows)
 
 
 class PointwiseConv2d(nn.Conv2d):
@@ -65,3 +73,24 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+    def fused(self, x: Sequence[Tensor], consumers: int, valid_rows: int | Tensor | None) -> Tensor | tuple[Tensor, ...]:
+        """The same by fused ops.
+
+        Args:
+            x: The input twice, each with a gradient of its own: for the first convolution, and for the residual path.
+            consumers: How often the result is wanted, once for each module that reads it.
+            valid_rows: Images from this one on are padding.
+        """
+        y = batch_norm_act(self.conv1(x[0]), Norm.of(self.norm1), valid_rows=valid_rows)
+        residual, residual_norm = x[1], None
+        if isinstance(self.shortcut, Shortcut):
+            residual, residual_norm = self.shortcut.conv(residual), Norm.of(self.shortcut.norm)
+        return batch_norm_act(
+            self.conv2(y),
+            Norm.of(self.norm2),
+            residual=residual,
+            residual_norm=residual_norm,
+            consumers=consumers,
+            valid_rows=valid_rows,
+        )

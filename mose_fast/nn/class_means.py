@@ -31,6 +31,8 @@ class ClassMeans:
             raise ValueError(f"labels reach {len(counts) - 1}; wanted labels below classes, {classes}")
         sums = features.new_zeros(features.shape[0], classes, features.shape[2]).index_add_(1, labels, features)
         self.known = counts > 0
+        # Asked once: where features lie on a card, each question waits for it.
+        self._any_known = bool(self.known.any())
         self.means = F.normalize(sums / counts.clamp_min(1).unsqueeze(-1), dim=-1)
 
     def distances(self, features: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ class ClassMeans:
         Raises:
             ValueError: No class has a prototype.
         """
-        if not self.known.any():
+        if not self._any_known:
             raise ValueError("the replay memory is empty, so no class has a mean; wanted at least one stored sample before predicting")
         distances = self.distances(features)
         return torch.cat([distances, distances.mean(0, keepdim=True)]).argmin(-1)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mose_fast.nn.alignment import AlignmentModule, AttentionGate
 from mose_fast.nn.backbone import STAGE_STRIDES, BasicBlock, Stem
+from mose_fast.nn.heads import linears
+from mose_fast.nn.kernels import check_kernels
 
 __all__ = ["BRANCH_POINTS", "ExpertNetwork", "ExpertOutputs", "check_image_size"]
 
@@ -57,6 +62,8 @@ class ExpertNetwork(nn.Module):
         projection: Width P of the contrastive projections.
         student: Position of the expert that is distilled into, from 0; None: the deepest.
         init: ``kaiming_fan_out`` (released) or ``default`` (PyTorch's), for convolutions only.
+        kernels: ``torch``: PyTorch's modules one by one, the reference. ``fused``: norms, alignment path, pools and heads by the ops of
+            :mod:`mose_fast.ops`, native where there is a library; the same ``state_dict``, the same values up to rounding.
     """
 
     def __init__(
@@ -70,6 +77,7 @@ class ExpertNetwork(nn.Module):
         projection: int = 128,
         student: int | None = None,
         init: str = "kaiming_fan_out",
+        kernels: str = "torch",
     ) -> None:
         super().__init__()
         if classes < 1 or width < 1:
@@ -108,27 +116,86 @@ class ExpertNetwork(nn.Module):
             for module in self.modules():
                 if isinstance(module, nn.Conv2d):
                     nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        #: CUDA streams for the branches of all experts but the last, with fused kernels; empty: they run one after the other.
+        self.side_streams: Sequence[torch.cuda.Stream] = ()
+        self.use_kernels(kernels)
 
-    def features(self, x: Tensor) -> Tensor:
+    def use_kernels(self, kernels: str) -> None:
+        """Switches the network, and the alignment modules in it, to other ``kernels``; weights stay as they are."""
+        self.kernels = check_kernels(kernels)
+        for module in self.modules():
+            if isinstance(module, AlignmentModule):
+                module.kernels = self.kernels
+
+    def features(self, x: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
         """Aligned features a_1 ... a_E of normalised images.
 
         Args:
             x: float [N, 3, H, W]; H and W multiples of 8.
+            valid_rows: Images from this one on are padding, which wants to be zero: their features are zero and no norm counts them. An
+                int, or an int32 scalar beside ``x``. Only with ``kernels`` ``fused``.
 
         Returns:
             [E, N, D], every entry at least 0.
         """
         check_image_size(*x.shape[2:])
+        if self.kernels == "fused":
+            return self._fused_features(x, valid_rows)
+        if valid_rows is not None:
+            raise ValueError("valid_rows is given, but kernels is 'torch', whose norms count every row; wanted kernels 'fused'")
         pooled = AlignmentModule(self.feature_size, 0)
         h = self.stem(x)
         features = []
-        for block in range(1, 9):
-            h = getattr(getattr(self, f"stage{(block + 1) // 2}"), f"block{(block - 1) % 2}")(h)
+        for block, module in self._blocks():
+            h = module(h)
             if block in self._expert_after_block:
-                e = self._expert_after_block[block]
-                gate = getattr(self, f"gate{e}", None)
-                features.append(getattr(self, f"align{e}", pooled)(h if gate is None else gate(h)))
+                gate, align = self._branch(self._expert_after_block[block], pooled)
+                features.append(align(h if gate is None else gate(h)))
         return torch.stack(features)
+
+    def _fused_features(self, x: Tensor, valid_rows: int | Tensor | None) -> Tensor:
+        pooled = AlignmentModule(self.feature_size, 0, kernels="fused")
+        # A map with several readers is handed out once to each, so that the norm before it sums their gradients: the next block reads it
+        # twice, for its first convolution and for its residual path, the gate once, the alignment module once.
+        inputs = self.stem.fused(x, 2, valid_rows)
+        features = []
+        for block, module in self._blocks():
+            expert = self._expert_after_block.get(block)
+            gate, align = (None, None) if expert is None else self._branch(expert, pooled)
+            readers = (2 if block < 8 else 0) + (gate is not None) + (align is not None)
+            outputs = module.fused(inputs, readers, valid_rows)
+            outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            if align is not None:
+                with self._side_stream(expert, outputs):
+                    h = outputs.pop()
+                    opened = None if gate is None else gate.fused(outputs.pop(), valid_rows)
+                    features.append(align(h, gate=opened, valid_rows=valid_rows))
+            inputs = outputs
+        for stream in self.side_streams:
+            torch.cuda.current_stream(x.device).wait_stream(stream)
+        return torch.stack(features)
+
+    @contextmanager
+    def _side_stream(self, expert: int, maps: Sequence[Tensor]) -> Iterator[None]:
+        """Runs an expert's branch on a stream of its own where there are any; ``maps`` are what it reads."""
+        if not self.side_streams or expert == self.experts:
+            yield
+            return
+        stream = self.side_streams[expert - 1]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        for h in maps:
+            h.record_stream(stream)
+        with torch.cuda.stream(stream):
+            yield
+
+    def _blocks(self) -> list[tuple[int, BasicBlock]]:
+        """Number, from 1, and module of every residual block in order."""
+        stages = (getattr(self, f"stage{stage + 1}") for stage in range(4))
+        return list(enumerate((block for stage in stages for block in (stage.block0, stage.block1)), start=1))
+
+    def _branch(self, expert: int, pooled: AlignmentModule) -> tuple[AttentionGate | None, AlignmentModule]:
+        """Gate and alignment module of an expert; ``pooled`` where it has none of its own."""
+        return getattr(self, f"gate{expert}", None), getattr(self, f"align{expert}", pooled)
 
     def deepest_feature(self, x: Tensor) -> Tensor:
         """The last expert's feature [N, D] alone: the deployed network, without alignment modules and heads."""
@@ -141,21 +208,34 @@ class ExpertNetwork(nn.Module):
 
     def classify(self, features: Tensor) -> Tensor:
         """Logits [E, N, K] of all experts' classifiers for ``features`` [E, N, D]."""
-        return torch.stack([getattr(self, f"classifier{e + 1}")(features[e]) for e in range(self.experts)])
+        return self._heads("classifier", features)
 
     def project(self, features: Tensor) -> Tensor:
         """Contrastive projections [E, N, P] for ``features`` [E, N, D]; not normalised, the loss does that."""
-        return torch.stack([getattr(self, f"projection{e + 1}")(features[e]) for e in range(self.experts)])
+        return self._heads("projection", features)
 
-    def forward(self, x: Tensor, detach_student: bool = False) -> ExpertOutputs:
+    def _heads(self, name: str, features: Tensor) -> Tensor:
+        heads = [getattr(self, f"{name}{e + 1}") for e in range(self.experts)]
+        # Methods put other modules here, such as a cosine classifier.
+        if self.kernels == "fused" and all(type(head) is nn.Linear for head in heads):
+            return linears(heads, features)
+        return torch.stack([head(feature) for head, feature in zip(heads, features, strict=True)])
+
+    def forward(self, x: Tensor, detach_student: bool = False, valid_rows: int | Tensor | None = None) -> ExpertOutputs:
         """Everything a training step needs.
 
         Args:
             x: Normalised images, float [N, 3, H, W].
             detach_student: Let no gradient through the adapter into the network; forward self-distillation (SD) wants that, since
                 there the adapted feature teaches (mose.md 9.17).
+            valid_rows: As for :meth:`features`. Projections, logits and student of padding are those of zero features.
         """
-        features = self.features(x)
+        features = self.features(x, valid_rows)
         student = features[self.student]
-        student = self.adapter(student.detach() if detach_student else student)
+        student = student.detach() if detach_student else student
+        if self.kernels == "fused" and isinstance(self.adapter, nn.Linear):
+            student = F.linear(student, self.adapter.weight.to(student.dtype), self.adapter.bias.to(student.dtype))
+        else:
+            student = self.adapter(student)
         return ExpertOutputs(self.project(features), self.classify(features), features, student)
+

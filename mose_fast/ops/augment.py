@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mose_fast import _loader
 from mose_fast.reference import augment as reference
-from mose_fast.reference.augment import MIRROR
+from mose_fast.reference.augment import GREY_WEIGHTS, MIRROR, orient
 
-__all__ = ["MIRROR", "augment"]
+__all__ = ["GREY_WEIGHTS", "MIRROR", "augment", "orient"]
 
 _MAX_SOURCES, _MAX_SIDE = 4, 1024
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,6 +60,7 @@ def augment(
     jitter_normalised: bool = False,
     dtype: torch.dtype = torch.float32,
     channels: int = 3,
+    plain: bool = False,
 ) -> Tensor:
     """Makes views of images (mose.md section 5): one launch on CUDA, one pass over the views on the CPU.
 
@@ -80,6 +81,7 @@ def augment(
         jitter_normalised: Jitter normalised images, clamping them to [0, 1].
         dtype: float32, float16 or bfloat16.
         channels: 3, or 4 or 8 for channels of zeros behind the three.
+        plain: In plain PyTorch, also where there is native code.
 
     Returns:
         ``dtype`` [V, channels, H, W], contiguous in channels_last order. Views of padding are zero.
@@ -106,7 +108,7 @@ def augment(
     if channels not in (3, 4, 8):
         raise ValueError(f"channels is {channels!r}; wanted 3, 4 or 8")
     arguments = (list(sources), rows, layout, codes, factors, list(mean), list(std), jitter_normalised, dtype, channels)
-    if not _loader.serves(sources[0]):
+    if plain or not _loader.serves(sources[0]):
         return reference.augment(*arguments)
     if torch.compiler.is_compiling():
         return torch.ops.mose_fast.augment(*arguments)

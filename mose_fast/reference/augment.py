@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["MIRROR", "apply_views", "augment", "crop", "grayscale", "jitter", "orient"]
+__all__ = ["GREY_WEIGHTS", "MIRROR", "apply_views", "augment", "crop", "grayscale", "jitter", "orient"]
 
 #: Orientation code of the full mirror.
 MIRROR = 3
 
 #: Weights of red, green and blue in a grey value (ITU-R BT.601).
-_GREY_WEIGHTS = (0.299, 0.587, 0.114)
+GREY_WEIGHTS = (0.299, 0.587, 0.114)
 
 
 def orient(images: Tensor, code: int) -> Tensor:
@@ -58,7 +58,7 @@ def crop(images: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 def grayscale(images: Tensor) -> Tensor:
     """The grey value of each pixel in all three channels."""
-    weights = images.new_tensor(_GREY_WEIGHTS).view(1, 3, 1, 1)
+    weights = images.new_tensor(GREY_WEIGHTS).view(1, 3, 1, 1)
     return (images * weights).sum(1, keepdim=True).expand(-1, 3, -1, -1)
 
 

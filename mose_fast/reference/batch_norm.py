@@ -75,7 +75,7 @@ def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
         variance = squares / total.clamp(min=1)
         if norm.running_mean is not None:
             with torch.no_grad():
-                share = norm.momentum * (total > 0)
+                share = norm.momentum * (total > 0).to(wide.dtype)
                 norm.running_mean.add_(share * (mean - norm.running_mean))
                 norm.running_var.add_(share * (squares / (total - 1).clamp(min=1) - norm.running_var))
         if norm.batches_tracked is not None:

@@ -18,7 +18,10 @@ from mose_fast.train.files import RunError
 __all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
 
 # Where and how fast a run computes, but not what: no reason to keep two runs apart.
-_NO_SETTING = ("seed", "device", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir", "stream.tasks")
+_NO_SETTING = (
+    "seed", "device", "feed", "kernels", "step", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
+    "stream.decoder", "stream.tasks",
+)  # fmt: skip
 # What the data made of the settings: equal names may stand for different data.
 _DATA = ("tasks", "classes", "image_size", "class_order")
 # Shown in columns of their own, or by the preset.

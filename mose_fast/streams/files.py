@@ -1,18 +1,18 @@
-"""Reading image files, image folders and ``.npz`` archives, with errors that name the file."""
+"""Reading image folders and ``.npz`` archives, with errors that name the file."""
 
 from __future__ import annotations
 
-import io
 import zipfile
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
+from mose_fast.streams.decoding import Decoding, decode_images
 from mose_fast.streams.stream import StreamError
 
-__all__ = ["ARRAYS", "decode_image", "read_folder", "read_npz"]
+__all__ = ["ARRAYS", "read_folder", "read_npz"]
 
 #: The arrays that an ``.npz`` of a stream holds.
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
@@ -49,25 +49,12 @@ def read_npz(path: Path, names: tuple[str, ...] = ARRAYS, *, remedy: str = "writ
         raise StreamError(f"{path} is damaged, truncated or no .npz archive ({error}); {remedy}") from error
 
 
-def decode_image(data: bytes, what: str) -> np.ndarray:
-    """Decodes a JPEG, PNG or BMP file to uint8 [H, W, 3]; grey and palette images become RGB, alpha is dropped.
-
-    Raises:
-        StreamError: The file is damaged, or holds more than 8 bits a channel.
-    """
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            if image.mode.startswith(("I", "F")):
-                raise StreamError(f"{what} holds pixels of mode {image.mode}; wanted 8 bits a channel: convert it first")
-            return np.array(image.convert("RGB"))
-    except StreamError:
-        raise
-    except Exception as error:  # Pillow's decoders raise many unrelated types on damaged input
-        raise StreamError(f"{what} is a damaged or truncated image ({error}); replace or remove it") from error
-
-
-def read_folder(root: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+def read_folder(root: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
     """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``; files of other types are passed over.
+
+    Args:
+        root: The folder.
+        decoding: What decodes the images.
 
     Returns:
         The four arrays of :data:`ARRAYS`, labels numbering the class folders of ``train`` in sorted order, and their names.
@@ -84,30 +71,31 @@ def read_folder(root: Path) -> tuple[dict[str, np.ndarray], list[str]]:
     for name in _class_folders(root / "test"):
         if name not in names:
             raise StreamError(f"{root / 'test' / name} is a class without training images; wanted {root / 'train' / name} as well")
-    arrays: dict[str, np.ndarray] = {}
-    first: tuple[Path, tuple[int, ...]] | None = None
-    for part in ("train", "test"):
-        images, labels = [], []
+    labelled: dict[str, list[tuple[Path, int]]] = {"train": [], "test": []}
+    for part, found in labelled.items():
         for label, name in enumerate(names):
             files = _image_files(root / part / name)
             if not files and part == "train":
                 raise StreamError(f"{root / part / name} holds no images ({', '.join(SUFFIXES)}); wanted at least one, or no such folder")
-            for file in files:
-                image = decode_image(_read(file), str(file))
-                height, width = image.shape[:2]
-                first = first or (file, image.shape)
-                if image.shape != first[1]:
-                    raise StreamError(
-                        f"{first[0]} is {first[1][0]}x{first[1][1]} and {file} is {height}x{width}; wanted images of one size: "
-                        "resize them first, for example with Pillow's Image.resize"
-                    )
-                if height % 8 or width % 8:
-                    raise StreamError(f"{file} is {height}x{width}; wanted sides divisible by 8: pad or resize the images first")
-                images.append(image)
-                labels.append(label)
-        if not images:
+            found += [(file, label) for file in files]
+        if not found:
             raise StreamError(f"{root / part} holds no images; wanted {part}/<class>/<image> with {', '.join(SUFFIXES)}")
-        arrays[f"x_{part}"], arrays[f"y_{part}"] = np.stack(images), np.array(labels, np.int64)
+    files = [file for found in labelled.values() for file, _ in found]
+    images: list[np.ndarray] = []
+    for file, image in zip(files, decode_images([(str(file), partial(_read, file)) for file in files], decoding), strict=True):
+        height, width = image.shape[:2]
+        if images and image.shape != images[0].shape:
+            raise StreamError(
+                f"{files[0]} is {images[0].shape[0]}x{images[0].shape[1]} and {file} is {height}x{width}; wanted images of one size: "
+                "resize them first, for example with Pillow's Image.resize"
+            )
+        if height % 8 or width % 8:
+            raise StreamError(f"{file} is {height}x{width}; wanted sides divisible by 8: pad or resize the images first")
+        images.append(image)
+    arrays: dict[str, np.ndarray] = {}
+    for part, found in labelled.items():
+        arrays[f"x_{part}"], images = np.stack(images[: len(found)]), images[len(found) :]
+        arrays[f"y_{part}"] = np.array([label for _, label in found], np.int64)
     return arrays, names
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from mose_fast.config import StreamConfig, near_matches
 from mose_fast.streams import datasets, tiny_imagenet
 from mose_fast.streams.arrays import assemble
+from mose_fast.streams.decoding import Decoding, Watch
 from mose_fast.streams.files import ARRAYS, read_folder, read_npz
 from mose_fast.streams.stream import Stream, StreamError
 
@@ -26,32 +27,32 @@ class _Entry:
     tasks: int
     normalisation: str
     mirror_safe: bool
-    read: Callable[[Path], dict[str, Any]]  # the arrays and, as far as known, source, labels and class_names
+    read: Callable[[Path, Decoding], dict[str, Any]]  # the arrays and, as far as known, source, labels and class_names
     find: Callable[[Path], Path | None] | None  # None: part of an installed package
     obtain: str
 
 
-def _read_digits(data_dir: Path) -> dict[str, Any]:
+def _read_digits(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
     return {**datasets.digits(), "labels": range(10), "source": "digits"}
 
 
-def _read_mnist(data_dir: Path) -> dict[str, Any]:
+def _read_mnist(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
     arrays, source = datasets.mnist(data_dir)
     return {**arrays, "labels": range(10), "source": str(source)}
 
 
-def _read_cifar10(data_dir: Path) -> dict[str, Any]:
+def _read_cifar10(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
     arrays, source = datasets.cifar(10, data_dir)
     return {**arrays, "labels": range(10), "class_names": datasets.CIFAR10_NAMES, "source": str(source)}
 
 
-def _read_cifar100(data_dir: Path) -> dict[str, Any]:
+def _read_cifar100(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
     arrays, source = datasets.cifar(100, data_dir)
     return {**arrays, "labels": range(100), "class_names": datasets.CIFAR100_NAMES, "source": str(source)}
 
 
-def _read_tiny_imagenet(data_dir: Path) -> dict[str, Any]:
-    arrays, wnids = tiny_imagenet.read(data_dir)
+def _read_tiny_imagenet(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
+    arrays, wnids = tiny_imagenet.read(data_dir, decoding)
     return {**arrays, "labels": range(len(wnids)), "class_names": wnids, "source": str(tiny_imagenet.find(data_dir))}
 
 
@@ -138,15 +139,20 @@ def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
     return (True, str(found)) if found else (False, f"not in {folder}: {entry.obtain}")
 
 
-def create(config: StreamConfig) -> Stream:
+def create(config: StreamConfig, watch: Watch | None = None) -> Stream:
     """Makes the stream that a configuration asks for: a registered one, an image folder, or an ``.npz`` file.
 
     Folders and ``.npz`` files are described in docs/own_data.md; they take the normalisation ``half`` and count as safe to
     mirror unless told otherwise, and ``tasks`` None splits them as :func:`from_arrays` does.
 
+    Args:
+        config: What is asked for.
+        watch: Called with the number of image files decoded so far and of all, where there are some to decode.
+
     Raises:
         StreamError: The name is unknown, the data is missing or damaged, or cannot be split as asked.
     """
+    decoding = Decoding(config.decoder, watch)
     settings = {
         "batch": config.batch,
         "class_order_seed": config.class_order_seed,
@@ -155,14 +161,14 @@ def create(config: StreamConfig) -> Stream:
     if config.name in _STREAMS:
         entry = _STREAMS[config.name]
         return assemble(
-            **entry.read(_data_dir(config.data_dir)), **settings, name=config.name, mirror_safe=entry.mirror_safe,
+            **entry.read(_data_dir(config.data_dir), decoding), **settings, name=config.name, mirror_safe=entry.mirror_safe,
             tasks=entry.tasks if config.tasks is None else config.tasks, normalisation=config.normalisation or entry.normalisation,
         )  # fmt: skip
     path = Path(config.name).expanduser()
     if path.suffix.lower() == ".npz":
         contents: dict[str, Any] = dict(read_npz(path, ARRAYS))
     elif path.is_dir():
-        contents, class_names = read_folder(path)
+        contents, class_names = read_folder(path, decoding)
         contents = {**contents, "class_names": class_names}
     elif os.sep in config.name or path.exists():
         raise StreamError(f"stream {config.name!r} is no folder and no .npz file; wanted a folder with train and test, or an .npz file")

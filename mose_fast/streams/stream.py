@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,6 +136,19 @@ class Stream:
             return list(self.arrival[task])
         order = draw_order(len(rows), seed, task * 2**32 + epoch)
         return list(rows[torch.from_numpy(order)].split(self.batch))
+
+    def count_batches(self, task: int) -> int:
+        """How many batches :meth:`batches` gives, without drawing their order.
+
+        Raises:
+            IndexError: There is no such task.
+        """
+        rows = len(self.train_rows(task))
+        return -(-rows // self.batch) if self.arrival is None else len(self.arrival[task])
+
+    def to(self, device: torch.device) -> Stream:
+        """The stream with its images on a device; labels stay on the host, where they are looked at."""
+        return dataclasses.replace(self, x_train=self.x_train.to(device), x_test=self.x_test.to(device))
 
     def original_label(self, y: Tensor | int) -> Tensor | int:
         """Inverts the class order: the data set's label of a head index, for an int or an integer tensor of any shape.

@@ -10,11 +10,13 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from mose_fast.streams.files import ARRAYS, decode_image, read_npz
+from mose_fast.streams.decoding import Decoding, decode_images
+from mose_fast.streams.files import ARRAYS, read_npz
 from mose_fast.streams.stream import StreamError
 
 __all__ = ["FOLDER", "ZIP", "find", "read"]
@@ -50,13 +52,17 @@ def find(data_dir: Path) -> Path | None:
     return data_dir / ZIP if (data_dir / ZIP).is_file() else None
 
 
-def read(data_dir: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+def read(data_dir: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
     """Reads the training images and, as test data, the validation images (the official test set has no labels).
 
     Labels number the WordNet ids in sorted order: ``wnids.txt`` lists them in no order that means anything, and sorted
     is what every reader of class folders produces, so that label i is the same class with all of them. A subset of the
     classes works alike. The decoded arrays are kept in an ``.npz`` beside the data where that folder is writable, and
     made anew when the files have changed or the copy is damaged.
+
+    Args:
+        data_dir: Folder of the data; see :func:`find`.
+        decoding: What decodes the images.
 
     Returns:
         The four arrays of a stream (images uint8 [N, 64, 64, 3]; training images by class, validation images in the order
@@ -71,10 +77,10 @@ def read(data_dir: Path) -> tuple[dict[str, np.ndarray], list[str]]:
             f"Tiny-ImageNet is not in {data_dir}: neither {FOLDER}/wnids.txt nor {ZIP} is there; get {SOURCE} and place it in {data_dir}"
         )
     if root.is_dir():
-        return _read_cached(_folder_files(root), root / CACHE)
+        return _read_cached(_folder_files(root), root / CACHE, decoding)
     try:
         with zipfile.ZipFile(root) as archive:
-            return _read_cached(_zip_files(root, archive), root.with_name(CACHE))
+            return _read_cached(_zip_files(root, archive), root.with_name(CACHE), decoding)
     except (zipfile.BadZipFile, EOFError) as error:
         raise StreamError(f"{root} is damaged or truncated ({error}); get {SOURCE} again") from error
 
@@ -111,7 +117,7 @@ def _zip_files(root: Path, archive: zipfile.ZipFile) -> _Files:
     return _Files(root, {path: f"{i.file_size} {i.CRC}" for path, i in infos.items()}, read_member)
 
 
-def _read_cached(files: _Files, cache: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+def _read_cached(files: _Files, cache: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
     lines = "\n".join(f"{path} {stamp}" for path, stamp in sorted(files.stamps.items()))
     fingerprint = hashlib.sha256(lines.encode()).hexdigest()
     if cache.is_file():
@@ -119,12 +125,12 @@ def _read_cached(files: _Files, cache: Path) -> tuple[dict[str, np.ndarray], lis
             if str(read_npz(cache, ("fingerprint",))["fingerprint"]) == fingerprint:
                 held = read_npz(cache, (*ARRAYS, "wnids"))
                 return {n: held[n] for n in ARRAYS}, held["wnids"].tolist()
-    arrays, wnids = _decode(files)
+    arrays, wnids = _decode(files, decoding)
     _write(cache, {**arrays, "wnids": np.array(wnids), "fingerprint": np.array(fingerprint)})
     return arrays, wnids
 
 
-def _decode(files: _Files) -> tuple[dict[str, np.ndarray], list[str]]:
+def _decode(files: _Files, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
     wnids = sorted(files.text("wnids.txt").split())
     label_of = {wnid: label for label, wnid in enumerate(wnids)}
     train: dict[str, list[tuple[int, str]]] = {wnid: [] for wnid in wnids}
@@ -152,18 +158,19 @@ def _decode(files: _Files) -> tuple[dict[str, np.ndarray], list[str]]:
             raise StreamError(f"{files.root / path} is missing, but val_annotations.txt names it; get {SOURCE}")
         val_paths.append(path)
         y_test.append(label_of[columns[1]])
+    images = _images(files, train_paths + val_paths, decoding)
     return {
-        "x_train": _images(files, train_paths),
+        "x_train": images[: len(train_paths)],
         "y_train": np.array(y_train, np.int64),
-        "x_test": _images(files, val_paths),
+        "x_test": images[len(train_paths) :],
         "y_test": np.array(y_test, np.int64),
     }, wnids
 
 
-def _images(files: _Files, paths: list[str]) -> np.ndarray:
+def _images(files: _Files, paths: list[str], decoding: Decoding) -> np.ndarray:
     images = np.empty((len(paths), 64, 64, 3), np.uint8)
-    for i, path in enumerate(paths):
-        image = decode_image(files.read(path), str(files.root / path))
+    sources = [(str(files.root / path), partial(files.read, path)) for path in paths]
+    for i, (path, image) in enumerate(zip(paths, decode_images(sources, decoding), strict=True)):
         if image.shape != (64, 64, 3):
             raise StreamError(f"{files.root / path} is {image.shape[0]}x{image.shape[1]}; wanted 64x64 as in the official data")
         images[i] = image

@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Cell", "Grid", "axes_of", "read_axes", "read_file", "read_seeds"]
+__all__ = ["Cell", "Grid", "axes_of", "folder_name", "read_axes", "read_file", "read_seeds"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Grid:
             repeated = [value for i, value in enumerate(values) if value in values[:i]]
             if repeated:
                 raise ConfigError(f"the grid has {name} = {repeated[0]!r} twice; wanted each value once")
-        for name in ("device", "checkpoint_every"):
+        for name in ("device", "feed", "kernels", "checkpoint_every", "stream.decoder"):
             if name in self.axes:
                 raise ConfigError(f"{name} is in the grid; wanted it the same for all runs, since it must not change their results")
         order = sorted(self.axes, key=lambda name: name != "seed")
@@ -87,7 +87,7 @@ class Grid:
             except ConfigError as error:
                 shown = " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in values.items())
                 raise ConfigError(f"in the cell {shown}: {error}") from error
-            cells.append(Cell(_folder_name(values), config, values))
+            cells.append(Cell(folder_name(values), config, values))
         return _with_unique_names(cells)
 
 
@@ -186,7 +186,8 @@ def _shown(value: Any) -> str:
     return "none" if value is None else json.dumps(value)
 
 
-def _folder_name(values: Mapping[str, Any]) -> str:
+def folder_name(values: Mapping[str, Any]) -> str:
+    """Name of a cell's folder, from what it sets by dotted name."""
     parts = (f"{_short_name(name)}-{_shown(value)}" for name, value in values.items())
     return "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", part)[:60] for part in parts)
 

@@ -131,7 +131,7 @@ def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float
 
 def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
     """All evaluations: after every task over the memory and the test images of the tasks seen, and once more untrained."""
-    images = stream.x_test[: config.evaluation_batch]
+    images = stream.x_test[: learner.evaluation_batch]
     times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
     tested = [len(stream.test_rows(task)) for task in range(len(stream.tasks))]
     stored = min(config.memory, len(stream.x_train))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mose_fast import streams
+from mose_fast.augment import choose_feed
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.methods import resolve_device
 from mose_fast.sweep.display import Display, Running
@@ -214,7 +215,7 @@ def sweep(
 
 
 def run_sweep(
-    grid: Grid,
+    grid: Grid | Sequence[Cell],
     out: str | Path,
     place: Place | None = None,
     *,
@@ -225,7 +226,7 @@ def run_sweep(
     """Plans and runs a sweep, or goes on with it.
 
     Args:
-        grid: What to run.
+        grid: What to run: all combinations of a grid, or the cells themselves, with different names.
         out: Folder of the sweep.
         place: Where to compute.
         dry_run: Stop after the plan; nothing is written.
@@ -237,7 +238,7 @@ def run_sweep(
         RunError: The folder is in use, holds other runs, or cannot be written.
         Interrupted: Ctrl-C; unfinished runs have written a checkpoint.
     """
-    cells = grid.cells()
+    cells = grid.cells() if isinstance(grid, Grid) else list(grid)
     for settings in {cell.config.stream for cell in cells}:
         streams.create(settings)  # loads, and downloads, once, and refuses what does not exist
     place = place or Place()
@@ -528,13 +529,15 @@ class _Sweep:
 
 
 def _device(cells: Sequence[Cell], place: Place) -> str:
-    """``cpu`` or ``cuda``, where all runs compute."""
+    """``cpu`` or ``cuda``, where all runs compute; refuses a feed that they cannot have there."""
     device = cells[0].config.device
     if device.startswith("cuda:"):
         raise ConfigError(f"device is {device!r}; wanted cuda in a sweep, and --gpus to choose cards")
     if place.engine == "ray" and device == "cuda":
         return "cuda"  # of the cluster's machines; this one may have none
-    return resolve_device(device).type
+    found = resolve_device(device)
+    choose_feed(cells[0].config.feed, found, None)
+    return found.type
 
 
 def _cards(place: Place) -> list[str]:

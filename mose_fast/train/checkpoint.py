@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from mose_fast.train.files import RunError, write_atomically
 
-__all__ = ["FORMAT", "CheckpointError", "latest", "load_checkpoint", "save_checkpoint"]
+__all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "latest", "load_checkpoint", "save_checkpoint"]
 
 #: Version of the checkpoint format; a reader refuses newer ones.
 FORMAT = 1
@@ -42,6 +45,53 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], values:
     for old in _all(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
+
+
+class CheckpointWriter:
+    """Writes checkpoints one after the other; those of a run on a card while it goes on.
+
+    There, the state is copied on the card in the order of the current stream, and a thread takes the copy to the host and into the file
+    on a stream of its own. What goes wrong then is raised by the next call.
+
+    Args:
+        folder: Of the checkpoints.
+        device: Where the run computes.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.folder, self.device = folder, device
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if device.type == "cuda" else None
+        self._writing: Future | None = None
+
+    def write(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Like :func:`save_checkpoint`; waits for the one before, so that at most one copy of the state exists."""
+        if self._thread is None:
+            save_checkpoint(self.folder, step, tensors, values)
+            return
+        self.wait()
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        copied = torch.cuda.current_stream(self.device).record_event()
+        self._writing = self._thread.submit(self._save, step, copies, copy.deepcopy(values), copied)
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is written.
+
+        Raises:
+            RunError: It could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Waits for the thread and ends it. What went wrong since the last call is not raised: the run has ended by then."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any], copied: torch.cuda.Event) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            torch.cuda.current_stream(self.device).wait_event(copied)
+            save_checkpoint(self.folder, step, tensors, values)
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

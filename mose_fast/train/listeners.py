@@ -19,6 +19,9 @@ __all__ = ["Listener", "TensorBoard"]
 class Listener:
     """Base class; every method may be overridden and does nothing here."""
 
+    def on_decode(self, done: int, images: int) -> None:
+        """Before the start: ``done`` of so many image files are decoded. Not called for data that are no image files, or kept decoded."""
+
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         """The run starts or continues.
 

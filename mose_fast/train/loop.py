@@ -10,29 +10,40 @@ import signal
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mose_fast import streams
+from mose_fast.augment import choose_feed
 from mose_fast.config import RunConfig, StreamConfig
+from mose_fast.device import upload
 from mose_fast.evaluate import evaluate_learner
-from mose_fast.methods import Learner, create_learner, resolve_device, warn_of_other_protocol
+from mose_fast.methods import Learner, Prepared, create_learner, resolve_device, warn_of_other_protocol
 from mose_fast.streams import Stream, StreamError
 from mose_fast.streams.stream import draw_order
-from mose_fast.train.checkpoint import latest, load_checkpoint, save_checkpoint
+from mose_fast.train.captured import CapturedSteps
+from mose_fast.train.checkpoint import CheckpointWriter, latest, load_checkpoint
 from mose_fast.train.figure import accuracy_figure
 from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.listeners import Listener, TensorBoard
+from mose_fast.train.losses import LossReader, Taken
 from mose_fast.train.results import accuracy_csv, build_results
+from mose_fast.train.ring import Ring
 
 __all__ = ["Interrupted", "TrainingDiverged", "interrupt_flag", "resume", "run"]
 
 # Purpose word of the order in which the final memory is rehearsed: above those of the tasks' orders, below the class order's.
 _REHEARSAL_ORDER = 2**62
+
+# Losses that a message on divergence shows.
+_REMEMBERED_LOSSES = 5
 
 _AGAINST_DIVERGENCE = "lower options.lr, or use precision fp32. The checkpoints before it are kept."
 
@@ -80,9 +91,10 @@ def run(
     elif settings:
         raise TypeError(f"{', '.join(settings)}: given beside config; wanted them inside it")
     # Before the stream, whose loading may take long.
-    resolve_device(config.device)
+    choose_feed(config.feed, resolve_device(config.device), None)
+    listeners = list(listeners)
     if stream is None:
-        stream = streams.create(config.stream)
+        stream = _load(config, listeners)
     elif isinstance(stream, Stream):
         config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch))
     else:
@@ -114,9 +126,10 @@ def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable
     if folder.results.is_file():
         raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
     config = RunConfig.load(folder.config)
+    listeners = list(listeners)
     if stream is None:
         try:
-            stream = streams.create(config.stream)
+            stream = _load(config, listeners)
         except StreamError as error:
             raise StreamError(f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))") from error
     learner = _learner(config, stream)
@@ -126,6 +139,22 @@ def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable
     if checkpoint is not None:
         loop.restore(checkpoint)
     return loop.run()
+
+
+def _load(config: RunConfig, listeners: list[Listener]) -> Stream:
+    def tell(done: int, images: int) -> None:
+        for listener in listeners:
+            listener.on_decode(done, images)
+
+    return streams.create(config.stream, watch=tell)
+
+
+def _resident(stream: Stream, device: torch.device) -> Stream:
+    """The stream with its images on the card, uploaded once, where they leave half of the free memory to the run."""
+    if device.type != "cuda":
+        return stream
+    size = stream.x_train.nbytes + stream.x_test.nbytes
+    return stream.to(device) if 2 * size <= torch.cuda.mem_get_info(device)[0] else stream
 
 
 def _learner(config: RunConfig, stream: Stream) -> Learner:
@@ -144,25 +173,33 @@ class _Loop:
     def __init__(
         self, config: RunConfig, stream: Stream, learner: Learner, folder: RunFolder | None, listeners: Iterable[Listener]
     ) -> None:
-        self.config, self.stream, self.learner, self.folder = config, stream, learner, folder
+        self.config, self.stream, self.learner, self.folder = config, _resident(stream, learner.device), learner, folder
         self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
         self.joint = config.train_on == "final_memory"
         #: The stream as the learner meets it: the upper bound gets the images of all tasks shuffled into one.
-        self.presented = stream
+        self.presented = self.stream
         if learner.joint_stream:
-            self.presented = dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None)
+            self.presented = dataclasses.replace(self.stream, tasks=(tuple(range(stream.classes)),), arrival=None)
         #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the whole run.
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "confusion": [], "evaluated_after": [], "resumed": 0}
-        self.seconds = {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0}
+        self.seconds = {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "capture": 0.0}
+        # On a card, eager steps go the same way, so that both give the same bits.
+        self.captured = CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.late else None
+        self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
+        self.ring = Ring(learner, None if self.captured is None else self.captured.inputs)
+        self.reader = LossReader(learner)
+        self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
         try:
-            with interrupt_flag() as interrupted, _deterministic(self.config.deterministic):
+            with interrupt_flag() as interrupted, _deterministic(self.config.deterministic), _own_stream(self.learner):
                 for listener in self.listeners:
                     listener.on_start(self.config, self.stream, self.learner, self.position["done"], self._batches())
                 return self._run(interrupted)
         finally:
+            if self.writer is not None:
+                self.writer.close()
             for listener in self.listeners:
                 listener.close()
 
@@ -181,51 +218,127 @@ class _Loop:
     def _train_task(self, task: int, interrupted: threading.Event) -> None:
         rehearsing = task == len(self.presented.tasks)
         epochs = self.config.epochs if rehearsing or not self.joint else 1
-        every = self.config.checkpoint_every
         for epoch in range(self.position["epoch"], epochs):
             if rehearsing:
                 order = torch.from_numpy(draw_order(self.learner.memory.filled, self.config.seed, _REHEARSAL_ORDER + epoch))
-                batches = list(order.split(self.config.options.buffer_batch))
+                batches = list(upload(order, self.learner.device).split(self.config.options.buffer_batch))
             else:
                 batches = self.presented.batches(task, seed=self.config.seed, epoch=epoch)
-            for rows in batches[self.position["batch"] :]:
-                with self._timed("train"):
-                    losses = self._train_batch(task, epoch, rows, rehearsing)
-                self.position["batch"] += 1
-                self.position["done"] += 1
-                try:
-                    for listener in self.listeners:
-                        listener.on_batch(self.position["done"], losses)
-                    if interrupted.is_set():
-                        raise Interrupted
-                except Interrupted:
-                    self._save()
-                    raise
-                if every is not None and self.position["done"] % every == 0:
-                    self._save()
+            batches = batches[self.position["batch"] :]
+            if rehearsing:
+                self._rehearse(batches, interrupted)
+            else:
+                self._learn(task, epoch, batches, interrupted)
             self.position |= {"epoch": epoch + 1, "batch": 0}
 
-    def _train_batch(self, task: int, epoch: int, rows: torch.Tensor, rehearsing: bool) -> dict[str, float] | None:
-        if rehearsing:
-            losses = self.learner.rehearse(rows.to(self.learner.device))
-        else:
-            losses = self.learner.observe(
-                self.stream.x_train[rows], self.stream.y_train[rows], task, index=rows, train=not self.joint, store=epoch == 0
-            )
-        if losses is None:
-            return None
-        values = {name: float(value) for name, value in losses.items()}
-        if not all(map(math.isfinite, values.values())):
-            shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
-            raise TrainingDiverged(
-                f"the loss is not finite at batch {self.position['done'] + 1} (task {task}): {shown}; "
-                + _AGAINST_DIVERGENCE
-            )
-        return values
+    def _learn(self, task: int, epoch: int, batches: list[Tensor], interrupted: threading.Event) -> None:
+        """Learns from batches of the stream in order, planning ahead as far as the ring reaches and no checkpoint comes between."""
+        self.ring.settle()
+        # The images' numbers where the images are, in one transfer.
+        numbers = upload(torch.cat(batches), self.stream.x_train.device).split([len(rows) for rows in batches]) if batches else ()
+        planned = 0
+        while planned < len(batches) or len(self.ring):
+            with self._timed("train"):
+                while planned < len(batches) and not self.ring.full and self._until_checkpoint() > len(self.ring):
+                    self.ring.put(partial(self._incoming, task, epoch, batches[planned], numbers[planned]))
+                    planned += 1
+                self._consume(self.ring.take())
+            self._after_batch(interrupted)
+        self._tell(interrupted, wait=True)
+
+    def _incoming(self, task: int, epoch: int, rows: Tensor, numbers: Tensor) -> dict[str, Any]:
+        """The arguments of the learner's ``prepare`` for a batch; ``numbers`` are its rows once more, beside the images."""
+        x, y = self.stream.x_train[numbers], self.stream.y_train[rows]
+        return {"x": x, "y": y, "task": task, "index": numbers, "train": not self.joint, "store": epoch == 0}
+
+    def _rehearse(self, batches: list[Tensor], interrupted: threading.Event) -> None:
+        """Trains on the final memory, slots by slots."""
+        self.ring.settle()
+        for slots in batches:
+            with self._timed("train"):
+                self._consume(self.learner.prepare_rehearsal(slots))
+            self._after_batch(interrupted)
+        self._tell(interrupted, wait=True)
+
+    def _consume(self, prepared: Prepared) -> None:
+        before = dict(self.position)
+        losses = self.learner.consume(prepared, self.captured)
+        if self.captured is not None:
+            self.seconds["train"] -= self.captured.seconds
+            self.seconds["capture"] += self.captured.seconds
+            self.captured.seconds = 0.0
+        self.position["batch"] += 1
+        self.position["done"] += 1
+        self.reader.add(Taken(prepared, before), losses)
+
+    def _after_batch(self, interrupted: threading.Event) -> None:
+        due = self._until_checkpoint() == self.config.checkpoint_every
+        self._tell(interrupted, wait=due)
+        if due:
+            self._save()
+
+    def _until_checkpoint(self) -> float:
+        """Batches until the next checkpoint within a task, at least 1."""
+        every = self.config.checkpoint_every
+        return math.inf if every is None else every - self.position["done"] % every
+
+    def _tell(self, interrupted: threading.Event, *, wait: bool) -> None:
+        """Tells the listeners of all steps whose losses have arrived, or of all steps; stops the run where someone asks for it."""
+        try:
+            self._tell_listeners(wait=wait)
+            if interrupted.is_set():
+                raise Interrupted
+        except Interrupted:
+            self.ring.roll_back()
+            # On a card, more steps may have been taken since the one that a listener was told of.
+            while self.reader:
+                with suppress(Interrupted):
+                    self._tell_listeners(wait=True)
+            self._save(wait=True)
+            raise
+
+    def _tell_listeners(self, *, wait: bool) -> None:
+        for taken, losses in self._arrived(wait):
+            if losses is not None and not all(map(math.isfinite, losses.values())):
+                self._diverge(taken, losses)
+            self.last_losses.extend([] if losses is None else [next(iter(losses.values()))])
+            for listener in self.listeners:
+                listener.on_batch(taken.position["done"] + 1, losses)
+
+    def _arrived(self, wait: bool) -> Iterator[tuple[Taken, dict[str, float] | None]]:
+        """What the reader tells; the time that it waits for the device belongs to training."""
+        told = self.reader.told(wait=wait)
+        while True:
+            with self._timed("train"):
+                arrived = next(told, None)
+            if arrived is None:
+                return
+            yield arrived
+
+    def _diverge(self, taken: Taken, losses: dict[str, float]) -> None:
+        """Goes back to before a step whose loss is not finite, leaves a checkpoint of that and raises."""
+        self.ring.roll_back()
+        for later in reversed(self.reader.drop()):
+            self.ring.undo(later.prepared)
+        exact = self.ring.undo(taken.prepared)
+        self.position = taken.position
+        shown = ", ".join(f"{name} {value:g}" for name, value in losses.items())
+        earlier = ", ".join(f"{value:g}" for value in self.last_losses) or "none"
+        message = (
+            f"the loss is not finite at batch {taken.position['done'] + 1} (task {taken.position['task']}): {shown}; the step had "
+            f"{self.learner.describe(taken.prepared)}; losses before it: {earlier}; {_AGAINST_DIVERGENCE}"
+        )
+        if exact and self.folder is not None:
+            # Weights may be broken although the loss before was finite; then the message is still this one.
+            with suppress(TrainingDiverged):
+                self._save(wait=True)
+                message += " The newest is the state before this batch."
+        raise TrainingDiverged(message)
 
     def _finish_task(self, task: int) -> None:
         last = len(self.presented.tasks) - 1
         accuracy = None
+        self.ring.settle()
         if task <= last:
             self.learner.end_task()
         if not self.joint or task > last:
@@ -249,6 +362,9 @@ class _Loop:
             listener.on_task_end(task, self.position["done"], accuracy)
 
     def _finish(self) -> dict[str, Any]:
+        if self.writer is not None:
+            with self._timed("checkpoint"):
+                self.writer.wait()
         with self._timed("evaluate"):
             untrained = self._untrained()
         results = build_results(
@@ -280,30 +396,35 @@ class _Loop:
             return evaluate_learner(untrained, self.stream, len(self.stream.tasks) - 1, prepare=False).test
 
     def _batches(self) -> int:
-        tasks = range(len(self.presented.tasks))
-        stream = sum(len(self.presented.batches(task, seed=self.config.seed)) for task in tasks)
+        stream = sum(map(self.presented.count_batches, range(len(self.presented.tasks))))
         if not self.joint:
             return stream * self.config.epochs
-        filled = min(self.config.memory, sum(len(self.presented.train_rows(task)) for task in tasks))
+        filled = min(self.config.memory, sum(len(self.presented.train_rows(task)) for task in range(len(self.presented.tasks))))
         return stream + self.config.epochs * -(-filled // self.config.options.buffer_batch)
 
-    def _save(self) -> None:
-        if self.folder is None:
+    def _save(self, *, wait: bool = False) -> None:
+        """Writes a checkpoint; on a card while the run goes on, unless it is to ``wait``."""
+        if self.writer is None:
             return
         with self._timed("checkpoint"):
+            self.ring.settle()
             tensors, values = self.learner.state()
-            broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+            finite = torch.stack([tensor.isfinite().all().to(self.learner.device) for tensor in tensors.values()]).tolist()
+            broken = [name for name, whole in zip(tensors, finite, strict=True) if not whole]
             if broken:
                 raise TrainingDiverged(f"{broken[0]} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}")
             values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.seconds}
-            save_checkpoint(self.folder.checkpoints, self.position["done"] + self.position["task"], tensors, values)
+            self.writer.write(self.position["done"] + self.position["task"], tensors, values)
+            if wait:
+                self.writer.wait()
 
     def restore(self, checkpoint: Path) -> None:
         """Takes over the state in a checkpoint of this very run."""
         tensors, values = load_checkpoint(checkpoint)
         try:
             self.learner.load_state(tensors, values["learner"])
-            self.position, self.records, self.seconds = values["position"], values["records"], values["seconds"]
+            self.position, self.records = values["position"], values["records"]
+            self.seconds |= values["seconds"]
         except (ValueError, KeyError) as error:
             raise RunError(f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}") from error
         self.records["resumed"] += 1
@@ -313,6 +434,22 @@ class _Loop:
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
+
+
+@contextmanager
+def _own_stream(learner: Learner) -> Iterator[None]:
+    """A stream for all steps and evaluations on a card.
+
+    A step that ran on the default stream could not be captured later: its gradients' accumulation stays with the stream it ran on first.
+    """
+    if learner.device.type != "cuda":
+        yield
+        return
+    before, own = torch.cuda.current_stream(learner.device), torch.cuda.Stream(learner.device)
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
 
 
 @contextmanager

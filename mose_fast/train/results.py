@@ -19,6 +19,7 @@ import torch
 from mose_fast import evaluate
 from mose_fast._build_info import build_info
 from mose_fast.config import RunConfig
+from mose_fast.device import processor
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
 
@@ -97,6 +98,9 @@ def build_results(
         "changes_from_preset": config.changes_from_preset(),
         "resolved": {
             "device": str(device),
+            "feed": None if learner.feed is None else learner.feed.name,
+            "kernels": learner.kernels,
+            "step": learner.stepping.name,
             "mirror": learner.mirrored,
             "normalisation": {"name": normalisation.name, "mean": list(normalisation.mean), "std": list(normalisation.std)},
             "classifier": classifier,
@@ -130,7 +134,7 @@ def build_results(
             "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         },
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "processor": _processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "versions": {
             "mose_fast": build["version"],
@@ -178,11 +182,3 @@ def summary(results: dict[str, Any]) -> str:
 
 def _nan(row: list[float | None]) -> list[float]:
     return [math.nan if v is None else v for v in row]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -62,7 +62,8 @@ def test_all_steps_in_order_and_the_table_last(machine, tmp_path):
         text.index(words)
         for words in (
             "nvidia-smi", "cmake --build build/card --target kernel_check", "python -W error", "kernel_check \n", "--tool memcheck",
-            "--tool racecheck", "--tool initcheck", "pytest tests/gpu", "pytest bench/bench_a.py", "pytest bench/bench_b.py", "bench.store",
+            "--tool racecheck", "--tool initcheck", "pytest tests/gpu", "pytest bench/bench_a.py", "pytest bench/bench_b.py",
+            "bench.compare_step", "mose_fast bench", "bench.store",
         )
     ]  # fmt: skip
     assert places == sorted(places)
@@ -100,7 +101,8 @@ def test_nothing_runs_on_a_library_that_could_not_be_built(machine):
 def test_time_runs_out(machine):
     status, output, calls = machine(SLEEP="tests/gpu", LIMIT="3")
     assert status == 1
-    assert output.count("FAILED: out of time") == 3  # the sleeper and the two benchmarks after it
+    # The sleeper, and after it the captured steps, the two benchmarks, the choices of the step and mose-fast bench.
+    assert output.count("FAILED: out of time") == 6
     assert not any("bench_a.py" in call for call in calls)
 
 
@@ -124,4 +126,19 @@ def test_the_dry_run_runs_nothing_but_the_collection(machine):
 
 
 def test_other_arguments_are_refused(machine):
-    assert machine("--dry") == (2, "argument is '--dry'; wanted --dry-run or nothing\n", [])
+    wanted = "wanted --dry-run, --only check, --only measure or nothing\n"
+    assert machine("--dry") == (2, f"arguments are '--dry'; {wanted}", [])
+    assert machine("--only", "tests") == (2, f"arguments are '--only tests'; {wanted}", [])
+
+
+def test_checks_and_measurements_can_run_apart(machine):
+    status, _, calls = machine("--only", "check")
+    text = "\n".join(calls)
+    assert status == 0
+    assert "tests/gpu" in text and "bench_a" not in text and "bench.store" not in text
+    status, output, calls = machine("--only", "measure")
+    text = "\n".join(calls)
+    assert status == 0
+    assert "tests/gpu" not in text and "sanitizer" not in text
+    assert "bench_a" in text and "bench.compare_step" in text and "mose_fast bench" in text
+    assert output.endswith("op  native us\n")

@@ -97,7 +97,10 @@ def test_read_rows_refuses(text, message):
 
 def test_table():
     rows = [
-        make_row(device="cuda", median_us="50", target_us="40", launches="4", peak_bytes="2048"),
+        make_row(
+            device="cuda", median_us="50", target_us="40", launches="4", peak_bytes="2048", bytes_needed="30000000", bytes_moved="45000000",
+            copy_bytes_per_us="1000000",
+        ),  # fmt: skip - a copy of 30 MB would take 30 us
         make_row(device="cuda", median_us="120", impl="compiled"),
         make_row(device="cuda", median_us="999", impl="reference"),
         make_row(device="cuda", median_us="250", impl="reference"),
@@ -107,9 +110,9 @@ def test_table():
     head, *lines = [" ".join(line.split()) for line in table(rows).splitlines()]
     assert head.startswith("op direction shape dtype device reference us compiled us native us")
     assert lines == [
-        "sort forward N=384 K=100 float32 cuda 250.0 120.0 50.0 5.00 40 MISSED 4 2",
-        "sort forward N=1 float32 cpu - - 40.0 - 40 met - -",
-        "sort forward N=2 float32 cpu 7.0 - - - - - -",
+        "sort forward N=384 K=100 float32 cuda 250.0 120.0 50.0 5.00 40 MISSED 4 2 30.0 45.0 0.60",
+        "sort forward N=1 float32 cpu - - 40.0 - 40 met - - - -",
+        "sort forward N=2 float32 cpu 7.0 - - - - - - - -",
     ]
     assert len({len(line) for line in table(rows).splitlines()}) == 1
 

@@ -42,6 +42,9 @@ def refused(call, *arguments, says):
         (("--normalisation", "cifar11"), ("'cifar11'", "cifar10")),
         (("--precision", "fp16"), ("precision is 'fp16'", "'bf16'")),
         (("--device", "gpu"), ("device is 'gpu'", "wanted auto, cpu, cuda or cuda:N")),
+        (("--augment", "cuda"), ("feed is 'cuda'", "wanted one of 'auto', 'dali', 'fused', 'torch'")),
+        (("--augment", "simclr"), ("feed is 'simclr', which is a recipe", "--set augment=simclr")),
+        (("--decoder", "turbo"), ("stream.decoder is 'turbo'", "'pil'")),
         (("--checkpoint-every", "0"), ("checkpoint_every is 0",)),
         (("--mem", "5"), ("unrecognized arguments: --mem",)),
     ],
@@ -50,6 +53,14 @@ def test_unusable_setting(call, tiny, tmp_path, arguments, says):
     folder = tmp_path / "run"
     refused(call, "run", *tiny, "--out", folder, *arguments, says=[says] if isinstance(says, str) else says)
     assert not folder.exists()
+
+
+def test_dali_is_asked_for_and_missing(call, tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    monkeypatch.setattr("mose_fast.streams.create", lambda *arguments, **named: pytest.fail("data were loaded first"))
+    says = ("feed is 'dali', but DALI is not installed", "wanted: pip install 'mose-fast[dali]'", "nvidia-dali-cuda130")
+    refused(call, "run", *tiny, "--augment", "dali", "--out", tmp_path / "run", says=says)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast import _loader, doctor, streams
+from mose_fast import _dali, _loader, doctor, streams
 from mose_fast.doctor import Finding, diagnose, report, serves_card
 
 
@@ -169,6 +169,22 @@ def test_missing_native_library_says_why(tmp_path, switched_off):
     reason = "it is switched off by MOSE_FAST_NATIVE=0" if switched_off else f"there is no native library in {tmp_path}"
     assert re.search(rf"^--    native library +not used: {re.escape(reason)}; pure PyTorch serves", done.stdout, re.MULTILINE)
     assert ("-> unset MOSE_FAST_NATIVE" in done.stdout) == switched_off
+
+
+@pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")
+@pytest.mark.parametrize(("card", "feed"), [(False, "fused"), (True, "dali")])
+def test_dali_and_what_makes_the_views(monkeypatch, card, feed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    assert doctor._feed() == Finding("ok", "DALI (optional)", f"{_dali.version()}; --augment auto is {feed} here")
+
+
+@pytest.mark.parametrize("card", [False, True])
+def test_without_dali_the_views_are_fused(monkeypatch, card):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    found = doctor._feed()
+    assert (found.mark, found.fix) == ("--", _dali.INSTALL)
+    assert found.found == "DALI is not installed; --augment auto is fused here"
 
 
 def test_report_puts_each_fix_below_its_finding():

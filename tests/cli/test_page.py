@@ -12,14 +12,14 @@ def test_page_lists_every_flag_of_run_and_no_other(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     _, out, _ = call("run", "--help")
     in_help = set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE))
-    assert len(in_help) == 22
+    assert len(in_help) == 24
     assert set(re.findall(r"^\| `(--[a-z-]+)", PAGE, re.MULTILINE)) == in_help
 
 
 def test_page_tells_the_defaults():
     config = read_settings(build_parser().parse_args(["run"]))
     told = dict(re.findall(r"^\| `--([a-z-]+) [A-Z]+` \|.*\| `?([a-z0-9]+)`? \|$", PAGE, re.MULTILINE))
-    settings = {**vars(config.stream), **vars(config), "stream": config.stream.name}
+    settings = {**vars(config.stream), **vars(config), "stream": config.stream.name, "augment": config.feed}
     assert {name: str(settings[name]) for name in told if name not in ("data-dir", "limit-per-task")} == {
         name: value for name, value in told.items() if name not in ("data-dir", "limit-per-task")
     }

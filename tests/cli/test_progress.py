@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from mose_fast.progress import accuracy_table
+from mose_fast.progress import Progress, accuracy_table
 
 
 def accuracies(tasks, experts=4):
@@ -74,6 +74,24 @@ def terminal(monkeypatch):
 
     yield open_terminal
     os.close(ours)
+
+
+def test_decoding_has_a_bar_at_a_terminal(terminal, tmp_path):
+    written = terminal(100)
+    progress = Progress(tmp_path)
+    for done in (256, 512, 600):
+        progress.on_decode(done, 600)
+    assert progress.bar is None
+    bars = [line for line in re.split(r"[\r\n]+", written()) if "decoding" in line]
+    assert "600/600" in bars[-1] and "images/s" in bars[-1]
+
+
+def test_decoding_has_no_bar_elsewhere(capsys, tmp_path):
+    progress = Progress(tmp_path)
+    for done in (256, 600):
+        progress.on_decode(done, 600)
+    progress.close()
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("columns", "losses"), [(100, ["loss"]), (140, ["loss", "supcon", "cross_entropy", "distillation"])])

@@ -8,10 +8,12 @@ import sys
 
 import pytest
 
-from mose_fast import streams, train
+from mose_fast import _dali, streams, train
 from mose_fast.cli import build_parser, read_settings
 from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig
 from mose_fast.methods import METHODS
+
+JITTER = "not dali, whose colour jitter is another function"
 
 
 def settings(*arguments):
@@ -37,6 +39,26 @@ def test_run_writes_the_folder_and_says_what_happens(call, tiny, tmp_path):
     assert re.findall(r"^task (\d) \(\d of 5\): 2 batches", err, re.MULTILINE) == list("01234")  # stderr is no terminal here
     assert "\r" not in err
     assert max(map(len, out.replace(str(folder), "").splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("arguments", "feed", "line"),
+    [
+        ((), "fused", "views    ocm, made by fused"),
+        (("--augment", "torch"), "torch", "views    ocm, made by torch"),
+        (("--augment", "dali"), "dali", "views    ocm, made by dali"),
+        (("--augment", "dali", "--set", "augment=scr"), "fused", f"views    scr, made by fused ({JITTER})"),
+    ],
+)
+def test_what_makes_the_views_is_said_once_and_recorded(call, tiny, tmp_path, arguments, feed, line):
+    if "dali" in arguments and _dali.obstacle():
+        pytest.skip(_dali.obstacle())
+    code, out, _ = call("run", *tiny, *arguments, "--out", tmp_path / "run")
+    assert code == 0
+    assert [shown for shown in out.splitlines() if shown.startswith("views")] == [line]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["config"]["feed"] == (arguments[1] if arguments else "auto")
+    assert results["resolved"]["feed"] == feed
 
 
 def test_written_configuration_repeats_the_run(call, finished, tmp_path):

@@ -76,26 +76,6 @@ mf::AugmentParams make_params(const Step& step, const uint8_t* stream, const uin
   return params;
 }
 
-float as_float(float x) {
-  return x;
-}
-
-float as_float(mf::BFloat16 x) {
-  const uint32_t bits = uint32_t{x.bits} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-float as_float(mf::Float16 x) {
-  const int exponent = x.bits >> 10 & 31;
-  const float fraction = static_cast<float>(x.bits & 1023);
-  const float value = exponent == 31  ? fraction == 0.0f ? INFINITY : NAN
-                      : exponent == 0 ? std::ldexp(fraction, -24)
-                                      : std::ldexp(fraction + 1024.0f, exponent - 25);
-  return x.bits >> 15 != 0 ? -value : value;
-}
-
 template <typename T>
 void compare(kernel_case::Context& context, const Step& step, mf::ViewType type, int32_t channels, bool jitter_normalised,
              double tolerance) {
@@ -111,8 +91,8 @@ void compare(kernel_case::Context& context, const Step& step, mf::ViewType type,
                     context.stream());
   const std::vector<T> values = context.download(output, count);
   std::vector<float> converted(count), wanted_floats(count);
-  std::transform(values.begin(), values.end(), converted.begin(), [](T x) { return as_float(x); });
-  std::transform(wanted.begin(), wanted.end(), wanted_floats.begin(), [](T x) { return as_float(x); });
+  std::transform(values.begin(), values.end(), converted.begin(), [](T x) { return mf::widened(x); });
+  std::transform(wanted.begin(), wanted.end(), wanted_floats.begin(), [](T x) { return mf::widened(x); });
   context.expect_close("views", context.upload(converted), wanted_floats, tolerance);
 }
 

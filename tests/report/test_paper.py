@@ -20,7 +20,8 @@ CONFIG = {
         ("last", "split-tiny-imagenet", 10000, "MOSE", (38.7, 0.4), (15.5, 0.3)),
         ("mean", "split-cifar100", 5000, "MOE-MOSE", (55.6, 0.4), (12.7, 0.4)),
         ("mean", "split-tiny-imagenet", 2000, "MOE-MOSE", (21.4, 0.4), (40.6, 0.6)),
-        ("last", "split-cifar100", 200, "MOSE", (20.2, None), None),
+        ("mean", "split-tiny-imagenet", 4000, "MOE-MOSE", (29.8, 0.5), (26.3, 0.5)),
+        ("last", "split-cifar100", 200, "MOSE", (20.2, 0.5), None),
     ],
 )
 def test_numbers_of_mose(expert, data, memory, name, acc, af):

@@ -15,7 +15,7 @@ import torchvision
 from PIL import Image
 
 from mose_fast.config import StreamConfig
-from mose_fast.streams import NORMALISATIONS, StreamError, create, datasets, locate, names, summary, tiny_imagenet
+from mose_fast.streams import NORMALISATIONS, StreamError, create, datasets, decoding, locate, names, summary, tiny_imagenet
 
 RNG = np.random.default_rng(0)
 NO_HOST = "http://127.0.0.1:9/"  # the discard port: refuses at once
@@ -347,8 +347,8 @@ def test_tiny_decodes_once_and_again_when_files_change(tiny, monkeypatch):
         decoded.append(what)
         return decode(data, what)
 
-    decode = tiny_imagenet.decode_image
-    monkeypatch.setattr(tiny_imagenet, "decode_image", counted)
+    decode = decoding.decode_image
+    monkeypatch.setattr(decoding, "decode_image", counted)
     cache = folder / "tiny-imagenet-200" / tiny_imagenet.CACHE
     for state, count in (("fresh", 20), ("cached", 0), ("damaged", 20), ("cached", 0), ("changed", 20)):
         if state == "damaged":

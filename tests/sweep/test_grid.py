@@ -91,6 +91,8 @@ def test_file_that_is_none(tmp_path, text, message):
         ({"memory": (64, 0), "seed": (3,)}, {}, "in the cell memory=0 seed=3: memory is 0; wanted an integer of at least 1"),
         ({"preset": ("released", "papper")}, {}, "did you mean 'paper'"),
         ({"device": ("cpu", "cuda")}, {}, "device is in the grid"),
+        ({"feed": ("dali", "fused")}, {}, "feed is in the grid"),
+        ({"stream.decoder": ("dali", "pil")}, {}, "stream.decoder is in the grid"),
     ],
 )
 def test_unusable_grids(axes, changes, message):

@@ -184,8 +184,12 @@ def test_unusable_places(tmp_path, engine, say, place, message):
     assert made.commands == []
 
 
-def test_unusable_settings_start_nothing(tmp_path, engine, say):
+def test_unusable_settings_start_nothing(tmp_path, engine, say, monkeypatch):
     made = engine()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "nvidia.dali", None)
+        with pytest.raises(ConfigError, match="feed is 'dali', but DALI is not installed"):
+            run_sweep(Grid({"seed": (0,)}, {**CHANGES, "feed": "dali"}), tmp_path / "s", say=say)
     with pytest.raises(ConfigError, match=r"cuda:0.*wanted cuda in a sweep"):
         run_sweep(Grid({"seed": (0,)}, {**CHANGES, "device": "cuda:0"}), tmp_path / "s", say=say)
     with pytest.raises(mose_fast.StreamError, match="did you mean 'digits'"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mose_fast import _dali
 from mose_fast.config import RunConfig
 from mose_fast.methods import Mose
 from mose_fast.train import CheckpointError, Interrupted, Listener, RunError, resume, run
@@ -32,6 +33,7 @@ VARIANTS = {
     "final memory": {"train_on": "final_memory", "epochs": 2},
     "bf16": {"precision": "bf16"},
     "paper": {"preset": "paper"},
+    "dali": {"feed": "dali"},
 }
 # Steps of the kills are random, but the same in every run of the tests.
 RANDOM_STEPS = sorted(random.Random(0).sample(range(2, BATCHES + 1), 5))
@@ -172,8 +174,12 @@ def test_killed_between_writing_a_file_and_its_renaming(tmp_path, unbroken, file
 
 
 @pytest.mark.parametrize(
-    ("variant", "step"), [("two epochs", 8), ("two epochs", 23), ("final memory", 7), ("final memory", 17), ("bf16", 8), ("paper", 10)]
-)
+    ("variant", "step"),
+    [
+        ("two epochs", 8), ("two epochs", 23), ("final memory", 7), ("final memory", 17), ("bf16", 8), ("paper", 10),
+        pytest.param("dali", 8, marks=pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")),
+    ],
+)  # fmt: skip
 def test_variants(tmp_path, unbroken, variant, step):
     out = tmp_path / "run"
     in_child(out, variant, ("batch", step))

@@ -1,0 +1,60 @@
+"""One step of Adam for MOSE's network with half-precision copies of its weights: FlatAdam against PyTorch's fused Adam and copies.
+
+The gradients of convolutions and linear maps are bfloat16 for FlatAdam, as its shadows' are, and float32 for PyTorch's, as its
+weights' are. ``P`` counts weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bench.common import Case, choose
+from mose_fast.nn import ExpertNetwork
+from mose_fast.optim import FlatAdam
+
+#: There is nothing for torch.compile to do: PyTorch's step is fused already.
+IMPLEMENTATIONS = ("reference", "native")
+
+#: By the network's width. 28 bytes a weight at 3/4 of an H200's copy rate, and three launches.
+TARGETS = {64: 130.0, 20: None}
+
+
+def network(width: int, device: str = "cpu") -> ExpertNetwork:
+    return ExpertNetwork(100, width=width).to(device, memory_format=torch.channels_last)
+
+
+def make_call(case: Case) -> Callable[[], object]:
+    net = network(case.shape["W"], case.device)
+    parameters = list(net.parameters())
+
+    def flat() -> Callable[[], object]:
+        optimiser = FlatAdam(parameters, weight_decay=1e-4, shadow_dtype=torch.bfloat16)
+        for leaf in optimiser.leaves:
+            leaf.grad = torch.randn_like(leaf)
+        return optimiser.step
+
+    def fused() -> Callable[[], object]:
+        optimiser = torch.optim.Adam(parameters, weight_decay=1e-4, fused=True, capturable=case.device == "cuda")
+        weights = [p for p in parameters if p.dim() > 1]
+        copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in weights]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+
+        def step() -> None:
+            optimiser.step()
+            with torch.no_grad():
+                torch._foreach_copy_(copies, weights)
+
+        return step
+
+    return choose(case, fused, flat)()
+
+
+@pytest.mark.parametrize("width", [20, 64])
+def bench_adam(measure, impl, device, width):
+    weights = sum(p.numel() for p in network(width).parameters())
+    shape, moved = {"P": weights, "W": width}, 28 * weights
+    measure(Case("adam", impl, device, torch.float32, "forward", shape, TARGETS[width], bytes_needed=moved, bytes_moved=moved), make_call)

@@ -1,0 +1,120 @@
+"""Training as a run does it: a step in the loop (planning, feed, step, reading of losses) by feed, and on a card a whole run.
+
+``reference`` and ``native`` differ in the network's kernels, the op's name tells the feed. A row ``run`` is one pass over 50,000 random
+images in ten tasks with an evaluation after each, as Split CIFAR-100 at M = 5,000: its time is that of all of it, and the rows
+``run_train``, ``run_evaluate``, ``run_capture`` and ``run_checkpoint`` are its parts. Quantiles of one run are its time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bench.common import HEADLINE, Case
+from mose_fast import _dali, run
+from mose_fast.benchmark import random_stream
+from mose_fast.config import RunConfig
+from mose_fast.methods import Mose, create_learner
+from mose_fast.streams import Stream
+from mose_fast.train.captured import CapturedSteps
+from mose_fast.train.losses import LossReader, Taken
+from mose_fast.train.ring import Ring
+
+IMPLEMENTATIONS = ("reference", "native")
+FEEDS = ("fused", "dali", "torch")
+#: Microseconds wanted on a Hopper card: of a step in the loop, of a whole run, of its evaluations.
+TARGETS = {"loop": 6e3, "run": 33e6, "run_evaluate": 1.65e6}
+
+
+def config_for(case: Case, feed: str) -> RunConfig:
+    return RunConfig.create(
+        device=case.device,
+        precision="bf16" if case.dtype == torch.bfloat16 else "fp32",
+        kernels="fused" if case.impl == "native" else "torch",
+        feed=feed,
+        width=case.shape["W"],
+        memory=case.shape["M"],
+    )
+
+
+def create(config: RunConfig, stream: Stream) -> Mose:
+    n = stream.normalisation
+    return create_learner(config, classes=stream.classes, image_size=stream.image_size, mean=n.mean, std=n.std)
+
+
+def make_call(case: Case) -> Callable[[], object]:
+    """A call takes one full step of a later task in the loop."""
+    config = config_for(case, case.op.removeprefix("loop_"))
+    stream = random_stream(config, case.shape["K"], 2000 * config.stream.batch)
+    learner = create(config, stream)
+    stream = stream.to(learner.device)
+    steps = CapturedSteps(learner, capture=learner.stepping.name == "captured")
+    ring, reader = Ring(learner, steps.inputs), LossReader(learner)
+    batches = [(task, rows) for task in range(2) for rows in stream.batches(task, seed=0)]
+    position = 0
+
+    def put() -> None:
+        nonlocal position
+        task, rows = batches[position % len(batches)]
+        position += 1
+        numbers = rows.to(learner.device)
+        ring.put(lambda: {"x": stream.x_train[numbers], "y": stream.y_train[rows], "task": task, "index": numbers})
+
+    def step() -> None:
+        while not ring.full:
+            put()
+        prepared = ring.take()
+        reader.add(Taken(prepared, {}), learner.consume(prepared, steps))
+        for _ in reader.told():
+            pass
+
+    # The first task and the ramp of the second only fill the memory.
+    for task, rows in batches[: 20 + 12]:
+        learner.observe(stream.x_train[rows.to(learner.device)], stream.y_train[rows], task, index=rows, train=False)
+        position += 1
+    return step
+
+
+@pytest.mark.parametrize("feed", FEEDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def bench_loop(measure, impl, device, dtype, feed):
+    on_card = device == "cuda"
+    if not on_card and dtype != torch.float32:
+        pytest.skip("CPU rows are float32")
+    if feed == "dali" and _dali.obstacle():
+        pytest.skip(_dali.obstacle())
+    # The CPU shows the same code at a size that takes a second, not a minute.
+    shape = {"N": HEADLINE, "K": 100, "W": 64 if on_card else 2, "M": 5000 if on_card else 200}
+    target = TARGETS["loop"] if impl == "native" and dtype == torch.bfloat16 and feed != "torch" else None
+    measure(Case(f"loop_{feed}", impl, device, dtype, "forward+backward", shape, target, captured=False), make_call)
+
+
+@pytest.mark.parametrize("part", ["run", "run_train", "run_evaluate", "run_capture", "run_checkpoint"])
+def bench_run(measure, device, part, whole_run):
+    if device != "cuda" or not torch.cuda.is_available():
+        pytest.skip("a whole run at full size is measured on a card only")
+    case = Case(part, "native", device, torch.bfloat16, "run", {"N": HEADLINE, "K": 100, "W": 64, "M": 5000}, TARGETS.get(part))
+    measure.given(case, whole_run(config_for(case, "auto"))[part])
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory) -> Callable[[RunConfig], dict[str, float]]:
+    """A function that trains once and gives the seconds of the run by part."""
+    found: dict[str, float] = {}
+
+    def train(config: RunConfig) -> dict[str, float]:
+        if not found:
+            stream = random_stream(config, 100, 50_000, tests=10_000)
+            random = torch.Generator().manual_seed(1)
+            labels = torch.arange(len(stream.x_train)) % 100
+            ten = tuple(tuple(range(10 * task, 10 * task + 10)) for task in range(10))
+            stream = dataclasses.replace(stream, y_train=labels[torch.randperm(len(labels), generator=random)], tasks=ten)
+            results = run(config, stream=stream, out=tmp_path_factory.mktemp("run") / "run")
+            seconds = results["seconds"]
+            found.update(run=seconds["total"], **{f"run_{name}": value for name, value in seconds.items() if name != "total"})
+        return found
+
+    return train

@@ -1,0 +1,79 @@
+"""One whole training step of MOSE on views that lie ready: forward, losses, backward, Adam; the whole network against its backbone.
+
+The reference is PyTorch's own modules under autocast with its Adam; ``compiled`` the same with network and losses compiled; ``native``
+the fused ops, on the card with weights in bf16 beside the float32 ones. The row ``backbone`` is the network without alignment modules,
+gates and the first three experts: what MOSE adds to it is the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from bench.common import HEADLINE, Case, choose
+from mose_fast.config import MoseOptions
+from mose_fast.losses import ExpertLosses
+from mose_fast.nn import ExpertNetwork
+from mose_fast.optim import FlatAdam
+
+#: Microseconds wanted for a whole step in bf16 on a Hopper card.
+TARGET = 6000.0
+
+
+def make_call(case: Case, prepare: Callable[[ExpertNetwork], None] = lambda network: None) -> Callable[[], object]:
+    """A call takes one step; ``prepare`` may change the network before."""
+    rows, classes, experts = (case.shape[name] for name in "NKE")
+    options = MoseOptions(experts=experts, attention=experts > 1, adapter=experts > 1, distil="rsd" if experts > 1 else "off")
+    network = ExpertNetwork(classes, width=case.shape["W"], experts=experts, attention=options.attention, adapter=options.adapter)
+    network.use_kernels("fused" if case.impl == "native" else "torch")
+    network = network.to(case.device, memory_format=torch.channels_last)
+    prepare(network)
+    views = torch.randn(rows, 3, 32, 32, device=case.device).contiguous(memory_format=torch.channels_last)
+    new_rows, current = rows // 3, classes // 10
+    labels = torch.cat([torch.randint(0, current, (new_rows,)), torch.randint(0, classes, (rows - new_rows,))]).to(case.device)
+    mask = (torch.arange(classes) < current).to(case.device)
+    losses = ExpertLosses(options)
+    adam = {"lr": options.lr, "weight_decay": options.weight_decay}
+    half = case.dtype == torch.bfloat16
+
+    if case.impl == "native":
+        optimiser = FlatAdam(network.parameters(), **adam, shadow_dtype=case.dtype if half else None)
+        names = [name for name, _ in network.named_parameters()]
+        views = views.to(case.dtype)
+
+        def forward() -> Tensor:
+            outputs = functional_call(network, dict(zip(names, optimiser.leaves, strict=True)), (views,))
+            return losses(outputs, labels, new_rows, mask).sum()
+    else:
+        optimiser = torch.optim.Adam(network.parameters(), **adam, capturable=case.device == "cuda")
+
+        def forward() -> Tensor:
+            with torch.autocast(case.device, torch.bfloat16, enabled=half):
+                outputs = network(views)
+            return losses(outputs, labels, new_rows, mask).sum()
+
+    forward = choose(case, forward, forward)
+
+    def step() -> None:
+        optimiser.zero_grad(set_to_none=True)
+        forward().backward()
+        optimiser.step()
+
+    return step
+
+
+@pytest.mark.parametrize("part", ["whole", "backbone"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def bench_step(measure, impl, device, dtype, part):
+    whole = part == "whole"
+    # The CPU shows the same code at a size that takes a second, not a minute.
+    rows, width = (HEADLINE, 64) if device == "cuda" else (48, 16)
+    if device == "cpu" and (dtype != torch.float32 or impl == "compiled"):
+        pytest.skip("CPU rows are float32, eager")
+    target = TARGET if whole and dtype == torch.bfloat16 else None
+    shape = {"N": rows, "K": 100, "E": 4 if whole else 1, "W": width}
+    measure(Case("step", impl, device, dtype, "forward+backward", shape, target), make_call)

@@ -1,0 +1,170 @@
+// Kernel bodies of the pooled norm; tests/cpp compiles them for the CPU too.
+//
+// The maps are small (16 pixels of 512 channels for an image) and read once: forward gives each thread one vector of channels of one
+// image and all its pixels, so that nothing has to be shared. Backward's first blocks sum the state's gradient over the images, in a
+// fixed order; the others write the map's gradient.
+#pragma once
+
+#include "api/norm_pool.h"
+#include "cuda/elements.cuh"
+
+namespace mf::cuda {
+
+constexpr int kPoolThreads = 64;       // of a forward block: vectors of channels of one image
+constexpr int kPoolGradThreads = 256;  // of a backward block
+constexpr int kPoolGradVectors = 32;   // vectors of channels of one image in a backward block; its other threads take other pixels
+constexpr int kPoolStateChannels = 8;  // channels of a block that sums the state's gradient; its other threads take other images
+
+// What a thread needs of a norm: of kVector channels from `channel` on.
+template <int kVector>
+struct ChannelNorm {
+  float mean[kVector], scale[kVector], shift[kVector];
+
+  __device__ ChannelNorm(const float* state, int64_t channels, int64_t channel) {
+    load_floats(state + kMean * channels + channel, mean);
+    load_floats(state + kScale * channels + channel, scale);
+    load_floats(state + kShift * channels + channel, shift);
+  }
+};
+
+// blockIdx.x: image; blockIdx.y: kPoolThreads vectors of channels.
+template <typename T, int kVector>
+__device__ void norm_pool_block(const NormPoolForward& params) {
+  using Vector = Elements<T, kVector>;
+  const NormPoolInput& in = params.input;
+  const int64_t channel = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kVector;
+  if (channel >= in.channels) {
+    return;
+  }
+  const auto image = static_cast<int64_t>(blockIdx.x);
+  const int64_t pixels = image < in.valid_images() ? in.pixels : 0;
+  const T* x = static_cast<const T*>(in.x.data) + image * in.pixels * in.channels + channel;
+  float total[kVector] = {}, sum[kVector] = {}, count[kVector] = {};
+  if (in.state == nullptr) {
+#pragma unroll 8
+    for (int64_t pixel = 0; pixel < pixels; ++pixel) {
+      const Vector values = *reinterpret_cast<const Vector*>(x + pixel * in.channels);
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        total[k] += to_float(values.value[k]);
+      }
+    }
+  } else {
+    const ChannelNorm<kVector> norm(in.state, in.channels, channel);
+#pragma unroll 4
+    for (int64_t pixel = 0; pixel < pixels; ++pixel) {
+      const Vector values = *reinterpret_cast<const Vector*>(x + pixel * in.channels);
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) {
+        const PooledElement element = pooled_element(to_float(values.value[k]), norm.mean[k], norm.scale[k], norm.shift[k]);
+        total[k] += element.value;
+        sum[k] += element.deviation;
+        count[k] += element.kept;
+      }
+    }
+  }
+  const float share = 1.0f / static_cast<float>(in.pixels);
+  const int64_t at = image * in.channels + channel;
+  Vector pooled;
+  for (int k = 0; k < kVector; ++k) {
+    from_float(total[k] * share, pooled.value[k]);
+  }
+  *reinterpret_cast<Vector*>(static_cast<T*>(params.pooled.data) + at) = pooled;
+  if (in.state != nullptr && params.counts != nullptr) {
+    store_floats(params.counts + at, count);
+    store_floats(params.sums + at, sum);
+  }
+}
+
+// Block `block` of those that sum the state's gradient. Shared memory: two floats a thread.
+template <typename T>
+__device__ void norm_pool_state_block(const NormPoolBackward& params, int64_t block, float* partial) {
+  const NormPoolInput& in = params.input;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lanes = static_cast<int>(blockDim.x) / kPoolStateChannels;
+  const int64_t channel = block * kPoolStateChannels + thread % kPoolStateChannels;
+  const float share = 1.0f / static_cast<float>(in.pixels);
+  const int64_t valid = in.valid_images();
+  float dscale = 0.0f;
+  float dshift = 0.0f;
+  if (channel < in.channels) {
+#pragma unroll 4
+    for (int64_t image = thread / kPoolStateChannels; image < valid; image += lanes) {
+      const float g = to_float(static_cast<const T*>(params.grad)[image * in.channels + channel]) * share;
+      dscale += g * params.sums[image * in.channels + channel];
+      dshift += g * params.counts[image * in.channels + channel];
+    }
+  }
+  partial[2 * thread] = dscale;
+  partial[2 * thread + 1] = dshift;
+  __syncthreads();
+  if (thread < kPoolStateChannels && channel < in.channels) {
+    for (int lane = 1; lane < lanes; ++lane) {
+      dscale += partial[2 * (lane * kPoolStateChannels + thread)];
+      dshift += partial[2 * (lane * kPoolStateChannels + thread) + 1];
+    }
+    params.dstate[kMean * in.channels + channel] = -in.state[kScale * in.channels + channel] * dshift;
+    params.dstate[kInverseStd * in.channels + channel] = 0.0f;
+    params.dstate[kScale * in.channels + channel] = dscale;
+    params.dstate[kShift * in.channels + channel] = dshift;
+  }
+}
+
+// `block`: of those that write the map's gradient, all parts of an image one after another.
+template <typename T, int kVector>
+__device__ void norm_pool_map_block(const NormPoolBackward& params, int64_t block) {
+  using Vector = Elements<T, kVector>;
+  const NormPoolInput& in = params.input;
+  const int64_t parts = (in.channels / kVector + kPoolGradVectors - 1) / kPoolGradVectors;
+  const int64_t image = block / parts;
+  const int64_t channel = (block % parts * kPoolGradVectors + threadIdx.x % kPoolGradVectors) * kVector;
+  if (channel >= in.channels) {
+    return;
+  }
+  const bool is_padding = image >= in.valid_images();
+  const float share = 1.0f / static_cast<float>(in.pixels);
+  T zero;
+  from_float(0.0f, zero);
+  Vector of_kept;  // the gradient of a kept pixel, the same for all of them
+  for (int k = 0; k < kVector; ++k) {
+    of_kept.value[k] = zero;
+  }
+  if (!is_padding) {
+    const Vector grad = *reinterpret_cast<const Vector*>(static_cast<const T*>(params.grad) + image * in.channels + channel);
+    float scale[kVector];
+    for (int k = 0; k < kVector; ++k) {
+      scale[k] = 1.0f;
+    }
+    if (in.state != nullptr) {
+      load_floats(in.state + kScale * in.channels + channel, scale);
+    }
+    for (int k = 0; k < kVector; ++k) {
+      from_float(to_float(grad.value[k]) * share * scale[k], of_kept.value[k]);
+    }
+  }
+  const int64_t start = image * in.pixels * in.channels + channel;
+  const T* x = static_cast<const T*>(in.x.data) + start;
+  T* dx = static_cast<T*>(params.dx.data) + start;
+  const auto lane = static_cast<int64_t>(threadIdx.x / kPoolGradVectors);
+  const auto lanes = static_cast<int64_t>(blockDim.x / kPoolGradVectors);
+  if (in.state == nullptr || is_padding) {
+    for (int64_t pixel = lane; pixel < in.pixels; pixel += lanes) {
+      *reinterpret_cast<Vector*>(dx + pixel * in.channels) = of_kept;
+    }
+    return;
+  }
+  const ChannelNorm<kVector> norm(in.state, in.channels, channel);
+#pragma unroll 2
+  for (int64_t pixel = lane; pixel < in.pixels; pixel += lanes) {
+    const Vector values = *reinterpret_cast<const Vector*>(x + pixel * in.channels);
+    Vector gradient;
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      const PooledElement element = pooled_element(to_float(values.value[k]), norm.mean[k], norm.scale[k], norm.shift[k]);
+      gradient.value[k] = element.kept != 0.0f ? of_kept.value[k] : zero;
+    }
+    *reinterpret_cast<Vector*>(dx + pixel * in.channels) = gradient;
+  }
+}
+
+}  // namespace mf::cuda

@@ -1,0 +1,28 @@
+"""Batch norm, ReLU and global average pool in plain PyTorch: the meaning of the native op."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mose_fast.reference.batch_norm import normalised, without_padding
+
+__all__ = ["norm_pool"]
+
+
+def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
+    """The mean over the pixels of relu(scale (x - mean) + shift), or of x itself.
+
+    Computed in float32 (float64 for float64), rounded to the dtype of ``x`` once.
+
+    Args:
+        x: [N, C, H, W].
+        state: A norm's, [4, C] (:mod:`mose_fast.reference.batch_norm`); None: ``x`` is pooled as it is.
+        valid_rows: Rows from this one on are padding, zero in the result.
+
+    Returns:
+        [N, C] in the dtype of ``x``.
+    """
+    x = without_padding(x, valid_rows)
+    z = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) if state is None else normalised(x, state)
+    return without_padding(z.mean(dim=(2, 3)), valid_rows).to(x.dtype)

@@ -1,0 +1,137 @@
+"""How a table of the paper is described: which runs, which number of them, and what the paper has in its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mose_fast.report.paper import Published
+from mose_fast.report.statistics import Summary
+from mose_fast.reproduction.metrics import Metric
+
+__all__ = ["RULE", "Entry", "Part", "Reproduction", "Verdict", "judge", "target"]
+
+#: The one rule of pass and miss, for readers; :func:`target` and :func:`judge` follow it.
+RULE = (
+    "An accuracy passes where its mean over the seeds is at most 1 point below the paper's; a forgetting where it is at most 1 point "
+    "above; a count of parameters or multiply-accumulates where it is at most 1 % above. Seconds and what the paper gives no number for "
+    'are not judged. "not sure": the 95 % interval of the mean holds the target, or a single seed has no interval.'
+)
+
+_POINT = 1.0
+_SHARE = 0.01
+
+
+class Verdict(NamedTuple):
+    """Whether a number passes.
+
+    Attributes:
+        passed: As :data:`RULE` has it.
+        sure: The 95 % interval of the mean lies on one side of the target.
+    """
+
+    passed: bool
+    sure: bool
+
+    def __str__(self) -> str:
+        return ("pass" if self.passed else "miss") + ("" if self.sure else ", not sure")
+
+
+def target(metric: Metric, paper: Published | None) -> float | None:
+    """The value that passes just so; None where nothing is judged."""
+    if paper is None:
+        return None
+    return {
+        "accuracy": paper.mean - _POINT,
+        "forgetting": paper.mean + _POINT,
+        "size": paper.mean * (1 + _SHARE),
+        "free": None,
+    }[metric.kind]
+
+
+def judge(metric: Metric, paper: Published | None, ours: Summary | None) -> Verdict | None:
+    """Our mean against the paper's; None where nothing is judged.
+
+    Args:
+        metric: Of both.
+        paper: Its number, None where it gives none.
+        ours: Over the seeds, None where there is no run yet.
+    """
+    wanted = target(metric, paper)
+    if wanted is None or ours is None:
+        return None
+    # 54.8 - 1 and the mean of some floats must not differ in their last bit alone.
+    slack = 1e-9
+    passed = ours.mean >= wanted - slack if metric.kind == "accuracy" else ours.mean <= wanted + slack
+    if metric.kind == "size":
+        return Verdict(passed, True)  # the same for every seed
+    low, high = ours.t_interval
+    return Verdict(passed, not math.isnan(low) and not low + slack < wanted < high - slack)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell of a table.
+
+    Attributes:
+        row: Its heading.
+        column: Its heading.
+        runs: Settings by dotted name in which the runs behind it differ from the defaults; there is one run a seed.
+        metric: What is read off the runs.
+        paper: The paper's number, None where it gives none.
+    """
+
+    row: str
+    column: str
+    runs: Mapping[str, Any]
+    metric: Metric
+    paper: Published | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A table, or one of its panels.
+
+    Attributes:
+        title: What it shows.
+        source: The table or figure of the paper, by its LaTeX label.
+        entries: Row by row.
+        digits: Decimals of the paper's numbers.
+    """
+
+    title: str
+    source: str
+    entries: tuple[Entry, ...]
+    digits: int = 2
+
+    @property
+    def rows(self) -> list[str]:
+        """Headings of the rows, in order."""
+        return list(dict.fromkeys(entry.row for entry in self.entries))
+
+    @property
+    def columns(self) -> list[str]:
+        """Headings of the columns, in order."""
+        return list(dict.fromkeys(entry.column for entry in self.entries))
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What ``mose-fast paper NAME`` reproduces.
+
+    Attributes:
+        title: In a line.
+        parts: Its tables.
+        notes: What a reader must know, a sentence or more each.
+    """
+
+    title: str
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The cells of all tables."""
+        return [entry for part in self.parts for entry in part.entries]

@@ -1,0 +1,200 @@
+"""What the paper's tables count, read off the ``results.json`` of a setting's runs.
+
+Accuracies and forgetting are in percent. Tasks count from 0. Experts are named ``1`` ..., ``last`` and ``mean``; the mean of nearest
+class mean classifiers averages squared distances, that of linear ones logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mose_fast import evaluate
+from mose_fast.nn import MEAN_OF_EXPERTS
+
+__all__ = [
+    "KINDS",
+    "Metric",
+    "Results",
+    "accuracy_after",
+    "average_accuracy",
+    "best_final_accuracy",
+    "final_accuracy",
+    "forgetting",
+    "macs",
+    "minutes",
+    "new_task_accuracy",
+    "overfitting",
+    "overfitting_of_old_tasks",
+    "parameters",
+]
+
+#: Contents of a ``results.json``.
+Results = Mapping[str, Any]
+
+#: What decides how a metric is judged: larger is better, smaller is better, the same for every seed, or nothing.
+KINDS = ("accuracy", "forgetting", "size", "free")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of each run of a setting.
+
+    Attributes:
+        name: For tables.
+        kind: One of :data:`KINDS`.
+        read: From the results of all seeds to a value for each; None where a run does not have it.
+    """
+
+    name: str
+    kind: str
+    read: Callable[[Sequence[Results]], list[float | None]]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; wanted one of {', '.join(KINDS)}")
+
+
+def average_accuracy(classifier: str = "ncm", expert: str = "last") -> Metric:
+    """ACC."""
+    return _of_each("ACC", "accuracy", lambda run: 100 * run["acc"][classifier][_name(run, classifier, expert)])
+
+
+def forgetting(classifier: str = "ncm", expert: str = "last") -> Metric:
+    """AF as the paper defines it."""
+
+    def read(run: Results) -> float | None:
+        value = run["af_paper"][classifier][_name(run, classifier, expert)]
+        return None if value is None else 100 * value
+
+    return _of_each("AF", "forgetting", read)
+
+
+def final_accuracy(task: int, classifier: str = "ncm", expert: str = "last") -> Metric:
+    """Accuracy on a task after the last one."""
+    return accuracy_after(-1, task, classifier, expert)
+
+
+def best_final_accuracy(task: int | None = None, classifier: str = "ncm") -> Metric:
+    """The paper's MAX: accuracy on a task after the last one, of the single expert with the highest mean over the seeds there.
+
+    Args:
+        task: None: the mean over all tasks, each with its best expert.
+        classifier: ``ncm`` or ``linear``.
+    """
+
+    def read(runs: Sequence[Results]) -> list[float | None]:
+        if not _has_task(runs[0], task):
+            return [None] * len(runs)
+        mean = MEAN_OF_EXPERTS[classifier]
+        # [experts, seeds, tasks]
+        final = np.array([[_matrix(run, classifier, e)[-1] for run in runs] for e in runs[0]["accuracy"][classifier] if e != mean])
+        best = final.mean(1).argmax(0)
+        chosen = 100 * np.take_along_axis(final, best[None, None, :], 0)[0]
+        return list(map(float, chosen.mean(1) if task is None else chosen[:, task]))
+
+    return Metric("accuracy at the end", "accuracy", read)
+
+
+def accuracy_after(after: int, task: int | None, classifier: str = "ncm", expert: str = "last") -> Metric:
+    """Accuracy on a task after an earlier one.
+
+    Args:
+        after: Task that was learned last; -1: the last of all.
+        task: None: the mean over the tasks up to ``after``.
+        classifier: ``ncm`` or ``linear``.
+        expert: Of the classifier.
+    """
+
+    def read(run: Results) -> float | None:
+        last = len(run["tasks"]) - 1 if after == -1 else after
+        if last not in run["evaluated_after"] or not _has_task(run, task):
+            return None
+        row = _matrix(run, classifier, expert)[last, : last + 1]
+        return 100 * float(row.mean() if task is None else row[task])
+
+    return _of_each("accuracy at the end" if after == -1 else f"accuracy after task {after + 1}", "accuracy", read)
+
+
+def new_task_accuracy(task: int | None, classifier: str = "ncm", expert: str = "last") -> Metric:
+    """Accuracy on a task just after it was learned; None: the mean over all tasks."""
+
+    def read(run: Results) -> float | None:
+        values = run["new_task_accuracy"][classifier][_name(run, classifier, expert)]
+        if values is None or not _has_task(run, task):
+            return None
+        return 100 * float(np.mean(values) if task is None else values[task])
+
+    return _of_each("accuracy on the new task", "accuracy", read)
+
+
+def overfitting_of_old_tasks(after: int | None, classifier: str = "ncm", expert: str = "last") -> Metric:
+    """Mean BOF of the tasks before ``after``, once that is learned; None: the mean over all such times.
+
+    A task without samples in the memory, or with a test accuracy of 0, has no BOF and is left out.
+    """
+
+    def read(run: Results) -> float | None:
+        tasks = len(run["tasks"])
+        if run["evaluated_after"] != list(range(tasks)) or not _has_task(run, after):
+            return None
+        stored = np.array(run["buffer_accuracy"][classifier][_name(run, classifier, expert)], np.float64)
+        test = _matrix(run, classifier, expert)
+        times = range(1, tasks) if after is None else [after]
+        found = [_mean(evaluate.buffer_overfitting(stored[t, :t], test[t, :t])) for t in times]
+        return _mean(np.array([np.nan if value is None else value for value in found]))
+
+    return _of_each("BOF of old tasks", "free", read)
+
+
+def overfitting(classifier: str = "ncm", expert: str = "last") -> Metric:
+    """Mean BOF of all tasks after training; tasks without one are left out."""
+
+    def read(run: Results) -> float | None:
+        return _mean(np.array(run["bof"][classifier][_name(run, classifier, expert)], np.float64))
+
+    return _of_each("BOF", "free", read)
+
+
+def minutes() -> Metric:
+    """Minutes from start to end, evaluations included."""
+    return _of_each("minutes", "free", lambda run: run["seconds"]["total"] / 60)
+
+
+def parameters() -> Metric:
+    """Millions of parameters in training."""
+    return _of_each("million parameters", "size", lambda run: run["parameters"]["trained"] / 1e6)
+
+
+def macs() -> Metric:
+    """Millions of multiply-accumulates an image in training."""
+    return _of_each("million multiply-accumulates", "size", lambda run: run["macs"]["trained"] / 1e6)
+
+
+def _of_each(name: str, kind: str, read: Callable[[Results], float | None]) -> Metric:
+    return Metric(name, kind, lambda runs: [read(run) for run in runs])
+
+
+def _name(run: Results, classifier: str, expert: str) -> str:
+    """The expert as results name it."""
+    if expert == "mean":
+        return MEAN_OF_EXPERTS[classifier]
+    return str(len(run["acc"][classifier]) - 1) if expert == "last" else expert
+
+
+def _matrix(run: Results, classifier: str, expert: str) -> NDArray[np.float64]:
+    return np.array(run["accuracy"][classifier][_name(run, classifier, expert)], np.float64)
+
+
+def _has_task(run: Results, task: int | None) -> bool:
+    return task is None or task < len(run["tasks"])
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    """Over what is defined."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None

@@ -1,0 +1,133 @@
+"""From image files to pixels: by Pillow, or many at a time by DALI, whose pixels are the same."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mose_fast import _dali
+from mose_fast.streams.stream import StreamError
+
+__all__ = ["Decoding", "Watch", "decode_image", "decode_images"]
+
+#: Told how many images are decoded, and of how many.
+Watch = Callable[[int, int], None]
+
+# From so many files on, DALI saves more than the second that its import takes.
+_MANY = 2000
+_BATCH = 256
+
+
+class _Differs(Exception):
+    """DALI and Pillow decode a file differently."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How image files become pixels.
+
+    Attributes:
+        decoder: ``pil``, ``dali``, or ``auto``: DALI where it is installed and there are many files.
+        watch: Told how many images are decoded so far.
+    """
+
+    decoder: str = "auto"
+    watch: Watch | None = None
+
+
+def decode_image(data: bytes, what: str) -> np.ndarray:
+    """Decodes a JPEG, PNG or BMP file to uint8 [H, W, 3]; grey and palette images become RGB, alpha is dropped.
+
+    Raises:
+        StreamError: The file is damaged, or holds more than 8 bits a channel.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.mode.startswith(("I", "F")):
+                raise StreamError(f"{what} holds pixels of mode {image.mode}; wanted 8 bits a channel: convert it first")
+            return np.array(image.convert("RGB"))
+    except StreamError:
+        raise
+    except Exception as error:  # Pillow's decoders raise many unrelated types on damaged input
+        raise StreamError(f"{what} is a damaged or truncated image ({error}); replace or remove it") from error
+
+
+def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: Decoding) -> Iterator[np.ndarray]:
+    """Decodes files in order, uint8 [H, W, 3] each.
+
+    DALI decodes JPEG files only, on the host, where it uses the same algorithm as Pillow: one image of every batch is decoded by both, and
+    must be the same in every pixel. So the decoder changes how long it takes and nothing else.
+
+    Args:
+        files: Name of each, for messages, and what reads its bytes.
+        decoding: By what, and who is told of the progress.
+
+    Raises:
+        StreamError: A file is damaged; DALI is asked for and cannot be used, or decodes a file differently.
+    """
+    decoder = decoding.decoder
+    if decoder == "dali":
+        obstacle = _dali.obstacle()
+        if obstacle:
+            raise StreamError(f"stream.decoder is 'dali', but {obstacle}; wanted: {_dali.INSTALL}, or decoder pil")
+    elif decoder == "auto":
+        decoder = "dali" if len(files) >= _MANY and _dali.obstacle() is None else "pil"
+
+    done = 0
+    decode = _by_dali() if decoder == "dali" else _by_pillow
+    for start in range(0, len(files), _BATCH):
+        names, data = [], []
+        for name, read in files[start : start + _BATCH]:
+            names.append(name)
+            data.append(read())
+        try:
+            images = decode(names, data)
+        except _Differs as difference:
+            if decoding.decoder == "dali":
+                raise StreamError(f"{difference}; wanted decoder pil") from None
+            decode = _by_pillow
+            images = decode(names, data)
+        yield from images
+        done += len(names)
+        if decoding.watch is not None:
+            decoding.watch(done, len(files))
+
+
+def _by_pillow(names: Sequence[str], data: Sequence[bytes]) -> list[np.ndarray]:
+    return [decode_image(one, name) for name, one in zip(names, data, strict=True)]
+
+
+def _by_dali() -> Callable[[Sequence[str], Sequence[bytes]], list[np.ndarray]]:
+    # Not at the top: DALI is an extra, and its import takes half a second.
+    from nvidia.dali import Pipeline, fn, types
+
+    pipeline = Pipeline(batch_size=_BATCH, num_threads=torch.get_num_threads(), device_id=None, prefetch_queue_depth=1)
+    with pipeline:
+        encoded = fn.external_source(name="encoded", device="cpu", dtype=types.UINT8, ndim=1)
+        # Pillow leaves images as the camera stored them.
+        pipeline.set_outputs(fn.decoders.image(encoded, device="cpu", output_type=types.RGB, adjust_orientation=False))
+    pipeline.build()
+
+    def decode(names: Sequence[str], data: Sequence[bytes]) -> list[np.ndarray]:
+        jpeg = [i for i, one in enumerate(data) if one[:2] == b"\xff\xd8"]
+        images: list[np.ndarray | None] = [None] * len(data)
+        if jpeg:
+            try:
+                (decoded,) = pipeline.run(encoded=[np.frombuffer(data[i], np.uint8) for i in jpeg])
+            except RuntimeError:
+                # DALI does not say which file it is; Pillow does, or decodes what DALI cannot.
+                return _by_pillow(names, data)
+            for position, i in enumerate(jpeg):
+                images[i] = np.array(decoded[position])
+            first = jpeg[0]
+            known = decode_image(data[first], names[first])
+            if images[first].shape != known.shape or not np.array_equal(images[first], known):
+                raise _Differs(f"{names[first]} has other pixels when DALI {_dali.version()} decodes it than by Pillow")
+        return [decode_image(data[i], names[i]) if image is None else image for i, image in enumerate(images)]
+
+    return decode

@@ -1,0 +1,128 @@
+"""Steps as CUDA graphs: what one step launches is recorded once and replayed for all later steps of the same shape."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mose_fast.methods import Mose, Prepared
+from mose_fast.methods.mose import StepInputs, StepPlan
+
+__all__ = ["CapturedSteps", "copied_into", "layout_of"]
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: StepInputs
+    losses: Tensor
+
+
+class CapturedSteps:
+    """Takes the steps of a learner on a card, from graphs where it can and may.
+
+    With kernels that know padding, steps are padded to the most rows of their kind, so that two graphs serve a run: one for the first
+    task, one for all later ones. Without, there is a graph for each shape that comes twice. The first step of a shape is a real eager
+    one, which makes everything that outlives a step (the optimiser's moments, the libraries' handles). The second is captured, which
+    executes nothing, and then replayed like all later ones. All graphs share one pool of memory, and all steps one stream, which must
+    not be the default one: it is current wherever this is called.
+
+    A step that cannot be captured, for lack of memory or for whatever reason, is taken eagerly, and so are all later ones; a warning
+    names the reason once. Nothing is lost, since a capture changes no tensor.
+
+    Args:
+        learner: On a card.
+        capture: False takes every step eagerly, with the same inputs.
+
+    Attributes:
+        graphs: How many graphs there are.
+        seconds: What capturing took.
+        obstacle: Why nothing is captured any more; empty while it is.
+    """
+
+    def __init__(self, learner: Mose, *, capture: bool = True) -> None:
+        self.learner = learner
+        self.seconds = 0.0
+        self.obstacle = "" if capture else "eager steps were asked for"
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._met: set[Hashable] = set()
+        self._pool: Any = None
+
+    @property
+    def graphs(self) -> int:
+        return len(self._graphs)
+
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        """The inputs of a plan's step, padded; made on the stream that plans."""
+        learner = self.learner
+        return learner.step_inputs(plan, learner.padded_rows(plan), ready=not learner.views.capturable)
+
+    def __call__(self, prepared: Prepared) -> dict[str, Tensor]:
+        """Takes the step of a prepared batch; its losses by name, on the card."""
+        losses = self._take(prepared.inputs)
+        self.learner.count_step()
+        return self.learner.named(losses)
+
+    def _take(self, inputs: StepInputs) -> Tensor:
+        key = layout_of(inputs)
+        known = self._graphs.get(key)
+        if known is None and key in self._met and not self.obstacle:
+            known = self._capture(key, inputs)
+        if known is None:
+            self._met.add(key)
+            return self.learner.train_on(inputs)
+        copied_into(known.inputs, inputs)
+        known.graph.replay()
+        # The next replay of any graph may write where these lie.
+        return known.losses.clone()
+
+    def _capture(self, key: Hashable, inputs: StepInputs) -> _Graph | None:
+        start = time.perf_counter()
+        stream = torch.cuda.current_stream(self.learner.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Outside the pool: what a replay reads must not be given to another graph.
+            static = _map(torch.clone, inputs)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                losses = self.learner.train_on(static)
+        except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
+            self.obstacle = str(error).strip().splitlines()[0]
+            # They lie in the pool of the graph that came to nothing.
+            self.learner.optimiser.zero_grad(set_to_none=True)
+            warnings.warn(f"no CUDA graph of a step could be captured ({self.obstacle}); the run goes on with eager steps", stacklevel=2)
+            return None
+        finally:
+            self.seconds += time.perf_counter() - start
+        self._pool = graph.pool()
+        self._graphs[key] = _Graph(graph, static, losses)
+        return self._graphs[key]
+
+
+def layout_of(inputs: StepInputs) -> Hashable:
+    """What must be equal for two steps to have one graph: shapes and dtypes of all tensors, and all that is no tensor."""
+    return tuple((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in _parts(inputs))
+
+
+def copied_into(static: StepInputs, inputs: StepInputs) -> None:
+    """Copies all tensors of ``inputs`` into those of ``static``, which has the same layout."""
+    for target, source in zip(_parts(static), _parts(inputs), strict=True):
+        if isinstance(target, Tensor):
+            target.copy_(source)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
+
+
+def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, tuple):
+        return type(value)(*(_map(function, part) for part in value))
+    return function(value) if isinstance(value, Tensor) else value

@@ -1,0 +1,92 @@
+"""The losses of steps on their way to the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mose_fast.methods import Learner, Prepared
+
+__all__ = ["OUTSTANDING", "LossReader", "Taken"]
+
+#: Steps whose losses may be on their way. It bounds how far the host runs ahead of a card, and so how long Ctrl-C takes.
+OUTSTANDING = 8
+
+# Losses of a step, at most.
+_WIDTH = 16
+
+
+class Taken(NamedTuple):
+    """A step that was taken.
+
+    Attributes:
+        prepared: What it was taken from.
+        position: The loop's position before it.
+    """
+
+    prepared: Prepared
+    position: dict[str, int]
+
+
+class _Waiting(NamedTuple):
+    taken: Taken
+    names: tuple[str, ...]
+    values: Tensor | dict[str, float] | None
+    arrived: torch.cuda.Event | None
+
+
+class LossReader:
+    """Reads losses in the order of their steps.
+
+    Those of a learner whose losses are late travel to pinned memory while later steps are launched; all others are read at once.
+
+    Args:
+        learner: Takes the steps.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self._device = learner.device if learner.late else None
+        self._waiting: deque[_Waiting] = deque()
+        if self._device is not None:
+            self._host = torch.empty(OUTSTANDING, _WIDTH, pin_memory=True)
+            self._row = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, taken: Taken, losses: dict[str, Tensor] | None) -> None:
+        """Enters a step and its losses, None where nothing was trained."""
+        if losses is None:
+            self._waiting.append(_Waiting(taken, (), None, None))
+        elif self._device is None:
+            self._waiting.append(_Waiting(taken, (), {name: float(value) for name, value in losses.items()}, None))
+        else:
+            values = self._host[self._row][: len(losses)]
+            self._row = (self._row + 1) % OUTSTANDING
+            values.copy_(torch.stack(list(losses.values())), non_blocking=True)
+            self._waiting.append(_Waiting(taken, tuple(losses), values, torch.cuda.current_stream(self._device).record_event()))
+
+    def told(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
+        """The steps whose losses have arrived, the oldest first, each once.
+
+        Args:
+            wait: For all of them. Without, it waits only where the next step would find no room.
+        """
+        while self._waiting:
+            taken, names, values, arrived = self._waiting[0]
+            if arrived is not None and not arrived.query():
+                if not wait and len(self._waiting) < OUTSTANDING:
+                    return
+                arrived.synchronize()
+            self._waiting.popleft()
+            yield taken, dict(zip(names, values.tolist(), strict=True)) if isinstance(values, Tensor) else values
+
+    def drop(self) -> list[Taken]:
+        """Forgets the steps whose losses were not told, and returns them, the oldest first."""
+        dropped = [waiting.taken for waiting in self._waiting]
+        self._waiting.clear()
+        return dropped

@@ -1,0 +1,110 @@
+"""Batches that are planned already and wait for their step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mose_fast.methods import Learner, Prepared
+
+__all__ = ["DEPTH", "Ring"]
+
+#: Batches that are planned ahead, at most. A plan takes a fraction of a step, so that a few hide it.
+DEPTH = 4
+
+
+class Ring:
+    """Prepares batches in order and hands them out in order, as many ahead as its depth.
+
+    On a card, a learner that plans ahead does so on a stream of its own; :meth:`take` makes the current stream wait for what it takes,
+    by an event outside any graph, and the host for nothing. Replay memory and class masks then belong to that stream: whoever else
+    reads or writes them calls :meth:`settle` first.
+
+    Args:
+        learner: Prepares the batches; one that does not plan ahead gets one at a time.
+        inputs: Makes a captured step's inputs of a plan, None where it has none.
+        depth: Batches ahead, at most.
+    """
+
+    def __init__(self, learner: Learner, inputs: Callable[[Any], Any] | None = None, depth: int = DEPTH) -> None:
+        self.learner, self.inputs = learner, inputs
+        self.depth = depth if learner.plans_ahead else 1
+        self._waiting: deque[tuple[Prepared, torch.cuda.Event | None]] = deque()
+        self._stream = torch.cuda.Stream(learner.device) if learner.late else None
+        # Whether the stream goes its own way, or waits for what the current one has launched before it does anything.
+        self._apart = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another batch."""
+        return len(self._waiting) >= self.depth
+
+    def put(self, batch: Callable[[], dict[str, Any]]) -> None:
+        """Prepares a batch.
+
+        Args:
+            batch: Gives the arguments of :meth:`mose_fast.methods.Learner.prepare`; called on the ring's stream.
+        """
+        with self._on_stream():
+            prepared = self.learner.prepare(**batch())
+            if self.inputs is not None and prepared.plan is not None:
+                prepared = dataclasses.replace(prepared, inputs=self.inputs(prepared.plan))
+            ready = None if self._stream is None else self._stream.record_event()
+        self._waiting.append((prepared, ready))
+
+    def take(self) -> Prepared:
+        """The oldest prepared batch, ready for use on the current stream."""
+        prepared, ready = self._waiting.popleft()
+        if ready is not None:
+            stream = torch.cuda.current_stream(self.learner.device)
+            stream.wait_event(ready)
+            for tensor in _tensors((prepared.plan, prepared.inputs)):
+                # Its memory must not be given away while the step still reads it.
+                tensor.record_stream(stream)
+        return prepared
+
+    def roll_back(self) -> None:
+        """Undoes all batches that were not taken."""
+        with self._on_stream():
+            while self._waiting:
+                self.learner.roll_back(self._waiting.pop()[0])
+
+    def undo(self, taken: Prepared) -> bool:
+        """Undoes a batch that was consumed, see :meth:`mose_fast.methods.Learner.roll_back`; the newest first, after the others."""
+        with self._on_stream():
+            return self.learner.roll_back(taken, consumed=True)
+
+    def settle(self) -> None:
+        """Lets the current stream see all that was prepared, and what is prepared next wait for the current stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.learner.device).wait_stream(self._stream)
+            self._apart = False
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        if not self._apart:
+            self._stream.wait_stream(torch.cuda.current_stream(self.learner.device))
+            self._apart = True
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_cuda:
+            yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)

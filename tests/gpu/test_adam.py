@@ -1,0 +1,145 @@
+"""Adam on a card: against the CPU and torch.optim.Adam, in graphs, on streams, frozen by its latch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from mose_fast import _loader
+from mose_fast.nn import ExpertNetwork
+from mose_fast.ops.adam import adam_step
+from mose_fast.optim import FlatAdam
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
+    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
+]
+
+
+def make(width=8, device="cuda", **options):
+    torch.manual_seed(0)
+    network = ExpertNetwork(10, width=width).to(device, memory_format=torch.channels_last)
+    return network, FlatAdam(network.parameters(), **{"lr": 1e-2, "weight_decay": 1e-3, "shadow_dtype": torch.bfloat16, **options})
+
+
+def random_gradients(optimiser):
+    return [torch.randn(leaf.shape).to(leaf.dtype).to("cuda").contiguous() for leaf in optimiser.leaves]
+
+
+def everything(optimiser):
+    return [x.detach().clone() for x in (optimiser._master, optimiser._exp_avg, optimiser._exp_avg_sq, optimiser._steps, optimiser._shadow)]
+
+
+def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu():
+    network, optimiser = make(shadow_dtype=None)
+    on_cpu, cpu_optimiser = make(device="cpu", shadow_dtype=None)
+    twin = copy.deepcopy(network)
+    theirs = torch.optim.Adam(twin.parameters(), lr=1e-2, weight_decay=1e-3)
+    for _ in range(100):
+        gradients = random_gradients(optimiser)
+        optimiser.step(gradients)
+        cpu_optimiser.step([g.cpu() for g in gradients])
+        for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        theirs.step()
+    for ours, other, cpu in zip(network.parameters(), twin.parameters(), on_cpu.parameters(), strict=True):
+        assert (ours - other).abs().max() <= 1e-6
+        assert (ours.cpu() - cpu).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("shadow", [torch.bfloat16, torch.float16], ids=str)
+def test_shadows_are_rounded_as_pytorch_rounds(shadow):
+    network, optimiser = make(shadow_dtype=shadow)
+    optimiser.step(random_gradients(optimiser))
+    for parameter, copied in zip(network.parameters(), optimiser.shadows, strict=True):
+        assert copied is None or torch.equal(copied, parameter.to(shadow))
+
+
+def test_replays_of_a_graph_count_steps_and_read_rate_loss_and_latch_anew():
+    runs = []
+    for captured in (False, True):
+        _, optimiser = make()
+        torch.manual_seed(1)
+        gradients = random_gradients(optimiser)
+        loss = torch.ones((), device="cuda")
+
+        def step(optimiser=optimiser, gradients=gradients, loss=loss):
+            optimiser.step(gradients, loss=loss)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            step = graph.replay
+        step()
+        optimiser.param_groups[0]["lr"].fill_(1e-4)
+        step()
+        loss.fill_(torch.nan)
+        step()
+        loss.fill_(1.0)
+        step()
+        assert optimiser.latch and (optimiser._steps == 3).all()
+        optimiser.latch.fill_(False)
+        step()
+        assert (optimiser._steps == 4).all()
+        runs.append(everything(optimiser))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_two_runs_are_equal_bit_for_bit():
+    runs = []
+    for _ in range(2):
+        _, optimiser = make()
+        torch.manual_seed(2)
+        for _ in range(3):
+            optimiser.step(random_gradients(optimiser))
+        runs.append(everything(optimiser))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_runs_on_the_current_stream():
+    _, optimiser = make()
+    _, other = make()
+    gradients = random_gradients(optimiser)
+    optimiser.step(gradients)
+    moved = [torch.zeros_like(g) for g in gradients]
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        for target, source in zip(moved, gradients, strict=True):
+            target.copy_(source)
+        other.step(moved)
+    side.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(everything(optimiser), everything(other), strict=True))
+
+
+def test_three_launches_and_no_copy_of_weights():
+    _, optimiser = make(width=64)
+    gradients = [torch.randn_like(leaf) for leaf in optimiser.leaves]
+    optimiser.step(gradients)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        optimiser.step(gradients)
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 2**16
+    assert sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) == 3
+
+
+def test_devices_are_checked():
+    buffers = [torch.zeros(8, device="cuda") for _ in range(3)]
+    with pytest.raises(ValueError, match=r"gradients\[0\] is on cpu; wanted cuda:0"):
+        adam_step(
+            *buffers, [torch.zeros(8)], [0], torch.zeros(1, device="cuda"), torch.zeros((), device="cuda"),
+            beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0,
+        )  # fmt: skip

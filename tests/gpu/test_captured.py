@@ -1,0 +1,261 @@
+"""Captured steps on a card: the bits of eager ones, two graphs a run, nothing that waits for the card between two steps."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from mose_fast import _dali, _loader
+from mose_fast.config import ConfigError, RunConfig
+from mose_fast.memory import ReplayMemory
+from mose_fast.methods import Mose, create_learner
+from mose_fast.streams import create
+from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
+from mose_fast.train import loop as loop_module
+from mose_fast.train.captured import CapturedSteps
+from mose_fast.train.checkpoint import latest, load_checkpoint
+from mose_fast.train.losses import LossReader, Taken
+from mose_fast.train.ring import Ring
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
+    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
+]
+
+# Read when a handle of cuBLAS is made, which may be before the first run here.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# Two tasks of 36 batches, long enough for full shapes; the last batch of a task is smaller.
+SETTINGS = {
+    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 355},
+    "options": {"buffer_batch": 24, "new_extra": 6},
+    "width": 8,
+    "memory": 200,
+    "device": "cuda",
+    "deterministic": True,
+    "feed": "fused",
+}
+BATCHES = 72
+
+
+def settings(**changes) -> RunConfig:
+    return RunConfig.create(**SETTINGS | changes | {"options": SETTINGS["options"] | changes.get("options", {})})
+
+
+@pytest.fixture
+def steppers(monkeypatch):
+    """Everything that takes steps in a run, to look into it afterwards."""
+    made = []
+
+    def remember(learner, **how):
+        made.append(CapturedSteps(learner, **how))
+        return made[-1]
+
+    monkeypatch.setattr(loop_module, "CapturedSteps", remember)
+    return made
+
+
+class Losses(Listener):
+    def __init__(self, at=None, act=lambda: None):
+        self.told, self.at, self.act = [], at, act
+
+    def on_batch(self, batch, losses):
+        self.told.append((batch, losses))
+        if batch == self.at:
+            self.act()
+
+
+def outcome(results: dict) -> dict:
+    hidden = ("seconds", "resumed", "peak_memory_bytes", "commit", "config")
+    return {name: value for name, value in results.items() if name not in hidden} | {"resolved": {**results["resolved"], "step": None}}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_captured_steps_are_eager_steps(steppers, precision):
+    found, losses = [], []
+    for step in ("captured", "captured", "eager"):
+        listener = Losses()
+        results = run(settings(step=step, precision=precision), listeners=[listener])
+        assert results["resolved"]["step"] == step
+        found.append(outcome(results))
+        losses.append(listener.told)
+    assert losses[0] == losses[1] == losses[2] and [batch for batch, _ in losses[0]] == list(range(1, BATCHES + 1))
+    assert found[0] == found[1] == found[2]
+    captured, again, eager = steppers
+    assert captured.graphs == again.graphs == 2 and eager.graphs == 0
+    assert captured.obstacle == again.obstacle == ""
+
+
+def test_kernels_without_padding_have_a_graph_for_each_shape_that_comes_twice(steppers):
+    """Gates are off: PyTorch's up-sampling has no deterministic backward pass."""
+    options = {"attention": False}
+    found = [outcome(run(settings(step=step, kernels="torch", options=options))) for step in ("captured", "eager")]
+    assert found[0] == found[1]
+    captured = steppers[0]
+    assert captured.obstacle == "" and 2 <= captured.graphs < len(captured._met)
+
+
+@pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")
+def test_views_made_outside_the_graph(steppers):
+    found = [outcome(run(settings(step=step, feed="dali"))) for step in ("captured", "eager")]
+    assert found[0] == found[1] and steppers[0].graphs == 2
+
+
+def plans_on(device: str) -> list:
+    stream = create(settings().stream)
+    learner = create_learner(
+        settings(device=device), classes=stream.classes, image_size=stream.image_size, mirror_safe=stream.mirror_safe,
+        mean=stream.normalisation.mean, std=stream.normalisation.std,
+    )  # fmt: skip
+    plans = []
+    for task in range(2):
+        learner.begin_task(task, stream.tasks[task])
+        for rows in stream.batches(task, seed=0):
+            prepared = learner.prepare(stream.x_train[rows], stream.y_train[rows], task, index=rows)
+            if prepared.plan is not None:
+                mask = prepared.plan.current_classes
+                plans.append((prepared.plan.images.cpu(), prepared.plan.labels.cpu(), prepared.plan.composition, mask))
+    return plans
+
+
+def test_plans_are_those_of_the_cpu():
+    for ours, wanted in zip(plans_on("cuda"), plans_on("cpu"), strict=True):
+        assert torch.equal(ours[0], wanted[0]) and torch.equal(ours[1], wanted[1]) and ours[2] == wanted[2]
+        assert (ours[3] is None) == (wanted[3] is None)
+        assert ours[3] is None or torch.equal(ours[3].cpu(), wanted[3])
+
+
+def test_the_host_knows_what_the_memory_on_the_card_holds():
+    memory = ReplayMemory(50, (8, 8), seed=3, device="cuda")
+    for step in range(40):
+        index = torch.arange(10 * step, 10 * step + 10)
+        x = torch.zeros(10, 8, 8, 3, dtype=torch.uint8)
+        record = memory.record(10)
+        memory.insert(x.cuda(), (index % 4).cuda(), step // 10, index.cuda())
+        if step % 3 == 0:
+            memory.restore(record)
+            memory.insert(x.cuda(), (index % 4).cuda(), step // 10, index.cuda())
+        drawn = memory.draw(20, only=step // 10)
+        assert torch.equal(memory.twin.tasks, memory.tasks.cpu()) and torch.equal(memory.twin.state, memory.state.cpu())
+        assert (memory.tasks[drawn] == step // 10).all() and len(drawn) == min(20, int((memory.tasks == step // 10).sum()))
+
+
+@pytest.mark.parametrize("step", ["captured", "eager"])
+def test_nothing_waits_for_the_card_between_two_steps(step):
+    config = settings(step=step)
+    stream = create(config.stream)
+    learner = create_learner(
+        config, classes=stream.classes, image_size=stream.image_size, mirror_safe=stream.mirror_safe,
+        mean=stream.normalisation.mean, std=stream.normalisation.std,
+    )  # fmt: skip
+    images, own = stream.x_train.cuda(), torch.cuda.Stream()
+    own.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
+        steps = CapturedSteps(learner, capture=step == "captured")
+        ring, reader = Ring(learner, steps.inputs), LossReader(learner)
+        batches = [(task, rows) for task in range(2) for rows in stream.batches(task, seed=0)]
+        # The second task's full shape, its graph and all cached allocations are there by now.
+        quiet = len(batches) - 12
+        numbers = [rows.cuda() for _, rows in batches]
+        told = []
+        try:
+            for i, (task, rows) in enumerate(batches):
+                if i == quiet:
+                    torch.cuda.synchronize()
+                    torch.cuda.set_sync_debug_mode("error")
+                ring.put(lambda n=numbers[i], y=stream.y_train[rows], task=task: {"x": images[n], "y": y, "task": task, "index": n})
+                if not ring.full:
+                    continue
+                prepared = ring.take()
+                reader.add(Taken(prepared, {}), learner.consume(prepared, steps))
+                told += reader.told()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        told += reader.told(wait=True)
+    assert len(told) == len(batches) - 3 and all(losses is None or math.isfinite(losses["loss"]) for _, losses in told)
+
+
+def test_a_step_that_cannot_be_captured_is_taken_eagerly(monkeypatch, steppers):
+    train_on = Mose.train_on
+
+    def fails(learner, inputs):
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.")
+        return train_on(learner, inputs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Mose, "train_on", fails)
+        with pytest.warns(UserWarning, match=r"no CUDA graph .* \(CUDA out of memory.*\); the run goes on with eager steps") as told:
+            found = outcome(run(settings(step="captured")))
+    assert ["CUDA graph" in str(w.message) for w in told].count(True) == 1 and steppers[0].graphs == 0
+    assert found == outcome(run(settings(step="eager")))
+
+
+def test_a_method_that_looks_at_the_network_is_not_captured():
+    learner = create_learner(classes=4, method="mir", memory=100, image_size=(8, 8), width=1, device="cuda")
+    assert str(learner.stepping) == "eager (method 'mir' looks at the network to plan a step)"
+    with pytest.raises(ConfigError, match="step is 'captured', but method 'mir' looks at the network"):
+        create_learner(classes=4, method="mir", step="captured", memory=100, image_size=(8, 8), width=1, device="cuda")
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "listener"])
+def test_a_stopped_run_goes_on_exactly(tmp_path, how):
+    def stop():
+        if how == "listener":
+            raise Interrupted
+        signal.raise_signal(signal.SIGINT)
+
+    whole, stopped = Losses(), Losses(50, stop)
+    wanted = outcome(run(settings(), listeners=[whole]))
+    with pytest.raises(Interrupted):
+        run(settings(), out=tmp_path / "run", listeners=[stopped])
+    # All steps that were taken have been told, and the checkpoint is after the last of them.
+    last = stopped.told[-1][0]
+    assert 50 <= last <= 60 and stopped.told == whole.told[:last]
+    assert load_checkpoint(latest(tmp_path / "run" / "checkpoints"))[1]["position"]["done"] == last
+    rest = Losses()
+    assert outcome(resume(tmp_path / "run", listeners=[rest])) == wanted
+    assert rest.told == whole.told[last:]
+
+
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+def test_the_state_before_a_loss_that_is_not_finite_is_kept(tmp_path, monkeypatch, kernels):
+    """The loss is read some steps late; by then later steps were launched, all of which changed nothing."""
+    config = settings(kernels=kernels, options={"attention": kernels == "fused"}, checkpoint_every=20)
+    step_inputs = Mose.step_inputs
+
+    def inputs(learner, plan, rows=None, *, ready=False):
+        made = step_inputs(learner, plan, rows, ready=True)
+        return made._replace(images=made.images * math.nan) if plan.sequence == 48 else step_inputs(learner, plan, rows, ready=ready)
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(Mose, "step_inputs", inputs)
+        with pytest.raises(TrainingDiverged, match=r"at batch 50 \(task 1\): loss nan.*The newest is the state before this batch"):
+            run(config, out=out)
+    tensors, values = load_checkpoint(latest(out / "checkpoints"))
+    assert values["position"]["done"] == 49 and values["learner"]["steps"] == 48 and int(tensors["memory/state"][2]) == 355 + 130
+    # Resuming with whole data ends where a run ends that never saw the broken ones.
+    assert outcome(resume(out)) == outcome(run(config))
+
+
+def test_runs_leave_no_memory_behind(steppers):
+    used = []
+    for _ in range(3):
+        run(settings(seed=len(used)))
+        steppers.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        used.append(torch.cuda.memory_allocated())
+    assert used[2] <= used[1] + 2**20
+
+
+def test_capturing_takes_a_second_at_most_and_is_told_apart():
+    seconds = run(settings(width=64, memory=1000))["seconds"]
+    assert 0 < seconds["capture"] <= 1

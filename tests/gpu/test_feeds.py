@@ -1,0 +1,159 @@
+"""Views by DALI on a card: equal to the fused op and to the CPU's, on the current stream, beside a captured graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mose_fast import _dali
+from mose_fast.augment import ViewMaker
+from mose_fast.methods import create_learner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
+    pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed"),
+]
+
+MEAN, STD = (0.5, 0.48, 0.44), (0.2, 0.24, 0.26)
+
+
+def maker(feed: str, recipe: str = "simclr", inner: int = 2) -> ViewMaker:
+    return ViewMaker(recipe, inner, mirror=True, mean=MEAN, std=STD, feed=feed)
+
+
+def noise(count: int, side: int = 32, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(ours.cpu(), wanted.cpu(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", [32, 64])
+@pytest.mark.parametrize("inner", [1, 2, 4])
+@pytest.mark.parametrize("recipe", ["none", "ocm", "simclr"])
+def test_three_feeds_and_the_cpu_agree(recipe, inner, side):
+    x = noise(40, side)
+    wanted, wanted_rows = maker("fused", recipe, inner).make(x, (25, 15), 5, 9)
+    for feed in ("dali", "fused", "torch"):
+        views, rows = maker(feed, recipe, inner).make(x.cuda(), (25, 15), 5, 9)
+        assert views.is_cuda and views.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(rows.cpu(), wanted_rows)
+        torch.testing.assert_close(views.cpu(), wanted, rtol=3e-5, atol=3e-5) if feed == "torch" else close(views, wanted)
+
+
+def test_sides_that_are_no_powers_of_two():
+    ours, wanted = maker("dali").make(noise(20, 40).cuda(), (20,), 1, 2)[0], maker("fused").make(noise(20, 40), (20,), 1, 2)[0]
+    torch.testing.assert_close(ours.cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_every_step_has_its_own_views_at_every_size():
+    made = maker("dali")
+    views = []
+    for sequence, count in enumerate([10, 96, 0, 1, 300, 96]):
+        views.append(made.make(noise(count, seed=sequence).cuda(), (count,), 1, sequence)[0])
+    for sequence, count in enumerate([10, 96, 0, 1, 300, 96]):
+        close(views[sequence], maker("fused").make(noise(count, seed=sequence), (count,), 1, sequence)[0])
+
+
+def test_two_runs_give_the_same_bits():
+    x = noise(96).cuda()
+    assert torch.equal(maker("dali").make(x, (96,), 1, 2)[0], maker("dali").make(x, (96,), 1, 2)[0])
+
+
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_it_waits_for_the_rows_and_the_reader_for_it(side_stream):
+    """Rows are written late, views are read at once, rows are overwritten right after: all on one stream, without waiting for it."""
+    made, wanted = maker("dali"), maker("fused").make(noise(96), (96,), 1, 2)[0]
+    made.make(noise(96, seed=1).cuda(), (96,), 1, 1)  # the pipeline stands
+    source, rows = noise(96).cuda(), torch.zeros(96, 32, 32, 3, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            rows.zero_()
+            torch.cuda._sleep(100_000_000)  # what did not wait for the stream would see zeros
+            rows.copy_(source)
+            doubled = 2 * made.make(rows, (96,), 1, 2)[0]
+            rows.fill_(255)
+            stream.synchronize()
+            close(doubled / 2, wanted)
+
+
+def test_the_caller_does_not_wait_for_the_card():
+    """Views of the next step are asked for while the card has half a second of work left on the same stream."""
+    made, x = maker("dali"), noise(96).cuda()
+    for sequence in range(3):
+        made.make(x, (96,), 1, sequence)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    busy = torch.cuda.Event()
+    busy.record()
+    made.make(x, (96,), 1, 3)
+    assert not busy.query()
+    torch.cuda.synchronize()
+
+
+def test_streams_in_turn_do_not_overwrite_each_other():
+    made = maker("dali")
+    wanted = [maker("fused").make(noise(96, seed=s), (96,), 1, s)[0] for s in range(6)]
+    rows = [noise(96, seed=s).cuda() for s in range(6)]
+    made.make(rows[0], (96,), 1, 0)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    views = []
+    for s in range(6):
+        with torch.cuda.stream(streams[s % 2]):
+            torch.cuda._sleep(20_000_000)
+            views.append(made.make(rows[s], (96,), 1, s)[0])
+    torch.cuda.synchronize()
+    for ours, known in zip(views, wanted, strict=True):
+        close(ours, known)
+
+
+def test_memory_does_not_grow():
+    made, x = maker("dali"), noise(96).cuda()
+    for sequence in range(20):
+        made.make(x, (96,), 1, sequence)
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    for sequence in range(300):
+        made.make(x, (96,), 1, sequence)
+    torch.cuda.synchronize()
+    assert before - torch.cuda.mem_get_info()[0] < 32 * 2**20
+
+
+def test_a_graph_is_replayed_on_views_that_are_copied_in():
+    made, x = maker("dali"), noise(96).cuda()
+    static = torch.zeros(384, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+    made.make(x, (96,), 1, 0)  # DALI's threads are running while the graph is captured
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        static.sum()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        total = static.double().sum()
+        with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+            made.make(x, (96,), 1, 1)
+    for sequence in range(4):
+        static.copy_(made.make(x, (96,), 1, sequence)[0])
+        graph.replay()
+        wanted = maker("fused").make(x, (96,), 1, sequence)[0].double().sum()
+        assert float(total) == pytest.approx(float(wanted), rel=1e-5, abs=0.1)
+
+
+def test_an_automatic_learner_takes_dali_and_learns_as_with_the_fused_op():
+    losses = {}
+    for feed in ("auto", "fused"):
+        learner = create_learner(
+            method="mose", classes=4, image_size=(32, 32), width=8, memory=40, device="cuda", feed=feed, seed=3,
+            options={"buffer_batch": 10, "augment": "ocm"}, mean=MEAN, std=STD,
+        )  # fmt: skip
+        assert learner.feed.name == ("dali" if feed == "auto" else "fused")
+        y = torch.arange(10) % 2
+        results = [learner.observe(noise(10, seed=step), y, task=0) for step in range(4)]
+        losses[feed] = [float(result["loss"]) for result in results if result is not None]
+    assert len(losses["auto"]) == 3
+    assert losses["auto"] == pytest.approx(losses["fused"], rel=1e-3)

@@ -1,0 +1,279 @@
+"""Plan and step apart: batches planned ahead, undone, padded; steps that change nothing once a loss is not finite."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from mose_fast.config import ConfigError
+from mose_fast.methods import METHODS, create_learner
+from mose_fast.methods.statistics import RunningStatistics
+
+AHEAD = 4
+OPTIONS = [
+    {},
+    {"augment": "simclr", "inner_views": 4},
+    {"first_task": "same", "new_extra": 0, "replay_from": "all", "incoming_copies": False, "per_class_cap": None},
+    {"skip_first_batch": False, "separate_ce": False},
+]
+with_options = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()) or "released")
+
+
+@pytest.fixture
+def stream(batch):
+    """Three tasks of six batches: labels, and the last batch of a task smaller."""
+    sizes = (10, 10, 10, 10, 10, 3)
+    return [
+        (*batch(([2 * task, 2 * task + 1] * 5)[:size], seed=100 * task + step), task)
+        for task in range(3)
+        for step, size in enumerate(sizes)
+    ]
+
+
+def parts(value) -> list:
+    """Everything in a plan or in a step's inputs, flat."""
+    return [leaf for part in value for leaf in parts(part)] if isinstance(value, tuple) else [value]
+
+
+def same(a, b) -> bool:
+    pairs = zip(parts(a), parts(b), strict=True)
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+
+
+def bits(learner) -> dict:
+    tensors, values = learner.state()
+    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()} | {"": repr(values)}
+
+
+@with_options
+def test_plans_made_ahead_are_those_made_in_step(make, stream, options):
+    """Rows, labels, composition, mask and what decides the views, for every number of batches ahead."""
+    lockstep = make("mose", options=options)
+    plans = []
+    take = lockstep.step
+    lockstep.step = lambda plan: plans.append((plan, lockstep.step_inputs(plan))) or take(plan)
+    for x, y, task in stream:
+        lockstep.observe(x, y, task)
+    assert len(plans) >= len(stream) - 1
+    learner = make("mose", options=options)
+    prepared = [learner.prepare(x, y, task) for x, y, task in stream]
+    ahead = [p.plan for p in prepared if p.plan is not None]
+    assert same(tuple(ahead), tuple(plan for plan, _ in plans))
+    assert same(tuple(learner.step_inputs(plan) for plan in ahead), tuple(inputs for _, inputs in plans))
+    assert learner.steps == 0 and learner.sequence == len(ahead)
+    assert torch.equal(learner.memory.indices, lockstep.memory.indices)
+
+
+@with_options
+def test_preparing_ahead_and_consuming_equals_observing(make, stream, options):
+    observing, ahead = make("mose", options=options), make("mose", options=options)
+    losses = [observing.observe(*b) for b in stream]
+    waiting, found = [], []
+    for b in stream:
+        waiting.append(ahead.prepare(*b))
+        if len(waiting) > AHEAD:
+            found.append(ahead.consume(waiting.pop(0)))
+    found += [ahead.consume(prepared) for prepared in waiting]
+    assert bits(ahead) == bits(observing)
+    assert found == losses
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_preparing_and_consuming_equals_observing_for_every_method(make, stream, name):
+    options = {"passes": 2, "passes_before": 1} if name == "gdumb" else {}
+    observing, apart = make(name, options=options), make(name, options=options)
+    for b in stream[4:9]:
+        observing.observe(*b)
+        apart.consume(apart.prepare(*b))
+    slots = torch.arange(8)
+    observing.rehearse(slots)
+    apart.consume(apart.prepare_rehearsal(slots))
+    assert bits(apart) == bits(observing)
+
+
+@with_options
+def test_what_was_planned_can_be_undone(make, stream, options):
+    learner = make("mose", options=options)
+    for b in stream[:7]:
+        learner.observe(*b)
+    before = bits(learner)
+    # Task 1 to task 2, so that tasks and classes are undone as well.
+    for first, last in ((7, 9), (7, 15), (7, 18)):
+        waiting = [learner.prepare(*b) for b in stream[first:last]]
+        assert bits(learner) != before and learner.sequence > learner.steps
+        assert all([learner.roll_back(prepared) for prepared in reversed(waiting)])
+        assert bits(learner) == before and learner.sequence == learner.steps
+    twin = make("mose", options=options)
+    twin.load_state(*learner.state())
+    for one in (learner, twin):
+        for b in stream[7:]:
+            one.observe(*b)
+    assert bits(learner) == bits(twin)
+
+
+def test_a_plan_survives_what_later_plans_do_to_the_memory(make, stream):
+    learner = make("mose", memory=12)
+    prepared = [learner.prepare(*b) for b in stream[:4]]
+    plans = [tuple(part.clone() if isinstance(part, torch.Tensor) else part for part in parts(p.plan)) for p in prepared[1:]]
+    for b in stream[4:]:
+        learner.prepare(*b)
+    assert all(same(tuple(parts(p.plan)), kept) for p, kept in zip(prepared[1:], plans, strict=True))
+
+
+def test_a_bad_batch_leaves_no_trace_ahead(make, stream):
+    learner = make("mose")
+    learner.observe(*stream[0])
+    before = bits(learner)
+    with pytest.raises(ValueError, match="y holds 77"):
+        learner.prepare(stream[1][0], [77] * 10, 1)
+    assert bits(learner) == before and learner.sequence == learner.steps
+
+
+# A loss that is not finite
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("mose", "fused"), *((name, "torch") for name in sorted(set(METHODS) - {"gdumb"}))])
+def test_a_loss_that_is_not_finite_changes_nothing_and_can_be_undone(make, stream, name, kernels):
+    learner = make(name, kernels=kernels, width=8 if kernels == "fused" else 1)
+    for b in stream[4:9]:
+        learner.observe(*b)
+    assert not learner.diverged
+    before = bits(learner)
+    normalise = learner.views.normalise
+    learner.views.apply = lambda images, inputs: torch.full((len(inputs.shown), 3, *images.shape[1:3]), math.nan)
+    learner.views.augmented = lambda images, seed, sequence: torch.full((len(images), 3, *images.shape[1:3]), math.nan)
+    learner.views.normalise = lambda images: normalise(images) * math.nan
+    prepared = learner.prepare(*stream[9])
+    losses = learner.consume(prepared)
+    assert not losses["loss"].isfinite() and learner.diverged
+    # A-GEM, DER++ and others draw before the step; weights, moments and statistics have not moved.
+    after = bits(learner)
+    assert all(after[key] == value for key, value in before.items() if key.startswith(("network/", "adam/")))
+    assert learner.roll_back(prepared, consumed=True)
+    assert bits(learner) == before
+
+
+def test_after_it_nothing_is_learned_and_every_loss_says_so(make, stream):
+    learner = make("mose")
+    for b in stream[:4]:
+        learner.observe(*b)
+    apply = learner.views.apply
+    learner.views.apply = lambda images, inputs: apply(images, inputs) * math.nan
+    assert not learner.observe(*stream[4])["loss"].isfinite()
+    learner.views.apply = apply
+    weights, steps = learner.weights_hash(), learner.steps
+    assert learner.observe(*stream[5])["loss"].isnan()
+    assert learner.weights_hash() == weights and learner.steps == steps
+    # A state that is loaded is a new start.
+    learner.load_state(*learner.state())
+    assert learner.observe(*stream[6])["loss"].isfinite() and not learner.diverged
+
+
+def test_running_statistics_lie_together_and_count_their_changes_apart(make):
+    learner = make("mose", width=8)
+    module = next(m for m in learner.network.modules() if hasattr(m, "running_mean"))
+    others = [b for b in learner.network.buffers() if b is not module.running_mean]
+    versions = [b._version for b in others]
+    module.running_mean.add_(1)
+    assert [b._version for b in others] == versions
+    latch = torch.tensor(False)
+    for wanted in (False, True):
+        kept = {name: b.clone() for name, b in learner.network.named_buffers()}
+        with learner.statistics.undone_if(latch):
+            for buffer in learner.network.buffers():
+                buffer.add_(1)
+            latch.fill_(wanted)
+        assert all(torch.equal(b, kept[name] + (not wanted)) for name, b in learner.network.named_buffers())
+
+
+def test_statistics_keep_their_values_when_they_are_gathered():
+    network = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(70))
+    for buffer in network.buffers():
+        buffer.add_(torch.arange(buffer.numel()).view(buffer.shape))
+    kept = [b.clone() for b in network.buffers()]
+    statistics = RunningStatistics(network)
+    assert all(torch.equal(a, b) for a, b in zip(network.buffers(), kept, strict=True))
+    assert len(statistics.flat) == 2 and {b.data_ptr() % 64 for b in network.buffers()} == {statistics.flat[0].data_ptr() % 64}
+
+
+# Padding
+
+
+@pytest.mark.parametrize("options", [{}, {"augment": "none"}, {"augment": "scr", "inner_views": 4}], ids=str)
+def test_padded_views_are_the_same_and_zero_behind(make, stream, options):
+    learner = make("mose", options=options)
+    prepared = [learner.prepare(*b) for b in stream]
+    for plan in [p.plan for p in prepared if p.plan is not None][:10]:
+        bare, padded = learner.step_inputs(plan), learner.step_inputs(plan, 40)
+        views = learner.views.apply(bare.images, bare.views)
+        more = learner.views.apply(padded.images, padded.views)
+        assert len(more) == 40 * learner.views.views_per_row == len(padded.labels)
+        assert torch.equal(more[: len(views)], views) and not more[len(views) :].any()
+        assert torch.equal(padded.labels[: len(views)], bare.labels)
+        assert int(padded.valid_views) == len(views) and int(padded.new_views) == bare.new_views
+        made = learner.step_inputs(plan, 40, ready=True)
+        assert torch.equal(made.images, more)
+
+
+def in_float64(learner, inputs) -> tuple[torch.Tensor, dict, dict]:
+    """Losses, gradients and running statistics of a step's forward and backward pass by the learner's network in float64."""
+    network = copy.deepcopy(learner.network).double().train()
+    padded = {} if inputs.valid_views is None else {"valid_rows": inputs.valid_views}
+    views = learner.views.apply(inputs.images, inputs.views).double().contiguous(memory_format=torch.channels_last)
+    outputs = network(views, learner.config.options.distil == "sd", **padded)
+    terms = learner.losses(outputs, inputs.labels, inputs.new_views, inputs.current_classes, inputs.valid_views)
+    terms.sum().backward()
+    return terms.detach(), {name: p.grad for name, p in network.named_parameters()}, dict(network.named_buffers())
+
+
+@pytest.mark.parametrize("options", [{}, {"distil": "sd"}, {"rsd_reduction": "mean_of_norms", "separate_ce": False}], ids=str)
+def test_a_padded_step_is_the_unpadded_step(make, stream, options):
+    settings = {"width": 8, "kernels": "fused", "options": options}
+    bare, padded = make("mose", **settings), make("mose", **settings)
+    short = 0
+    for b in stream[:12]:
+        prepared = bare.prepare(*b)
+        if prepared.plan is None:
+            continue
+        plan, rows = prepared.plan, padded.padded_rows(prepared.plan)
+        assert rows >= len(plan.images)
+        short += rows > len(plan.images)
+        # Adam makes much of little where gradients vanish, so each step starts from the same weights.
+        padded.load_state(*bare.state())
+        without, behind = bare.step_inputs(plan), padded.step_inputs(plan, rows)
+        if len(plan.images) < rows:
+            for wanted, found in zip(in_float64(bare, without), in_float64(padded, behind), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        # In float32, of which the order of sums leaves less.
+        torch.testing.assert_close(padded.train_on(behind), bare.train_on(without), rtol=2e-6, atol=2e-6)
+        for ours, theirs in zip(padded.network.buffers(), bare.network.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert short >= 3
+
+
+def test_what_cannot_be_padded_is_not(make, stream):
+    learner = make("mose")
+    plans = [p.plan for p in (learner.prepare(*b) for b in stream) if p.plan is not None]
+    assert learner.kernels == "torch" and {learner.padded_rows(plan) for plan in plans} == {None}
+    fused = make("mose", kernels="fused", width=8)
+    o, batch = fused.config.options, fused.config.stream.batch
+    assert {fused.padded_rows(plan) for plan in plans} == {batch + o.buffer_batch, batch + o.buffer_batch + o.new_extra}
+    assert fused.padded_rows(plans[0]._replace(images=plans[0].images.new_zeros(999, 8, 8, 3))) is None
+
+
+# What a step is
+
+
+@pytest.mark.parametrize(("name", "step"), [("mose", "captured"), ("mir", "captured")])
+def test_a_captured_step_is_refused_where_there_is_no_card(name, step):
+    with pytest.raises(ConfigError, match=r"step is 'captured', but the device is cpu.*; wanted step 'auto' or 'eager'"):
+        create_learner(classes=4, method=name, step=step, memory=100, device="cpu", image_size=(8, 8), width=1)
+
+
+def test_on_the_cpu_steps_are_eager(make):
+    assert str(make("mose").stepping) == str(make("mir", step="eager").stepping) == "eager"
+    with pytest.raises(ConfigError, match="step is 'graph'; wanted one of 'auto', 'captured', 'eager'"):
+        make("mose", step="graph")

@@ -1,0 +1,195 @@
+"""The command ``mose-fast paper``: what it plans, runs, continues and writes."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from mose_fast.cli import main
+from mose_fast.config import RunConfig
+from mose_fast.reproduction.catalogue import REPRODUCTIONS, describe
+from mose_fast.reproduction.reproduce import reproduce
+from mose_fast.sweep.store import read_run
+
+ROOT = Path(__file__).parents[2]
+PAGES = {name: ROOT / "docs" / name for name in ("reproduction.md", "command_line.md", "reproduction/README.md")}
+
+
+def cells(path):
+    """Rows of the CSV by (part, row, column)."""
+    with path.open(encoding="utf-8") as file:
+        return {(r["part"], r["row"], r["column"]): r for r in csv.DictReader(file)}
+
+
+@pytest.mark.slow
+def test_every_name_from_end_to_end(tmp_path, engine, trial, capsys):
+    """All names share one folder, and so the runs that they have in common."""
+    here = engine()
+    for name in REPRODUCTIONS:
+        assert main(["paper", name, *trial, "--seeds", "0", "--out", str(tmp_path)]) == 0, name
+        told = capsys.readouterr().out
+        assert "departs from the protocol: width 8 instead of 64" in told
+        assert f"table     {tmp_path / f'{name}-trial.md'}" in told
+        found = cells(tmp_path / f"{name}-trial.csv")
+        assert len(found) == len(describe(name).entries)
+        page = (tmp_path / f"{name}-trial.md").read_text()
+        assert "nothing is judged" in page
+        assert not re.search(r"\| (pass|miss)", page)
+        for (part, row, column), cell in found.items():
+            # Two tasks: the paper's others have no number here.
+            beyond = re.fullmatch(r"task (\d+)", column) and int(column.split()[1]) > 2
+            undefined = cell["metric"].startswith("BOF")
+            assert (cell["n"] == "1" and float(cell["ours"]) >= 0) or beyond or undefined, (name, part, row, column, cell)
+    assert len(here.started) == len(set(here.started)) == len(list(tmp_path.glob("*/results.json")))
+    # Nothing is done twice: these use other tables' runs alone.
+    here.started.clear()
+    for name in ("taskwise", "classifier", "cost", "bof"):
+        assert main(["paper", name, *trial, "--seeds", "0", "--out", str(tmp_path)]) == 0
+    assert here.started == []
+
+
+def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
+    engine()
+    assert main(["paper", "sd-vs-rsd", *trial, "--seeds", "0-1", "--set", "memory=64", "--out", str(tmp_path)]) == 0
+    runs = {path.parent.name: read_run(path.parent) for path in tmp_path.glob("*/results.json")}
+    assert len(runs) == 4  # memory is the same in all of them
+    values = [100 * results["acc"]["ncm"]["4"] for name, (_, results) in sorted(runs.items()) if "distil" not in name]
+    cell = cells(tmp_path / "sd-vs-rsd-trial.csv")["ACC of the last expert", "RSD", "M = 200"]
+    mean = sum(values) / 2
+    half = 12.7062 * abs(values[0] - values[1]) / 2
+    assert float(cell["ours"]) == pytest.approx(mean, abs=0.006)
+    assert float(cell["interval low"]) == pytest.approx(mean - half, abs=0.02)
+    assert (cell["n"], cell["paper"], cell["paper sd"], cell["to pass"], cell["verdict"]) == ("2", "20.2", "0.5", ">= 19.2", "")
+    assert float(cell["difference"]) == pytest.approx(mean - 20.2, abs=0.006)
+    page = (tmp_path / "sd-vs-rsd-trial.md").read_text()
+    (_, results), *_ = runs.values()
+    for told in (f"commit: {results['commit']}", f"torch {results['versions']['torch']}", results["processor"], "precision: fp32"):
+        assert told in page
+    assert re.search(r"\| stream=digits8 memory=64 .*distil=sd \| 0, 1 \|", page)
+    # The command on the page plans the very same runs.
+    command = re.search(r"^    mose-fast (paper .*)$", page, re.MULTILINE)[1].split()
+    capsys.readouterr()
+    assert main([*command, "--dry-run", "--out", str(tmp_path)]) == 0
+    assert "0 of 4 runs to do" in capsys.readouterr().out
+
+
+def test_verdicts(tmp_path, digits, monkeypatch, engine):
+    """The paper's protocol as far as the rule is concerned: with the data set and its tasks in place of the paper's, runs are judged."""
+    engine()
+    monkeypatch.setattr("mose_fast.reproduction.reproduce._departures", lambda config, wanted: [])
+    changes = {"stream.name": str(digits), "stream.tasks": 2, "width": 1, "stream.limit_per_task": 20, "device": "cpu"}
+    page, failures = reproduce("taskwise", tmp_path, seeds=[0, 1], changes=changes, say=lambda line: None)
+    assert (page, failures) == (tmp_path / "taskwise.md", ())
+    found = cells(page.with_suffix(".csv"))
+    judged = [cell for cell in found.values() if cell["ours"]]
+    assert len(judged) == 2 * 6 * 3  # two tasks and the average
+    assert all(cell["verdict"] == "" for cell in found.values() if cell not in judged)
+    for cell in judged:
+        wanted = float(cell["to pass"].removeprefix(">= "))
+        assert cell["verdict"].split(",")[0] == ("pass" if float(cell["ours"]) >= wanted else "miss")
+        assert cell["verdict"].endswith("not sure") == (float(cell["interval low"]) < wanted < float(cell["interval high"]))
+    count = sum(cell["verdict"].startswith("pass") for cell in judged)
+    assert f"{count} of {len(judged)} judged cells pass" in page.read_text()
+
+
+def test_dry_run(tmp_path, engine, trial, capsys):
+    here = engine()
+    assert main(["paper", "cost", *trial, "--seeds", "0-2", "--dry-run", "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "| SCR+CE | paper | 8.80 | 11.29 | 558.55 | 22.30 ± 0.40 | 45.80 ± 0.20 |" in told
+    assert "| SCR+CE | to pass | - | <= 11.40 | <= 564.14 | >= 21.30 | <= 46.80 |" in told
+    assert "departs from the protocol: " in told
+    assert "18 of 18 runs to do: 18:00 of computing" in told  # the engine's forecast: a minute each
+    assert len(here.measured) == 6
+    assert not (tmp_path / "out").exists()
+    assert main(["paper", "dilemma", *trial, "--dry-run", "--out", str(tmp_path / "out")]) == 0
+    assert "| ER + aug | paper | no number | no number | no number | no number |" in capsys.readouterr().out
+
+
+def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
+    command = ["paper", "taskwise", *trial, "--seeds", "0-1", "--out", str(tmp_path)]
+    first = engine(interrupt_in=1)
+    assert main(command) == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert len(first.started) == 2
+    assert not list(tmp_path.glob("*.md"))
+    second = engine()
+    assert main(command) == 0
+    assert len(second.started) == 3
+    assert second.resumed == [first.started[1]]
+    assert read_run(tmp_path / first.started[1])[1]["resumed"] == 1
+    third = engine()
+    assert main([*command[:-4], "--seeds", "0-2", "--out", str(tmp_path)]) == 0
+    assert len(third.started) == 2
+    assert cells(tmp_path / "taskwise-trial.csv")["w/ RSD", "E4", "average"]["n"] == "3"
+
+
+def test_a_run_that_fails(tmp_path, engine, trial, capsys):
+    engine(break_in="distil-off_seed-1")
+    assert main(["paper", "taskwise", *trial, "--seeds", "0-1", "--out", str(tmp_path)]) == 1
+    assert "broken on purpose" in capsys.readouterr().out
+    found = cells(tmp_path / "taskwise-trial.csv")
+    assert found["w/o RSD", "E4", "average"]["n"] == "1"
+    assert found["w/ RSD", "E4", "average"]["n"] == "2"
+    assert "Not finished: " in (tmp_path / "taskwise-trial.md").read_text()
+
+
+def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
+    engine()
+    command = ["paper", "taskwise", *trial, "--seeds", "0", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (edited,) = tmp_path.glob("*distil-off_seed-0/results.json")
+    edited.write_text("{")
+    assert main(command) == 1
+    found = cells(tmp_path / "taskwise-trial.csv")
+    assert (found["w/o RSD", "E4", "average"]["n"], found["w/o RSD", "E4", "average"]["ours"]) == ("0", "")
+    assert found["w/ RSD", "E4", "average"]["n"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tasktwise"], "there is no table 'tasktwise'; did you mean 'taskwise'"),
+        (["taskwise", "--preset", "papers"], "did you mean 'paper'"),
+        (["taskwise", "--set", "memroy=3"], "did you mean 'memory'"),
+        (["taskwise", "--set", "seed=3"], "seed is set to 3"),
+        (["taskwise", "--seeds", "3-1"], "seeds are '3-1'"),
+        (["taskwise", "--workers", "0"], "workers is 0"),
+    ],
+)
+def test_bad_input(tmp_path, capsys, arguments, message):
+    assert main(["paper", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_with_workers_of_its_own(tmp_path, trial, capsys):
+    assert main(["paper", "taskwise", *trial, "--seeds", "0", "--workers", "2", "--out", str(tmp_path)]) == 0
+    assert "2 of 2 runs done, 0 failed" in capsys.readouterr().out
+    config = RunConfig.load(next(tmp_path.glob("*distil-off_seed-0/config.json")))
+    assert (config.options.distil, config.memory, config.width, config.options.augment) == ("off", 5000, 8, "simclr")
+    assert float(cells(tmp_path / "taskwise-trial.csv")["w/ RSD", "MOE", "average"]["ours"]) > 20  # chance is 10
+
+
+def test_list(capsys):
+    assert main(["list", "papers"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(REPRODUCTIONS)
+
+
+def test_pages_describe_every_flag_and_every_name(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    flags = {}
+    for command in ("run", "paper"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        flags[command] = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    page = PAGES["reproduction.md"].read_text()
+    own = flags["paper"] - flags["run"] | {"--preset", "--out", "--set"}
+    assert own > {"--seeds", "--workers", "--dry-run"}
+    for word in (*REPRODUCTIONS, *own):
+        assert f"`{word}" in page, word
+    assert "mose-fast paper NAME" in PAGES["command_line.md"].read_text()
+    commands = re.findall(r"mose-fast paper ([a-z0-9-]+)", PAGES["reproduction/README.md"].read_text())
+    assert set(commands) == set(REPRODUCTIONS)

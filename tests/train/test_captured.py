@@ -1,0 +1,165 @@
+"""What is captured, when, and what a replay reads: with graphs that run on the CPU in place of a card's (tests/gpu has the real ones)."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from mose_fast.methods import Mose, Prepared, create_learner
+from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
+from mose_fast.train.losses import LossReader, Taken
+from mose_fast.train.ring import Ring
+
+
+class HostGraph:
+    """Keeps to a graph's contract: capturing executes nothing, each replay runs the same step on what lies in the same tensors then."""
+
+    def __init__(self):
+        self.step, self.replays = None, 0
+
+    def pool(self):
+        return "the pool"
+
+    def replay(self):
+        self.replays += 1
+        learner, static, losses = self.step
+        losses.copy_(Mose.train_on(learner, static))
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """All graphs that were made, and the pools they were captured into."""
+    made, pools = [], []
+
+    def create():
+        made.append(HostGraph())
+        return made[-1]
+
+    @contextmanager
+    def capture(graph, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        pools.append(pool)
+
+        def recorded(learner, static):
+            losses = torch.full((4,), float("nan"))
+            graph.step = (learner, static, losses)
+            return losses
+
+        with monkeypatch.context() as patched:
+            patched.setattr(CapturedStepsLearner, "train_on", recorded)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", create)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "a stream")
+    return made, pools
+
+
+class CapturedStepsLearner(Mose):
+    """A class of its own, so that a step can be recorded without patching the one that replays."""
+
+    def train_on(self, inputs):
+        return Mose.train_on(self, inputs)
+
+
+def learner(kernels: str, **settings) -> Mose:
+    options = {"buffer_batch": 12, "new_extra": 4, "experts": 2}
+    given = {"classes": 6, "image_size": (8, 8), "width": 8, "memory": 30, "device": "cpu", "kernels": kernels, "options": options}
+    made = create_learner(**given | settings)
+    made.__class__ = CapturedStepsLearner
+    return made
+
+
+def stream(batches: int = 9):
+    """Two tasks, the last batch of each smaller."""
+    generator = torch.Generator().manual_seed(0)
+    for task in range(2):
+        for step in range(batches):
+            y = torch.tensor([2 * task, 2 * task + 1] * 5)[: 3 if step == batches - 1 else 10]
+            yield (torch.randint(0, 60, (len(y), 8, 8, 3), generator=generator) + 30 * y.view(-1, 1, 1, 1)).to(torch.uint8), y, task
+
+
+def prepared_for(one: Mose, steps: CapturedSteps, batch: tuple) -> Prepared:
+    ring = Ring(one, steps.inputs, 1)
+    ring.put(lambda: dict(zip(("x", "y", "task"), batch, strict=True)))
+    return ring.take()
+
+
+def taken(one: Mose, steps: CapturedSteps) -> list:
+    ring, losses = Ring(one, steps.inputs, 3), []
+    todo = list(stream())
+    while todo or len(ring):
+        while todo and not ring.full:
+            x, y, task = todo.pop(0)
+            ring.put(lambda x=x, y=y, task=task: {"x": x, "y": y, "task": task})
+        found = one.consume(ring.take(), steps)
+        losses.append(found and {name: float(value) for name, value in found.items()})
+    return losses
+
+
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+def test_replayed_steps_are_eager_steps(graphs, kernels):
+    captured, eager = learner(kernels), learner(kernels)
+    steps, plain = CapturedSteps(captured), CapturedSteps(eager, capture=False)
+    assert taken(captured, steps) == taken(eager, plain)
+    assert captured.weights_hash() == eager.weights_hash() and captured.steps == eager.steps == 17
+    assert plain.graphs == 0 and steps.obstacle == "" and steps.seconds > 0
+    made, pools = graphs
+    assert steps.graphs == len(made) and pools == [None, *["the pool"] * (len(made) - 1)]
+    if kernels == "fused":
+        # One for the first task, one for the second; the first step of each is eager.
+        assert len(made) == 2 and [graph.replays for graph in made] == [7, 8]
+    else:
+        assert len(made) >= 2 and sum(graph.replays for graph in made) == 17 - len(steps._met)
+
+
+def test_one_failure_ends_capturing_and_harms_nothing(graphs, monkeypatch):
+    capture = torch.cuda.graph
+
+    @contextmanager
+    def fails(graph, **how):
+        with capture(graph, **how):
+            yield
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
+
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    captured, eager = learner("fused"), learner("fused")
+    steps = CapturedSteps(captured)
+    with pytest.warns(UserWarning, match=r"no CUDA graph of a step could be captured \(CUDA error: .* stream is capturing\); ") as told:
+        found = taken(captured, steps)
+    assert len(told) == 1 and steps.graphs == 0 and len(graphs[0]) == 1
+    assert found == taken(eager, CapturedSteps(eager, capture=False))
+    assert captured.weights_hash() == eager.weights_hash()
+
+
+def test_layouts_and_copies():
+    one = learner("fused")
+    prepared = [one.prepare(*b) for b in stream()]
+    inputs = [CapturedSteps(one).inputs(p.plan) for p in prepared if p.plan is not None]
+    assert len({layout_of(i) for i in inputs}) == 2
+    bare = [one.step_inputs(p.plan) for p in prepared if p.plan is not None]
+    assert len({layout_of(i) for i in bare}) > 4
+    static = inputs[-2]._replace(labels=inputs[-2].labels.clone())
+    wanted = inputs[-1].labels.clone()
+    copied_into(static, inputs[-1])
+    assert torch.equal(static.labels, wanted) and int(static.valid_views) == int(inputs[-1].valid_views)
+
+
+def test_steps_that_diverge_in_a_graph_change_nothing_more(graphs):
+    one = learner("fused")
+    steps, reader = CapturedSteps(one), LossReader(one)
+    batches = list(stream())
+    for b in batches[:6]:
+        one.consume(prepared_for(one, steps, b), steps)
+    assert steps.graphs == 1
+    weights = one.weights_hash()
+    broken = prepared_for(one, steps, batches[6])
+    broken.inputs.views.factors.fill_(float("nan"))
+    apply = one.views.apply
+    one.views.apply = lambda images, inputs: apply(images, inputs) * (float("nan") if inputs.factors.isnan().any() else 1)
+    for prepared in (broken, prepared_for(one, steps, batches[7])):
+        reader.add(Taken(prepared, {}), one.consume(prepared, steps))
+    told = [losses["loss"] for _, losses in reader.told()]
+    assert all(loss != loss for loss in told) and one.weights_hash() == weights
