@@ -46,8 +46,8 @@ def moved(case: Case) -> tuple[int, int]:
     if case.direction != "forward":
         done += between if fused else 0  # kept for backward
         needed += 2 * entering + 2 * leaving
-        # Gradient of y in all: two reads, one write; two products that read it; the depthwise map and its gradient, written and read.
-        done += 2 * entering + 5 * leaving + 3 * between
+        # Gradient of y in all: two reads, one write, one more for each product that reads it; the depthwise map, and its gradient twice.
+        done += 2 * entering + (4 if fused and out_channels <= 128 else 5) * leaving + 3 * between
     return needed, done
 
 

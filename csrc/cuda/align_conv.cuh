@@ -162,13 +162,16 @@ struct Tiles {
   int down, across;           // tiles of an image
   int total;
 
-  // Most images of `bytes` each that fit into `room`, and no more pixels than side x side.
+  // Most images that fit into `room`, and no more pixels than side x side; less where one image's tile does not fit.
   static Tiles of(int64_t images, int64_t height, int64_t width, int side, size_t bytes_of_image(int height, int width), size_t room) {
     MF_CHECK(height >= 1 && width >= 1 && images * height * width < INT32_MAX / 2, "a map has ", images, " images of ", height, " x ", width,
              " pixels; wanted at least one pixel an image and fewer than 2^30 in all");
     Tiles tiles{};
     tiles.height = static_cast<int>(height < side ? height : side);
     tiles.width = static_cast<int>(width < side ? width : side);
+    if (side > 2 && bytes_of_image(tiles.height, tiles.width) > room) {
+      return of(images, height, width, side / 2, bytes_of_image, room);
+    }
     tiles.images = side * side / (tiles.height * tiles.width);
     while (tiles.images > 1 && tiles.images * bytes_of_image(tiles.height, tiles.width) > room) {
       --tiles.images;

@@ -96,7 +96,7 @@ def _check(
         _check_tensor("gate", gate, (rows, channels, height // 2, width // 2), (x.dtype,), x.device)
     _check_rows(valid_rows, rows, x.device)
     counted = rows if valid_rows is None or isinstance(valid_rows, Tensor) else valid_rows
-    if norm.training and rows > 0 and counted * (height // stride) * (width // stride) <= 1:
+    if norm.training and counted * (height // stride) * (width // stride) == 1:
         size = torch.Size((rows, out_channels, height // stride, width // stride))
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
 

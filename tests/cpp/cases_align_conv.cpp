@@ -454,6 +454,16 @@ KERNEL_CASE(align_conv_fused_of_many_channels) {
   compare(context, setting, true);
 }
 
+KERNEL_CASE(align_conv_fused_in_smaller_tiles) {
+  Setting setting;
+  setting.channels = 128;
+  setting.out_channels = 136;
+  setting.stride = 2;
+  setting.height = setting.width = 16;
+  setting.images = setting.valid = 1;
+  compare(context, setting, true);
+}
+
 KERNEL_CASE(align_conv_of_several_tiles) {
   Setting setting;
   setting.height = 12;

@@ -133,10 +133,6 @@ def test_padding_is_never_read(valid, stride, as_tensor):
     leaves = [leaf.requires_grad_() for leaf in (x, depthwise, pointwise, norm.weight, norm.bias, prologue, gate)]
     options = {"stride": stride, "prologue": prologue}
     rows = torch.tensor(valid, dtype=torch.int32) if as_tensor else valid
-    if valid == 0 and not as_tensor:  # nothing to take statistics of
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            align_conv(x, depthwise, pointwise, norm, gate=gate, valid_rows=rows, **options)
-        return
     padded = align_conv(x, depthwise, pointwise, norm, gate=gate, valid_rows=rows, **options)
     upstream = torch.randn(padded.y.shape, dtype=torch.float64)
     of_state = torch.randn(padded.state.shape, dtype=torch.float64)
@@ -419,6 +415,22 @@ def test_another_layout_is_copied_and_said_once(kernels):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         align_conv(x, depthwise, pointwise, norm)
+
+
+@pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code")
+def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_card():
+    native = _loader.native
+    x, depthwise, pointwise, norm, state, gate = make(dtype=torch.float32)
+    matrix, rows = pointwise.view(8, 8), torch.tensor(2, dtype=torch.int32)
+    for call in (
+        lambda: native.align_conv(matrix, norm, True, x, depthwise, 1, None, gate, rows, None),
+        lambda: native.align_conv_depthwise(x, depthwise, 2, state, None, None, 2),
+        lambda: native.align_conv_total(x, None, x, state, norm, None, None, None),
+        lambda: native.align_conv_total(None, state, x, state, norm, matrix, rows, None),
+        lambda: native.align_conv_backward(x, (True, False, True, False), x, depthwise, 1, state, None, None, 3),
+    ):
+        with pytest.raises(RuntimeError, match="is on cpu; wanted the card where x is"):
+            call()
 
 
 def test_which_kernels():
