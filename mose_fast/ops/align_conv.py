@@ -142,7 +142,9 @@ def align_conv(
         return reference.align_conv(
             x, depthwise, pointwise, norm, stride=stride, prologue=prologue, gate=gate, valid_rows=valid_rows,
         )  # fmt: skip
-    return AlignedMap(*_AlignConv.apply(x, depthwise, pointwise, norm.weight, norm.bias, prologue, gate, norm, stride, valid_rows))
+    tensors = (x, depthwise, pointwise, norm.weight, norm.bias, prologue, gate)
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return AlignedMap(*_AlignConv.apply(*tensors, norm, stride, valid_rows, trains))
 
 
 def _has_kernels(x: Tensor, out_channels: int) -> bool:
@@ -214,6 +216,7 @@ class _AlignConv(torch.autograd.Function):
         norm: Norm,
         stride: int,
         valid_rows: int | Tensor | None,
+        trains: bool,
     ) -> tuple[Tensor, Tensor]:
         native = _loader.native
         ctx.set_materialize_grads(False)
@@ -229,15 +232,14 @@ class _AlignConv(torch.autograd.Function):
         )
         valid = (valid_rows, None) if isinstance(valid_rows, Tensor) else (None, valid_rows)
         entering = (x, taps, stride, prologue, gate, *valid)
-        needed = any(ctx.needs_input_grad)
         if _is_fused(x.dtype, *matrix.shape[::-1]):
-            y, state, m = native.align_conv(matrix, norm, needed, *entering)
+            y, state, m = native.align_conv(matrix, norm, trains, *entering)
         else:
             m = native.align_conv_depthwise(*entering)
             with torch.autocast(x.device.type, enabled=False):
                 y = _as_map(torch.mm(_as_rows(m), matrix.t()), m)
             state = native.norm_state(y, norm, *valid)
-        if needed:
+        if trains:
             rows = valid_rows if isinstance(valid_rows, Tensor) else None
             ctx.save_for_backward(x, taps, matrix, norm.weight, prologue, gate, m, y, state, rows)
             ctx.norm = norm._replace(weight=None)
@@ -250,7 +252,7 @@ class _AlignConv(torch.autograd.Function):
         native = _loader.native
         x, taps, matrix, weight, prologue, gate, m, y, state, rows = ctx.saved_tensors
         wants_x, wants_depthwise, wants_pointwise, _, _, wants_prologue, wants_gate = ctx.needs_input_grad[:7]
-        grads: list[Tensor | None] = [None] * 10
+        grads: list[Tensor | None] = [None] * 11
         if grad is None and grad_state is None:
             return tuple(grads)
         valid = (rows, ctx.valid_rows)
