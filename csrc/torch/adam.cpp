@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "torch/bind.h"
+#include "torch/maps.h"
 
 #if defined(MOSE_FAST_WITH_CUDA)
 #include <c10/cuda/CUDAGuard.h>
@@ -20,19 +21,6 @@
 
 namespace mf {
 namespace {
-
-FloatType float_type(const at::Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return FloatType::kFloat32;
-    case at::kBFloat16:
-      return FloatType::kBFloat16;
-    case at::kHalf:
-      return FloatType::kFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(), "; wanted float32, bfloat16 or float16");
-  }
-}
 
 void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
                const std::vector<std::optional<at::Tensor>>& gradients, const std::vector<int64_t>& offsets, const at::Tensor& steps,

@@ -18,26 +18,10 @@
 #include <optional>
 #include <tuple>
 
+#include "torch/maps.h"
+
 namespace mf {
 namespace {
-
-using MaybeTensor = std::optional<at::Tensor>;
-
-// The fields of mose_fast.reference.batch_norm.Norm: weight, bias, running_mean, running_var, batches_tracked, momentum, eps, training.
-using Norm = std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, double, double, bool>;
-
-FloatType float_type(const at::Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return FloatType::kFloat32;
-    case at::kBFloat16:
-      return FloatType::kBFloat16;
-    case at::kHalf:
-      return FloatType::kFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(), "; wanted float32, bfloat16 or float16");
-  }
-}
 
 // A map of these sizes, with x's type and device, in channels_last memory.
 const void* map_pointer(const at::Tensor& map, const char* name, at::IntArrayRef sizes, const at::Tensor& x) {
@@ -59,46 +43,6 @@ const void* matrix_pointer(const at::Tensor& pointwise, int64_t out_channels, co
   return pointwise.const_data_ptr();
 }
 
-float* floats_pointer(const at::Tensor& values, const char* name, int64_t count, const at::Tensor& x) {
-  TORCH_CHECK(values.device() == x.device() && values.scalar_type() == at::kFloat && values.is_contiguous() && values.numel() == count &&
-                  reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 8 == 0,
-              name, " is ", values.scalar_type(), " ", values.sizes(), " on ", values.device(), "; wanted ", count,
-              " float32 in a row on ", x.device());
-  return values.mutable_data_ptr<float>();
-}
-
-NormParams params_of(const Norm& norm, int64_t channels, const at::Tensor& x) {
-  const auto& [weight, bias, running_mean, running_var, batches, momentum, eps, training] = norm;
-  const auto vector = [&](const MaybeTensor& values, const char* name) {
-    return values ? floats_pointer(*values, name, channels, x) : nullptr;
-  };
-  NormParams params{vector(weight, "weight"),
-                    vector(bias, "bias"),
-                    vector(running_mean, "running_mean"),
-                    vector(running_var, "running_var"),
-                    nullptr,
-                    static_cast<float>(momentum),
-                    static_cast<float>(eps),
-                    training};
-  TORCH_CHECK((params.running_mean == nullptr) == (params.running_var == nullptr) && (training || params.running_mean != nullptr),
-              "running_mean and running_var are not both there; wanted both, or none in training");
-  if (batches) {
-    TORCH_CHECK(batches->device() == x.device() && batches->scalar_type() == at::kLong && batches->numel() == 1, "batches_tracked is ",
-                batches->scalar_type(), " on ", batches->device(), "; wanted an int64 scalar on ", x.device());
-    params.batches = batches->mutable_data_ptr<int64_t>();
-  }
-  return params;
-}
-
-const int32_t* valid_pointer(const MaybeTensor& valid, const at::Tensor& x) {
-  if (!valid) {
-    return nullptr;
-  }
-  TORCH_CHECK(valid->device() == x.device() && valid->scalar_type() == at::kInt && valid->numel() == 1, "valid_rows is ",
-              valid->scalar_type(), " on ", valid->device(), "; wanted an int32 scalar on ", x.device());
-  return valid->const_data_ptr<int32_t>();
-}
-
 // What all calls read: x, depthwise, stride, prologue, gate, valid_tensor, valid.
 AlignConvInput input_of(const at::Tensor& x, const at::Tensor& depthwise, int64_t stride, const MaybeTensor& prologue, const MaybeTensor& gate,
                         const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
@@ -110,7 +54,7 @@ AlignConvInput input_of(const at::Tensor& x, const at::Tensor& depthwise, int64_
   in.type = float_type(x, "x");
   in.x = map_pointer(x, "x", x.sizes(), x);
   in.depthwise = {depthwise.const_data_ptr(), float_type(depthwise, "depthwise")};
-  in.prologue = prologue ? floats_pointer(*prologue, "prologue", kNormRows * channels, x) : nullptr;
+  in.prologue = prologue ? floats_pointer(*prologue, "prologue", kNormRows * channels, x, alignof(float2)) : nullptr;
   in.gate = gate ? map_pointer(*gate, "gate", {x.size(0), channels, x.size(2) / 2, x.size(3) / 2}, x) : nullptr;
   in.images = x.size(0);
   in.height = x.size(2);
@@ -180,8 +124,8 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_total(c
   params.pixels = y.size(2) * y.size(3);
   params.y = map_pointer(y, "y", y.sizes(), y);
   params.grad = grad ? map_pointer(*grad, "grad", y.sizes(), y) : nullptr;
-  params.state = floats_pointer(state, "state", kNormRows * params.channels, y);
-  params.grad_state = grad_state ? floats_pointer(*grad_state, "grad_state", kNormRows * params.channels, y) : nullptr;
+  params.state = floats_pointer(state, "state", kNormRows * params.channels, y, alignof(float2));
+  params.grad_state = grad_state ? floats_pointer(*grad_state, "grad_state", kNormRows * params.channels, y, alignof(float2)) : nullptr;
   params.norm = params_of(norm, params.channels, y);
   params.valid_pointer = valid_pointer(valid_tensor, y);
   params.valid = valid.value_or(params.images);

@@ -21,28 +21,11 @@
 #include <tuple>
 #include <vector>
 
+#include "torch/maps.h"
 #include "torch/workspace.h"
 
 namespace mf {
 namespace {
-
-using MaybeTensor = std::optional<at::Tensor>;
-
-// The fields of mose_fast.reference.batch_norm.Norm: weight, bias, running_mean, running_var, batches_tracked, momentum, eps, training.
-using Norm = std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, double, double, bool>;
-
-FloatType float_type(const at::Tensor& x) {
-  switch (x.scalar_type()) {
-    case at::kFloat:
-      return FloatType::kFloat32;
-    case at::kBFloat16:
-      return FloatType::kBFloat16;
-    case at::kHalf:
-      return FloatType::kFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, "x has dtype ", x.scalar_type(), "; wanted float32, bfloat16 or float16");
-  }
-}
 
 int processors(const at::Tensor& x) {
   int count = 0;
@@ -60,48 +43,15 @@ void check_map(const at::Tensor& map, const char* name, const at::Tensor& x) {
               " channels from ", map.const_data_ptr(), "; wanted a multiple of ", kGroup, " from a multiple of 16 bytes");
 }
 
-float* pointer_of(const at::Tensor& values, const char* name, int64_t count, const at::Tensor& x) {
-  TORCH_CHECK(values.device() == x.device() && values.scalar_type() == at::kFloat && values.is_contiguous() && values.numel() == count, name,
-              " is ", values.scalar_type(), " ", values.sizes(), " on ", values.device(), "; wanted ", count, " float32 in a row on ",
-              x.device());
-  return values.mutable_data_ptr<float>();
-}
-
 // The kernels read states as words of 16 bytes.
 const float* state_pointer(const at::Tensor& state, const char* name, int64_t count, const at::Tensor& x) {
-  const float* pointer = pointer_of(state, name, count, x);
-  TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, name, " begins at ", pointer, "; wanted a multiple of 16 bytes");
-  return pointer;
-}
-
-NormParams params_of(const Norm& norm, const at::Tensor& x) {
-  const auto& [weight, bias, running_mean, running_var, batches, momentum, eps, training] = norm;
-  const int64_t channels = x.size(1);
-  const auto vector = [&](const MaybeTensor& values, const char* name) { return values ? pointer_of(*values, name, channels, x) : nullptr; };
-  NormParams params{vector(weight, "weight"),
-                    vector(bias, "bias"),
-                    vector(running_mean, "running_mean"),
-                    vector(running_var, "running_var"),
-                    nullptr,
-                    static_cast<float>(momentum),
-                    static_cast<float>(eps),
-                    training};
-  if (batches) {
-    TORCH_CHECK(batches->device() == x.device() && batches->scalar_type() == at::kLong && batches->numel() == 1,
-                "batches_tracked is ", batches->scalar_type(), " on ", batches->device(), "; wanted an int64 scalar on ", x.device());
-    params.batches = batches->mutable_data_ptr<int64_t>();
-  }
-  return params;
+  return floats_pointer(state, name, count, x, 16);
 }
 
 MapShape shape_of(const at::Tensor& x, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
   check_map(x, "x", x);
   MapShape shape{x.size(0), x.size(2) * x.size(3), x.size(1), nullptr, valid.value_or(x.size(0))};
-  if (valid_tensor) {
-    TORCH_CHECK(valid_tensor->device() == x.device() && valid_tensor->scalar_type() == at::kInt && valid_tensor->numel() == 1,
-                "valid_rows is ", valid_tensor->scalar_type(), " on ", valid_tensor->device(), "; wanted an int32 scalar on ", x.device());
-    shape.valid_pointer = valid_tensor->const_data_ptr<int32_t>();
-  }
+  shape.valid_pointer = valid_pointer(valid_tensor, x);
   return shape;
 }
 
@@ -123,11 +73,11 @@ at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& o
   const at::Tensor states = floats({norms, kNormRows, shape.channels}, x);
   const at::Tensor partials = floats({norms * grid.partials(NormStatistics::kFields)}, x);
   const NormStatistics params{shape,
-                              float_type(x),
+                              float_type(x, "x"),
                               count,
                               norms,
                               {x.const_data_ptr(), other ? other->const_data_ptr() : nullptr},
-                              {params_of(norm, x), other_norm ? params_of(*other_norm, x) : NormParams{}},
+                              {params_of(norm, x.size(1), x), other_norm ? params_of(*other_norm, x.size(1), x) : NormParams{}},
                               prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr,
                               states.mutable_data_ptr<float>(),
                               partials.mutable_data_ptr<float>(),
@@ -150,7 +100,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& 
   const at::Tensor y = at::empty_like(x);
   const at::Tensor mask = at::empty({wants_mask ? shape.pixels() * shape.channels / kGroup : 0}, x.options().dtype(at::kByte));
   const BatchNormActForward params{shape,
-                                   float_type(x),
+                                   float_type(x, "x"),
                                    processors(x),
                                    x.const_data_ptr(),
                                    states.const_data_ptr<float>(),
@@ -190,7 +140,7 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
   TORCH_CHECK(!prologue || !residual_norm, "prologue and residual_norm are both given; wanted at most one of them");
   BatchNormActBackward params{};
   params.shape = shape;
-  params.type = float_type(x);
+  params.type = float_type(x, "x");
   const c10::cuda::CUDAGuard guard(x.device());
   params.processors = processors(x);
   for (const at::Tensor& grad : grads) {
@@ -209,8 +159,8 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
   }
   params.state = state_pointer(states, "states", norms * kNormRows * shape.channels, x);
   params.prologue = prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr;
-  params.norm[0] = params_of(norm, x);
-  params.norm[1] = residual_norm ? params_of(*residual_norm, x) : NormParams{};
+  params.norm[0] = params_of(norm, x.size(1), x);
+  params.norm[1] = residual_norm ? params_of(*residual_norm, x.size(1), x) : NormParams{};
   const ChannelGrid grid = norm_grid(shape, params.processors);
   const at::Tensor norm_grads = floats({norms, kNormGradRows, shape.channels}, x);
   const at::Tensor partials = floats({grid.partials(BatchNormActBackward::kSumFields)}, x);
@@ -263,7 +213,8 @@ std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, 
   const int64_t count = kNormRows * shape.channels;
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor norm_grads = floats({kNormGradRows, shape.channels}, x);
-  const NormStateBackward first{shape, state_pointer(state, "state", count, x), pointer_of(grad, "grad", count, x), params_of(norm, x),
+  const NormStateBackward first{shape, state_pointer(state, "state", count, x),
+                                floats_pointer(grad, "grad", count, x, alignof(float)), params_of(norm, x.size(1), x),
                                 norm_grads.mutable_data_ptr<float>()};
   cuda::norm_state_backward(first, c10::cuda::getCurrentCUDAStream());
   if (!wants_x) {
@@ -271,7 +222,7 @@ std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, 
   }
   BatchNormActBackward params{};
   params.shape = shape;
-  params.type = float_type(x);
+  params.type = float_type(x, "x");
   params.processors = processors(x);
   params.x = x.const_data_ptr();
   params.state = first.state;

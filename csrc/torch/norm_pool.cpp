@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "torch/bind.h"
+#include "torch/maps.h"
 
 #if defined(MOSE_FAST_WITH_CUDA)
 #include <c10/cuda/CUDAGuard.h>
@@ -22,19 +23,6 @@
 
 namespace mf {
 namespace {
-
-FloatType float_type(const at::Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return FloatType::kFloat32;
-    case at::kBFloat16:
-      return FloatType::kBFloat16;
-    case at::kHalf:
-      return FloatType::kFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(), "; wanted float32, bfloat16 or float16");
-  }
-}
 
 // The inputs as the kernels want them, owned while these run, and their description.
 struct Inputs {
