@@ -28,7 +28,7 @@ __all__ = ["Plan", "reproduce"]
 
 # Settings that say where and how fast a run computes, or which of several equal runs it is: no departure from the paper's protocol.
 _FREE = (
-    "seed", "device", "feed", "precision", "kernels", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
+    "seed", "device", "feed", "precision", "kernels", "step", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
     "stream.decoder",
 )  # fmt: skip
 

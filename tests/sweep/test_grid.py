@@ -92,6 +92,8 @@ def test_file_that_is_none(tmp_path, text, message):
         ({"preset": ("released", "papper")}, {}, "did you mean 'paper'"),
         ({"device": ("cpu", "cuda")}, {}, "device is in the grid"),
         ({"feed": ("dali", "fused")}, {}, "feed is in the grid"),
+        ({"kernels": ("fused", "torch")}, {}, "kernels is in the grid"),
+        ({"step": ("captured", "eager")}, {}, "step is in the grid"),
         ({"stream.decoder": ("dali", "pil")}, {}, "stream.decoder is in the grid"),
     ],
 )
