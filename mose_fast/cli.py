@@ -63,7 +63,7 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
     "where": (
         _Flag("--device", "device", str, "auto (the GPU where there is one), cpu, cuda or cuda:N"),
         _Flag("--augment", "feed", str, "what makes the views: auto (dali on a GPU where installed), dali, fused or torch"),
-        _Flag("--precision", "precision", str, "fp32 or bf16"),
+        _Flag("--precision", "precision", str, "fp32, tf32 (convolutions only) or bf16"),
         _Flag("--kernels", "kernels", str, "auto, fused (native norms, alignment path, heads, Adam) or torch (PyTorch's modules)"),
         _Flag("--step", "step", str, "auto, captured (CUDA graphs, where the method allows it) or eager"),
         _Flag("--deterministic", "deterministic", bool, "deterministic kernels only, so that resuming is exact on CUDA too"),

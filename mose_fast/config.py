@@ -412,7 +412,8 @@ class RunConfig:
         device: ``cpu`` or ``cuda`` (``cuda:1`` ...); ``auto`` takes the card where there is one.
         feed: What makes the views: ``dali``, ``fused`` (the native op) or ``torch`` (plain PyTorch), with the same pixels up to rounding;
             ``auto`` is ``dali`` on CUDA where it is installed, else ``fused``. The recipe of the views is ``options.augment``.
-        precision: ``fp32``, or ``bf16`` for the network in training and evaluation (similarities, softmaxes and norms stay fp32).
+        precision: ``fp32``; ``tf32``: the same, but cuDNN's convolutions round their inputs to 10 bits of mantissa (no difference on a
+            CPU); ``bf16`` for the network in training and evaluation (similarities, softmaxes and norms stay fp32).
         kernels: What runs the network's norms, alignment path and heads, and Adam: ``torch``, PyTorch's own modules, or ``fused``, the ops
             of mose_fast.ops; ``auto``: fused on CUDA where the native library has kernels, else torch. Equal up to rounding.
         step: ``captured``: on CUDA, steps of a method that allows it (``mose``) replay as CUDA graphs; ``eager``: PyTorch launches each
@@ -459,7 +460,7 @@ class RunConfig:
                 f"feed is {self.feed!r}, which is a recipe; wanted auto, dali, fused or torch, or --set augment={self.feed} for the recipe"
             )
         _choice("", "feed", self.feed, ("auto", "dali", "fused", "torch"))
-        _choice("", "precision", self.precision, ("fp32", "bf16"))
+        _choice("", "precision", self.precision, ("fp32", "tf32", "bf16"))
         _choice("", "kernels", self.kernels, ("auto", "fused", "torch"))
         _choice("", "step", self.step, ("auto", "captured", "eager"))
         _flag("", "deterministic", self.deterministic)

@@ -395,7 +395,7 @@ class Learner(ABC):
     def precise(self) -> Iterator[None]:
         """Makes fp32 mean fp32: cuDNN's convolutions use TF32 (10 bits of mantissa) on their own, unlike PyTorch's matrix products."""
         before = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = self.config.precision == "tf32"
         try:
             yield
         finally:

@@ -289,8 +289,14 @@ class _Sweep:
             if place.workers is not None:
                 raise ConfigError(f"workers is {place.workers}, which is for the CPU; wanted --per-gpu for runs on a card")
             per_card = place.per_gpu or _PER_GPU
-            if per_card > 1 and len({cell.config.deterministic for cell in self.cells}) > 1:
-                raise ConfigError("deterministic is in the grid, and runs that share a process share it; wanted --per-gpu 1")
+            # What is one switch for all runs of a process.
+            shared = {
+                "deterministic": {cell.config.deterministic for cell in self.cells},
+                "precision tf32": {cell.config.precision == "tf32" for cell in self.cells},
+            }
+            for name, values in shared.items():
+                if per_card > 1 and len(values) > 1:
+                    raise ConfigError(f"{name} is in the grid, and runs that share a process share it; wanted --per-gpu 1")
             return len(self.cards) * per_card
         if place.per_gpu is not None and self.device == "cpu":
             raise ConfigError(f"per_gpu is {place.per_gpu}, but the runs compute on the CPU; wanted --workers")

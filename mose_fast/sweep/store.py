@@ -58,7 +58,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "epochs": ("INTEGER NOT NULL", "passes over each task"),
     "train_on": ("TEXT NOT NULL", "stream or final_memory"),
     "seed": ("INTEGER NOT NULL", "seed"),
-    "precision": ("TEXT NOT NULL", "fp32 or bf16"),
+    "precision": ("TEXT NOT NULL", "fp32, tf32 or bf16"),
     "classifier": ("TEXT NOT NULL", "classifier of predict(), ncm or linear"),
     "expert": ("TEXT NOT NULL", "expert of predict(), as in results.json"),
     "acc": ("REAL NOT NULL", "ACC"),

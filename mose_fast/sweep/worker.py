@@ -201,8 +201,6 @@ class _Together:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        # Runs switch TF32 off while they compute in fp32 and put it back; that switch is the process's, so here it stays off.
-        torch.backends.cudnn.allow_tf32 = False
         self.stop = threading.Event()
 
     def run(self, command: dict[str, Any]) -> None:
@@ -210,6 +208,8 @@ class _Together:
             _say({**event, "cell": command["cell"]})
 
         torch.set_num_threads(self.threads)  # OpenMP counts for each thread apart
+        # Runs set TF32 while they compute and put it back; that switch is the process's, so here it stays what all of its runs want.
+        torch.backends.cudnn.allow_tf32 = command["config"]["precision"] == "tf32"
         if command["do"] == "measure":
             _measure(command, emit)
             return

@@ -76,7 +76,7 @@ def outcome(results: dict) -> dict:
     return {name: value for name, value in results.items() if name not in hidden} | {"resolved": {**results["resolved"], "step": None}}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_captured_steps_are_eager_steps(steppers, precision):
     found, losses = [], []
     for step in ("captured", "captured", "eager"):

@@ -179,6 +179,16 @@ def test_every_switch_trains(options, precision):
     assert all(p.isfinite().all() for p in mose.network.parameters())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("before", [False, True])
+def test_only_tf32_lets_convolutions_use_tf32(precision, before, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before)
+    mose = learner(precision=precision)
+    with mose.precise():
+        assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
 def test_weights_depend_on_the_seed_alone():
     torch.manual_seed(1)
     first = learner(seed=5).weights_hash()
