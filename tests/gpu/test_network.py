@@ -1,0 +1,140 @@
+"""The whole network by fused ops on a card: against float64, replayed from a graph, with padding, no kernel that only adds gradients."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from mose_fast import _loader
+from mose_fast.nn import ExpertNetwork
+from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
+    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
+]
+
+
+@pytest.fixture(autouse=True)
+def float32_is_float32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def make(kernels: str, dtype: torch.dtype = torch.float32, **settings) -> ExpertNetwork:
+    torch.manual_seed(0)
+    network = ExpertNetwork(100, width=64, kernels=kernels, **settings)
+    return network.to("cuda", dtype, memory_format=torch.channels_last)
+
+
+def images(rows: int) -> Tensor:
+    x = torch.randn(rows, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    return x.cuda().contiguous(memory_format=torch.channels_last)
+
+
+@lru_cache
+def weights(shape: torch.Size) -> Tensor:
+    """Of a sum over outputs of this shape; made before any capture."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).cuda()
+
+
+def train_once(network: ExpertNetwork, x: Tensor, *, half: bool = False, rows: int | None = None, **settings) -> list[Tensor]:
+    """Outputs of the first rows, then the gradients of all parameters."""
+    network.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+        outputs = [part[..., :rows, :] for part in network(x, **settings)]
+    loss = sum((part.double() * weights(part.shape)).sum() for part in outputs)
+    (loss / len(x)).backward()
+    return [part.detach() for part in outputs] + [p.grad for p in network.parameters()]
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return ((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+
+
+@pytest.mark.parametrize(("half", "rows"), [(False, 33), (True, 384), (True, 33)])
+def test_errors_are_at_most_twice_those_of_pytorchs_own_path(half, rows):
+    x = images(rows)
+    exact = train_once(make("torch", torch.float64), x.double())
+    plain = [distance(a, b) for a, b in zip(train_once(make("torch"), x, half=half), exact, strict=True)]
+    fused = [distance(a, b) for a, b in zip(train_once(make("fused"), x, half=half), exact, strict=True)]
+    floor = 2e-3 if half else 1e-5
+    worse = [(i, a, b) for i, (a, b) in enumerate(zip(plain, fused, strict=True)) if b > 2 * max(a, floor)]
+    assert not worse
+
+
+def test_two_passes_agree_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    x = images(48)
+    first, again = (train_once(make("fused"), x, half=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_padding_changes_nothing():
+    x = images(40)
+    longer = torch.cat([x, torch.zeros_like(images(24))]).contiguous(memory_format=torch.channels_last)
+    bare, padded = make("fused"), make("fused")
+    wanted = train_once(bare, x)
+    scale = len(longer) / len(x)  # the loss is divided by the images, padded ones included
+    found = train_once(padded, longer, rows=40, valid_rows=torch.tensor(40, dtype=torch.int32, device="cuda"))
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert distance(a * (1 if i < 4 else scale), b.double()) < 1e-4, i
+    for a, b in zip(padded.buffers(), bare.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_replayed_pass_is_the_eager_one(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    network, x = make("fused"), images(48)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        before = copy.deepcopy(network.state_dict())
+        wanted = [t.clone() for t in train_once(network, x, half=True)]
+        buffers = [b.clone() for b in network.buffers()]
+        network.load_state_dict(before)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            found = train_once(network, x, half=True)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(network.buffers(), buffers, strict=True))
+
+
+def test_no_kernel_only_adds_gradients_of_maps():
+    """The sums of the gradients of a map's readers happen in the backward pass of the norm before it (consumers)."""
+    network, x = make("fused"), images(48)
+    train_once(network, x, half=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], record_shapes=True) as profile:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = network(x).features.float().sum()
+        loss.backward()
+    adds = [event.name for event in profile.events() if "CUDAFunctor_add" in event.name or "add_kernel" in event.name]
+    # What is left adds vectors, such as the gradients of features that two heads read.
+    assert len(adds) <= 8, adds
+
+
+def test_side_streams_change_nothing(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    x = images(48)
+    network = make("fused")
+    wanted = [t.clone() for t in train_once(network, x, half=True)]
+    forked = make("fused")
+    forked.side_streams = [torch.cuda.Stream() for _ in range(3)]
+    found = train_once(forked, x, half=True)
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_the_norm_of_the_library_is_used():
+    """The tests above would pass, slowly, if every op fell back to PyTorch."""
+    x = images(4)[:, :, :8, :8].repeat(1, 8, 1, 1)[:, :16].contiguous(memory_format=torch.channels_last)
+    module = torch.nn.BatchNorm2d(16, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        batch_norm_act(x, Norm.of(module))
+    assert any("batch_norm_act_forward_kernel" in event.name for event in profile.events())
