@@ -52,19 +52,21 @@ def train_once(network: ExpertNetwork, x: Tensor, *, half: bool = False, rows: i
     return [part.detach() for part in outputs] + [p.grad for p in network.parameters()]
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+def distances(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    """Of the four outputs, and of all gradients as one vector: single gradients that all but vanish have no digit that counts."""
+
+    def parts(tensors: list[Tensor]) -> list[Tensor]:
+        return [*(t.double() for t in tensors[:4]), torch.cat([t.double().reshape(-1) for t in tensors[4:]])]
+
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(parts(found), parts(wanted), strict=True)]
 
 
 @pytest.mark.parametrize(("half", "rows"), [(False, 33), (True, 384), (True, 33)])
 def test_errors_are_at_most_twice_those_of_pytorchs_own_path(half, rows):
     x = images(rows)
     exact = train_once(make("torch", torch.float64), x.double())
-    plain = [distance(a, b) for a, b in zip(train_once(make("torch"), x, half=half), exact, strict=True)]
-    fused = [distance(a, b) for a, b in zip(train_once(make("fused"), x, half=half), exact, strict=True)]
-    floor = 2e-3 if half else 1e-5
-    worse = [(i, a, b) for i, (a, b) in enumerate(zip(plain, fused, strict=True)) if b > 2 * max(a, floor)]
-    assert not worse
+    plain, fused = (distances(train_once(make(kernels), x, half=half), exact) for kernels in ("torch", "fused"))
+    assert all(b <= 2 * max(a, 1e-6) for a, b in zip(plain, fused, strict=True)), (plain, fused)
 
 
 def test_two_passes_agree_bit_for_bit(monkeypatch):
@@ -81,8 +83,8 @@ def test_padding_changes_nothing():
     wanted = train_once(bare, x)
     scale = len(longer) / len(x)  # the loss is divided by the images, padded ones included
     found = train_once(padded, longer, rows=40, valid_rows=torch.tensor(40, dtype=torch.int32, device="cuda"))
-    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        assert distance(a * (1 if i < 4 else scale), b.double()) < 1e-4, i
+    found = [t if i < 4 else t * scale for i, t in enumerate(found)]
+    assert max(distances(found, wanted)) < 1e-3
     for a, b in zip(padded.buffers(), bare.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
