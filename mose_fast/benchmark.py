@@ -110,7 +110,7 @@ class Report:
         lines = [
             self.where,
             f"MOSE, width {self.config.width}, memory {self.config.memory}, precision {self.config.precision}",
-            f"ceilings measured here: matrix product {self.ceilings.tflops:,.1f} {unit}, copy {self.ceilings.gbytes:,.0f} GB/s",
+            f"ceilings measured here: matrix product {self.ceilings.tflops:,.3g} {unit}, copy {self.ceilings.gbytes:,.0f} GB/s",
             "",
             f"{'step of training':<44} {'views':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'images/s':>9} {unit:>8} {'share':>6} {'peak MB':>8}",
         ]
@@ -122,7 +122,7 @@ class Report:
             peak = "-" if row.peak is None else f"{row.peak / 1e6:,.0f}"
             lines.append(
                 f"{row.name:<44} {row.views:>5} {row.milliseconds:>9.2f} {row.p20:>9.2f} {row.p80:>9.2f} "
-                f"{row.views / row.milliseconds * 1e3:>9,.0f} {rate:>8.2f} {rate / self.ceilings.tflops:>6.1%} {peak:>8}"
+                f"{row.views / row.milliseconds * 1e3:>9,.0f} {rate:>8.3g} {rate / self.ceilings.tflops:>6.1%} {peak:>8}"
             )
         if self.evaluation is not None:
             lines += ["", f"evaluation of {self.evaluated:,} images by every classifier and expert: {self.evaluation:.3f} s"]
