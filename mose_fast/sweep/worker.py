@@ -88,12 +88,15 @@ def run_cell(command: dict[str, Any], emit: Emit, stop: threading.Event, listene
     folder = RunFolder(command["out"])
     listeners = [*listeners, _Report(emit, stop)]
     try:
+        config = RunConfig.load(command["config"])
+        # Runs set TF32 while they compute and put it back; that switch is the process's, so here it stays what all of its runs want.
+        torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
         if command["wandb"] is not None:
             listeners.append(WeightsAndBiases(command["wandb"], folder.path))
         if folder.config.is_file() and not command["afresh"]:
             resume(folder.path, listeners=listeners)
         else:
-            run(RunConfig.load(command["config"]), out=folder.path, overwrite=True, listeners=listeners)
+            run(config, out=folder.path, overwrite=True, listeners=listeners)
         emit({"event": "done"})
     except KeyboardInterrupt:
         emit({"event": "stopped"})
@@ -208,8 +211,6 @@ class _Together:
             _say({**event, "cell": command["cell"]})
 
         torch.set_num_threads(self.threads)  # OpenMP counts for each thread apart
-        # Runs set TF32 while they compute and put it back; that switch is the process's, so here it stays what all of its runs want.
-        torch.backends.cudnn.allow_tf32 = command["config"]["precision"] == "tf32"
         if command["do"] == "measure":
             _measure(command, emit)
             return
