@@ -5,7 +5,6 @@ What the alignment modules and attention gates are made of: a chain of ``align_c
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
+from mose_fast.ops.maps import aligned, say_once
 from mose_fast.reference import align_conv as reference
 from mose_fast.reference.align_conv import AlignedMap
 from mose_fast.reference.batch_norm import Norm
@@ -152,8 +152,8 @@ def _has_kernels(x: Tensor, out_channels: int) -> bool:
     if x.device.type != "cuda" or x.dtype == torch.float64 or not _loader.serves(x):
         return False
     if x.shape[1] % 8 or out_channels % 8 or out_channels > 2048:
-        _say_once(
-            f"mose_fast: align_conv of {x.shape[1]} to {out_channels} channels runs on PyTorch's own operations, which is slower: "
+        say_once(
+            f"align_conv of {x.shape[1]} to {out_channels} channels runs on PyTorch's own operations, which is slower: "
             "its kernels want multiples of 8, at most 2048 put out"
         )
         return False
@@ -170,25 +170,10 @@ def _is_fused(dtype: torch.dtype, channels: int, out_channels: int) -> bool:
     return dtype != torch.float32 and channels % 16 == 0 and channels <= 128 and out_channels <= 256
 
 
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
 def _in_channels_last(name: str, x: Tensor) -> Tensor:
     if not x.is_contiguous(memory_format=torch.channels_last):
-        _say_once(f"mose_fast: {name} of align_conv is not in channels_last memory and is copied into it, each time")
-    return _aligned(x)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """``x`` in channels_last memory from a multiple of 16 bytes."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.channels_last)
+        say_once(f"{name} of align_conv is not in channels_last memory and is copied into it, each time")
+    return aligned(x)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -256,7 +241,7 @@ class _AlignConv(torch.autograd.Function):
         if grad is None and grad_state is None:
             return tuple(grads)
         valid = (rows, ctx.valid_rows)
-        total, of_map = None if grad is None else _aligned(grad), None
+        total, of_map = None if grad is None else aligned(grad), None
         wants = (wants_x, wants_depthwise, wants_prologue, wants_gate)
         if grad_state is not None or valid != (None, None):
             norm = ctx.norm._replace(weight=weight)

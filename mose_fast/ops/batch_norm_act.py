@@ -7,8 +7,6 @@ the CPU and torch.compile get PyTorch's operations. The kernels' sums have a fix
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
+from mose_fast.ops.maps import aligned, say_once
 from mose_fast.reference import batch_norm as reference_norm
 from mose_fast.reference import batch_norm_act as reference
 from mose_fast.reference.batch_norm import Norm
@@ -66,11 +65,6 @@ def _check_elements(norm: Norm, x: Tensor, valid_rows: int | Tensor | None) -> N
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    warnings.warn(f"mose_fast: {text}", RuntimeWarning, stacklevel=4)
-
-
 def _serves(x: Tensor, *norms: Norm) -> bool:
     """Whether the kernels take this; says once why where one could expect it."""
     if x.device.type != "cuda" or not _loader.serves(x) or torch.compiler.is_compiling() or x.numel() == 0:
@@ -86,19 +80,14 @@ def _serves(x: Tensor, *norms: Norm) -> bool:
             if running is not None and (running.dtype != torch.float32 or not running.is_contiguous()):
                 obstacle = f"{name} is {running.dtype} with strides {running.stride()}; kernels take contiguous float32"
     if obstacle is not None:
-        _say_once(f"batch norm runs as PyTorch's operations, which is slower: {obstacle}")
+        say_once(f"batch norm runs as PyTorch's operations, which is slower: {obstacle}")
     return obstacle is None
-
-
-def _in_channels_last(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x.to(dtype).contiguous(memory_format=torch.channels_last)
-    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.channels_last)
 
 
 def _input_map(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.is_contiguous(memory_format=torch.channels_last):
-        _say_once("a map is copied into channels_last memory at every call; keep the network and its input in channels_last")
-    return _in_channels_last(x, dtype)
+        say_once("a map is copied into channels_last memory at every call; keep the network and its input in channels_last")
+    return aligned(x.to(dtype))
 
 
 def _with_floats(norm: Norm) -> Norm:
@@ -258,7 +247,7 @@ class _BatchNormAct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, residual, second_weight, prologue, valid_tensor, mask, states = ctx.saved_tensors
-        given = [_in_channels_last(g, x.dtype) for g in grads if g is not None]
+        given = [aligned(g.to(x.dtype)) for g in grads if g is not None]
         if not given:
             return (None,) * 14
         norm, residual_norm = ctx.norms

@@ -6,8 +6,6 @@ order, so that two runs agree bit for bit. float64, and everything where no libr
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
+from mose_fast.ops.maps import say_once
 from mose_fast.reference import norm_pool as reference
 
 __all__ = ["norm_pool"]
@@ -64,13 +63,8 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
         with torch.autocast(x.device.type, enabled=False):
             return reference.norm_pool(x, state, valid_rows)
     if x.numel() > 0 and not x.is_contiguous(memory_format=torch.channels_last):
-        _say_once("a map is copied into channels_last memory at every call; keep the network and its input in channels_last")
+        say_once("a map is copied into channels_last memory at every call; keep the network and its input in channels_last", stacklevel=3)
     return _NormPool.apply(x, state, valid_rows)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    warnings.warn(f"mose_fast: {text}", RuntimeWarning, stacklevel=3)
 
 
 def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:

@@ -35,7 +35,7 @@ def no_fallback():
     """A warning says that PyTorch's operations were taken: then the test would compare them with themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        ops._say_once.cache_clear()
+        ops.say_once.cache_clear()
         yield
 
 

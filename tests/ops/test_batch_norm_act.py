@@ -346,7 +346,7 @@ def test_inputs_stay_as_they_are(path):
 def test_another_memory_format_is_copied_and_said_once(path):
     if path == "PyTorch":
         pytest.skip("PyTorch's operations keep the format")
-    ops._say_once.cache_clear()
+    ops.say_once.cache_clear()
     x, module = make_map().contiguous().requires_grad_(), make_norm()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -175,7 +175,7 @@ def test_any_layout_of_the_map(path, layout):
 
 @needs_library
 def test_a_copy_into_channels_last_is_said_once():
-    norm_pool_module._say_once.cache_clear()
+    norm_pool_module.say_once.cache_clear()
     x, state, _ = make((4, 16, 6, 6))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
