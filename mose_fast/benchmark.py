@@ -23,7 +23,7 @@ import mose_fast
 from mose_fast import _loader
 from mose_fast.augment import choose_feed
 from mose_fast.config import ConfigError, RunConfig
-from mose_fast.device import device_name
+from mose_fast.device import device_name, own_stream
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import Mose, create_learner, resolve_device
 from mose_fast.streams import NORMALISATIONS, Stream
@@ -292,7 +292,7 @@ def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) ->
 def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:
     """Views and seconds of full steps of a later task, on inputs that lie ready."""
     learner = _learner(config, stream)
-    with _side_stream(learner.device):
+    with own_stream(learner.device):
         steps = CapturedSteps(learner, capture=config.step == "captured")
         for task in range(2):
             for rows in stream.batches(task, seed=config.seed)[: _RAMP if task else None]:
@@ -345,7 +345,7 @@ def _evaluation(config: RunConfig, stream: Stream) -> tuple[float, int]:
     chosen = dataclasses.replace(config, kernels="auto", feed="fused", step="auto")
     learner = _learner(chosen, stream)
     count = min(config.memory, len(stream.x_train))
-    with _side_stream(learner.device):
+    with own_stream(learner.device):
         for task in range(2):
             for rows in stream.batches(task, seed=config.seed):
                 learner.observe(stream.x_train[rows], stream.y_train[rows], task, index=rows, train=False)
@@ -397,16 +397,6 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 def _quantiles(times: list[float]) -> tuple[float, float, float]:
     fifths = statistics.quantiles(times, n=10, method="inclusive")
     return fifths[1], statistics.median(times), fifths[7]
-
-
-@contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        yield
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["device_name", "processor", "upload"]
+__all__ = ["device_name", "own_stream", "processor", "upload"]
 
 
 def processor() -> str:
@@ -25,6 +27,22 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()}, {torch.get_num_threads()} thread{'' if torch.get_num_threads() == 1 else 's'}"
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """A stream for all steps and evaluations on a card; on the CPU nothing.
+
+    A step that ran on the default stream could not be captured later: its gradients' accumulation stays with the stream it ran on first.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from mose_fast import streams
 from mose_fast.augment import choose_feed
 from mose_fast.config import RunConfig, StreamConfig
-from mose_fast.device import upload
+from mose_fast.device import own_stream, upload
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import Learner, Prepared, create_learner, resolve_device, warn_of_other_protocol
 from mose_fast.streams import Stream, StreamError
@@ -193,7 +193,7 @@ class _Loop:
 
     def run(self) -> dict[str, Any]:
         try:
-            with interrupt_flag() as interrupted, _deterministic(self.config.deterministic), _own_stream(self.learner):
+            with interrupt_flag() as interrupted, _deterministic(self.config.deterministic), own_stream(self.learner.device):
                 for listener in self.listeners:
                     listener.on_start(self.config, self.stream, self.learner, self.position["done"], self._batches())
                 return self._run(interrupted)
@@ -434,22 +434,6 @@ class _Loop:
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
-
-
-@contextmanager
-def _own_stream(learner: Learner) -> Iterator[None]:
-    """A stream for all steps and evaluations on a card.
-
-    A step that ran on the default stream could not be captured later: its gradients' accumulation stays with the stream it ran on first.
-    """
-    if learner.device.type != "cuda":
-        yield
-        return
-    before, own = torch.cuda.current_stream(learner.device), torch.cuda.Stream(learner.device)
-    own.wait_stream(before)
-    with torch.cuda.stream(own):
-        yield
-    before.wait_stream(own)
 
 
 @contextmanager
