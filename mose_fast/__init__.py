@@ -4,20 +4,27 @@
 >>> results["acc"]["ncm"]["4"]
 """
 
-from mose_fast import streams
-from mose_fast._build_info import build_info
+from typing import TYPE_CHECKING
+
+from mose_fast._lazy import lazy_names
 from mose_fast._version import __version__
-from mose_fast.config import ConfigError, MoseOptions, RunConfig, StreamConfig
-from mose_fast.methods import METHODS, Learner, create_learner
-from mose_fast.streams import StreamError
-from mose_fast.sweep.scheduler import sweep
-from mose_fast.train import Listener, RunError, resume, run
+from mose_fast.config import METHOD_FINDERS, ConfigError, MethodSettings, MoseOptions, RunConfig, StreamConfig
+from mose_fast.errors import MoseFastError
+
+if TYPE_CHECKING:
+    from mose_fast import streams
+    from mose_fast._build_info import build_info
+    from mose_fast.methods import METHODS, Learner, create_learner
+    from mose_fast.streams import StreamError
+    from mose_fast.sweep.scheduler import sweep
+    from mose_fast.train import Listener, RunError, resume, run
 
 __all__ = [
     "METHODS",
     "ConfigError",
     "Learner",
     "Listener",
+    "MoseFastError",
     "MoseOptions",
     "RunConfig",
     "RunError",
@@ -31,3 +38,35 @@ __all__ = [
     "streams",
     "sweep",
 ]
+
+# All but the settings needs torch, whose import takes more than a second.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "METHODS": "mose_fast.methods",
+        "Learner": "mose_fast.methods",
+        "Listener": "mose_fast.train",
+        "RunError": "mose_fast.train",
+        "StreamError": "mose_fast.streams",
+        "build_info": "mose_fast._build_info",
+        "create_learner": "mose_fast.methods",
+        "resume": "mose_fast.train",
+        "run": "mose_fast.train",
+        "streams": "mose_fast.streams",
+        "sweep": "mose_fast.sweep.scheduler",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _settings_of(method: str) -> MethodSettings | None:
+    """The options and presets of any method but MOSE, which the settings know by themselves."""
+    from mose_fast.methods.registry import find_settings
+
+    return find_settings(method)
+
+
+METHOD_FINDERS.append(_settings_of)

@@ -9,25 +9,23 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
-from mose_fast import streams, train
+from mose_fast import streams
 from mose_fast._version import __version__
-from mose_fast.benchmark import benchmark
-from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig
-from mose_fast.doctor import diagnose, report
-from mose_fast.export import CARD, Classifier, classify_files, export_run
-from mose_fast.methods import find_method, method_names
-from mose_fast.progress import Progress
+from mose_fast.config import MOSE_PRESETS, RunConfig
+from mose_fast.errors import MoseFastError
+from mose_fast.method_list import listed_methods
 from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
-from mose_fast.sweep.grid import Grid, axes_of, read_axes, read_file, read_seeds
-from mose_fast.sweep.scheduler import Place, run_sweep
-from mose_fast.sweep.store import STORE, collect
-from mose_fast.train.files import RunFolder
-from mose_fast.train.results import summary
-from mose_fast.train.weights_and_biases import WeightsAndBiases
+
+# Commands import the rest when they need it: torch, pandas and scipy take seconds, which help, lists and the message on a wrong flag
+# need not wait for.
+if TYPE_CHECKING:
+    from mose_fast.progress import Progress
+    from mose_fast.sweep.scheduler import Place
+    from mose_fast.train import Listener
 
 __all__ = ["build_parser", "main", "read_settings"]
 
@@ -86,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             return arguments.act(arguments)
-        except (ConfigError, streams.StreamError, train.RunError) as error:
+        except MoseFastError as error:
             print(f"mose-fast: {error}", file=sys.stderr)
             return 2
 
@@ -231,6 +229,8 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def _place(arguments: argparse.Namespace) -> Place:
+    from mose_fast.sweep.scheduler import Place
+
     given = vars(arguments)
     return Place(
         given.get("workers"),
@@ -279,6 +279,8 @@ def _changes(arguments: argparse.Namespace, base: RunConfig | None) -> dict[str,
 
 def _run(arguments: argparse.Namespace) -> int:
     config = read_settings(arguments)
+    from mose_fast import train
+
     given = vars(arguments)
     out = Path(given["out"]) if "out" in given else _default_folder(config)
     listeners = _loggers(arguments, out)
@@ -286,17 +288,27 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
+    from mose_fast import train
+
     out = Path(arguments.folder)
     listeners = _loggers(arguments, out)
     return _follow(out, lambda shown: train.resume(out, listeners=[shown, *listeners]))
 
 
-def _loggers(arguments: argparse.Namespace, out: Path) -> list[train.Listener]:
+def _loggers(arguments: argparse.Namespace, out: Path) -> list[Listener]:
     project = vars(arguments).get("wandb")
-    return [] if project is None else [WeightsAndBiases(project, out)]
+    if project is None:
+        return []
+    from mose_fast.train.weights_and_biases import WeightsAndBiases
+
+    return [WeightsAndBiases(project, out)]
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    from mose_fast.sweep.grid import Grid, axes_of, read_axes, read_file, read_seeds
+    from mose_fast.sweep.scheduler import run_sweep
+    from mose_fast.sweep.store import STORE
+
     given = vars(arguments)
     values, table = read_file(given["file"]) if "file" in given else ({}, {})
     base = RunConfig.from_dict(values) if values else None
@@ -320,8 +332,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _paper(arguments: argparse.Namespace) -> int:
-    # Not at the top: scipy takes a second that other commands need not pay.
     from mose_fast.reproduction.reproduce import reproduce
+    from mose_fast.sweep.grid import read_seeds
 
     given = vars(arguments)
     changes = _changes(arguments, None)
@@ -350,6 +362,8 @@ def _interrupted() -> int:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
+    from mose_fast.sweep.store import STORE, collect
+
     table, skipped = collect(arguments.folder)
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
@@ -359,6 +373,10 @@ def _collect(arguments: argparse.Namespace) -> int:
 
 def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     """Lets ``start(listener)`` run, shows its progress on the way and its results at the end."""
+    from mose_fast.progress import Progress
+    from mose_fast.train.files import RunFolder
+    from mose_fast.train.results import summary
+
     progress = Progress(out)
     try:
         results = start(progress)
@@ -376,7 +394,6 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    # Not at the top: scipy takes a second that other commands need not pay.
     from mose_fast.report.page import write_report
 
     page, skipped = write_report(arguments.folders, arguments.out, force=arguments.force)
@@ -387,6 +404,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    from mose_fast.export import CARD, export_run
+
     folder = export_run(
         arguments.run,
         arguments.out,
@@ -407,6 +426,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
+    from mose_fast.export import Classifier, classify_files
+
     for found in classify_files(Classifier.load(arguments.export), arguments.images):
         if arguments.json:
             print(json.dumps(found))
@@ -418,10 +439,9 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     if arguments.what == "methods":
-        rows = []
-        for name in method_names():
-            about = find_method(name).about
-            rows.append((name, f"{about.year}  {about.cost:5.2f}x  {about.reference} (presets {', '.join(about.presets)})"))
+        rows = [
+            (m.name, f"{m.year}  {m.cost:5.2f}x  {m.reference} (presets {', '.join(m.presets)})") for m in listed_methods()
+        ]
         rows.append(("file.py:Name", "a method of your own: docs/adding_a_method.md; x: cost of a step, in units of ER's"))
     elif arguments.what == "papers":
         from mose_fast.reproduction.catalogue import REPRODUCTIONS, describe
@@ -437,6 +457,8 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    from mose_fast.benchmark import benchmark
+
     report = benchmark(
         read_settings(arguments), seconds=arguments.seconds, only=arguments.only, watch=lambda name: print(f"... {name}", file=sys.stderr)
     )
@@ -447,6 +469,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    from mose_fast.doctor import diagnose, report
+
     findings = diagnose(arguments.data_dir)
     print(report(findings))
     return 1 if any(finding.mark == "FAIL" for finding in findings) else 0

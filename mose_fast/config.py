@@ -22,6 +22,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from mose_fast.errors import MoseFastError
+
 __all__ = [
     "METHOD_FINDERS",
     "METHOD_SETTINGS",
@@ -40,7 +42,7 @@ __all__ = [
 ]
 
 
-class ConfigError(ValueError):
+class ConfigError(MoseFastError, ValueError):
     """A setting has a value that the run cannot use; the message names the setting, the value and what is wanted."""
 
 
@@ -359,7 +361,7 @@ class MethodSettings(NamedTuple):
 #: Settings of every method by name; the modules in :mod:`mose_fast.methods` enter theirs.
 METHOD_SETTINGS: dict[str, MethodSettings] = {"mose": MethodSettings(MoseOptions, MOSE_PRESETS)}
 
-#: Asked in turn for a name that is not in the table; :mod:`mose_fast.methods` adds the one that knows outside files and entry points.
+#: Asked in turn for a name that is not in the table; ``mose_fast`` adds the one that imports the methods and knows outside files.
 METHOD_FINDERS: list[Callable[[str], MethodSettings | None]] = []
 
 

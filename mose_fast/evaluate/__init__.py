@@ -1,5 +1,8 @@
 """Accuracy matrices and what is computed from them; evaluation of a learner in one pass."""
 
+from typing import TYPE_CHECKING
+
+from mose_fast._lazy import lazy_names
 from mose_fast.evaluate.metrics import (
     average_accuracy,
     average_anytime_accuracy,
@@ -10,7 +13,9 @@ from mose_fast.evaluate.metrics import (
     new_task_accuracy,
     running_accuracy,
 )
-from mose_fast.evaluate.one_pass import TaskAccuracy, evaluate_learner
+
+if TYPE_CHECKING:
+    from mose_fast.evaluate.one_pass import TaskAccuracy, evaluate_learner
 
 __all__ = [
     "TaskAccuracy",
@@ -24,3 +29,8 @@ __all__ = [
     "new_task_accuracy",
     "running_accuracy",
 ]
+
+# To evaluate needs torch; to compute with accuracies does not.
+__getattr__ = lazy_names(
+    __name__, {"TaskAccuracy": "mose_fast.evaluate.one_pass", "evaluate_learner": "mose_fast.evaluate.one_pass"}
+)

@@ -12,14 +12,11 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mose_fast.config import METHOD_FINDERS, METHOD_SETTINGS, ConfigError, MethodOptions, MethodSettings, RunConfig, near_matches
+from mose_fast.config import METHOD_SETTINGS, ConfigError, MethodOptions, MethodSettings, RunConfig, near_matches
+from mose_fast.method_list import ENTRY_POINTS
 from mose_fast.methods.base import Learner
 
 __all__ = ["ENTRY_POINTS", "METHODS", "About", "Preset", "find_method", "method", "method_names", "warn_of_other_protocol"]
-
-#: Group of the entry points by which an installed package offers methods: ``name = "package.module:Class"``.
-ENTRY_POINTS = "mose_fast.methods"
-
 
 @dataclass(frozen=True)
 class Preset:
@@ -185,5 +182,3 @@ def _under_another_name(name: str, learner: Any) -> type[Learner]:
     METHODS[name], METHOD_SETTINGS[name] = learner, METHOD_SETTINGS[own]
     return learner
 
-
-METHOD_FINDERS.append(find_settings)

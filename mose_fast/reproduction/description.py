@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mose_fast.report.paper import Published
-from mose_fast.report.statistics import Summary
 from mose_fast.reproduction.metrics import Metric
+
+if TYPE_CHECKING:
+    from mose_fast.report.statistics import Summary  # scipy takes a second, which a list of the tables need not pay
 
 __all__ = ["RULE", "Entry", "Part", "Reproduction", "Verdict", "judge", "target"]
 

@@ -1,8 +1,14 @@
 """What arrives: data sets, their split into tasks, the class order, and streams of your own images."""
 
-from mose_fast.streams.arrays import from_arrays, from_batches
-from mose_fast.streams.registry import create, locate, names, summary
-from mose_fast.streams.stream import NORMALISATIONS, Normalisation, Stream, StreamError
+from typing import TYPE_CHECKING
+
+from mose_fast._lazy import lazy_names
+from mose_fast.streams.catalogue import names, summary
+
+if TYPE_CHECKING:
+    from mose_fast.streams.arrays import from_arrays, from_batches
+    from mose_fast.streams.registry import create, locate
+    from mose_fast.streams.stream import NORMALISATIONS, Normalisation, Stream, StreamError
 
 __all__ = [
     "NORMALISATIONS",
@@ -16,3 +22,18 @@ __all__ = [
     "names",
     "summary",
 ]
+
+# These need torch; to list the streams does not.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "NORMALISATIONS": "mose_fast.streams.stream",
+        "Normalisation": "mose_fast.streams.stream",
+        "Stream": "mose_fast.streams.stream",
+        "StreamError": "mose_fast.streams.stream",
+        "create": "mose_fast.streams.registry",
+        "from_arrays": "mose_fast.streams.arrays",
+        "from_batches": "mose_fast.streams.arrays",
+        "locate": "mose_fast.streams.registry",
+    },
+)

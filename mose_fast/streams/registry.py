@@ -12,18 +12,18 @@ from typing import Any
 from mose_fast.config import StreamConfig, near_matches
 from mose_fast.streams import datasets, tiny_imagenet
 from mose_fast.streams.arrays import assemble
+from mose_fast.streams.catalogue import names, summary
 from mose_fast.streams.decoding import Decoding, Watch
 from mose_fast.streams.files import ARRAYS, read_folder, read_npz
 from mose_fast.streams.stream import Stream, StreamError
 
-__all__ = ["create", "locate", "names", "summary"]
+__all__ = ["create", "locate"]
 
 
 @dataclass(frozen=True)
 class _Entry:
     """A registered stream: how it is split by default, how its data is read, and where that lies."""
 
-    summary: str
     tasks: int
     normalisation: str
     mirror_safe: bool
@@ -60,7 +60,6 @@ _DOWNLOAD = "it is downloaded on first use; without a network, place there "
 
 _STREAMS: dict[str, _Entry] = {
     "digits": _Entry(
-        summary="scikit-learn's handwritten digits as 32x32 RGB, 5 tasks x 2 classes; no download",
         tasks=5,
         normalisation="digits",
         mirror_safe=False,
@@ -69,7 +68,6 @@ _STREAMS: dict[str, _Entry] = {
         obtain="comes with scikit-learn",
     ),
     "split-mnist": _Entry(
-        summary="MNIST padded to 32x32 RGB, 5 tasks x 2 classes",
         tasks=5,
         normalisation="mnist",
         mirror_safe=False,
@@ -78,7 +76,6 @@ _STREAMS: dict[str, _Entry] = {
         obtain=f"{_DOWNLOAD}mnist.npz, or MNIST's four .gz files in the folder MNIST/raw",
     ),
     "split-cifar10": _Entry(
-        summary="CIFAR-10, 5 tasks x 2 classes",
         tasks=5,
         normalisation="cifar10",
         mirror_safe=True,
@@ -87,7 +84,6 @@ _STREAMS: dict[str, _Entry] = {
         obtain=f"{_DOWNLOAD}cifar-10-python.tar.gz or cifar10.npz",
     ),
     "split-cifar100": _Entry(
-        summary="CIFAR-100, 10 tasks x 10 classes",
         tasks=10,
         normalisation="cifar10",
         mirror_safe=True,
@@ -96,7 +92,6 @@ _STREAMS: dict[str, _Entry] = {
         obtain=f"{_DOWNLOAD}cifar-100-python.tar.gz or cifar100.npz",
     ),
     "split-tiny-imagenet": _Entry(
-        summary="Tiny-ImageNet at 64x64, 100 tasks x 2 classes (tasks=10: 10 x 20); no automatic download",
         tasks=100,
         normalisation="tiny-imagenet",
         mirror_safe=True,
@@ -105,20 +100,6 @@ _STREAMS: dict[str, _Entry] = {
         obtain=f"place there {tiny_imagenet.SOURCE}",
     ),
 }
-
-
-def names() -> list[str]:
-    """The registered streams, the one that needs no download first."""
-    return list(_STREAMS)
-
-
-def summary(name: str) -> str:
-    """One line about a registered stream.
-
-    Raises:
-        StreamError: There is no such stream.
-    """
-    return _entry(name).summary
 
 
 def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
@@ -131,7 +112,8 @@ def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
     Raises:
         StreamError: There is no such stream.
     """
-    entry = _entry(name)
+    summary(name)  # refuses an unknown name
+    entry = _STREAMS[name]
     if entry.find is None:
         return True, entry.obtain
     folder = _data_dir(data_dir)
@@ -178,12 +160,6 @@ def create(config: StreamConfig, watch: Watch | None = None) -> Stream:
         **contents, **settings, source=str(path), name=path.stem if path.is_file() else path.resolve().name, mirror_safe=True,
         tasks=config.tasks, normalisation=config.normalisation or "half",
     )  # fmt: skip
-
-
-def _entry(name: str) -> _Entry:
-    if name not in _STREAMS:
-        raise StreamError(f"stream {name!r} is unknown{near_matches(name, names())}")
-    return _STREAMS[name]
 
 
 def _data_dir(data_dir: str | Path | None) -> Path:

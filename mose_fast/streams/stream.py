@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mose_fast.errors import MoseFastError
+
 __all__ = ["NORMALISATIONS", "Normalisation", "Stream", "StreamError", "draw_order"]
 
 
-class StreamError(ValueError):
+class StreamError(MoseFastError, ValueError):
     """The data of a stream cannot be used; the message names the file or argument, what it was and what was wanted."""
 
 

@@ -8,10 +8,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from mose_fast.errors import MoseFastError
+
 __all__ = ["RunError", "RunFolder", "write_atomically"]
 
 
-class RunError(RuntimeError):
+class RunError(MoseFastError, RuntimeError):
     """A run cannot start, continue or write its results; the message says why and what to do."""
 
 

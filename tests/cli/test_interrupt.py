@@ -13,9 +13,9 @@ from mose_fast.cli import main
 # The fifth batch waits for the signal, which arrives in a run that is really training.
 _PROGRAM = """
 import os, signal, sys
-from mose_fast import cli
+from mose_fast import cli, progress
 
-class Waiting(cli.Progress):
+class Waiting(progress.Progress):
     def on_batch(self, batch, losses):
         super().on_batch(batch, losses)
         if batch == 5:
@@ -25,7 +25,7 @@ class Waiting(cli.Progress):
             print("batch 5", flush=True)
             os.read(arrived, 1)
 
-cli.Progress = Waiting
+progress.Progress = Waiting
 sys.exit(cli.main(sys.argv[1:]))
 """
 
