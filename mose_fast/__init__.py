@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mose_fast._build_info import build_info
     from mose_fast.methods import METHODS, Learner, create_learner
     from mose_fast.streams import StreamError
-    from mose_fast.sweep.scheduler import sweep
+    from mose_fast.sweep.scheduler import run_sweep
     from mose_fast.train import Listener, RunError, resume, run
 
 __all__ = [
@@ -35,8 +35,8 @@ __all__ = [
     "create_learner",
     "resume",
     "run",
+    "run_sweep",
     "streams",
-    "sweep",
 ]
 
 # All but the settings needs torch, whose import takes more than a second.
@@ -52,8 +52,8 @@ __getattr__ = lazy_names(
         "create_learner": "mose_fast.methods",
         "resume": "mose_fast.train",
         "run": "mose_fast.train",
+        "run_sweep": "mose_fast.sweep.scheduler",
         "streams": "mose_fast.streams",
-        "sweep": "mose_fast.sweep.scheduler",
     },
 )
 

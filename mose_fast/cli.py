@@ -306,7 +306,7 @@ def _loggers(arguments: argparse.Namespace, out: Path) -> list[Listener]:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     from mose_fast.sweep.grid import Grid, axes_of, read_axes, read_file, read_seeds
-    from mose_fast.sweep.scheduler import run_sweep
+    from mose_fast.sweep.scheduler import run_grid
     from mose_fast.sweep.store import STORE
 
     given = vars(arguments)
@@ -323,7 +323,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     out = Path(given["out"])
     grid = Grid(axes, changes, base)
     try:
-        outcome = run_sweep(grid, out, _place(arguments), dry_run=given.get("dry_run", False), wandb=given.get("wandb"))
+        outcome = run_grid(grid, out, _place(arguments), dry_run=given.get("dry_run", False), wandb=given.get("wandb"))
     except KeyboardInterrupt:
         return _interrupted()
     if outcome.table is not None:

@@ -20,7 +20,7 @@ from mose_fast.reproduction.description import RULE, Entry, Part, Reproduction, 
 from mose_fast.reproduction.metrics import Metric, Results
 from mose_fast.settings import setting_types, with_absolute_paths, with_changes
 from mose_fast.sweep.grid import Cell, folder_name
-from mose_fast.sweep.scheduler import Failure, Place, SweepFolder, run_sweep
+from mose_fast.sweep.scheduler import Failure, Place, SweepFolder, run_grid
 from mose_fast.sweep.store import read_run
 from mose_fast.train.files import RunFolder, write_atomically
 
@@ -163,7 +163,7 @@ def reproduce(
     else:
         for line in plan.told_departures():
             say(line)
-    outcome = run_sweep(plan.cells, out, place, dry_run=dry_run, wandb=wandb, say=say)
+    outcome = run_grid(plan.cells, out, place, dry_run=dry_run, wandb=wandb, say=say)
     if dry_run:
         return None, ()
     page, table = _render(plan, SweepFolder(out), outcome.failures)

@@ -36,7 +36,7 @@ from mose_fast.train.loop import interrupt_flag
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Failure", "Outcome", "Place", "SweepFolder", "run_sweep", "sweep"]
+__all__ = ["Failure", "Outcome", "Place", "SweepFolder", "run_grid", "run_sweep"]
 
 # A run whose process is killed this often, without a new checkpoint in between, is given up.
 _DEATHS = 3
@@ -156,7 +156,7 @@ class SweepFolder:
             raise RunError(f"cannot read the plan {self.plan}: {error}; delete it to plan anew, the runs stay") from error
 
 
-def sweep(
+def run_sweep(
     grid: Mapping[str, Iterable[Any]],
     *,
     out: str | Path,
@@ -203,7 +203,7 @@ def sweep(
     methods = lists.get("method") or [changes.get("method", RunConfig.method)]
     axes = axes_of(lists, methods, "grid")
     place = Place(workers, per_gpu, None if gpus is None else tuple(gpus), engine, address)
-    outcome = run_sweep(Grid(axes, changes), out, place)
+    outcome = run_grid(Grid(axes, changes), out, place)
     if outcome.failures:
         warnings.warn("\n".join(map(str, outcome.failures)), stacklevel=2)
     table = outcome.table
@@ -214,7 +214,7 @@ def sweep(
     return table
 
 
-def run_sweep(
+def run_grid(
     grid: Grid | Sequence[Cell],
     out: str | Path,
     place: Place | None = None,

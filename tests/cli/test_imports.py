@@ -49,3 +49,9 @@ def test_every_public_name_is_found_and_an_unknown_one_is_an_attribute_error():
         assert name in dir(mose_fast)
     with pytest.raises(AttributeError, match="'mose_fast' has no attribute 'no_such_name'"):
         _ = mose_fast.no_such_name
+
+
+def test_sweep_is_the_package():
+    from mose_fast.sweep import store
+
+    assert mose_fast.sweep.store is store

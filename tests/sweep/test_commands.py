@@ -52,7 +52,7 @@ def test_exit_codes(tmp_path, engine, capsys, monkeypatch):
     def interrupted(*args, **settings):
         raise Interrupted
 
-    monkeypatch.setattr("mose_fast.cli.run_sweep", interrupted)
+    monkeypatch.setattr("mose_fast.sweep.scheduler.run_grid", interrupted)
     assert main([*RUN, "--seeds", "0", "--out", str(tmp_path / "c")]) == 130
     assert "the same command goes on" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from mose_fast.sweep import display, scheduler
 from mose_fast.sweep.forecast import cost_key
 from mose_fast.sweep.grid import Grid
 from mose_fast.sweep.measure import Cost
-from mose_fast.sweep.scheduler import Place, SweepFolder, run_sweep
+from mose_fast.sweep.scheduler import Place, SweepFolder, run_grid
 from mose_fast.sweep.store import STORE
 from mose_fast.train import Interrupted, RunError
 
@@ -31,7 +31,7 @@ def say():
 
 def test_all_cells_run_once_and_end_in_the_table(tmp_path, engine):
     made, said = engine(), []
-    outcome = run_sweep(GRID, tmp_path / "s", say=said.append)
+    outcome = run_grid(GRID, tmp_path / "s", say=said.append)
     assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1", "seed-2"]
     assert made.closed
     assert outcome.failures == ()
@@ -44,7 +44,7 @@ def test_all_cells_run_once_and_end_in_the_table(tmp_path, engine):
 
 def test_dry_run_writes_nothing(tmp_path, engine):
     made, said = engine(), []
-    outcome = run_sweep(GRID, tmp_path / "s", dry_run=True, say=said.append)
+    outcome = run_grid(GRID, tmp_path / "s", dry_run=True, say=said.append)
     assert outcome.table is None
     assert made.runs == []
     assert not (tmp_path / "s").exists()
@@ -55,10 +55,10 @@ def test_dry_run_writes_nothing(tmp_path, engine):
 
 def test_finished_cells_are_skipped_and_a_grown_grid_adds_to_them(tmp_path, engine, say):
     engine()
-    run_sweep(GRID, tmp_path / "s", say=say)
+    run_grid(GRID, tmp_path / "s", say=say)
     (tmp_path / "s" / STORE).unlink()  # killed before the row was written
     made = engine()
-    outcome = run_sweep(Grid({"seed": (0, 1, 2, 3)}, CHANGES), tmp_path / "s", say=say)
+    outcome = run_grid(Grid({"seed": (0, 1, 2, 3)}, CHANGES), tmp_path / "s", say=say)
     assert [command["cell"] for command in made.runs] == ["seed-3"]
     assert outcome.table["seed"].tolist() == [0, 1, 2, 3]
     # What ran before says how long the next takes: nothing was measured.
@@ -72,7 +72,7 @@ def test_a_failed_cell_is_tried_once_more_then_reported_and_the_others_go_on(tmp
         return {"event": "failed", "error": "the loss is not finite"}
 
     made = engine({"seed-0": [{"event": "failed", "error": "no room"}], "seed-1": [log_and_fail, log_and_fail]})
-    outcome = run_sweep(GRID, tmp_path / "s", say=say)
+    outcome = run_grid(GRID, tmp_path / "s", say=say)
     assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1", "seed-2", "seed-0", "seed-1"]
     assert [command["afresh"] for command in made.runs] == [False] * 5
     assert outcome.table["seed"].tolist() == [0, 2]
@@ -90,9 +90,9 @@ def test_a_failed_cell_is_tried_once_more_then_reported_and_the_others_go_on(tmp
 
 def test_a_cell_that_fails_from_its_checkpoint_starts_afresh(tmp_path, engine, say):
     engine({"seed-0": [{"event": "failed", "error": "no room"}] * 2})
-    run_sweep(GRID, tmp_path / "s", say=say)
+    run_grid(GRID, tmp_path / "s", say=say)
     made = engine({"seed-0": [{"event": "failed", "error": "damaged checkpoint"}]})
-    outcome = run_sweep(GRID, tmp_path / "s", say=say)
+    outcome = run_grid(GRID, tmp_path / "s", say=say)
     assert [command["afresh"] for command in made.runs] == [False, True]
     assert len(outcome.table) == 3
 
@@ -107,7 +107,7 @@ def test_a_killed_cell_goes_on_but_not_for_ever(tmp_path, engine, say):
         return died
 
     made = engine({"seed-0": [died, died], "seed-1": [died] * 9, "seed-2": [die_with_a_new_checkpoint] * 5})
-    outcome = run_sweep(GRID, tmp_path / "s", say=say)
+    outcome = run_grid(GRID, tmp_path / "s", say=say)
     assert sorted(outcome.table["seed"]) == [0, 2]
     (failure,) = outcome.failures
     assert failure.name == "seed-1"
@@ -123,21 +123,21 @@ def test_ctrl_c_stops_the_runs_and_the_same_call_goes_on(tmp_path, engine, say):
 
     made = engine({"seed-0": [interrupt], "seed-1": [{"event": "stopped"}]})
     with pytest.raises(Interrupted):
-        run_sweep(GRID, tmp_path / "s", say=say)
+        run_grid(GRID, tmp_path / "s", say=say)
     assert made.stopped
     assert made.closed
     assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1"]
     engine()
-    assert len(run_sweep(GRID, tmp_path / "s", say=say).table) == 3
+    assert len(run_grid(GRID, tmp_path / "s", say=say).table) == 3
 
 
 def test_damaged_folders_are_left_and_named_and_the_others_run(tmp_path, engine, say):
     engine()
-    run_sweep(GRID, tmp_path / "s", say=say)
+    run_grid(GRID, tmp_path / "s", say=say)
     (tmp_path / "s" / "seed-1" / "results.json").write_text("{")
     (tmp_path / "s" / "seed-2" / "config.json").write_text("{")
     made = engine()
-    outcome = run_sweep(Grid({"seed": (0, 1, 2, 3)}, CHANGES), tmp_path / "s", say=say)
+    outcome = run_grid(Grid({"seed": (0, 1, 2, 3)}, CHANGES), tmp_path / "s", say=say)
     assert [command["cell"] for command in made.runs] == ["seed-3"]
     assert [failure.name for failure in outcome.failures] == ["seed-1", "seed-2"]
     assert all("Delete the folder to run it again" in failure.reason for failure in outcome.failures)
@@ -146,10 +146,10 @@ def test_damaged_folders_are_left_and_named_and_the_others_run(tmp_path, engine,
 
 def test_a_folder_with_other_settings_is_refused_before_anything_starts(tmp_path, engine, say):
     engine()
-    run_sweep(GRID, tmp_path / "s", say=say)
+    run_grid(GRID, tmp_path / "s", say=say)
     made = engine()
     with pytest.raises(RunError, match=r"seed-0 holds a run with other settings \(width is 1 there and 2 here\)"):
-        run_sweep(Grid({"seed": (0,)}, {**CHANGES, "width": 2}), tmp_path / "s", say=say)
+        run_grid(Grid({"seed": (0,)}, {**CHANGES, "width": 2}), tmp_path / "s", say=say)
     assert made.commands == []
 
 
@@ -160,12 +160,12 @@ def test_more_runs_than_the_memory_holds_are_refused_or_not_started(tmp_path, en
     monkeypatch.setattr(scheduler, "available_bytes", lambda: 15 * 10**8)
     engine()
     with pytest.raises(ConfigError, match=r"2 runs at a time need 2\.0 GB of memory, and 1\.5 GB are free; wanted at most 1"):
-        run_sweep(GRID, tmp_path / "s", Place(workers=2), say=say)
-    run_sweep(GRID, tmp_path / "s", say=say)
+        run_grid(GRID, tmp_path / "s", Place(workers=2), say=say)
+    run_grid(GRID, tmp_path / "s", say=say)
     assert json.loads((tmp_path / "s" / "sweep.json").read_text())["workers"] == 1
     engine(cost=Cost(1.0, 2 * 10**9, None))
     with pytest.raises(ConfigError, match="wanted at most 0"):
-        run_sweep(Grid({"seed": (0,)}, {**CHANGES, "width": 2}), tmp_path / "t", say=say)
+        run_grid(Grid({"seed": (0,)}, {**CHANGES, "width": 2}), tmp_path / "t", say=say)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_more_runs_than_the_memory_holds_are_refused_or_not_started(tmp_path, en
 def test_unusable_places(tmp_path, engine, say, place, message):
     made = engine()
     with pytest.raises(ConfigError, match=message):
-        run_sweep(GRID, tmp_path / "s", Place(**place), say=say)
+        run_grid(GRID, tmp_path / "s", Place(**place), say=say)
     assert made.commands == []
 
 
@@ -189,11 +189,11 @@ def test_unusable_settings_start_nothing(tmp_path, engine, say, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "nvidia.dali", None)
         with pytest.raises(ConfigError, match="feed is 'dali', but DALI is not installed"):
-            run_sweep(Grid({"seed": (0,)}, {**CHANGES, "feed": "dali"}), tmp_path / "s", say=say)
+            run_grid(Grid({"seed": (0,)}, {**CHANGES, "feed": "dali"}), tmp_path / "s", say=say)
     with pytest.raises(ConfigError, match=r"cuda:0.*wanted cuda in a sweep"):
-        run_sweep(Grid({"seed": (0,)}, {**CHANGES, "device": "cuda:0"}), tmp_path / "s", say=say)
+        run_grid(Grid({"seed": (0,)}, {**CHANGES, "device": "cuda:0"}), tmp_path / "s", say=say)
     with pytest.raises(mose_fast.StreamError, match="did you mean 'digits'"):
-        run_sweep(Grid({"stream.name": ("digits", "digist")}, CHANGES), tmp_path / "s", say=say)
+        run_grid(Grid({"stream.name": ("digits", "digist")}, CHANGES), tmp_path / "s", say=say)
     assert made.commands == []
     assert not (tmp_path / "s").exists()
 
@@ -202,7 +202,7 @@ def test_unwritable_folder(tmp_path, engine, say):
     engine()
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot write into the sweep's folder"):
-        run_sweep(GRID, tmp_path / "file" / "s", say=say)
+        run_grid(GRID, tmp_path / "file" / "s", say=say)
 
 
 def test_a_full_disk_for_the_table_alone_loses_no_run(tmp_path, engine, say, monkeypatch, capsys):
@@ -212,7 +212,7 @@ def test_a_full_disk_for_the_table_alone_loses_no_run(tmp_path, engine, say, mon
         raise RunError("cannot write the table of runs: database or disk is full")
 
     monkeypatch.setattr(scheduler.Store, "add", full)
-    outcome = run_sweep(GRID, tmp_path / "s", say=say)
+    outcome = run_grid(GRID, tmp_path / "s", say=say)
     assert len(outcome.table) == 3
     assert "disk is full" in capsys.readouterr().err
 
@@ -220,7 +220,7 @@ def test_a_full_disk_for_the_table_alone_loses_no_run(tmp_path, engine, say, mon
 def test_python_call_gives_a_data_frame_with_the_grid_in_it(tmp_path, engine, capsys):
     engine({"student-2_seed-1": [{"event": "failed", "error": "broken"}] * 2})
     with pytest.warns(UserWarning, match="failed: student-2_seed-1: broken"):
-        table = mose_fast.sweep(
+        table = mose_fast.run_sweep(
             {"student": [2, 4], "seed": range(2)}, out=tmp_path / "s", stream={"limit_per_task": 20}, width=1, memory=64, device="cpu"
         )
     assert table["student"].tolist() == [2, 4, 4]
@@ -244,7 +244,7 @@ def test_table_is_drawn_in_a_terminal(tmp_path, engine, say, monkeypatch):
     engine()
     monkeypatch.setattr(display, "_EVERY", 0.0)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    run_sweep(GRID, tmp_path / "s", say=say)
+    run_grid(GRID, tmp_path / "s", say=say)
     shown = sys.stderr.getvalue()
     assert re.search(r"0 done, \d running, 0 failed, \d waiting; 0:00 gone, about \d:\d\d left\n  seed-0   50 % \[#{10} {10}\]\n", shown)
     assert "\x1b[2A\x1b[J" in shown

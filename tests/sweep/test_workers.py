@@ -19,7 +19,7 @@ from mose_fast.config import RunConfig
 from mose_fast.sweep.engine import LocalEngine, Slot
 from mose_fast.sweep.grid import Grid
 from mose_fast.sweep.lock import FolderLock, SweepLocked
-from mose_fast.sweep.scheduler import Place, SweepFolder, run_sweep
+from mose_fast.sweep.scheduler import Place, SweepFolder, run_grid
 from mose_fast.sweep.store import read_store
 from mose_fast.train import RunError, run
 
@@ -202,7 +202,7 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path):
 def test_ray_gives_the_same_runs(tmp_path, alone):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
     cores = len(os.sched_getaffinity(0))
-    outcome = run_sweep(
+    outcome = run_grid(
         Grid({"seed": SEEDS}, CHANGES), tmp_path / "s", Place(workers=cores, engine="ray", address="local"), say=lambda line: None
     )
     assert outcome.failures == ()
@@ -216,5 +216,5 @@ def test_unreachable_ray(tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         start = time.monotonic()
         with pytest.raises(RunError, match=f"cannot reach a Ray cluster at {address}"):
-            run_sweep(Grid({"seed": SEEDS}, CHANGES), tmp_path / "s", Place(engine="ray", address=address), say=lambda line: None)
+            run_grid(Grid({"seed": SEEDS}, CHANGES), tmp_path / "s", Place(engine="ray", address=address), say=lambda line: None)
     assert time.monotonic() - start < 10
