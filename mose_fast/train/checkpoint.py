@@ -4,36 +4,146 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from mose_fast.train.files import RunError, write_atomically
 
-__all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "latest", "load_checkpoint", "save_checkpoint"]
+__all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "Snapshot", "latest", "load_checkpoint", "save_checkpoint", "serialised"]
 
 #: Version of the checkpoint format; a reader refuses newer ones.
 FORMAT = 1
 
 _KEPT = 2
 
+# The names that safetensors files have for dtypes.
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
 
 class CheckpointError(RunError):
     """A checkpoint cannot be read: damaged, foreign, or of a newer format."""
 
 
-def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> Path:
+class _Place(NamedTuple):
+    """Where a tensor lies in a :class:`Snapshot`: in which flat tensor, from which element on, and how."""
+
+    flat: int
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Snapshot:
+    """A copy of tensors in a few flat ones, one for each dtype and device.
+
+    The state of a learner is hundreds of tensors, most of them views of a few buffers. What lies in one piece of memory is copied in one
+    piece, so that a copy on a card takes a few launches, and a copy to the host a few transfers; the tensors are cut out of it there.
+
+    Args:
+        tensors: By name, on any devices. The copy is made in the order of the current stream.
+
+    Attributes:
+        flats: The copies.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # Of each piece of memory that tensors lie in: its kind, the first element used and the first beyond; elements count from its start.
+        extents: dict[tuple[Any, ...], tuple[int, int, Tensor]] = {}
+        keys = {}
+        for name, tensor in tensors.items():
+            key = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
+            keys[name] = key
+            start = tensor.storage_offset()
+            end = start + (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0)
+            known = extents.get(key, (start, end, tensor))
+            extents[key] = (min(start, known[0]), max(end, known[1]), known[2])
+        pieces: dict[tuple[Any, ...], list[Tensor]] = {}
+        # Of each piece: the flat tensor that it goes into, and what to add to an element's number in its memory.
+        moved: dict[tuple[Any, ...], tuple[int, int]] = {}
+        sizes: list[int] = []
+        order: dict[tuple[Any, ...], int] = {}
+        with torch.no_grad():
+            for key, (start, end, tensor) in extents.items():
+                flat = order.setdefault(key[:2], len(order))
+                if flat == len(sizes):
+                    sizes.append(0)
+                moved[key] = (flat, sizes[flat] - start)
+                sizes[flat] += end - start
+                pieces.setdefault(key[:2], []).append(tensor.detach().as_strided((end - start,), (1,), start))
+            self.flats = [torch.cat(parts) for parts in pieces.values()]
+        self._places = {}
+        for name, tensor in tensors.items():
+            flat, shift = moved[keys[name]]
+            self._places[name] = _Place(flat, tensor.storage_offset() + shift, tuple(tensor.shape), tensor.stride())
+
+    def not_finite(self) -> str | None:
+        """The name of a tensor that holds NaN or infinity, None where there is none. On a card the host waits for it."""
+        checks = [flat.isfinite().all() for flat in self.flats if flat.is_floating_point()]
+        if all(check.item() for check in checks):
+            return None
+        return next((name for name, tensor in self.tensors().items() if not tensor.isfinite().all()), None)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name: views of the copies, with the strides that they had."""
+        return {name: self.flats[p.flat].as_strided(p.shape, p.strides, p.start) for name, p in self._places.items()}
+
+    def on_host(self) -> Snapshot:
+        """The same on the host, in pinned memory where it lay on a card. Waits for the current stream, without the interpreter's lock."""
+        host = copy.copy(self)
+        host.flats = []
+        for flat in self.flats:
+            if flat.is_cuda:
+                host.flats.append(torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True))
+            else:
+                host.flats.append(flat)
+        for device in {flat.device for flat in self.flats if flat.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return host
+
+
+def serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> np.ndarray:
+    """Tensors on the host as a safetensors file: uint8 [bytes].
+
+    Other threads run meanwhile: each tensor is put into its place by one copy of PyTorch's, which does not hold the interpreter's lock.
+    ``safetensors.torch.save`` holds it while it puts the whole file together, and the steps that are launched then wait.
+    """
+    # Wide elements first, so that each tensor starts at a multiple of its own element.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    size = 0
+    for name in names:
+        tensor = tensors[name]
+        end = size + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [size, end]}
+        size = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file = torch.empty(8 + len(text) + size, dtype=torch.uint8)
+    file[: 8 + len(text)] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+    contents = file[8 + len(text) :]
+    for name in names:
+        start, end = header[name]["data_offsets"]
+        contents[start:end].view(tensors[name].dtype).view(tensors[name].shape).copy_(tensors[name])
+    return file.numpy()
+
+
+def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], values: dict[str, Any]) -> Path:
     """Writes ``step-<step>.safetensors`` atomically, then deletes all but the newest two.
 
     Args:
         folder: Of the checkpoints.
         step: A number that grows from checkpoint to checkpoint; orders the files.
-        tensors: By name, on any device.
+        tensors: By name, on the host.
         values: Plain values that JSON can hold.
 
     Raises:
@@ -41,7 +151,7 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], values:
     """
     path = folder / f"step-{step:09d}.safetensors"
     metadata = {"mose_fast_checkpoint": str(FORMAT), "values": json.dumps(values)}
-    write_atomically(path, save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, metadata))
+    write_atomically(path, serialised(tensors, metadata).data)
     for old in _all(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
@@ -50,8 +160,8 @@ def save_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], values:
 class CheckpointWriter:
     """Writes checkpoints one after the other; those of a run on a card while it goes on.
 
-    There, the state is copied on the card in the order of the current stream, and a thread takes the copy to the host and into the file
-    on a stream of its own. What goes wrong then is raised by the next call.
+    There, a thread takes the copy of the state to the host and into the file, on one stream of its own. What goes wrong then is raised by
+    the next call.
 
     Args:
         folder: Of the checkpoints.
@@ -60,18 +170,20 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder, self.device = folder, device
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if device.type == "cuda" else None
+        on_card = device.type == "cuda"
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if on_card else None
+        # One for all checkpoints: PyTorch hands out 32 streams in turn, so that one a checkpoint would come round to the steps' own.
+        self._stream = torch.cuda.Stream(device) if on_card else None
         self._writing: Future | None = None
 
-    def write(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Like :func:`save_checkpoint`; waits for the one before, so that at most one copy of the state exists."""
+    def write(self, step: int, snapshot: Snapshot, values: dict[str, Any]) -> None:
+        """Like :func:`save_checkpoint`, of a copy that the writer may keep; waits for the one before, so that at most two exist."""
         if self._thread is None:
-            save_checkpoint(self.folder, step, tensors, values)
+            save_checkpoint(self.folder, step, snapshot.tensors(), values)
             return
         self.wait()
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
         copied = torch.cuda.current_stream(self.device).record_event()
-        self._writing = self._thread.submit(self._save, step, copies, copy.deepcopy(values), copied)
+        self._writing = self._thread.submit(self._save, step, snapshot, copy.deepcopy(values), copied)
 
     def wait(self) -> None:
         """Returns when the last checkpoint is written.
@@ -88,10 +200,11 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any], copied: torch.cuda.Event) -> None:
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            torch.cuda.current_stream(self.device).wait_event(copied)
-            save_checkpoint(self.folder, step, tensors, values)
+    def _save(self, step: int, snapshot: Snapshot, values: dict[str, Any], copied: torch.cuda.Event) -> None:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(copied)
+            host = snapshot.on_host()
+        save_checkpoint(self.folder, step, host.tensors(), values)
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -8,12 +8,10 @@ import math
 import os
 import signal
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +23,17 @@ from mose_fast.augment import choose_feed
 from mose_fast.config import RunConfig, StreamConfig
 from mose_fast.device import own_stream, upload
 from mose_fast.evaluate import evaluate_learner
-from mose_fast.methods import Learner, Prepared, create_learner, resolve_device, warn_of_other_protocol
+from mose_fast.methods import Learner, create_learner, resolve_device, warn_of_other_protocol
 from mose_fast.streams import Stream, StreamError
 from mose_fast.streams.stream import draw_order
-from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.checkpoint import CheckpointWriter, latest, load_checkpoint
+from mose_fast.train.checkpoint import CheckpointWriter, Snapshot, latest, load_checkpoint
+from mose_fast.train.clock import Clock
 from mose_fast.train.figure import accuracy_figure
 from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.listeners import Listener, TensorBoard
-from mose_fast.train.losses import LossReader, Taken
+from mose_fast.train.losses import Taken
+from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
 from mose_fast.train.results import accuracy_csv, build_results
-from mose_fast.train.ring import Ring
 
 __all__ = ["Interrupted", "TrainingDiverged", "interrupt_flag", "resume", "run"]
 
@@ -149,14 +147,6 @@ def _load(config: RunConfig, listeners: list[Listener]) -> Stream:
     return streams.create(config.stream, watch=tell)
 
 
-def _resident(stream: Stream, device: torch.device) -> Stream:
-    """The stream with its images on the card, uploaded once, where they leave half of the free memory to the run."""
-    if device.type != "cuda":
-        return stream
-    size = stream.x_train.nbytes + stream.x_test.nbytes
-    return stream.to(device) if 2 * size <= torch.cuda.mem_get_info(device)[0] else stream
-
-
 def _learner(config: RunConfig, stream: Stream) -> Learner:
     if config.deterministic:
         # Read when CUDA starts, so it must be set before the first tensor goes to the card.
@@ -173,7 +163,7 @@ class _Loop:
     def __init__(
         self, config: RunConfig, stream: Stream, learner: Learner, folder: RunFolder | None, listeners: Iterable[Listener]
     ) -> None:
-        self.config, self.stream, self.learner, self.folder = config, _resident(stream, learner.device), learner, folder
+        self.config, self.stream, self.learner, self.folder = config, resident(stream, learner.device), learner, folder
         self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
         self.joint = config.train_on == "final_memory"
         #: The stream as the learner meets it: the upper bound gets the images of all tasks shuffled into one.
@@ -183,12 +173,9 @@ class _Loop:
         #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the whole run.
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "confusion": [], "evaluated_after": [], "resumed": 0}
-        self.seconds = {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "capture": 0.0}
-        # On a card, eager steps go the same way, so that both give the same bits.
-        self.captured = CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.late else None
+        self.clock = Clock()
+        self.pipeline = Pipeline(learner, self.clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
-        self.ring = Ring(learner, None if self.captured is None else self.captured.inputs)
-        self.reader = LossReader(learner)
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
@@ -224,103 +211,49 @@ class _Loop:
                 batches = list(upload(order, self.learner.device).split(self.config.options.buffer_batch))
             else:
                 batches = self.presented.batches(task, seed=self.config.seed, epoch=epoch)
-            batches = batches[self.position["batch"] :]
-            if rehearsing:
-                self._rehearse(batches, interrupted)
-            else:
-                self._learn(task, epoch, batches, interrupted)
+            self._learn(task, epoch, batches[self.position["batch"] :], rehearsing, interrupted)
             self.position |= {"epoch": epoch + 1, "batch": 0}
 
-    def _learn(self, task: int, epoch: int, batches: list[Tensor], interrupted: threading.Event) -> None:
-        """Learns from batches of the stream in order, planning ahead as far as the ring reaches and no checkpoint comes between."""
-        self.ring.settle()
-        # The images' numbers where the images are, in one transfer.
-        numbers = upload(torch.cat(batches), self.stream.x_train.device).split([len(rows) for rows in batches]) if batches else ()
-        planned = 0
-        while planned < len(batches) or len(self.ring):
-            with self._timed("train"):
-                while planned < len(batches) and not self.ring.full and self._until_checkpoint() > len(self.ring):
-                    self.ring.put(partial(self._incoming, task, epoch, batches[planned], numbers[planned]))
-                    planned += 1
-                self._consume(self.ring.take())
-            self._after_batch(interrupted)
-        self._tell(interrupted, wait=True)
-
-    def _incoming(self, task: int, epoch: int, rows: Tensor, numbers: Tensor) -> dict[str, Any]:
-        """The arguments of the learner's ``prepare`` for a batch; ``numbers`` are its rows once more, beside the images."""
-        x, y = self.stream.x_train[numbers], self.stream.y_train[rows]
-        return {"x": x, "y": y, "task": task, "index": numbers, "train": not self.joint, "store": epoch == 0}
-
-    def _rehearse(self, batches: list[Tensor], interrupted: threading.Event) -> None:
-        """Trains on the final memory, slots by slots."""
-        self.ring.settle()
-        for slots in batches:
-            with self._timed("train"):
-                self._consume(self.learner.prepare_rehearsal(slots))
-            self._after_batch(interrupted)
-        self._tell(interrupted, wait=True)
-
-    def _consume(self, prepared: Prepared) -> None:
-        before = dict(self.position)
-        losses = self.learner.consume(prepared, self.captured)
-        if self.captured is not None:
-            self.seconds["train"] -= self.captured.seconds
-            self.seconds["capture"] += self.captured.seconds
-            self.captured.seconds = 0.0
-        self.position["batch"] += 1
-        self.position["done"] += 1
-        self.reader.add(Taken(prepared, before), losses)
-
-    def _after_batch(self, interrupted: threading.Event) -> None:
-        due = self._until_checkpoint() == self.config.checkpoint_every
-        self._tell(interrupted, wait=due)
-        if due:
-            self._save()
-
-    def _until_checkpoint(self) -> float:
-        """Batches until the next checkpoint within a task, at least 1."""
+    def _learn(self, task: int, epoch: int, batches: list[Tensor], rehearsing: bool, interrupted: threading.Event) -> None:
+        """Learns from batches, rows of the stream or slots of the memory. No plan passes a checkpoint."""
+        contents = batches if rehearsing else incoming(self.stream, task, batches, train=not self.joint, store=epoch == 0)
         every = self.config.checkpoint_every
-        return math.inf if every is None else every - self.position["done"] % every
+        while contents:
+            count = len(contents) if every is None else min(len(contents), every - self.position["done"] % every)
+            start, part, contents = self.position, contents[:count], contents[count:]
+            coming = [Batch(_after(start, before), content) for before, content in enumerate(part)]
+            self._follow(self.pipeline.rehearse(coming) if rehearsing else self.pipeline.run(coming), interrupted)
+            if every is not None and self.position["done"] % every == 0:
+                self._save()
 
-    def _tell(self, interrupted: threading.Event, *, wait: bool) -> None:
-        """Tells the listeners of all steps whose losses have arrived, or of all steps; stops the run where someone asks for it."""
+    def _follow(self, steps: Iterator[tuple[Taken, dict[str, float] | None]], interrupted: threading.Event) -> None:
+        """Tells the listeners of each step; stops the run where someone asks for it."""
         try:
-            self._tell_listeners(wait=wait)
-            if interrupted.is_set():
-                raise Interrupted
+            for taken, losses in steps:
+                self._tell(taken, losses)
+                if interrupted.is_set():
+                    raise Interrupted
         except Interrupted:
-            self.ring.roll_back()
+            self.pipeline.stop()
             # On a card, more steps may have been taken since the one that a listener was told of.
-            while self.reader:
+            while self.pipeline.reader:
                 with suppress(Interrupted):
-                    self._tell_listeners(wait=True)
+                    for taken, losses in self.pipeline.told(wait=True):
+                        self._tell(taken, losses)
             self._save(wait=True)
             raise
 
-    def _tell_listeners(self, *, wait: bool) -> None:
-        for taken, losses in self._arrived(wait):
-            if losses is not None and not all(map(math.isfinite, losses.values())):
-                self._diverge(taken, losses)
-            self.last_losses.extend([] if losses is None else [next(iter(losses.values()))])
-            for listener in self.listeners:
-                listener.on_batch(taken.position["done"] + 1, losses)
-
-    def _arrived(self, wait: bool) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """What the reader tells; the time that it waits for the device belongs to training."""
-        told = self.reader.told(wait=wait)
-        while True:
-            with self._timed("train"):
-                arrived = next(told, None)
-            if arrived is None:
-                return
-            yield arrived
+    def _tell(self, taken: Taken, losses: dict[str, float] | None) -> None:
+        if losses is not None and not all(map(math.isfinite, losses.values())):
+            self._diverge(taken, losses)
+        self.position = _after(taken.position, 1)
+        self.last_losses.extend([] if losses is None else [next(iter(losses.values()))])
+        for listener in self.listeners:
+            listener.on_batch(self.position["done"], losses)
 
     def _diverge(self, taken: Taken, losses: dict[str, float]) -> None:
         """Goes back to before a step whose loss is not finite, leaves a checkpoint of that and raises."""
-        self.ring.roll_back()
-        for later in reversed(self.reader.drop()):
-            self.ring.undo(later.prepared)
-        exact = self.ring.undo(taken.prepared)
+        exact = self.pipeline.undo(taken)
         self.position = taken.position
         shown = ", ".join(f"{name} {value:g}" for name, value in losses.items())
         earlier = ", ".join(f"{value:g}" for value in self.last_losses) or "none"
@@ -338,14 +271,14 @@ class _Loop:
     def _finish_task(self, task: int) -> None:
         last = len(self.presented.tasks) - 1
         accuracy = None
-        self.ring.settle()
+        self.pipeline.ring.settle()
         if task <= last:
             self.learner.end_task()
         if not self.joint or task > last:
             seen = len(self.stream.tasks) - 1 if self.learner.joint_stream else min(task, last)
-            with self._timed("train"):
+            with self.clock.timed("train"):
                 self.learner.prepare_evaluation()
-            with self._timed("evaluate"):
+            with self.clock.timed("evaluate"):
                 accuracy = evaluate_learner(self.learner, self.stream, seen)
             for kind, values in (("test", accuracy.test), ("buffer", accuracy.buffer)):
                 for classifier, experts in values.items():
@@ -363,9 +296,9 @@ class _Loop:
 
     def _finish(self) -> dict[str, Any]:
         if self.writer is not None:
-            with self._timed("checkpoint"):
+            with self.clock.timed("checkpoint"):
                 self.writer.wait()
-        with self._timed("evaluate"):
+        with self.clock.timed("evaluate"):
             untrained = self._untrained()
         results = build_results(
             self.config,
@@ -376,7 +309,7 @@ class _Loop:
             self.records["confusion"],
             self.records["evaluated_after"],
             untrained,
-            self.seconds,
+            self.clock.seconds,
             self.records["resumed"],
         )
         if self.folder is not None:
@@ -406,15 +339,15 @@ class _Loop:
         """Writes a checkpoint; on a card while the run goes on, unless it is to ``wait``."""
         if self.writer is None:
             return
-        with self._timed("checkpoint"):
-            self.ring.settle()
+        with self.clock.timed("checkpoint"):
+            self.pipeline.ring.settle()
             tensors, values = self.learner.state()
-            finite = torch.stack([tensor.isfinite().all().to(self.learner.device) for tensor in tensors.values()]).tolist()
-            broken = [name for name, whole in zip(tensors, finite, strict=True) if not whole]
-            if broken:
-                raise TrainingDiverged(f"{broken[0]} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}")
-            values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.seconds}
-            self.writer.write(self.position["done"] + self.position["task"], tensors, values)
+            snapshot = Snapshot(tensors)
+            broken = snapshot.not_finite()
+            if broken is not None:
+                raise TrainingDiverged(f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}")
+            values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.clock.state()}
+            self.writer.write(self.position["done"] + self.position["task"], snapshot, values)
             if wait:
                 self.writer.wait()
 
@@ -424,16 +357,15 @@ class _Loop:
         try:
             self.learner.load_state(tensors, values["learner"])
             self.position, self.records = values["position"], values["records"]
-            self.seconds |= values["seconds"]
+            self.clock.load(values["seconds"])
         except (ValueError, KeyError) as error:
             raise RunError(f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}") from error
         self.records["resumed"] += 1
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - start
+
+def _after(position: dict[str, int], batches: int) -> dict[str, int]:
+    """A position so many batches of the same epoch later."""
+    return position | {"batch": position["batch"] + batches, "done": position["done"] + batches}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from mose_fast.memory import ReplayMemory
 from mose_fast.methods import Mose, create_learner
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
-from mose_fast.train import loop as loop_module
+from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.checkpoint import latest, load_checkpoint
 from mose_fast.train.losses import LossReader, Taken
@@ -57,7 +57,7 @@ def steppers(monkeypatch):
         made.append(CapturedSteps(learner, **how))
         return made[-1]
 
-    monkeypatch.setattr(loop_module, "CapturedSteps", remember)
+    monkeypatch.setattr(pipeline_module, "CapturedSteps", remember)
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 from mose_fast.config import RunConfig
 from mose_fast.methods import METHODS, Mose
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
-from mose_fast.train import loop as loop_module
+from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.checkpoint import latest, load_checkpoint
 from mose_fast.train.losses import LossReader
 from mose_fast.train.ring import DEPTH, Ring
@@ -68,7 +68,7 @@ def plain():
 
 
 def with_depth(monkeypatch, depth: int) -> None:
-    monkeypatch.setattr(loop_module, "Ring", lambda learner, inputs: Ring(learner, inputs, depth))
+    monkeypatch.setattr(pipeline_module, "Ring", lambda learner, inputs: Ring(learner, inputs, depth))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 9])

@@ -1,0 +1,77 @@
+"""The time that a run takes: by phase, and of the whole."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["PHASES", "Clock", "process_start"]
+
+#: What is timed apart. ``capture`` is not in ``train``.
+PHASES = ("train", "evaluate", "checkpoint", "capture")
+
+
+class Clock:
+    """Wall-clock seconds of a run, by phase and in all.
+
+    Time that is in no phase (imports, loading and uploading of data, listeners, files) is ``other``. A run that is continued adds to the
+    times of its checkpoint; what it lost is in none of them.
+
+    Args:
+        started: When the whole began, as :func:`time.perf_counter` tells it; None: now.
+
+    Attributes:
+        seconds: By phase.
+    """
+
+    def __init__(self, started: float | None = None) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._started = time.perf_counter() if started is None else started
+        # Of what went before the checkpoint that a run continues from.
+        self._earlier = 0.0
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Counts what is done inside to a phase; phases must not be nested."""
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Counts time to another phase than the one it was counted to."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+    @property
+    def wall(self) -> float:
+        """Seconds of the whole until now."""
+        return self._earlier + time.perf_counter() - self._started
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must hold: seconds by phase, and ``other``."""
+        return {**self.seconds, "other": max(self.wall - sum(self.seconds.values()), 0.0)}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Takes over what :meth:`state` gave to a checkpoint, to which the time since this clock's own start is added.
+
+        Older checkpoints have no ``other``, and the oldest no ``capture``.
+        """
+        self.seconds = {phase: state.get(phase, 0.0) for phase in PHASES}
+        self._earlier = sum(self.seconds.values()) + state.get("other", 0.0)
+
+
+def process_start() -> float | None:
+    """When this process started, as :func:`time.perf_counter` would have told it, to 10 ms; None where the system does not say."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        # Fields after the command, which stands in parentheses and may hold anything; the 22nd of all is the start since boot, in ticks.
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+    return time.perf_counter() - age

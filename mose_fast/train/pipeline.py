@@ -1,0 +1,160 @@
+"""From batches to losses: planned ahead, stepped in order, read late. What trains, and what measures training, goes through here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mose_fast.device import upload
+from mose_fast.methods import Learner, Prepared
+from mose_fast.streams import Stream
+from mose_fast.train.captured import CapturedSteps
+from mose_fast.train.clock import Clock
+from mose_fast.train.losses import LossReader, Taken
+from mose_fast.train.ring import Ring
+
+__all__ = ["Batch", "Pipeline", "incoming", "resident"]
+
+
+class Batch(NamedTuple):
+    """A batch to come.
+
+    Attributes:
+        position: Where a run stands before it; it comes back in :class:`Taken`.
+        content: Of the stream: gives the arguments of :meth:`mose_fast.methods.Learner.prepare`; called on the stream that plans. Of the
+            final memory: its slots.
+    """
+
+    position: dict[str, int]
+    content: Callable[[], dict[str, Any]] | Tensor
+
+
+class Pipeline:
+    """Takes the steps of a learner: a ring of planned batches, graphs of steps where there can be some, a reader of losses, a clock.
+
+    On a card the stream that is current must not be the default one, see :func:`mose_fast.device.own_stream`, and the same in all calls.
+
+    Args:
+        learner: Takes the steps.
+        clock: Counts them to its phases ``train`` and ``capture``; None: one of its own.
+
+    Attributes:
+        captured: Takes the steps of a learner on a card whose losses are read late; None for others.
+        ring: Plans ahead.
+        reader: Waits for losses.
+    """
+
+    def __init__(self, learner: Learner, clock: Clock | None = None) -> None:
+        self.learner = learner
+        self.clock = Clock() if clock is None else clock
+        # On a card, eager steps go the same way, so that both give the same bits.
+        self.captured = CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.late else None
+        self.ring = Ring(learner, None if self.captured is None else self.captured.inputs)
+        self.reader = LossReader(learner)
+        self._planned: deque[dict[str, int]] = deque()
+
+    def run(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
+        """Learns from batches of the stream in order, and tells of each step once its losses have arrived; at the end, of all.
+
+        Steps are taken while this is iterated. Plans reach no further than these batches, so that none is left at the end.
+
+        Args:
+            batches: In order.
+
+        Yields:
+            What was taken, and its losses by name; None where the batch trained nothing.
+        """
+        self.ring.settle()
+        coming = iter(batches)
+        more = True
+        while True:
+            with self.clock.timed("train"):
+                while more and not self.ring.full:
+                    batch = next(coming, None)
+                    if batch is None:
+                        more = False
+                    else:
+                        self.ring.put(batch.content)
+                        self._planned.append(batch.position)
+                if not len(self.ring):
+                    break
+                self._take(self.ring.take(), self._planned.popleft())
+            yield from self.told()
+        yield from self.told(wait=True)
+
+    def rehearse(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
+        """Like :meth:`run` for slots of the final memory, on which nothing is planned ahead."""
+        self.ring.settle()
+        for batch in batches:
+            with self.clock.timed("train"):
+                self._take(self.learner.prepare_rehearsal(batch.content), batch.position)
+            yield from self.told()
+        yield from self.told(wait=True)
+
+    def told(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
+        """The steps whose losses have arrived and were not told yet; ``wait`` for all that were taken. Waiting counts as training."""
+        arriving = self.reader.told(wait=wait)
+        while True:
+            with self.clock.timed("train"):
+                arrived = next(arriving, None)
+            if arrived is None:
+                return
+            yield arrived
+
+    def stop(self) -> None:
+        """Undoes all plans whose step was not taken; to be called where :meth:`run` is left before its end."""
+        self.ring.roll_back()
+        self._planned.clear()
+
+    def undo(self, taken: Taken) -> bool:
+        """Goes back to before a step that was told last, beyond all that came after it.
+
+        Returns:
+            Whether the model is as it was, too; see :meth:`mose_fast.methods.Learner.roll_back`.
+        """
+        self.stop()
+        for later in reversed(self.reader.drop()):
+            self.ring.undo(later.prepared)
+        return self.ring.undo(taken.prepared)
+
+    def _take(self, prepared: Prepared, position: dict[str, int]) -> None:
+        losses = self.learner.consume(prepared, self.captured)
+        if self.captured is not None:
+            self.clock.move(self.captured.seconds, "train", "capture")
+            self.captured.seconds = 0.0
+        self.reader.add(Taken(prepared, position), losses)
+
+
+def incoming(
+    stream: Stream, task: int, batches: Sequence[Tensor], *, train: bool = True, store: bool = True
+) -> list[Callable[[], dict[str, Any]]]:
+    """The contents of batches of a stream, as :class:`Batch` wants them.
+
+    Args:
+        stream: Its images may lie on a card.
+        task: That they come in.
+        batches: Rows of each batch, int64 on the host.
+        train, store: As for :meth:`mose_fast.methods.Learner.prepare`.
+    """
+    if not batches:
+        return []
+    # The images' numbers where the images are, in one transfer: one a batch would wait for the card each time.
+    numbers = upload(torch.cat(list(batches)), stream.x_train.device).split([len(rows) for rows in batches])
+    return [partial(_arguments, stream, task, rows, there, train, store) for rows, there in zip(batches, numbers, strict=True)]
+
+
+def resident(stream: Stream, device: torch.device) -> Stream:
+    """The stream with its images on the card, uploaded once, where they leave half of the free memory to the run."""
+    if device.type != "cuda":
+        return stream
+    size = stream.x_train.nbytes + stream.x_test.nbytes
+    return stream.to(device) if 2 * size <= torch.cuda.mem_get_info(device)[0] else stream
+
+
+def _arguments(stream: Stream, task: int, rows: Tensor, numbers: Tensor, train: bool, store: bool) -> dict[str, Any]:
+    return {"x": stream.x_train[numbers], "y": stream.y_train[rows], "task": task, "index": numbers, "train": train, "store": store}
