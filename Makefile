@@ -20,6 +20,8 @@ export TORCH_CUDA_ARCH_LIST
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# Says what a step does and every ten seconds that it is still at it; shows the step's own output only if it fails.
+STEP := @$(VENV)/bin/python -m build_tools.announce
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
 
 .PHONY: train test lint clean
@@ -48,17 +50,19 @@ $(VENV)/bin/python:
 	  fi; \
 	done; \
 	if [ -z "$$python" ]; then echo "no Python >= 3.10 with venv on PATH; install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; fi; \
+	echo "making a virtual environment of $$python in $(VENV) ..." >&2; \
 	$$python -m venv $(VENV)
 
 # torch before the package: the native library is compiled against the torch that will run it.
 $(VENV)/torch.stamp: | $(VENV)/bin/python
-	$(PIP) --upgrade "torch>=2.11" torchvision "setuptools>=77" ninja
+	$(STEP) "installing torch, torchvision and ninja" "several GB with CUDA; 1 to 10 minutes" -- \
+	  $(PIP) --upgrade "torch>=2.11" torchvision "setuptools>=77" ninja
 	@touch $@
 
 $(VENV)/package.stamp: $(VENV)/torch.stamp $(NATIVE)
-	$(PIP) --no-build-isolation -e .
+	$(STEP) "compiling the native library and installing mose-fast" --native -- $(PIP) --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/package.stamp
-	$(PIP) --no-build-isolation -e ".[test]"
+	$(STEP) "installing what the tests need" "about 1 GB; 1 to 5 minutes" -- $(PIP) --no-build-isolation -e ".[test]"
 	@touch $@
