@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from build_tools import describe, plan  # noqa: E402
-from build_tools.sources import read_sources  # noqa: E402
+from build_tools.sources import emulated_sources, read_sources  # noqa: E402
 
 REQUIREMENTS = [
     "torchvision", "numpy", "scikit-learn", "matplotlib", "tensorboard", "tqdm", "safetensors", "tomli; python_version < '3.11'",
@@ -40,7 +40,9 @@ def native_build() -> tuple[Extension, type[build_ext], str]:
 
     build = describe.decide(torch.__version__, torch.version.cuda)
     os.environ["MAX_JOBS"] = str(describe.jobs())
-    if build.toolkit:
+    if build.backend == "emulated":
+        os.environ["CXX"] = plan.EMULATOR
+    if build.backend == "cuda":
         # Before cpp_extension is imported: its own search takes the folder of an nvcc wrapper for the toolkit.
         os.environ["CUDA_HOME"] = str(build.toolkit.root)
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(build.archs)
@@ -55,7 +57,7 @@ def native_build() -> tuple[Extension, type[build_ext], str]:
             # ninja decides what is out of date. Objects of another torch or back end never mix, and an editable install,
             # for which setuptools takes a fresh folder each time, finds its own again.
             self.force = True
-            tag = f"{build.record['backend']}-torch{torch.__version__}-{sys.implementation.cache_tag}"
+            tag = f"{build.backend}-torch{torch.__version__}-{sys.implementation.cache_tag}"
             self.build_temp = str(ROOT / "build" / f"objects-{tag}")
 
         def run(self) -> None:
@@ -69,14 +71,22 @@ def native_build() -> tuple[Extension, type[build_ext], str]:
                 (folder / "_build.json").write_text(json.dumps(build.record, indent=2) + "\n")
 
     lists = read_sources(ROOT / "csrc")
-    names = lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"] + (lists["MOSE_FAST_CUDA_SOURCES"] if build.toolkit else [])
-    extension = (CUDAExtension if build.toolkit else CppExtension)(
+    sources = [f"csrc/{name}" for name in lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"]]
+    macros, flags, link = [], lists["MOSE_FAST_CXX_FLAGS"], ["-fopenmp"]
+    if build.backend == "cuda":
+        sources += [f"csrc/{name}" for name in lists["MOSE_FAST_CUDA_SOURCES"]]
+        macros = [("MOSE_FAST_WITH_CUDA", None)]
+    elif build.backend == "emulated":
+        sources += emulated_sources(ROOT, lists["MOSE_FAST_CUDA_SOURCES"])
+        macros = [("MOSE_FAST_WITH_CUDA", None), ("MOSE_FAST_EMULATED", None)]
+        flags, link = [*lists["MOSE_FAST_EMULATED_FLAGS"], f"-isystem{build.toolkit.root / 'include'}"], []
+    extension = (CUDAExtension if build.backend == "cuda" else CppExtension)(
         "mose_fast._C",
-        [f"csrc/{name}" for name in names],
+        sources,
         include_dirs=[str(ROOT / "csrc")],
-        define_macros=[("MOSE_FAST_WITH_CUDA", None)] if build.toolkit else [],
-        extra_compile_args={"cxx": lists["MOSE_FAST_CXX_FLAGS"], "nvcc": lists["MOSE_FAST_NVCC_FLAGS"]},
-        extra_link_args=["-fopenmp"],
+        define_macros=macros,
+        extra_compile_args={"cxx": flags, "nvcc": lists["MOSE_FAST_NVCC_FLAGS"]},
+        extra_link_args=link,
     )
     return extension, BuildWithRecord, plan.torch_requirement(torch.__version__, exact=False)
 

@@ -75,7 +75,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         on_card = case.device == "cuda"
         if on_card and not torch.cuda.is_available():
             pytest.skip("there is no CUDA card")
-        if case.impl == "native" and (_loader.native is None or (on_card and _loader.record["backend"] != "cuda")):
+        if case.impl == "native" and not _loader.serves(torch.empty(0, device=case.device)):
             pytest.skip(f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}")
         if case.impl == "compiled" and request.config.getoption("--compiled") == "headline" and not case.headline:
             pytest.skip(f"torch.compile is measured at N={HEADLINE} only, K={CLASSES[0]} (--compiled=all for every size)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -24,8 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Build:
-    """A decided build: ``toolkit`` is None for a CPU-only one; ``record`` is the content of ``_build.json``."""
+    """A decided build.
 
+    Attributes:
+        backend: ``cpu``, ``cuda`` or ``emulated``.
+        toolkit: None for ``cpu``; an emulated build takes its headers alone.
+        archs: Compute capabilities to compile for; none unless ``backend`` is ``cuda``.
+        reason: One sentence on why it was decided so.
+        record: The content of ``_build.json``.
+    """
+
+    backend: str
     toolkit: cuda.Toolkit | None
     archs: list[str]
     reason: str
@@ -60,11 +70,13 @@ def decide(torch_version: str, torch_cuda: str | None) -> Build:
     """
     here = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
     plan.check_same_torch((torch_version, torch_cuda), plan.installed_torch(here))
-    toolkit, reason = plan.choose_backend(os.environ.get("MOSE_FAST_BACKEND") or "auto", torch_cuda, *cuda.find_toolkits(os.environ))
-    archs = archs_for(toolkit)
+    wanted, clang = os.environ.get("MOSE_FAST_BACKEND") or "auto", shutil.which(plan.EMULATOR)
+    backend, toolkit, reason = plan.choose_backend(wanted, torch_cuda, *cuda.find_toolkits(os.environ), clang)
+    archs = archs_for(toolkit) if backend == "cuda" else []
     of_tree: dict[str, Callable[[Path], str | None]] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py"))
     commit, sources = of_tree["git_commit"](ROOT), of_tree["source_hash"](ROOT)
-    return Build(toolkit, archs, reason, plan.build_record(commit, sources, torch_version, torch_cuda, toolkit, archs))
+    record = plan.build_record(backend, commit, sources, torch_version, torch_cuda, toolkit, archs)
+    return Build(backend, toolkit, archs, reason, record)
 
 
 def cmake_lines(values: dict[str, str | list[str]]) -> str:
@@ -82,6 +94,8 @@ def _describe(folder: Path, with_torch: bool) -> dict[str, str | list[str]]:
     import torch
 
     build = decide(torch.__version__, torch.version.cuda)
+    if build.backend == "emulated":
+        raise plan.BuildError("MOSE_FAST_BACKEND=emulated is built by setup.py alone: see docs/building.md")
     if build.toolkit:
         os.environ["CUDA_HOME"] = str(build.toolkit.root)  # before cpp_extension is imported: see setup.py
     from torch.utils import cpp_extension

@@ -10,11 +10,13 @@ from typing import Any
 from build_tools.cuda import Toolkit
 
 __all__ = [
-    "MINIMUM_TORCH", "BuildError", "available_gib", "build_record", "check_same_torch", "choose_backend", "installed_torch", "job_count",
-    "torch_requirement",
+    "EMULATOR", "MINIMUM_TORCH", "BuildError", "available_gib", "build_record", "check_same_torch", "choose_backend", "installed_torch",
+    "job_count", "torch_requirement",
 ]  # fmt: skip
 
 MINIMUM_TORCH = "torch>=2.11"
+EMULATOR = "clang++-19"
+"""The compiler of an emulated build."""
 GIB_PER_JOB = 1.5  # one glue file with torch's headers takes 0.8 GiB in g++; the rest is margin
 GIB_RESERVED = 2.0
 
@@ -24,26 +26,37 @@ class BuildError(Exception):
 
 
 def choose_backend(
-    wanted: str, torch_cuda: str | None, toolkits: Sequence[Toolkit], looked: Sequence[str]
-) -> tuple[Toolkit | None, str]:
-    """Decides between a CPU and a CUDA build. Whether a GPU is present is never asked: build machines have none.
+    wanted: str, torch_cuda: str | None, toolkits: Sequence[Toolkit], looked: Sequence[str], clang: str | None
+) -> tuple[str, Toolkit | None, str]:
+    """Decides between a CPU, a CUDA and an emulated build. Whether a GPU is present is never asked: build machines have none.
 
     Args:
-        wanted: ``MOSE_FAST_BACKEND``: ``auto``, ``cpu`` or ``cuda``.
+        wanted: ``MOSE_FAST_BACKEND``: ``auto``, ``cpu``, ``cuda``, or ``emulated``, which compiles the kernels for the CPU.
         torch_cuda: ``torch.version.cuda`` of the torch compiled against, None for a CPU build of torch.
         toolkits: Toolkits found, in order of preference.
         looked: What :func:`build_tools.cuda.find_toolkits` says of each place.
+        clang: Path of :data:`EMULATOR`, None where there is none.
 
     Returns:
-        The toolkit to build with, or None for a CPU-only build, and one sentence that says why.
+        The back end, ``cpu``, ``cuda`` or ``emulated``; the toolkit to build with (an emulated build takes its headers alone), None for
+        a CPU-only build; and one sentence that says why.
 
     Raises:
-        BuildError: ``wanted`` is unknown, or it is ``cuda`` and there is no toolkit of torch's CUDA major.
+        BuildError: ``wanted`` is unknown; or it is ``cuda`` and there is no toolkit of torch's CUDA major; or it is ``emulated`` and
+            there is no toolkit or no clang.
     """
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise BuildError(f"MOSE_FAST_BACKEND is {wanted!r}; wanted 'auto', 'cpu' or 'cuda'")
+    places = "".join(f"\n  {line}" for line in looked)
+    if wanted not in ("auto", "cpu", "cuda", "emulated"):
+        raise BuildError(f"MOSE_FAST_BACKEND is {wanted!r}; wanted 'auto', 'cpu', 'cuda' or 'emulated'")
     if wanted == "cpu":
-        return None, "CPU-only build: MOSE_FAST_BACKEND=cpu"
+        return "cpu", None, "CPU-only build: MOSE_FAST_BACKEND=cpu"
+    if wanted == "emulated":
+        if clang is None:
+            raise BuildError(f"MOSE_FAST_BACKEND=emulated, but there is no {EMULATOR} on PATH. To go on: apt-get install clang-19")
+        if not toolkits:
+            reason = "no CUDA toolkit (bin/nvcc and include/cuda_runtime.h), whose headers it needs"
+            raise BuildError(f"MOSE_FAST_BACKEND=emulated, but {reason}. Looked for it in:{places}\nTo go on, set CUDA_HOME to its folder.")
+        return "emulated", toolkits[0], f"emulated build: the kernels compiled for the CPU by {clang}, headers of {toolkits[0].root}"
     if torch_cuda is None:
         reason = "the torch to compile against is a CPU build (torch.version.cuda is None)"
         advice = "install a CUDA build of torch"
@@ -52,13 +65,12 @@ def choose_backend(
         for toolkit in toolkits:
             if toolkit.version[0] == major:
                 version = ".".join(map(str, toolkit.version))
-                return toolkit, f"CUDA build: nvcc {version} in {toolkit.root} for a torch with CUDA {torch_cuda}"
+                return "cuda", toolkit, f"CUDA build: nvcc {version} in {toolkit.root} for a torch with CUDA {torch_cuda}"
         reason = f"no CUDA {major} toolkit (bin/nvcc and include/cuda_runtime.h) for a torch with CUDA {torch_cuda}"
         advice = f"install the CUDA {major} toolkit or set CUDA_HOME to its folder"
-    places = "".join(f"\n  {line}" for line in looked)
     if wanted == "cuda":
         raise BuildError(f"MOSE_FAST_BACKEND=cuda, but {reason}. Looked for it in:{places}\nTo go on, {advice}.")
-    return None, f"CPU-only build: {reason}. Looked in:{places}"
+    return "cpu", None, f"CPU-only build: {reason}. Looked in:{places}"
 
 
 def job_count(cores: int, free: float, max_jobs: str | None = None) -> int:
@@ -139,15 +151,21 @@ def check_same_torch(compiled: tuple[str, str | None], target: tuple[str, str | 
 
 
 def build_record(
-    commit: str | None, sources: str | None, torch_version: str, torch_cuda: str | None, toolkit: Toolkit | None, archs: Sequence[str]
+    backend: str,
+    commit: str | None,
+    sources: str | None,
+    torch_version: str,
+    torch_cuda: str | None,
+    toolkit: Toolkit | None,
+    archs: Sequence[str],
 ) -> dict[str, Any]:
     """Returns what ``_build.json`` beside the library says of it; ``mose_fast._loader`` reads it before loading anything."""
     return {
         "commit": commit,
         "sources": sources,
-        "backend": "cuda" if toolkit else "cpu",
+        "backend": backend,
         "archs": list(archs),
         "torch": torch_version,
         "torch_cuda": torch_cuda,
-        "cuda": ".".join(map(str, toolkit.version)) if toolkit else None,
+        "cuda": ".".join(map(str, toolkit.version)) if toolkit and backend == "cuda" else None,
     }

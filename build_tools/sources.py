@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["parse_lists", "read_sources"]
+__all__ = ["emulated_sources", "parse_lists", "read_sources"]
 
 
 def parse_lists(text: str) -> dict[str, list[str]]:
@@ -35,3 +36,24 @@ def read_sources(csrc: Path) -> dict[str, list[str]]:
             if name.endswith("_SOURCES") and not (csrc / item).is_file():
                 raise FileNotFoundError(f"sources.cmake: {name} lists {item!r}, which is not a file under {csrc}")
     return lists
+
+
+def emulated_sources(root: Path, names: Sequence[str]) -> list[str]:
+    """Writes, for every .cu file of ``names`` (relative to ``root / "csrc"``), a C++ file that runs its kernels on the CPU.
+
+    A plain C++ compiler takes a .cu file for one of another language; included, it needs no flags of its own. A file that says the
+    right thing already is left alone, so that nothing is compiled twice.
+
+    Returns:
+        Their paths, relative to ``root``: ``build/emulated_sources/<stem>.cpp``.
+    """
+    folder = root / "build" / "emulated_sources"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name in names:
+        path = folder / f"{Path(name).stem}.cpp"
+        text = f'#include "emulated/cuda_on_cpu.h"\n#include "{name}"\n'
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+        paths.append(path.relative_to(root).as_posix())
+    return paths

@@ -32,6 +32,7 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/augment.cpp
   torch/expert_losses.cpp
   torch/align_conv.cpp
+  torch/device.cpp
   torch/workspace.cpp
   torch/adam.cpp
   torch/norm_pool.cpp
@@ -46,6 +47,19 @@ set(MOSE_FAST_CXX_FLAGS
   -fvisibility=hidden
   -Wall
   -fopenmp
+  -ffp-contract=off
+  -fno-math-errno
+  -fno-trapping-math
+)
+
+# The kernels as well as the rest, compiled for the CPU by clang (MOSE_FAST_BACKEND=emulated). Without OpenMP: its run time would be
+# clang's beside torch's GCC's.
+set(MOSE_FAST_EMULATED_FLAGS
+  -O2
+  -fvisibility=hidden
+  -Wall
+  -Wno-unknown-pragmas
+  -Wno-unused-variable
   -ffp-contract=off
   -fno-math-errno
   -fno-trapping-math

@@ -18,10 +18,10 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         ``version`` of the package; ``commit`` of the running code (ending in ``+dirty`` if files differ from it): the checkout's,
-        or the one recorded when the package was built, None if neither is known; ``backend`` of the library, ``"cpu"`` or
-        ``"cuda"``, None where there is none and pure PyTorch is used; ``archs``, the compute capabilities compiled for;
-        ``torch`` and ``cuda``, the versions compiled against, None without such; ``torch_running`` and ``cuda_running``, the
-        versions of the torch that runs now.
+        or the one recorded when the package was built, None if neither is known; ``backend`` of the library, ``"cpu"``, ``"cuda"``
+        or ``"emulated"`` (the CUDA kernels, compiled for the CPU), None where there is none and pure PyTorch is used; ``archs``, the
+        compute capabilities compiled for; ``torch`` and ``cuda``, the versions compiled against, None without such;
+        ``torch_running`` and ``cuda_running``, the versions of the torch that runs now.
     """
     record = _loader.record or {}
     library = record if _loader.native is not None else {}

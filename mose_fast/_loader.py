@@ -21,7 +21,7 @@ import torch
 
 from mose_fast._version import source_hash
 
-__all__ = ["REBUILD", "native", "obstacle", "record", "serves"]
+__all__ = ["REBUILD", "card", "native", "obstacle", "on_card", "record", "serves"]
 
 _NAME = "mose_fast._C"
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -90,7 +90,18 @@ native, record, obstacle = _start()
 """The native module, None where pure PyTorch is used; what its ``_build.json`` says, None where there is none; why there is no module."""
 
 
+def card() -> str | None:
+    """Returns the type of the devices whose tensors the library's CUDA kernels take: ``"cuda"``, or ``"cpu"`` where the library emulates
+    a card; None where there are no kernels."""
+    return None if native is None else {"cuda": "cuda", "emulated": "cpu"}.get(record["backend"])
+
+
 def serves(*tensors: torch.Tensor) -> bool:
     """Tells whether the native library has code for these tensors: all on the CPU, or all on one card in a CUDA build."""
     devices = {tensor.device for tensor in tensors}
-    return native is not None and len(devices) == 1 and (devices.pop().type in ("cpu", record["backend"]))
+    return native is not None and len(devices) == 1 and (devices.pop().type in ("cpu", card()))
+
+
+def on_card(*tensors: torch.Tensor) -> bool:
+    """Tells whether the CUDA kernels of the native library take these tensors. The one place that says so: a device's type does not."""
+    return serves(*tensors) and tensors[0].device.type == card()

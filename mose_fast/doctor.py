@@ -161,6 +161,9 @@ def _native() -> Finding:
         return Finding("--", "native library", f"not used: {_loader.obstacle}; pure PyTorch serves, slower", fix)
     archs = f" {record['cuda']} for {' '.join(record['archs'])}" if record["backend"] == "cuda" else ""
     found = f"{record['backend']}{archs}, compiled against torch {record['torch']}, commit {(record['commit'] or 'unknown')[:12]}"
+    if record["backend"] == "emulated":
+        fix = "for tests alone; unset MOSE_FAST_NATIVE" if os.environ.get("MOSE_FAST_NATIVE") else f"for tests alone; {_loader.REBUILD}"
+        return Finding("--", "native library", f"{found}; runs the CUDA kernels on the CPU, slowly", fix)
     if record["backend"] == "cpu" and torch.cuda.is_available():
         return Finding("--", "native library", f"{found}; nothing in it for the GPU", f"MOSE_FAST_BACKEND=cuda {_loader.REBUILD}")
     return Finding("ok", "native library", found)

@@ -1,5 +1,5 @@
 // How a launcher starts a kernel and a kernel gets its shared memory, so that one .cu file serves nvcc and, in tests without a
-// card, a plain C++ compiler: there tests/cpp/cuda_on_cpu.h has defined both macros before this file is read.
+// card, a plain C++ compiler: there csrc/emulated/cuda_on_cpu.h has defined both macros before this file is read.
 //
 //   MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, arguments...)   launches and checks; (kernel<A, B>) in parentheses
 //   MF_DYNAMIC_SHARED(name);                                                 unsigned char* name, aligned to 16
@@ -21,7 +21,7 @@
 #define MF_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 
 #elif !defined(MF_LAUNCH)
-#error "a .cu file was compiled by a plain C++ compiler; wanted nvcc, or tests/cpp/cuda_on_cpu.h included first"
+#error "a .cu file was compiled by a plain C++ compiler; wanted nvcc, or csrc/emulated/cuda_on_cpu.h included first"
 #endif
 
 namespace mf::cuda {

@@ -1,6 +1,6 @@
 // Warp-wide matrix instructions and asynchronous copies of sm_80 and later, one function each.
 //
-// In tests without a card tests/cpp/cuda_on_cpu_mma.h, included before, defines MF_MMA_ON_CPU and the same functions.
+// In tests without a card csrc/emulated/cuda_on_cpu_mma.h, included before, defines MF_MMA_ON_CPU and the same functions.
 #pragma once
 
 #include <cuda_bf16.h>

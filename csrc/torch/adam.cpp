@@ -12,12 +12,8 @@
 #include <vector>
 
 #include "torch/bind.h"
+#include "torch/device.h"
 #include "torch/maps.h"
-
-#if defined(MOSE_FAST_WITH_CUDA)
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace mf {
 namespace {
@@ -84,17 +80,17 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
                     eps,
                     weight_decay};
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (master.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(master.device());
+  if (on_card(master)) {
+    const DeviceGuard guard(master.device());
     static_assert(sizeof(AdamScale) == 2 * sizeof(float) && sizeof(int32_t) == sizeof(float), "one workspace holds both");
     const at::Tensor workspace = at::empty({2 * parameters + 1}, master.options());
     params.scales = static_cast<AdamScale*>(workspace.mutable_data_ptr());
     params.frozen = reinterpret_cast<int32_t*>(params.scales + parameters);
-    cuda::adam_step(params, c10::cuda::getCurrentCUDAStream());
+    cuda::adam_step(params, current_stream());
     return;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(master.is_cpu(), "master is on ", master.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(master), "master is on ", master.device(), "; this build of mose_fast serves ", kDevices);
   cpu::adam_step(params, at::get_num_threads());
 }
 

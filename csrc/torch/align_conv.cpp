@@ -5,14 +5,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "torch/bind.h"
+#include "torch/device.h"
 
 #if defined(MOSE_FAST_WITH_CUDA)
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -25,7 +24,7 @@ namespace {
 
 // A map of these sizes, with x's type and device, in channels_last memory.
 const void* map_pointer(const at::Tensor& map, const char* name, at::IntArrayRef sizes, const at::Tensor& x) {
-  TORCH_CHECK(map.is_cuda() && map.device() == x.device(), name, " is on ", map.device(), "; wanted the card where x is");
+  TORCH_CHECK(on_card(map) && map.device() == x.device(), name, " is on ", map.device(), "; wanted the card where x is");
   TORCH_CHECK(map.sizes() == sizes && map.scalar_type() == x.scalar_type(), name, " is ", map.scalar_type(), " ", map.sizes(), "; wanted ",
               x.scalar_type(), " ", sizes);
   TORCH_CHECK(map.is_contiguous(at::MemoryFormat::ChannelsLast) && reinterpret_cast<uintptr_t>(map.const_data_ptr()) % 16 == 0, name,
@@ -81,7 +80,7 @@ std::tuple<at::Tensor, at::Tensor, MaybeTensor> align_conv(const at::Tensor& poi
                                                            std::optional<int64_t> valid) {
   AlignConvForward params{};
   params.input = input_of(x, depthwise, stride, prologue, gate, valid_tensor, valid);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   params.pointwise = matrix_pointer(pointwise, pointwise.size(0), x);
   TORCH_CHECK(pointwise.size(1) == x.size(1), "pointwise is ", pointwise.sizes(), "; wanted ", x.size(1), " columns");
   params.out_channels = pointwise.size(0);
@@ -97,16 +96,16 @@ std::tuple<at::Tensor, at::Tensor, MaybeTensor> align_conv(const at::Tensor& poi
   params.moments = moments.mutable_data_ptr<float>();
   params.y = y.mutable_data_ptr();
   params.state = state.mutable_data_ptr<float>();
-  cuda::align_conv_forward(params, c10::cuda::getCurrentCUDAStream());
+  cuda::align_conv_forward(params, current_stream());
   return {y, state, map};
 }
 
 at::Tensor align_conv_depthwise(const at::Tensor& x, const at::Tensor& depthwise, int64_t stride, const MaybeTensor& prologue,
                                 const MaybeTensor& gate, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
   const AlignConvInput in = input_of(x, depthwise, stride, prologue, gate, valid_tensor, valid);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   const at::Tensor map = map_of(x, in, in.channels);
-  cuda::align_conv_depthwise({in, map.mutable_data_ptr()}, c10::cuda::getCurrentCUDAStream());
+  cuda::align_conv_depthwise({in, map.mutable_data_ptr()}, current_stream());
   return map;
 }
 
@@ -129,7 +128,7 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_total(c
   params.norm = params_of(norm, params.channels, y);
   params.valid_pointer = valid_pointer(valid_tensor, y);
   params.valid = valid.value_or(params.images);
-  const c10::cuda::CUDAGuard guard(y.device());
+  const DeviceGuard guard(y.device());
   const at::Tensor total = at::empty_like(y);
   params.total = total.mutable_data_ptr();
   MaybeTensor weight, bias;
@@ -148,7 +147,7 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_total(c
     map = at::empty({y.size(0), params.in_channels, y.size(2), y.size(3)}, y.options().memory_format(at::MemoryFormat::ChannelsLast));
     params.map = map->mutable_data_ptr();
   }
-  cuda::align_conv_total(params, c10::cuda::getCurrentCUDAStream());
+  cuda::align_conv_total(params, current_stream());
   return {total, map, weight, bias};
 }
 
@@ -162,7 +161,7 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_backwa
   const AlignConvInput& in = params.input;
   TORCH_CHECK((prologue || !wants_prologue) && (gate || !wants_gate), "prologue or gate is None; wanted one whose gradient is wanted");
   params.grad = map_pointer(grad, "grad", {in.images, in.channels, in.out_height(), in.out_width()}, x);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   MaybeTensor to_x, to_depthwise, to_prologue, to_gate;
   at::Tensor sums;
   if (wants_x) {
@@ -185,7 +184,7 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_backwa
     to_prologue = at::empty_like(*prologue);
     params.prologue = to_prologue->mutable_data_ptr<float>();
   }
-  cuda::align_conv_backward(params, c10::cuda::getCurrentCUDAStream());
+  cuda::align_conv_backward(params, current_stream());
   return {to_x, to_depthwise, to_prologue, to_gate};
 }
 

@@ -12,11 +12,7 @@
 #include <vector>
 
 #include "torch/bind.h"
-
-#if defined(MOSE_FAST_WITH_CUDA)
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "torch/device.h"
 
 namespace mf {
 namespace {
@@ -116,13 +112,13 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   params.jitter_normalised = jitter_normalised;
   const at::Tensor views = output.permute({0, 3, 1, 2});
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (device.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(device);
-    cuda::augment(params, c10::cuda::getCurrentCUDAStream());
+  if (on_card(device)) {
+    const DeviceGuard guard(device);
+    cuda::augment(params, current_stream());
     return views;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu(), "the first source is on ", device, "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(device), "the first source is on ", device, "; this build of mose_fast serves ", kDevices);
   check_contents(params, all_rows);
   cpu::augment(params, at::get_num_threads());
   return views;
@@ -140,10 +136,7 @@ void register_augment(torch::Library& library) {
   library.def(
       "augment(Tensor[] sources, Tensor rows, Tensor layout, Tensor codes, Tensor factors, float[] mean, float[] std, "
       "bool jitter_normalised, ScalarType dtype, int channels) -> Tensor");
-  library.impl("augment", c10::DispatchKey::CPU, &augment_op);
-#if defined(MOSE_FAST_WITH_CUDA)
-  library.impl("augment", c10::DispatchKey::CUDA, &augment_op);
-#endif
+  implement(library, "augment", &augment_op);
 }
 
 void bind_augment(py::module_& module) {

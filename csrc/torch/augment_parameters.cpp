@@ -14,11 +14,7 @@
 #include <vector>
 
 #include "torch/bind.h"
-
-#if defined(MOSE_FAST_WITH_CUDA)
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "torch/device.h"
 
 namespace mf {
 namespace {
@@ -51,13 +47,13 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recip
                                        codes.mutable_data_ptr<int32_t>(),
                                        factors.mutable_data_ptr<float>()};
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (device.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(codes.device());
-    cuda::augment_parameters(params, c10::cuda::getCurrentCUDAStream());
+  if (on_card(device)) {
+    const DeviceGuard guard(codes.device());
+    cuda::augment_parameters(params, current_stream());
     return {codes, factors};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu(), "device is ", device, "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(device), "device is ", device, "; this build of mose_fast serves ", kDevices);
   cpu::augment_parameters(params, at::get_num_threads());
   return {codes, factors};
 }

@@ -5,16 +5,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "torch/bind.h"
+#include "torch/device.h"
 
 #if defined(MOSE_FAST_WITH_CUDA)
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime.h>
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -27,14 +24,8 @@
 namespace mf {
 namespace {
 
-int processors(const at::Tensor& x) {
-  int count = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, x.device().index()));
-  return count;
-}
-
 void check_map(const at::Tensor& map, const char* name, const at::Tensor& x) {
-  TORCH_CHECK(map.device() == x.device() && map.is_cuda(), name, " is on ", map.device(), "; wanted the card where x is");
+  TORCH_CHECK(map.device() == x.device() && on_card(map), name, " is on ", map.device(), "; wanted the card where x is");
   TORCH_CHECK(map.sizes() == x.sizes() && map.scalar_type() == x.scalar_type(), name, " is ", map.scalar_type(), " ", map.sizes(), "; wanted ",
               x.scalar_type(), " ", x.sizes(), ", as x is");
   TORCH_CHECK(map.dim() == 4 && map.is_contiguous(at::MemoryFormat::ChannelsLast), name, " has shape ", map.sizes(), " and strides ",
@@ -62,7 +53,7 @@ at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
 // [norms, 4, channels]
 at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& other, const std::optional<Norm>& other_norm,
                      const MaybeTensor& prologue, const MapShape& shape) {
-  const int count = processors(x);
+  const int count = processors(x.device());
   const ChannelGrid grid = norm_grid(shape, count);
   const int norms = other_norm ? 2 : 1;
   for (const Norm* each : {&norm, other_norm ? &*other_norm : &norm}) {
@@ -82,7 +73,7 @@ at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& o
                               states.mutable_data_ptr<float>(),
                               partials.mutable_data_ptr<float>(),
                               tickets(norms * grid.tickets())};
-  cuda::norm_statistics(params, c10::cuda::getCurrentCUDAStream());
+  cuda::norm_statistics(params, current_stream());
   return states;
 }
 
@@ -95,13 +86,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& 
     check_map(*residual, "residual", x);
   }
   TORCH_CHECK(residual || !residual_norm, "residual is None with a residual_norm; wanted the map that it normalises");
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   const at::Tensor states = states_of(x, norm, residual, residual_norm, prologue, shape);
   const at::Tensor y = at::empty_like(x);
   const at::Tensor mask = at::empty({wants_mask ? shape.pixels() * shape.channels / kGroup : 0}, x.options().dtype(at::kByte));
   const BatchNormActForward params{shape,
                                    float_type(x, "x"),
-                                   processors(x),
+                                   processors(x.device()),
                                    x.const_data_ptr(),
                                    states.const_data_ptr<float>(),
                                    prologue ? prologue->const_data_ptr<float>() : nullptr,
@@ -110,7 +101,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& 
                                    relu,
                                    y.mutable_data_ptr(),
                                    wants_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr};
-  cuda::batch_norm_act_forward(params, c10::cuda::getCurrentCUDAStream());
+  cuda::batch_norm_act_forward(params, current_stream());
   return {y, mask, states};
 }
 
@@ -122,7 +113,7 @@ void run_backward(BatchNormActBackward& params, const at::Tensor& x) {
     partials = floats({grid.partials(BatchNormActBackward::kPrologueFields)}, x);
     params.partials = partials.mutable_data_ptr<float>();
   }
-  cuda::batch_norm_act_backward(params, c10::cuda::getCurrentCUDAStream());
+  cuda::batch_norm_act_backward(params, current_stream());
 }
 
 // The gradients of x, of the residual and of the prologue (None where not wanted), and per norm the rows of NormGradRow.
@@ -141,8 +132,8 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
   BatchNormActBackward params{};
   params.shape = shape;
   params.type = float_type(x, "x");
-  const c10::cuda::CUDAGuard guard(x.device());
-  params.processors = processors(x);
+  const DeviceGuard guard(x.device());
+  params.processors = processors(x.device());
   for (const at::Tensor& grad : grads) {
     check_map(grad, "a gradient", x);
     params.grads[params.grad_count++] = grad.const_data_ptr();
@@ -174,7 +165,7 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
     sum = at::empty_like(x);
     params.g = sum->mutable_data_ptr();
   }
-  cuda::batch_norm_act_sums(params, c10::cuda::getCurrentCUDAStream());
+  cuda::batch_norm_act_sums(params, current_stream());
 
   MaybeTensor x_grad, residual_grad, prologue_grad;
   const bool second_residual = wants_residual && residual_norm;
@@ -202,7 +193,7 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
 // [4, channels]
 at::Tensor norm_state(const at::Tensor& x, const Norm& norm, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
   const MapShape shape = shape_of(x, valid_tensor, valid);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   return states_of(x, norm, {}, {}, {}, shape).squeeze(0);
 }
 
@@ -211,19 +202,19 @@ std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, 
                                                         const MaybeTensor& valid_tensor, std::optional<int64_t> valid, bool wants_x) {
   const MapShape shape = shape_of(x, valid_tensor, valid);
   const int64_t count = kNormRows * shape.channels;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   const at::Tensor norm_grads = floats({kNormGradRows, shape.channels}, x);
   const NormStateBackward first{shape, state_pointer(state, "state", count, x),
                                 floats_pointer(grad, "grad", count, x, alignof(float)), params_of(norm, x.size(1), x),
                                 norm_grads.mutable_data_ptr<float>()};
-  cuda::norm_state_backward(first, c10::cuda::getCurrentCUDAStream());
+  cuda::norm_state_backward(first, current_stream());
   if (!wants_x) {
     return {MaybeTensor{}, norm_grads};
   }
   BatchNormActBackward params{};
   params.shape = shape;
   params.type = float_type(x, "x");
-  params.processors = processors(x);
+  params.processors = processors(x.device());
   params.x = x.const_data_ptr();
   params.state = first.state;
   params.norm_grads = first.norm_grads;

@@ -6,11 +6,7 @@
 
 namespace mf {
 
-#if defined(MOSE_FAST_WITH_CUDA)
-inline constexpr const char* kDevices = "cpu and cuda";
-#else
-inline constexpr const char* kDevices = "cpu";
-#endif
+void bind_device(py::module_& module);
 
 void register_null(torch::Library& library);
 void bind_null(py::module_& module);

@@ -17,11 +17,7 @@
 
 #include "core/check.h"
 #include "torch/bind.h"
-
-#if defined(MOSE_FAST_WITH_CUDA)
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "torch/device.h"
 
 namespace mf {
 namespace {
@@ -86,7 +82,7 @@ struct Inputs {
     for (const at::Tensor* tensor : {&projections_in, &logits_in, &features_in, &student_in}) {
       type = tensor->scalar_type() == at::kDouble ? at::kDouble : type;
     }
-    const auto prepared = [&](const at::Tensor& tensor) { return (device.is_cpu() ? tensor.to(type) : tensor).contiguous(); };
+    const auto prepared = [&](const at::Tensor& tensor) { return (on_cpu(device) ? tensor.to(type) : tensor).contiguous(); };
     projections = prepared(projections_in);
     logits = prepared(logits_in);
     features = prepared(features_in);
@@ -117,7 +113,7 @@ struct Inputs {
               static_cast<Distillation>(distil),
               static_cast<DistanceReduction>(reduction),
               student_index};
-    if (device.is_cpu()) {
+    if (on_cpu(device)) {
       const int64_t v = valid.defined() ? *params.valid_pointer : params.valid;
       const int64_t f = fresh.defined() ? *params.fresh_pointer : params.fresh;
       TORCH_CHECK_VALUE(v >= 0 && v <= rows, "valid_rows is ", v, "; wanted 0 to ", rows, ", the rows of projections");
@@ -167,13 +163,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> expert_losses(
   const at::Tensor statistics = in.empty({in.params.statistics().size()});
   const ExpertLossesForward params{in.params, terms.mutable_data_ptr(), statistics.mutable_data_ptr()};
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (labels.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(labels.device());
-    cuda::expert_losses_forward(params, c10::cuda::getCurrentCUDAStream());
+  if (on_card(labels)) {
+    const DeviceGuard guard(labels.device());
+    cuda::expert_losses_forward(params, current_stream());
     return {terms, statistics, in.empty({0, 0, 0})};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(labels.is_cpu(), "labels is on ", labels.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(labels), "labels is on ", labels.device(), "; this build of mose_fast serves ", kDevices);
   return {terms, statistics, in.type == at::kDouble ? forward_on_cpu<double>(in, params) : forward_on_cpu<float>(in, params)};
 }
 
@@ -209,7 +205,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> expert_losses_backwar
   TORCH_CHECK(statistics.numel() == in.params.statistics().size() && statistics.scalar_type() == in.type && statistics.is_contiguous() &&
                   statistics.device() == labels.device(),
               "statistics does not fit; wanted what the forward call returned");
-  const int64_t similarities = labels.is_cpu() && in.contrasts() ? in.params.experts * in.params.rows * in.params.rows : 0;
+  const int64_t similarities = on_cpu(labels) && in.contrasts() ? in.params.experts * in.params.rows * in.params.rows : 0;
   TORCH_CHECK(similarity.numel() == similarities && similarity.scalar_type() == in.type && similarity.is_contiguous(),
               "similarity does not fit; wanted what the forward call returned");
   wanted[0] = wanted[0] && in.contrasts();
@@ -229,13 +225,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> expert_losses_backwar
                                     arrays[2],
                                     arrays[3]};
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (labels.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(labels.device());
-    cuda::expert_losses_backward(params, c10::cuda::getCurrentCUDAStream());
+  if (on_card(labels)) {
+    const DeviceGuard guard(labels.device());
+    cuda::expert_losses_backward(params, current_stream());
     return {grads[0], grads[1], grads[2], grads[3]};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(labels.is_cpu(), "labels is on ", labels.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(labels), "labels is on ", labels.device(), "; this build of mose_fast serves ", kDevices);
   if (in.type == at::kDouble) {
     backward_on_cpu<double>(in, params, similarity);
   } else {
@@ -257,12 +253,8 @@ void register_expert_losses(torch::Library& library) {
   library.def((std::string("expert_losses_backward(Tensor grad, Tensor statistics, Tensor similarity, bool[4] wanted, ") + kInputs +
                ") -> (Tensor, Tensor, Tensor, Tensor)")
                   .c_str());
-  library.impl("expert_losses", c10::DispatchKey::CPU, &expert_losses);
-  library.impl("expert_losses_backward", c10::DispatchKey::CPU, &expert_losses_backward);
-#if defined(MOSE_FAST_WITH_CUDA)
-  library.impl("expert_losses", c10::DispatchKey::CUDA, &expert_losses);
-  library.impl("expert_losses_backward", c10::DispatchKey::CUDA, &expert_losses_backward);
-#endif
+  implement(library, "expert_losses", &expert_losses);
+  implement(library, "expert_losses_backward", &expert_losses_backward);
 }
 
 void bind_expert_losses(py::module_& module) {

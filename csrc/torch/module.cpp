@@ -11,6 +11,7 @@ TORCH_LIBRARY(mose_fast, library) {
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Native ops of mose_fast; the public functions are in mose_fast.ops.";
+  mf::bind_device(module);
   mf::bind_null(module);
   mf::bind_expert_losses(module);
   mf::bind_reservoir(module);

@@ -14,12 +14,8 @@
 #include <tuple>
 
 #include "torch/bind.h"
+#include "torch/device.h"
 #include "torch/maps.h"
-
-#if defined(MOSE_FAST_WITH_CUDA)
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace mf {
 namespace {
@@ -74,13 +70,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_pool(const at::Tensor& x, co
                                keeps ? counts.mutable_data_ptr<float>() : nullptr,
                                keeps ? sums.mutable_data_ptr<float>() : nullptr};
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (x.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(x.device());
-    cuda::norm_pool(params, c10::cuda::getCurrentCUDAStream());
+  if (on_card(x)) {
+    const DeviceGuard guard(x.device());
+    cuda::norm_pool(params, current_stream());
     return {pooled, counts, sums};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(x.is_cpu(), "x is on ", x.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(x), "x is on ", x.device(), "; this build of mose_fast serves ", kDevices);
   cpu::norm_pool(params, at::get_num_threads());
   return {pooled, counts, sums};
 }
@@ -111,13 +107,13 @@ std::tuple<at::Tensor, at::Tensor> norm_pool_backward(const at::Tensor& grad_in,
                                 {wants_x ? dx.mutable_data_ptr() : nullptr, in.params.x.type},
                                 wants_state ? dstate.mutable_data_ptr<float>() : nullptr};
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (x.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(x.device());
-    cuda::norm_pool_backward(params, c10::cuda::getCurrentCUDAStream());
+  if (on_card(x)) {
+    const DeviceGuard guard(x.device());
+    cuda::norm_pool_backward(params, current_stream());
     return {dx, dstate};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(x.is_cpu(), "x is on ", x.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(x), "x is on ", x.device(), "; this build of mose_fast serves ", kDevices);
   cpu::norm_pool_backward(params, at::get_num_threads());
   return {dx, dstate};
 }

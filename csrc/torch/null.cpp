@@ -9,11 +9,7 @@
 
 #include "api/null.h"
 #include "torch/bind.h"
-
-#if defined(MOSE_FAST_WITH_CUDA)
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "torch/device.h"
 
 namespace mf {
 namespace {
@@ -25,13 +21,13 @@ at::Tensor null(const at::Tensor& input) {
   at::Tensor output = at::empty_like(source);
   const NullParams params{source.const_data_ptr(), output.mutable_data_ptr(), static_cast<int64_t>(source.nbytes())};
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (source.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(source.device());
-    cuda::null(params, c10::cuda::getCurrentCUDAStream());
+  if (on_card(source)) {
+    const DeviceGuard guard(source.device());
+    cuda::null(params, current_stream());
     return output;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(source.is_cpu(), "x is on ", source.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(source), "x is on ", source.device(), "; this build of mose_fast serves ", kDevices);
   cpu::null(params, at::get_num_threads());
   return output;
 }
@@ -40,10 +36,7 @@ at::Tensor null(const at::Tensor& input) {
 
 void register_null(torch::Library& library) {
   library.def("null(Tensor x) -> Tensor");
-  library.impl("null", c10::DispatchKey::CPU, &null);
-#if defined(MOSE_FAST_WITH_CUDA)
-  library.impl("null", c10::DispatchKey::CUDA, &null);
-#endif
+  implement(library, "null", &null);
 }
 
 void bind_null(py::module_& module) {

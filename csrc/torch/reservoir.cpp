@@ -9,11 +9,7 @@
 #include <algorithm>
 
 #include "torch/bind.h"
-
-#if defined(MOSE_FAST_WITH_CUDA)
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "torch/device.h"
 
 namespace mf {
 namespace {
@@ -46,7 +42,7 @@ at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tas
   check(index, "index", at::kLong, count, state);
 
   const at::Tensor slots = at::empty({count}, state.options());
-  const at::Tensor claims = at::empty({state.is_cuda() ? count : 0}, state.options());
+  const at::Tensor claims = at::empty({on_card(state) ? count : 0}, state.options());
   const ReservoirInsertParams params{images.mutable_data_ptr<uint8_t>(),
                                      labels.mutable_data_ptr<int64_t>(),
                                      tasks.mutable_data_ptr<int64_t>(),
@@ -62,13 +58,13 @@ at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tas
                                      capacity,
                                      images.numel() / capacity};
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (state.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(state.device());
-    cuda::reservoir_insert(params, c10::cuda::getCurrentCUDAStream());
+  if (on_card(state)) {
+    const DeviceGuard guard(state.device());
+    cuda::reservoir_insert(params, current_stream());
     return slots;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(state.is_cpu(), "state is on ", state.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(state), "state is on ", state.device(), "; this build of mose_fast serves ", kDevices);
   cpu::reservoir_insert(params);
   return slots;
 }
@@ -86,13 +82,13 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
       tasks.const_data_ptr<int64_t>(), state.mutable_data_ptr<int64_t>(), slots.mutable_data_ptr<int64_t>(), slots.size(0), capacity, task,
       static_cast<SlotFilter>(filter)};
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (state.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(state.device());
-    cuda::reservoir_draw(params, c10::cuda::getCurrentCUDAStream());
+  if (on_card(state)) {
+    const DeviceGuard guard(state.device());
+    cuda::reservoir_draw(params, current_stream());
     return slots;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(state.is_cpu(), "state is on ", state.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(state), "state is on ", state.device(), "; this build of mose_fast serves ", kDevices);
   cpu::reservoir_draw(params);
   return slots;
 }
@@ -104,12 +100,8 @@ void register_reservoir(torch::Library& library) {
       "reservoir_insert(Tensor(a!) images, Tensor(b!) labels, Tensor(c!) tasks, Tensor(d!) indices, Tensor(e!) state, Tensor x, Tensor y, "
       "int task, Tensor index) -> Tensor");
   library.def("reservoir_draw(Tensor tasks, Tensor(a!) state, int k, int filter, int task) -> Tensor");
-  library.impl("reservoir_insert", c10::DispatchKey::CPU, &reservoir_insert);
-  library.impl("reservoir_draw", c10::DispatchKey::CPU, &reservoir_draw);
-#if defined(MOSE_FAST_WITH_CUDA)
-  library.impl("reservoir_insert", c10::DispatchKey::CUDA, &reservoir_insert);
-  library.impl("reservoir_draw", c10::DispatchKey::CUDA, &reservoir_draw);
-#endif
+  implement(library, "reservoir_insert", &reservoir_insert);
+  implement(library, "reservoir_draw", &reservoir_draw);
 }
 
 void bind_reservoir(py::module_& module) {

@@ -125,7 +125,7 @@ class ViewMaker:
     @property
     def capturable(self) -> bool:
         """Whether :meth:`apply` can be captured in a CUDA graph: DALI runs outside of graphs, plain PyTorch waits for the host."""
-        return self.feed == "fused" and _loader.native is not None and _loader.record["backend"] == "cuda"
+        return self.feed == "fused" and _loader.card() == "cuda"
 
     def close(self) -> None:
         """Frees what the feed holds beside tensors (DALI: threads and buffers); the next views build it again."""

@@ -45,7 +45,7 @@ class NetworkLearner(Learner):
         super().__init__(config, **stream)
         self.kernels = config.kernels
         if config.kernels == "auto":
-            self.kernels = "fused" if self.device.type == "cuda" and _loader.serves(torch.empty(0, device=self.device)) else "torch"
+            self.kernels = "fused" if _loader.on_card(torch.empty(0, device=self.device)) else "torch"
         self.start_afresh()
         self.views = self.build_views(config.options.augment)
 

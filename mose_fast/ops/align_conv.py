@@ -149,7 +149,7 @@ def align_conv(
 
 def _has_kernels(x: Tensor, out_channels: int) -> bool:
     """Kernels are for cards; PyTorch's convolutions serve the CPU, float64 and channels that are no multiple of 8."""
-    if x.device.type != "cuda" or x.dtype == torch.float64 or not _loader.serves(x):
+    if x.dtype == torch.float64 or not _loader.on_card(x):
         return False
     if x.shape[1] % 8 or out_channels % 8 or out_channels > 2048:
         say_once(

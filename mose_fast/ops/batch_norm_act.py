@@ -67,7 +67,7 @@ def _check_elements(norm: Norm, x: Tensor, valid_rows: int | Tensor | None) -> N
 
 def _serves(x: Tensor, *norms: Norm) -> bool:
     """Whether the kernels take this; says once why where one could expect it."""
-    if x.device.type != "cuda" or not _loader.serves(x) or torch.compiler.is_compiling() or x.numel() == 0:
+    if not _loader.on_card(x) or torch.compiler.is_compiling() or x.numel() == 0:
         return False
     obstacle = None
     if x.dtype == torch.float64:

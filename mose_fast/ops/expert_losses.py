@@ -97,7 +97,7 @@ def _check_classes(labels: Tensor, new_rows: int, mask: Tensor | None, classes: 
 
 
 def _serves(*tensors: Tensor) -> bool:
-    return _loader.serves(*tensors) and (tensors[0].device.type == "cpu" or all(t.dtype != torch.float64 for t in tensors))
+    return _loader.serves(*tensors) and (not _loader.on_card(*tensors) or all(t.dtype != torch.float64 for t in tensors))
 
 
 def expert_losses(

@@ -46,7 +46,7 @@ def test_build_info_of_a_loaded_library():
         pytest.skip("the native library was not built")
     info = mose_fast.build_info()
     assert info["version"] == mose_fast.__version__
-    assert info["backend"] in ("cpu", "cuda")
+    assert info["backend"] in ("cpu", "cuda", "emulated")
     assert (info["cuda"] is not None) == bool(info["archs"]) == (info["backend"] == "cuda")
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert (info["torch_running"], info["cuda_running"]) == (torch.__version__, torch.version.cuda)

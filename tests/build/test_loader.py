@@ -163,6 +163,7 @@ def test_an_undefined_symbol_is_no_traceback(tmp_path):
         ({"torch": "2.14.1+cu130", "backend": "cuda", "cuda": "13.0"}, "2.14.1+cpu", None, False),
         ({"torch": "2.14.1+cu130", "backend": "cpu", "cuda": None}, "2.14.1+cpu", None, True),
         ({"torch": "2.14.0a0+gitabc", "backend": "cpu", "cuda": None}, "2.14.1", None, True),
+        ({"torch": "2.14.1+cu130", "backend": "emulated", "cuda": None}, "2.14.1+cpu", None, True),
     ],
 )
 def test_which_libraries_are_let_in(record, version, cuda, loads):
@@ -181,3 +182,16 @@ def test_serves_wants_one_device_that_the_library_has_code_for(monkeypatch):
     assert not _loader.serves(cpu, meta)
     monkeypatch.setattr(_loader, "native", None)
     assert not _loader.serves(cpu)
+
+
+@pytest.mark.parametrize(("backend", "card"), [("cpu", None), ("cuda", "cuda"), ("emulated", "cpu")])
+def test_kernels_take_what_is_on_a_card_or_on_the_cpu_that_emulates_one(monkeypatch, backend, card):
+    cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
+    monkeypatch.setattr(_loader, "native", mose_fast)
+    monkeypatch.setattr(_loader, "record", {"backend": backend})
+    assert _loader.card() == card
+    assert _loader.serves(cpu)
+    assert _loader.on_card(cpu, cpu) == (card == "cpu")
+    assert not _loader.on_card(cpu, meta) and not _loader.on_card(meta)
+    monkeypatch.setattr(_loader, "native", None)
+    assert _loader.card() is None and not _loader.on_card(cpu)

@@ -19,18 +19,19 @@ from build_tools.plan import (
 )
 
 CUDA_12, CUDA_13 = Toolkit(Path("/opt/cuda-12.8"), (12, 8)), Toolkit(Path("/opt/cuda-13.0"), (13, 0))
+CLANG = "/usr/bin/clang++-19"
 LOOKED = ["CUDA_HOME: not set", "/usr/local/cuda: no bin/nvcc in /usr/local/cuda"]
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 def test_the_toolkit_of_torchs_own_major_is_taken(wanted):
-    toolkit, reason = choose_backend(wanted, "13.0", [CUDA_12, CUDA_13], [])
-    assert toolkit is CUDA_13
+    backend, toolkit, reason = choose_backend(wanted, "13.0", [CUDA_12, CUDA_13], [], None)
+    assert backend == "cuda" and toolkit is CUDA_13
     assert reason.startswith("CUDA build: nvcc 13.0 in /opt/cuda-13.0")
 
 
 def test_cpu_wins_over_a_toolkit():
-    assert choose_backend("cpu", "13.0", [CUDA_13], []) == (None, "CPU-only build: MOSE_FAST_BACKEND=cpu")
+    assert choose_backend("cpu", "13.0", [CUDA_13], [], CLANG) == ("cpu", None, "CPU-only build: MOSE_FAST_BACKEND=cpu")
 
 
 @pytest.mark.parametrize(
@@ -38,19 +39,36 @@ def test_cpu_wins_over_a_toolkit():
     [("13.0", [], "no CUDA 13 toolkit"), ("13.0", [CUDA_12], "no CUDA 13 toolkit"), (None, [CUDA_13], "is a CPU build")],
 )
 def test_what_auto_does_without_is_an_error_for_cuda_and_says_where_it_looked(torch_cuda, toolkits, reason):
-    toolkit, text = choose_backend("auto", torch_cuda, toolkits, LOOKED)
-    assert toolkit is None
+    backend, toolkit, text = choose_backend("auto", torch_cuda, toolkits, LOOKED, CLANG)
+    assert backend == "cpu" and toolkit is None
     assert text.startswith("CPU-only build: ") and reason in text
     with pytest.raises(BuildError) as error:
-        choose_backend("cuda", torch_cuda, toolkits, LOOKED)
+        choose_backend("cuda", torch_cuda, toolkits, LOOKED, CLANG)
     assert reason in str(error.value)
     assert all(line in str(error.value) for line in LOOKED)
     assert "To go on, install" in str(error.value)
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(BuildError, match="MOSE_FAST_BACKEND is 'gpu'; wanted 'auto', 'cpu' or 'cuda'"):
-        choose_backend("gpu", None, [], [])
+    with pytest.raises(BuildError, match="MOSE_FAST_BACKEND is 'gpu'; wanted 'auto', 'cpu', 'cuda' or 'emulated'"):
+        choose_backend("gpu", None, [], [], CLANG)
+
+
+@pytest.mark.parametrize("torch_cuda", ["13.0", None])
+def test_an_emulated_card_takes_the_headers_of_any_toolkit_whatever_torch_is(torch_cuda):
+    backend, toolkit, reason = choose_backend("emulated", torch_cuda, [CUDA_12, CUDA_13], LOOKED, CLANG)
+    assert backend == "emulated" and toolkit is CUDA_12
+    assert reason == "emulated build: the kernels compiled for the CPU by /usr/bin/clang++-19, headers of /opt/cuda-12.8"
+
+
+def test_an_emulated_card_without_clang_or_headers_is_an_error_that_says_what_to_install():
+    with pytest.raises(BuildError) as error:
+        choose_backend("emulated", "13.0", [CUDA_13], [], None)
+    assert str(error.value) == "MOSE_FAST_BACKEND=emulated, but there is no clang++-19 on PATH. To go on: apt-get install clang-19"
+    with pytest.raises(BuildError, match="no CUDA toolkit") as error:
+        choose_backend("emulated", "13.0", [], LOOKED, CLANG)
+    assert all(line in str(error.value) for line in LOOKED)
+    assert str(error.value).endswith("To go on, set CUDA_HOME to its folder.")
 
 
 @pytest.mark.parametrize(
@@ -119,9 +137,14 @@ def test_another_torch_is_an_error_that_says_what_to_do(target):
 
 
 def test_record_tells_the_toolkit_that_compiled_not_only_torchs():
-    record = build_record("abc", "0123", "2.14.1+cu130", "13.0", Toolkit(Path("/opt/cuda"), (13, 1)), ["9.0"])
+    record = build_record("cuda", "abc", "0123", "2.14.1+cu130", "13.0", Toolkit(Path("/opt/cuda"), (13, 1)), ["9.0"])
     assert record == {
         "commit": "abc", "sources": "0123", "backend": "cuda", "archs": ["9.0"],
         "torch": "2.14.1+cu130", "torch_cuda": "13.0", "cuda": "13.1",
     }  # fmt: skip
-    assert build_record(None, None, "2.14.1+cu130", "13.0", None, [])["backend"] == "cpu"
+    assert build_record("cpu", None, None, "2.14.1+cu130", "13.0", None, [])["backend"] == "cpu"
+
+
+def test_record_of_an_emulated_card_names_no_cuda_that_would_have_to_run():
+    record = build_record("emulated", None, None, "2.14.1", None, CUDA_12, [])
+    assert (record["backend"], record["cuda"], record["archs"]) == ("emulated", None, [])

@@ -43,6 +43,13 @@ def test_cpu_backend_is_announced(tmp_path):
     assert "mose_fast: CPU-only build: MOSE_FAST_BACKEND=cpu; torch " + torch.__version__ in done.stderr
 
 
+def test_an_emulated_card_without_its_compiler_is_one_clear_line(tmp_path):
+    done = run_setup(["--version"], bare_environment(tmp_path, MOSE_FAST_BACKEND="emulated"))
+    assert done.returncode != 0
+    lines = done.stderr.strip().splitlines()
+    assert lines[-1] == "mose_fast: MOSE_FAST_BACKEND=emulated, but there is no clang++-19 on PATH. To go on: apt-get install clang-19"
+
+
 def test_version_needs_no_torch(tmp_path):
     done = run_setup(["--version"], bare_environment(tmp_path) | {"PYTHONPATH": str(without_torch(tmp_path))})
     assert done.returncode == 0, done.stderr
@@ -65,7 +72,7 @@ def without_torch(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"MOSE_FAST_BACKEND": "gpu"}, "MOSE_FAST_BACKEND is 'gpu'; wanted 'auto', 'cpu' or 'cuda'"),
+        ({"MOSE_FAST_BACKEND": "gpu"}, "MOSE_FAST_BACKEND is 'gpu'; wanted 'auto', 'cpu', 'cuda' or 'emulated'"),
         ({"MAX_JOBS": "many"}, "MAX_JOBS is 'many'; wanted a positive integer"),
     ],
 )

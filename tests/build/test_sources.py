@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from build_tools.sources import parse_lists, read_sources
+from build_tools.sources import emulated_sources, parse_lists, read_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {"MOSE_FAST_CPU_SOURCES": "cpu/*.cpp", "MOSE_FAST_CUDA_SOURCES": "cuda/*.cu", "MOSE_FAST_TORCH_SOURCES": "torch/*.cpp"}
@@ -16,6 +17,25 @@ ROOMS = {"MOSE_FAST_CPU_SOURCES": "cpu/*.cpp", "MOSE_FAST_CUDA_SOURCES": "cuda/*
 def test_parse_lists():
     text = "# set(IGNORED x)\nset(A\n  cpu/a.cpp\n  # a comment\n  cpu/b.cpp\n)\nset(FLAGS -O3 -Xcompiler=-Wall,-fopenmp)\n"
     assert parse_lists(text) == {"A": ["cpu/a.cpp", "cpu/b.cpp"], "FLAGS": ["-O3", "-Xcompiler=-Wall,-fopenmp"]}
+
+
+def test_a_kernels_emulated_source_is_written_once(tmp_path):
+    paths = emulated_sources(tmp_path, ["cuda/a.cu", "cuda/b.cu"])
+    assert paths == ["build/emulated_sources/a.cpp", "build/emulated_sources/b.cpp"]
+    first, second = (tmp_path / path for path in paths)
+    assert first.read_text() == '#include "emulated/cuda_on_cpu.h"\n#include "cuda/a.cu"\n'
+    os.utime(first, (1, 1))
+    second.write_text("something else")
+    assert emulated_sources(tmp_path, ["cuda/a.cu", "cuda/b.cu"]) == paths
+    assert first.stat().st_mtime == 1  # else ninja would compile it again
+    assert '"cuda/b.cu"' in second.read_text()
+
+
+def test_one_file_of_the_glue_alone_knows_what_a_card_is():
+    """Every other one asks csrc/torch/device.h, so that an emulated card needs no edit of theirs."""
+    knows = re.compile(r"c10/cuda|ATen/cuda|c10::cuda|at::cuda|DispatchKey::(CUDA|CPU)|is_cuda\(\)|is_cpu\(\)|MOSE_FAST_EMULATED")
+    files = [path for path in (ROOT / "csrc" / "torch").iterdir() if knows.search(re.sub(r"//.*", "", path.read_text()))]
+    assert sorted(path.name for path in files) == ["device.cpp", "device.h"]
 
 
 @pytest.mark.parametrize("item", ["${OTHER}", '"a.cpp"', "a.cpp#why"])

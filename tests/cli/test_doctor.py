@@ -159,6 +159,12 @@ def test_native_library(monkeypatch):
     assert doctor._native() == Finding("ok", "native library", "cpu, compiled against torch 2.14.1+cu130, commit unknown")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "MOSE_FAST_BACKEND=cuda" in doctor._native().fix
+    monkeypatch.setattr(_loader, "record", {**record, "backend": "emulated", "cuda": None, "archs": []})
+    monkeypatch.setenv("MOSE_FAST_NATIVE", "build/emulated/mose_fast")
+    found = "emulated, compiled against torch 2.14.1+cu130, commit 0123456789ab; runs the CUDA kernels on the CPU, slowly"
+    assert doctor._native() == Finding("--", "native library", found, "for tests alone; unset MOSE_FAST_NATIVE")
+    monkeypatch.delenv("MOSE_FAST_NATIVE")
+    assert doctor._native().fix == f"for tests alone; {_loader.REBUILD}"
 
 
 @pytest.mark.parametrize("switched_off", [True, False])

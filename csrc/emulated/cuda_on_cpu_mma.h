@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda_on_cpu.h"
+#include "emulated/cuda_on_cpu.h"
 
 namespace mf::cuda {
 

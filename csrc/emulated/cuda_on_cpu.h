@@ -430,3 +430,5 @@ SHIM_RUNTIME inline unsigned char* get_shared_memory() {
     shim::launch(dim3(blocks), dim3(threads), shared_bytes, [&] { kernel(__VA_ARGS__); });  \
   } while (false)
 #define MF_DYNAMIC_SHARED(name) unsigned char* name = shim::get_shared_memory()
+
+#include "emulated/cuda_on_cpu_mma.h"  // after the macros above, which it uses

@@ -1,0 +1,108 @@
+// What a card is in this build: the one file of csrc/torch that knows. Every other one asks here.
+//
+//   neither macro                                  a CPU-only build: csrc/cpu serves tensors on the CPU, and there is no card
+//   MOSE_FAST_WITH_CUDA                            tensors on a CUDA device are on a card
+//   MOSE_FAST_WITH_CUDA and MOSE_FAST_EMULATED     tensors on the CPU are on a card, whose kernels csrc/emulated runs on the CPU
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "core/host_device.h"
+
+#if defined(MOSE_FAST_WITH_CUDA)
+#include <cuda_runtime.h>
+#endif
+#if defined(MOSE_FAST_EMULATED)
+#include <atomic>
+#elif defined(MOSE_FAST_WITH_CUDA)
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace mf {
+
+#if defined(MOSE_FAST_EMULATED)
+
+inline constexpr const char* kDevices = "cpu, as an emulated card";
+
+// Tests compare csrc/cuda with csrc/cpu, and switch the emulated card off for that.
+inline std::atomic<bool> emulates{true};
+
+inline bool on_card(const at::Device& device) {
+  return device.is_cpu() && emulates;
+}
+
+struct DeviceGuard {
+  explicit DeviceGuard(const at::Device& /*device*/) {}
+};
+
+inline Stream current_stream() {
+  return nullptr;
+}
+
+#elif defined(MOSE_FAST_WITH_CUDA)
+
+inline constexpr const char* kDevices = "cpu and cuda";
+
+inline bool on_card(const at::Device& device) {
+  return device.is_cuda();
+}
+
+using DeviceGuard = c10::cuda::CUDAGuard;
+
+inline Stream current_stream() {
+  return c10::cuda::getCurrentCUDAStream();
+}
+
+#else
+
+inline constexpr const char* kDevices = "cpu";
+
+inline bool on_card(const at::Device& /*device*/) {
+  return false;
+}
+
+#endif
+
+inline bool on_card(const at::Tensor& tensor) {
+  return on_card(tensor.device());
+}
+
+// Whether csrc/cpu serves the device.
+inline bool on_cpu(const at::Device& device) {
+  return device.is_cpu() && !on_card(device);
+}
+
+inline bool on_cpu(const at::Tensor& tensor) {
+  return on_cpu(tensor.device());
+}
+
+#if defined(MOSE_FAST_WITH_CUDA)
+
+// Of the card.
+int processors(const at::Device& device);
+
+// Memory of the current device, zeroed and never freed, also while a graph is captured.
+void* allocate_zeroed(size_t bytes);
+
+// The current stream as a key of a map: its device and its number there.
+std::pair<int, int64_t> current_stream_key();
+
+#endif
+
+// Registers one function, which asks on_card() itself, for tensors of every device that this build serves.
+template <typename Function>
+void implement(torch::Library& library, const char* name, Function* function) {
+  library.impl(name, c10::DispatchKey::CPU, function);
+#if defined(MOSE_FAST_WITH_CUDA) && !defined(MOSE_FAST_EMULATED)
+  library.impl(name, c10::DispatchKey::CUDA, function);
+#endif
+}
+
+}  // namespace mf
