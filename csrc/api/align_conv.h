@@ -61,7 +61,8 @@ struct AlignConvTotal {
   const void* y;            // [images, pixels, channels]
   const void* grad;         // as y; null: 0
   const float* state;       // [kNormRows, channels]
-  const float* grad_state;  // [kNormRows, channels]
+  const float* grad_state;  // [kNormRows, channels]; null: 0
+  const float* mean_rest;   // [channels]: of NormStatistics; null: 0
   NormParams norm;
   int64_t images;
   int64_t pixels;  // of an image

@@ -41,6 +41,7 @@ struct NormStatistics {
   NormParams norm[2];
   const float* prologue;  // [kNormRows, channels], for map 0 alone; null: none
   float* state;           // [norms, kNormRows, channels] out
+  float* mean_rest;       // [channels] out: what rounding left of the first norm's mean, which is the state's plus this; null: not wanted
   float* partials;        // [norms, norm_grid().partials(kFields)]
   uint32_t* tickets;      // [norms, norm_grid().tickets()]
 };
@@ -92,10 +93,11 @@ struct BatchNormActBackward {
 // The rows of NormGradRow from the gradient of a state.
 struct NormStateBackward {
   MapShape shape;
-  const float* state;  // [kNormRows, channels]
-  const float* grad;   // alike, the state's gradient
+  const float* state;      // [kNormRows, channels]
+  const float* mean_rest;  // [channels], as the statistics left it
+  const float* grad;       // as state: its gradient
   NormParams norm;
-  float* norm_grads;   // [kNormGradRows, channels] out
+  float* norm_grads;       // [kNormGradRows, channels] out
 };
 
 namespace cuda {

@@ -73,9 +73,10 @@ MF_HD inline float wrapped(float x) {
   return positive >= 1.0f ? positive - 1.0f : positive;
 }
 
+// To [0, 1]; what is no number stays none.
 MF_HD inline float clamped(float x) {
-  const float positive = x > 0.0f ? x : 0.0f;
-  return positive < 1.0f ? positive : 1.0f;
+  const float positive = x < 0.0f ? 0.0f : x;
+  return positive > 1.0f ? 1.0f : positive;
 }
 
 // atan2(y, x) in turns, in [0, 1], within 3e-8: a minimax polynomial on the octant, then reflections. Without branches, so that
@@ -116,7 +117,7 @@ MF_HD inline void shift_colour(float& red, float& green, float& blue, float hue,
   const float low = lower < blue ? lower : blue;
   const float angle = wrapped(turns(1.7320508f * (green - blue), 2.0f * red - green - blue));
   const float sextant = 6.0f * wrapped(angle + hue);
-  const float full = (high - low) / (high == 0.0f ? 1.0f : high) * (high == 0.0f ? 0.0f : saturation);
+  const float full = (high == 0.0f ? 0.0f : high - low) / (high == 0.0f ? 1.0f : high) * saturation;
   const float v = clamped(high * value);
   const float lost = v * clamped(full);
   red = v - lost * hue_share(sextant + 5.0f);

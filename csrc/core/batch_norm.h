@@ -81,9 +81,10 @@ struct NormBackward {
   float offset;
 };
 
-// `grad`: the state's gradient, [kNormRows, channels]; `count`: elements of the channel that the statistics are of.
+// `grad`: the state's gradient, [kNormRows, channels]; `count`: elements of the channel that the statistics are of. `mean_rest`: by how
+// much their mean exceeds the state's, which is rounded: a spread that is small beside the mean loses digits to that rounding.
 MF_HD inline NormBackward norm_backward(const NormParams& norm, const float* state, const float* grad, float count, int64_t channels,
-                                        int64_t c) {
+                                        int64_t c, float mean_rest = 0.0f) {
   const float weight = norm.weight == nullptr ? 1.0f : norm.weight[c];
   const float inverse = state[kInverseStd * channels + c];
   const float dscale = grad[kScale * channels + c];
@@ -91,7 +92,7 @@ MF_HD inline NormBackward norm_backward(const NormParams& norm, const float* sta
   if (norm.training && count > 0.0f) {
     const float dinverse = weight * dscale + grad[kInverseStd * channels + c];
     back.slope = -dinverse * inverse * inverse * inverse / count;
-    back.offset = grad[kMean * channels + c] / count;
+    back.offset = grad[kMean * channels + c] / count - back.slope * mean_rest;
   }
   return back;
 }

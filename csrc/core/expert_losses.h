@@ -34,16 +34,18 @@ struct ExpertStatistics {
   MF_HD int64_t inverse_norm(int64_t e) const { return at(1, e); }    // 1 / max(|z_i|, 1e-12)
   MF_HD int64_t positives(int64_t e) const { return at(2, e); }       // c_i
   MF_HD int64_t anchor_loss(int64_t e) const { return at(3, e); }     // L_i - mean over the positives of s_ip; 0 without any
-  MF_HD int64_t log_classes(int64_t e) const { return at(4, e); }     // log-sum-exp of the row's logits over its classes
-  MF_HD int64_t row_loss(int64_t e) const { return at(5, e); }        // cross-entropy of the row
-  MF_HD int64_t inverse_feature(int64_t e) const { return at(6, e); } // 1 / max(|features_i|, 1e-12)
-  MF_HD int64_t squared_distance(int64_t e) const { return at(7, e); }
-  MF_HD int64_t along_student(int64_t e) const { return at(8, e); }   // n(u_i) . (n(u_i) - n(v_i))
-  MF_HD int64_t along_feature(int64_t e) const { return at(9, e); }   // n(v_i) . (n(v_i) - n(u_i))
+  // The log-sum-exp of the row's logits over its classes in two parts, whose sum would round away digits of the smaller one.
+  MF_HD int64_t top_logit(int64_t e) const { return at(4, e); }       // the largest logit
+  MF_HD int64_t log_classes(int64_t e) const { return at(5, e); }     // log sum exp (logit - the largest)
+  MF_HD int64_t row_loss(int64_t e) const { return at(6, e); }        // cross-entropy of the row
+  MF_HD int64_t inverse_feature(int64_t e) const { return at(7, e); } // 1 / max(|features_i|, 1e-12)
+  MF_HD int64_t squared_distance(int64_t e) const { return at(8, e); }
+  MF_HD int64_t along_student(int64_t e) const { return at(9, e); }   // n(u_i) . (n(u_i) - n(v_i))
+  MF_HD int64_t along_feature(int64_t e) const { return at(10, e); }  // n(v_i) . (n(v_i) - n(u_i))
   // Per row.
-  MF_HD int64_t inverse_student() const { return at(10, 0); }
+  MF_HD int64_t inverse_student() const { return at(11, 0); }
   // Per expert.
-  MF_HD int64_t anchors() const { return at(10, 0) + rows; }  // A
+  MF_HD int64_t anchors() const { return at(11, 0) + rows; }  // A
   MF_HD int64_t distance() const { return anchors() + experts; }
   MF_HD int64_t size() const { return distance() + experts; }
 

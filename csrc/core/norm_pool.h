@@ -6,19 +6,20 @@
 #pragma once
 
 #include "core/host_device.h"
+#include "core/relu.h"
 
 namespace mf {
 
 struct PooledElement {
   float value;      // z, or 0 where it is not kept
   float deviation;  // x - mean, or 0
-  float kept;       // 1 or 0. What is no number is kept, as torch's ReLU does
+  float kept;       // 1 or 0
 };
 
 MF_HD inline PooledElement pooled_element(float x, float mean, float scale, float shift) {
   const float deviation = x - mean;
   const float z = scale * deviation + shift;
-  return z <= 0.0f ? PooledElement{0.0f, 0.0f, 0.0f} : PooledElement{z, deviation, 1.0f};
+  return passes(z) ? PooledElement{z, deviation, 1.0f} : PooledElement{0.0f, 0.0f, 0.0f};
 }
 
 }  // namespace mf

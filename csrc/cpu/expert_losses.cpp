@@ -82,7 +82,7 @@ inline Real inverse_norm(const Real* x, int64_t count) {
 // Gradients stop where the norm was cut off.
 template <typename Real>
 inline Real slope(Real inverse) {
-  return inverse < 1 / static_cast<Real>(kNoDirection) ? inverse : Real(0);
+  return inverse >= 1 / static_cast<Real>(kNoDirection) ? Real(0) : inverse;
 }
 
 template <typename Real>
@@ -145,7 +145,7 @@ void contrast_row(const ExpertLossesInput& in, const ExpertStatistics& at, Real*
     s[j] = exponential(s[j] - top);
   }
   const Real partition = sum<Real>(valid, [s](int64_t j) { return s[j]; });
-  const Real inverse = partition > 0 ? 1 / partition : Real(0);
+  const Real inverse = partition == 0 ? Real(0) : 1 / partition;
   for (int64_t j = 0; j < valid; ++j) {
     s[j] *= inverse;
   }
@@ -167,9 +167,10 @@ void classify_row(const ExpertLossesInput& in, const ExpertStatistics& at, Real*
   }
   const Real top = largest(in.classes, scratch);
   const Real total = sum<Real>(in.classes, [&](int64_t k) { return exponential(scratch[k] - top); });
-  const Real log_classes = top + std::log(total);
+  const Real log_classes = std::log(total);
+  statistics[at.top_logit(e) + i] = top;
   statistics[at.log_classes(e) + i] = log_classes;
-  statistics[at.row_loss(e) + i] = log_classes - logits[in.labels[i]];
+  statistics[at.row_loss(e) + i] = (top - logits[in.labels[i]]) + log_classes;
 }
 
 template <typename Real>
@@ -385,9 +386,10 @@ void expert_losses_backward(const ExpertLossesBackward& params, const Real* dire
           const Real* logits = row_of<Real>(in.logits, row, in.classes);
           const bool masked = in.current_classes != nullptr;
           const Real factor = grad(e, 1) * row_weight<Real>(i, counts, masked, in.buffer_weight);
+          const Real top = statistics[at.top_logit(e) + i];
           const Real log_classes = statistics[at.log_classes(e) + i];
           for (int64_t k = 0; k < in.classes; ++k) {
-            out[k] = factor * exponential(std::min(logits[k] - log_classes, Real(0)));
+            out[k] = factor * exponential(std::min((logits[k] - top) - log_classes, Real(0)));
           }
           for (int64_t k = 0; masked && i < counts.fresh && k < in.classes; ++k) {
             out[k] = in.current_classes[k] ? out[k] : Real(0);

@@ -19,6 +19,7 @@
 
 #include "api/align_conv.h"
 #include "core/check.h"
+#include "core/relu.h"
 #include "cuda/eight.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/mma.cuh"
@@ -225,8 +226,8 @@ struct StatePair {
             pair_at(state + kShift * channels + channel)};
   }
   // relu(scale (x - mean) + shift)
-  __device__ float2 rectified(float2 x) const {
-    return {fmaxf(scale.x * (x.x - mean.x) + shift.x, 0.0f), fmaxf(scale.y * (x.y - mean.y) + shift.y, 0.0f)};
+  __device__ float2 applied(float2 x) const {
+    return {rectified(scale.x * (x.x - mean.x) + shift.x), rectified(scale.y * (x.y - mean.y) + shift.y)};
   }
 };
 
@@ -274,7 +275,7 @@ __device__ void bring_entering(const AlignConvInput& in, int valid, const Region
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           if (inside(n, h + p / 2, w + p % 2)) {
-            x[p].pair[i] = Pair<T>::of(state.rectified(x[p].pair[i].floats()));
+            x[p].pair[i] = Pair<T>::of(state.applied(x[p].pair[i].floats()));
           }
         }
       }
@@ -747,8 +748,8 @@ struct StateGradient {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int64_t c = channel + i;
-      const NormBackward back =
-          norm_backward(params.norm, params.state, params.grad_state, static_cast<float>(valid_pixels), params.channels, c);
+      const NormBackward back = norm_backward(params.norm, params.state, params.grad_state, static_cast<float>(valid_pixels),
+                                              params.channels, c, params.mean_rest != nullptr ? params.mean_rest[c] : 0.0f);
       (i % 2 == 0 ? result.mean[i / 2].x : result.mean[i / 2].y) = params.state[kMean * params.channels + c];
       (i % 2 == 0 ? result.slope[i / 2].x : result.slope[i / 2].y) = back.slope;
       (i % 2 == 0 ? result.offset[i / 2].x : result.offset[i / 2].y) = back.offset;
@@ -1004,14 +1005,14 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
           right[b] = blend(top_right, bottom_right, share_of_first(b));
         }
       }
-      float2 before[4];  // the gate; above zero where the prologue's ReLU is open
+      float2 before[4];  // the gate; what the prologue's ReLU has let through
       float2 open[4];
       float2 entered[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         before[p] = pair_at(own + (p / 2 * regions.x.columns + p % 2) * kSlice);
         if (has_prologue) {
-          before[p] = rounded<T>(StatePair::load(in.prologue, in.channels, channel).rectified(before[p]));
+          before[p] = rounded<T>(StatePair::load(in.prologue, in.channels, channel).applied(before[p]));
         }
         entered[p] = before[p];
         if constexpr (kGate) {
@@ -1051,11 +1052,11 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
           if (has_prologue) {
             const float2 mean = pair_at(in.prologue + kMean * in.channels + channel);
             const float2 scale = pair_at(in.prologue + kScale * in.channels + channel);
-            to_x = {before[p].x > 0.0f ? to_x.x : 0.0f, before[p].y > 0.0f ? to_x.y : 0.0f};
+            to_x = {passes(before[p].x) ? to_x.x : 0.0f, passes(before[p].y) ? to_x.y : 0.0f};
             sums[kTapCount] = {sums[kTapCount].x + to_x.x, sums[kTapCount].y + to_x.y};
             const float2 raw = pair_at(slot);
             add_product(sums[kTapCount + 1], to_x, {raw.x - mean.x, raw.y - mean.y});
-            to_x = {to_x.x * scale.x, to_x.y * scale.y};
+            to_x = n < valid ? float2{to_x.x * scale.x, to_x.y * scale.y} : float2{0.0f, 0.0f};  // whatever the scale is
           }
           if (params.x != nullptr) {
             const int64_t pixel = (static_cast<int64_t>(n) * height + h + p / 2) * width + w + p % 2;
@@ -1065,7 +1066,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
         if constexpr (kGate) {
           // Over x, which no other lane reads: the gradient of the doubled gate.
           const float2 to_gate = {back[p].x * before[p].x * (1.0f - open[p].x), back[p].y * before[p].y * (1.0f - open[p].y)};
-          store_pair(slot, inside(p) ? to_gate : float2{0.0f, 0.0f});
+          store_pair(slot, n < valid && inside(p) ? to_gate : float2{0.0f, 0.0f});
         }
       }
     }

@@ -52,16 +52,12 @@ __global__ void __launch_bounds__(kVectorThreads) norm_state_backward_kernel(con
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kVectorThreads + threadIdx.x;
   if (c < channels) {
     const auto count = static_cast<float>(params.shape.valid_pixels());
-    const NormBackward back = norm_backward(params.norm, params.state, params.grad, count, channels, c);
+    const NormBackward back = norm_backward(params.norm, params.state, params.grad, count, channels, c, params.mean_rest[c]);
     params.norm_grads[kGradWeight * channels + c] = back.weight;
     params.norm_grads[kGradBias * channels + c] = back.bias;
     params.norm_grads[kSlope * channels + c] = back.slope;
     params.norm_grads[kOffset * channels + c] = back.offset;
   }
-}
-
-bool is_empty(const MapShape& shape) {
-  return shape.pixels() == 0 || shape.channels == 0;
 }
 
 void check(const MapShape& shape, FloatType type) {
@@ -107,9 +103,10 @@ void backward(const BatchNormActBackward& params, Stream stream) {
 
 }  // namespace
 
+// A map without a pixel has a state and its parameters have gradients: only one without channels leaves nothing to write.
 void norm_statistics(const NormStatistics& params, Stream stream) {
   check(params.shape, params.type);
-  if (is_empty(params.shape)) {
+  if (params.shape.channels == 0) {
     return;
   }
   const bool training = params.norm[0].training || (params.norms == 2 && params.norm[1].training);
@@ -130,7 +127,7 @@ void norm_statistics(const NormStatistics& params, Stream stream) {
 void batch_norm_act_forward(const BatchNormActForward& params, Stream stream) {
   check(params.shape, params.type);
   MF_CHECK(params.prologue == nullptr || params.residual == nullptr, "prologue and residual are both given; wanted one of them");
-  if (is_empty(params.shape)) {
+  if (params.shape.channels == 0 || params.shape.pixels() == 0) {
     return;
   }
   for_type(params.type, [&](auto* type) {
@@ -149,7 +146,7 @@ void batch_norm_act_forward(const BatchNormActForward& params, Stream stream) {
 
 void batch_norm_act_sums(const BatchNormActBackward& params, Stream stream) {
   check(params.shape, params.type);
-  if (is_empty(params.shape)) {
+  if (params.shape.channels == 0) {
     return;
   }
   for_type(params.type, [&](auto* type) {
@@ -166,7 +163,7 @@ void batch_norm_act_sums(const BatchNormActBackward& params, Stream stream) {
 
 void batch_norm_act_backward(const BatchNormActBackward& params, Stream stream) {
   check(params.shape, params.type);
-  if (is_empty(params.shape)) {
+  if (params.shape.channels == 0) {
     return;
   }
   for_type(params.type, [&](auto* type) {

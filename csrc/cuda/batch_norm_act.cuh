@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "api/batch_norm_act.h"
+#include "core/relu.h"
 #include "cuda/channel_sums.cuh"
 #include "cuda/eight.cuh"
 
@@ -30,15 +31,6 @@ struct EightNorms {
   }
   __device__ float normalised(float x, int i) const { return scale[i] * (x - mean[i]) + shift[i]; }
 };
-
-// Keeps NaN, as torch's ReLU does: a training that diverges must be seen.
-__device__ inline bool passes(float x) {
-  return !(x <= 0.0f);
-}
-
-__device__ inline float rectified(float x) {
-  return passes(x) ? x : 0.0f;
-}
 
 // A thread's pixels in the order of a pass, which counts them from its own end: first, first + step, ... Numbers of pixels fit into 30
 // bits (the launchers check it), so that steps beyond the end do not overflow; elements are counted in 64.
@@ -132,6 +124,9 @@ __device__ void norm_statistics_block(const NormStatistics& params, int shift, u
     const int64_t channel = static_cast<int64_t>(tile) * (kGroup << shift) + threadIdx.x;
     if (blockIdx.x == 0 && threadIdx.x < static_cast<unsigned>(kGroup << shift) && channel < channels) {
       finish_norm(norm, {0.0f, 0.0f, 0.0f}, channels, channel, state);
+      if (which == 0 && params.mean_rest != nullptr) {
+        params.mean_rest[channel] = 0.0f;
+      }
     }
     return;
   }
@@ -213,7 +208,12 @@ __device__ void norm_statistics_block(const NormStatistics& params, int shift, u
             origin = rectified(of[kScale * channels] * (origin - of[kMean * channels]) + of[kShift * channels]);
           }
         }
-        finish_norm(norm, {total[0], origin + total[1], total[2]}, channels, channel, state);
+        const float mean = origin + total[1];
+        finish_norm(norm, {total[0], mean, total[2]}, channels, channel, state);
+        if (which == 0 && params.mean_rest != nullptr) {  // exactly (Knuth's sum of two numbers)
+          const float added = mean - origin;
+          params.mean_rest[channel] = (origin - (mean - added)) + (total[1] - added);
+        }
       });
 }
 

@@ -35,12 +35,13 @@ inline constexpr int kPartsOf = std::is_same_v<T, float> ? 3 : std::is_same_v<T,
 // --- small pieces --------------------------------------------------------------------------------------------------------------
 
 __device__ inline float inverse_of_norm(float squared) {
-  return 1.0f / fmaxf(sqrtf(squared), static_cast<float>(kNoDirection));
+  const float norm = sqrtf(squared);
+  return 1.0f / (norm < static_cast<float>(kNoDirection) ? static_cast<float>(kNoDirection) : norm);  // NaN stays NaN
 }
 
 // Gradients stop where the norm was cut off.
 __device__ inline float slope(float inverse) {
-  return inverse < 1.0f / static_cast<float>(kNoDirection) ? inverse : 0.0f;
+  return inverse >= 1.0f / static_cast<float>(kNoDirection) ? 0.0f : inverse;
 }
 
 // --- operands of the tensor cores ----------------------------------------------------------------------------------------------
@@ -203,6 +204,12 @@ __device__ void multiply_tile(const T (*anchors)[kRowStride], const T (*others)[
   }
 }
 
+// What is taken off the exponents of a sum of exponentials whose largest exponent is `highest`: that, or nothing where no element
+// counts (-inf - -inf would be NaN).
+__device__ inline float taken_off(float highest) {
+  return highest == -INFINITY ? 0.0f : highest;
+}
+
 // The four lanes of a group g each hold a part of row g's (and g + 8's) sum.
 __device__ inline float group_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
@@ -211,6 +218,7 @@ __device__ inline float group_sum(float x) {
 
 // The log-partition and the sums over positives of kAnchorTile anchors. Each lane keeps, for its two rows, a running maximum, the sum of
 // exponentials below it, the sum of the positives' similarities and their number; lanes, then warps, are merged in order at the end.
+// The maxima skip what is no number (fmaxf); the sums take in every element that counts, so that NaN and infinity stay in them.
 template <typename T, int kWarps>
 __device__ void contrast_statistics(const ExpertLossesForward& params, const ContrastBlock& block, ContrastShared<T, kWarps>& shared) {
   const ExpertLossesInput& in = params.input;
@@ -281,23 +289,22 @@ __device__ void contrast_statistics(const ExpertLossesForward& params, const Con
           positives[r] += 1.0f;
         }
         value = counts ? value : -INFINITY;
-        highest = !(value <= highest) ? value : highest;
+        highest = fmaxf(highest, value);
       }
-      if (highest != -INFINITY) {
-        float added = 0.0f;
-        for (int c = 0; c < 4; ++c) {
-          added += expf(s[c / 2][r * 2 + c % 2] - highest);
-        }
-        sum[r] = sum[r] * expf(top[r] - highest) + added;
-        top[r] = highest;
+      const float base = taken_off(highest);
+      float added = 0.0f;
+      for (int c = 0; c < 4; ++c) {
+        added += expf(s[c / 2][r * 2 + c % 2] - base);
       }
+      sum[r] = sum[r] * expf(top[r] - base) + added;
+      top[r] = highest;
     }
   }
   for (int r = 0; r < 2; ++r) {
     const float lane_top = top[r];
     float highest = fmaxf(lane_top, __shfl_xor_sync(0xffffffffu, lane_top, 1));
     highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
-    const float total = group_sum(lane_top == -INFINITY ? 0.0f : sum[r] * expf(lane_top - highest));
+    const float total = group_sum(sum[r] * expf(lane_top - taken_off(highest)));
     const float all_together = group_sum(together[r]);
     const float all_positives = group_sum(positives[r]);
     if (t == 0) {
@@ -315,18 +322,18 @@ __device__ void contrast_statistics(const ExpertLossesForward& params, const Con
     for (int w = 0; w < kWarps; ++w) {
       highest = fmaxf(highest, shared.of_warp[0][w][threadIdx.x]);
     }
+    const float base = taken_off(highest);
     float total = 0.0f;
     float all_together = 0.0f;
     float all_positives = 0.0f;
     for (int w = 0; w < kWarps; ++w) {
-      const float warp_top = shared.of_warp[0][w][threadIdx.x];
-      total += warp_top == -INFINITY ? 0.0f : shared.of_warp[1][w][threadIdx.x] * expf(warp_top - highest);
+      total += shared.of_warp[1][w][threadIdx.x] * expf(shared.of_warp[0][w][threadIdx.x] - base);
       all_together += shared.of_warp[2][w][threadIdx.x];
       all_positives += shared.of_warp[3][w][threadIdx.x];
     }
     auto* statistics = static_cast<float*>(params.statistics);
     const ExpertStatistics at = in.statistics();
-    const float log_partition = highest + logf(total);
+    const float log_partition = base + logf(total);
     statistics[at.log_partition(block.expert) + i] = log_partition;
     statistics[at.inverse_norm(block.expert) + i] = shared.sum[threadIdx.x][0];
     statistics[at.positives(block.expert) + i] = all_positives;
@@ -517,11 +524,12 @@ __device__ inline void classify_statistics(const ExpertLossesForward& params, in
   if (lane == 0) {
     const int64_t label = in.labels[i];
     const bool exists = label >= 0 && label < in.classes && (!masked || in.current_classes[label]);
-    const float log_classes = exists ? top + logf(total) : NAN;
+    const float log_classes = exists ? logf(total) : NAN;
     auto* statistics = static_cast<float*>(params.statistics);
     const ExpertStatistics at = in.statistics();
+    statistics[at.top_logit(e) + i] = top;
     statistics[at.log_classes(e) + i] = log_classes;
-    statistics[at.row_loss(e) + i] = exists ? log_classes - load(in.logits, first + label) : NAN;
+    statistics[at.row_loss(e) + i] = exists ? (top - load(in.logits, first + label)) + log_classes : NAN;
   }
 }
 
@@ -532,18 +540,21 @@ __device__ inline void classify_gradient(const ExpertLossesBackward& params, int
   const bool masked = is_masked_row(in, counts, i);
   const int64_t first = (e * in.rows + i) * in.classes;
   float factor = 0.0f;
+  float top = 0.0f;
   float log_classes = 0.0f;
   int64_t label = 0;
   if (counts_here) {
     factor = static_cast<const float*>(params.grad)[e * params.grad_strides[0] + params.grad_strides[1]] *
              row_weight<float>(i, counts, in.current_classes != nullptr, in.buffer_weight);
-    log_classes = static_cast<const float*>(params.statistics)[in.statistics().log_classes(e) + i];
+    const auto* statistics = static_cast<const float*>(params.statistics);
+    top = statistics[in.statistics().top_logit(e) + i];
+    log_classes = statistics[in.statistics().log_classes(e) + i];
     label = in.labels[i];
   }
   for (int64_t k = lane; k < in.classes; k += kLanes) {
     float gradient = 0.0f;
     if (counts_here && (!masked || in.current_classes[k])) {
-      gradient = factor * (expf(load(in.logits, first + k) - log_classes) - (k == label ? 1.0f : 0.0f));
+      gradient = factor * (expf((load(in.logits, first + k) - top) - log_classes) - (k == label ? 1.0f : 0.0f));
     }
     store(params.logits, first + k, gradient);
   }

@@ -112,7 +112,8 @@ at::Tensor align_conv_depthwise(const at::Tensor& x, const at::Tensor& depthwise
 // The gradient of y in all; with `pointwise` also that of the depthwise convolution's result; the gradients of the norm's weight and bias
 // (None without grad_state, or where the norm has none).
 std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_total(const MaybeTensor& grad, const MaybeTensor& grad_state,
-                                                                               const at::Tensor& y, const at::Tensor& state, const Norm& norm,
+                                                                               const at::Tensor& y, const at::Tensor& state,
+                                                                               const MaybeTensor& mean_rest, const Norm& norm,
                                                                                const MaybeTensor& pointwise, const MaybeTensor& valid_tensor,
                                                                                std::optional<int64_t> valid) {
   TORCH_CHECK(y.dim() == 4, "y has shape ", y.sizes(), "; wanted [images, channels, height, width]");
@@ -125,6 +126,7 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_total(c
   params.grad = grad ? map_pointer(*grad, "grad", y.sizes(), y) : nullptr;
   params.state = floats_pointer(state, "state", kNormRows * params.channels, y, alignof(float2));
   params.grad_state = grad_state ? floats_pointer(*grad_state, "grad_state", kNormRows * params.channels, y, alignof(float2)) : nullptr;
+  params.mean_rest = mean_rest ? floats_pointer(*mean_rest, "mean_rest", params.channels, y, alignof(float)) : nullptr;
   params.norm = params_of(norm, params.channels, y);
   params.valid_pointer = valid_pointer(valid_tensor, y);
   params.valid = valid.value_or(params.images);

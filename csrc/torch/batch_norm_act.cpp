@@ -50,9 +50,9 @@ at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
   return at::empty(sizes, x.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous));
 }
 
-// [norms, 4, channels]
+// [norms, 4, channels]; `mean_rest`: where the first norm's is written, or null.
 at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& other, const std::optional<Norm>& other_norm,
-                     const MaybeTensor& prologue, const MapShape& shape) {
+                     const MaybeTensor& prologue, const MapShape& shape, float* mean_rest) {
   const int count = processors(x.device());
   const ChannelGrid grid = norm_grid(shape, count);
   const int norms = other_norm ? 2 : 1;
@@ -71,6 +71,7 @@ at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& o
                               {params_of(norm, x.size(1), x), other_norm ? params_of(*other_norm, x.size(1), x) : NormParams{}},
                               prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr,
                               states.mutable_data_ptr<float>(),
+                              mean_rest,
                               partials.mutable_data_ptr<float>(),
                               tickets(norms * grid.tickets())};
   cuda::norm_statistics(params, current_stream());
@@ -87,7 +88,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& 
   }
   TORCH_CHECK(residual || !residual_norm, "residual is None with a residual_norm; wanted the map that it normalises");
   const DeviceGuard guard(x.device());
-  const at::Tensor states = states_of(x, norm, residual, residual_norm, prologue, shape);
+  const at::Tensor states = states_of(x, norm, residual, residual_norm, prologue, shape, nullptr);
   const at::Tensor y = at::empty_like(x);
   const at::Tensor mask = at::empty({wants_mask ? shape.pixels() * shape.channels / kGroup : 0}, x.options().dtype(at::kByte));
   const BatchNormActForward params{shape,
@@ -190,22 +191,28 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
   return {x_grad, plain_residual ? sum : residual_grad, prologue_grad, norm_grads};
 }
 
-// [4, channels]
-at::Tensor norm_state(const at::Tensor& x, const Norm& norm, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
+// The state [4, channels], and what rounding left of its mean [channels], which its gradient takes.
+std::tuple<at::Tensor, at::Tensor> norm_state(const at::Tensor& x, const Norm& norm, const MaybeTensor& valid_tensor,
+                                              std::optional<int64_t> valid) {
   const MapShape shape = shape_of(x, valid_tensor, valid);
   const DeviceGuard guard(x.device());
-  return states_of(x, norm, {}, {}, {}, shape).squeeze(0);
+  const at::Tensor mean_rest = floats({shape.channels}, x);
+  return {states_of(x, norm, {}, {}, {}, shape, mean_rest.mutable_data_ptr<float>()).squeeze(0), mean_rest};
 }
 
 // The gradient of x (None if not wanted) and the rows of NormGradRow, from the state's gradient.
 std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, const at::Tensor& x, const Norm& norm, const at::Tensor& state,
-                                                        const MaybeTensor& valid_tensor, std::optional<int64_t> valid, bool wants_x) {
+                                                        const at::Tensor& mean_rest, const MaybeTensor& valid_tensor,
+                                                        std::optional<int64_t> valid, bool wants_x) {
   const MapShape shape = shape_of(x, valid_tensor, valid);
   const int64_t count = kNormRows * shape.channels;
   const DeviceGuard guard(x.device());
   const at::Tensor norm_grads = floats({kNormGradRows, shape.channels}, x);
-  const NormStateBackward first{shape, state_pointer(state, "state", count, x),
-                                floats_pointer(grad, "grad", count, x, alignof(float)), params_of(norm, x.size(1), x),
+  const NormStateBackward first{shape,
+                                state_pointer(state, "state", count, x),
+                                floats_pointer(mean_rest, "mean_rest", shape.channels, x, alignof(float)),
+                                floats_pointer(grad, "grad", count, x, alignof(float)),
+                                params_of(norm, x.size(1), x),
                                 norm_grads.mutable_data_ptr<float>()};
   cuda::norm_state_backward(first, current_stream());
   if (!wants_x) {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
-from mose_fast.ops.maps import aligned, say_once
+from mose_fast.ops.maps import aligned, aligned_row, say_once
 from mose_fast.reference import align_conv as reference
 from mose_fast.reference.align_conv import AlignedMap
 from mose_fast.reference.batch_norm import Norm
@@ -41,10 +41,7 @@ def _check_rows(valid_rows: int | Tensor | None, rows: int, device: torch.device
             raise TypeError(f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted an int or an int32 scalar")
         if valid_rows.device != device:
             raise ValueError(f"valid_rows is on {valid_rows.device}; wanted {device}, where x is")
-        if device.type != "cpu":
-            return  # its value is known to the kernel alone
-        valid_rows = int(valid_rows)
-    if isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= rows:
+    elif isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= rows:
         raise ValueError(f"valid_rows is {valid_rows!r}; wanted 0 to {rows}, the images of x")
 
 
@@ -95,8 +92,8 @@ def _check(
             raise ValueError(f"x has sides {height} x {width}; wanted even ones for a gate at half of them")
         _check_tensor("gate", gate, (rows, channels, height // 2, width // 2), (x.dtype,), x.device)
     _check_rows(valid_rows, rows, x.device)
-    counted = rows if valid_rows is None or isinstance(valid_rows, Tensor) else valid_rows
-    if norm.training and counted * (height // stride) * (width // stride) == 1:
+    counted = rows if valid_rows is None else valid_rows
+    if norm.training and not isinstance(counted, Tensor) and counted * (height // stride) * (width // stride) == 1:
         size = torch.Size((rows, out_channels, height // stride, width // stride))
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
 
@@ -128,7 +125,7 @@ def align_conv(
         prologue: [4, C], the state of the norm over ``x`` (``AlignedMap.state`` or ``norm_state``), float32 (float64); None: x' = x.
         gate: [N, C, H/2, W/2] in the type of ``x``; wants even H and W.
         valid_rows: Images from this one on are padding: never read, zero in y and in every gradient, not counted. None, an int, or an
-            int32 scalar tensor beside ``x``, whose value a captured graph reads anew at each replay.
+            int32 scalar tensor beside ``x``, which the kernel alone reads, at each call (and replay), cut to [0, N].
 
     Returns:
         AlignedMap(y [N, O, H/stride, W/stride] in the type of ``x``, state [4, O] in float32 or float64).
@@ -208,9 +205,9 @@ class _AlignConv(torch.autograd.Function):
         ctx.types = depthwise.dtype, pointwise.dtype
         x = _in_channels_last("x", x)
         gate = None if gate is None else _in_channels_last("gate", gate)
-        prologue = None if prologue is None else prologue.contiguous()
+        prologue = None if prologue is None else aligned_row(prologue)
         taps = (depthwise.to(x.dtype) if depthwise.dtype == torch.float64 else depthwise).contiguous()
-        matrix = pointwise.to(x.dtype).reshape(pointwise.shape[:2]).contiguous()
+        matrix = aligned_row(pointwise.to(x.dtype).reshape(pointwise.shape[:2]))
         norm = norm._replace(
             weight=None if weight is None else weight.contiguous(),
             bias=None if bias is None else bias.contiguous(),
@@ -219,14 +216,15 @@ class _AlignConv(torch.autograd.Function):
         entering = (x, taps, stride, prologue, gate, *valid)
         if _is_fused(x.dtype, *matrix.shape[::-1]):
             y, state, m = native.align_conv(matrix, norm, trains, *entering)
+            mean_rest = None
         else:
             m = native.align_conv_depthwise(*entering)
             with torch.autocast(x.device.type, enabled=False):
                 y = _as_map(torch.mm(_as_rows(m), matrix.t()), m)
-            state = native.norm_state(y, norm, *valid)
+            state, mean_rest = native.norm_state(y, norm, *valid)
         if trains:
             rows = valid_rows if isinstance(valid_rows, Tensor) else None
-            ctx.save_for_backward(x, taps, matrix, norm.weight, prologue, gate, m, y, state, rows)
+            ctx.save_for_backward(x, taps, matrix, norm.weight, prologue, gate, m, y, state, mean_rest, rows)
             ctx.norm = norm._replace(weight=None)
             ctx.stride, ctx.valid_rows = stride, valid[1]
         return y, state
@@ -235,7 +233,7 @@ class _AlignConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None) -> tuple:
         native = _loader.native
-        x, taps, matrix, weight, prologue, gate, m, y, state, rows = ctx.saved_tensors
+        x, taps, matrix, weight, prologue, gate, m, y, state, mean_rest, rows = ctx.saved_tensors
         wants_x, wants_depthwise, wants_pointwise, _, _, wants_prologue, wants_gate = ctx.needs_input_grad[:7]
         grads: list[Tensor | None] = [None] * 11
         if grad is None and grad_state is None:
@@ -245,9 +243,10 @@ class _AlignConv(torch.autograd.Function):
         wants = (wants_x, wants_depthwise, wants_prologue, wants_gate)
         if grad_state is not None or valid != (None, None):
             norm = ctx.norm._replace(weight=weight)
-            of_state = None if grad_state is None else grad_state.contiguous()
+            of_state = None if grad_state is None else aligned_row(grad_state)
             factor = matrix if any(wants) and _is_fused_back(x.dtype, *matrix.shape[::-1]) else None
-            total, of_map, grads[3], grads[4] = native.align_conv_total(total, of_state, y, state, norm, factor, *valid)
+            results = native.align_conv_total(total, of_state, y, state, mean_rest, norm, factor, *valid)
+            total, of_map, grads[3], grads[4] = results
         with torch.autocast(x.device.type, enabled=False):
             if wants_pointwise:
                 grads[2] = torch.mm(_as_rows(total).t(), _as_rows(m)).to(ctx.types[1]).view(*matrix.shape, 1, 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
-from mose_fast.ops.maps import aligned, say_once
+from mose_fast.ops.maps import aligned, aligned_row, say_once
 from mose_fast.reference import batch_norm as reference_norm
 from mose_fast.reference import batch_norm_act as reference
 from mose_fast.reference.batch_norm import Norm
@@ -124,7 +124,7 @@ def batch_norm_act(
         consumers: How many results are wanted, 1 to 8. They are the same values in the same memory; autograd sends each its own
             gradient, and the backward pass adds them up while it loads them. Do not change one in place.
         valid_rows: Images from this one on are padding: never read, never counted, zero in the result and in every gradient. None: there
-            is none. An int32 scalar on the device of ``x`` is read by the kernel, so that a captured graph serves any number.
+            is none. An int32 scalar on the device of ``x`` is read by the kernel alone, at each call (and replay), cut to [0, N].
 
     Returns:
         y, of the shape and dtype of ``x``; a tuple of them if ``consumers`` is not 1.
@@ -176,7 +176,7 @@ def batch_norm_act(
     residual = None if residual is None else _input_map(residual, x.dtype)
     residual_norm = None if residual_norm is None else _with_floats(residual_norm)
     second = (None, None) if residual_norm is None else residual_norm[:2]
-    prologue = None if prologue is None else prologue.contiguous()
+    prologue = None if prologue is None else aligned_row(prologue)
     tensors = (x, norm.weight, norm.bias, residual, *second, prologue)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     results = _BatchNormAct.apply(*tensors, norm, residual_norm, relu, consumers, *_split_rows(valid_rows), trains)
@@ -281,19 +281,19 @@ class _NormState(torch.autograd.Function):
         valid_tensor: Tensor | None,
         valid: int | None,
     ) -> Tensor:
-        state = _loader.native.norm_state(x, norm, valid_tensor, valid)
-        ctx.save_for_backward(x, weight, valid_tensor, state)
+        state, mean_rest = _loader.native.norm_state(x, norm, valid_tensor, valid)
+        ctx.save_for_backward(x, weight, valid_tensor, state, mean_rest)
         ctx.norm, ctx.valid = _for_backward(norm), valid
         return state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, valid_tensor, state = ctx.saved_tensors
+        x, weight, valid_tensor, state, mean_rest = ctx.saved_tensors
         needs = ctx.needs_input_grad
         # Running statistics do not depend on x.
         wants_x = needs[0] and ctx.norm.training
         to_x, to_norm = _loader.native.norm_state_backward(
-            grad.contiguous(), x, ctx.norm._replace(weight=weight), state, valid_tensor, ctx.valid, wants_x
+            grad.contiguous(), x, ctx.norm._replace(weight=weight), state, mean_rest, valid_tensor, ctx.valid, wants_x
         )
         return to_x, to_norm[0] if needs[1] else None, to_norm[1] if needs[2] else None, None, None, None

@@ -392,7 +392,7 @@ if _loader.native is not None:
         side = (experts, rows, rows) if labels.device.type == "cpu" and first_scl < experts else (0, 0, 0)
         return (
             torch.empty(experts, 3, **options),
-            torch.empty((10 * experts + 1) * rows + 2 * experts, **options),  # ExpertStatistics::size() of csrc/core
+            torch.empty((11 * experts + 1) * rows + 2 * experts, **options),  # ExpertStatistics::size() of csrc/core
             torch.empty(side, **options),
         )
 

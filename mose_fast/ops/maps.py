@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-__all__ = ["aligned", "say_once"]
+__all__ = ["aligned", "aligned_row", "say_once"]
 
 
 @functools.cache
@@ -21,3 +21,9 @@ def aligned(x: Tensor) -> Tensor:
     """``x`` in channels_last memory from a multiple of 16 bytes; itself where it is that already."""
     x = x.contiguous(memory_format=torch.channels_last)
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.channels_last)
+
+
+def aligned_row(x: Tensor) -> Tensor:
+    """``x``, which is no map, in a row from a multiple of 16 bytes; itself where it is that already."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -65,7 +65,8 @@ def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
     """
     wide = without_padding(y, valid_rows).to(torch.float64 if y.dtype == torch.float64 else torch.float32)
     if norm.training:
-        count = wide.numel() // wide.shape[1] if valid_rows is None else valid_rows * wide.shape[2] * wide.shape[3]
+        rows = len(y) if valid_rows is None else valid_rows.clamp(0, len(y)) if isinstance(valid_rows, Tensor) else valid_rows
+        count = rows * wide.shape[2] * wide.shape[3]
         if not isinstance(count, Tensor) and count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
         mean = wide.sum(dim=(0, 2, 3)) / max(count, 1) if not isinstance(count, Tensor) else wide.sum(dim=(0, 2, 3)) / count.clamp(min=1)

@@ -34,7 +34,8 @@ struct Setting {
   FloatType type = FloatType::kBFloat16;
   bool prologue = false, gate = false, training = true, parameters = true;
   bool keep_map = true;
-  double offset = 0;  // of y's mean, through the gradient of the norm alone
+  // Where one NaN lies: behind an inner pixel of x, in the scale of a channel of the prologue, in an element of the gate.
+  enum Nan { kNowhere, kInX, kInPrologue, kInGate } nan = kNowhere;
 };
 
 struct Launches {
@@ -134,7 +135,8 @@ struct Twin {
     each([&](int64_t n, int64_t h, int64_t w, int64_t c) {
       const size_t i = at(n, h, w, c);
       const auto k = static_cast<size_t>(c);
-      before[i] = s.prologue ? round_to(std::max(0.0, prologue[2 * C + k] * (x[i] - prologue[k]) + prologue[3 * C + k]), s.type) : x[i];
+      const double z = prologue[2 * C + k] * (x[i] - prologue[k]) + prologue[3 * C + k];
+      before[i] = !s.prologue ? x[i] : z <= 0 ? 0 : round_to(z, s.type);  // NaN stays NaN
       if (s.gate) {
         const Doubles down = doubling(h, s.height / 2);
         const Doubles across = doubling(w, s.width / 2);
@@ -175,13 +177,14 @@ struct Twin {
         const Doubles across = doubling(w, s.width / 2);
         for (int64_t a = 0; a < s.height / 2; ++a) {
           for (int64_t b = 0; b < s.width / 2; ++b) {
-            to_gate[gate_at(n, a, b, c)] += g * before[i] * (1 - open[i]) * down[static_cast<size_t>(a)] * across[static_cast<size_t>(b)];
+            const double share = down[static_cast<size_t>(a)] * across[static_cast<size_t>(b)];
+            to_gate[gate_at(n, a, b, c)] += share == 0 ? 0 : g * before[i] * (1 - open[i]) * share;
           }
         }
       }
       to_x[i] = g;
       if (s.prologue) {
-        const double z = before[i] > 0 ? g : 0;
+        const double z = before[i] <= 0 ? 0 : g;
         to_x[i] = z * prologue[2 * C + k];
         to_prologue[k] -= z * prologue[2 * C + k];
         to_prologue[2 * C + k] += z * (x[i] - prologue[k]);
@@ -216,6 +219,13 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   twin.gate = draw(random, s.gate ? elements / 4 : 0, s.type, 1);
   twin.depthwise = draw(random, C * 9, s.type, 0.5);
   twin.prologue = draw(random, 4 * C, FloatType::kBFloat16, 0.5);
+  if (s.nan == Setting::kInX) {
+    twin.x[twin.at(0, 2, 2, 3)] = kNan;
+  } else if (s.nan == Setting::kInPrologue) {
+    twin.prologue[2 * C + 5] = kNan;
+  } else if (s.nan == Setting::kInGate) {
+    twin.gate[twin.gate_at(0, 1, 1, 7)] = kNan;
+  }
   pad(twin.x, s);
   pad(twin.gate, s);
   twin.run();
@@ -320,6 +330,7 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   pad(y, s);
   const Doubles state = draw(random, 4 * C, FloatType::kBFloat16, 0.5);
   const Doubles grad_state = draw(random, 4 * C, FloatType::kBFloat16, 1);
+  const Doubles mean_rest = fused ? Doubles(C) : draw(random, C, FloatType::kBFloat16, 0.5);
   const Doubles weight = draw(random, C, FloatType::kBFloat16, 1);
   mf::AlignConvTotal total{};
   total.type = s.type;
@@ -328,6 +339,7 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   total.state = context.upload(Floats(state.begin(), state.end()));
   total.grad_state = context.upload(Floats(grad_state.begin(), grad_state.end()));
   total.norm.weight = context.upload(Floats(weight.begin(), weight.end()));
+  total.mean_rest = fused ? nullptr : context.upload(Floats(mean_rest.begin(), mean_rest.end()));
   total.norm.training = s.training;
   total.images = s.images;
   total.pixels = twin.out_height() * twin.out_width();
@@ -349,7 +361,7 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
     const size_t c = i % C;
     const double to_inverse = weight[c] * grad_state[2 * C + c] + grad_state[C + c];
     const double slope = s.training ? -to_inverse * std::pow(state[C + c], 3) / count : 0;
-    wanted[i] = grad[i] + slope * (y[i] - state[c]) + (s.training ? grad_state[c] / count : 0);
+    wanted[i] = grad[i] + slope * (y[i] - (state[c] + mean_rest[c])) + (s.training ? grad_state[c] / count : 0);
   }
   expect(context, "gradient in all", card_total, wanted, s.type, 2 * step);
   context.expect_close("norm's weight's gradient", total.weight, to_weight, 1e-6);
@@ -502,6 +514,18 @@ KERNEL_CASE(align_conv_of_the_least_maps) {
     setting.stride = images == 5 ? 2 : 1;
     setting.channels = 16;
     compare(context, setting, true);
+    compare(context, setting, false);
+  }
+}
+
+KERNEL_CASE(align_conv_keeps_what_is_no_number) {
+  for (const Setting::Nan nan : {Setting::kInX, Setting::kInPrologue, Setting::kInGate}) {
+    Setting setting;
+    setting.nan = nan;
+    setting.prologue = setting.gate = true;
+    compare(context, setting, true);
+    setting.type = FloatType::kFloat32;
+    setting.stride = 2;
     compare(context, setting, false);
   }
 }

@@ -244,6 +244,7 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   const auto count = static_cast<int64_t>(norms.size());
   const auto states = static_cast<size_t>(count * mf::kNormRows * channels);
   auto* state = context.poisoned<float>(states);
+  auto* mean_rest = context.poisoned<float>(static_cast<size_t>(channels));
   auto* tickets = context.upload(std::vector<uint32_t>(static_cast<size_t>(count * grid.tickets()), 0));
   auto* partials = context.poisoned<float>(static_cast<size_t>(count * grid.partials(mf::NormStatistics::kFields)));
   launches.statistics({shape,
@@ -254,6 +255,7 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
                        {params[0], params[1]},
                        card_before,
                        state,
+                       mean_rest,
                        partials,
                        tickets});
   const double close = s.type == FloatType::kFloat32 || s.prologue ? 2e-5 : 1e-5;
@@ -267,6 +269,11 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
     }
   }
   context.expect_close("state", state, wanted_state, close);
+  Floats wanted_rest = context.download(state, static_cast<size_t>(channels));
+  for (size_t c = 0; c < wanted_rest.size(); ++c) {
+    wanted_rest[c] = s.training ? static_cast<float>(norms[0].mean[c] - double{wanted_rest[c]}) : 0.0f;
+  }
+  context.expect_close("rest of the mean", mean_rest, wanted_rest, s.offset > 100 ? 1e-7 : 1e-6);
   for (size_t i = 0; i < norms.size(); ++i) {
     context.expect_close("running mean", running_mean[i], floats(norms[i].running_mean), close);
     context.expect_close("running variance", running_var[i], floats(norms[i].running_var), close);
@@ -516,24 +523,35 @@ KERNEL_CASE(batch_norm_act_of_padding_alone) {
   compare_forms(context, FloatType::kFloat32, [](Setting& s) { s.valid = 0; });
 }
 
+KERNEL_CASE(batch_norm_act_of_no_image) {
+  for (const int form : {0, 2, 3}) {
+    Setting setting = setting_of(FloatType::kBFloat16, form);
+    setting.images = setting.valid = 0;
+    compare_launchers(context, setting);
+  }
+}
+
 KERNEL_CASE(norm_state_backward) {
   constexpr int64_t kChannels = 200;
   std::mt19937 random(3);
   const auto floats_of = [&](size_t count) { return floats(draw(random, count, FloatType::kBFloat16, 1)); };
-  const Floats state = floats_of(4 * kChannels), grad = floats_of(4 * kChannels), weight = floats_of(kChannels);
+  const Floats state = floats_of(4 * kChannels), grad = floats_of(4 * kChannels), weight = floats_of(kChannels), rest = floats_of(kChannels);
   for (const bool training : {true, false}) {
     mf::NormParams norm{context.upload(weight), nullptr, nullptr, nullptr, nullptr, 0.1f, 1e-5f, training};
     auto* out = context.poisoned<float>(4 * kChannels);
-    mf::cuda::norm_state_backward({{7, 3, kChannels, nullptr, 5}, context.upload(state), context.upload(grad), norm, out}, context.stream());
-    // By hand: weight and bias from scale and shift; the mean's share is even, the deviation's goes with -inverse^3 / n.
+    const mf::MapShape shape{7, 3, kChannels, nullptr, 5};
+    mf::cuda::norm_state_backward({shape, context.upload(state), context.upload(rest), context.upload(grad), norm, out}, context.stream());
+    // By hand: weight and bias from scale and shift; the mean's share is even, the deviation's goes with -inverse^3 / n, for x minus the mean
+    // that is the state's and the rest.
     Floats wanted(4 * kChannels);
     for (int64_t c = 0; c < kChannels; ++c) {
       const double inverse = state[kChannels + c];
       wanted[c] = static_cast<float>(grad[2 * kChannels + c] * inverse);
       wanted[kChannels + c] = grad[3 * kChannels + c];
       const double to_inverse = double{weight[c]} * grad[2 * kChannels + c] + grad[kChannels + c];
-      wanted[2 * kChannels + c] = training ? static_cast<float>(-to_inverse * inverse * inverse * inverse / 15) : 0.0f;
-      wanted[3 * kChannels + c] = training ? grad[c] / 15 : 0.0f;
+      const double slope = training ? -to_inverse * inverse * inverse * inverse / 15 : 0;
+      wanted[2 * kChannels + c] = static_cast<float>(slope);
+      wanted[3 * kChannels + c] = training ? static_cast<float>(double{grad[c]} / 15 - slope * rest[c]) : 0.0f;
     }
     context.expect_close("gradients", out, wanted, 1e-6);
   }

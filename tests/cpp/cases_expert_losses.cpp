@@ -34,6 +34,10 @@ struct Setting {
   int64_t first_contrastive = 0, first_cross_entropy = 0;
   bool zero_rows = false, equal_features = false, wrong_label = false, one_gradient = false;
   double scale = 1;  // of the logits
+  double offset = 0;  // added to them
+  int64_t spoiled = -1;  // a row of the first expert's projections that holds `spoil` in one element: terms alone are compared
+  double spoil = std::numeric_limits<double>::quiet_NaN();
+  std::vector<int64_t> given_labels = {};  // else random ones
 };
 
 Doubles product(const Doubles& a, const Doubles& b, int64_t batches, int64_t n, int64_t k, int64_t m, bool transposed) {
@@ -60,6 +64,9 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
   const auto size = [](int64_t a, int64_t b, int64_t c) { return static_cast<size_t>(a * b * c); };
   Doubles z = draw(random, size(s.experts, s.rows, s.projection), s.projections, 1);
   Doubles logits = draw(random, size(s.experts, s.rows, s.classes), s.others, s.scale);
+  for (double& logit : logits) {
+    logit = s.offset == 0 ? logit : s.offset + std::round(logit * 64) / 64;  // float32 holds it
+  }
   Doubles features = draw(random, size(s.experts, s.rows, s.features), s.others, 1);
   Doubles student = draw(random, size(1, s.rows, s.features), s.others, 1);
   const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -76,6 +83,10 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
   std::vector<int64_t> labels(static_cast<size_t>(s.rows));
   for (size_t i = 0; i < labels.size(); ++i) {
     labels[i] = static_cast<int64_t>(random() % static_cast<unsigned>(s.labels));
+  }
+  labels = s.given_labels.empty() ? labels : s.given_labels;
+  if (s.spoiled >= 0) {
+    z[static_cast<size_t>(s.spoiled * s.projection + 3)] = s.spoil;
   }
   std::vector<unsigned char> mask(static_cast<size_t>(s.classes));
   std::fill_n(mask.begin(), std::min(s.labels, s.classes), static_cast<unsigned char>(1));
@@ -171,7 +182,7 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
             {card_logits, s.others},
             {to_teachers ? card_features : nullptr, s.others},
             {card_student, s.others}});
-  if (s.wrong_label) {
+  if (s.wrong_label || s.spoiled >= 0) {
     return;
   }
   const auto expect = [&](const char* what, unsigned char* memory, const Doubles& wanted, FloatType type) {
@@ -252,6 +263,39 @@ KERNEL_CASE(expert_losses_of_the_last_expert) {
   setting.rows = setting.valid = 17;
   setting.first_contrastive = setting.first_cross_entropy = 1;
   compare(context, setting);
+}
+
+KERNEL_CASE(expert_losses_of_large_logits_keep_their_digits) {
+  Setting setting;
+  setting.offset = 3e4;
+  compare(context, setting);
+}
+
+// Rows without a positive too, in a last tile that is filled in part; twice as many rows as a block takes at a time.
+KERNEL_CASE(expert_losses_keep_what_is_no_number) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const FloatType type : {FloatType::kFloat32, FloatType::kBFloat16, FloatType::kFloat16}) {
+    for (int64_t row = 0; row < 7; ++row) {
+      Setting setting = setting_of(type, FloatType::kFloat32);
+      setting.experts = 1;
+      setting.rows = setting.valid = 7;
+      setting.fresh = 0;
+      setting.projection = 8;
+      setting.given_labels = {4, 4, 3, 0, 3, 4, 2};
+      setting.spoiled = row;
+      setting.spoil = row % 2 == 0 ? nan : infinity;
+      compare(context, setting);
+    }
+  }
+  for (const int64_t row : {0, 15, 130, 149}) {
+    Setting setting = setting_of(FloatType::kBFloat16, FloatType::kFloat32);
+    setting.experts = 1;
+    setting.rows = setting.valid = 150;
+    setting.labels = 11;
+    setting.spoiled = row;
+    compare(context, setting);
+  }
 }
 
 KERNEL_CASE(expert_losses_of_a_wrong_label_are_nan) {

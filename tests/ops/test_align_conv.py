@@ -425,8 +425,8 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
     for call in (
         lambda: native.align_conv(matrix, norm, True, x, depthwise, 1, None, gate, rows, None),
         lambda: native.align_conv_depthwise(x, depthwise, 2, state, None, None, 2),
-        lambda: native.align_conv_total(x, None, x, state, norm, None, None, None),
-        lambda: native.align_conv_total(None, state, x, state, norm, matrix, rows, None),
+        lambda: native.align_conv_total(x, None, x, state, None, norm, None, None, None),
+        lambda: native.align_conv_total(None, state, x, state, state[0], norm, matrix, rows, None),
         lambda: native.align_conv_backward(x, (True, False, True, False), x, depthwise, 1, state, None, None, 3),
     ):
         with pytest.raises(RuntimeError, match="is on cpu; wanted the card where x is"):

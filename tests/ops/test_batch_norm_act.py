@@ -423,7 +423,7 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
         lambda: native.batch_norm_act(x, norm, True, x, norm, state, rows, 3, False),
         lambda: native.batch_norm_act_backward([x], None, x, norm, x, norm, state, None, None, None, (True, False, True)),
         lambda: native.norm_state(x, norm, rows, None),
-        lambda: native.norm_state_backward(state, x, norm, state, None, 2, True),
+        lambda: native.norm_state_backward(state, x, norm, state, state[0], None, 2, True),
     ):
         with pytest.raises(RuntimeError, match="x is on cpu; wanted the card where x is"):
             call()
