@@ -22,7 +22,7 @@ from mose_fast.settings import setting_types, with_absolute_paths, with_changes
 from mose_fast.sweep.grid import Cell, folder_name
 from mose_fast.sweep.scheduler import Failure, Place, SweepFolder, run_grid
 from mose_fast.sweep.store import read_run
-from mose_fast.train.files import RunFolder, write_atomically
+from mose_fast.train.files import RunError, RunFolder, write_atomically
 
 __all__ = ["Plan", "reproduce"]
 
@@ -163,14 +163,26 @@ def reproduce(
     else:
         for line in plan.told_departures():
             say(line)
+    path = Path(out) / f"{plan.stem}.md"
+    _refuse_foreign(path, plan)
     outcome = run_grid(plan.cells, out, place, dry_run=dry_run, wandb=wandb, say=say)
     if dry_run:
         return None, ()
     page, table = _render(plan, SweepFolder(out), outcome.failures)
-    path = Path(out) / f"{plan.stem}.md"
     write_atomically(path, page)
     write_atomically(path.with_suffix(".csv"), table)
     return path, outcome.failures
+
+
+def _refuse_foreign(page: Path, plan: Plan) -> None:
+    """Refuses to replace a page, and the table beside it, that no reproduction wrote."""
+    table = page.with_suffix(".csv")
+    try:
+        ours = page.read_text(encoding="utf-8", errors="replace").startswith(f"# {plan.name}: ")
+    except (FileNotFoundError, NotADirectoryError):
+        ours = not table.exists()
+    if not ours:
+        raise RunError(f"{page} or {table.name} beside it is not of this reproduction, and would be replaced; choose another --out")
 
 
 def _render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import tempfile
 import threading
@@ -25,12 +26,12 @@ from mose_fast.sweep.display import Display, Running
 from mose_fast.sweep.engine import Engine, LocalEngine, Slot
 from mose_fast.sweep.forecast import Forecast, available_bytes, cost_key, measured_costs, stored_costs
 from mose_fast.sweep.grid import Cell, Grid, axes_of
-from mose_fast.sweep.lock import FolderLock
 from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.ray_engine import RayEngine
-from mose_fast.sweep.store import RunDamaged, Store, collect, read_run, read_store
+from mose_fast.sweep.store import STORE, RunDamaged, Store, collect, read_run, read_store
 from mose_fast.train import Interrupted, RunError
-from mose_fast.train.files import RunFolder, write_atomically
+from mose_fast.train.files import RunFolder, checkpoint_files, is_configuration, remove_leftovers, write_atomically
+from mose_fast.train.lock import FolderLock
 from mose_fast.train.loop import interrupt_flag
 
 if TYPE_CHECKING:
@@ -144,16 +145,38 @@ class SweepFolder:
             for folder in (self.path, self.configs, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunError(f"cannot write into the sweep's folder {self.path}: {error.strerror}; choose another --out") from error
+            raise self._cannot_write(error) from error
+
+    def tidy(self, cells: Iterable[Cell]) -> None:
+        """Deletes what a killed sweep had half written. The caller holds the folder.
+
+        Raises:
+            RunError: The file of a cell's configuration is not ours, or nothing can be deleted.
+        """
+        for cell in cells:
+            file = self.config(cell.name)
+            if file.exists() and not is_configuration(file):
+                raise RunError(f"{file} is no configuration of a run, and would be replaced; choose another --out, or move it away")
+        try:
+            remove_leftovers(self.path, [re.escape(self.plan.name), re.escape(STORE)])
+            remove_leftovers(self.configs, [r".+\.json"])
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> RunError:
+        return RunError(f"cannot write into the sweep's folder {self.path}: {error.strerror}; choose another --out")
 
     def stored_plan(self) -> dict[str, Any]:
         """What the sweep in the folder noted about itself; empty where there is none."""
         try:
-            return json.loads(self.plan.read_text(encoding="utf-8"))
+            plan = json.loads(self.plan.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunError(f"cannot read the plan {self.plan}: {error}; delete it to plan anew, the runs stay") from error
+        if not isinstance(plan, dict) or not plan.keys() >= {"cells", "threads", "measured"}:
+            raise RunError(f"{self.plan} is not the plan of a sweep, and would be replaced; choose another --out, or move it away")
+        return plan
 
 
 def run_sweep(
@@ -250,8 +273,9 @@ def run_grid(
             engine.close()
         return Outcome(None, ())
     folder.create()
-    lock = FolderLock(folder.path)
+    lock = FolderLock(folder.path, "sweep")
     try:
+        folder.tidy(cells)
         return planned.run(lock.descriptor, wandb)
     finally:
         lock.release()
@@ -556,7 +580,7 @@ def _cards(place: Place) -> list[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("step-*.safetensors"))
+    return [path.name for path in checkpoint_files(folder)]
 
 
 def _first_difference(found: RunConfig, wanted: RunConfig) -> str:

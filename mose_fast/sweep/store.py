@@ -281,7 +281,8 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
         The table as :func:`read_store` gives it, and for each folder that was skipped a line that names it and says why.
 
     Raises:
-        RunError: The folder does not exist or the table cannot be written; the old one is untouched then.
+        RunError: The folder does not exist, its ``runs.sqlite`` is a database of something else, or the table cannot be written; what was
+            there is untouched then.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -295,6 +296,7 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
             continue
         rows.append({**row, "folder": _relative(run, folder)})
     target = folder / STORE
+    _refuse_foreign(target)
     try:
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{STORE}.")
         os.close(descriptor)
@@ -351,6 +353,19 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
     frame = pandas.DataFrame(rows, columns=list(COLUMNS))
     types = {"TEXT": "object", "INTEGER": "Int64", "REAL": "float64"}
     return frame.astype({name: types[kind.split()[0]] for name, (kind, _) in COLUMNS.items()})
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuses to replace a database that holds something else. A damaged one may be replaced."""
+    if not path.is_file():
+        return
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as database:
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    except sqlite3.Error:
+        return
+    if tables and tables != {"runs"}:
+        raise RunError(f"{path} is a database of something else (it holds {', '.join(sorted(tables))}); move it away, and collect again")
 
 
 def _prepare(database: sqlite3.Connection, path: Path) -> None:

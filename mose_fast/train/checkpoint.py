@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mose_fast.train.files import RunError, write_atomically
+from mose_fast.train.files import RunError, checkpoint_files, write_atomically
 
 __all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "Snapshot", "latest", "load_checkpoint", "save_checkpoint", "serialised"]
 
@@ -152,7 +152,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
     path = folder / f"step-{step:09d}.safetensors"
     metadata = {"mose_fast_checkpoint": str(FORMAT), "values": json.dumps(values)}
     write_atomically(path, serialised(tensors, metadata).data)
-    for old in _all(folder)[:-_KEPT]:
+    for old in checkpoint_files(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
 
@@ -236,13 +236,9 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def latest(folder: Path) -> Path | None:
     """The newest checkpoint of a folder, None if it holds none."""
-    return next(reversed(_all(folder)), None)
-
-
-def _all(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*.safetensors"))
+    return next(reversed(checkpoint_files(folder)), None)
 
 
 def _instead(path: Path) -> str:
-    older = [p for p in _all(path.parent) if p.name < path.name]
+    older = [p for p in checkpoint_files(path.parent) if p.name < path.name]
     return f"; the one before it is {older[-1]}: delete {path.name} to continue from there" if older else ""

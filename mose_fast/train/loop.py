@@ -31,6 +31,7 @@ from mose_fast.train.clock import Clock
 from mose_fast.train.figure import accuracy_figure
 from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.listeners import Listener, TensorBoard
+from mose_fast.train.lock import FolderLock
 from mose_fast.train.losses import Taken
 from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
 from mose_fast.train.results import accuracy_csv, build_results
@@ -79,7 +80,7 @@ def run(
     Raises:
         ConfigError: A setting is unusable.
         StreamError: The data are missing or unusable.
-        RunError: The folder is in use or cannot be written, or training diverged.
+        RunError: The folder is in use, holds files that are not a run's, or cannot be written, or training diverged.
         Interrupted: Ctrl-C; continue with :func:`resume`.
     """
     if config is None:
@@ -99,12 +100,14 @@ def run(
         raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
     learner = _learner(config, stream)
     warn_of_other_protocol(config)
-    folder = None
-    if out is not None:
-        folder = RunFolder(out)
+    if out is None:
+        return _Loop(config, stream, learner, None, listeners).run()
+    folder = RunFolder(out)
+    folder.make()
+    with FolderLock(folder.path, "run"):
         folder.create(overwrite=overwrite)
         write_atomically(folder.config, config.to_json())
-    return _Loop(config, stream, learner, folder, listeners).run()
+        return _Loop(config, stream, learner, folder, listeners).run()
 
 
 def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable[Listener] = ()) -> dict[str, Any]:
@@ -116,15 +119,19 @@ def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable
         listeners: Are told what happens.
 
     Raises:
-        RunError: There is no run in the folder, it is finished already, or its checkpoint cannot be read.
+        RunError: There is no run in the folder, it is finished already, another process works in it, or its checkpoint cannot be read.
     """
     folder = RunFolder(out)
     if not folder.config.is_file():
         raise RunError(f"there is no run in {folder.path} (no {folder.config.name}); start one with: mose-fast run --out {folder.path}")
+    with FolderLock(folder.path, "run"):
+        return _resume(folder, stream, list(listeners))
+
+
+def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener]) -> dict[str, Any]:
     if folder.results.is_file():
         raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
     config = RunConfig.load(folder.config)
-    listeners = list(listeners)
     if stream is None:
         try:
             stream = _load(config, listeners)
