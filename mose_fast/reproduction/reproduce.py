@@ -18,7 +18,7 @@ from mose_fast.report.table import Interval, Number, Spread, Table
 from mose_fast.reproduction.catalogue import describe
 from mose_fast.reproduction.description import RULE, Entry, Part, Reproduction, Verdict, judge, target
 from mose_fast.reproduction.metrics import Metric, Results
-from mose_fast.settings import setting_types, with_absolute_paths, with_changes
+from mose_fast.settings import dotted, setting_types, with_absolute_paths, with_changes
 from mose_fast.sweep.grid import Cell, folder_name
 from mose_fast.sweep.scheduler import Failure, Place, SweepFolder, run_grid
 from mose_fast.sweep.store import read_run
@@ -29,7 +29,7 @@ __all__ = ["Plan", "reproduce"]
 # Settings that say where and how fast a run computes, or which of several equal runs it is: no departure from the paper's protocol.
 _FREE = (
     "seed", "device", "feed", "precision", "kernels", "step", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
-    "stream.decoder",
+    "stream.decoder", "stream.fingerprint",
 )  # fmt: skip
 
 
@@ -331,6 +331,7 @@ def _provenance(runs: Sequence[Results]) -> list[str]:
         f"- computed on: {told(place)}",
         f"- commit: {told(lambda run: run['commit'])}; native library: {told(lambda run: run['native_backend'])}",
         "- versions: " + "; ".join(f"{name} {told(lambda run, name=name: run['versions'][name])}" for name in runs[0]["versions"]),
+        f"- data: {told(lambda run: run['config']['stream'].get('fingerprint') or 'of runs before fingerprints')}",
         f"- precision: {told(lambda run: run['config']['precision'])}; deterministic: {told(lambda run: run['config']['deterministic'])}",
     ]
 
@@ -339,23 +340,15 @@ def _key(runs: Mapping[str, Any]) -> str:
     return json.dumps(runs, sort_keys=True)
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
-    """Every setting by dotted name."""
-    values = config.to_dict()
-    for owner in ("stream", "options"):
-        values |= {f"{owner}.{name}": value for name, value in values.pop(owner).items()}
-    return values
-
-
 def _differences(config: RunConfig) -> dict[str, Any]:
     """What sets a configuration apart from its method's preset, from the default method, and from the method's first preset."""
-    usual = _flat(RunConfig.create(config.preset, method=config.method))
+    usual = dotted(RunConfig.create(config.preset, method=config.method).to_dict())
     usual |= {"method": RunConfig.method, "preset": method_settings(config.method).preset(None)}
-    return {name: value for name, value in _flat(config).items() if name not in _FREE and value != usual[name]}
+    return {name: value for name, value in dotted(config.to_dict()).items() if name not in _FREE and value != usual[name]}
 
 
 def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:
-    found, planned = _flat(config), _flat(wanted)
+    found, planned = dotted(config.to_dict()), dotted(wanted.to_dict())
     differing = [name for name in planned if name not in _FREE and found[name] != planned[name]]
     return [f"{name} {_text(found[name])} instead of {_text(planned[name])}" for name in differing]
 

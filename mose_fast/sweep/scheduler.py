@@ -22,6 +22,7 @@ from mose_fast import streams
 from mose_fast.augment import choose_feed
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.methods import resolve_device
+from mose_fast.settings import dotted
 from mose_fast.sweep.display import Display, Running
 from mose_fast.sweep.engine import Engine, LocalEngine, Slot
 from mose_fast.sweep.forecast import Forecast, available_bytes, cost_key, measured_costs, stored_costs
@@ -262,8 +263,9 @@ def run_grid(
         Interrupted: Ctrl-C; unfinished runs have written a checkpoint.
     """
     cells = grid.cells() if isinstance(grid, Grid) else list(grid)
-    for settings in {cell.config.stream for cell in cells}:
-        streams.create(settings)  # loads, and downloads, once, and refuses what does not exist
+    # Loads, and downloads, once, and refuses what does not exist.
+    data = {settings: streams.create(settings).fingerprint for settings in {cell.config.stream for cell in cells}}
+    cells = [_on_data(cell, data[cell.config.stream]) for cell in cells]
     place = place or Place()
     folder = SweepFolder(out)
     planned = _Sweep(cells, folder, place, say)
@@ -305,6 +307,8 @@ class _Sweep:
         earlier = stored["measured"] if stored.get("threads") == self.threads else {}
         self.measured = {key: Cost(**cost) for key, cost in earlier.items()}
         self.done: set[str] = set()
+        #: Finished cells of versions that noted no fingerprint of the data.
+        self.unknown_data = 0
         self.waiting: list[Cell] = []
 
     def _runs(self) -> int:
@@ -351,7 +355,14 @@ class _Sweep:
                         f"{files.path} holds a run with other settings ({_first_difference(found, cell.config)}); "
                         "choose another --out, or delete that folder"
                     )
+                data = found.stream.fingerprint
+                if data not in (None, cell.config.stream.fingerprint):
+                    raise RunError(
+                        f"{files.path} holds a run on other data: the fingerprint of stream {found.stream.name!r} was {data} and is "
+                        f"{cell.config.stream.fingerprint} now; put the earlier data back, or choose another --out"
+                    )
                 if files.results.is_file():
+                    self.unknown_data += data is None
                     read_run(files.path)
                     done.add(cell.name)
             except RunDamaged as error:
@@ -366,6 +377,11 @@ class _Sweep:
             ConfigError: More runs at a time are asked for than fit into the memory.
         """
         self.done = self._find_done()
+        if self.unknown_data:
+            self.say(
+                f"caution: {self.unknown_data} finished run(s) here are of a version that noted no fingerprint of the data; whether these "
+                "are still the same is not known"
+            )
         given_up = {failure.name for failure in self.failures}
         self.waiting = [cell for cell in self.cells if cell.name not in self.done | given_up]
         engine = self._engine(logs, lock)
@@ -423,6 +439,7 @@ class _Sweep:
                 "workers": self.runs if self.device == "cpu" else None,
                 "threads": self.threads,
                 "engine": self.place.engine,
+                "data": {cell.config.stream.name: cell.config.stream.fingerprint for cell in self.cells},
                 "cells": {cell.name: cell.values for cell in self.cells},
                 # So that a sweep that goes on need not measure again.
                 "measured": {key: dataclasses.asdict(cost) for key, cost in self.measured.items()},
@@ -583,15 +600,14 @@ def _names(folder: Path) -> list[str]:
     return [path.name for path in checkpoint_files(folder)]
 
 
-def _first_difference(found: RunConfig, wanted: RunConfig) -> str:
-    def flat(config: RunConfig) -> dict[str, Any]:
-        values = config.to_dict()
-        for owner in ("stream", "options"):
-            values |= {f"{owner}.{name}": value for name, value in values.pop(owner).items()}
-        return values
+def _on_data(cell: Cell, fingerprint: str) -> Cell:
+    stream = dataclasses.replace(cell.config.stream, fingerprint=fingerprint)
+    return dataclasses.replace(cell, config=dataclasses.replace(cell.config, stream=stream))
 
-    a, b = flat(found), flat(wanted)
-    name = next(name for name in {**a, **b} if a.get(name) != b.get(name))
+
+def _first_difference(found: RunConfig, wanted: RunConfig) -> str:
+    a, b = dotted(found.to_dict()), dotted(wanted.to_dict())
+    name = next(name for name in {**a, **b} if a.get(name) != b.get(name) and name != "stream.fingerprint")
     return f"{name} is {a.get(name)!r} there and {b.get(name)!r} here"
 
 

@@ -32,17 +32,18 @@ __all__ = ["COLUMNS", "FORMAT", "STORE", "RunDamaged", "Store", "collect", "find
 STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``; a reader refuses others.
-FORMAT = 1
+FORMAT = 2
 
 #: Every column of the table ``runs``: SQLite type and meaning. Metrics are fractions and those of predict()'s classifier and expert;
 #: ``metrics`` holds them for all.
 COLUMNS: dict[str, tuple[str, str]] = {
     "folder": ("TEXT NOT NULL", "run folder, relative to the table's; results.json there holds matrices, curves and confusion"),
-    "setting": ("TEXT NOT NULL", "12 hex digits; equal for runs whose configurations differ in nothing but the seed"),
+    "setting": ("TEXT NOT NULL", "12 hex digits; equal for runs whose configurations differ in nothing but the seed and the data"),
     "method": ("TEXT NOT NULL", "name of the method"),
     "preset": ("TEXT NOT NULL", "its preset"),
     "changes": ("TEXT NOT NULL", "JSON table: options that differ from the preset"),
     "stream": ("TEXT NOT NULL", "name of the stream"),
+    "data": ("TEXT", "fingerprint of the data; NULL for runs of versions that had none"),
     "tasks": ("INTEGER NOT NULL", "number of tasks"),
     "classes": ("INTEGER NOT NULL", "number of classes"),
     "image_size": ("TEXT NOT NULL", "JSON list: height and width in pixels"),
@@ -101,9 +102,9 @@ class RunDamaged(RunError):
 
 
 def setting_id(config: RunConfig) -> str:
-    """12 hex digits that are equal for configurations which differ in nothing but the seed."""
+    """12 hex digits that are equal for configurations which differ in nothing but the seed and the data that they found."""
     values = config.to_dict()
-    del values["seed"]
+    del values["seed"], values["stream"]["fingerprint"]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -183,6 +184,7 @@ def _row(files: RunFolder, results: dict[str, Any], fingerprint: str) -> dict[st
         "preset": config.preset,
         "changes": json.dumps(results["changes_from_preset"], sort_keys=True),
         "stream": config.stream.name,
+        "data": config.stream.fingerprint,
         "tasks": len(results["tasks"]),
         "classes": results["classes"],
         "image_size": json.dumps(results["image_size"]),

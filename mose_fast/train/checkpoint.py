@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ __all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "Snapshot", "latest"
 FORMAT = 1
 
 _KEPT = 2
+
+_UNSIGNED = "0" * 64
 
 # The names that safetensors files have for dtypes.
 _DTYPES = {
@@ -150,8 +153,10 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
         RunError: The disk is full or the folder unwritable; older checkpoints are untouched.
     """
     path = folder / f"step-{step:09d}.safetensors"
-    metadata = {"mose_fast_checkpoint": str(FORMAT), "values": json.dumps(values)}
-    write_atomically(path, serialised(tensors, metadata).data)
+    metadata = {"mose_fast_checkpoint": str(FORMAT), "values": json.dumps(values), "sha256": _UNSIGNED}
+    file = serialised(tensors, metadata)
+    _sign(file)
+    write_atomically(path, file.data)
     for old in checkpoint_files(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
@@ -208,7 +213,8 @@ class CheckpointWriter:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values.
+    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values. The content's hash is checked, where there is one: older
+    versions wrote none.
 
     Raises:
         CheckpointError: The file is missing, damaged, not a checkpoint of this program, or of a newer format.
@@ -226,7 +232,11 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         found = int(metadata["mose_fast_checkpoint"])
         if found <= FORMAT:
-            return tensors, json.loads(metadata["values"])
+            values = json.loads(metadata["values"])
+            # What says which run it is came with the hash.
+            if ("identity" in values and "sha256" not in metadata) or ("sha256" in metadata and not _is_intact(path, metadata["sha256"])):
+                raise CheckpointError(f"the checkpoint {path} is damaged: its content does not have the hash in its header{_instead(path)}")
+            return tensors, values
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: its header is unreadable ({error}){_instead(path)}") from error
     raise CheckpointError(
@@ -237,6 +247,24 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def latest(folder: Path) -> Path | None:
     """The newest checkpoint of a folder, None if it holds none."""
     return next(reversed(checkpoint_files(folder)), None)
+
+
+def _sign(file: np.ndarray) -> None:
+    """Writes the SHA-256 of a file into its header, in the place of 64 zeros that it is taken with."""
+    digest = hashlib.sha256(file.data).hexdigest()
+    header = int.from_bytes(file[:8].tobytes(), "little")
+    start = file[: 8 + header].tobytes().index(_signature(_UNSIGNED)) + len(_signature("")) - 1
+    file[start : start + 64] = np.frombuffer(digest.encode(), np.uint8)
+
+
+def _is_intact(path: Path, signed: str) -> bool:
+    raw = path.read_bytes()
+    unsigned = raw.replace(_signature(signed), _signature(_UNSIGNED), 1)
+    return hashlib.sha256(unsigned).hexdigest() == signed
+
+
+def _signature(digest: str) -> bytes:
+    return f'"sha256":"{digest}"'.encode()
 
 
 def _instead(path: Path) -> str:

@@ -25,11 +25,13 @@ from mose_fast.device import own_stream, upload
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import Learner, create_learner, resolve_device, warn_of_other_protocol
 from mose_fast.streams import Stream, StreamError
+from mose_fast.streams.registry import check_fingerprint
 from mose_fast.streams.stream import draw_order
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot, latest, load_checkpoint
 from mose_fast.train.clock import Clock
 from mose_fast.train.figure import accuracy_figure
 from mose_fast.train.files import RunError, RunFolder, write_atomically
+from mose_fast.train.identity import check_identity, identity
 from mose_fast.train.listeners import Listener, TensorBoard
 from mose_fast.train.lock import FolderLock
 from mose_fast.train.losses import Taken
@@ -98,6 +100,8 @@ def run(
         config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch))
     else:
         raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
+    check_fingerprint(config.stream, stream)
+    config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, fingerprint=stream.fingerprint))
     learner = _learner(config, stream)
     warn_of_other_protocol(config)
     if out is None:
@@ -137,6 +141,7 @@ def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener])
             stream = _load(config, listeners)
         except StreamError as error:
             raise StreamError(f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))") from error
+    check_fingerprint(config.stream, stream)
     learner = _learner(config, stream)
     loop = _Loop(config, stream, learner, folder, listeners)
     folder.reopen()
@@ -183,6 +188,7 @@ class _Loop:
         self.clock = Clock()
         self.pipeline = Pipeline(learner, self.clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
+        self.identity = None if folder is None else identity(config, learner)
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
@@ -354,6 +360,7 @@ class _Loop:
             if broken is not None:
                 raise TrainingDiverged(f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}")
             values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.clock.state()}
+            values["identity"] = self.identity
             self.writer.write(self.position["done"] + self.position["task"], snapshot, values)
             if wait:
                 self.writer.wait()
@@ -361,6 +368,7 @@ class _Loop:
     def restore(self, checkpoint: Path) -> None:
         """Takes over the state in a checkpoint of this very run."""
         tensors, values = load_checkpoint(checkpoint)
+        check_identity(values.get("identity"), self.identity, checkpoint)
         try:
             self.learner.load_state(tensors, values["learner"])
             self.position, self.records = values["position"], values["records"]

@@ -225,16 +225,6 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_continues(tmp_pat
     assert outcome(out) == unbroken("plain")
 
 
-def test_checkpoint_of_another_configuration_is_refused(tmp_path):
-    out = tmp_path / "run"
-    with pytest.raises(Interrupted):
-        run(RunConfig.create(**SETTINGS), out=out, listeners=[InterruptAt(2)])
-    for changes, says in (({"memory": 31}, "memory.images has shape"), ({"width": 2}, "belongs to another network")):
-        (out / "config.json").write_text(RunConfig.create(**SETTINGS | changes).to_json())
-        with pytest.raises(RunError, match=f"step-000000002.safetensors does not belong to the configuration beside it: .*{says}"):
-            resume(out)
-
-
 def test_nothing_to_resume(tmp_path):
     with pytest.raises(RunError, match=r"there is no run in .* start one with: mose-fast run"):
         resume(tmp_path)
