@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import tempfile
-import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +21,9 @@ from mose_fast import streams
 from mose_fast.augment import choose_feed
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.methods import resolve_device
+from mose_fast.output import guarded_output
 from mose_fast.settings import dotted
+from mose_fast.signals import StopRequest, stop_request
 from mose_fast.sweep.display import Display, Running
 from mose_fast.sweep.engine import Engine, LocalEngine, Slot
 from mose_fast.sweep.forecast import Forecast, available_bytes, cost_key, measured_costs, stored_costs
@@ -30,10 +31,9 @@ from mose_fast.sweep.grid import Cell, Grid, axes_of
 from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.ray_engine import RayEngine
 from mose_fast.sweep.store import STORE, RunDamaged, Store, collect, read_run, read_store
-from mose_fast.train import Interrupted, RunError
+from mose_fast.train import RunError
 from mose_fast.train.files import RunFolder, checkpoint_files, is_configuration, remove_leftovers, write_atomically
 from mose_fast.train.lock import FolderLock
-from mose_fast.train.loop import interrupt_flag
 
 if TYPE_CHECKING:
     import pandas
@@ -214,7 +214,7 @@ def run_sweep(
     Raises:
         ConfigError: A setting or a value is unusable; nothing has started.
         RunError: The folder is in use or cannot be written.
-        Interrupted: Ctrl-C; the same call continues.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP; the same call continues.
     """
     changes = dict(settings)
     if isinstance(stream, str):
@@ -260,13 +260,19 @@ def run_grid(
     Raises:
         ConfigError: A setting, a value or the place is unusable; nothing has started.
         RunError: The folder is in use, holds other runs, or cannot be written.
-        Interrupted: Ctrl-C; unfinished runs have written a checkpoint.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP; unfinished runs have written a checkpoint.
     """
+    with guarded_output():
+        return _run_grid(grid, out, place or Place(), dry_run, wandb, say)
+
+
+def _run_grid(
+    grid: Grid | Sequence[Cell], out: str | Path, place: Place, dry_run: bool, wandb: str | None, say: Callable[[str], None]
+) -> Outcome:
     cells = grid.cells() if isinstance(grid, Grid) else list(grid)
     # Loads, and downloads, once, and refuses what does not exist.
     data = {settings: streams.create(settings).fingerprint for settings in {cell.config.stream for cell in cells}}
     cells = [_on_data(cell, data[cell.config.stream]) for cell in cells]
-    place = place or Place()
     folder = SweepFolder(out)
     planned = _Sweep(cells, folder, place, say)
     if dry_run:
@@ -452,14 +458,14 @@ class _Sweep:
                 store.add(self.folder.run(name))
             display = Display(forecast)
             try:
-                with interrupt_flag() as interrupted:
-                    finished = self._schedule(engine, store, display, wandb, interrupted)
+                with stop_request() as stop:
+                    finished = self._schedule(engine, store, display, wandb, stop)
             finally:
                 display.close()
         finally:
             engine.close()
         if not finished:
-            raise Interrupted
+            stop.check()
         table = read_store(self.folder.path)
         table = table[table["folder"].isin(self.by_name)].reset_index(drop=True)
         self.say(display.summary())
@@ -477,8 +483,8 @@ class _Sweep:
         )
         return Failure(name, reason, "\n".join(lines), command)
 
-    def _schedule(self, engine: Engine, store: Store, display: Display, wandb: str | None, interrupted: threading.Event) -> bool:
-        """Runs what is waiting; returns whether all of it has come to an end, which it has not after Ctrl-C."""
+    def _schedule(self, engine: Engine, store: Store, display: Display, wandb: str | None, stop: StopRequest) -> bool:
+        """Runs what is waiting; returns whether all of it has come to an end, which it has not where a signal ends the sweep."""
         waiting = deque(self.waiting)
         deaths: Counter[str] = Counter()
         failed: Counter[str] = Counter()
@@ -541,6 +547,10 @@ class _Sweep:
                 else:
                     display.say(f"{name}: its process was {how}; it goes on from its last checkpoint")
                     waiting.appendleft(self.by_name[name])
+            elif event["event"] == "stopped":
+                if not stopping:
+                    display.say(f"{name}: a signal ended its process; it goes on from its checkpoint")
+                    waiting.append(self.by_name[name])
             elif event["event"] == "failed":
                 failed[name] += 1
                 if failed[name] > 1 or stopping:
@@ -552,7 +562,7 @@ class _Sweep:
                 waiting.append(self.by_name[name])
 
         while display.running or (waiting and not stopping):
-            if interrupted.is_set() and not stopping:
+            if stop.is_set() and not stopping:
                 stopping = True
                 display.say("interrupted: the runs write their checkpoints")
                 engine.stop()

@@ -171,6 +171,28 @@ def test_runs_that_share_a_process_are_the_runs_alone(tmp_path, alone):
     assert results == alone
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [1, 2], ids=["forked", "in threads"])
+def test_a_worker_that_is_told_to_end_lets_its_runs_write_checkpoints(tmp_path, runs):
+    """As a cluster ends a job: every process gets the signal, or one of them."""
+    folder = SweepFolder(tmp_path / "s")
+    work = list(commands(folder))[:runs]
+    engine = LocalEngine([Slot(runs=runs)], threads=1, logs=folder.logs)
+    try:
+        for command in work:
+            engine.start(command)
+        process = engine.workers[0].process
+        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-*/checkpoints/step-*")))
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)
+        ended, events = until_ended(engine, runs)
+        assert {event["event"] for event in ended.values()} <= {"stopped", "done"}, events
+        assert "stopped" in {event["event"] for event in ended.values()}
+        assert process.wait(30) == 0
+    finally:
+        engine.close()
+
+
 def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
     folder = SweepFolder(tmp_path / "s")
     command = next(commands(folder))
