@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ import torch
 from mose_fast import _loader
 from mose_fast._version import __version__, git_commit
 
-__all__ = ["build_info"]
+__all__ = ["build_info", "code_hash"]
+
+# What shows, plans and describes runs, and computes nothing of them.
+_COMPUTES_NOTHING = ("report", "reproduction", "sweep", "benchmark.py", "cli.py", "doctor.py", "export.py", "progress.py", "settings.py")
 
 
 def build_info() -> dict[str, Any]:
@@ -35,3 +40,23 @@ def build_info() -> dict[str, Any]:
         "torch_running": torch.__version__,
         "cuda_running": torch.version.cuda,
     }
+
+
+def code_hash(learner: type) -> str:
+    """16 hex digits that are equal where a run computes the same: of this package's code without what only shows and plans, of the native
+    library's sources, and of the learner's own file.
+
+    Args:
+        learner: Class of the run's learner.
+    """
+    package = Path(__file__).parent
+    files = [path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in _COMPUTES_NOTHING]
+    # A learner may have been defined in a file that is no module, or typed in.
+    functions = [member for kind in learner.__mro__ for member in vars(kind).values() if inspect.isfunction(member)]
+    own = {Path(function.__code__.co_filename).resolve() for function in functions}
+    files += sorted(path for path in own if path.is_file() and not path.is_relative_to(package.resolve()))
+    digest = hashlib.sha256(str((_loader.record or {}).get("sources") if _loader.native is not None else None).encode())
+    for path in files:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import shlex
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +20,9 @@ from mose_fast._version import __version__
 from mose_fast.config import MOSE_PRESETS, RunConfig
 from mose_fast.errors import MoseFastError
 from mose_fast.method_list import listed_methods
+from mose_fast.output import Guarded, guarded_output
 from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
+from mose_fast.signals import raised_at_once
 
 # Commands import the rest when they need it: torch, pandas and scipy take seconds, which help, lists and the message on a wrong flag
 # need not wait for.
@@ -77,16 +81,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit code: 0; 1 where doctor finds that no run is possible; 2 for unusable settings, data or folders; 130 after Ctrl-C.
+        The exit code: 0; 1 where doctor finds that no run is possible; 2 for unusable settings, data or folders; 128 and the signal's
+        number after Ctrl-C (130), SIGTERM (143) and SIGHUP (129).
     """
-    arguments = build_parser().parse_args(argv)
-    with warnings.catch_warnings():
+    with guarded_output() as shown, raised_at_once(), warnings.catch_warnings():
+        arguments = build_parser().parse_args(argv)
         warnings.showwarning = _show_warning
         try:
-            return arguments.act(arguments)
+            code = arguments.act(arguments)
         except MoseFastError as error:
             print(f"mose-fast: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt as error:
+            return _interrupted(error)
+        return _lost(shown, arguments.act in (_list, _collect, _predict, _bench, _doctor)) or code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -324,8 +332,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     grid = Grid(axes, changes, base)
     try:
         outcome = run_grid(grid, out, _place(arguments), dry_run=given.get("dry_run", False), wandb=given.get("wandb"))
-    except KeyboardInterrupt:
-        return _interrupted()
+    except KeyboardInterrupt as error:
+        return _interrupted(error, "; the same command goes on")
     if outcome.table is not None:
         print(f"table     {out / STORE}")
     return 1 if outcome.failures else 0
@@ -349,16 +357,32 @@ def _paper(arguments: argparse.Namespace) -> int:
             dry_run=given.get("dry_run", False),
             wandb=given.get("wandb"),
         )
-    except KeyboardInterrupt:
-        return _interrupted()
+    except KeyboardInterrupt as error:
+        return _interrupted(error, "; the same command goes on")
     if page is not None:
         print(f"table     {page}")
     return 1 if failures else 0
 
 
-def _interrupted() -> int:
-    print("mose-fast: interrupted; the same command goes on", file=sys.stderr)
-    return 130
+def _interrupted(error: KeyboardInterrupt, further: str = "") -> int:
+    """Says what ended the command and gives its exit code, as a shell has it for a program that the signal killed."""
+    number = getattr(error, "number", signal.SIGINT)
+    what = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    print(f"mose-fast: {what}{further}", file=sys.stderr)
+    return 128 + number
+
+
+def _lost(shown: Guarded, needed: bool) -> int:
+    """Says that standard output could not be written; the exit code for it, 0 where the command's results are in files (not ``needed``)."""
+    shown.flush()
+    if shown.failure is None:
+        return 0
+    if shown.failure.errno != errno.EPIPE:
+        told = "" if needed else "; the results are in their files"
+        print(f"mose-fast: standard output cannot be written: {shown.failure.strerror}{told}", file=sys.stderr)
+    elif needed:
+        return 128 + signal.SIGPIPE
+    return 2 if needed else 0
 
 
 def _collect(arguments: argparse.Namespace) -> int:
@@ -380,10 +404,9 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     progress = Progress(out)
     try:
         results = start(progress)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         further = f"; to continue: mose-fast resume {shlex.quote(str(out))}" if progress.started else " before the first batch"
-        print(f"mose-fast: interrupted{further}", file=sys.stderr)
-        return 130
+        return _interrupted(error, further)
     seconds = results["seconds"]
     folder = RunFolder(out)
     print(f"\n{summary(results)}\n")

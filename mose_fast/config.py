@@ -132,6 +132,8 @@ class StreamConfig:
         normalisation: Name of the constants (``mose_fast.streams.NORMALISATIONS``); None means the stream's default.
         decoder: What reads image files: ``pil`` or ``dali``, whose pixels are the same; ``auto`` is ``dali`` where it is installed and
             there are many files.
+        fingerprint: Of the data's content (:attr:`mose_fast.streams.Stream.fingerprint`). A run writes it into its configuration; data
+            with another one are refused. None takes whatever data there are.
     """
 
     name: str = "digits"
@@ -142,13 +144,15 @@ class StreamConfig:
     class_order_seed: int | None = None
     normalisation: str | None = None
     decoder: str = "auto"
+    # Two configurations are equal where they ask for the same; what data they found is compared where it matters, with its own message.
+    fingerprint: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"stream.name is {self.name!r}; wanted the name of a stream, a folder or an .npz file")
         _number("stream.", "batch", self.batch, int, 1)
         _choice("stream.", "decoder", self.decoder, ("auto", "pil", "dali"))
-        for name, what in (("data_dir", "a folder"), ("normalisation", "the name of constants")):
+        for name, what in (("data_dir", "a folder"), ("normalisation", "the name of constants"), ("fingerprint", "that of data")):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"stream.{name} is {value!r}; wanted {what}, or none given")

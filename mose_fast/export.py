@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,14 +27,15 @@ from mose_fast.streams.decoding import decode_image
 from mose_fast.streams.files import SUFFIXES
 from mose_fast.sweep.store import read_run
 from mose_fast.train.checkpoint import latest, load_checkpoint
-from mose_fast.train.files import RunError, RunFolder, write_atomically
+from mose_fast.train.files import LOCK, RunError, RunFolder, remove_leftovers, write_atomically
+from mose_fast.train.lock import FolderLock
 
 __all__ = ["CARD", "FORMAT", "MODELS", "Classifier", "DeployedNetwork", "ExportError", "Predictions", "classify_files", "export_run"]
 
 #: Version of the export format; a reader refuses newer ones.
 FORMAT = 1
 
-#: The file that describes an export; written last, so that an export with a card is complete.
+#: The file that describes an export. While the models are written it says that the export is unfinished.
 CARD = "card.json"
 
 #: The model's file by format.
@@ -227,13 +229,14 @@ def export_run(
         out: Folder for the card and the models; None: ``export`` in the run's.
         formats: Of :data:`MODELS`: ``safetensors`` (what :meth:`Classifier.load` reads), ``onnx``, ``torch`` (torch.export).
         classifier: ``ncm`` or ``linear`` of the last expert; None: the run's own, which must be one of the two.
-        overwrite: Replace an earlier export in ``out``; other files stay.
+        overwrite: Replace an earlier export in ``out``; other files stay. One that was broken off is replaced without.
 
     Returns:
         The folder.
 
     Raises:
-        ExportError: The run is unfinished, damaged or has no such classifier, ``onnx`` is not installed, or ``out`` is in use.
+        ExportError: The run is unfinished, damaged or has no such classifier, ``onnx`` is not installed, or ``out`` is in use or holds
+            files of an export's names that are not ours.
         RunError: The run's files contradict each other or cannot be read.
     """
     formats = tuple(dict.fromkeys(formats))
@@ -257,7 +260,7 @@ def export_run(
     if {"onnx", "torch"} & set(formats):
         files |= _programs(exported, formats)
     card["files"] = {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in files.items()}
-    _write(folder, files | {CARD: (json.dumps(card, indent=1, allow_nan=False) + "\n").encode()})
+    _write(folder, files, card, overwrite)
     return folder
 
 
@@ -426,30 +429,55 @@ def _programs(classifier: Classifier, formats: Sequence[str]) -> dict[str, bytes
 
 def _check_free(folder: Path, overwrite: bool) -> None:
     try:
-        used = any(folder.iterdir())
+        names = {path.name for path in folder.iterdir()} - {LOCK}
     except FileNotFoundError:
         return
     except OSError as error:
         raise ExportError(f"cannot write the export into {folder}: {error.strerror}; choose another --out") from error
-    if used and not overwrite:
+    card = _stored_card(folder)
+    foreign = sorted(names & {CARD, *MODELS.values()}) if card is None else []
+    if foreign:
+        raise ExportError(
+            f"the folder {folder} holds {', '.join(foreign)}, but no {CARD} of an export of mose-fast: these files are not an export's, "
+            "and nothing was deleted. Choose another --out, or move them away"
+        )
+    if names and not overwrite and not (card and "unfinished" in card):
         raise ExportError(f"the folder {folder} is already used; choose another --out, or pass --overwrite to replace the export in it")
 
 
-def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """Replaces the export in a folder; the card goes first and comes last, so that one that is there describes what is there."""
+def _write(folder: Path, files: dict[str, bytes], card: dict[str, Any], overwrite: bool) -> None:
+    """Replaces the export in a folder. There is a card at every moment, so that the files are known to be an export's."""
+
+    def text(values: dict[str, Any]) -> str:
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (CARD, *MODELS.values()):
-            (folder / name).unlink(missing_ok=True)
-            for leftover in folder.glob(f".{name}.*"):
-                leftover.unlink()
-        for name, content in files.items():
-            write_atomically(folder / name, content)
+        with FolderLock(folder, "export"):
+            _check_free(folder, overwrite)
+            write_atomically(folder / CARD, text({"mose_fast_export": FORMAT, "unfinished": True}))
+            for name in MODELS.values():
+                (folder / name).unlink(missing_ok=True)
+            remove_leftovers(folder, map(re.escape, (CARD, *MODELS.values())))
+            for name, content in files.items():
+                write_atomically(folder / name, content)
+            write_atomically(folder / CARD, text(card))
+    except ExportError:
+        raise
     except RunError as error:
-        reason = getattr(error.__cause__, "strerror", error)
+        reason = getattr(error.__cause__, "strerror", None) or error
         raise ExportError(f"cannot write the export into {folder}: {reason}; free some space or choose another --out") from error
     except OSError as error:
         raise ExportError(f"cannot write the export into {folder}: {error.strerror}; choose another --out") from error
+
+
+def _stored_card(folder: Path) -> dict[str, Any] | None:
+    """The card in a folder, of whatever version; None where there is none, or one of something else."""
+    try:
+        card = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return card if isinstance(card, dict) and type(card.get("mose_fast_export")) is int else None
 
 
 def _read_card(folder: Path) -> dict[str, Any]:
@@ -469,6 +497,8 @@ def _read_card(folder: Path) -> dict[str, Any]:
         raise ExportError(f"{path} is not the card of an export of mose-fast")
     if found > FORMAT:
         raise ExportError(f"{path} has format {found}; this version of mose-fast reads {FORMAT} and older: update mose-fast")
+    if "unfinished" in card:
+        raise ExportError(f"the export in {folder} was broken off; make it again with: mose-fast export RUN --out {folder}")
     return card
 
 

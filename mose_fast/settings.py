@@ -12,7 +12,7 @@ from typing import Any
 from mose_fast import streams
 from mose_fast.config import ConfigError, RunConfig, StreamConfig, annotation, method_settings, near_matches
 
-__all__ = ["assignment", "full_name", "read_value", "setting_types", "with_absolute_paths", "with_changes"]
+__all__ = ["assignment", "dotted", "full_name", "read_value", "setting_types", "with_absolute_paths", "with_changes"]
 
 
 def setting_types(method: str) -> dict[str, str]:
@@ -24,6 +24,14 @@ def setting_types(method: str) -> dict[str, str]:
     tables = {"": RunConfig, "stream.": StreamConfig, "options.": method_settings(method).options}
     types = {owner + f.name: annotation(f) for owner, table in tables.items() for f in dataclasses.fields(table)}
     return {name: kind for name, kind in types.items() if name not in ("stream", "options")}
+
+
+def dotted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every single setting of a configuration, as :meth:`RunConfig.to_dict` gives it, by its dotted name."""
+    values = dict(config)
+    for owner in ("stream", "options"):
+        values |= {f"{owner}.{name}": value for name, value in values.pop(owner).items()}
+    return values
 
 
 def assignment(text: str, flag: str) -> tuple[str, str]:

@@ -287,14 +287,37 @@ def test_missing_onnx_is_told_with_its_remedy(finished, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_leaves_no_card(finished, copy, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_full_disk_leaves_the_earlier_export_or_says_that_this_one_is_broken_off(finished, copy, monkeypatch, writes):
+    done = []
 
-    monkeypatch.setattr("mose_fast.train.files.os.fsync", full)
-    with pytest.raises(ExportError, match=f"cannot write the export into {copy}: No space left on device"):
-        export_run(finished().folder, copy, overwrite=True)
-    assert os.listdir(copy) == []
+    def full(descriptor):
+        if len(done) == writes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done.append(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mose_fast.train.files.os.fsync", full)
+        with pytest.raises(ExportError, match=f"cannot write the export into {copy}: No space left on device"):
+            export_run(finished().folder, copy, overwrite=True)
+    if writes == 0:
+        Classifier.load(copy)
+        return
+    with pytest.raises(ExportError, match=f"the export in {copy} was broken off; make it again"):
+        Classifier.load(copy)
+    export_run(finished().folder, copy)
+    Classifier.load(copy)
+
+
+def test_overwrite_deletes_nothing_that_no_export_wrote(finished, tmp_path):
+    for name in ("model.onnx", "card.json"):
+        out = tmp_path / name
+        out.mkdir()
+        (out / name).write_text('{"mine": 1}')
+        with pytest.raises(ExportError, match=f"{out} holds {name}, but no card.json of an export of mose-fast"):
+            export_run(finished().folder, out, overwrite=True)
+        assert os.listdir(out) == [name]
+        assert (out / name).read_text() == '{"mine": 1}'
 
 
 def _flip(path):

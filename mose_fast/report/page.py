@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import html
-import shutil
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mose_fast._version import __version__
@@ -14,7 +14,8 @@ from mose_fast.report.runs import Group, Skipped, group_runs, read_folders
 from mose_fast.report.statistics import FEW_SEEDS, check_comparable, summarise
 from mose_fast.report.table import Table
 from mose_fast.report.tables import comparison_table, comparisons, counted, deviations, seeds, sentence, streams, tables
-from mose_fast.train.files import RunError, write_atomically
+from mose_fast.train.files import RunError, remove_leftovers, write_atomically
+from mose_fast.train.lock import FolderLock
 
 __all__ = ["FORMATS", "render_page", "write_report"]
 
@@ -22,6 +23,9 @@ __all__ = ["FORMATS", "render_page", "write_report"]
 FORMATS = ("csv", "md", "tex")
 
 _PAGE = "report.html"
+
+# In the head of a page, the files beside it that are the report's.
+_OWN_FILES = '<meta name="mose-fast-files" content="{}">'
 
 # Rows of a table that a reader scrolls past without being asked, and sentences that one reads.
 _LONG, _SENTENCES = 100, 24
@@ -51,7 +55,7 @@ def write_report(folders: Iterable[str | Path], out: str | Path | None = None, *
 
     Args:
         folders: Run folders, or folders that hold some at any depth, such as a sweep's.
-        out: Folder of the report; an earlier report in it is replaced. None: ``report`` in the first of ``folders``.
+        out: Folder of the report; an earlier report in it is replaced, all other files stay. None: ``report`` in the first of ``folders``.
         force: Put runs of different problems into the same tables, and say so on the page, instead of refusing.
 
     Returns:
@@ -70,22 +74,44 @@ def write_report(folders: Iterable[str | Path], out: str | Path | None = None, *
     warnings = check_comparable([run.row for g in groups for run in g.runs], force=force)
     page, all_tables, pictures = render_page(groups, skipped, warnings)
 
+    contents = {_PAGE: page.encode()}
+    for table in all_tables:
+        for ending, text in zip(FORMATS, (table.csv(), table.markdown(), table.latex()), strict=True):
+            contents[f"tables/{table.name}.{ending}"] = text.encode()
+    for picture in pictures:
+        contents |= {f"figures/{picture.name}.svg": picture.svg, f"figures/{picture.name}.pdf": picture.pdf}
     out = folders[0] / "report" if out is None else Path(out)
     try:
         for name in ("tables", "figures"):
-            if (out / name).is_dir():
-                shutil.rmtree(out / name)
-            (out / name).mkdir(parents=True)
+            (out / name).mkdir(parents=True, exist_ok=True)
+        with FolderLock(out, "report"):
+            _remove_earlier(out, contents)
+            # The page first: it is what tells that the other files are a report's.
+            for name, content in contents.items():
+                write_atomically(out / name, content)
     except OSError as error:
         raise RunError(f"cannot write the report into {out}: {error.strerror}; choose another --out") from error
-    for table in all_tables:
-        for ending, content in zip(FORMATS, (table.csv(), table.markdown(), table.latex()), strict=True):
-            write_atomically(out / "tables" / f"{table.name}.{ending}", content)
-    for picture in pictures:
-        write_atomically(out / "figures" / f"{picture.name}.svg", picture.svg)
-        write_atomically(out / "figures" / f"{picture.name}.pdf", picture.pdf)
-    write_atomically(out / _PAGE, page)
     return out / _PAGE, skipped
+
+
+def _remove_earlier(out: Path, contents: Mapping[str, bytes]) -> None:
+    """Deletes the files that the report in ``out`` names as its own, and refuses to replace any other."""
+    page = out / _PAGE
+    own: list[str] = []
+    if page.exists():
+        found = re.search(_OWN_FILES.format("([^\"]*)"), page.read_text(encoding="utf-8", errors="replace"))
+        if found is None:
+            raise RunError(f"{page} is no report of this version of mose-fast; choose another --out, or move it away")
+        own = [name for name in html.unescape(found[1]).split() if re.fullmatch(r"(tables|figures)/[\w.-]+", name)]
+    foreign = [name for name in contents if name != _PAGE and name not in own and (out / name).exists()]
+    if foreign:
+        raise RunError(
+            f"{out} holds {', '.join(foreign[:5])}, which no report wrote and this one would replace; choose another --out"
+        )
+    for name in own:
+        (out / name).unlink(missing_ok=True)
+    for folder in (out, out / "tables", out / "figures"):
+        remove_leftovers(folder, {re.escape(Path(name).name) for name in (*own, *contents)})
 
 
 def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: Sequence[str]) -> tuple[str, list[Table], list[Picture]]:
@@ -131,9 +157,12 @@ def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: S
     body = "\n".join(
         f'<section id="{name}"><h2>{html.escape(title)}</h2>\n' + "\n".join(parts) + "</section>" for name, title, parts in sections
     )
+    own = [f"tables/{name}.{ending}" for name in by_name for ending in FORMATS]
+    own += [f"figures/{picture.name}.{ending}" for picture in pictures for ending in ("svg", "pdf")]
+    own_files = _OWN_FILES.format(html.escape(" ".join(own)))
     page = (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{html.escape(heading)}</title><style>{_STYLE}</style></head>\n<body><h1>{html.escape(heading)}</h1>\n"
+        f"{own_files}<title>{html.escape(heading)}</title><style>{_STYLE}</style></head>\n<body><h1>{html.escape(heading)}</h1>\n"
         f"<p>{html.escape(lead)}</p>\n<nav>{links}</nav>\n{_box('Cautions', notes)}\n{body}\n</body></html>\n"
     )
     return page, list(by_name.values()), pictures

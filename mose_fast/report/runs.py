@@ -20,7 +20,7 @@ __all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
 # Where and how fast a run computes, but not what: no reason to keep two runs apart.
 _NO_SETTING = (
     "seed", "device", "feed", "kernels", "step", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
-    "stream.decoder", "stream.tasks",
+    "stream.decoder", "stream.tasks", "stream.fingerprint",
 )  # fmt: skip
 # What the data made of the settings: equal names may stand for different data.
 _DATA = ("tasks", "classes", "image_size", "class_order")
@@ -193,8 +193,11 @@ def group_runs(runs: Iterable[Run]) -> tuple[list[Group], list[Skipped]]:
     settings: dict[str, dict[str, Any]] = {}
     members: dict[str, dict[int, Run]] = {}
     skipped: list[Skipped] = []
+    runs = list(runs)
+    several = len({run.row["data"] for run in runs} - {None}) > len({run.row["stream"] for run in runs})
     for run in runs:
-        flat = _flat(run)
+        # Where a stream's data have changed, which a report shows only when forced, they keep the runs apart.
+        flat = {**_flat(run), "data": run.row["data"]} if several else _flat(run)
         key = json.dumps(flat, sort_keys=True)
         settings[key] = flat
         same = members.setdefault(key, {})

@@ -282,21 +282,45 @@ def check_comparable(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = 
         Warnings, each a sentence; empty where the runs were made alike.
 
     Raises:
-        IncomparableRuns: A column of :data:`TASK` differs and ``force`` is False; the message names it, its values and a run of each.
+        IncomparableRuns: A column of :data:`TASK` or the data behind a stream differ and ``force`` is False; the message names what, its
+            values and a run of each.
     """
     rows = list(rows)
-    differing = _differences(rows, TASK, varied)
+    differing = _differences(rows, TASK, varied) + _data_differences(rows)
     if differing and not force:
         raise IncomparableRuns(
             f"these runs do not belong in one table: {'; '.join(differing)}. "
             "Report them apart, or force it (--force) to see them side by side"
         )
-    return differing + protocol_warnings(rows, varied)
+    return differing + _unknown_data(rows) + protocol_warnings(rows, varied)
 
 
 def _differences(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], varied: Iterable[str]) -> list[str]:
     rows, expected = list(rows), set(varied)
     return [f"{meaning}: {shown}" for column, meaning in columns.items() if column not in expected and (shown := _values(rows, column))]
+
+
+def _data_differences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The streams whose runs saw different data under the same name."""
+    by_stream: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if _data(row):
+            by_stream.setdefault(row["stream"], []).append(row)
+    return [f"the data of stream {stream!r} differ: {shown}" for stream, same in by_stream.items() if (shown := _values(same, "data"))]
+
+
+def _unknown_data(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    unknown = sum(not _data(row) for row in rows)
+    known = len(rows) - unknown
+    return [f"{unknown} of {len(rows)} runs noted no fingerprint of their data: whether it is that of the others is not known"] * bool(
+        unknown and known
+    )
+
+
+def _data(row: Mapping[str, Any]) -> str | None:
+    """Fingerprint of a run's data; None where the run noted none."""
+    found = row.get("data")
+    return found if isinstance(found, str) else None
 
 
 def _values(rows: Sequence[Mapping[str, Any]], column: str) -> str:

@@ -18,18 +18,18 @@ from mose_fast.report.table import Interval, Number, Spread, Table
 from mose_fast.reproduction.catalogue import describe
 from mose_fast.reproduction.description import RULE, Entry, Part, Reproduction, Verdict, judge, target
 from mose_fast.reproduction.metrics import Metric, Results
-from mose_fast.settings import setting_types, with_absolute_paths, with_changes
+from mose_fast.settings import dotted, setting_types, with_absolute_paths, with_changes
 from mose_fast.sweep.grid import Cell, folder_name
 from mose_fast.sweep.scheduler import Failure, Place, SweepFolder, run_grid
 from mose_fast.sweep.store import read_run
-from mose_fast.train.files import RunFolder, write_atomically
+from mose_fast.train.files import RunError, RunFolder, write_atomically
 
 __all__ = ["Plan", "reproduce"]
 
 # Settings that say where and how fast a run computes, or which of several equal runs it is: no departure from the paper's protocol.
 _FREE = (
     "seed", "device", "feed", "precision", "kernels", "step", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
-    "stream.decoder",
+    "stream.decoder", "stream.fingerprint",
 )  # fmt: skip
 
 
@@ -163,14 +163,26 @@ def reproduce(
     else:
         for line in plan.told_departures():
             say(line)
+    path = Path(out) / f"{plan.stem}.md"
+    _refuse_foreign(path, plan)
     outcome = run_grid(plan.cells, out, place, dry_run=dry_run, wandb=wandb, say=say)
     if dry_run:
         return None, ()
     page, table = _render(plan, SweepFolder(out), outcome.failures)
-    path = Path(out) / f"{plan.stem}.md"
     write_atomically(path, page)
     write_atomically(path.with_suffix(".csv"), table)
     return path, outcome.failures
+
+
+def _refuse_foreign(page: Path, plan: Plan) -> None:
+    """Refuses to replace a page, and the table beside it, that no reproduction wrote."""
+    table = page.with_suffix(".csv")
+    try:
+        ours = page.read_text(encoding="utf-8", errors="replace").startswith(f"# {plan.name}: ")
+    except (FileNotFoundError, NotADirectoryError):
+        ours = not table.exists()
+    if not ours:
+        raise RunError(f"{page} or {table.name} beside it is not of this reproduction, and would be replaced; choose another --out")
 
 
 def _render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tuple[str, str]:
@@ -319,6 +331,7 @@ def _provenance(runs: Sequence[Results]) -> list[str]:
         f"- computed on: {told(place)}",
         f"- commit: {told(lambda run: run['commit'])}; native library: {told(lambda run: run['native_backend'])}",
         "- versions: " + "; ".join(f"{name} {told(lambda run, name=name: run['versions'][name])}" for name in runs[0]["versions"]),
+        f"- data: {told(lambda run: run['config']['stream'].get('fingerprint') or 'of runs before fingerprints')}",
         f"- precision: {told(lambda run: run['config']['precision'])}; deterministic: {told(lambda run: run['config']['deterministic'])}",
     ]
 
@@ -327,23 +340,15 @@ def _key(runs: Mapping[str, Any]) -> str:
     return json.dumps(runs, sort_keys=True)
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
-    """Every setting by dotted name."""
-    values = config.to_dict()
-    for owner in ("stream", "options"):
-        values |= {f"{owner}.{name}": value for name, value in values.pop(owner).items()}
-    return values
-
-
 def _differences(config: RunConfig) -> dict[str, Any]:
     """What sets a configuration apart from its method's preset, from the default method, and from the method's first preset."""
-    usual = _flat(RunConfig.create(config.preset, method=config.method))
+    usual = dotted(RunConfig.create(config.preset, method=config.method).to_dict())
     usual |= {"method": RunConfig.method, "preset": method_settings(config.method).preset(None)}
-    return {name: value for name, value in _flat(config).items() if name not in _FREE and value != usual[name]}
+    return {name: value for name, value in dotted(config.to_dict()).items() if name not in _FREE and value != usual[name]}
 
 
 def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:
-    found, planned = _flat(config), _flat(wanted)
+    found, planned = dotted(config.to_dict()), dotted(wanted.to_dict())
     differing = [name for name in planned if name not in _FREE and found[name] != planned[name]]
     return [f"{name} {_text(found[name])} instead of {_text(planned[name])}" for name in differing]
 

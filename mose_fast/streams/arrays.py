@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mose_fast.config import near_matches
-from mose_fast.streams.stream import CLASS_ORDER, NORMALISATIONS, Normalisation, Stream, StreamError, draw_order
+from mose_fast.streams.stream import CLASS_ORDER, NORMALISATIONS, Normalisation, Stream, StreamError, draw_order, fingerprint
 
 __all__ = ["assemble", "check_images", "check_labels", "from_arrays", "from_batches"]
 
@@ -115,6 +115,8 @@ def assemble(
     for label in np.setdiff1d(known, y_train):
         raise StreamError(f"{prefix}y_train has no image of class {label}; wanted training images of all {len(known)} classes")
     names = _names(class_names, known)
+    # Before the class order and the limit, which are settings and no property of the data.
+    of_data = fingerprint((x_train, y_train, x_test, y_test), names)
 
     tasks = _default_tasks(len(known)) if tasks is None else tasks
     if len(known) % tasks:
@@ -147,6 +149,7 @@ def assemble(
         normalisation=_normalisation(normalisation),
         mirror_safe=mirror_safe,
         batch=batch,
+        fingerprint=of_data,
     )
 
 

@@ -17,7 +17,7 @@ from mose_fast.streams.decoding import Decoding, Watch
 from mose_fast.streams.files import ARRAYS, read_folder, read_npz
 from mose_fast.streams.stream import Stream, StreamError
 
-__all__ = ["create", "locate"]
+__all__ = ["check_fingerprint", "create", "locate"]
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,29 @@ def create(config: StreamConfig, watch: Watch | None = None) -> Stream:
         watch: Called with the number of image files decoded so far and of all, where there are some to decode.
 
     Raises:
-        StreamError: The name is unknown, the data is missing or damaged, or cannot be split as asked.
+        StreamError: The name is unknown, the data is missing or damaged, has another fingerprint than asked for, or cannot be split as
+            asked.
     """
+    stream = _make(config, watch)
+    check_fingerprint(config, stream)
+    return stream
+
+
+def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
+    """Refuses data that are not those that a configuration was written for.
+
+    Raises:
+        StreamError: The configuration has a fingerprint, and the stream another one.
+    """
+    if config.fingerprint not in (None, stream.fingerprint):
+        raise StreamError(
+            f"the data of stream {config.name!r} have changed: their fingerprint is {stream.fingerprint}, and was {config.fingerprint} "
+            "when the run began. Put the earlier data back, or begin a new run in another folder (with --config: "
+            "--set stream.fingerprint=null takes the data that are there now)"
+        )
+
+
+def _make(config: StreamConfig, watch: Watch | None) -> Stream:
     decoding = Decoding(config.decoder, watch)
     settings = {
         "batch": config.batch,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from mose_fast.errors import MoseFastError
 
-__all__ = ["NORMALISATIONS", "Normalisation", "Stream", "StreamError", "draw_order"]
+__all__ = ["NORMALISATIONS", "Normalisation", "Stream", "StreamError", "draw_order", "fingerprint"]
 
 
 class StreamError(MoseFastError, ValueError):
@@ -61,6 +63,20 @@ def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
+def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
+    """16 hex digits (of a SHA-256) that change with any pixel, any label, their order and the names of the classes.
+
+    Args:
+        arrays: Images and labels; their types and shapes count, too.
+        names: Of the classes.
+    """
+    digest = hashlib.sha256("\n".join(names).encode())
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return digest.hexdigest()[:16]
+
+
 @dataclass(frozen=True, eq=False)
 class Stream:
     """A class-incremental image stream.
@@ -80,6 +96,8 @@ class Stream:
         normalisation: Constants for the network's input.
         mirror_safe: False where mirroring an image changes its label (digits).
         batch: Incoming images a step.
+        fingerprint: Of the data that the stream was made of, 16 hex digits; see :func:`fingerprint`. Streams of the same data have the same
+            one, whatever their tasks, class order and limits are. Empty: of the stream's own images.
         arrival: Of a stream recorded from batches, each task's batches as int64 indices into ``x_train``; None where each
             pass over a task is shuffled.
     """
@@ -96,6 +114,12 @@ class Stream:
     mirror_safe: bool
     batch: int
     arrival: tuple[tuple[Tensor, ...], ...] | None = None
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.fingerprint:
+            arrays = [tensor.cpu().numpy() for tensor in (self.x_train, self.y_train, self.x_test, self.y_test)]
+            object.__setattr__(self, "fingerprint", fingerprint(arrays, self.class_names))
 
     @property
     def classes(self) -> int:

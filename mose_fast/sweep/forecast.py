@@ -26,7 +26,8 @@ def cost_key(config: RunConfig) -> str:
     for name in ("seed", "checkpoint_every", "deterministic"):
         del values[name]
     del values["preset"]  # the options say all of it
-    del values["stream"]["class_order_seed"], values["stream"]["decoder"]
+    for name in ("class_order_seed", "decoder", "fingerprint"):
+        del values["stream"][name]
     values["options"] = {name: value for name, value in values["options"].items() if not isinstance(value, float)}
     return json.dumps(values, sort_keys=True)
 

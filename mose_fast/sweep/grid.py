@@ -74,7 +74,7 @@ class Grid:
             repeated = [value for i, value in enumerate(values) if value in values[:i]]
             if repeated:
                 raise ConfigError(f"the grid has {name} = {repeated[0]!r} twice; wanted each value once")
-        for name in ("device", "feed", "kernels", "step", "checkpoint_every", "stream.decoder"):
+        for name in ("device", "feed", "kernels", "step", "checkpoint_every", "stream.decoder", "stream.fingerprint"):
             if name in self.axes:
                 raise ConfigError(f"{name} is in the grid; wanted it the same for all runs, since it must not change their results")
         order = sorted(self.axes, key=lambda name: name != "seed")

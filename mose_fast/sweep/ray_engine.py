@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
+import signal
 import socket
 import subprocess
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,12 @@ __all__ = ["RayEngine"]
 
 # Seconds until an address counts as unreachable.
 _PATIENCE = 5.0
+
+# Seconds that a run gets to write its checkpoint when its task is ended.
+_GRACE = 20.0
+
+# Events that end a command.
+_ENDS = ("done", "stopped", "failed", "died")
 
 
 class RayEngine:
@@ -52,8 +63,11 @@ class RayEngine:
         settings: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False} if address == "local" else {"log_to_driver": False}
         if address == "local":
             settings["num_cpus"] = len(os.sched_getaffinity(0))
+        on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, logging_level="error", **settings)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_terminate)  # Ray puts a handler of its own there, which ends this process
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunError(f"cannot reach a Ray cluster at {address}: {error}") from error
         resources = ray.cluster_resources()
@@ -152,11 +166,27 @@ def _run_on_this_machine(command: dict[str, Any], threads: int, token: str, queu
                     event = json.loads(line) if line else {"event": "died", "cell": command["cell"], "signal": None}
                 if "cell" in event:
                     queue.put(event)
-                if event["event"] in ("done", "stopped", "failed", "died"):
+                if event["event"] in _ENDS:
                     return
                 event = None
             except KeyboardInterrupt:  # how Ray cancels
                 send({"do": "stop"})
     finally:
+        if event is None or event["event"] not in _ENDS:
+            # Ray ends this task, or its machine: the run writes its checkpoint first.
+            with suppress(OSError, subprocess.TimeoutExpired):
+                send({"do": "stop"})
+                _wait_for_end(worker)
         worker.stdin.close()
         worker.wait()
+
+
+def _wait_for_end(worker: subprocess.Popen) -> None:
+    """Until the run has ended, or the time that a cluster gives is over."""
+    deadline = time.monotonic() + _GRACE
+    with selectors.DefaultSelector() as selector:
+        selector.register(worker.stdout, selectors.EVENT_READ)
+        while selector.select(max(deadline - time.monotonic(), 0.0)):
+            part = os.read(worker.stdout.fileno(), 65536)
+            if not part or any(f'"event": "{end}"'.encode() in part for end in _ENDS):
+                return

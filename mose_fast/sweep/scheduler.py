@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import tempfile
-import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,17 +21,19 @@ from mose_fast import streams
 from mose_fast.augment import choose_feed
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.methods import resolve_device
+from mose_fast.output import guarded_output
+from mose_fast.settings import dotted
+from mose_fast.signals import StopRequest, stop_request
 from mose_fast.sweep.display import Display, Running
 from mose_fast.sweep.engine import Engine, LocalEngine, Slot
 from mose_fast.sweep.forecast import Forecast, available_bytes, cost_key, measured_costs, stored_costs
 from mose_fast.sweep.grid import Cell, Grid, axes_of
-from mose_fast.sweep.lock import FolderLock
 from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.ray_engine import RayEngine
-from mose_fast.sweep.store import RunDamaged, Store, collect, read_run, read_store
-from mose_fast.train import Interrupted, RunError
-from mose_fast.train.files import RunFolder, write_atomically
-from mose_fast.train.loop import interrupt_flag
+from mose_fast.sweep.store import STORE, RunDamaged, Store, collect, read_run, read_store
+from mose_fast.train import RunError
+from mose_fast.train.files import RunFolder, checkpoint_files, is_configuration, remove_leftovers, write_atomically
+from mose_fast.train.lock import FolderLock
 
 if TYPE_CHECKING:
     import pandas
@@ -144,16 +146,38 @@ class SweepFolder:
             for folder in (self.path, self.configs, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunError(f"cannot write into the sweep's folder {self.path}: {error.strerror}; choose another --out") from error
+            raise self._cannot_write(error) from error
+
+    def tidy(self, cells: Iterable[Cell]) -> None:
+        """Deletes what a killed sweep had half written. The caller holds the folder.
+
+        Raises:
+            RunError: The file of a cell's configuration is not ours, or nothing can be deleted.
+        """
+        for cell in cells:
+            file = self.config(cell.name)
+            if file.exists() and not is_configuration(file):
+                raise RunError(f"{file} is no configuration of a run, and would be replaced; choose another --out, or move it away")
+        try:
+            remove_leftovers(self.path, [re.escape(self.plan.name), re.escape(STORE)])
+            remove_leftovers(self.configs, [r".+\.json"])
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> RunError:
+        return RunError(f"cannot write into the sweep's folder {self.path}: {error.strerror}; choose another --out")
 
     def stored_plan(self) -> dict[str, Any]:
         """What the sweep in the folder noted about itself; empty where there is none."""
         try:
-            return json.loads(self.plan.read_text(encoding="utf-8"))
+            plan = json.loads(self.plan.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunError(f"cannot read the plan {self.plan}: {error}; delete it to plan anew, the runs stay") from error
+        if not isinstance(plan, dict) or not plan.keys() >= {"cells", "threads", "measured"}:
+            raise RunError(f"{self.plan} is not the plan of a sweep, and would be replaced; choose another --out, or move it away")
+        return plan
 
 
 def run_sweep(
@@ -190,7 +214,7 @@ def run_sweep(
     Raises:
         ConfigError: A setting or a value is unusable; nothing has started.
         RunError: The folder is in use or cannot be written.
-        Interrupted: Ctrl-C; the same call continues.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP; the same call continues.
     """
     changes = dict(settings)
     if isinstance(stream, str):
@@ -236,12 +260,19 @@ def run_grid(
     Raises:
         ConfigError: A setting, a value or the place is unusable; nothing has started.
         RunError: The folder is in use, holds other runs, or cannot be written.
-        Interrupted: Ctrl-C; unfinished runs have written a checkpoint.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP; unfinished runs have written a checkpoint.
     """
+    with guarded_output():
+        return _run_grid(grid, out, place or Place(), dry_run, wandb, say)
+
+
+def _run_grid(
+    grid: Grid | Sequence[Cell], out: str | Path, place: Place, dry_run: bool, wandb: str | None, say: Callable[[str], None]
+) -> Outcome:
     cells = grid.cells() if isinstance(grid, Grid) else list(grid)
-    for settings in {cell.config.stream for cell in cells}:
-        streams.create(settings)  # loads, and downloads, once, and refuses what does not exist
-    place = place or Place()
+    # Loads, and downloads, once, and refuses what does not exist.
+    data = {settings: streams.create(settings).fingerprint for settings in {cell.config.stream for cell in cells}}
+    cells = [_on_data(cell, data[cell.config.stream]) for cell in cells]
     folder = SweepFolder(out)
     planned = _Sweep(cells, folder, place, say)
     if dry_run:
@@ -250,8 +281,9 @@ def run_grid(
             engine.close()
         return Outcome(None, ())
     folder.create()
-    lock = FolderLock(folder.path)
+    lock = FolderLock(folder.path, "sweep")
     try:
+        folder.tidy(cells)
         return planned.run(lock.descriptor, wandb)
     finally:
         lock.release()
@@ -281,6 +313,8 @@ class _Sweep:
         earlier = stored["measured"] if stored.get("threads") == self.threads else {}
         self.measured = {key: Cost(**cost) for key, cost in earlier.items()}
         self.done: set[str] = set()
+        #: Finished cells of versions that noted no fingerprint of the data.
+        self.unknown_data = 0
         self.waiting: list[Cell] = []
 
     def _runs(self) -> int:
@@ -327,7 +361,14 @@ class _Sweep:
                         f"{files.path} holds a run with other settings ({_first_difference(found, cell.config)}); "
                         "choose another --out, or delete that folder"
                     )
+                data = found.stream.fingerprint
+                if data not in (None, cell.config.stream.fingerprint):
+                    raise RunError(
+                        f"{files.path} holds a run on other data: the fingerprint of stream {found.stream.name!r} was {data} and is "
+                        f"{cell.config.stream.fingerprint} now; put the earlier data back, or choose another --out"
+                    )
                 if files.results.is_file():
+                    self.unknown_data += data is None
                     read_run(files.path)
                     done.add(cell.name)
             except RunDamaged as error:
@@ -342,6 +383,11 @@ class _Sweep:
             ConfigError: More runs at a time are asked for than fit into the memory.
         """
         self.done = self._find_done()
+        if self.unknown_data:
+            self.say(
+                f"caution: {self.unknown_data} finished run(s) here are of a version that noted no fingerprint of the data; whether these "
+                "are still the same is not known"
+            )
         given_up = {failure.name for failure in self.failures}
         self.waiting = [cell for cell in self.cells if cell.name not in self.done | given_up]
         engine = self._engine(logs, lock)
@@ -399,6 +445,7 @@ class _Sweep:
                 "workers": self.runs if self.device == "cpu" else None,
                 "threads": self.threads,
                 "engine": self.place.engine,
+                "data": {cell.config.stream.name: cell.config.stream.fingerprint for cell in self.cells},
                 "cells": {cell.name: cell.values for cell in self.cells},
                 # So that a sweep that goes on need not measure again.
                 "measured": {key: dataclasses.asdict(cost) for key, cost in self.measured.items()},
@@ -411,14 +458,14 @@ class _Sweep:
                 store.add(self.folder.run(name))
             display = Display(forecast)
             try:
-                with interrupt_flag() as interrupted:
-                    finished = self._schedule(engine, store, display, wandb, interrupted)
+                with stop_request() as stop:
+                    finished = self._schedule(engine, store, display, wandb, stop)
             finally:
                 display.close()
         finally:
             engine.close()
         if not finished:
-            raise Interrupted
+            stop.check()
         table = read_store(self.folder.path)
         table = table[table["folder"].isin(self.by_name)].reset_index(drop=True)
         self.say(display.summary())
@@ -436,8 +483,8 @@ class _Sweep:
         )
         return Failure(name, reason, "\n".join(lines), command)
 
-    def _schedule(self, engine: Engine, store: Store, display: Display, wandb: str | None, interrupted: threading.Event) -> bool:
-        """Runs what is waiting; returns whether all of it has come to an end, which it has not after Ctrl-C."""
+    def _schedule(self, engine: Engine, store: Store, display: Display, wandb: str | None, stop: StopRequest) -> bool:
+        """Runs what is waiting; returns whether all of it has come to an end, which it has not where a signal ends the sweep."""
         waiting = deque(self.waiting)
         deaths: Counter[str] = Counter()
         failed: Counter[str] = Counter()
@@ -500,6 +547,10 @@ class _Sweep:
                 else:
                     display.say(f"{name}: its process was {how}; it goes on from its last checkpoint")
                     waiting.appendleft(self.by_name[name])
+            elif event["event"] == "stopped":
+                if not stopping:
+                    display.say(f"{name}: a signal ended its process; it goes on from its checkpoint")
+                    waiting.append(self.by_name[name])
             elif event["event"] == "failed":
                 failed[name] += 1
                 if failed[name] > 1 or stopping:
@@ -511,7 +562,7 @@ class _Sweep:
                 waiting.append(self.by_name[name])
 
         while display.running or (waiting and not stopping):
-            if interrupted.is_set() and not stopping:
+            if stop.is_set() and not stopping:
                 stopping = True
                 display.say("interrupted: the runs write their checkpoints")
                 engine.stop()
@@ -556,18 +607,17 @@ def _cards(place: Place) -> list[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("step-*.safetensors"))
+    return [path.name for path in checkpoint_files(folder)]
+
+
+def _on_data(cell: Cell, fingerprint: str) -> Cell:
+    stream = dataclasses.replace(cell.config.stream, fingerprint=fingerprint)
+    return dataclasses.replace(cell, config=dataclasses.replace(cell.config, stream=stream))
 
 
 def _first_difference(found: RunConfig, wanted: RunConfig) -> str:
-    def flat(config: RunConfig) -> dict[str, Any]:
-        values = config.to_dict()
-        for owner in ("stream", "options"):
-            values |= {f"{owner}.{name}": value for name, value in values.pop(owner).items()}
-        return values
-
-    a, b = flat(found), flat(wanted)
-    name = next(name for name in {**a, **b} if a.get(name) != b.get(name))
+    a, b = dotted(found.to_dict()), dotted(wanted.to_dict())
+    name = next(name for name in {**a, **b} if a.get(name) != b.get(name) and name != "stream.fingerprint")
     return f"{name} is {a.get(name)!r} there and {b.get(name)!r} here"
 
 

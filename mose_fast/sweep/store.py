@@ -32,17 +32,18 @@ __all__ = ["COLUMNS", "FORMAT", "STORE", "RunDamaged", "Store", "collect", "find
 STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``; a reader refuses others.
-FORMAT = 1
+FORMAT = 2
 
 #: Every column of the table ``runs``: SQLite type and meaning. Metrics are fractions and those of predict()'s classifier and expert;
 #: ``metrics`` holds them for all.
 COLUMNS: dict[str, tuple[str, str]] = {
     "folder": ("TEXT NOT NULL", "run folder, relative to the table's; results.json there holds matrices, curves and confusion"),
-    "setting": ("TEXT NOT NULL", "12 hex digits; equal for runs whose configurations differ in nothing but the seed"),
+    "setting": ("TEXT NOT NULL", "12 hex digits; equal for runs whose configurations differ in nothing but the seed and the data"),
     "method": ("TEXT NOT NULL", "name of the method"),
     "preset": ("TEXT NOT NULL", "its preset"),
     "changes": ("TEXT NOT NULL", "JSON table: options that differ from the preset"),
     "stream": ("TEXT NOT NULL", "name of the stream"),
+    "data": ("TEXT", "fingerprint of the data; NULL for runs of versions that had none"),
     "tasks": ("INTEGER NOT NULL", "number of tasks"),
     "classes": ("INTEGER NOT NULL", "number of classes"),
     "image_size": ("TEXT NOT NULL", "JSON list: height and width in pixels"),
@@ -101,9 +102,9 @@ class RunDamaged(RunError):
 
 
 def setting_id(config: RunConfig) -> str:
-    """12 hex digits that are equal for configurations which differ in nothing but the seed."""
+    """12 hex digits that are equal for configurations which differ in nothing but the seed and the data that they found."""
     values = config.to_dict()
-    del values["seed"]
+    del values["seed"], values["stream"]["fingerprint"]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -183,6 +184,7 @@ def _row(files: RunFolder, results: dict[str, Any], fingerprint: str) -> dict[st
         "preset": config.preset,
         "changes": json.dumps(results["changes_from_preset"], sort_keys=True),
         "stream": config.stream.name,
+        "data": config.stream.fingerprint,
         "tasks": len(results["tasks"]),
         "classes": results["classes"],
         "image_size": json.dumps(results["image_size"]),
@@ -281,7 +283,8 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
         The table as :func:`read_store` gives it, and for each folder that was skipped a line that names it and says why.
 
     Raises:
-        RunError: The folder does not exist or the table cannot be written; the old one is untouched then.
+        RunError: The folder does not exist, its ``runs.sqlite`` is a database of something else, or the table cannot be written; what was
+            there is untouched then.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -295,6 +298,7 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
             continue
         rows.append({**row, "folder": _relative(run, folder)})
     target = folder / STORE
+    _refuse_foreign(target)
     try:
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{STORE}.")
         os.close(descriptor)
@@ -351,6 +355,19 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
     frame = pandas.DataFrame(rows, columns=list(COLUMNS))
     types = {"TEXT": "object", "INTEGER": "Int64", "REAL": "float64"}
     return frame.astype({name: types[kind.split()[0]] for name, (kind, _) in COLUMNS.items()})
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuses to replace a database that holds something else. A damaged one may be replaced."""
+    if not path.is_file():
+        return
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as database:
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    except sqlite3.Error:
+        return
+    if tables and tables != {"runs"}:
+        raise RunError(f"{path} is a database of something else (it holds {', '.join(sorted(tables))}); move it away, and collect again")
 
 
 def _prepare(database: sqlite3.Connection, path: Path) -> None:

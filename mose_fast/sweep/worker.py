@@ -37,6 +37,7 @@ import torch
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.evaluate import TaskAccuracy
 from mose_fast.methods import Learner, resolve_device
+from mose_fast.output import guarded_output
 from mose_fast.progress import Progress
 from mose_fast.streams import Stream, StreamError
 from mose_fast.sweep.measure import measure
@@ -48,6 +49,9 @@ Emit = Callable[[dict[str, Any]], None]
 
 # Seconds between two reports of progress.
 _EVERY = 0.5
+
+# Signals that end a job or a container.
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Report(Listener):
@@ -66,6 +70,9 @@ class _Report(Listener):
         if now - self.last > _EVERY:
             self.last = now
             self.emit({"event": "progress", "batch": batch, "batches": self.batches})
+        self.on_step()
+
+    def on_step(self) -> None:
         if self.stop.is_set():
             raise Interrupted
 
@@ -141,7 +148,10 @@ class _Forking:
             os._exit(0)
 
     def _be_child(self, command: dict[str, Any], end: int) -> None:
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in _ENDING:
+            signal.signal(number, _interrupt)
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
         if "log" in command:
@@ -181,17 +191,23 @@ class _Forking:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.child, number)
 
-    def serve(self) -> None:
+    def serve(self, signals: int) -> None:
         commands = _Commands()
-        while True:
-            watched = [0] if self.child is None else [0, self.pipe]
+        ending = False
+        while not ending or self.child is not None:
+            watched = [0, signals] if self.child is None else [0, signals, self.pipe]
             ready, _, _ = select.select(watched, [], [])
             if self.child is not None and self.pipe in ready:
                 self.pump()
+            if signals in ready:
+                # This process is told to end: its run writes a checkpoint first.
+                os.read(signals, 4096)
+                ending = True
+                self.signal(signal.SIGTERM)
             if 0 in ready:
                 for command in commands.read():
                     if command["do"] == "stop":
-                        self.signal(signal.SIGINT)
+                        self.signal(signal.SIGTERM)
                     else:
                         self.start(command)
                 if commands.closed:
@@ -205,6 +221,7 @@ class _Together:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self.stop = threading.Event()
+        self.running: list[threading.Thread] = []
 
     def run(self, command: dict[str, Any]) -> None:
         def emit(event: dict[str, Any]) -> None:
@@ -217,15 +234,21 @@ class _Together:
         with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext():
             run_cell(command, emit, self.stop, [])
 
-    def serve(self) -> None:
+    def serve(self, signals: int) -> None:
         commands = _Commands()
-        while not commands.closed:
-            select.select([0], [], [])
-            for command in commands.read():
+        ending = False
+        while not commands.closed and not (ending and not any(thread.is_alive() for thread in self.running)):
+            ready, _, _ = select.select([0, signals], [], [], 0.1 if ending else None)
+            if signals in ready:
+                os.read(signals, 4096)
+                ending = True
+                self.stop.set()
+            for command in commands.read() if 0 in ready else []:
                 if command["do"] == "stop":
                     self.stop.set()
                 else:
-                    threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True).start()
+                    self.running.append(threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True))
+                    self.running[-1].start()
         os._exit(0)  # threads in the middle of a step are left behind; their checkpoints are there
 
 
@@ -254,6 +277,13 @@ def _measure(command: dict[str, Any], emit: Emit) -> None:
         emit({"event": "failed", "error": f"{type(error).__name__}: {error}"})
 
 
+def _interrupt(number: int, frame: Any) -> None:
+    """Ends a run that has not come to its first batch; from then on the loop takes the signals."""
+    for ending in _ENDING:
+        signal.signal(ending, signal.SIG_IGN)
+    raise Interrupted(number)
+
+
 _speaking = threading.Lock()
 
 
@@ -280,13 +310,19 @@ def main() -> None:
     # Events own the pipe; what libraries print goes to stderr.
     _events = os.dup(1)
     os.dup2(2, 1)
-    # Ctrl-C is for the sweep, which tells its workers.
+    # Ctrl-C is for the sweep, which tells its workers. What ends a job or a container comes to every process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals, sent = os.pipe()
+    os.set_blocking(sent, False)
+    signal.set_wakeup_fd(sent)
+    for number in _ENDING:
+        signal.signal(number, lambda number, frame: None)
     worker = (_Together if arguments.together else _Forking)(arguments.threads)
     if not arguments.together:
         _import_what_runs_need()
     _say({"event": "ready"})
-    worker.serve()
+    with guarded_output():
+        worker.serve(signals)
 
 
 def _import_what_runs_need() -> None:

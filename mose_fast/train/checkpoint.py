@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mose_fast.train.files import RunError, write_atomically
+from mose_fast.train.files import RunError, checkpoint_files, write_atomically
 
 __all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "Snapshot", "latest", "load_checkpoint", "save_checkpoint", "serialised"]
 
@@ -22,6 +23,8 @@ __all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "Snapshot", "latest"
 FORMAT = 1
 
 _KEPT = 2
+
+_UNSIGNED = "0" * 64
 
 # The names that safetensors files have for dtypes.
 _DTYPES = {
@@ -150,9 +153,11 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
         RunError: The disk is full or the folder unwritable; older checkpoints are untouched.
     """
     path = folder / f"step-{step:09d}.safetensors"
-    metadata = {"mose_fast_checkpoint": str(FORMAT), "values": json.dumps(values)}
-    write_atomically(path, serialised(tensors, metadata).data)
-    for old in _all(folder)[:-_KEPT]:
+    metadata = {"mose_fast_checkpoint": str(FORMAT), "values": json.dumps(values), "sha256": _UNSIGNED}
+    file = serialised(tensors, metadata)
+    _sign(file)
+    write_atomically(path, file.data)
+    for old in checkpoint_files(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
 
@@ -208,7 +213,8 @@ class CheckpointWriter:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values.
+    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values. The content's hash is checked, where there is one: older
+    versions wrote none.
 
     Raises:
         CheckpointError: The file is missing, damaged, not a checkpoint of this program, or of a newer format.
@@ -226,7 +232,11 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         found = int(metadata["mose_fast_checkpoint"])
         if found <= FORMAT:
-            return tensors, json.loads(metadata["values"])
+            values = json.loads(metadata["values"])
+            # What says which run it is came with the hash.
+            if ("identity" in values and "sha256" not in metadata) or ("sha256" in metadata and not _is_intact(path, metadata["sha256"])):
+                raise CheckpointError(f"the checkpoint {path} is damaged: its content does not have the hash in its header{_instead(path)}")
+            return tensors, values
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: its header is unreadable ({error}){_instead(path)}") from error
     raise CheckpointError(
@@ -236,13 +246,27 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def latest(folder: Path) -> Path | None:
     """The newest checkpoint of a folder, None if it holds none."""
-    return next(reversed(_all(folder)), None)
+    return next(reversed(checkpoint_files(folder)), None)
 
 
-def _all(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*.safetensors"))
+def _sign(file: np.ndarray) -> None:
+    """Writes the SHA-256 of a file into its header, in the place of 64 zeros that it is taken with."""
+    digest = hashlib.sha256(file.data).hexdigest()
+    header = int.from_bytes(file[:8].tobytes(), "little")
+    start = file[: 8 + header].tobytes().index(_signature(_UNSIGNED)) + len(_signature("")) - 1
+    file[start : start + 64] = np.frombuffer(digest.encode(), np.uint8)
+
+
+def _is_intact(path: Path, signed: str) -> bool:
+    raw = path.read_bytes()
+    unsigned = raw.replace(_signature(signed), _signature(_UNSIGNED), 1)
+    return hashlib.sha256(unsigned).hexdigest() == signed
+
+
+def _signature(digest: str) -> bytes:
+    return f'"sha256":"{digest}"'.encode()
 
 
 def _instead(path: Path) -> str:
-    older = [p for p in _all(path.parent) if p.name < path.name]
+    older = [p for p in checkpoint_files(path.parent) if p.name < path.name]
     return f"; the one before it is {older[-1]}: delete {path.name} to continue from there" if older else ""

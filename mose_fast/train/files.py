@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import shutil
+import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from mose_fast.errors import MoseFastError
 
-__all__ = ["RunError", "RunFolder", "write_atomically"]
+__all__ = ["LOCK", "RunError", "RunFolder", "checkpoint_files", "is_configuration", "remove_leftovers", "write_atomically"]
+
+#: Name of the file by which a process holds a folder (:class:`mose_fast.train.lock.FolderLock`).
+LOCK = ".mose_fast.lock"
+
+# What every configuration of a run has had in every version.
+_IN_EVERY_CONFIG = {"method", "preset", "stream", "options", "memory", "seed"}
 
 
 class RunError(MoseFastError, RuntimeError):
@@ -49,6 +57,45 @@ def _temporary_prefix(name: str) -> str:
     return f".{name}."
 
 
+def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
+    """Deletes the unfinished files that :func:`write_atomically` leaves in ``folder`` when it is killed, for some names of its files.
+
+    The caller holds the folder, so nobody is writing them. Names are regular expressions.
+
+    Raises:
+        OSError: One cannot be deleted.
+    """
+    # Random letters as tempfile makes them.
+    unfinished = re.compile(rf"\.(?:{'|'.join(names)})\.[a-z0-9_]{{8}}")
+    for path in _listed(folder):
+        if unfinished.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def is_configuration(file: Path) -> bool:
+    """Whether a file is the configuration of a run, of this version or another: so the files beside it are a run's."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.keys() >= _IN_EVERY_CONFIG
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first, and no other file that somebody put there."""
+    return sorted(path for path in _listed(folder) if re.fullmatch(_CHECKPOINT, path.name))
+
+
+_CHECKPOINT = r"step-\d{9,}\.safetensors"
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -72,30 +119,42 @@ class RunFolder:
         self.events = self.path / "tensorboard"
 
     def create(self, *, overwrite: bool) -> None:
-        """Makes the folder ready for a new run.
+        """Makes the folder ready for a new run, whose configuration the caller writes next. The caller holds the folder's lock.
 
         Args:
-            overwrite: Delete what an earlier run left here; other files stay.
+            overwrite: Delete what an earlier run left here; all other files stay.
 
         Raises:
-            RunError: The folder is in use and ``overwrite`` is False, or it cannot be written.
+            RunError: The folder is in use and ``overwrite`` is False, holds files with a run's names that no run of ours wrote, or cannot
+                be written.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            used = any(self.path.iterdir())
+            used = any(path.name != LOCK for path in self.path.iterdir())
             if used and not overwrite:
                 raise RunError(
                     f"the output folder {self.path} is already used; choose another --out, pass --overwrite to replace the run in it, "
                     f"or continue it with: mose-fast resume {self.path}"
                 )
-            for file in (self.config, self.results, self.accuracy, self.figure):
+            if not is_configuration(self.config):
+                self._refuse_foreign_files()
+            # The configuration stays until the new one replaces it: it is what tells that the other files are a run's.
+            files = [self.results, self.accuracy, self.figure, *checkpoint_files(self.checkpoints)]
+            for file in [*files, *self.events.glob("events.out.tfevents.*")]:
                 file.unlink(missing_ok=True)
-            for folder in (self.checkpoints, self.events):
-                if folder.exists():
-                    shutil.rmtree(folder)
             self._prepare()
         except OSError as error:
-            raise RunError(f"cannot write into the output folder {self.path}: {error.strerror}; choose another --out") from error
+            raise self._cannot_write(error) from error
+
+    def make(self) -> None:
+        """Makes the folder itself where it is missing.
+
+        Raises:
+            RunError: It cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._cannot_write(error) from error
 
     def reopen(self) -> None:
         """Makes the folder ready to continue the run in it: deletes what a killed run had half written.
@@ -106,12 +165,23 @@ class RunFolder:
         try:
             self._prepare()
         except OSError as error:
-            raise RunError(f"cannot write into the output folder {self.path}: {error.strerror}") from error
+            raise self._cannot_write(error) from error
+
+    def _refuse_foreign_files(self) -> None:
+        """Where there is no configuration of ours, files with a run's names are somebody else's."""
+        files = [file for file in (self.config, self.results, self.accuracy, self.figure) if file.exists()]
+        files += [file for folder in (self.checkpoints, self.events) for file in _listed(folder) if not file.name.startswith(".")]
+        if files:
+            shown = ", ".join(str(file.relative_to(self.path)) for file in files[:5]) + (", ..." if len(files) > 5 else "")
+            raise RunError(
+                f"the output folder {self.path} holds {shown}, but no {self.config.name} of a run of mose-fast: these files are not a "
+                "run's, and nothing was deleted. Choose another --out, or move them away"
+            )
+
+    def _cannot_write(self, error: OSError) -> RunError:
+        return RunError(f"cannot write into the output folder {self.path}: {error.strerror}; choose another --out")
 
     def _prepare(self) -> None:
         self.checkpoints.mkdir(exist_ok=True)
-        for file in (self.config, self.results, self.accuracy, self.figure):
-            for leftover in self.path.glob(f"{_temporary_prefix(file.name)}*"):
-                leftover.unlink()
-        for leftover in self.checkpoints.glob(f"{_temporary_prefix('step-*')}*"):
-            leftover.unlink()
+        remove_leftovers(self.path, [re.escape(file.name) for file in (self.config, self.results, self.accuracy, self.figure)])
+        remove_leftovers(self.checkpoints, [_CHECKPOINT])

@@ -42,6 +42,11 @@ class Listener:
         Raise :class:`mose_fast.train.Interrupted` to stop here as Ctrl-C does: the run writes a checkpoint and can be resumed.
         """
 
+    def on_step(self) -> None:
+        """A step is done that belongs to no batch of the stream: one of a training for an evaluation alone (GDumb). It may raise
+        :class:`mose_fast.train.Interrupted`, as :meth:`on_batch` may.
+        """
+
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
         """A task is over and was evaluated, or not (None)."""
 

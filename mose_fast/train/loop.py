@@ -6,8 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
-import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,18 +22,22 @@ from mose_fast.config import RunConfig, StreamConfig
 from mose_fast.device import own_stream, upload
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import Learner, create_learner, resolve_device, warn_of_other_protocol
+from mose_fast.signals import Interrupted, StopRequest, stop_request
 from mose_fast.streams import Stream, StreamError
+from mose_fast.streams.registry import check_fingerprint
 from mose_fast.streams.stream import draw_order
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot, latest, load_checkpoint
 from mose_fast.train.clock import Clock
 from mose_fast.train.figure import accuracy_figure
 from mose_fast.train.files import RunError, RunFolder, write_atomically
+from mose_fast.train.identity import check_identity, identity
 from mose_fast.train.listeners import Listener, TensorBoard
+from mose_fast.train.lock import FolderLock
 from mose_fast.train.losses import Taken
 from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
 from mose_fast.train.results import accuracy_csv, build_results
 
-__all__ = ["Interrupted", "TrainingDiverged", "interrupt_flag", "resume", "run"]
+__all__ = ["TrainingDiverged", "resume", "run"]
 
 # Purpose word of the order in which the final memory is rehearsed: above those of the tasks' orders, below the class order's.
 _REHEARSAL_ORDER = 2**62
@@ -44,10 +46,6 @@ _REHEARSAL_ORDER = 2**62
 _REMEMBERED_LOSSES = 5
 
 _AGAINST_DIVERGENCE = "lower options.lr, or use precision fp32. The checkpoints before it are kept."
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a run. Its state up to the last finished batch is in the run folder, if there is one."""
 
 
 class TrainingDiverged(RunError):
@@ -79,8 +77,8 @@ def run(
     Raises:
         ConfigError: A setting is unusable.
         StreamError: The data are missing or unusable.
-        RunError: The folder is in use or cannot be written, or training diverged.
-        Interrupted: Ctrl-C; continue with :func:`resume`.
+        RunError: The folder is in use, holds files that are not a run's, or cannot be written, or training diverged.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the next batch; continue with :func:`resume`.
     """
     if config is None:
         made = isinstance(stream, Stream)
@@ -97,14 +95,18 @@ def run(
         config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch))
     else:
         raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
+    check_fingerprint(config.stream, stream)
+    config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, fingerprint=stream.fingerprint))
     learner = _learner(config, stream)
     warn_of_other_protocol(config)
-    folder = None
-    if out is not None:
-        folder = RunFolder(out)
+    if out is None:
+        return _Loop(config, stream, learner, None, listeners).run()
+    folder = RunFolder(out)
+    folder.make()
+    with FolderLock(folder.path, "run"):
         folder.create(overwrite=overwrite)
         write_atomically(folder.config, config.to_json())
-    return _Loop(config, stream, learner, folder, listeners).run()
+        return _Loop(config, stream, learner, folder, listeners).run()
 
 
 def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable[Listener] = ()) -> dict[str, Any]:
@@ -116,20 +118,25 @@ def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable
         listeners: Are told what happens.
 
     Raises:
-        RunError: There is no run in the folder, it is finished already, or its checkpoint cannot be read.
+        RunError: There is no run in the folder, it is finished already, another process works in it, or its checkpoint cannot be read.
     """
     folder = RunFolder(out)
     if not folder.config.is_file():
         raise RunError(f"there is no run in {folder.path} (no {folder.config.name}); start one with: mose-fast run --out {folder.path}")
+    with FolderLock(folder.path, "run"):
+        return _resume(folder, stream, list(listeners))
+
+
+def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener]) -> dict[str, Any]:
     if folder.results.is_file():
         raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
     config = RunConfig.load(folder.config)
-    listeners = list(listeners)
     if stream is None:
         try:
             stream = _load(config, listeners)
         except StreamError as error:
             raise StreamError(f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))") from error
+    check_fingerprint(config.stream, stream)
     learner = _learner(config, stream)
     loop = _Loop(config, stream, learner, folder, listeners)
     folder.reopen()
@@ -176,21 +183,22 @@ class _Loop:
         self.clock = Clock()
         self.pipeline = Pipeline(learner, self.clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
+        self.identity = None if folder is None else identity(config, learner)
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
         try:
-            with interrupt_flag() as interrupted, _deterministic(self.config.deterministic), own_stream(self.learner.device):
+            with stop_request() as stop, _deterministic(self.config.deterministic), own_stream(self.learner.device):
                 for listener in self.listeners:
                     listener.on_start(self.config, self.stream, self.learner, self.position["done"], self._batches())
-                return self._run(interrupted)
+                return self._run(stop)
         finally:
             if self.writer is not None:
                 self.writer.close()
             for listener in self.listeners:
                 listener.close()
 
-    def _run(self, interrupted: threading.Event) -> dict[str, Any]:
+    def _run(self, stop: StopRequest) -> dict[str, Any]:
         tasks = len(self.presented.tasks)
         # After the tasks of the stream, training on the final memory is one more.
         for task in range(self.position["task"], tasks + (1 if self.joint else 0)):
@@ -198,11 +206,11 @@ class _Loop:
                 listener.on_task_start(task)
             if task < tasks and self.position["epoch"] == self.position["batch"] == 0:
                 self.learner.begin_task(task, self.presented.tasks[task])
-            self._train_task(task, interrupted)
-            self._finish_task(task)
+            self._train_task(task, stop)
+            self._finish_task(task, stop)
         return self._finish()
 
-    def _train_task(self, task: int, interrupted: threading.Event) -> None:
+    def _train_task(self, task: int, stop: StopRequest) -> None:
         rehearsing = task == len(self.presented.tasks)
         epochs = self.config.epochs if rehearsing or not self.joint else 1
         for epoch in range(self.position["epoch"], epochs):
@@ -211,10 +219,10 @@ class _Loop:
                 batches = list(upload(order, self.learner.device).split(self.config.options.buffer_batch))
             else:
                 batches = self.presented.batches(task, seed=self.config.seed, epoch=epoch)
-            self._learn(task, epoch, batches[self.position["batch"] :], rehearsing, interrupted)
+            self._learn(task, epoch, batches[self.position["batch"] :], rehearsing, stop)
             self.position |= {"epoch": epoch + 1, "batch": 0}
 
-    def _learn(self, task: int, epoch: int, batches: list[Tensor], rehearsing: bool, interrupted: threading.Event) -> None:
+    def _learn(self, task: int, epoch: int, batches: list[Tensor], rehearsing: bool, stop: StopRequest) -> None:
         """Learns from batches, rows of the stream or slots of the memory. No plan passes a checkpoint."""
         contents = batches if rehearsing else incoming(self.stream, task, batches, train=not self.joint, store=epoch == 0)
         every = self.config.checkpoint_every
@@ -222,17 +230,16 @@ class _Loop:
             count = len(contents) if every is None else min(len(contents), every - self.position["done"] % every)
             start, part, contents = self.position, contents[:count], contents[count:]
             coming = [Batch(_after(start, before), content) for before, content in enumerate(part)]
-            self._follow(self.pipeline.rehearse(coming) if rehearsing else self.pipeline.run(coming), interrupted)
+            self._follow(self.pipeline.rehearse(coming) if rehearsing else self.pipeline.run(coming), stop)
             if every is not None and self.position["done"] % every == 0:
                 self._save()
 
-    def _follow(self, steps: Iterator[tuple[Taken, dict[str, float] | None]], interrupted: threading.Event) -> None:
+    def _follow(self, steps: Iterator[tuple[Taken, dict[str, float] | None]], stop: StopRequest) -> None:
         """Tells the listeners of each step; stops the run where someone asks for it."""
         try:
             for taken, losses in steps:
                 self._tell(taken, losses)
-                if interrupted.is_set():
-                    raise Interrupted
+                stop.check()
         except Interrupted:
             self.pipeline.stop()
             # On a card, more steps may have been taken since the one that a listener was told of.
@@ -268,7 +275,7 @@ class _Loop:
                 message += " The newest is the state before this batch."
         raise TrainingDiverged(message)
 
-    def _finish_task(self, task: int) -> None:
+    def _finish_task(self, task: int, stop: StopRequest) -> None:
         last = len(self.presented.tasks) - 1
         accuracy = None
         self.pipeline.ring.settle()
@@ -276,8 +283,7 @@ class _Loop:
             self.learner.end_task()
         if not self.joint or task > last:
             seen = len(self.stream.tasks) - 1 if self.learner.joint_stream else min(task, last)
-            with self.clock.timed("train"):
-                self.learner.prepare_evaluation()
+            self._prepare_evaluation(stop)
             with self.clock.timed("evaluate"):
                 accuracy = evaluate_learner(self.learner, self.stream, seen)
             for kind, values in (("test", accuracy.test), ("buffer", accuracy.buffer)):
@@ -293,6 +299,24 @@ class _Loop:
         self._save()
         for listener in self.listeners:
             listener.on_task_end(task, self.position["done"], accuracy)
+
+    def _prepare_evaluation(self, stop: StopRequest) -> None:
+        """Lets the learner train for its evaluation, where its method does; stops that between two of its steps."""
+
+        def after_step() -> None:
+            for listener in self.listeners:
+                listener.on_step()
+            stop.check()
+
+        self.learner.after_step = after_step
+        try:
+            with self.clock.timed("train"):
+                self.learner.prepare_evaluation()
+        except Interrupted:
+            self._save(wait=True)
+            raise
+        finally:
+            del self.learner.after_step
 
     def _finish(self) -> dict[str, Any]:
         if self.writer is not None:
@@ -347,6 +371,7 @@ class _Loop:
             if broken is not None:
                 raise TrainingDiverged(f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}")
             values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.clock.state()}
+            values["identity"] = self.identity
             self.writer.write(self.position["done"] + self.position["task"], snapshot, values)
             if wait:
                 self.writer.wait()
@@ -354,6 +379,7 @@ class _Loop:
     def restore(self, checkpoint: Path) -> None:
         """Takes over the state in a checkpoint of this very run."""
         tensors, values = load_checkpoint(checkpoint)
+        check_identity(values.get("identity"), self.identity, checkpoint)
         try:
             self.learner.load_state(tensors, values["learner"])
             self.position, self.records = values["position"], values["records"]
@@ -376,24 +402,3 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-@contextmanager
-def interrupt_flag() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets instead of breaking into a half-done step; a second one interrupts at once."""
-    flag = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def on_interrupt(number: int, frame: Any) -> None:
-        if flag.is_set():
-            raise KeyboardInterrupt
-        flag.set()
-
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield flag
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Ctrl-C in a real run: exit 130, a line that says how to continue, and the same result in the end."""
+"""Signals in a real run: an exit code, a line that says how to continue, and the same result in the end."""
 
 import os
 import signal
@@ -30,7 +30,11 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def test_interrupt_and_resume_give_the_unbroken_result(tmp_path, tiny, finished, capsys):
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "ended by SIGHUP")],
+)
+def test_signal_and_resume_give_the_unbroken_result(tmp_path, tiny, finished, capsys, number, says):
     folder = tmp_path / "a run"
     command = [sys.executable, "-c", _PROGRAM, "run", *tiny, "--out", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -38,10 +42,10 @@ def test_interrupt_and_resume_give_the_unbroken_result(tmp_path, tiny, finished,
         for line in process.stdout:
             if line == "batch 5\n":
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert err.endswith(f"mose-fast: interrupted; to continue: mose-fast resume '{folder}'\n")
+    assert process.returncode == 128 + number
+    assert err.endswith(f"mose-fast: {says}; to continue: mose-fast resume '{folder}'\n")
     assert "Traceback" not in err
     assert not (folder / "results.json").exists()
     assert main(["resume", str(folder)]) == 0

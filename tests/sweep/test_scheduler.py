@@ -131,6 +131,30 @@ def test_ctrl_c_stops_the_runs_and_the_same_call_goes_on(tmp_path, engine, say):
     assert len(run_grid(GRID, tmp_path / "s", say=say).table) == 3
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_a_job_stops_the_runs_like_ctrl_c(tmp_path, engine, say, number):
+    def end(command):
+        for _ in range(2):  # a job's processes pass it on to each other
+            os.kill(os.getpid(), number)
+        return {"event": "stopped"}
+
+    made = engine({"seed-0": [end], "seed-1": [{"event": "stopped"}]})
+    with pytest.raises(Interrupted) as error:
+        run_grid(GRID, tmp_path / "s", say=say)
+    assert error.value.number == number
+    assert made.stopped
+    engine()
+    assert len(run_grid(GRID, tmp_path / "s", say=say).table) == 3
+
+
+def test_a_run_that_was_stopped_by_somebody_else_goes_on(tmp_path, engine, say):
+    made = engine({"seed-1": [{"event": "stopped"}] * 4})
+    outcome = run_grid(GRID, tmp_path / "s", say=say)
+    assert outcome.table["seed"].tolist() == [0, 1, 2]
+    assert [command["cell"] for command in made.runs].count("seed-1") == 5
+    assert not made.stopped
+
+
 def test_damaged_folders_are_left_and_named_and_the_others_run(tmp_path, engine, say):
     engine()
     run_grid(GRID, tmp_path / "s", say=say)

@@ -18,10 +18,11 @@ import torch
 from mose_fast.config import RunConfig
 from mose_fast.sweep.engine import LocalEngine, Slot
 from mose_fast.sweep.grid import Grid
-from mose_fast.sweep.lock import FolderLock, SweepLocked
 from mose_fast.sweep.scheduler import Place, SweepFolder, run_grid
 from mose_fast.sweep.store import read_store
 from mose_fast.train import RunError, run
+from mose_fast.train.files import LOCK
+from mose_fast.train.lock import FolderLock, FolderLocked
 
 SEEDS = (0, 1)
 # Small batches, so that there are many moments to be interrupted at.
@@ -61,7 +62,7 @@ def processes_in(folder):
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if any(os.readlink(link) == str(folder / ".lock") for link in (process / "fd").iterdir()):
+            if any(os.readlink(link) == str(folder / LOCK) for link in (process / "fd").iterdir()):
                 found.append(int(process.name))
     return found
 
@@ -75,8 +76,8 @@ def test_interrupted_killed_and_with_a_killed_worker_a_sweep_loses_nothing(tmp_p
     out = tmp_path / "s"
     sweep = start_sweep(out)
     wait_for(lambda: has_checkpoints(out) or sweep.poll() is not None)
-    with pytest.raises(SweepLocked, match=f"process {sweep.pid} on {socket.gethostname()}"):
-        FolderLock(out)
+    with pytest.raises(FolderLocked, match=f"process {sweep.pid} on {socket.gethostname()}"):
+        FolderLock(out, "sweep")
     sweep.send_signal(signal.SIGINT)
     told = sweep.communicate()[0]
     assert sweep.returncode == 130, told
@@ -170,6 +171,28 @@ def test_runs_that_share_a_process_are_the_runs_alone(tmp_path, alone):
     assert results == alone
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [1, 2], ids=["forked", "in threads"])
+def test_a_worker_that_is_told_to_end_lets_its_runs_write_checkpoints(tmp_path, runs):
+    """As a cluster ends a job: every process gets the signal, or one of them."""
+    folder = SweepFolder(tmp_path / "s")
+    work = list(commands(folder))[:runs]
+    engine = LocalEngine([Slot(runs=runs)], threads=1, logs=folder.logs)
+    try:
+        for command in work:
+            engine.start(command)
+        process = engine.workers[0].process
+        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-*/checkpoints/step-*")))
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)
+        ended, events = until_ended(engine, runs)
+        assert {event["event"] for event in ended.values()} <= {"stopped", "done"}, events
+        assert "stopped" in {event["event"] for event in ended.values()}
+        assert process.wait(30) == 0
+    finally:
+        engine.close()
+
+
 def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
     folder = SweepFolder(tmp_path / "s")
     command = next(commands(folder))
@@ -185,17 +208,6 @@ def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
     assert ended["seed-0"]["event"] == "failed"
     assert "missing.npz" in ended["seed-0"]["error"]
     assert "missing.npz" in folder.log("seed-0").read_text()
-
-
-def test_lock_of_a_dead_process_is_taken_over(tmp_path):
-    code = f"from pathlib import Path; from mose_fast.sweep.lock import FolderLock; FolderLock(Path({str(tmp_path)!r}))"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
-    assert (tmp_path / ".lock").read_text()
-    lock = FolderLock(tmp_path)
-    with pytest.raises(SweepLocked, match=f"process {os.getpid()} on"):
-        FolderLock(tmp_path)
-    lock.release()
-    FolderLock(tmp_path).release()
 
 
 @pytest.mark.slow

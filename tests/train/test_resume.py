@@ -15,6 +15,7 @@ from mose_fast.config import RunConfig
 from mose_fast.methods import Mose
 from mose_fast.train import CheckpointError, Interrupted, Listener, RunError, resume, run
 from mose_fast.train.checkpoint import latest
+from mose_fast.train.files import LOCK
 
 # Two tasks of six batches. Steps are small, but wider than one channel: with one, all memory formats are the same.
 SETTINGS = {
@@ -168,7 +169,7 @@ def test_killed_between_writing_a_file_and_its_renaming(tmp_path, unbroken, file
     out = tmp_path / "run"
     in_child(out, "plain", (file, number))
     # Checkpoints: batches 3 and 6, the end of task 0, batch 9.
-    assert len(list(out.rglob(".*"))) == 1
+    assert len([path for path in out.rglob(".*") if path.name != LOCK]) == 1
     assert not (out / "results.json").exists()
     check(out, "plain", unbroken, int((file, number) != ("checkpoint", 1)))
 
@@ -222,16 +223,6 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_continues(tmp_pat
     newest.unlink()
     resume(out)
     assert outcome(out) == unbroken("plain")
-
-
-def test_checkpoint_of_another_configuration_is_refused(tmp_path):
-    out = tmp_path / "run"
-    with pytest.raises(Interrupted):
-        run(RunConfig.create(**SETTINGS), out=out, listeners=[InterruptAt(2)])
-    for changes, says in (({"memory": 31}, "memory.images has shape"), ({"width": 2}, "belongs to another network")):
-        (out / "config.json").write_text(RunConfig.create(**SETTINGS | changes).to_json())
-        with pytest.raises(RunError, match=f"step-000000002.safetensors does not belong to the configuration beside it: .*{says}"):
-            resume(out)
 
 
 def test_nothing_to_resume(tmp_path):

@@ -1,0 +1,101 @@
+"""What is shown must never stop what is computed: standard output and error that may be closed, full or unable to write a letter."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+__all__ = ["Guarded", "guarded_output"]
+
+# A pipe whose reader has gone never opens again; a full disk may have room later.
+_GONE = (errno.EPIPE, errno.EBADF)
+
+
+class Guarded:
+    """A text stream that notes its failures instead of raising them.
+
+    Args:
+        stream: To write to; None, as Python has it where the process was started with it closed, drops everything.
+
+    Attributes:
+        failure: The first one; None before.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = stream
+        self.failure: OSError | None = None
+        self._gone = stream is None
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._write(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._attempt(lambda: self.stream.flush())
+
+    def isatty(self) -> bool:
+        return not self._gone and self.stream.isatty()
+
+    def settle(self) -> None:
+        """Writes what is left; where that cannot be, drops it, so that Python does not fail over it at its end."""
+        self.flush()
+        if self.failure is None or self.stream is None:
+            return
+        with suppress(OSError, ValueError, AttributeError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.stream.fileno())
+            os.close(nothing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _write(self, text: str) -> None:
+        try:
+            self.stream.write(text)
+        except UnicodeEncodeError:
+            # The terminal's encoding lacks a letter.
+            encoding = self.stream.encoding or "ascii"
+            self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        if self._gone:
+            return
+        try:
+            action()
+        except OSError as error:
+            self.failure = self.failure or error
+            self._gone = error.errno in _GONE
+        except ValueError:  # the stream was closed
+            self._gone = True
+
+
+@contextmanager
+def guarded_output() -> Iterator[Guarded]:
+    """Guards ``sys.stdout`` and ``sys.stderr``; gives the former."""
+    _open_standard_descriptors()
+    before = sys.stdout, sys.stderr
+    guarded = Guarded(before[0]), Guarded(before[1])
+    sys.stdout, sys.stderr = guarded  # type: ignore[assignment]
+    try:
+        yield guarded[0]
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in guarded:
+            stream.settle()
+
+
+def _open_standard_descriptors() -> None:
+    """Opens those that are closed, as nothing: the next file would get their number, and whatever a library prints would go into it."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)

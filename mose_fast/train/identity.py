@@ -1,0 +1,72 @@
+"""Which run a checkpoint belongs to: its settings, its data and the code that wrote it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mose_fast._build_info import build_info, code_hash
+from mose_fast.config import RunConfig
+from mose_fast.methods import Learner
+from mose_fast.settings import dotted
+from mose_fast.train.files import RunError
+
+__all__ = ["check_identity", "identity"]
+
+# Settings that say where and how often, and change no result.
+_FREE = ("checkpoint_every", "device", "stream.data_dir", "stream.decoder")
+
+
+def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
+    """What a checkpoint notes about its run, as plain values."""
+    build = build_info()
+    return {
+        "config": config.to_dict(),
+        "code": code_hash(type(learner)),
+        "version": build["version"],
+        "commit": build["commit"],
+        "machine": {"torch": torch.__version__, "device": learner.device.type, "threads": torch.get_num_threads()},
+    }
+
+
+def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpoint: Path) -> None:
+    """Refuses the checkpoint of another run, and warns where the machine is another.
+
+    Args:
+        found: In the checkpoint; None in those of versions that noted nothing.
+        wanted: Of the run that goes on.
+        checkpoint: For messages.
+
+    Raises:
+        RunError: The settings, the data or the code differ; the message says which.
+    """
+    folder = checkpoint.parent.parent
+    afresh = f"begin the run again with: mose-fast run --config {folder / 'config.json'} --out {folder} --overwrite"
+    if found is None:
+        raise RunError(
+            f"the checkpoint {checkpoint} was written by a version of mose-fast that did not note which run it belongs to; go on with that "
+            f"version, or {afresh}"
+        )
+    before, now = dotted(found["config"]), dotted(wanted["config"])
+    differing = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in _FREE]
+    if os.sep in before["stream.name"] and os.sep in now["stream.name"] and "stream.fingerprint" not in differing:
+        differing = [name for name in differing if name != "stream.name"]  # the same data, in another place
+    if differing:
+        shown = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r} now" for name in differing[:5])
+        raise RunError(
+            f"the checkpoint {checkpoint} does not belong to the configuration beside it: {shown}. Set it back, or {afresh}"
+        )
+    if found["code"] != wanted["code"]:
+        versions = [f"{each['version']}, commit {each['commit'] or 'unknown'}" for each in (found, wanted)]
+        raise RunError(
+            f"the checkpoint {checkpoint} was written by other code (mose-fast {versions[0]}) than that which is running ({versions[1]}), "
+            f"and the results would be of neither; go on with that code, or {afresh}"
+        )
+    before, now = found["machine"], wanted["machine"]
+    differing = [f"{name} was {before[name]} and is {now[name]} now" for name in now if before[name] != now[name]]
+    if differing:
+        warnings.warn(f"{'; '.join(differing)}: the last digits of the results will differ from those of an unbroken run", stacklevel=2)
