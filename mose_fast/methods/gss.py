@@ -101,6 +101,8 @@ class Gss(ReplayLearner):
     def gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Gradients of the mean cross-entropy of many batches, in float32 and evaluation mode.
 
+        The network runs on PyTorch's operations whatever the run's kernels: vmap cannot look into native ones.
+
         Args:
             x: uint8 [G, n, H, W, 3], raw images of G batches.
             y: int64 [G, n].
@@ -115,7 +117,7 @@ class Gss(ReplayLearner):
             return cross_entropy(functional_call(self.network, parameters, (views,)).logits[0], labels)
 
         views = self.views.normalise(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        with self.precise():
+        with self.precise(), self.network.with_kernels("torch"):
             return vmap(grad(loss), in_dims=(None, 0, 0))(parameters, views, y)
 
 

@@ -107,11 +107,11 @@ class Mir(ReplayLearner):
 @contextmanager
 def batch_statistics(network: nn.Module) -> Iterator[None]:
     """Lets batch norm in training mode use each batch's statistics without taking them into its running ones."""
-    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
-    for norm in norms:
+    tracking = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d) and module.track_running_stats]
+    for norm in tracking:
         norm.track_running_stats = False
     try:
         yield
     finally:
-        for norm in norms:
+        for norm in tracking:
             norm.track_running_stats = True

@@ -32,16 +32,28 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.BatchNorm2d) -> Norm:
-        """What a PyTorch module holds; a frozen one (``eval()``) uses its running statistics.
+        """What a PyTorch module would compute with at this moment, by its own settings.
+
+        In training: the batch's statistics, which enter the running ones unless ``track_running_stats`` is False, as it may be set for a
+        while. In evaluation (``eval()``): the running statistics, or the batch's where the module has none.
 
         Raises:
-            ValueError: Its momentum is None (a cumulative average).
+            ValueError: It updates its running statistics and its momentum is None (a cumulative average).
         """
-        if module.momentum is None:
+        tracks = module.training and module.track_running_stats
+        if tracks and module.momentum is None:
             raise ValueError("momentum is None (a cumulative average); wanted a number")
-        running = (module.running_mean, module.running_var, module.num_batches_tracked)
-        training = module.training or module.running_mean is None
-        return cls(module.weight, module.bias, *running, module.momentum, module.eps, training)
+        uses_running = tracks or not module.training
+        return cls(
+            module.weight,
+            module.bias,
+            module.running_mean if uses_running else None,
+            module.running_var if uses_running else None,
+            module.num_batches_tracked if tracks else None,
+            0.0 if module.momentum is None else module.momentum,
+            module.eps,
+            module.training or (module.running_mean is None and module.running_var is None),
+        )
 
 
 def valid_mask(y: Tensor, valid_rows: int | Tensor) -> Tensor:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from mose_fast.nn import BatchNormAct2d
+from mose_fast.ops.batch_norm_act import Norm, batch_norm_act, norm_state
 
 
 class Block(nn.Module):
@@ -91,3 +95,46 @@ def test_a_frozen_one_learns_its_parameters_only():
     assert torch.equal(module.running_mean, kept) and module.num_batches_tracked == 0
     torch.testing.assert_close(module.bias.grad, (x > 0).sum(dim=(0, 2, 3)).float())
     assert x.grad.count_nonzero() == (x > 0).sum()
+
+
+def norms_of_pytorch() -> list[tuple[str, nn.BatchNorm2d]]:
+    """Every way in which a module of PyTorch can be set, made so or changed later, with statistics of its own; and what to call it."""
+    found = []
+    for training, made, now, momentum in itertools.product((True, False), (True, False), (True, False), (0.3, None)):
+        module = nn.BatchNorm2d(8, momentum=momentum, track_running_stats=made).train(training)
+        module.track_running_stats = now
+        with torch.no_grad():
+            for tensor in (module.weight, module.bias, *(t for t in (module.running_mean, module.running_var) if t is not None)):
+                tensor.uniform_(0.5, 1.5)
+        found.append((f"training={training}, track={made} then {now}, momentum={momentum}", module))
+    return found
+
+
+@pytest.mark.parametrize("how", ["whole", "padded", "state", "second"])
+def test_each_setting_of_a_norm_means_what_it_means_to_pytorch(how):
+    """Results and running statistics of a module's own forward, by each way into the ops."""
+    torch.manual_seed(0)
+    refused = 0
+    for name, module in norms_of_pytorch():
+        x = torch.randn(5, 8, 3, 3)
+        twin = copy.deepcopy(module)
+        if module.training and module.track_running_stats and module.momentum is None:
+            refused += 1
+            with pytest.raises(ValueError, match="momentum is None"):
+                Norm.of(module)
+            continue
+        wanted, norm = twin(x), Norm.of(module)
+        if how == "whole":
+            found = batch_norm_act(x, norm, relu=False)
+        elif how == "padded":
+            found = batch_norm_act(torch.cat([x, torch.full_like(x, torch.nan)]), norm, relu=False, valid_rows=5)[:5]
+        elif how == "state":
+            mean, _, scale, shift = (row.view(1, -1, 1, 1) for row in norm_state(x, norm))
+            found = (x - mean) * scale + shift
+        else:
+            plain = nn.BatchNorm2d(8)
+            found = batch_norm_act(x, Norm.of(plain), relu=False, residual=x, residual_norm=norm) - copy.deepcopy(plain)(x)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        for (buffer, value), other in zip(module.named_buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(value, other, msg=lambda text, name=name, buffer=buffer: f"{name}, {buffer}: {text}")
+    assert refused == 2
