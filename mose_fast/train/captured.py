@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
@@ -22,6 +23,10 @@ class _Graph(NamedTuple):
     losses: Tensor
 
 
+# Graphs whose capture was broken off: PyTorch's allocator of pinned memory may go on asking them (see CapturedSteps._close).
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+
+
 class CapturedSteps:
     """Takes the steps of a learner on a card, from graphs where it can and may.
 
@@ -32,7 +37,8 @@ class CapturedSteps:
     not be the default one: it is current wherever this is called.
 
     A step that cannot be captured, for lack of memory or for whatever reason, is taken eagerly, and so are all later ones; a warning
-    names the reason once. Nothing is lost, since a capture changes no tensor.
+    tells the reason once, with its traceback. Nothing is lost, since a capture changes no tensor, and PyTorch's allocator is left as
+    if there had been no capture.
 
     Args:
         learner: On a card.
@@ -41,13 +47,15 @@ class CapturedSteps:
     Attributes:
         graphs: How many graphs there are.
         seconds: What capturing took.
-        obstacle: Why nothing is captured any more; empty while it is.
+        obstacle: Why nothing is captured any more, in a line; empty while it is.
+        traceback: All that is known about it: every error with its traceback, the first one first; empty where nothing failed.
     """
 
     def __init__(self, learner: Mose, *, capture: bool = True) -> None:
         self.learner = learner
         self.seconds = 0.0
         self.obstacle = "" if capture else "eager steps were asked for"
+        self.traceback = ""
         self._graphs: dict[Hashable, _Graph] = {}
         self._met: set[Hashable] = set()
         self._pool: Any = None
@@ -83,23 +91,59 @@ class CapturedSteps:
     def _capture(self, key: Hashable, inputs: StepInputs) -> _Graph | None:
         start = time.perf_counter()
         stream = torch.cuda.current_stream(self.learner.device)
+        if self._pool is None:
+            # Known before a capture, since a graph tells its pool only after one that went well.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             # Outside the pool: what a replay reads must not be given to another graph.
             static = _map(torch.clone, inputs)
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 losses = self.learner.train_on(static)
-        except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
-            self.obstacle = str(error).strip().splitlines()[0]
-            # They lie in the pool of the graph that came to nothing.
-            self.learner.optimiser.zero_grad(set_to_none=True)
-            warnings.warn(f"no CUDA graph of a step could be captured ({self.obstacle}); the run goes on with eager steps", stacklevel=2)
+        except BaseException as error:
+            self._close(graph)
+            if not isinstance(error, Exception):
+                raise
+            self._give_up(error)
             return None
         finally:
             self.seconds += time.perf_counter() - start
-        self._pool = graph.pool()
         self._graphs[key] = _Graph(graph, static, losses)
         return self._graphs[key]
+
+    def _give_up(self, error: Exception) -> None:
+        # An error inside breaks the capture, whose end then raises another: what matters is the first.
+        first: BaseException = error
+        while (earlier := first.__cause__ or first.__context__) is not None:
+            first = earlier
+        self.obstacle = (str(first).strip() or repr(first)).splitlines()[0]
+        self.traceback = "".join(traceback.format_exception(error))
+        self.learner.stepping = self.learner.stepping._replace(name="eager", reason=f"no graph could be captured: {self.obstacle}")
+        warnings.warn(
+            f"no CUDA graph of a step could be captured ({self.obstacle}); the run goes on with eager steps\n{self.traceback}", stacklevel=4
+        )
+
+    def _close(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends what a capture that came to nothing has left open.
+
+        Up to 2.11, PyTorch returns from a broken capture without telling its allocator (pytorch/pytorch#180395): that goes on as if it
+        were capturing, never frees what two streams have used, and fails in ``empty_cache``. A capture that was ended as it should be,
+        though what was captured raised an error, has closed all by itself; then the first call says so.
+        """
+        index = self.learner.device.index
+        index = torch.cuda.current_device() if index is None else index
+        try:
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            open_still = True
+        except RuntimeError:
+            open_still = False
+        # They lie in the pool of the graph that came to nothing.
+        self.learner.optimiser.zero_grad(set_to_none=True)
+        if open_still:
+            graph.reset()
+            torch._C._cuda_releasePool(index, self._pool)
+            # The allocator of pinned memory cannot be told: it keeps a function that asks this very graph whether a stream is its own.
+            _BROKEN.append(graph)
 
 
 def layout_of(inputs: StepInputs) -> Hashable:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mose_fast.methods import Mose, Prepared, create_learner
+from mose_fast.train import captured as captured_module
 from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
 from mose_fast.train.losses import LossReader, Taken
 from mose_fast.train.ring import Ring
@@ -18,9 +19,6 @@ class HostGraph:
 
     def __init__(self):
         self.step, self.replays = None, 0
-
-    def pool(self):
-        return "the pool"
 
     def replay(self):
         self.replays += 1
@@ -54,7 +52,26 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", create)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "the pool")
     return made, pools
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """PyTorch's allocator as far as captures go: the calls that were made, and the pools that it believes to be captured into."""
+    calls, underway = [], []
+
+    def end(device, pool):
+        calls.append(("end", device, pool))
+        if pool not in underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        underway.remove(pool)
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: calls.append(("release", device, pool)), raising=False)
+    monkeypatch.setattr(HostGraph, "reset", lambda graph: calls.append(("reset", graph)), raising=False)
+    return calls, underway
 
 
 class CapturedStepsLearner(Mose):
@@ -66,7 +83,10 @@ class CapturedStepsLearner(Mose):
 
 def learner(kernels: str, **settings) -> Mose:
     options = {"buffer_batch": 12, "new_extra": 4, "experts": 2}
-    given = {"classes": 6, "image_size": (8, 8), "width": 8, "memory": 30, "device": "cpu", "kernels": kernels, "options": options}
+    given = {
+        "classes": 6, "image_size": (8, 8), "width": 8, "memory": 30, "device": "cpu", "kernels": kernels, "feed": "fused",
+        "options": options,
+    }  # fmt: skip
     made = create_learner(**given | settings)
     made.__class__ = CapturedStepsLearner
     return made
@@ -107,7 +127,7 @@ def test_replayed_steps_are_eager_steps(graphs, kernels):
     assert captured.weights_hash() == eager.weights_hash() and captured.steps == eager.steps == 17
     assert plain.graphs == 0 and steps.obstacle == "" and steps.seconds > 0
     made, pools = graphs
-    assert steps.graphs == len(made) and pools == [None, *["the pool"] * (len(made) - 1)]
+    assert steps.graphs == len(made) and pools == ["the pool"] * len(made)
     if kernels == "fused":
         # One for the first task, one for the second; the first step of each is eager.
         assert len(made) == 2 and [graph.replays for graph in made] == [7, 8]
@@ -115,23 +135,81 @@ def test_replayed_steps_are_eager_steps(graphs, kernels):
         assert len(made) >= 2 and sum(graph.replays for graph in made) == 17 - len(steps._met)
 
 
-def test_one_failure_ends_capturing_and_harms_nothing(graphs, monkeypatch):
+def failing(monkeypatch, graphs, allocator, *, broken: bool) -> None:
+    """The first capture fails inside. ``broken``: its end then fails, too, and does not tell the allocator, as in PyTorch 2.11."""
     capture = torch.cuda.graph
+    _, underway = allocator
+
+    def asks_the_card(learner, static):
+        raise ValueError("the first error, inside\nmore lines")
 
     @contextmanager
     def fails(graph, **how):
-        with capture(graph, **how):
-            yield
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
+        underway.append(how["pool"])
+        try:
+            with capture(graph, **how), monkeypatch.context() as patched:
+                patched.setattr(CapturedStepsLearner, "train_on", asks_the_card)
+                yield
+        finally:
+            if broken:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            underway.remove(how["pool"])
 
     monkeypatch.setattr(torch.cuda, "graph", fails)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_one_failure_ends_capturing_and_harms_nothing(graphs, allocator, monkeypatch, broken):
+    failing(monkeypatch, graphs, allocator, broken=broken)
     captured, eager = learner("fused"), learner("fused")
     steps = CapturedSteps(captured)
-    with pytest.warns(UserWarning, match=r"no CUDA graph of a step could be captured \(CUDA error: .* stream is capturing\); ") as told:
+    with pytest.warns(UserWarning, match=r"no CUDA graph of a step could be captured \(the first error, inside\); ") as told:
         found = taken(captured, steps)
     assert len(told) == 1 and steps.graphs == 0 and len(graphs[0]) == 1
+    assert steps.obstacle == "the first error, inside"
+    assert str(captured.stepping) == "eager (no graph could be captured: the first error, inside)"
+    # The whole traceback is kept, of both errors and down to the line that raised, and told.
+    assert "more lines" in steps.traceback and "in asks_the_card" in steps.traceback
+    assert ("previous error during capture" in steps.traceback) == broken
+    assert steps.traceback in str(told[0].message)
     assert found == taken(eager, CapturedSteps(eager, capture=False))
     assert captured.weights_hash() == eager.weights_hash()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_capture_that_failed_leaves_the_allocator_as_it_was(graphs, allocator, monkeypatch, broken):
+    failing(monkeypatch, graphs, allocator, broken=broken)
+    calls, underway = allocator
+    one = learner("fused")
+    monkeypatch.setattr(one.optimiser, "zero_grad", lambda set_to_none: calls.append(("gradients", set_to_none)))
+    steps, batches = CapturedSteps(one), list(stream())
+    inputs = [prepared_for(one, steps, b).inputs for b in batches[1:3]]
+    calls.clear()
+    with pytest.warns(UserWarning, match="no CUDA graph"):
+        assert steps._capture(layout_of(inputs[0]), inputs[0]) is None
+    ended = [("end", 7, "the pool"), ("gradients", True)]
+    # Where PyTorch has closed all itself, its own count of the pool's users is right: one release more would free what others use.
+    assert calls == ended + ([("reset", graphs[0][0]), ("release", 7, "the pool")] if broken else [])
+    assert underway == []
+    # The allocator of pinned memory may go on asking it.
+    assert (graphs[0][0] in captured_module._BROKEN) == broken
+
+
+def test_ctrl_c_in_a_capture_closes_it_and_goes_on_as_ctrl_c(graphs, allocator, monkeypatch):
+    calls, underway = allocator
+
+    @contextmanager
+    def interrupted(graph, **how):
+        underway.append(how["pool"])
+        yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "graph", interrupted)
+    one = learner("fused")
+    steps = CapturedSteps(one)
+    with pytest.raises(KeyboardInterrupt):
+        taken(one, steps)
+    assert [name for name, *_ in calls] == ["end", "reset", "release"] and underway == [] and steps.obstacle == ""
 
 
 def test_layouts_and_copies():
