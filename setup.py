@@ -23,7 +23,7 @@ from build_tools.sources import emulated_sources, read_sources  # noqa: E402
 
 REQUIREMENTS = [
     "torchvision", "numpy", "scikit-learn", "matplotlib", "tensorboard", "tqdm", "safetensors", "tomli; python_version < '3.11'",
-    "tomli-w", "pandas", "scipy",
+    "tomli-w", "pandas", "scipy", "joblib",
 ]  # fmt: skip
 
 

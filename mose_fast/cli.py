@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import shlex
 import signal
 import sys
@@ -87,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with guarded_output() as shown, raised_at_once(), warnings.catch_warnings():
         arguments = build_parser().parse_args(argv)
         warnings.showwarning = _show_warning
+        if arguments.act is not _list and "torch" not in sys.modules:
+            from mose_fast.threads import settle_threads
+
+            settle_threads(os.environ)
         try:
             code = arguments.act(arguments)
         except MoseFastError as error:

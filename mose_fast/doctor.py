@@ -19,6 +19,7 @@ import torch
 
 from mose_fast import _dali, _loader, streams
 from mose_fast.augment import choose_feed
+from mose_fast.threads import crowding
 
 __all__ = ["Finding", "diagnose", "report", "serves_card"]
 
@@ -100,7 +101,8 @@ def _torch() -> Finding:
     found = f"{torch.__version__}, {torch.get_num_threads()} thread(s)"
     if [int(n) for n in re.findall(r"\d+", torch.__version__)[:2]] < [2, 11]:
         return Finding("FAIL", "torch", found, "pip install 'torch>=2.11', then build the native library again")
-    return Finding("ok", "torch", found)
+    crowded = crowding(torch.get_num_threads())
+    return Finding("ok", "torch", f"{found}; {crowded}" if crowded else found)
 
 
 def _packages() -> Finding:

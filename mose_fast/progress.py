@@ -15,6 +15,7 @@ from mose_fast.config import RunConfig
 from mose_fast.evaluate import TaskAccuracy
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
+from mose_fast.threads import crowding
 from mose_fast.train import Listener
 
 __all__ = ["Progress", "accuracy_table"]
@@ -155,6 +156,7 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
         "device": f"{where}, {config.precision}; native library: {f'yes ({native} build)' if native else 'no, pure PyTorch'}",
         **({} if learner.feed is None else {"views": f"{config.options.augment}, made by {learner.feed}"}),
         **({"steps": str(learner.stepping)} if device.type == "cuda" else {}),
+        **({"caution": crowded} if device.type == "cpu" and (crowded := crowding(torch.get_num_threads())) else {}),
         "run": f"{batches} batches" + (f", continued after batch {batch}" if batch else "") + f", into {out}",
     }
     return "\n".join(f"{name:<8} {text}" for name, text in rows.items())

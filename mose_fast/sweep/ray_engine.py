@@ -20,6 +20,7 @@ from typing import Any
 
 from mose_fast.config import ConfigError
 from mose_fast.sweep.engine import worker_command, worker_environment
+from mose_fast.threads import usable_cores
 from mose_fast.train.files import RunError
 
 __all__ = ["RayEngine"]
@@ -62,7 +63,7 @@ class RayEngine:
         _check_reachable(address)
         settings: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False} if address == "local" else {"log_to_driver": False}
         if address == "local":
-            settings["num_cpus"] = len(os.sched_getaffinity(0))
+            settings["num_cpus"] = usable_cores()
         on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, logging_level="error", **settings)

@@ -31,6 +31,7 @@ from mose_fast.sweep.grid import Cell, Grid, axes_of
 from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.ray_engine import RayEngine
 from mose_fast.sweep.store import STORE, RunDamaged, Store, collect, read_run, read_store
+from mose_fast.threads import usable_cores
 from mose_fast.train import RunError
 from mose_fast.train.files import RunFolder, checkpoint_files, is_configuration, remove_leftovers, write_atomically
 from mose_fast.train.lock import FolderLock
@@ -306,7 +307,7 @@ class _Sweep:
             self.chosen = place.workers is not None
         self.place = place
         self.device = _device(cells, place)
-        self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.cores = usable_cores()
         self.cards = _cards(place) if self.device == "cuda" and place.engine == "local" else []
         self.runs = self._runs()
         self.threads = max(1, self.cores // self.runs)
