@@ -1,7 +1,7 @@
 """Where the time of a step goes: microseconds by kernel of full steps, beside the bytes that our ops need and what was predicted.
 
-    python -m bench.kernel_times --csv build/kernels.csv                         # on a card: 20 replays each, our kernels and PyTorch's
-    python -m bench.kernel_times --device cpu --width 2 --memory 200 --steps 1   # only shows that it runs: PyTorch's ops on the CPU
+    python -m bench.kernel_times --csv build/kernels.csv     # on a card: 20 replays each of a step of 384 views, full width, bf16
+    python -m bench.kernel_times --device cpu                # small, eager, PyTorch's ops in float32: only shows that it runs
 
 A full step of a later task is replayed from its graph on inputs that lie ready, and torch.profiler notes each kernel. Rows are
 :data:`COLUMNS`; one with the kernel ``(all)`` sums an op up, one with the op ``(all)`` too the step. ``floor_us`` is the time that a copy
@@ -64,7 +64,18 @@ _PREDICTED = {
     "align_conv_finish_kernel": "130",
     "adam_pieces_kernel": "105-120",
 }
+#: The same for all kernels of an op.
 _PREDICTED_OPS = {"batch_norm_act": "1400-1650"}
+
+#: Settings of the step by device, and how many are profiled.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cuda": {"device": "cuda", "precision": "bf16", "feed": "fused", "step": "captured", "memory": 5000},
+    "cpu": {
+        "device": "cpu", "precision": "fp32", "feed": "fused", "step": "eager", "memory": 60, "width": 2,
+        "options": {"buffer_batch": 8, "new_extra": 2},
+    },
+}  # fmt: skip
+STEPS = {"cuda": 20, "cpu": 1}
 
 
 class Measured(NamedTuple):
@@ -127,8 +138,8 @@ def counted_bytes() -> Iterator[dict[str, list[int]]]:
         yield found
 
 
-def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], float, dict[str, list[int]]]:
-    """Kernels of a full step of a later task by name, microseconds of a step by events, without the profiler, and bytes by op.
+def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], float, dict[str, list[int]], int]:
+    """Kernels of a full step of a later task by name, microseconds of a step by events, without the profiler; bytes by op; views.
 
     Raises:
         RuntimeError: On a card, where the step could not be captured.
@@ -180,7 +191,7 @@ def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], f
     if not sums:
         raise RuntimeError("the profiler noted no kernel; set TEARDOWN_CUPTI=0 where another profile ran before")
     kernels = {name: Measured(launches / steps, took / steps) for name, (launches, took) in sums.items()}
-    return kernels, microseconds, by_op if config.kernels == "fused" else {}
+    return kernels, microseconds, by_op if config.kernels == "fused" else {}, len(prepared.inputs.labels)
 
 
 def rows(which: str, kernels: dict[str, Measured], by_op: dict[str, list[int]], copied: float | None) -> list[dict[str, str]]:
@@ -240,9 +251,6 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.kernel_times", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--memory", type=int, default=5000)
-    parser.add_argument("--steps", type=int, default=20, help="that are profiled")
     parser.add_argument("--csv", type=Path, help="file for all rows")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -255,19 +263,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     for which in ("fused", "torch"):
         torch.manual_seed(0)
-        config = RunConfig.create(
-            device=given.device, precision="bf16" if on_card else "fp32", kernels=which, feed="fused", width=given.width,
-            memory=given.memory, step="captured" if on_card else "eager",
-        )  # fmt: skip
         try:
-            kernels, microseconds, by_op = measured_step(config, given.steps)
+            config = RunConfig.create(**SETTINGS[given.device], kernels=which)
+            kernels, microseconds, by_op, views = measured_step(config, STEPS[given.device])
         except RuntimeError:  # the other one can still be measured
             print(f"\nkernels {which} failed:\n{traceback.format_exc()}", flush=True)
             status = 1
             continue
         new = rows(which, kernels, by_op, copied)
         found += new
-        print(f"\nkernels {which}, a step of N = 384: {new[0]['us']} us in kernels, {microseconds:.0f} us by events back to back")
+        by_events = f", {microseconds:.0f} us by events, one step after the other" if on_card else ""
+        print(f"\nkernels {which}, a step of {views} views: {new[0]['us']} us in {new[0]['launches']} kernels{by_events}")
         print(table(new), flush=True)
         if given.csv is not None:  # after each, should the next one break off
             text = io.StringIO()

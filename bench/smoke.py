@@ -1,7 +1,7 @@
 """The shortest run that shows whether training works on a card: captured steps against eager ones, our kernels beside PyTorch's.
 
-    python -m bench.smoke                                         # on a card: full width, bf16
-    python -m bench.smoke --device cpu --width 2 --images 240     # only shows that it runs: without a card both runs are eager
+    python -m bench.smoke                   # on a card: full width, bf16
+    python -m bench.smoke --device cpu      # small, float32, both runs eager: only shows that it runs
 
 Captured and eager steps are taken with ``deterministic``: every loss must be equal, two graphs must serve the run, nothing may have stood
 in the way of a capture. PyTorch's kernels start from the same weights and views, so that their first loss must be near ours. A failure of
@@ -19,17 +19,27 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy as np
 import torch
 
 import mose_fast
-from mose_fast.benchmark import random_stream
 from mose_fast.config import RunConfig
-from mose_fast.train import Listener, loop
+from mose_fast.streams import Stream, from_arrays
+from mose_fast.train import Listener
 from mose_fast.train.captured import CapturedSteps
 
 #: Relative difference that is granted between the first losses of our kernels and PyTorch's; gradients do not enter it yet.
 NEAR = {"bf16": 0.03, "fp32": 1e-4}
+#: Settings of the runs by device, and training images of both tasks.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cuda": {"device": "cuda", "precision": "bf16", "feed": "fused", "memory": 200},
+    "cpu": {
+        "device": "cpu", "precision": "fp32", "feed": "fused", "memory": 60, "width": 2, "options": {"buffer_batch": 8, "new_extra": 2},
+    },
+}  # fmt: skip
+IMAGES = {"cuda": 1200, "cpu": 60}
 #: Graphs of a run with two tasks: one for the first task's steps, one for later ones.
 GRAPHS = 2
 
@@ -71,22 +81,26 @@ def whole_tracebacks() -> Iterator[None]:
 def _remembered() -> Iterator[list[CapturedSteps]]:
     """All steppers that runs make meanwhile."""
     made: list[CapturedSteps] = []
-    original = loop.CapturedSteps
+    initialise = CapturedSteps.__init__
 
-    def make(*arguments: Any, **options: Any) -> CapturedSteps:
-        made.append(original(*arguments, **options))
-        return made[-1]
+    def remember(stepper: CapturedSteps, *arguments: Any, **options: Any) -> None:
+        made.append(stepper)
+        initialise(stepper, *arguments, **options)
 
-    loop.CapturedSteps = make
-    try:
+    with mock.patch.object(CapturedSteps, "__init__", remember):
         yield made
-    finally:
-        loop.CapturedSteps = original
 
 
-def train(config: RunConfig, images: int) -> Trained:
-    """One run over two tasks of random images, the second with so many."""
-    stream = random_stream(config, classes=20, images=images, tests=100)
+def two_tasks(images: int) -> Stream:
+    """A stream of so many random images in two tasks of ten classes."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, 256, (images + 100, 32, 32, 3), dtype=np.uint8)
+    y = np.arange(len(x)) % 20
+    return from_arrays(x[:images], y[:images], x[images:], y[images:], tasks=2)
+
+
+def train(config: RunConfig, stream: Stream) -> Trained:
+    """One run."""
     listener = _Losses()
     on_card = torch.device(config.device).type == "cuda"
     if on_card:
@@ -132,21 +146,16 @@ def complaints(captured: Trained, eager: Trained, plain: Trained | None, near: f
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.smoke", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--precision", choices=tuple(NEAR), default=None, help="default: bf16 on a card, else fp32")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--images", type=int, default=600, help="of the second task")
-    parser.add_argument("--memory", type=int, default=200)
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA card; wanted one, or --device cpu", file=sys.stderr)
         return 2
     on_card = given.device == "cuda"
-    precision = given.precision or ("bf16" if on_card else "fp32")
-    settings = {"device": given.device, "precision": precision, "width": given.width, "memory": given.memory, "feed": "fused"}
+    settings = SETTINGS[given.device]
 
     def attempt(name: str, **changes: Any) -> Trained | None:
         try:
-            trained = train(RunConfig.create(**settings, **changes), given.images)
+            trained = train(RunConfig.create(**settings, **changes), two_tasks(IMAGES[given.device]))
         except Exception:  # the other runs can still say something
             print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
             return None
@@ -167,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plain = attempt("PyTorch's kernels, eager", kernels="torch", step="eager")
     found = [f"{name} failed" for name, trained in (("captured", captured), ("eager", eager), ("plain", plain)) if trained is None]
     if captured is not None and eager is not None:
-        found += complaints(captured, eager, plain, NEAR[precision])
+        found += complaints(captured, eager, plain, NEAR[settings["precision"]])
     for complaint in found:
         print(f"WRONG: {complaint}")
     if not found:
