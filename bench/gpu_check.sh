@@ -38,9 +38,10 @@ limit=${LIMIT:-540}
 work=build/gpu_check
 out=${OUT:-$work}
 log=$out/log.txt
+cores=$(getconf _NPROCESSORS_ONLN) # nproc would heed OMP_NUM_THREADS
 # A tool that reads the profiler twice in a process finds nothing the second time where it was torn down.
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TEARDOWN_CUPTI=0
-export python device out work data
+export python device out work data cores
 
 # ---- the steps: `step NAME EXPECTED MOST COMMAND...`, seconds on one Hopper card with 16 cores; EXPECTED are estimates as long as
 # ---- docs/benchmarks.md names no card that they were measured on.
@@ -83,7 +84,7 @@ if [[ $device == cuda ]]; then
   processes=$(find tests/gpu -name 'test_*.py' | wc -l) # one a file: an illegal access spoils all that its process does afterwards
 else
   dtype=float32 precision=fp32 memory=200 small=(--width 2)
-  processes=$(nproc)
+  processes=$cores
 fi
 # What the steps before measured, by the words in the names of benchmarks.
 done_before="$dtype and (bench_step or bench_loop or 384 and native and (bench_batch_norm_act or bench_align_conv))"
@@ -95,7 +96,7 @@ declare -A seconds=(
 
 # Both builds at once, half of the cores each.
 build_all() {
-  export MAX_JOBS=$(($(nproc) > 3 ? $(nproc) / 2 : 1)) MOSE_FAST_BACKEND=cuda TORCH_CUDA_ARCH_LIST=$archs
+  export MAX_JOBS=$((cores > 3 ? cores / 2 : 1)) MOSE_FAST_BACKEND=cuda TORCH_CUDA_ARCH_LIST=$archs
   "$python" -m pip install --no-build-isolation --no-deps --no-index --disable-pip-version-check -e . &
   local module=$!
   cmake -S . -B build/card -G Ninja -DMOSE_FAST_MODULE=OFF "-DMOSE_FAST_ARCHS_WANTED=$archs" \
@@ -274,7 +275,7 @@ if missing:
     raise SystemExit(f"missing Python packages: {', '.join(missing)}. Bring wheels and set PYTHONPATH: docs/benchmarks.md")
 PYTHON
 trap finish INT TERM
-note "$(date -u +%FT%TZ) ${found#*, }, $(nproc) cores, LIMIT $limit"
+note "$(date -u +%FT%TZ) ${found#*, }, $cores cores, LIMIT $limit"
 mode=run
 steps
 finish
