@@ -38,7 +38,7 @@ def bytes_moved(elements: int, itemsize: int, form: str, consumers: int, backwar
     usual, maps, back = FORMS[form]
     masks = 0
     if backward:
-        maps += back + (consumers - usual) * (2 if form == "plain" else 1)
+        maps += back + (consumers - usual) * (1 if form == "residual" else 2)
         masks = 2 if form == "residual" else 3
     return elements * maps * itemsize + elements * masks // 8
 

@@ -57,7 +57,9 @@ class Machine:
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
         self.calls.write_text("")
         given = {"CALLS": str(self.calls), "PYTHON": "python", "PATH": f"{self.tools}:{os.environ['PATH']}", "OUT": str(self.out)}
-        inherited = {name: value for name, value in os.environ.items() if name not in ("LIMIT", "MOSE_FAST_NATIVE")}
+        # pytest-benchmark measures nothing where it believes to be a worker of pytest-xdist.
+        left_out = ("LIMIT", "MOSE_FAST_NATIVE", "PYTEST_XDIST")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         return subprocess.Popen(
             [self.tree / "bench" / "gpu_check.sh", *arguments], env={**inherited, **given, **environment}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
