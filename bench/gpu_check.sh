@@ -14,7 +14,6 @@
 # eight files come to lie there. A failed step does not stop those after it. Exit status: 0 only if every step passed and none is left.
 # More: docs/benchmarks.md.
 set -uo pipefail
-cd "$(dirname "$0")/.."
 
 dry=false only="" after="" prebuilt="" data="" device=cuda
 again=() # options that the call for the steps left has as well
@@ -23,8 +22,10 @@ while (($#)); do
     --dry-run) dry=true ;;
     --only | --after | --prebuilt | --data | --device)
       (($# > 1)) || { echo "$1 needs a value" >&2; exit 2; }
-      printf -v "${1#--}" %s "$2"
-      case $1 in --only | --after) ;; *) again+=("$1" "$2") ;; esac
+      value=$2
+      case $1 in --prebuilt | --data) value=$(realpath -m "$2") ;; esac
+      printf -v "${1#--}" %s "$value"
+      case $1 in --only | --after) ;; *) again+=("$1" "$value") ;; esac
       shift ;;
     *) echo "argument is '$1'; wanted --dry-run, --only, --after, --prebuilt, --data or --device" >&2; exit 2 ;;
   esac
@@ -33,10 +34,12 @@ done
 [[ $device == cuda || $device == cpu ]] || { echo "--device is '$device'; wanted cuda or cpu" >&2; exit 2; }
 [[ -z $only || -z $after ]] || { echo "--only and --after are both given; wanted one" >&2; exit 2; }
 
+out=${OUT:+$(realpath -m "$OUT")}
+cd "$(dirname "$0")/.."
+work=$PWD/build/gpu_check
+out=${out:-$work}
 python=${PYTHON:-python3}
 limit=${LIMIT:-540}
-work=build/gpu_check
-out=${OUT:-$work}
 log=$out/log.txt
 cores=$(getconf _NPROCESSORS_ONLN) # nproc would heed OMP_NUM_THREADS
 # A tool that reads the profiler twice in a process finds nothing the second time where it was torn down.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 import traceback
@@ -152,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     on_card = given.device == "cuda"
     settings = SETTINGS[given.device]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic; read when CUDA starts
 
     def attempt(name: str, **changes: Any) -> Trained | None:
         try:

@@ -127,9 +127,9 @@ def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
 
 
 def test_the_whole_run_is_on_cifar100_where_there_is_some(machine):
-    status, _, calls = machine.run("--only", "run", "--data", "there")
+    status, _, calls = machine.run("--only", "run", "--data", "/there")
     text = "\n".join(calls)
-    assert status == 0 and "--stream split-cifar100 --data-dir there --memory 5000" in text and "bench_run" not in text
+    assert status == 0 and "--stream split-cifar100 --data-dir /there --memory 5000" in text and "bench_run" not in text
     assert {"run.json", "run.csv", "log.txt", "summary.txt"} <= {path.name for path in machine.out.iterdir()}
     assert "bench/bench_run.py -q --devices=cuda -k not bench_loop" in "\n".join(machine.run("--only", "run")[2])
 
@@ -174,24 +174,26 @@ def test_nothing_runs_on_a_library_that_could_not_be_built(machine):
         assert not any("sanitizer" in call or "pytest" in call for call in calls)
 
 
-def test_a_prebuilt_library_is_looked_at_and_taken(machine, tmp_path):
+def test_a_prebuilt_library_is_looked_at_and_taken(machine):
     shutil.copy(machine.tools / "kernel_check", machine.tree / "kernel_check")
-    status, output, calls = machine.run("--prebuilt", ".", "--only", "kernel_check")
+    there = os.path.relpath(machine.tree)
+    status, output, calls = machine.run("--prebuilt", there, "--only", "kernel_check")
     assert status == 0, output
-    assert calls[1:] == ["python -m bench.prebuilt .", "python -", "python -W error::RuntimeWarning - cuda", "kernel_check "]
-    status, _, calls = machine.run("--prebuilt", ".", FAIL="bench.prebuilt")
+    looked = f"python -m bench.prebuilt {machine.tree}"
+    assert calls[1:] == [looked, "python -", "python -W error::RuntimeWarning - cuda", "kernel_check "]
+    status, _, calls = machine.run("--prebuilt", there, FAIL="bench.prebuilt")
     assert status == 1 and len(calls) == 2
 
 
 def test_a_step_starts_only_if_there_is_time_for_it_and_the_next_call_is_named(machine):
-    status, output, _ = machine.run("--prebuilt", ".", "--data", "there", LIMIT="80", FAIL="kernel_check")
+    status, output, _ = machine.run("--prebuilt", "/built", "--data", "/there", LIMIT="80", FAIL="kernel_check")
     assert status == 1
     assert list(machine.summary()) == ["library", "kernel_check", "smoke", "captured", "tests"][: len(machine.summary())]
     assert "tests" not in machine.summary()
     last = list(machine.summary())[-1]
     text = (machine.out / "summary.txt").read_text()
     assert "not run for lack of time: tests step kernel_times" in text
-    assert f"next: bench/gpu_check.sh --after {last} --prebuilt . --data there" in text and text.splitlines()[-1] in output
+    assert f"next: bench/gpu_check.sh --after {last} --prebuilt /built --data /there" in text and text.splitlines()[-1] in output
     _, output, _ = machine.run("--after", "alignment", LIMIT="20")
     assert "next: bench/gpu_check.sh --after alignment" in output
 
@@ -248,8 +250,8 @@ def test_the_dry_run_fails_where_a_call_does_not_fit(machine):
     status, output, _ = machine.run("--dry-run", "--only", "tests,run,smoke", LIMIT="150")
     assert status == 1 and "does not fit: --only needs 2 calls" in output
     assert machine.run("--dry-run", "--only", "tests,run", LIMIT="150")[0] == 0
-    status, output, _ = machine.run("--dry-run", "--prebuilt", "x", FAIL="bench.prebuilt")
-    assert status == 1 and "does not fit: x does not serve this tree" in output
+    status, output, _ = machine.run("--dry-run", "--prebuilt", "/built", FAIL="bench.prebuilt")
+    assert status == 1 and "does not fit: /built does not serve this tree" in output
 
 
 def test_the_plan_of_this_tree_fits_two_calls(machine):
