@@ -31,24 +31,37 @@ SHAPES = {
 BANDWIDTH, LAUNCH = 0.75 * 4.17e6, 3.0
 
 
-def moved(case: Case) -> tuple[int, int]:
+def elements_moved(
+    images: int, channels: int, out_channels: int, side: int, stride: int, *, gate: bool, fused: bool, backward: bool
+) -> tuple[int, int]:
     """Elements that the op needs to move, and that its launches do.
 
     Needed: forward x and the gate read, y written; backward x, the gate, y and its gradient read, those of x and of the gate written.
     On top of these the op writes and reads the depthwise map and its gradient, and the gradient of y in all.
+
+    Args:
+        images: Of maps with so many ``channels`` and ``side`` x ``side`` pixels, to ``out_channels`` and a ``stride``-th of the side.
+        gate: Whether one is read.
+        fused: Whether one kernel runs the forward pass: 16 bits, at most 128 channels.
+        backward: Count the backward pass too.
     """
-    images, channels, out_channels, side, stride = (case.shape[name] for name in "NCOHs")
-    entering = images * channels * side**2 * (5 if case.shape["gate"] else 4) // 4
+    entering = images * channels * side**2 * (5 if gate else 4) // 4
     between = images * channels * (side // stride) ** 2
     leaving = images * out_channels * (side // stride) ** 2
-    fused = channels <= 128 and case.dtype != torch.float32
     needed, done = entering + leaving, entering + leaving + (0 if fused else 2 * between + leaving)
-    if case.direction != "forward":
+    if backward:
         done += between if fused else 0  # kept for backward
         needed += 2 * entering + 2 * leaving
         # Gradient of y in all: two reads, one write, one more for each product that reads it; the depthwise map, and its gradient twice.
         done += 2 * entering + (4 if fused and out_channels <= 128 else 5) * leaving + 3 * between
     return needed, done
+
+
+def moved(case: Case) -> tuple[int, int]:
+    """:func:`elements_moved` of a case."""
+    fused = case.shape["C"] <= 128 and case.dtype != torch.float32
+    gate = bool(case.shape["gate"])
+    return elements_moved(*(case.shape[name] for name in "NCOHs"), gate=gate, fused=fused, backward=case.direction != "forward")
 
 
 def target(case: Case) -> float:

@@ -25,12 +25,28 @@ STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))
 BANDWIDTH, LAUNCH = 0.75 * 4.17e6, 3.0
 
 
+def bytes_moved(elements: int, itemsize: int, form: str, consumers: int, backward: bool) -> int:
+    """Bytes that this op moves, which are those it needs: statistics must be known before a map can be normalised.
+
+    Args:
+        elements: Of the map.
+        itemsize: Bytes of an element.
+        form: One of :data:`FORMS`.
+        consumers: Gradients of the result; each is read twice, or once where their sum is written as the residual's gradient.
+        backward: Count the backward pass too.
+    """
+    usual, maps, back = FORMS[form]
+    masks = 0
+    if backward:
+        maps += back + (consumers - usual) * (1 if form == "residual" else 2)
+        masks = 2 if form == "residual" else 3
+    return elements * maps * itemsize + elements * masks // 8
+
+
 def moved(case: Case, form: str) -> int:
-    """Bytes that this op moves, which are those it needs: statistics must be known before a map can be normalised."""
-    _, forward, backward = FORMS[form]
+    """:func:`bytes_moved` of a case."""
     elements = case.shape["N"] * case.shape["C"] * case.shape["H"] ** 2
-    maps, masks = (forward, 0) if case.direction == "forward" else (forward + backward, 2 if form == "residual" else 3)
-    return elements * maps * case.dtype.itemsize + elements * masks // 8
+    return bytes_moved(elements, case.dtype.itemsize, form, case.shape["k"], case.direction != "forward")
 
 
 def target(case: Case, form: str) -> float:

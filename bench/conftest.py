@@ -1,7 +1,8 @@
 """Fixtures of the benchmarks: which implementation, which device, and the measurement itself.
 
 ``--compiled`` says where torch.compile is measured too: nowhere (``off``), at the size of a full step (``headline``, the default) or
-at every size (``all``), which takes minutes.
+at every size (``all``), which takes minutes. ``--rows`` names a folder for the rows of bench/store.py: each is written when it is measured,
+so that a run that is killed leaves those before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import store
 from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, copy_rate, quantiles, repetitions, time_on_card
 from mose_fast import _loader
 from mose_fast._version import git_commit
@@ -25,7 +27,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser):
     parser.addoption("--compiled", choices=("off", "headline", "all"), default="headline", help="where torch.compile is measured")
+    parser.addoption("--rows", type=Path, help="folder of CSV files that take each row as soon as it is measured: bench/store.py")
     parser.addoption("--devices", default="cpu,cuda", help="devices to measure on, for example cuda (default: cpu,cuda)")
+
+
+def pytest_make_parametrize_id(config, val, argname):
+    """A dtype by its name, so that -k finds it; pytest's own id would be a number."""
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
 
 
 def pytest_generate_tests(metafunc):
@@ -66,10 +74,16 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             "threads": torch.get_num_threads(),
         }  # fmt: skip
 
+    def keep() -> None:
+        folder = request.config.getoption("--rows")
+        if folder is not None:
+            store.append([store.row_of(benchmark.extra_info)], folder)
+
     def given(case: Case, seconds: float) -> None:
         benchmark.group = case.group
         benchmark.pedantic(lambda: None)
         benchmark.extra_info.update(describe(case), **quantiles([seconds]), target_us=case.target_us)
+        keep()
 
     def run(case: Case, make_call: Callable[[Case], Callable[[], object]]) -> None:
         on_card = case.device == "cuda"
@@ -102,11 +116,13 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
                 call()
                 torch.cuda.synchronize()
 
+            keep()
             benchmark.pedantic(once, rounds=10)
             return
         rounds, iterations = repetitions(call)
         benchmark.pedantic(call, rounds=rounds, iterations=iterations)
         info.update(quantiles(benchmark.stats.stats.data))
+        keep()
 
     run.given = given
     return run

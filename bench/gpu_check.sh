@@ -1,157 +1,284 @@
 #!/usr/bin/env bash
-# One command for a machine with a card: builds for it, checks every kernel, measures every op, prints one table last.
+# Checks and measures everything on a machine with a card, the most valuable first. What is found lies in OUT as soon as it is found.
 #
-#   bench/gpu_check.sh                  needs nvcc, cmake, ninja, a CUDA build of torch >= 2.11, pytest and pytest-benchmark; no network
-#   bench/gpu_check.sh --only check     builds and checks; then, where time is lent in pieces, --only measure
-#   bench/gpu_check.sh --dry-run        anywhere: lists every step and every test, fails if an op lacks one
+#   bench/gpu_check.sh                      all steps in order, as many as LIMIT holds; it ends with the command for those left
+#   bench/gpu_check.sh --only smoke,step    these steps          --after smoke    the steps after this one
+#   bench/gpu_check.sh --prebuilt DIR       takes library and kernel_check from DIR, where bench/prebuild.sh left them: compiles nothing
+#   bench/gpu_check.sh --data DIR           trains on DIR/cifar100.npz; without, the whole run is on random images and shows its time alone
+#   bench/gpu_check.sh --dry-run            anywhere: the plan, call by call, and every test. Fails if a call does not fit into LIMIT, all
+#                                           before the later visit not into two, a prebuilt library not the tree; if an op lacks a test
+#   bench/gpu_check.sh --device cpu         every step at small sizes, without a card: shows that the steps run, no figure counts
 #
-# PYTHON names the interpreter (python3). PYTHONPATH is kept: packages brought along may lie there. LIMIT is the time for everything
-# in seconds (900). Results are added to bench/results/<card>.csv, the table goes to <card>.txt beside it; where OUT is set, both and the
-# log are copied there. A failed step does not stop those after it. Exit status: 0 only if every step passed. More: docs/benchmarks.md.
+# PYTHON names the interpreter (python3). PYTHONPATH is kept: packages brought along may lie there. LIMIT is the time for this call in
+# seconds (540); a step starts only if what it is expected to take is left. OUT is the folder for results (build/gpu_check); at most
+# eight files come to lie there. A failed step does not stop those after it. Exit status: 0 only if every step passed and none is left.
+# More: docs/benchmarks.md.
 set -uo pipefail
+
+dry=false only="" after="" prebuilt="" data="" device=cuda
+again=() # options that the call for the steps left has as well
+while (($#)); do
+  case $1 in
+    --dry-run) dry=true ;;
+    --only | --after | --prebuilt | --data | --device)
+      (($# > 1)) || { echo "$1 needs a value" >&2; exit 2; }
+      value=$2
+      case $1 in --prebuilt | --data) value=$(realpath -m "$2") ;; esac
+      printf -v "${1#--}" %s "$value"
+      case $1 in --only | --after) ;; *) again+=("$1" "$value") ;; esac
+      shift ;;
+    *) echo "argument is '$1'; wanted --dry-run, --only, --after, --prebuilt, --data or --device" >&2; exit 2 ;;
+  esac
+  shift
+done
+[[ $device == cuda || $device == cpu ]] || { echo "--device is '$device'; wanted cuda or cpu" >&2; exit 2; }
+[[ -z $only || -z $after ]] || { echo "--only and --after are both given; wanted one" >&2; exit 2; }
+
+out=${OUT:+$(realpath -m "$OUT")}
 cd "$(dirname "$0")/.."
-
-dry=false
-check=true
-measure=true
-case "$*" in
-  "") ;;
-  --dry-run) dry=true ;;
-  "--only check") measure=false ;;
-  "--only measure") check=false ;;
-  *) echo "arguments are '$*'; wanted --dry-run, --only check, --only measure or nothing" >&2; exit 2 ;;
-esac
+work=$PWD/build/gpu_check
+out=${out:-$work}
 python=${PYTHON:-python3}
-limit=${LIMIT:-900}
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-folder=build/gpu_check
-log=$folder/log.txt
-summary=()
-status=0
+limit=${LIMIT:-540}
+log=$out/log.txt
+cores=$(getconf _NPROCESSORS_ONLN) # nproc would heed OMP_NUM_THREADS
+# A tool that reads the profiler twice in a process finds nothing the second time where it was torn down.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TEARDOWN_CUPTI=0
+export python device out work data cores
 
-remaining() { echo $((limit - SECONDS)); }
+# ---- the steps: `step NAME EXPECTED MOST COMMAND...`, seconds on one Hopper card with 16 cores; EXPECTED are estimates as long as
+# ---- docs/benchmarks.md names no card that they were measured on.
 
-# step NAME SECONDS COMMAND...: runs it within its own time and what is left of all; keeps its output in the log, shows the end.
-# Out of time, it is interrupted as by Ctrl-C: pytest-benchmark then still writes what it has measured.
-step() {
-  local name=$1 most=$2 began=$SECONDS rc=0
-  shift 2
-  if $dry; then
-    printf '%-24s at most %3d s: %s\n' "$name" "$most" "$*"
-    return 0
-  fi
-  printf '\n== %s\n' "$name" | tee -a "$log"
-  if (($(remaining) < most)); then most=$(remaining); fi
-  if ((most <= 0)); then
-    rc=124
-  else
-    timeout --signal=INT --kill-after=8 "$most" "$@" >"$folder/step.txt" 2>&1 || rc=$?
-    cat "$folder/step.txt" >>"$log"
-    tail -n "$([[ $rc == 0 ]] && echo 4 || echo 40)" "$folder/step.txt"
-  fi
-  local said=ok
-  if ((rc == 124 || rc == 137)); then said="FAILED: out of time"; elif ((rc)); then said="FAILED: exit status $rc"; fi
-  if ((rc)); then status=1; fi
-  summary+=("$(printf '%-24s %4d s  %s' "$name" $((SECONDS - began)) "$said")")
-  return "$rc"
-}
-
-finish() {
-  if [[ -n ${OUT:-} ]]; then
-    mkdir -p "$OUT"
-    cp "$log" "$folder/bench.csv" "bench/results/$card.csv" "bench/results/$card.txt" "$OUT" 2>/dev/null
-  fi
-  printf '\n== %s s in all\n' "$SECONDS"
-  printf '%s\n' "${summary[@]}"
-  if [[ -s $folder/table.txt ]]; then printf '\n' && cat "$folder/table.txt"; fi
-  exit "$status"
-}
-
-if $dry; then
-  archs=9.0
-  card=card
-else
-  rm -rf "$folder"
-  mkdir -p "$folder"
-  if ! found=$(nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | head -n 1) || [[ $found != *,* ]]; then
-    echo "nvidia-smi finds no card; bench/gpu_check.sh --dry-run works without one" >&2
-    exit 1
-  fi
-  archs=${found%%,*}
-  card=$(sed 's/[^a-z0-9]\+/-/g' <<<"$(tr '[:upper:]' '[:lower:]' <<<"${found#*, }")")
-  for tool in nvcc cmake ninja compute-sanitizer; do
-    command -v "$tool" >/dev/null || { echo "$tool is not on PATH" >&2; exit 1; }
+steps() {
+  if [[ -n $prebuilt ]]; then checker=$prebuilt/kernel_check; else checker=build/card/kernel_check; fi
+  [[ -n $prebuilt ]] || step build 110 240 bash -c build_all
+  step library 8 40 bash -c check_library
+  step kernel_check 15 60 "$checker"
+  step smoke 45 90 "$python" -m bench.smoke --device "$device"
+  step captured 50 150 "$python" -m pytest tests/gpu/test_captured.py -v -rs --maxfail=5 -p no:cacheprovider
+  step tests 80 180 "$python" -m pytest tests/gpu --ignore=tests/gpu/test_captured.py -v -rs --maxfail=40 -p no:cacheprovider \
+    -n "$processes" --dist loadfile
+  step step 30 90 "${bench[@]}" bench/bench_step.py -k "$dtype"
+  step kernel_times 30 90 "$python" -m bench.kernel_times --device "$device" --csv "$out/kernels.csv"
+  step run 60 150 bash -c whole_run
+  step loop 45 120 "${bench[@]}" bench/bench_run.py -k "bench_loop and $dtype"
+  step norms 40 100 "${bench[@]}" bench/bench_batch_norm_act.py -k "384 and native and $dtype"
+  step alignment 30 100 "${bench[@]}" bench/bench_align_conv.py -k "384 and native and $dtype"
+  step memcheck 45 120 compute-sanitizer --tool memcheck --error-exitcode 9 "$checker"
+  step compare_step 50 120 "$python" -m bench.compare_step --device "$device" "${small[@]}"
+  later
+  local file name
+  for file in bench/bench_*.py; do
+    name=$(basename "$file" .py)
+    if grep -q '^def bench_' "$file"; then step "$name" "${seconds[$name]:-40}" 150 "${bench[@]}" "$file" -k "not ($done_before)"; fi
   done
-  # What the package and the checks import, asked before any time is spent on compiling.
-  "$python" - <<'PYTHON' || exit 1
-import importlib
+  step bench 100 200 "$python" -m mose_fast bench --device "$device" "${small[@]}" --memory "$memory" --precision "$precision" \
+    --csv "$out/bench.csv"
+  step compiled 150 300 "$python" -m pytest bench -q "--devices=$device" --compiled=headline -k compiled --benchmark-quiet \
+    -p no:cacheprovider "--rows=$out"
+  step racecheck 60 150 compute-sanitizer --tool racecheck --error-exitcode 9 "$checker"
+  step initcheck 60 150 compute-sanitizer --tool initcheck --error-exitcode 9 "$checker"
+}
 
-missing = []
-for name in ("torch", "torchvision", "numpy", "safetensors", "tqdm", "PIL", "setuptools", "pytest", "pytest_benchmark"):
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        missing.append(f"{name} ({error})")
-if missing:
-    raise SystemExit(f"missing Python packages: {', '.join(missing)}. Bring wheels and set PYTHONPATH: docs/benchmarks.md")
-import torch
-
-if not torch.cuda.is_available():
-    raise SystemExit(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no card")
-print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-PYTHON
+# Each row is in OUT when it is measured: bench/conftest.py.
+bench=("$python" -m pytest -q "--devices=$device" --compiled=off --benchmark-quiet -p no:cacheprovider "--rows=$out")
+if [[ $device == cuda ]]; then
+  dtype=bfloat16 precision=bf16 memory=5000 small=()
+  processes=$(find tests/gpu -name 'test_*.py' | wc -l) # one a file: an illegal access spoils all that its process does afterwards
+else
+  dtype=float32 precision=fp32 memory=200 small=(--width 2)
+  processes=$cores
 fi
-export TORCH_CUDA_ARCH_LIST=$archs MOSE_FAST_BACKEND=cuda
-half=$(($(nproc) > 3 ? $(nproc) / 2 : 1))
+# What the steps before measured, by the words in the names of benchmarks.
+done_before="$dtype and (bench_step or bench_loop or 384 and native and (bench_batch_norm_act or bench_align_conv))"
+[[ -n $data ]] || done_before+=" or bench_run and not bench_loop"
+declare -A seconds=(
+  [bench_adam]=12 [bench_align_conv]=60 [bench_augment]=25 [bench_augment_parameters]=15 [bench_batch_norm_act]=85
+  [bench_expert_losses]=45 [bench_norm_pool]=50 [bench_null]=15 [bench_reservoir]=15 [bench_run]=90 [bench_step]=30
+)
 
 # Both builds at once, half of the cores each.
 build_all() {
-  MAX_JOBS=$half "$python" -m pip install --no-build-isolation --no-deps --no-index --disable-pip-version-check -e . &
+  export MAX_JOBS=$((cores > 3 ? cores / 2 : 1)) MOSE_FAST_BACKEND=cuda TORCH_CUDA_ARCH_LIST=$archs
+  "$python" -m pip install --no-build-isolation --no-deps --no-index --disable-pip-version-check -e . &
   local module=$!
-  MAX_JOBS=$half cmake -S . -B build/card -G Ninja -DMOSE_FAST_MODULE=OFF "-DMOSE_FAST_ARCHS_WANTED=$archs" \
+  cmake -S . -B build/card -G Ninja -DMOSE_FAST_MODULE=OFF "-DMOSE_FAST_ARCHS_WANTED=$archs" \
     "-DPython_EXECUTABLE=$("$python" -c 'import sys; print(sys.executable)')" \
     && cmake --build build/card --target kernel_check
   local check=$?
   wait "$module" && return "$check"
 }
-export -f build_all
-export archs python half
 
-step "build" 150 bash -c build_all || finish
-step "library for the card" 30 "$python" -W error::RuntimeWarning -c \
-  'import mose_fast; info = mose_fast.build_info(); print(info); assert info["backend"] == "cuda", info' || finish
-if $check; then
-  step "kernel_check" 30 build/card/kernel_check
-  for tool in memcheck racecheck initcheck; do
-    step "kernel_check, $tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 build/card/kernel_check
-  done
-  step "tests/gpu" 150 "$python" -m pytest tests/gpu --ignore=tests/gpu/test_captured.py -q -rs --maxfail=20 -p no:cacheprovider
-  # Whole runs, in a process of their own.
-  step "captured steps" 120 "$python" -m pytest tests/gpu/test_captured.py -q -rs --maxfail=5 -p no:cacheprovider
-fi
-if ! $measure; then finish; fi
+check_library() {
+  "$python" -W error::RuntimeWarning - "$device" <<'PYTHON'
+import sys
 
-# The whole first, where time may run out; one process a file: an error of the card spoils the rest of its process.
-measured=()
-whole=$(ls bench/bench_step.py bench/bench_run.py 2>/dev/null)
-for file in $whole $(grep -l '^def bench_' bench/bench_*.py | grep -v -x -F "${whole:-none}"); do
-  stem=$(basename "$file" .py)
-  json=$folder/$stem.json
-  step "$stem" 120 "$python" -m pytest "$file" -q --devices=cuda --compiled=headline --benchmark-quiet -p no:cacheprovider \
-    "--benchmark-json=$json"
-  if [[ -s $json ]]; then measured+=("$json"); fi
+import torch
+
+import mose_fast
+
+info = mose_fast.build_info()
+print(info)
+if sys.argv[1] == "cuda":
+    if not torch.cuda.is_available():
+        raise SystemExit(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no card")
+    print(torch.cuda.get_device_name())
+    if info["backend"] != "cuda":
+        raise SystemExit(f"the library's back end is {info['backend']}; wanted cuda")
+PYTHON
+}
+
+# Split CIFAR-100 as a user runs it; or the whole run of the benchmarks, on random images.
+whole_run() {
+  if [[ -z $data ]]; then
+    "$python" -m pytest bench/bench_run.py -q "--devices=$device" -k "not bench_loop" --benchmark-quiet -p no:cacheprovider "--rows=$out"
+    return
+  fi
+  local precision=bf16 memory=5000 small=() rc
+  if [[ $device == cpu ]]; then precision=fp32 memory=100 small=(--width 2); fi
+  "$python" -m mose_fast run --stream split-cifar100 --data-dir "$data" --memory "$memory" --seed 0 --device "$device" "${small[@]}" \
+    --precision "$precision" --out "$work/run" --overwrite
+  rc=$?
+  cp "$work/run/results.json" "$out/run.json"
+  cp "$work/run/accuracy.csv" "$out/run.csv"
+  return "$rc"
+}
+export -f build_all check_library whole_run
+
+# ---- what happens with a step: its name is noted (names), it is planned (plan), or it runs (run)
+
+names=() mode=names
+
+selected() {
+  case $1 in library) return 0 ;; esac # nothing counts that another library did
+  if [[ -n $only ]]; then [[ ,$only, == *,$1,* ]]; return; fi
+  [[ -z $after ]] || $beyond
+}
+
+step() {
+  local name=$1
+  if [[ $mode == names ]]; then names+=("$name"); return; fi
+  if selected "$name"; then "$mode" "$@"; fi
+  if [[ $name == "$after" ]]; then beyond=true; fi
+}
+
+later() { if [[ $mode == plan ]]; then planned_first=$call; printf '  -- a later visit from here on\n'; fi; }
+
+call=0 sum=0 total=0 planned_first=0 unfit=()
+
+# plan NAME EXPECTED MOST COMMAND...: puts it into the call that has room for it, prints it.
+plan() {
+  local name=$1 expected=$2 most=$3
+  shift 3
+  if ((expected > limit)); then unfit+=("$name takes $expected s, of $limit s"); fi
+  if ((call == 0 || sum + expected > limit)); then
+    if ((call)); then printf '  %-22s %4d s of %d\n' "sum" "$sum" "$limit"; fi
+    call=$((call + 1)) sum=0
+    printf 'call %d%s\n' "$call" "$([[ $call == 1 ]] || echo ": --after $planned_last")"
+    if ((call > 1)); then sum=8; fi # the library is looked at in every call
+  fi
+  printf '  %-22s %4d s, at most %3d: %s\n' "$name" "$expected" "$most" "$*"
+  sum=$((sum + expected)) total=$((total + expected)) planned_last=$name
+}
+
+summary=() left=() status=0 last=$after child=""
+
+remaining() { echo $((limit - SECONDS)); }
+
+note() {
+  summary+=("$*")
+  echo "$*" >>"$out/summary.txt"
+}
+
+# run NAME EXPECTED MOST COMMAND...: runs it within its own time and what is left of all; output goes to the log, its end to the screen.
+# Out of time, it is interrupted as by Ctrl-C, and killed 8 s later.
+run() {
+  local name=$1 expected=$2 most=$3 began=$SECONDS rc=0 from said=ok
+  shift 3
+  if [[ $device == cpu ]]; then expected=1; fi
+  if ((${#left[@]})) || (($(remaining) < expected)); then left+=("$name"); return; fi
+  if (($(remaining) < most)); then most=$(remaining); fi
+  if [[ $name != library || -z $after ]]; then last=$name; fi
+  printf '\n== %s\n' "$name" | tee -a "$log"
+  from=$(wc -c <"$log")
+  timeout --signal=INT --kill-after=8 "$most" "$@" >>"$log" 2>&1 &
+  child=$!
+  wait "$child" || rc=$?
+  child=""
+  tail -c "+$((from + 1))" "$log" | tail -n "$([[ $rc == 0 ]] && echo 4 || echo 40)"
+  if ((rc == 124 || rc == 137)); then said="FAILED: out of time"; elif ((rc)); then said="FAILED: exit status $rc"; fi
+  if ((rc)); then status=1; fi
+  note "$(printf '%-24s %4d s  %s' "$name" $((SECONDS - began)) "$said")"
+  if ((rc)) && [[ $name == build || $name == library ]]; then finish; fi
+}
+
+finish() {
+  local rows
+  trap - INT TERM
+  if [[ -n $child ]]; then kill -INT "$child" 2>/dev/null; note "$(printf '%-24s %s' "$last" "FAILED: interrupted")"; status=1; fi
+  rows=$out/$card.csv
+  if [[ -s $rows ]]; then "$python" -m bench.store --show "$rows" >"$out/$card.txt" 2>>"$log" || status=1; fi
+  if ((${#left[@]})); then
+    status=1
+    note "not run for lack of time: ${left[*]}"
+    if [[ -n $last && -z $only ]]; then note "next: bench/gpu_check.sh --after $last ${again[*]}"; fi
+  fi
+  printf '\n== %s s in all; results in %s\n' "$SECONDS" "$out"
+  printf '%s\n' "${summary[@]}"
+  if [[ -s $rows ]]; then
+    printf '\n' && cat "$out/$card.txt"
+    printf 'to keep these rows: python -m bench.store %s\n' "$rows"
+  fi
+  exit "$status"
+}
+
+beyond=false
+steps
+for name in ${only//,/ } $after; do
+  [[ " ${names[*]} " == *" $name "* ]] || { echo "there is no step '$name'; wanted one of ${names[*]}" >&2; exit 2; }
 done
-step "choices of the step" 90 "$python" -m bench.compare_step
-step "mose-fast bench" 150 "$python" -m mose_fast bench --device cuda --precision bf16 --memory 5000 --csv "$folder/bench.csv"
 
 if $dry; then
-  printf '%-24s %s\n\n' "results and table" "bench/results/<card>.csv, bench/results/<card>.txt"
-  exec "$python" -m bench.collect
+  archs=9.0 mode=plan
+  steps
+  if ((call)); then printf '  %-22s %4d s of %d\n%d s in all\n' "sum" "$sum" "$limit" "$total"; fi
+  if ((call > 1)) && [[ -n $only ]]; then unfit+=("--only needs $call calls"); fi
+  if ((planned_first > 2)); then unfit+=("the steps before the later visit need $planned_first calls, of two"); fi
+  if [[ -n $prebuilt ]] && ! "$python" -m bench.prebuilt "$prebuilt"; then unfit+=("$prebuilt does not serve this tree"); fi
+  for complaint in "${unfit[@]}"; do echo "does not fit: $complaint" >&2; done
+  printf '\n'
+  "$python" -m bench.collect || exit
+  ((${#unfit[@]} == 0))
+  exit
 fi
-if ((${#measured[@]})) && "$python" -m bench.store "${measured[@]}" >"$folder/table.txt" 2>>"$log"; then
-  cp "$folder/table.txt" "bench/results/$card.txt"
-else
-  echo "no benchmark result could be stored: see $log" >&2
-  status=1
+
+mkdir -p "$out" "$work"
+if ! found=$(nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | head -n 1) || [[ $found != *,* ]]; then
+  echo "nvidia-smi finds no card; bench/gpu_check.sh --dry-run works without one" >&2
+  exit 1
 fi
+export archs=${found%%,*}
+card=$(sed 's/[^a-z0-9]\+/-/g' <<<"$(tr '[:upper:]' '[:lower:]' <<<"${found#*, }")")
+if [[ $device == cpu ]]; then card=cpu; fi
+if [[ -n $prebuilt ]]; then
+  "$python" -m bench.prebuilt "$prebuilt" || exit 1
+  export MOSE_FAST_NATIVE=$prebuilt
+elif [[ -z $only$after || ,$only, == *,build,* ]]; then
+  for tool in nvcc cmake ninja; do
+    command -v "$tool" >/dev/null || { echo "$tool is not on PATH" >&2; exit 1; }
+  done
+fi
+# What the package and the checks import, asked before any time is spent on compiling.
+"$python" - <<'PYTHON' || exit 1
+import importlib.util
+
+wanted = ("torch", "torchvision", "numpy", "safetensors", "tqdm", "PIL", "setuptools", "pytest", "pytest_benchmark", "xdist")
+missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+if missing:
+    raise SystemExit(f"missing Python packages: {', '.join(missing)}. Bring wheels and set PYTHONPATH: docs/benchmarks.md")
+PYTHON
+trap finish INT TERM
+note "$(date -u +%FT%TZ) ${found#*, }, $cores cores, LIMIT $limit"
+mode=run
+steps
 finish

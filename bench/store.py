@@ -2,6 +2,7 @@
 
     python -m pytest bench --benchmark-json=build/bench.json
     python -m bench.store build/bench.json
+    python -m bench.store build/gpu_check/CARD.csv      # rows that `pytest bench --rows FOLDER` or bench/gpu_check.sh left
 
 Results on the CPU go to bench/results/cpu.csv, those on a card to bench/results/<card>.csv. A row is one benchmark; rows are only ever
 added. Columns: :data:`COLUMNS`; times are microseconds per call, on a card by CUDA events, inside a captured graph where
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "append", "file_name", "read_rows", "table"]
+__all__ = ["COLUMNS", "append", "file_name", "read_csv", "read_rows", "row_of", "table"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 #: From ``graph`` to ``copy_bytes_per_us`` for cards only. Peak memory is that of one call in bytes, outputs included, inputs not; the
@@ -52,8 +53,27 @@ def read_rows(text: str) -> list[Row]:
         missing = [name for name in COLUMNS if name not in info and name not in _OPTIONAL]
         if missing:
             raise ValueError(f"{benchmark['name']} has no {', '.join(missing)} in extra_info; wanted a benchmark that calls `measure`")
-        rows.append({name: "" if info.get(name) is None else str(info[name]) for name in COLUMNS})
+        rows.append(row_of(info))
     return rows
+
+
+def row_of(info: Mapping[str, Any]) -> Row:
+    """What the fixture ``measure`` recorded of one benchmark, as a row."""
+    return {name: "" if info.get(name) is None else str(info[name]) for name in COLUMNS}
+
+
+def read_csv(text: str) -> list[Row]:
+    """Returns the rows of a CSV file of the store; a last line that was cut off is left out.
+
+    Raises:
+        ValueError: The text has other columns.
+    """
+    lines = text.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        del lines[-1]
+    if not lines or lines[0].strip() != ",".join(COLUMNS):
+        raise ValueError(f"the columns are {lines[0].strip() if lines else 'none'!r}; wanted {','.join(COLUMNS)!r}")
+    return list(csv.DictReader(lines))
 
 
 def file_name(row: Row) -> str:
@@ -130,25 +150,28 @@ def _bytes(row: Row) -> tuple[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Appends the given JSON files to the store and prints their table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.store", description="Append benchmark results to the store, print their table.")
-    parser.add_argument("json", nargs="+", type=Path, help="what pytest --benchmark-json wrote")
+    parser.add_argument("files", nargs="+", type=Path, help="JSON that pytest --benchmark-json wrote, or CSV of pytest --rows")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files (default: bench/results)")
+    parser.add_argument("--show", action="store_true", help="print the table, add nothing")
     options = parser.parse_args(arguments)
     rows = []
-    for path in options.json:
+    for path in options.files:
         try:
-            rows += read_rows(path.read_text())
+            rows += (read_csv if path.suffix == ".csv" else read_rows)(path.read_text())
         except (OSError, ValueError) as error:
             parser.error(f"{path}: {error}")
     if not rows:
-        parser.error(f"{', '.join(map(str, options.json))}: no benchmark in it")
-    try:
-        files = append(rows, options.results)
-    except ValueError as error:
-        parser.error(str(error))
+        parser.error(f"{', '.join(map(str, options.files))}: no benchmark in it")
+    if not options.show:
+        try:
+            files = append(rows, options.results)
+        except ValueError as error:
+            parser.error(str(error))
     first = rows[0]
     print(table(rows))
     print(f"\n{first['card']}; torch {first['torch']}, CUDA {first['cuda'] or 'none'}; commit {first['commit']}; {first['date']}")
-    print(f"{len(rows)} rows added to {', '.join(map(str, files))}")
+    if not options.show:
+        print(f"{len(rows)} rows added to {', '.join(map(str, files))}")
     return 0
 
 

@@ -1,144 +1,304 @@
-"""bench/gpu_check.sh with stand-ins for the tools of a machine with a card: order, failures, time limits, the table last."""
+"""bench/gpu_check.sh with stand-ins for a card's machine: order, choice of steps, failures, time limits, what lies in OUT when."""
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from mose_fast import _loader
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not shutil.which("timeout"), reason="needs timeout of GNU coreutils")
+FIRST = ["library", "kernel_check", "smoke", "captured", "tests", "step", "kernel_times", "run", "loop", "norms", "alignment"]
+FIRST += ["memcheck", "compare_step"]
+LATER = ["bench_a", "bench_b", "bench", "compiled", "racecheck", "initcheck"]
 
-# Each stand-in notes its call; FAIL and SLEEP hold words, and a call that contains one fails or takes too long.
+# Each stand-in notes its call; FAIL and SLEEP hold words, and a call that contains one fails or takes too long. python is the real one
+# where REAL names it.
 STAND_IN = """#!/bin/bash
 call="$(basename "$0") $*"
 echo "$call" >>"$CALLS"
-for word in $SLEEP; do if [[ "$call" == *"$word"* ]]; then sleep 30; fi; done
+for word in $SLEEP; do if [[ "$call" == *"$word"* ]]; then echo "halfway"; sleep 30; fi; done
 for word in $FAIL; do if [[ "$call" == *"$word"* ]]; then echo "it broke"; exit 3; fi; done
 case "$call" in
   nvidia-smi*) echo "9.0, NVIDIA H100 80GB HBM3" ;;
   cmake*--build*) mkdir -p build/card && cp "$0" build/card/kernel_check ;;
-  python*--benchmark-json=*) echo "{}" >"${call##*--benchmark-json=}" ;;
-  python*bench.store*) echo "op  native us"; echo "op,impl" >>bench/results/nvidia-h100-80gb-hbm3.csv ;;
+  compute-sanitizer*) "${@: -1}" ;;
+  python*)
+    if [[ -n $REAL ]]; then exec "$REAL" "$@"; fi
+    case "$call" in
+      *bench_step.py*) rows=${call##*--rows=} && echo "op,impl" >"${rows%% *}/nvidia-h100-80gb-hbm3.csv" ;;
+      *bench.store*) echo "op  native us" ;;
+      *"mose_fast run"*) cd build/gpu_check && mkdir -p run && echo "{}" >run/results.json && echo "a" >run/accuracy.csv ;;
+    esac ;;
 esac
 """
 
 
+class Machine:
+    """A copy of the script between stand-ins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree, self.tools, self.out, self.calls = (folder / name for name in ("tree", "tools", "out", "calls"))
+        self.tools.mkdir()
+        for name in ("nvidia-smi", "nvcc", "cmake", "ninja", "compute-sanitizer", "python", "kernel_check"):
+            (self.tools / name).write_text(STAND_IN)
+            (self.tools / name).chmod(0o755)
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
+        self.calls.write_text("")
+        given = {"CALLS": str(self.calls), "PYTHON": "python", "PATH": f"{self.tools}:{os.environ['PATH']}", "OUT": str(self.out)}
+        # pytest-benchmark measures nothing where it believes to be a worker of pytest-xdist.
+        left_out = ("LIMIT", "MOSE_FAST_NATIVE", "PYTEST_XDIST")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+        return subprocess.Popen(
+            [self.tree / "bench" / "gpu_check.sh", *arguments], env={**inherited, **given, **environment}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str, list[str]]:
+        """Exit status, output, calls of stand-ins; keywords are environment variables."""
+        started = self.start(*arguments, **environment)
+        output, _ = started.communicate(timeout=400)
+        return started.returncode, output, self.calls.read_text().splitlines()
+
+    def summary(self) -> dict[str, str]:
+        """What summary.txt says of each step."""
+        lines = [line.split(maxsplit=3) for line in (self.out / "summary.txt").read_text().splitlines()]
+        return {line[0]: line[3] for line in lines if len(line) == 4 and line[2] == "s"}
+
+    def wait_for(self, text: str) -> None:
+        """Until the log holds it."""
+        for _ in range(600):
+            log = self.out / "log.txt"
+            if log.exists() and text in log.read_text():
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{text!r} did not come to the log")
+
+
 @pytest.fixture
 def machine(tmp_path):
-    """A function that runs the script and returns (exit status, output, calls); its keywords are environment variables."""
-    tree, tools = tmp_path / "tree", tmp_path / "tools"
-    (tree / "bench" / "results").mkdir(parents=True)
-    tools.mkdir()
-    shutil.copy(ROOT / "bench" / "gpu_check.sh", tree / "bench")
+    """All is a stand-in, python too; the tree holds the script and two benchmarks."""
+    made = Machine(tmp_path)
+    for folder in ("bench", "tests/gpu"):
+        (made.tree / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "bench" / "gpu_check.sh", made.tree / "bench")
     for name in ("bench_a.py", "bench_b.py"):
-        (tree / "bench" / name).write_text("def bench_it(measure): ...\n")
-    (tree / "bench" / "bench_script.py").write_text("print('no benchmark of pytest')\n")
-    for name in ("nvidia-smi", "nvcc", "cmake", "ninja", "compute-sanitizer", "python"):
-        (tools / name).write_text(STAND_IN)
-        (tools / name).chmod(0o755)
-
-    def run(*arguments: str, **environment: str) -> tuple[int, str, list[str]]:
-        calls = tmp_path / "calls"
-        calls.write_text("")
-        given = {"CALLS": str(calls), "PYTHON": "python", "PATH": f"{tools}:{os.environ['PATH']}", **environment}
-        inherited = {name: value for name, value in os.environ.items() if name not in ("OUT", "LIMIT")}
-        command = [tree / "bench" / "gpu_check.sh", *arguments]
-        done = subprocess.run(command, env={**inherited, **given}, capture_output=True, text=True, timeout=60, check=False)
-        return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
-
-    run.tree, run.tools = tree, tools
-    return run
+        (made.tree / "bench" / name).write_text("def bench_it(measure): ...\n")
+    (made.tree / "bench" / "bench_script.py").write_text("print('no benchmark of pytest')\n")
+    for name in ("test_a.py", "test_b.py", "test_captured.py"):
+        (made.tree / "tests" / "gpu" / name).write_text("")
+    return made
 
 
-def test_all_steps_in_order_and_the_table_last(machine, tmp_path):
-    status, output, calls = machine(OUT=str(tmp_path / "out"))
+def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
+    status, output, calls = machine.run(LIMIT="2000")
     assert status == 0, output
     text = "\n".join(calls)
     places = [
         text.index(words)
         for words in (
-            "nvidia-smi", "cmake --build build/card --target kernel_check", "python -W error", "kernel_check \n", "--tool memcheck",
-            "--tool racecheck", "--tool initcheck", "pytest tests/gpu", "pytest bench/bench_a.py", "pytest bench/bench_b.py",
-            "bench.compare_step", "mose_fast bench", "bench.store",
+            "nvidia-smi", "cmake --build build/card --target kernel_check", "python -W error", "kernel_check \n", "bench.smoke",
+            "pytest tests/gpu/test_captured.py", "pytest tests/gpu --ignore", "bench/bench_step.py", "bench.kernel_times",
+            "bench/bench_run.py", "bench_loop and", "bench/bench_batch_norm_act.py", "bench/bench_align_conv.py", "--tool memcheck",
+            "bench.compare_step", "bench/bench_a.py", "bench/bench_b.py", "mose_fast bench", "-k compiled", "--tool racecheck",
+            "--tool initcheck",
         )
     ]  # fmt: skip
     assert places == sorted(places)
     assert "bench_script" not in text
-    assert "-m pip install --no-build-isolation --no-deps" in text
-    assert "-DMOSE_FAST_ARCHS_WANTED=9.0" in text
-    assert output.endswith("op  native us\n")
-    assert "FAILED" not in output
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "log.txt", "nvidia-h100-80gb-hbm3.csv", "nvidia-h100-80gb-hbm3.txt",
-    ]  # fmt: skip
-    assert (machine.tree / "bench/results/nvidia-h100-80gb-hbm3.txt").read_text() == "op  native us\n"
+    assert "-m pip install --no-build-isolation --no-deps" in text and "-DMOSE_FAST_ARCHS_WANTED=9.0" in text
+    assert "-n 3 --dist loadfile" in text  # a process a file
+    assert "FAILED" not in output and "not run" not in output
+    assert list(machine.summary()) == ["build", *FIRST, *LATER]
+    rows = machine.out / "nvidia-h100-80gb-hbm3.csv"
+    assert output.endswith(f"op  native us\nto keep these rows: python -m bench.store {rows}\n")
+    assert {path.name for path in machine.out.iterdir()} == {"log.txt", "summary.txt", rows.name, "nvidia-h100-80gb-hbm3.txt"}
 
 
-def test_a_failed_check_is_told_and_the_rest_still_runs(machine):
-    status, output, calls = machine(FAIL="racecheck bench_a.py")
+def test_the_whole_run_is_on_cifar100_where_there_is_some(machine):
+    status, _, calls = machine.run("--only", "run", "--data", "/there")
+    text = "\n".join(calls)
+    assert status == 0 and "--stream split-cifar100 --data-dir /there --memory 5000" in text and "bench_run" not in text
+    assert {"run.json", "run.csv", "log.txt", "summary.txt"} <= {path.name for path in machine.out.iterdir()}
+    assert "bench/bench_run.py -q --devices=cuda -k not bench_loop" in "\n".join(machine.run("--only", "run")[2])
+
+
+def test_steps_by_name(machine):
+    machine.run("--only", "smoke,memcheck")
+    assert list(machine.summary()) == ["library", "smoke", "memcheck"]
+    (machine.out / "summary.txt").unlink()
+    machine.run("--after", "compiled")
+    assert list(machine.summary()) == ["library", "racecheck", "initcheck"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--only", "smoke,tset"], "there is no step 'tset'; wanted one of build library kernel_check"),
+        (["--after", "x"], "there is no step 'x'"),
+        (["--only", "smoke", "--after", "step"], "--only and --after are both given; wanted one"),
+        (["--dry"], "argument is '--dry'; wanted --dry-run, --only, --after, --prebuilt, --data or --device"),
+        (["--only"], "--only needs a value"),
+        (["--device", "tpu"], "--device is 'tpu'; wanted cuda or cpu"),
+    ],
+)
+def test_other_arguments_are_refused(machine, arguments, told):
+    status, output, calls = machine.run(*arguments)
+    assert status == 2 and output.startswith(told) and calls == []
+
+
+def test_a_failed_step_is_told_and_the_rest_still_runs(machine):
+    status, output, _ = machine.run(FAIL="racecheck bench_a.py", LIMIT="2000")
     assert status == 1
-    assert [line.split()[-1] for line in output.splitlines() if "FAILED: exit status 3" in line] == ["3", "3"]
-    assert "it broke" in output
-    store = next(call for call in calls if "bench.store" in call)
-    assert "bench_b.json" in store
-    assert "bench_a.json" not in store
-    assert output.endswith("op  native us\n")
+    failed = {name: said for name, said in machine.summary().items() if said != "ok"}
+    assert failed == {"bench_a": "FAILED: exit status 3", "racecheck": "FAILED: exit status 3"}
+    assert "it broke" in output and (machine.out / "log.txt").read_text().count("it broke") == 2
 
 
 def test_nothing_runs_on_a_library_that_could_not_be_built(machine):
     for part in ("kernel_check", "pip"):
-        status, output, calls = machine(FAIL=part)
+        status, output, calls = machine.run(FAIL=part)
         assert status == 1
-        assert "build " in output
-        assert "FAILED: exit status" in output
+        assert "build " in output and "FAILED: exit status" in output
         assert not any("sanitizer" in call or "pytest" in call for call in calls)
 
 
-def test_time_runs_out(machine):
-    status, output, calls = machine(SLEEP="tests/gpu", LIMIT="3")
+def test_a_prebuilt_library_is_looked_at_and_taken(machine):
+    shutil.copy(machine.tools / "kernel_check", machine.tree / "kernel_check")
+    there = os.path.relpath(machine.tree)
+    status, output, calls = machine.run("--prebuilt", there, "--only", "kernel_check")
+    assert status == 0, output
+    looked = f"python -m bench.prebuilt {machine.tree}"
+    assert calls[1:] == [looked, "python -", "python -W error::RuntimeWarning - cuda", "kernel_check "]
+    status, _, calls = machine.run("--prebuilt", there, FAIL="bench.prebuilt")
+    assert status == 1 and len(calls) == 2
+
+
+def test_a_step_starts_only_if_there_is_time_for_it_and_the_next_call_is_named(machine):
+    status, output, _ = machine.run("--prebuilt", "/built", "--data", "/there", LIMIT="80", FAIL="kernel_check")
     assert status == 1
-    # The sleeper, and after it the captured steps, the two benchmarks, the choices of the step and mose-fast bench.
-    assert output.count("FAILED: out of time") == 6
-    assert not any("bench_a.py" in call for call in calls)
+    assert list(machine.summary()) == ["library", "kernel_check", "smoke", "captured", "tests"][: len(machine.summary())]
+    assert "tests" not in machine.summary()
+    last = list(machine.summary())[-1]
+    text = (machine.out / "summary.txt").read_text()
+    assert "not run for lack of time: tests step kernel_times" in text
+    assert f"next: bench/gpu_check.sh --after {last} --prebuilt /built --data /there" in text and text.splitlines()[-1] in output
+    _, output, _ = machine.run("--after", "alignment", LIMIT="20")
+    assert "next: bench/gpu_check.sh --after alignment" in output
 
 
-def test_a_card_and_its_tools_are_wanted(machine):
-    status, output, _ = machine(FAIL="compute_cap")
+def test_a_step_that_runs_out_of_time(machine):
+    status, output, calls = machine.run("--device", "cpu", "--only", "smoke,captured,step", SLEEP="test_captured", LIMIT="4")
+    assert status == 1
+    assert machine.summary()["smoke"] == "ok" and machine.summary()["captured"] == "FAILED: out of time"
+    assert "halfway" in output and "not run for lack of time: step" in output
+    assert not any("bench_step.py" in call for call in calls)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_kill_in_mid_step_leaves_what_was_found(machine, how):
+    started = machine.start("--only", "step,smoke,kernel_times", SLEEP="kernel_times")
+    machine.wait_for("halfway")
+    if how == signal.SIGKILL:  # of everything, as where a machine is taken back
+        os.killpg(started.pid, how)
+    else:
+        started.send_signal(how)
+    output, _ = started.communicate(timeout=30)
+    assert (machine.summary()["smoke"], machine.summary()["step"]) == ("ok", "ok")
+    assert "halfway" in (machine.out / "log.txt").read_text() and (machine.out / "nvidia-h100-80gb-hbm3.csv").exists()
+    if how != signal.SIGKILL:
+        assert started.returncode == 1 and "kernel_times" in output and "FAILED: interrupted" in output
+
+
+def test_a_card_and_what_builds_for_it_are_wanted(machine):
+    status, output, _ = machine.run(FAIL="compute_cap")
     assert (status, output) == (1, "nvidia-smi finds no card; bench/gpu_check.sh --dry-run works without one\n")
-    (machine.tools / "compute-sanitizer").unlink()
-    if not shutil.which("compute-sanitizer"):
-        status, output, calls = machine()
-        assert (status, output) == (1, "compute-sanitizer is not on PATH\n")
+    (machine.tools / "ninja").unlink()
+    if not shutil.which("ninja"):
+        status, output, calls = machine.run()
+        assert (status, output) == (1, "ninja is not on PATH\n")
         assert not any("pip" in call for call in calls)
 
 
-def test_the_dry_run_runs_nothing_but_the_collection(machine):
-    status, output, calls = machine("--dry-run")
-    assert status == 0
-    assert calls == ["python -m bench.collect"]
-    for words in ("build", "racecheck", "tests/gpu", "bench_a", "bench_b", "results and table"):
-        assert words in output
-    assert machine("--dry-run", FAIL="bench.collect")[0] == 3
+def test_the_dry_run_sums_seconds_by_call(machine):
+    status, output, calls = machine.run("--dry-run")
+    assert (status, calls) == (0, ["python -m bench.collect"]), output
+    planned = [line.split()[0] for line in output.splitlines() if line.startswith("  ") and " at most " in line]
+    assert planned == ["build", *FIRST, *LATER]
+    sums = [int(line.split()[1]) for line in output.splitlines() if line.split()[:1] == ["sum"]]
+    assert len(sums) == output.count("\ncall ") + 1 and all(0 < each <= 540 for each in sums)
+    assert not machine.out.exists()
+    assert machine.run("--dry-run", FAIL="bench.collect")[0] == 3
 
 
-def test_other_arguments_are_refused(machine):
-    wanted = "wanted --dry-run, --only check, --only measure or nothing\n"
-    assert machine("--dry") == (2, f"arguments are '--dry'; {wanted}", [])
-    assert machine("--only", "tests") == (2, f"arguments are '--only tests'; {wanted}", [])
+def test_the_dry_run_fails_where_a_call_does_not_fit(machine):
+    status, output, _ = machine.run("--dry-run", LIMIT="250")
+    assert status == 1 and "the steps before the later visit need 3 calls, of two" in output
+    status, output, _ = machine.run("--dry-run", LIMIT="100")
+    assert status == 1 and "does not fit: compiled takes 150 s, of 100 s" in output
+    status, output, _ = machine.run("--dry-run", "--only", "tests,run,smoke", LIMIT="150")
+    assert status == 1 and "does not fit: --only needs 2 calls" in output
+    assert machine.run("--dry-run", "--only", "tests,run", LIMIT="150")[0] == 0
+    status, output, _ = machine.run("--dry-run", "--prebuilt", "/built", FAIL="bench.prebuilt")
+    assert status == 1 and "does not fit: /built does not serve this tree" in output
 
 
-def test_checks_and_measurements_can_run_apart(machine):
-    status, _, calls = machine("--only", "check")
-    text = "\n".join(calls)
-    assert status == 0
-    assert "tests/gpu" in text and "bench_a" not in text and "bench.store" not in text
-    status, output, calls = machine("--only", "measure")
-    text = "\n".join(calls)
-    assert status == 0
-    assert "tests/gpu" not in text and "sanitizer" not in text
-    assert "bench_a" in text and "bench.compare_step" in text and "mose_fast bench" in text
-    assert output.endswith("op  native us\n")
+def test_the_plan_of_this_tree_fits_two_calls(machine):
+    machine.tree = ROOT
+    for more in ([], ["--prebuilt", "."]):
+        status, output, _ = machine.run("--dry-run", *more)
+        assert status == 0, output
+        assert output.index("a later visit") < (output + "call 3").index("call 3")
+
+
+@pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
+def test_every_step_works_on_a_stand_in_card(tmp_path):
+    """The real modules on the CPU at small sizes, one step failing, one out of time, and a kill in the middle of the next call."""
+    machine = Machine(tmp_path)
+    machine.tree = ROOT
+    prebuilt, data = tmp_path / "prebuilt", tmp_path / "data"
+    prebuilt.mkdir(), data.mkdir()
+    folder = Path(_loader.native.__file__).parent
+    for file in [*folder.glob("_C*.so"), folder / "_build.json", machine.tools / "kernel_check"]:
+        shutil.copy(file, prebuilt)
+    labels = np.arange(200, dtype=np.uint8) % 100
+    images = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
+    np.savez(data / "cifar100.npz", x_train=images, y_train=labels, x_test=images[:100], y_test=labels[:100])
+    options = ["--device", "cpu", "--prebuilt", str(prebuilt), "--data", str(data)]
+    steps = "kernel_check,smoke,step,kernel_times,run,loop,memcheck,racecheck"
+    given = {"REAL": sys.executable, "OMP_NUM_THREADS": "1", "LIMIT": "380"}
+    status, output, _ = machine.run(*options, "--only", steps, FAIL="racecheck", **given)
+    assert status == 1
+    assert machine.summary() == dict.fromkeys(["library", *steps.split(",")], "ok") | {"racecheck": "FAILED: exit status 3"}, output
+    found = {path.name for path in machine.out.iterdir()}
+    assert found == {"log.txt", "summary.txt", "kernels.csv", "cpu.csv", "cpu.txt", "run.json", "run.csv"}
+    with open(machine.out / "cpu.csv") as file:
+        ops = [row["op"] for row in csv.DictReader(file)]
+    assert ops.count("step") == 4 and {"loop_fused", "loop_torch"} <= set(ops)
+    with open(machine.out / "kernels.csv") as file:
+        assert {"fused", "torch"} == {row["kernels"] for row in csv.DictReader(file)}
+    log = (machine.out / "log.txt").read_text()
+    assert "losses equal bit for bit" in log
+    assert str(machine.out / "cpu.csv") in output and "op " in output
+
+    shutil.rmtree(machine.out)
+    started = machine.start(*options, "--only", "step", **given)
+    for _ in range(1200):
+        rows = machine.out / "cpu.csv"
+        if rows.exists() and rows.read_text().count("\n") > 1:
+            break
+        time.sleep(0.05)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.communicate(timeout=30)
+    assert rows.read_text().count("\n") > 1 and "== step" in (machine.out / "log.txt").read_text()

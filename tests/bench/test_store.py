@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.store import COLUMNS, append, file_name, main, read_rows, table
+from bench.store import COLUMNS, append, file_name, main, read_csv, read_rows, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +30,7 @@ def make_json(*rows: dict[str, str]) -> str:
 def test_a_run_of_the_benchmarks_ends_in_the_store(tmp_path):
     written = tmp_path / "bench.json"
     chosen = ["bench/bench_null.py", "-k", "reference and 40", "--devices=cpu", "--compiled=off", f"--benchmark-json={written}"]
+    chosen.append(f"--rows={tmp_path / 'at-once'}")
     # pytest-benchmark measures nothing where it believes to be a worker of pytest-xdist.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment = inherited | {"MOSE_FAST_COMMIT": "feed", "OMP_NUM_THREADS": "1"}
@@ -46,6 +47,21 @@ def test_a_run_of_the_benchmarks_ends_in_the_store(tmp_path):
         assert float(row["median_us"]) == pytest.approx(1e6 * benchmark["stats"]["median"], rel=1e-3, abs=1e-3)
         assert float(row["p20_us"]) <= float(row["median_us"]) <= float(row["p80_us"])
         assert (row["commit"], row["threads"], row["launches"], row["peak_bytes"]) == ("feed", "1", "", "")
+    # The same rows were written one by one, and can be kept as well.
+    assert (tmp_path / "at-once" / "cpu.csv").read_text() == (tmp_path / "results" / "cpu.csv").read_text()
+    assert main([str(tmp_path / "at-once" / "cpu.csv"), "--results", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "cpu.csv").read_text() == (tmp_path / "results" / "cpu.csv").read_text()
+
+
+def test_rows_of_a_csv_file_that_was_cut_off(tmp_path, capsys):
+    append([make_row(), make_row(impl="reference")], tmp_path)
+    text = (tmp_path / "cpu.csv").read_text()
+    assert read_csv(text[:-5]) == [make_row()]
+    for other in ("", "op,time\nsort,3\n"):
+        with pytest.raises(ValueError, match="wanted 'op,impl"):
+            read_csv(other)
+    assert main([str(tmp_path / "cpu.csv"), "--show", "--results", str(tmp_path / "none")]) == 0
+    assert "added" not in capsys.readouterr().out and not (tmp_path / "none").exists()
 
 
 def test_rows_are_added_and_never_lost(tmp_path):

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Builds, on a machine that needs no card, what bench/gpu_check.sh --prebuilt takes to one that has: library and kernel_check, stripped.
+#
+#   PYTHON=venv/bin/python bench/prebuild.sh DIR [ARCHS]
+#
+# PYTHON (python3) must have the version of Python and of torch (a CUDA build) that the other machine has; nvcc, cmake and ninja must be on
+# PATH. ARCHS are its compute capabilities (9.0). About 6 MB come into DIR; the library serves only a tree with the same csrc. MAX_JOBS
+# limits the compilers that run at once.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${1:?usage: bench/prebuild.sh DIR [ARCHS]}
+archs=${2:-9.0}
+python=$(command -v "${PYTHON:-python3}")
+version=$("$python" -c 'import sys, torch; print(f"torch{torch.__version__}-{sys.implementation.cache_tag}")')
+build=build/prebuild-$version
+
+cmake -S . -B "$build" -G Ninja -DMOSE_FAST_BACKEND=cuda "-DMOSE_FAST_ARCHS_WANTED=$archs" "-DPython_EXECUTABLE=$python"
+cmake --build "$build" --target _C kernel_check
+mkdir -p "$target"
+rm -f "$target"/_C*.so
+cp "$build"/mose_fast/_C*.so "$build/mose_fast/_build.json" "$build/kernel_check" "$target"
+strip --strip-unneeded "$target"/_C*.so
+strip "$target/kernel_check"
+MOSE_FAST_NATIVE=$target "$python" -W error::RuntimeWarning -c 'import mose_fast; print(mose_fast.build_info())'
+du -h "$target"/_C*.so "$target/kernel_check"

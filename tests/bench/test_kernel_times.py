@@ -1,0 +1,80 @@
+"""The table of time by kernel: sums, ops by name, and the bytes that the network's calls need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.kernel_times import COLUMNS, Measured, counted_bytes, op_of, rows, table
+from mose_fast.nn import ExpertNetwork
+
+KERNELS = {
+    "void mose::align_conv_backward_kernel<2, true>(AlignConvBackward)": Measured(3, 700.0),
+    "void mose::align_conv_forward_kernel<bf16>(AlignConvForward)": Measured(6, 300.0),
+    "void mose::batch_norm_act_sums_kernel<bf16>(BatchNormActBackward)": Measured(20, 500.0),
+    "sm90_xmma_fprop_implicit_gemm_bf16": Measured(17, 1500.0),
+    "Memcpy DtoD (Device -> Device)": Measured(4, 0.5),
+}
+
+
+def test_rows_sum_up_by_op():
+    found = rows("fused", KERNELS, {"batch_norm_act": [800_000_000, 1_000_000_000]}, 4e12)
+    assert [set(row) for row in found] == [set(COLUMNS)] * len(found)
+    assert [(row["op"], row["us"], row["launches"]) for row in found if row["kernel"] == "(all)"] == [
+        ("(all)", "3000.50", "50.0"),
+        ("convolutions and products", "1500.00", "17.0"),
+        ("align_conv", "1000.00", "9.0"),
+        ("batch_norm_act", "500.00", "20.0"),
+        ("copies and fills", "0.50", "4.0"),
+    ]
+    by_kernel = {row["kernel"]: row for row in found if row["kernel"] != "(all)"}
+    assert list(by_kernel)[1:3] == list(KERNELS)[:2]  # within an op, the longest first
+    assert by_kernel[next(iter(KERNELS))]["predicted_us"] == "760"
+    norms = next(row for row in found if row["op"] == "batch_norm_act")
+    # 800 MB at 4 TB/s take 200 us.
+    assert (norms["needed_mb"], norms["moved_mb"], norms["floor_us"], norms["predicted_us"]) == ("800.0", "1000.0", "200.0", "1400-1650")
+    assert all(row["predicted_us"] == "" for row in rows("torch", KERNELS, {}, None))
+    text = table(found)
+    assert "sm90_xmma_fprop" in text and "Memcpy" not in text  # below a thousandth of the step
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op"),
+    [
+        ("void mose::norm_state_backward_kernel<float>(NormStateBackward)", "batch_norm_act"),
+        ("adam_pieces_kernel(AdamPieces)", "adam"),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "PyTorch, elementwise and sums"),
+        ("nvjet_sm90_tst_64x8_64x16", "convolutions and products"),
+        ("Memset (Device)", "copies and fills"),
+        ("triton_red_fused_1", "other"),
+    ],
+)
+def test_op_of_a_kernel(kernel, op):
+    assert op_of(kernel) == op
+
+
+def test_every_kernel_of_ours_belongs_to_an_op():
+    from pathlib import Path
+
+    budget = Path(__file__).resolve().parents[2] / "csrc" / "kernel_budget.txt"
+    names = [line.split()[0] for line in budget.read_text().splitlines() if line and not line.startswith("#")]
+    assert len(names) > 20
+    assert {op_of(f"void mose::{name}<float>(Params)") for name in names} == {
+        "batch_norm_act", "align_conv", "norm_pool", "expert_losses", "adam", "augment", "reservoir", "other",
+    }  # fmt: skip
+    assert [name for name in names if op_of(name) == "other"] == ["null_kernel"]  # not in a step
+
+
+def test_bytes_of_a_network_by_hand():
+    """One expert alone at width 8: 20 norms of the backbone. Two images of 32x32 in float32."""
+    network = ExpertNetwork(10, width=8, experts=1, attention=False, adapter=False)
+    network.use_kernels("fused")
+    with counted_bytes() as found, torch.no_grad():
+        network(torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last))
+    elements = [2 * 8 * 32 * 32 // 2**stage for stage in range(4)]
+    # Maps moved: plain 8 with one reader, residual 11 and two norms 15 with two. The first stage: the stem with two readers (each gradient
+    # is read twice: 10), two plain, two residual; each later one: two plain, one of two norms, one residual; the last has one reader (10).
+    maps = [10 + 2 * 8 + 2 * 11, 2 * 8 + 15 + 11, 2 * 8 + 15 + 11, 2 * 8 + 15 + 10]
+    masks = [3 + 2 * 3 + 2 * 2, 2 * 3 + 3 + 2, 2 * 3 + 3 + 2, 2 * 3 + 3 + 2]  # bits an element
+    wanted = sum(n * (4 * m + bits / 8) for n, m, bits in zip(elements, maps, masks, strict=True))
+    assert found == {"batch_norm_act": [wanted, wanted], "norm_pool": [3 * 4 * 2 * 64 * 4 * 4] * 2}
