@@ -101,6 +101,8 @@ def run(
         raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
     learner = _learner(config, stream)
     warn_of_other_protocol(config)
+    if (learner.joint_stream or len(stream.tasks) == 1) and config.train_on == "stream":
+        learner.warn_of_boundaries("the stream is presented as one" if learner.joint_stream else "the stream has one")
     folder = None
     if out is not None:
         folder = RunFolder(out)
