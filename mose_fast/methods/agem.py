@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -43,6 +45,10 @@ class AgemOptions(BaselineOptions):
 )
 class Agem(ReplayLearner):
     """A-GEM: fine-tuning, but without the part of each gradient that would increase the loss on a batch from memory."""
+
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
+        ("replay_from", "others"): "has no reference batch and is plain fine-tuning",
+    }
 
     def step(self, rows: Rows) -> dict[str, Tensor]:
         if 0 in rows.sizes:  # no finished task yet, or rehearsal: one loss, nothing that it could oppose

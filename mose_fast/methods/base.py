@@ -6,7 +6,7 @@ import copy
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -138,6 +138,10 @@ class Learner(ABC):
     #: True for the upper bound that sees the data of all tasks shuffled into one: the loop presents the stream as a single task.
     joint_stream: ClassVar[bool] = False
 
+    #: What the method does where the whole stream is one task, by a switch and the value of it that needs task boundaries: the end of a
+    #: sentence about the method. The page of methods lists it, and a learner whose options have such a value warns.
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
+
     #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
     about: ClassVar[About]
 
@@ -178,6 +182,7 @@ class Learner(ABC):
         self._ahead = 0
         self._means: ClassMeans | None = None
         self._warned_missing = False
+        self._warned_boundaries = False
 
     @property
     def sequence(self) -> int:
@@ -351,7 +356,25 @@ class Learner(ABC):
                 self.seen.append(label)
             if label not in self.current:
                 self.current.append(label)
+        # Nobody said which classes the task has, so that it may be a constant. Of several equal tasks none has more than half of them.
+        if task == self.first_task and self.task_classes is None and 2 * len(self.current) > self.classes:
+            self.warn_of_boundaries(f"{len(self.current)} of {self.classes} classes came in task {task}, the only one so far")
         return upload(x, self.device), upload(y, self.device), upload(index, self.device).to(torch.int64)
+
+    def warn_of_boundaries(self, found: str) -> None:
+        """Warns, once, where an option needs task boundaries and there are none.
+
+        Args:
+            found: What shows that, as the end of "..., but".
+        """
+        for (switch, value), effect in self.without_boundaries.items():
+            if not self._warned_boundaries and getattr(self.config.options, switch, None) == value:
+                self._warned_boundaries = True
+                warnings.warn(
+                    f"options.{switch} of method {self.config.method!r} is {value!r}, which needs several tasks, but {found}: "
+                    f"without task boundaries the method {effect} (said once)",
+                    stacklevel=4,
+                )
 
     def _data_state(self, upcoming: int = 0) -> DataState:
         return DataState({name: copy.copy(getattr(self, name)) for name in self.remembered}, self.memory.record(upcoming))

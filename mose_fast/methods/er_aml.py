@@ -3,7 +3,9 @@ Online Continual Learning", ICLR 2022; baselines.md 6)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +85,11 @@ def metric_loss(anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labe
 )
 class ErAml(ReplayLearner):
     """ER-AML: incoming rows are told apart from each other only, by a metric loss, which leaves the features of old classes alone."""
+
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
+        **ReplayLearner.without_boundaries,
+        ("negatives", "task"): "draws negatives from every class seen, so that incoming rows move the features of old classes too",
+    }
 
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,8 @@ def learning_rate(number: int, low: float, high: float) -> float:
 )
 class Gdumb(ReplayLearner):
     """GDumb: keeps a class-balanced memory, and trains a new network on nothing else for each evaluation."""
+
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
 
     #: ``fitted`` is the number of stream items seen when the network was trained, -1 before.
     remembered: ClassVar[tuple[str, ...]] = (*ReplayLearner.remembered, "fitted")

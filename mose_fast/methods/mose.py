@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -87,6 +88,10 @@ class Mose(NetworkLearner):
     plans_ahead: ClassVar[bool] = True
     capturable: ClassVar[bool] = True
     uses_shadows: ClassVar[bool] = True
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
+        ("first_task", "joint"): "trains as in the first task to the end: one set of rows, one cross-entropy over all classes",
+        ("replay_from", "others"): "has no row of an old class in its buffer set",
+    }
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)

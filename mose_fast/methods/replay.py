@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,8 @@ class ReplayLearner(NetworkLearner):
     beyond these :meth:`plan` (which sets of rows there are), :meth:`make_views`, :meth:`projection_head`,
     :meth:`classification_head` and :meth:`step`. All of them start from the same weights for the same seed.
     """
+
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {("replay_from", "others"): "replays nothing"}
 
     def build_network(self) -> ExpertNetwork:
         o = self.config.options

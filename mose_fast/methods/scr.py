@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,11 @@ class ScrOptions(BaselineOptions):
 )
 class Scr(ReplayLearner):
     """SCR: trains the representation alone, contrasting two views of incoming and replayed rows; the nearest class mean classifies."""
+
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
+        **ReplayLearner.without_boundaries,
+        ("review", True): "reviews the memory once, at the end of the whole stream",
+    }
 
     def __init__(self, config: RunConfig, **stream: object) -> None:
         super().__init__(config, **stream)

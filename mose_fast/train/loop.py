@@ -99,6 +99,8 @@ def run(
     config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, fingerprint=stream.fingerprint))
     learner = _learner(config, stream)
     warn_of_other_protocol(config)
+    if (learner.joint_stream or len(stream.tasks) == 1) and config.train_on == "stream":
+        learner.warn_of_boundaries("the stream is presented as one" if learner.joint_stream else "the stream has one")
     if out is None:
         return _Loop(config, stream, learner, None, listeners).run()
     folder = RunFolder(out)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import re
 import warnings
 
 import jsonschema
@@ -86,6 +88,51 @@ def test_a_preset_for_another_protocol_warns(stream, changes, says):
 
     with pytest.warns(UserWarning, match=f"preset 'table' of 'er' is meant for another protocol: {says}"), pytest.raises(KeyboardInterrupt):
         run(settings("er", **changes), listeners=[Stop()])
+
+
+@pytest.mark.parametrize(("name", "switch", "value"), [(name, *key) for name in NAMES for key in METHODS[name].without_boundaries])
+def test_one_constant_task_number_is_warned_of_once(name, switch, value, make, batch):
+    """Once more than half of the classes came in it, which no one of several equal tasks has."""
+    effect = METHODS[name].without_boundaries[switch, value]
+    expected = f"options.{switch} of method {name!r} is {value!r}, .* 4 of 6 classes came in task 7, .* {effect}"
+    # The other switches of MOSE would be named first.
+    off = {"first_task": "same"} if name == "mose" and switch != "first_task" else {}
+    learner = make(name, options={switch: value, **off})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for label in range(6):
+            learner.observe(*batch([label] * 4, seed=label), task=7)
+    assert [bool(re.match(expected, str(w.message))) for w in caught if "task boundaries" in str(w.message)] == [True]
+
+
+@every
+def test_several_tasks_are_not_warned_of(name, make, teach):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*task boundaries")
+        teach(make(name, options=SHORT.get(name, {})), tasks=(0, 1, 2), steps=1)
+
+
+def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
+    whole = dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None)
+    joint = {"buffer_batch": 8, "replay_from": "others"}
+
+    class Stop(Listener):
+        def on_start(self, *arguments):
+            raise KeyboardInterrupt
+
+    for name, given, options, said in (
+        ("agem", whole, None, "but the stream has one: without task boundaries the method has no reference batch"),
+        ("joint", stream, joint, "but the stream is presented as one: without task boundaries the method replays nothing"),
+        ("agem", stream, None, None),
+        ("er", whole, None, None),
+        ("finetune", whole, joint, None),
+    ):
+        config = settings(name, **({} if options is None else {"options": options}))
+        with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
+            warnings.simplefilter("always")
+            run(config, stream=given, listeners=[Stop()])
+        found = [str(w.message) for w in caught if "task boundaries" in str(w.message)]
+        assert len(found) == (said is not None) and all(said in message for message in found)
 
 
 @every

@@ -47,6 +47,23 @@ def test_the_overview_has_every_method(name):
     assert overview(name) in PAGE.read_text(encoding="utf-8")
 
 
+def boundaries(name: str) -> list[str]:
+    """A row for every switch by which the method needs task boundaries, and which of its presets set it so."""
+    rows = []
+    for (switch, value), effect in METHODS[name].without_boundaries.items():
+        settings = METHOD_SETTINGS[name]
+        presets = [f"`{preset}`" for preset, changes in settings.presets.items() if getattr(settings.options(**changes), switch) == value]
+        rows.append(f"| `{name}` | `{switch}` {cell(value)} | {', '.join(presets) or '-'} | {effect} |")
+    return rows
+
+
+def test_the_table_of_task_boundaries_is_what_methods_declare():
+    text = PAGE.read_text(encoding="utf-8")
+    table = text.partition("## Task boundaries")[2].partition("\n## ")[0]
+    found = [line for line in table.splitlines() if line.startswith("| `")]
+    assert found == [row for name in METHODS for row in boundaries(name)]
+
+
 @pytest.mark.parametrize("name", BASELINES)
 def test_every_switch_and_every_presets_source_is_there(name):
     page = PAGE.read_text(encoding="utf-8")

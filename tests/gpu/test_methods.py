@@ -1,0 +1,165 @@
+"""Every method on a card: fused kernels against PyTorch's own, a state taken over, padded steps, an interrupted run."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from mose_fast import _loader
+from mose_fast.methods import METHODS, Learner, create_learner
+from mose_fast.streams import from_arrays
+from mose_fast.train import Listener, resume, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
+    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
+]
+
+DEVICE = "cuda"
+
+# Kernels serve channels in multiples of 8. Few images, since an emulated card is slow; the memory overflows in the third batch.
+SMALL = {"width": 8, "memory": 8, "device": DEVICE, "feed": "fused", "step": "eager"}
+OPTIONS = {"gdumb": {"passes": 1, "passes_before": 1}, "mir": {"candidates": 8}, "mose": {"new_extra": 2}}
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def repeatable(monkeypatch):
+    """Float32 that is float32, and the same sums in two runs."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def make(method: str, kernels: str = "fused", **settings) -> Learner:
+    options = {"buffer_batch": 4, **OPTIONS.get(method, {}), **settings.pop("options", {})}
+    return create_learner(method=method, kernels=kernels, classes=4, image_size=(8, 8), options=options, **SMALL, **settings)
+
+
+def observe(learner: Learner, step: int) -> list[float]:
+    """The losses of a step on four images; the task of the first two steps is another one than that of the others."""
+    task = int(step >= 2)
+    y = torch.tensor([0, 1, 1, 0]) + 2 * task
+    noise = torch.randint(0, 60, (4, 8, 8, 3), generator=torch.Generator().manual_seed(step))
+    losses = learner.observe((noise + 40 * y.view(-1, 1, 1, 1)).to(torch.uint8), y, task)
+    return [] if losses is None else [float(loss) for loss in losses.values()]
+
+
+def some_images(count: int = 6) -> torch.Tensor:
+    return torch.randint(0, 256, (count, 8, 8, 3), generator=torch.Generator().manual_seed(99), dtype=torch.uint8)
+
+
+def apart(found, wanted) -> float:
+    """The distance between two lists of tensors as parts of the second one's length."""
+    found, wanted = (torch.cat([t.double().flatten() for t in tensors]) for tensors in (found, wanted))
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def hand_over(giver: Learner, taker: Learner) -> None:
+    """Gives a learner a copy of another one's state."""
+    taker.load_state(tensors_of(giver), copy.deepcopy(giver.state()[1]))
+
+
+def assert_alike(found: Learner, wanted: Learner, near: float) -> None:
+    """Equal memories; gradients, as far as first moments tell them, and running statistics that are ``near``."""
+    a, b = (learner.state()[0] for learner in (found, wanted))
+    for name in ("memory/images", "memory/labels"):
+        assert torch.equal(a[name], b[name])
+    for part in ("running_mean", "running_var", "adam/exp_avg/"):
+        names = [name for name in b if part in name and b[name].any()]
+        if names:
+            assert apart([a[name] for name in names], [b[name] for name in names]) < near, part
+
+
+def tensors_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.state()[0].items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method):
+    """From equal states: losses, what the memory holds, moments and running statistics. Scoring leaves no trace."""
+    plain, fused = make(method, "torch"), make(method)
+    for step in range(STEPS):
+        hand_over(fused, plain)
+        if step == STEPS - 1:
+            successor = make(method)
+            hand_over(fused, successor)
+        wanted, found = observe(plain, step), observe(fused, step)
+        assert found == pytest.approx(wanted, rel=1e-4)
+        assert_alike(fused, plain, 1e-3)
+    assert fused.network.kernels == "fused" and fused.memory.seen == 4 * STEPS > fused.memory.filled == 8
+
+    assert observe(successor, STEPS - 1) == found
+    a, b = tensors_of(fused), tensors_of(successor)
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+    # Nothing but a step changes the network.
+    hand_over(fused, plain)
+    x, y = some_images(4), torch.tensor([2, 3, 3, 2])
+    fused.plan(x.to(DEVICE), y.to(DEVICE))
+    fused.store(x.to(DEVICE), y.to(DEVICE), torch.arange(4, device=DEVICE))
+    outputs = fused.outputs(x)
+    after = fused.network_state()
+    assert [name for name in after if not torch.equal(after[name], a[name])] == []
+    assert apart(outputs, plain.outputs(x)) < 1e-4
+
+
+def test_gdumb_trains_alike_when_it_is_asked():
+    plain, fused = make("gdumb", "torch"), make("gdumb")
+    for learner in (plain, fused):
+        for step in range(STEPS):
+            observe(learner, step)
+        learner.prepare_evaluation()
+    assert fused.steps == plain.steps > 0 and apart(fused.outputs(some_images()), plain.outputs(some_images())) < 5e-2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_padded_step_of_mose_is_the_bare_one(precision):
+    """In the first task, which has its own composition, and in the second; losses, gradients by the moments, statistics."""
+    bare, padded = (make("mose", precision=precision, options={"experts": 2}) for _ in range(2))
+    kinds = []
+
+    def step_padded(plan):
+        rows = padded.padded_rows(plan)
+        assert rows > len(plan.images)
+        kinds.append(plan.current_classes is None)
+        losses = padded.train_on(padded.step_inputs(plan, rows))
+        padded.count_step()
+        return padded.named(losses)
+
+    padded.step = step_padded
+    near = 1e-5 if precision == "fp32" else 1e-2
+    for step in range(4):
+        hand_over(bare, padded)
+        found, wanted = observe(padded, step), observe(bare, step)
+        assert found == pytest.approx(wanted, rel=near)
+        assert_alike(padded, bare, 10 * near)
+    assert kinds == [True, False, False]
+
+
+class Stop(Listener):
+    def __init__(self, batch: int):
+        self.batch = batch
+
+    def on_batch(self, batch, losses):
+        if batch == self.batch:
+            raise RuntimeError("broken off")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_ends_with_the_same_bits(precision, tmp_path):
+    random = np.random.default_rng(0)
+    y = np.arange(16) % 4
+    x = (random.integers(0, 90, (16, 8, 8, 3)) + 50 * y[:, None, None, None]).astype(np.uint8)
+    stream = from_arrays(x, y, x[:4], y[:4], tasks=2, batch=4)
+    settings = SMALL | {"precision": precision, "checkpoint_every": 2, "deterministic": True}
+    settings["options"] = {"buffer_batch": 4, "new_extra": 2, "experts": 2}
+    whole = run(stream=stream, **settings)
+    with pytest.raises(RuntimeError, match="broken off"):
+        run(stream=stream, out=tmp_path, listeners=[Stop(3)], **settings)
+    resumed = resume(tmp_path, stream=stream)
+    assert resumed["resumed"] == 1 and resumed["resolved"]["kernels"] == "fused"
+    assert resumed["weights_sha256"] == whole["weights_sha256"] and resumed["accuracy"] == whole["accuracy"]
