@@ -67,7 +67,10 @@ def augment(
     A view shows one row in one of sixteen fixed orientations. If it has a draw, it is then mirrored, cropped and resized (bilinear,
     reflection at the borders), colour-jittered (before normalisation, or after it as released), normalised and made grey as the draw
     says; else it is only normalised. Arithmetic is fp32 and rounded once to ``dtype``; autocast does not change that. Nothing is
-    differentiated. The result equals that of :func:`mose_fast.reference.augment.augment` within 1e-5 (1 + |value|) before that rounding.
+    differentiated. Before that rounding, native code is within 1e-5 (1 + |value|) of :func:`mose_fast.reference.augment.augment` in
+    float64. The reference in float32, which serves where there is no native code and with ``plain``, is within
+    max(1e-5, 2**-21 side / std) (1 + |value|), for the longer side and the smallest std: PyTorch rounds the positions at which a crop
+    samples, by a few units in the last place of the side, and from pixel to pixel a normalised value changes by up to 1 / std.
 
     Args:
         sources: 1 to 4 tensors uint8 [rows, H, W, 3] on one device, such as stream buffer and replay memory; H, W up to 1,024.

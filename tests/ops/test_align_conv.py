@@ -204,6 +204,17 @@ def test_no_image():
     assert (norm.running_mean == 0).all() and (norm.running_var == 1).all()
 
 
+def test_a_scalar_count_is_cut_and_never_refused():
+    """As in the other ops over maps: on a card the host does not know it."""
+    x, depthwise, pointwise, norm, _, _ = make(dtype=torch.float32)
+    state = align_conv(x[:1, :, :1, :1], depthwise, pointwise, norm, valid_rows=torch.tensor(1, dtype=torch.int32)).state
+    assert state.isfinite().all()
+    for count in (-3, 9):
+        rows = torch.tensor(count, dtype=torch.int32)
+        cut = align_conv(x, depthwise, pointwise, norm, valid_rows=max(0, min(3, count)))
+        torch.testing.assert_close(tuple(align_conv(x, depthwise, pointwise, norm, valid_rows=rows)), tuple(cut))
+
+
 def test_statistics_of_a_large_mean():
     x, depthwise, _, norm, _, _ = make(4, dtype=torch.float32)
     depthwise = torch.zeros_like(depthwise)
@@ -258,9 +269,7 @@ def test_against_convolutions_of_pytorch():
         wanted = F.conv2d(F.conv2d(entered, depthwise, stride=stride, padding=1, groups=8), pointwise)
         result = align_conv(x, depthwise, pointwise, norm, stride=stride, prologue=prologue, gate=gate)
         torch.testing.assert_close(result.y, wanted)
-        torch.testing.assert_close(
-            normalised(*result, relu=False), F.batch_norm(wanted, None, None, norm.weight, norm.bias, training=True)
-        )
+        torch.testing.assert_close(normalised(*result, relu=False), F.batch_norm(wanted, None, None, norm.weight, norm.bias, training=True))
 
 
 class KernelsInPyTorch:
@@ -280,8 +289,12 @@ class KernelsInPyTorch:
     def check_map(self, x):
         assert x.is_contiguous(memory_format=torch.channels_last)
 
+    def check_rows(self, *tensors):
+        assert all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
+
     def align_conv(self, matrix, norm, keeps_map, x, depthwise, stride, prologue, gate, rows, valid):
         m = self.align_conv_depthwise(x, depthwise, stride, prologue, gate, rows, valid)
+        self.check_rows(matrix)
         self.calls[-1] = "align_conv"
         with torch.autocast("cpu", enabled=False):
             y = F.conv2d(m, matrix[:, :, None, None]).contiguous(memory_format=torch.channels_last)
@@ -289,6 +302,7 @@ class KernelsInPyTorch:
 
     def align_conv_depthwise(self, x, depthwise, stride, prologue, gate, rows, valid):
         self.check_map(x)
+        self.check_rows(prologue)
         self.calls.append("align_conv_depthwise")
         entered = self.enter(x, prologue, gate, valid if rows is None else rows)
         with torch.autocast("cpu", enabled=False):
@@ -298,9 +312,11 @@ class KernelsInPyTorch:
     def norm_state(self, y, norm, rows, valid):
         self.check_map(y)
         self.calls.append("norm_state")
-        return norm_state(y, norm, valid if rows is None else rows)
+        return norm_state(y, norm, valid if rows is None else rows), torch.zeros(y.shape[1])
 
-    def align_conv_total(self, grad, grad_state, y, state, norm, matrix, rows, valid):
+    def align_conv_total(self, grad, grad_state, y, state, mean_rest, norm, matrix, rows, valid):
+        assert (mean_rest is None) == ("align_conv" in self.calls)
+        self.check_rows(grad_state, matrix)
         total, *others = self.total(grad, grad_state, y, state, norm, rows, valid)
         product = None
         if matrix is not None:
@@ -340,6 +356,11 @@ class KernelsInPyTorch:
         return tuple(next(grads) if want else None for want in wants)
 
 
+def misaligned(x):
+    """The same in memory from one element beyond a multiple of 16 bytes."""
+    return torch.zeros(x.numel() + 4, dtype=x.dtype)[1 : x.numel() + 1].view(x.shape).copy_(x)
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """Sends CPU maps down the path of a card."""
@@ -358,16 +379,17 @@ def test_the_path_of_a_card(kernels, monkeypatch, fused, with_prologue, with_gat
     monkeypatch.setattr(op, "_is_fused", lambda *_: fused)
     monkeypatch.setattr(op, "_is_fused_back", lambda *_: fused)
     x, depthwise, pointwise, norm, prologue, gate = make(3, 8, 16, dtype=torch.float32)
-    leaves = [x, depthwise.double(), pointwise.double(), norm.weight, norm.bias, *([prologue] * with_prologue), *([gate] * with_gate)]
+    pointwise, prologue = misaligned(pointwise), misaligned(prologue)
+    leaves = [x, depthwise.double(), pointwise, norm.weight, norm.bias, *([prologue] * with_prologue), *([gate] * with_gate)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     rows = torch.tensor(2, dtype=torch.int32) if valid == "tensor" else valid
     options = {"stride": 2, "prologue": prologue if with_prologue else None, "gate": gate if with_gate else None, "valid_rows": rows}
     results = []
-    for function in (reference.align_conv, align_conv):
+    for function in (reference.align_conv, align_conv):  # with vectors and weights whose addresses the kernels do not take
         running = {"running_mean": torch.zeros(16), "running_var": torch.ones(16), "batches_tracked": torch.tensor(3)}
         y, state = function(x, leaves[1], leaves[2], norm._replace(**running), **options)
         wanted = {"y": [y], "state": [state], "both": [y, state]}[used]
-        upstream = [torch.linspace(-1, 1, t.numel()).view(t.shape) for t in wanted]
+        upstream = [misaligned(torch.linspace(-1, 1, t.numel()).view(t.shape)) for t in wanted]
         grads = torch.autograd.grad(wanted, leaves, upstream, allow_unused=True)
         grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
         assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]

@@ -36,7 +36,10 @@ class StandIn:
     def _inner(self, x, prologue):
         return x.float() if prologue is None else normalised(x, prologue)
 
-    def norm_state(self, x, norm, valid_tensor, valid, prologue=None):
+    def norm_state(self, x, norm, valid_tensor, valid):
+        return self._state(x, norm, valid_tensor, valid), torch.zeros(x.shape[1])
+
+    def _state(self, x, norm, valid_tensor, valid, prologue=None):
         rows, _ = self._padding(x, valid_tensor, valid)
         inner = self._inner(x[:rows], prologue)
         mean, var = norm.running_mean, norm.running_var
@@ -53,12 +56,13 @@ class StandIn:
 
     def batch_norm_act(self, x, norm, relu, residual, residual_norm, prologue, valid_tensor, valid, wants_mask):
         self.calls.append(("forward", wants_mask))
+        assert prologue is None or prologue.data_ptr() % 16 == 0
         assert all(t is None or t.is_contiguous(memory_format=torch.channels_last) for t in (x, residual))
         _, padding = self._padding(x, valid_tensor, valid)
-        states = [self.norm_state(x, norm, valid_tensor, valid, prologue)]
+        states = [self._state(x, norm, valid_tensor, valid, prologue)]
         z = normalised(self._inner(x, prologue), states[0], relu=False)
         if residual_norm is not None:
-            states.append(self.norm_state(residual, residual_norm, valid_tensor, valid))
+            states.append(self._state(residual, residual_norm, valid_tensor, valid))
             z = z + normalised(residual, states[1], relu=False)
         elif residual is not None:
             z = z + residual.float()
@@ -99,7 +103,7 @@ class StandIn:
         maps = [torch.where(padding, 0, t).to(x.dtype) if w else None for t, w in zip((to_x, to_residual), wants, strict=False)]
         return *maps, to_prologue, torch.stack(norm_rows)
 
-    def norm_state_backward(self, grad, x, norm, state, valid_tensor, valid, wants_x):
+    def norm_state_backward(self, grad, x, norm, state, mean_rest, valid_tensor, valid, wants_x):
         self.calls.append(("state backward", wants_x))
         rows, padding = self._padding(x, valid_tensor, valid)
         count = rows * x[0, 0].numel()

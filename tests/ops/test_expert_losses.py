@@ -100,6 +100,19 @@ def test_large_logits_zero_rows_and_distance_zero():
     assert all((g == 0).all() for g in gradients(terms.sum(), inputs))
 
 
+def test_large_logits_keep_their_digits(path):
+    """A log-sum-exp in one float32 would cost a gradient three digits at 30,000."""
+    for offset in (3e4, -3e4):
+        inputs, labels, mask = make()
+        logits = (inputs[1][0].detach() + offset).requires_grad_()
+        exact = logits.detach().double().requires_grad_()
+        for classes in (None, mask):
+            loss, wanted = masked_cross_entropy(logits, labels, classes), reference.masked_cross_entropy(exact, labels, classes)
+            torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
+            grads = torch.autograd.grad(loss, logits), torch.autograd.grad(wanted, exact)
+            torch.testing.assert_close(grads[0][0].double(), grads[1][0], rtol=1e-5, atol=1e-8)
+
+
 def test_not_a_number_is_not_hidden(path):
     for position, term in ((0, 0), (1, 1), (2, 2), (3, 2)):
         inputs, labels, mask = make()

@@ -1,0 +1,294 @@
+"""One NaN or infinity in each input of each op: where the reference's results are not finite, the kernels' must not be finite either.
+
+A loss that hides what is no number lets NaN gradients reach the optimiser, whose latch (:mod:`mose_fast.optim`) asks the loss alone.
+Kernels may spread it further than the reference does, but not to padding, and not where the reference has a number in the loss.
+Written for a card, and run on the emulated one in CI.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from mose_fast import _loader
+from mose_fast.ops import adam, align_conv, augment, batch_norm_act, expert_losses, norm_pool
+from mose_fast.ops.batch_norm_act import Norm
+from mose_fast.reference import align_conv as plain_align_conv
+from mose_fast.reference import augment as plain_augment
+from mose_fast.reference import batch_norm as plain_norm
+from mose_fast.reference import batch_norm_act as plain_batch_norm_act
+from mose_fast.reference import expert_losses as plain_losses
+from mose_fast.reference import norm_pool as plain_norm_pool
+
+CARD = _loader.card()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CARD is None, reason="the native library has no CUDA code"),
+    pytest.mark.skipif(CARD == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA card"),
+]
+
+NAN, INFINITY = float("nan"), float("inf")
+SPOILS = (NAN, INFINITY, -INFINITY)
+
+
+def on_card(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    return x.to(CARD).contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.to(CARD)
+
+
+def spoiled(inputs: dict[str, Tensor | None], name: str, value: float, seed: int) -> dict[str, Tensor | None]:
+    """A copy of the inputs with one element of one of them replaced."""
+    copies = {key: None if x is None else x.clone() for key, x in inputs.items()}
+    generator = torch.Generator().manual_seed(seed)
+    flat = copies[name].view(-1)
+    flat[int(torch.randint(0, flat.numel(), (1,), generator=generator))] = value
+    return copies
+
+
+def leaves_of(inputs: dict[str, Tensor | None], put) -> dict[str, Tensor | None]:
+    return {name: None if x is None else put(x).detach().requires_grad_() for name, x in inputs.items()}
+
+
+def with_gradients(results: dict[str, Tensor], upstream: list[Tensor], leaves: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    outputs = list(results.values())
+    grads = torch.autograd.grad(
+        outputs, list(wanted.values()), [g.to(y.device, y.dtype) for y, g in zip(outputs, upstream, strict=True)], allow_unused=True
+    )
+    return {**results, **{f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}}
+
+
+def check(what: str, ours: dict, plain: dict) -> None:
+    assert ours.keys() == plain.keys()
+    for name, wanted in plain.items():
+        if wanted is None or ours[name] is None:
+            assert all(x is None or x.isfinite().all() for x in (wanted, ours[name])), f"{what}: {name} has a gradient on one side alone"
+            continue
+        hidden = ~wanted.isfinite() & ours[name].cpu().isfinite()
+        assert not hidden.any(), f"{what}: {name} hides {int(hidden.sum())} of {int((~wanted.isfinite()).sum())}"
+
+
+@pytest.fixture(autouse=True)
+def quietly():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def state_of(generator: torch.Generator, channels: int) -> Tensor:
+    return torch.stack([normal(generator, channels), normal(generator, channels).abs() + 0.5, *normal(generator, 2, channels)])
+
+
+#: The fused kernel and the two kernels with a product by PyTorch between them, in all the forms of what enters.
+ALIGN_CONVS = [
+    # dtype, channels, out_channels, stride, prologue, gate, training
+    (torch.bfloat16, 16, 24, 1, True, True, True),
+    (torch.bfloat16, 16, 16, 2, True, False, False),
+    (torch.float16, 32, 16, 2, False, True, True),
+    (torch.float32, 16, 16, 1, True, False, True),
+    (torch.float32, 24, 40, 2, True, True, True),
+    (torch.bfloat16, 136, 264, 1, True, True, True),
+]
+
+
+@pytest.mark.parametrize("setting", ALIGN_CONVS, ids=lambda s: "-".join(map(str, s)))
+def test_align_conv(setting):
+    dtype, channels, out_channels, stride, follows, gated, training = setting
+    g = torch.Generator().manual_seed(channels)
+    inputs = {
+        "x": normal(g, 2, channels, 4, 6, dtype=dtype),
+        "depthwise": normal(g, channels, 1, 3, 3) / 3,
+        "pointwise": normal(g, out_channels, channels, 1, 1) / channels**0.5,
+        "weight": normal(g, out_channels),
+        "bias": normal(g, out_channels),
+        "prologue": state_of(g, channels) if follows else None,
+        "gate": normal(g, 2, channels, 2, 3, dtype=dtype) if gated else None,
+    }
+    others = {
+        "mean": normal(g, out_channels),
+        "var": normal(g, out_channels).abs() + 0.5,
+        "to y": normal(g, 2, out_channels, 4 // stride, 6 // stride),
+        "to state": normal(g, 4, out_channels),
+    }
+
+    def run(function, put, given: dict) -> dict:
+        leaves = leaves_of({name: given[name] for name in inputs}, put)
+        running = [put(given[name]).clone() for name in ("mean", "var")]
+        norm = Norm(leaves["weight"], leaves["bias"], *running, None, 0.1, 1e-5, training)
+        y, state = function(
+            leaves["x"], leaves["depthwise"], leaves["pointwise"], norm, stride=stride, prologue=leaves["prologue"], gate=leaves["gate"]
+        )
+        results = with_gradients({"y": y, "state": state}, [given["to y"], given["to state"]], leaves)
+        return {**results, "running mean": running[0], "running var": running[1]}
+
+    for seed, name in enumerate(name for name, x in {**inputs, **others}.items() if x is not None):
+        for value in SPOILS:
+            given = spoiled({**inputs, **others}, name, value, seed)
+            check(f"{value} in {name}", run(align_conv.align_conv, on_card, given), run(plain_align_conv.align_conv, lambda x: x, given))
+
+
+@pytest.mark.parametrize("form", ["plain", "residual", "two norms", "prologue", "state"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batch_norm_act(form, dtype):
+    g = torch.Generator().manual_seed(len(form))
+    size = (3, 16, 3, 4)
+    inputs = {
+        "x": normal(g, *size, dtype=dtype),
+        "weight": normal(g, 16),
+        "bias": normal(g, 16),
+        "residual": normal(g, *size, dtype=dtype) if form in ("residual", "two norms") else None,
+        "second weight": normal(g, 16) if form == "two norms" else None,
+        "prologue": state_of(g, 16) if form == "prologue" else None,
+    }
+    others = {"mean": normal(g, 16), "var": normal(g, 16).abs() + 0.5, "upstream": normal(g, *((4, 16) if form == "state" else size))}
+
+    def run(function, of_state, put, given: dict, relu: bool, training: bool, valid: int | None) -> dict:
+        leaves = leaves_of({name: given[name] for name in inputs}, put)
+        running = [put(given[name]).clone() for name in ("mean", "var")]
+        norm = Norm(leaves["weight"], leaves["bias"], *running, None, 0.1, 1e-5, training)
+        if form == "state":
+            y = of_state(leaves["x"], norm, valid)
+        else:
+            other = Norm(leaves["second weight"], None, None, None) if form == "two norms" else None
+            y = function(
+                leaves["x"],
+                norm,
+                relu=relu,
+                residual=leaves["residual"],
+                residual_norm=other,
+                prologue=leaves["prologue"],
+                valid_rows=valid,
+            )
+        return {**with_gradients({"y": y}, [given["upstream"]], leaves), "running mean": running[0], "running var": running[1]}
+
+    for seed, name in enumerate(name for name, x in {**inputs, **others}.items() if x is not None):
+        for value, (relu, training, valid) in zip(SPOILS, ((True, True, None), (False, True, 2), (True, False, 2)), strict=True):
+            for own in (NAN, value):
+                given = spoiled({**inputs, **others}, name, own, seed)
+                ours = run(batch_norm_act.batch_norm_act, batch_norm_act.norm_state, on_card, given, relu, training, valid)
+                plain = run(plain_batch_norm_act.batch_norm_act, plain_norm.norm_state, lambda x: x, given, relu, training, valid)
+                check(f"{own} in {name}, {relu=}, {training=}, {valid=}", ours, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("valid", [None, 2])
+def test_norm_pool(dtype, valid):
+    g = torch.Generator().manual_seed(1)
+    inputs = {"x": normal(g, 3, 16, 3, 4, dtype=dtype), "state": state_of(g, 16)}
+    others = {"upstream": normal(g, 3, 16)}
+
+    def run(function, put, given: dict) -> dict:
+        leaves = leaves_of({name: given[name] for name in inputs}, put)
+        return with_gradients({"pooled": function(leaves["x"], leaves["state"], valid)}, [given["upstream"]], leaves)
+
+    for name in (*inputs, *others):
+        for seed, value in enumerate(SPOILS):
+            given = spoiled({**inputs, **others}, name, value, seed)
+            check(f"{value} in {name}", run(norm_pool.norm_pool, on_card, given), run(plain_norm_pool.norm_pool, lambda x: x, given))
+
+
+#: Rows without a positive among them, where the contrastive kernel once lost a NaN, in a tile of 16 that is filled in part.
+LABELS = torch.tensor([4, 4, 3, 0, 3, 4, 2])
+
+
+def losses_of(module, put, given: dict, **options) -> dict:
+    leaves = leaves_of({name: x for name, x in given.items() if name != "upstream"}, put)
+    mask = torch.tensor([False, False, False, True, True])
+    terms = module.expert_losses(*leaves.values(), put(LABELS), 3, put(mask), **options)
+    return with_gradients({"terms": terms}, [given["upstream"]], leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("distil", ["rsd", "sd", "off"])
+def test_expert_losses(dtype, distil):
+    g = torch.Generator().manual_seed(2)
+    inputs = {
+        "projections": normal(g, 2, 7, 8, dtype=dtype),
+        "logits": normal(g, 2, 7, 5, dtype=dtype),
+        "features": normal(g, 2, 7, 9, dtype=dtype),
+        "student": normal(g, 7, 9, dtype=dtype),
+        "upstream": normal(g, 2, 3),
+    }
+    for name in inputs:
+        for seed, value in enumerate(SPOILS):
+            for valid, reduction, temperature in ((None, "frobenius", 0.07), (6, "mean_of_norms", 1e-3)):
+                given = spoiled(inputs, name, value, seed)
+                options = {"distil": distil, "rsd_reduction": reduction, "valid_rows": valid, "temperature": temperature}
+                results = [
+                    losses_of(module, put, given, **options) for module, put in ((expert_losses, on_card), (plain_losses, lambda x: x))
+                ]
+                check(f"{value} in {name}, {valid=}, {temperature=}", *results)
+
+
+@pytest.mark.parametrize("value", [NAN, INFINITY])
+def test_the_contrastive_loss_shows_it_in_every_row(value):
+    g = torch.Generator().manual_seed(3)
+    for row in range(len(LABELS)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            z = normal(g, 7, 8, dtype=dtype)
+            z[row, 3] = value
+            leaf = on_card(z).requires_grad_()
+            loss = expert_losses.supcon_loss(leaf, on_card(LABELS), 0.07)
+            assert not plain_losses.supcon_loss(z, LABELS, 0.07).isfinite()
+            assert not loss.isfinite(), f"{value} in row {row} of {dtype} is hidden: {loss}"
+            assert not torch.autograd.grad(loss, leaf)[0].isfinite().any()
+
+
+def test_adam():
+    """What is no number in a gradient, a moment or the learning rate is in the weight afterwards; in the loss it freezes everything."""
+    for name in ("weights", "first moment", "second moment", "gradient", "rate", "loss"):
+        for value in SPOILS:
+            tensors = {
+                "weights": torch.ones(70),
+                "first moment": torch.zeros(70),
+                "second moment": torch.ones(70),
+                "gradient": torch.ones(70),
+            }
+            tensors |= {"rate": torch.tensor(0.1), "loss": torch.tensor(1.0)}
+            tensors[name].view(-1)[13 % tensors[name].numel()] = value
+            own = {key: x.to(CARD) for key, x in tensors.items()}
+            shadow = own["weights"].to(torch.bfloat16)
+            adam.adam_step(
+                own["weights"], own["first moment"], own["second moment"], [own["gradient"]], [0], torch.zeros(1, device=CARD), own["rate"],
+                beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, shadow=shadow, loss=own["loss"],
+            )  # fmt: skip
+            if name == "loss":
+                assert torch.equal(own["weights"].cpu(), tensors["weights"])
+            elif name == "second moment":  # the root of infinity divides by it
+                assert own["weights"][13].isnan().item() == (value != INFINITY)
+            else:
+                assert not own["weights"][13].isfinite() and not shadow[13].isfinite(), f"{value} in {name}"
+
+
+def test_views():
+    """NaN in a factor, the mean or the deviation of a view."""
+    g = torch.Generator().manual_seed(4)
+    image = torch.randint(0, 256, (1, 6, 5, 3), generator=g, dtype=torch.uint8)
+    image[0, 2, 2] = 0  # black has no hue and no saturation
+    codes = torch.tensor([[0, 5, 6, 0, 0, 2], [0, 5, 6, 0, 0, 2 | 4]], dtype=torch.int32)
+    layout = torch.tensor([[0, 0, 0], [0, 0, 1]], dtype=torch.int32)
+    for normalised in (False, True):
+        for place in (*range(4), "mean", "std"):
+            factors, mean, std = torch.tensor([[0.1, 1.2, 0.9, 1.1]] * 2), [0.5, 0.4, 0.3], [0.2, 0.3, 0.2]
+            if place == "mean":
+                mean[1] = NAN
+            elif place == "std":
+                std[1] = NAN
+            else:
+                factors[:, place] = NAN
+            ours = augment.augment(
+                [image.to(CARD)], torch.tensor([0], device=CARD), layout.to(CARD), codes.to(CARD), factors.to(CARD), mean, std,
+                jitter_normalised=normalised,
+            )  # fmt: skip
+            plain = plain_augment.augment([image], torch.tensor([0]), layout, codes, factors, mean, std, normalised, torch.float32, 3)
+            check(f"NaN in {place}, {normalised=}", {"views": ours}, {"views": plain})
+            assert ours.isnan().any()
