@@ -63,14 +63,16 @@ def announce(what: str, detail: str, command: Sequence[str], progress: Callable[
     return status
 
 
-def native_build(csrc: Path, environment: dict[str, str], has_driver: bool, toolkits: Sequence[cuda.Toolkit]) -> tuple[str, int]:
+def native_build(
+    csrc: Path, environment: dict[str, str], has_driver: bool, toolkits: Sequence[cuda.Toolkit], looked: Sequence[str]
+) -> tuple[str, int]:
     """What to expect of compiling the native library: a text, and the number of files.
 
     Args:
         csrc: Folder of the native sources.
         environment: Of the process.
         has_driver: Whether an NVIDIA driver is at work here.
-        toolkits: The CUDA toolkits that were found.
+        toolkits, looked: As :func:`build_tools.cuda.find_toolkits` returns them.
     """
     lists = read_sources(csrc)
     files = lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"]
@@ -80,7 +82,7 @@ def native_build(csrc: Path, environment: dict[str, str], has_driver: bool, tool
     text = f"{len(files)} files of C++ and CUDA for {environment.get('TORCH_CUDA_ARCH_LIST', 'all cards')}, 3 to 6 minutes on two cores"
     if not has_driver:
         text += "; there is no NVIDIA driver here: MOSE_FAST_BACKEND=cpu leaves the CUDA part out"
-    return text, len(files)
+    return text + cuda.ignored_variables(looked), len(files)
 
 
 def compiled(objects: Path, since: float) -> int:
@@ -93,7 +95,7 @@ def _main(arguments: Sequence[str]) -> int:
     if detail != "--native":
         return announce(what, detail, command)
     driver = bool(shutil.which("nvidia-smi")) and subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
-    detail, files = native_build(ROOT / "csrc", dict(os.environ), driver, cuda.find_toolkits(os.environ)[0])
+    detail, files = native_build(ROOT / "csrc", dict(os.environ), driver, *cuda.find_toolkits(os.environ))
     since = time.time()
     return announce(what, detail, command, lambda: f"{compiled(ROOT / 'build', since)} of {files} files compiled")
 

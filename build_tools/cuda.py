@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RELEASE_ARCHS", "Toolkit", "cmake_archs", "default_archs", "find_toolkits", "parse_archs", "run_text"]
+__all__ = ["RELEASE_ARCHS", "Toolkit", "cmake_archs", "default_archs", "find_toolkits", "ignored_variables", "parse_archs", "run_text"]
 
 RELEASE_ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 """Compute capabilities of a release build, oldest first. 7.5 is left out: it has no native bfloat16."""
@@ -85,6 +85,18 @@ def find_toolkits(
         if all(toolkit.root.resolve() != root.resolve() for toolkit in toolkits):
             toolkits.append(Toolkit(root, version))
     return toolkits, looked
+
+
+def ignored_variables(looked: Sequence[str]) -> str:
+    """Says which of ``CUDA_HOME`` and ``CUDA_PATH`` hold no toolkit, though another may serve: who sets one wants that one.
+
+    Args:
+        looked: As :func:`find_toolkits` returns it.
+
+    Returns:
+        Text to put behind a sentence; empty where there is nothing to say.
+    """
+    return "".join(f"; {line}, so it is ignored" for line in looked if re.match(r"CUDA_(HOME|PATH)=.*: no ", line))
 
 
 def default_archs(version: tuple[int, int]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import distributions
 from typing import Any
 
-from build_tools.cuda import Toolkit
+from build_tools.cuda import Toolkit, ignored_variables
 
 __all__ = [
     "EMULATOR", "MINIMUM_TORCH", "BuildError", "available_gib", "build_record", "check_same_torch", "choose_backend", "installed_torch",
@@ -65,7 +65,8 @@ def choose_backend(
         for toolkit in toolkits:
             if toolkit.version[0] == major:
                 version = ".".join(map(str, toolkit.version))
-                return "cuda", toolkit, f"CUDA build: nvcc {version} in {toolkit.root} for a torch with CUDA {torch_cuda}"
+                reason = f"CUDA build: nvcc {version} in {toolkit.root} for a torch with CUDA {torch_cuda}{ignored_variables(looked)}"
+                return "cuda", toolkit, reason
         reason = f"no CUDA {major} toolkit (bin/nvcc and include/cuda_runtime.h) for a torch with CUDA {torch_cuda}"
         advice = f"install the CUDA {major} toolkit or set CUDA_HOME to its folder"
     if wanted == "cuda":

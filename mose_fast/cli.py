@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from mose_fast import streams
 from mose_fast._version import __version__
-from mose_fast.config import MOSE_PRESETS, RunConfig
+from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig
 from mose_fast.errors import MoseFastError
 from mose_fast.method_list import listed_methods
 from mose_fast.output import Guarded, guarded_output
@@ -332,6 +332,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     methods = methods or [changes.get("method", base.method if base else RunConfig.method)]
     axes = {**axes_of(table, methods, "[grid]"), **read_axes(texts, methods)}
     if "seeds" in given:
+        if "seed" in axes:
+            raise ConfigError("--seeds and a grid over seed are both given; wanted all seeds together, in one of them")
         axes["seed"] = read_seeds(given["seeds"])
     out = Path(given["out"])
     grid = Grid(axes, changes, base)

@@ -187,6 +187,13 @@ def _build_tools(environment: Mapping[str, str]) -> Iterator[Finding]:
     else:
         yield Finding("--", "ninja", "none on PATH", "to build the native library: pip install ninja")
 
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        root = environment.get(name)
+        missing = [part for part in ("bin/nvcc", "include/cuda_runtime.h") if root and not (Path(root) / part).is_file()]
+        if missing:
+            found = f"{root}, which is ignored: it has no {' and no '.join(missing)}"
+            yield Finding("--", name, found, f"unset {name}, or set it to a toolkit's folder")
+
     release = _nvcc_release(environment)
     wanted = torch.version.cuda.split(".")[0] if torch.version.cuda else None
     if release is None:

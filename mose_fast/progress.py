@@ -20,11 +20,14 @@ from mose_fast.train import Listener
 
 __all__ = ["Progress", "accuracy_table"]
 
+# Without tqdm's seconds a batch, which take the place of batches a second below one, and a bar that losses leave room for.
+_BAR = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
+
 # More tasks than this do not fit into 100 columns; the table then shows the mean, the newest task and the worst old one.
 _TASK_COLUMNS = 10
 
 # From this terminal width on, the bar has room for every loss beside their sum.
-_WIDE = 120
+_WIDE = 150
 
 
 class Progress(Listener):
@@ -64,7 +67,10 @@ class Progress(Listener):
         self.losses: dict[str, float] = {}
         print(_heading(config, stream, learner, batch, batches, self.out), flush=True)
         if sys.stderr.isatty():
-            self.bar = tqdm(total=batches, initial=batch, unit=" batches", dynamic_ncols=True, smoothing=0.05, miniters=1, file=sys.stderr)
+            self.bar = tqdm(
+                total=batches, initial=batch, unit=" batches", bar_format=_BAR, dynamic_ncols=True, smoothing=0.05, miniters=1,
+                file=sys.stderr,
+            )  # fmt: skip
 
     def on_task_start(self, task: int) -> None:
         self.task_start = time.perf_counter()

@@ -110,13 +110,15 @@ def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
         data_dir: Folder that holds the data set's files; None is ``~/.cache/mose_fast``.
 
     Raises:
-        StreamError: There is no such stream.
+        StreamError: There is no such stream, or no such folder.
     """
     summary(name)  # refuses an unknown name
     entry = _STREAMS[name]
     if entry.find is None:
         return True, entry.obtain
     folder = _data_dir(data_dir)
+    if data_dir is not None and not folder.is_dir():
+        raise StreamError(f"data_dir is {str(data_dir)!r}, which is no folder; wanted the folder with the data sets' files")
     found = entry.find(folder)
     return (True, str(found)) if found else (False, f"not in {folder}: {entry.obtain}")
 

@@ -283,8 +283,8 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
         The table as :func:`read_store` gives it, and for each folder that was skipped a line that names it and says why.
 
     Raises:
-        RunError: The folder does not exist, its ``runs.sqlite`` is a database of something else, or the table cannot be written; what was
-            there is untouched then.
+        RunError: The folder does not exist, there is neither a run nor a table in it, its ``runs.sqlite`` is a database of something
+            else, or the table cannot be written; what was there is untouched then.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -298,6 +298,8 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
             continue
         rows.append({**row, "folder": _relative(run, folder)})
     target = folder / STORE
+    if not rows and not skipped and not target.exists():
+        raise RunError(f"there is no run below {folder}; wanted a folder of a sweep, or any folder above run folders")
     _refuse_foreign(target)
     try:
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{STORE}.")

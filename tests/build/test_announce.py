@@ -39,14 +39,16 @@ def test_a_step_that_fails_shows_the_end_of_its_output(capfd):
 
 def test_what_a_build_will_be_follows_from_toolkit_and_driver():
     toolkit = [Toolkit(Path("cuda"), (13, 0))]
-    cpu, few = native_build(CSRC, {}, False, [])
+    cpu, few = native_build(CSRC, {}, False, [], [])
     assert "CUDA" not in cpu
-    assert native_build(CSRC, {"MOSE_FAST_BACKEND": "cpu"}, True, toolkit) == (cpu, few)
-    without_driver, many = native_build(CSRC, {"TORCH_CUDA_ARCH_LIST": "9.0"}, False, toolkit)
+    assert native_build(CSRC, {"MOSE_FAST_BACKEND": "cpu"}, True, toolkit, []) == (cpu, few)
+    without_driver, many = native_build(CSRC, {"TORCH_CUDA_ARCH_LIST": "9.0"}, False, toolkit, [])
     assert many > few
     assert f"{many} files of C++ and CUDA for 9.0" in without_driver
     assert "MOSE_FAST_BACKEND=cpu" in without_driver
-    assert "MOSE_FAST_BACKEND" not in native_build(CSRC, {}, True, toolkit)[0]
+    assert "MOSE_FAST_BACKEND" not in native_build(CSRC, {}, True, toolkit, [])[0]
+    looked = ["CUDA_HOME=/nowhere: no bin/nvcc in /nowhere", "CUDA_PATH: not set"]
+    assert native_build(CSRC, {}, True, toolkit, looked)[0].endswith("CUDA_HOME=/nowhere: no bin/nvcc in /nowhere, so it is ignored")
 
 
 def test_files_compiled_before_are_not_counted(tmp_path):

@@ -111,6 +111,19 @@ def test_bare_environment_names_what_building_needs(monkeypatch, tmp_path):
     assert broken.found == "CXX=/none/g++ does not run"
 
 
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_a_variable_that_names_no_toolkit_is_named(tmp_path, variable):
+    (found,) = [line for line in doctor._build_tools({variable: str(tmp_path / "none"), "PATH": ""}) if line.thing == variable]
+    assert found.mark == "--"
+    assert "which is ignored: it has no bin/nvcc and no include/cuda_runtime.h" in found.found
+
+
+def test_a_data_folder_that_does_not_exist_is_refused(tmp_path, call):
+    code, _, err = call("doctor", "--data-dir", tmp_path / "none")
+    assert code == 2
+    assert err.endswith("which is no folder; wanted the folder with the data sets' files\n")
+
+
 @pytest.mark.parametrize(("release", "mark"), [("12.8", "--"), ("13.1", "ok")])
 def test_nvcc_must_have_the_major_release_of_torch(monkeypatch, tmp_path, release, mark):
     nvcc = tmp_path / "bin" / "nvcc"

@@ -94,7 +94,9 @@ def test_decoding_has_no_bar_elsewhere(capsys, tmp_path):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("columns", "losses"), [(100, ["loss"]), (140, ["loss", "supcon", "cross_entropy", "distillation"])])
+@pytest.mark.parametrize(
+    ("columns", "losses"), [(100, ["loss"]), (120, ["loss"]), (160, ["loss", "supcon", "cross_entropy", "distillation"])]
+)
 def test_bar_at_a_terminal(call, tiny, tmp_path, terminal, columns, losses):
     written = terminal(columns)
     code, out, _ = call("run", *tiny, "--tasks", "1", "--limit-per-task", "40", "--out", tmp_path / "run")
@@ -102,6 +104,7 @@ def test_bar_at_a_terminal(call, tiny, tmp_path, terminal, columns, losses):
     bars = [line for line in re.split(r"[\r\n]+", written()) if "batches/s" in line]
     assert any("4/4" in bar and "task 0 (1 of 1)" in bar for bar in bars)
     assert max(map(len, bars)) <= columns
+    assert all(re.search(r"\|.{10}\|", bar) for bar in bars)
     assert re.findall(r"([a-z_]+) \d+\.\d\d\b", bars[-1]) == losses
     assert re.search(r"\[\d\d:\d\d<(\d\d:\d\d|\?), ", bars[-1])
     assert "accuracy in percent after task 0 (1 of 1)" in out

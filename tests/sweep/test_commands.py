@@ -47,6 +47,8 @@ def test_exit_codes(tmp_path, engine, capsys, monkeypatch):
     assert "did you mean 'memory'" in capsys.readouterr().err
     assert main([*RUN, "--out", str(tmp_path / "b")]) == 2
     assert "the grid is empty" in capsys.readouterr().err
+    assert main([*RUN, "--grid", "seed=1,2", "--seeds", "0-1", "--out", str(tmp_path / "b")]) == 2
+    assert "--seeds and a grid over seed are both given" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 
     def interrupted(*args, **settings):

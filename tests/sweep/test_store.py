@@ -131,6 +131,9 @@ def test_tables_that_are_none(tmp_path):
         read_store(tmp_path)
     with pytest.raises(RunError, match="is no folder"):
         collect(tmp_path / "missing")
+    with pytest.raises(RunError, match="there is no run below"):
+        collect(tmp_path)
+    assert not list(tmp_path.iterdir())
     (tmp_path / STORE).write_text("this is no database, but long enough to look like a file of one" * 20)
     with pytest.raises(RunError, match="cannot be read"):
         read_store(tmp_path)
@@ -140,7 +143,7 @@ def test_tables_that_are_none(tmp_path):
     with closing(sqlite3.connect(tmp_path / STORE)) as database, database:
         database.execute("CREATE TABLE runs (x)")
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(RunError, match="has format 99; wanted 1"):
+    with pytest.raises(RunError, match="has format 99; wanted 2"):
         read_store(tmp_path)
     table, _ = collect(tmp_path)
     assert len(table) == 0
