@@ -68,7 +68,9 @@ def native_build() -> tuple[Extension, type[build_ext], str]:
             # Beside the finished library, and beside its copy in the source tree where the install is editable.
             for folder in [Path(self.build_lib) / "mose_fast"] + ([ROOT / "mose_fast"] if self.inplace else []):
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / "_build.json").write_text(json.dumps(build.record, indent=2) + "\n")
+                library = folder / Path(self.get_ext_filename("mose_fast._C")).name
+                record = build.record | {"library": describe.OF_TREE["file_facts"](library)}
+                (folder / "_build.json").write_text(json.dumps(record, indent=2) + "\n")
 
     lists = read_sources(ROOT / "csrc")
     sources = [f"csrc/{name}" for name in lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"]]

@@ -22,6 +22,9 @@ __all__ = ["Build", "cmake_lines", "decide", "jobs"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
+#: What the package knows of itself without being imported.
+OF_TREE: dict[str, Callable[[Path], Any]] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py"))
+
 
 @dataclass(frozen=True)
 class Build:
@@ -73,8 +76,7 @@ def decide(torch_version: str, torch_cuda: str | None) -> Build:
     wanted, clang = os.environ.get("MOSE_FAST_BACKEND") or "auto", shutil.which(plan.EMULATOR)
     backend, toolkit, reason = plan.choose_backend(wanted, torch_cuda, *cuda.find_toolkits(os.environ), clang)
     archs = archs_for(toolkit) if backend == "cuda" else []
-    of_tree: dict[str, Callable[[Path], str | None]] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py"))
-    commit, sources = of_tree["git_commit"](ROOT), of_tree["source_hash"](ROOT)
+    commit, sources = OF_TREE["git_commit"](ROOT), OF_TREE["source_hash"](ROOT)
     record = plan.build_record(backend, commit, sources, torch_version, torch_cuda, toolkit, archs)
     return Build(backend, toolkit, archs, reason, record)
 

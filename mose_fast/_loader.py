@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mose_fast._version import source_hash
+from mose_fast._version import file_facts, source_hash
 
 __all__ = ["REBUILD", "card", "native", "obstacle", "on_card", "record", "serves"]
 
@@ -50,6 +50,19 @@ def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: s
     return None
 
 
+def _damage(library: Path, facts: dict[str, Any] | None) -> str | None:
+    """Returns how a library differs from what was built, or None. Loading a part of one kills Python.
+
+    ``facts`` is None in records of builds that did not note them: then nothing is known.
+    """
+    if facts is None:
+        return None
+    size = library.stat().st_size
+    if size != facts["bytes"]:
+        return f"it is damaged: it has {size:,} bytes, and {facts['bytes']:,} were built"
+    return None if file_facts(library)["sha256"] == facts["sha256"] else "it is damaged: its content is not what was built"
+
+
 def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
     """Returns the module or None, what is known of it, and what stood in the way if it is None."""
     library = _library(folder)
@@ -58,6 +71,7 @@ def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str |
     try:
         record = json.loads((folder / "_build.json").read_text())
         obstacle = _obstacle(record, torch.__version__, torch.version.cuda, source_hash(Path(__file__).parent.parent))
+        obstacle = obstacle or _damage(library, record.get("library"))
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         return None, None, f"the record of {library} is missing or damaged ({type(error).__name__}: {error})"
     if obstacle:

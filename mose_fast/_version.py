@@ -6,7 +6,7 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-__all__ = ["__version__", "git_commit", "source_hash"]
+__all__ = ["__version__", "file_facts", "git_commit", "source_hash"]
 
 __version__ = "0.1.0"
 
@@ -33,3 +33,9 @@ def source_hash(folder: Path) -> str | None:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]
+
+
+def file_facts(path: Path) -> dict[str, int | str]:
+    """Returns size and SHA-256 of a file, as the record of a build has them of the library."""
+    content = path.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -28,7 +28,7 @@ class Guarded:
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
         self.failure: OSError | None = None
-        self._gone = stream is None
+        self._gone = stream is None or stream.closed
 
     def write(self, text: str) -> int:
         self._attempt(lambda: self._write(text))

@@ -103,6 +103,10 @@ class Plan:
         """The runs behind an entry with these settings, by seed."""
         return self._cells[_key(runs)]
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives the runs other names, by the ones that they have: those of their folders."""
+        self._cells = {key: [dataclasses.replace(cell, name=names[cell.name]) for cell in cells] for key, cells in self._cells.items()}
+
     def finished(self, runs: Mapping[str, Any], folder: SweepFolder, without: Collection[str]) -> list[tuple[Cell, Results]]:
         """Those of :meth:`cells_of` that are finished, but those of some names, with their results."""
         there = [c for c in self.cells_of(runs) if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()]
@@ -168,6 +172,7 @@ def reproduce(
     outcome = run_grid(plan.cells, out, place, dry_run=dry_run, wandb=wandb, say=say)
     if dry_run:
         return None, ()
+    plan.rename(outcome.folders)
     page, table = _render(plan, SweepFolder(out), outcome.failures)
     write_atomically(path, page)
     write_atomically(path.with_suffix(".csv"), table)

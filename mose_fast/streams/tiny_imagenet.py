@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
+import time
 import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -24,6 +27,9 @@ __all__ = ["FOLDER", "ZIP", "find", "read"]
 FOLDER = "tiny-imagenet-200"
 ZIP = f"{FOLDER}.zip"
 CACHE = f"{FOLDER}.decoded.npz"
+# In seconds.
+_DAY = 86400.0
+
 SOURCE = f"{ZIP} from the Tiny-ImageNet page of Stanford's course CS231n"
 
 
@@ -120,6 +126,7 @@ def _zip_files(root: Path, archive: zipfile.ZipFile) -> _Files:
 def _read_cached(files: _Files, cache: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
     lines = "\n".join(f"{path} {stamp}" for path, stamp in sorted(files.stamps.items()))
     fingerprint = hashlib.sha256(lines.encode()).hexdigest()
+    _remove_leftovers(cache)
     if cache.is_file():
         with contextlib.suppress(StreamError):  # a damaged copy is made anew
             if str(read_npz(cache, ("fingerprint",))["fingerprint"]) == fingerprint:
@@ -183,7 +190,36 @@ def _write(cache: Path, arrays: dict[str, np.ndarray]) -> None:
     with contextlib.suppress(OSError):
         try:
             with temporary.open("wb") as file:
+                with contextlib.suppress(OSError):
+                    _lock(file)
                 np.savez(file, **arrays)
             os.replace(temporary, cache)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(cache: Path) -> None:
+    """Deletes the unfinished copies of processes that were killed while they wrote them: the lock of one that lives holds its copy.
+
+    Where the file system has no locks, those that have not grown for a day.
+    """
+    for path in cache.parent.glob(f".{CACHE}.*"):
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            try:
+                _lock(file)
+            except BlockingIOError:
+                continue
+            except OSError:
+                if time.time() - path.stat().st_mtime < _DAY:
+                    continue
+            path.unlink()
+
+
+def _lock(file: BinaryIO) -> None:
+    """Locks a file for as long as it is open.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+        OSError: The file system has no locks.
+    """
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

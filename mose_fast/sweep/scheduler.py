@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from mose_fast.sweep.forecast import Forecast, available_bytes, cost_key, measur
 from mose_fast.sweep.grid import Cell, Grid, axes_of
 from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.ray_engine import RayEngine
-from mose_fast.sweep.store import STORE, RunDamaged, Store, collect, read_run, read_store
+from mose_fast.sweep.store import STORE, RunDamaged, Store, collect, read_run, read_store, setting_id
 from mose_fast.threads import usable_cores
 from mose_fast.train import RunError
 from mose_fast.train.files import RunFolder, checkpoint_files, is_configuration, remove_leftovers, write_atomically
@@ -79,10 +80,12 @@ class Outcome:
     Attributes:
         table: A row a finished cell, as :func:`mose_fast.sweep.store.read_store` gives it; None after a dry run.
         failures: Cells without a result.
+        folders: Name of the run folder by name of the cell as it was given: an earlier grid may have named it otherwise.
     """
 
     table: pandas.DataFrame | None
     failures: tuple[Failure, ...]
+    folders: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -275,17 +278,20 @@ def _run_grid(
     data = {settings: streams.create(settings).fingerprint for settings in {cell.config.stream for cell in cells}}
     cells = [_on_data(cell, data[cell.config.stream]) for cell in cells]
     folder = SweepFolder(out)
+    given, cells = cells, _with_known_names(cells, folder.path)
+    folders = {cell.name: found.name for cell, found in zip(given, cells, strict=True)}
     planned = _Sweep(cells, folder, place, say)
     if dry_run:
         with tempfile.TemporaryDirectory() as logs:
             _, engine = planned.plan(Path(logs), None)
             engine.close()
-        return Outcome(None, ())
+        return Outcome(None, (), folders)
     folder.create()
     lock = FolderLock(folder.path, "sweep")
     try:
         folder.tidy(cells)
-        return planned.run(lock.descriptor, wandb)
+        table, failures = planned.run(lock.descriptor, wandb)
+        return Outcome(table, failures, folders)
     finally:
         lock.release()
 
@@ -439,7 +445,7 @@ class _Sweep:
             return LocalEngine([Slot(self.runs // len(self.cards), card) for card in self.cards], self.threads, logs, lock)
         return LocalEngine([Slot()] * self.runs, self.threads, logs, lock)
 
-    def run(self, lock: int, wandb: str | None) -> Outcome:
+    def run(self, lock: int, wandb: str | None) -> tuple[pandas.DataFrame, tuple[Failure, ...]]:
         forecast, engine = self.plan(self.folder.logs, lock)
         try:
             plan = {
@@ -472,7 +478,7 @@ class _Sweep:
         self.say(display.summary())
         for failure in self.failures:
             self.say(str(failure))
-        return Outcome(table, tuple(self.failures))
+        return table, tuple(self.failures)
 
     def _failure(self, name: str, reason: str, *, log: bool = True) -> Failure:
         lines = []
@@ -614,6 +620,32 @@ def _names(folder: Path) -> list[str]:
 def _on_data(cell: Cell, fingerprint: str) -> Cell:
     stream = dataclasses.replace(cell.config.stream, fingerprint=fingerprint)
     return dataclasses.replace(cell, config=dataclasses.replace(cell.config, stream=stream))
+
+
+def _with_known_names(cells: Sequence[Cell], folder: Path) -> list[Cell]:
+    """The cells, those that have a run folder already under its name.
+
+    A cell's name depends on all of the grid; what it sets does not. So a larger grid finds what a smaller one has done.
+    """
+    there: dict[tuple[str, int], list[str]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        with suppress(ConfigError):
+            if (path / "config.json").is_file():
+                there.setdefault(_key(RunConfig.load(path / "config.json")), []).append(path.name)
+    taken = {name for cell in cells for name in there.get(_key(cell.config), [])}
+
+    def name(cell: Cell) -> str:
+        known = there.get(_key(cell.config), [])
+        if known:
+            return cell.name if cell.name in known else known[0]
+        # Its name may be that of another cell's folder, where it counts cells of the same name.
+        return f"{cell.name}_{setting_id(cell.config)}" if cell.name in taken else cell.name
+
+    return [dataclasses.replace(cell, name=name(cell)) for cell in cells]
+
+
+def _key(config: RunConfig) -> tuple[str, int]:
+    return setting_id(config), config.seed
 
 
 def _first_difference(found: RunConfig, wanted: RunConfig) -> str:

@@ -14,7 +14,8 @@ import torch
 
 import mose_fast
 from mose_fast import _loader
-from mose_fast._version import source_hash
+from mose_fast._version import file_facts, source_hash
+from mose_fast.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 USE = """
@@ -130,8 +131,47 @@ def test_a_library_without_a_sound_record_is_not_loaded(second, record):
     assert "is missing or damaged" in warning
 
 
+@pytest.fixture
+def recorded(tmp_path):
+    """A folder with a library of another program and a record that fits it, as a build writes it."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++ to make a library with")
+    (tmp_path / "empty.cpp").write_text("int nothing;\n" + "".join(f"int f{i}() {{ return {i}; }}\n" for i in range(200)))
+    library = tmp_path / "_C.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, tmp_path / "empty.cpp"], check=True)
+    (tmp_path / "_build.json").write_text(json.dumps(RECORD | {"library": file_facts(library)}))
+    return library
+
+
+def test_a_cut_library_is_not_loaded(recorded):
+    """The kernel kills a process that reads a page of it which is not there."""
+    whole = recorded.stat().st_size
+    recorded.write_bytes(recorded.read_bytes()[: whole // 3])
+    printed, stderr = use(recorded.parent)
+    assert printed == "None False"
+    (warning,) = warnings_in(stderr)
+    assert f"was not loaded: it is damaged: it has {whole // 3:,} bytes, and {whole:,} were built" in warning
+
+
+def test_a_library_with_a_flipped_bit_is_not_loaded(recorded, capsys, monkeypatch):
+    content = bytearray(recorded.read_bytes())
+    content[len(content) // 2] ^= 1
+    recorded.write_bytes(content)
+    module, _, obstacle = _loader._load(recorded.parent)
+    assert module is None
+    assert obstacle == f"{recorded} was not loaded: it is damaged: its content is not what was built"
+    monkeypatch.setattr(_loader, "native", None)
+    monkeypatch.setattr(_loader, "obstacle", obstacle)
+    main(["doctor"])
+    assert f"not used: {obstacle}" in capsys.readouterr().out
+
+
+def test_a_whole_library_comes_to_be_loaded(recorded):
+    assert "does not load" in _loader._load(recorded.parent)[2]  # it is none of ours
+
+
 def test_a_file_that_is_no_library_is_no_traceback(second):
-    folder = second()
+    folder = second(library=None)
     library = folder / Path(_loader.native.__file__).name
     library.write_bytes(b"<html>not a library</html>")
     printed, stderr = use(folder)

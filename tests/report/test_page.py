@@ -244,6 +244,43 @@ def test_an_earlier_report_is_replaced_and_other_files_stay(make, tmp_path, read
     assert len(read_page(page).tables["runs"]) == 2
 
 
+@pytest.mark.parametrize("name", ["report.html", "tables/main.tex", "figures/accuracy.pdf"])
+def test_files_that_no_report_wrote_are_neither_deleted_nor_replaced(make, tmp_path, name):
+    make(0)
+    file = tmp_path / "out" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(RunError, match="choose another --out"):
+        write_report([tmp_path / "runs"], tmp_path / "out")
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [file]
+    assert file.read_text() == "mine"
+
+
+def test_a_file_between_those_of_a_report_stays(make, tmp_path, no_figures):
+    make(0)
+    write_report([tmp_path / "runs"], tmp_path / "out")
+    (tmp_path / "out" / "tables" / "thesis.tex").write_text("mine")
+    (tmp_path / "out" / "tables" / ".main.csv.ab0_xyz9").touch()  # what a killed write leaves
+    write_report([tmp_path / "runs"], tmp_path / "out")
+    assert (tmp_path / "out" / "tables" / "thesis.tex").read_text() == "mine"
+    assert not list((tmp_path / "out").rglob(".*"))
+
+
+def test_runs_on_different_data_of_one_name_are_refused_and_unknown_data_are_told(make, tmp_path, no_figures):
+    make(0, stream={"fingerprint": "a" * 16})
+    make(1, stream={"fingerprint": None})
+    page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
+    assert "1 of 2 runs noted no fingerprint of their data: whether it is that of the others is not known" in page.read_text().lower()
+    make(2, stream={"fingerprint": "b" * 16})
+    with pytest.raises(IncomparableRuns, match=f"the data of stream 'digits' differ: {'a' * 16} .*, {'b' * 16} "):
+        write_report([tmp_path / "runs"], tmp_path / "out")
+    page, _ = write_report([tmp_path / "runs"], tmp_path / "out", force=True)
+    assert "the data of stream &#x27;digits&#x27; differ" in page.read_text().lower()
+    # They stay apart, each with rows of its own.
+    table = (tmp_path / "out" / "tables" / "main.csv").read_text()
+    assert [f"data={data}" in table for data in ("a" * 16, "b" * 16, "none")] == [True] * 3
+
+
 def test_names_are_escaped(make, tmp_path, read_page, no_figures):
     make(0, stream={"name": "/data/<b>my_set & 50 %"})
     page, _ = write_report([tmp_path / "runs"])

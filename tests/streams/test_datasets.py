@@ -1,8 +1,10 @@
 """The registered streams: digits always, the others on small stand-ins, and on the real data where it is at hand."""
 
+import fcntl
 import gzip
 import hashlib
 import io
+import os
 import pickle
 import struct
 import tarfile
@@ -361,6 +363,31 @@ def test_tiny_decodes_once_and_again_when_files_change(tiny, monkeypatch):
         check_tiny(load("split-tiny-imagenet", folder, tasks=2), images)
         assert (state, len(decoded)) == (state, count)
     assert [p.name for p in cache.parent.iterdir() if p.name.startswith(".")] == []
+
+
+def test_tiny_tidies_what_a_killed_preparation_left(tiny, monkeypatch):
+    folder, _, images = tiny
+    cache = folder / "tiny-imagenet-200" / tiny_imagenet.CACHE
+    left, growing = (cache.with_name(f".{cache.name}.{number}") for number in (1, 2))
+    left.write_bytes(bytes(1000))
+    with growing.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as the process does that writes it
+        check_tiny(load("split-tiny-imagenet", folder, tasks=2), images)
+        assert (left.exists(), growing.exists()) == (False, True)
+    left.write_bytes(bytes(1000))
+    check_tiny(load("split-tiny-imagenet", folder, tasks=2), images)  # from the cache this time
+    assert (left.exists(), growing.exists()) == (False, False)
+
+    def unsupported(file, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    for path in (left, growing):
+        path.write_bytes(bytes(1000))
+    os.utime(left, (0, 0))
+    cache.unlink()
+    check_tiny(load("split-tiny-imagenet", folder, tasks=2), images)
+    assert (left.exists(), growing.exists(), cache.exists()) == (False, True, True)
 
 
 def test_tiny_works_where_its_folder_cannot_be_written(tiny, monkeypatch):

@@ -7,13 +7,14 @@ import re
 import signal
 import sys
 
+import numpy as np
 import pytest
 
 import mose_fast
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.sweep import display, scheduler
 from mose_fast.sweep.forecast import cost_key
-from mose_fast.sweep.grid import Grid
+from mose_fast.sweep.grid import Grid, axes_of
 from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.scheduler import Place, SweepFolder, run_grid
 from mose_fast.sweep.store import STORE
@@ -21,6 +22,17 @@ from mose_fast.train import Interrupted, RunError
 
 CHANGES = {"stream.limit_per_task": 20, "width": 1, "memory": 64, "device": "cpu"}
 GRID = Grid({"seed": (0, 1, 2)}, CHANGES)
+SMALL = {"stream.tasks": 2, "width": 1, "memory": 64, "device": "cpu"}
+
+
+def axes(values):
+    return axes_of(values, ["mose"], "grid")
+
+
+def save_stream(path, seed):
+    labels = np.arange(16) % 4
+    images = np.random.default_rng(seed).integers(0, 256, (16, 8, 8, 3), dtype=np.uint8)
+    np.savez(path, x_train=images, y_train=labels, x_test=images, y_test=labels)
 
 
 @pytest.fixture
@@ -166,6 +178,94 @@ def test_damaged_folders_are_left_and_named_and_the_others_run(tmp_path, engine,
     assert [failure.name for failure in outcome.failures] == ["seed-1", "seed-2"]
     assert all("Delete the folder to run it again" in failure.reason for failure in outcome.failures)
     assert (tmp_path / "s" / "seed-1" / "results.json").read_text() == "{"
+
+
+def test_a_larger_grid_knows_what_a_smaller_one_has_done(tmp_path, engine, say):
+    engine()
+    run_grid(Grid(axes({"temperature": [0.07], "seed": [0, 1]}), CHANGES), tmp_path / "s", say=say)
+    made = engine()
+    grid = Grid(axes({"temperature": [0.07, 0.2], "lr": [0.001, 0.01], "seed": [0, 1]}), CHANGES)
+    outcome = run_grid(grid, tmp_path / "s", say=say)
+    assert len(made.runs) == 6  # of eight: the preset's lr is 0.001
+    assert len(outcome.table) == 8
+    assert outcome.folders["temperature-0.07_lr-0.001_seed-1"] == "temperature-0.07_seed-1"
+    assert not (tmp_path / "s" / "temperature-0.07_lr-0.001_seed-1").exists()
+    assert outcome.table["config"].nunique() == 8
+    smaller = engine()
+    assert len(run_grid(Grid(axes({"temperature": [0.07], "seed": [0, 1]}), CHANGES), tmp_path / "s", say=say).table) == 2
+    assert smaller.runs == []
+
+
+def test_a_larger_grid_of_streams_with_the_same_name(tmp_path, engine, say):
+    for number, name in enumerate("abc"):
+        (tmp_path / name).mkdir()
+        save_stream(tmp_path / name / "data.npz", number)
+
+    def grid(names):
+        return Grid({"stream.name": tuple(str(tmp_path / name / "data.npz") for name in names), "seed": (0,)}, SMALL)
+
+    engine()
+    run_grid(grid("bc"), tmp_path / "s", say=say)
+    made = engine()
+    outcome = run_grid(grid("abc"), tmp_path / "s", say=say)
+    assert len(made.runs) == 1
+    assert sorted(outcome.table["stream"]) == [str(tmp_path / name / "data.npz") for name in "abc"]
+    assert outcome.table["folder"].nunique() == 3
+    again = engine()
+    assert run_grid(grid("cab"), tmp_path / "s", say=say).table.equals(outcome.table)
+    assert again.runs == []
+
+
+def test_changed_data_are_refused_by_name(tmp_path, engine, say):
+    data = tmp_path / "data.npz"
+    save_stream(data, 0)
+    grid = Grid({"seed": (0, 1)}, {**SMALL, "stream.name": str(data)})
+    engine()
+    table = run_grid(grid, tmp_path / "s", say=say).table
+    plan = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert plan["data"] == {str(data): table["data"][0]}
+    save_stream(data, 1)
+    made = engine()
+    with pytest.raises(RunError, match=f"seed-0 holds a run on other data: the fingerprint of stream '{data}' was {table['data'][0]}"):
+        run_grid(Grid({"seed": (0, 1, 2)}, {**SMALL, "stream.name": str(data)}), tmp_path / "s", say=say)
+    assert made.commands == []
+
+
+def test_finished_cells_that_noted_no_data_are_taken_with_a_caution(tmp_path, engine):
+    engine()
+    run_grid(GRID, tmp_path / "s", say=lambda line: None)
+    for name in ("config.json", "results.json"):
+        file = tmp_path / "s" / "seed-0" / name
+        values = json.loads(file.read_text())
+        del (values["config"] if name == "results.json" else values)["stream"]["fingerprint"]
+        file.write_text(json.dumps(values))
+    made, said = engine(), []
+    run_grid(GRID, tmp_path / "s", say=said.append)
+    assert made.runs == []
+    assert said[0].startswith("caution: 1 finished run(s) here are of a version that noted no fingerprint of the data")
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "configs/seed-0.json"])
+def test_files_that_no_sweep_wrote_are_not_replaced(tmp_path, engine, say, name):
+    file = tmp_path / "s" / name
+    file.parent.mkdir(parents=True)
+    file.write_text('{"mine": 1}')
+    made = engine()
+    with pytest.raises(RunError, match=f"{file} is .* would be replaced; choose another --out"):
+        run_grid(GRID, tmp_path / "s", say=say)
+    assert file.read_text() == '{"mine": 1}'
+    assert made.commands == []
+
+
+def test_what_a_killed_sweep_had_half_written_is_tidied(tmp_path, engine, say):
+    (tmp_path / "s" / "configs").mkdir(parents=True)
+    left = [tmp_path / "s" / name for name in (".sweep.json.ab0_xyz9", "configs/.seed-0.json.ab0_xyz9", ".runs.sqlite.ab0_xyz9")]
+    mine = tmp_path / "s" / ".sweep.json.backup"
+    for file in (*left, mine):
+        file.touch()
+    engine()
+    run_grid(GRID, tmp_path / "s", say=say)
+    assert [file.exists() for file in (*left, mine)] == [False, False, False, True]
 
 
 def test_a_folder_with_other_settings_is_refused_before_anything_starts(tmp_path, engine, say):

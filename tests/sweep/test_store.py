@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import sqlite3
 from contextlib import closing
 
@@ -124,6 +125,24 @@ def test_edited_and_truncated_folders_are_skipped_and_named(tmp_path, pretend, c
     assert table["folder"].tolist() == ["good"]
     assert len(skipped) == 1
     assert skipped[0].startswith(f"{tmp_path / 'bad'}: ")
+
+
+def test_a_database_of_something_else_is_not_replaced(tmp_path, finished_run):
+    shutil.copytree(finished_run, tmp_path / "run")
+    with closing(sqlite3.connect(tmp_path / STORE)) as database, database:
+        database.execute("CREATE TABLE photographs (x)")
+    before = (tmp_path / STORE).read_bytes()
+    with pytest.raises(RunError, match=r"runs.sqlite is a database of something else \(it holds photographs\)"):
+        collect(tmp_path)
+    assert (tmp_path / STORE).read_bytes() == before
+    (tmp_path / STORE).write_bytes(b"a damaged table is built anew")
+    assert len(collect(tmp_path)[0]) == 1
+
+
+def test_the_table_names_the_data(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    table, _ = collect(tmp_path)
+    assert table["data"].tolist() == [json.loads((finished_run / "config.json").read_text())["stream"]["fingerprint"]]
 
 
 def test_tables_that_are_none(tmp_path):
