@@ -78,7 +78,7 @@ class Machine:
 
     def wait_for(self, text: str) -> None:
         """Until the log holds it."""
-        for _ in range(600):
+        for _ in range(400):  # less than the sleeper sleeps
             log = self.out / "log.txt"
             if log.exists() and text in log.read_text():
                 return
