@@ -7,8 +7,8 @@
 # PATH. ARCHS are its compute capabilities (9.0). About 6 MB come into DIR; the library serves only a tree with the same csrc. MAX_JOBS
 # limits the compilers that run at once.
 set -euo pipefail
+target=$(realpath -m "${1:?usage: bench/prebuild.sh DIR [ARCHS]}")
 cd "$(dirname "$0")/.."
-target=${1:?usage: bench/prebuild.sh DIR [ARCHS]}
 archs=${2:-9.0}
 python=$(command -v "${PYTHON:-python3}")
 version=$("$python" -c 'import sys, torch; print(f"torch{torch.__version__}-{sys.implementation.cache_tag}")')

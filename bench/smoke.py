@@ -4,8 +4,8 @@
     python -m bench.smoke --device cpu      # small, float32, both runs eager: only shows that it runs
 
 Captured and eager steps are taken with ``deterministic``: every loss must be equal, two graphs must serve the run, nothing may have stood
-in the way of a capture. PyTorch's kernels start from the same weights and views, so that their first loss must be near ours. A failure of
-a capture, which a run survives, is printed with its whole traceback. Exit status: 0 only if everything held.
+in the way of a capture. PyTorch's kernels start from the same weights and views, so that their first loss must be near ours. Whatever
+fails is printed with its whole traceback, a capture too, which a run survives. Exit status: 0 only if everything held.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -61,21 +60,6 @@ class _Losses(Listener):
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         if losses is not None:
             self.told.append(losses)
-
-
-@contextmanager
-def whole_tracebacks() -> Iterator[None]:
-    """Warnings are printed, and one that is given while an exception is handled with the exception's traceback."""
-
-    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-        print(f"{category.__name__}: {message} ({filename}:{lineno})", flush=True)
-        if sys.exc_info()[0] is not None:
-            print(traceback.format_exc(), flush=True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = show
-        yield
 
 
 @contextmanager
@@ -125,7 +109,7 @@ def complaints(captured: Trained, eager: Trained, plain: Trained | None, near: f
     found = []
     if captured.steps is not None:
         if captured.steps.obstacle:
-            found.append(f"steps were not captured: {captured.steps.obstacle}")
+            found.append(f"steps were not captured: {captured.steps.obstacle}\n{captured.steps.traceback}")
         if captured.steps.graphs != GRAPHS:
             found.append(f"{captured.steps.graphs} graphs served the run; wanted {GRAPHS}")
     if not eager.losses or len(captured.losses) != len(eager.losses):
@@ -171,11 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return trained
 
-    with whole_tracebacks():
-        how = "captured" if on_card else "eager"
-        eager = attempt("our kernels, eager", kernels="fused", step="eager", deterministic=True)
-        captured = attempt(f"our kernels, {how}", kernels="fused", step=how, deterministic=True)
-        plain = attempt("PyTorch's kernels, eager", kernels="torch", step="eager")
+    how = "captured" if on_card else "eager"
+    eager = attempt("our kernels, eager", kernels="fused", step="eager", deterministic=True)
+    captured = attempt(f"our kernels, {how}", kernels="fused", step=how, deterministic=True)
+    plain = attempt("PyTorch's kernels, eager", kernels="torch", step="eager")
     found = [f"{name} failed" for name, trained in (("captured", captured), ("eager", eager), ("plain", plain)) if trained is None]
     if captured is not None and eager is not None:
         found += complaints(captured, eager, plain, NEAR[settings["precision"]])

@@ -78,7 +78,7 @@ class Machine:
 
     def wait_for(self, text: str) -> None:
         """Until the log holds it."""
-        for _ in range(600):
+        for _ in range(400):  # less than the sleeper sleeps
             log = self.out / "log.txt"
             if log.exists() and text in log.read_text():
                 return
@@ -186,14 +186,12 @@ def test_a_prebuilt_library_is_looked_at_and_taken(machine):
 
 
 def test_a_step_starts_only_if_there_is_time_for_it_and_the_next_call_is_named(machine):
-    status, output, _ = machine.run("--prebuilt", "/built", "--data", "/there", LIMIT="80", FAIL="kernel_check")
+    status, output, _ = machine.run("--prebuilt", "/built", "--data", "/there", LIMIT="79")
     assert status == 1
-    assert list(machine.summary()) == ["library", "kernel_check", "smoke", "captured", "tests"][: len(machine.summary())]
-    assert "tests" not in machine.summary()
-    last = list(machine.summary())[-1]
-    text = (machine.out / "summary.txt").read_text()
-    assert "not run for lack of time: tests step kernel_times" in text
-    assert f"next: bench/gpu_check.sh --after {last} --prebuilt /built --data /there" in text and text.splitlines()[-1] in output
+    assert list(machine.summary()) == ["library", "kernel_check", "smoke", "captured"]  # the next one, tests, is expected to take 80 s
+    told = (machine.out / "summary.txt").read_text().splitlines()[-2:]
+    assert told[0].startswith("not run for lack of time: tests step kernel_times")
+    assert told[1] == "next: bench/gpu_check.sh --after captured --prebuilt /built --data /there" and told[1] in output
     _, output, _ = machine.run("--after", "alignment", LIMIT="20")
     assert "next: bench/gpu_check.sh --after alignment" in output
 
