@@ -415,6 +415,7 @@ class RunConfig:
             updated in the first only. With ``train_on`` ``final_memory``: passes over the final memory.
         train_on: ``stream``, or ``final_memory``: the stream only fills the memory, then the network trains on it (joint).
         seed: Initial weights, order within tasks, memory decisions and augmentations.
+        init_seed: Of the initial weights, where they alone are to vary, or all else but them; None: ``seed``.
         device: ``cpu`` or ``cuda`` (``cuda:1`` ...); ``auto`` takes the card where there is one.
         feed: What makes the views: ``dali``, ``fused`` (the native op) or ``torch`` (plain PyTorch), with the same pixels up to rounding;
             ``auto`` is ``dali`` on CUDA where it is installed, else ``fused``. The recipe of the views is ``options.augment``.
@@ -438,6 +439,7 @@ class RunConfig:
     epochs: int = 1
     train_on: str = "stream"
     seed: int = 0
+    init_seed: int | None = None
     device: str = "auto"
     feed: str = "auto"
     precision: str = "fp32"
@@ -454,9 +456,13 @@ class RunConfig:
             raise ConfigError(f"options are {type(self.options).__name__}; wanted {settings.options.__name__} for method {self.method!r}")
         for name in ("memory", "width", "epochs"):
             _number("", name, getattr(self, name), int, 1)
-        _number("", "seed", self.seed, int, 0)
-        if self.seed >= 2**63:
-            raise ConfigError(f"seed is {self.seed}; wanted an integer below 2**63")
+        for name in ("seed", "init_seed"):
+            value = getattr(self, name)
+            if name == "init_seed" and value is None:
+                continue
+            _number("", name, value, int, 0)
+            if value >= 2**63:
+                raise ConfigError(f"{name} is {value}; wanted an integer below 2**63")
         for name in ("evaluation_batch", "checkpoint_every"):
             if getattr(self, name) is not None:
                 _number("", name, getattr(self, name), int, 1)

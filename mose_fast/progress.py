@@ -151,11 +151,12 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
     native = build_info()["backend"]
     off = "off: it changes these labels" if config.options.mirror == "auto" else "off: options.mirror is off"
     device = learner.device
+    weights = "" if config.init_seed is None else f" (initial weights: {config.init_seed})"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
     rows = {
         "stream": f"{stream.name}: {len(stream.tasks)} tasks, {stream.classes} classes, {len(stream.x_train)} training and "
         f"{len(stream.x_test)} test images of {height}x{width}",
-        "method": f"{config.method} ({config.preset}), memory {config.memory}, seed {config.seed}, "
+        "method": f"{config.method} ({config.preset}), memory {config.memory}, seed {config.seed}{weights}, "
         f"mirroring {'on' if learner.mirrored else off}",
         "network": f"width {config.width}: {trained.parameters:,} parameters and {trained.macs / 1e6:,.1f} M multiply-accumulates an image "
         f"(for predict(): {deployed.parameters:,} and {deployed.macs / 1e6:,.1f} M)",

@@ -23,11 +23,14 @@ class TaskAccuracy(NamedTuple):
         buffer: On each task's memory samples; None for a task that has none.
         confusion: Of the classifier and expert of ``predict()``: a row for each task seen so far with the numbers of its test images
             whose predicted class belongs to task 0, 1, ... of the stream.
+        confusion_by_class: Likewise, for each head index how many images of this class were taken for which head index (as text, since
+            JSON wants that of a key); without those that are 0.
     """
 
     test: dict[str, dict[str, list[float]]]
     buffer: dict[str, dict[str, list[float | None]]]
     confusion: list[list[int]]
+    confusion_by_class: list[dict[str, int]]
 
 
 def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bool = True) -> TaskAccuracy:
@@ -62,10 +65,19 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bo
     predictions = _on_host(parts)
     test = _by_task(predictions, stream.y_test[rows], tasks, task)
     classifier, expert = learner.resolve_expert()
-    taken_for = task_of_class[predictions[classifier][expert]]
+    predicted = predictions[classifier][expert]
+    taken_for = task_of_class[predicted]
     columns = len(stream.tasks)
     confusion = torch.bincount(tasks * columns + taken_for, minlength=(task + 1) * columns).view(task + 1, columns)
-    return TaskAccuracy(test, buffer, confusion.tolist())
+    return TaskAccuracy(test, buffer, confusion.tolist(), _by_class(stream.y_test[rows], predicted, stream.classes))
+
+
+def _by_class(labels: Tensor, predicted: Tensor, classes: int) -> list[dict[str, int]]:
+    counts = torch.bincount(labels * classes + predicted, minlength=classes * classes).view(classes, classes)
+    table: list[dict[str, int]] = [{} for _ in range(classes)]
+    for (label, taken_for), count in zip(counts.nonzero().tolist(), counts[counts > 0].tolist(), strict=True):
+        table[label][str(taken_for)] = count
+    return table
 
 
 def _on_host(parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:

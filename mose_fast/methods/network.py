@@ -51,9 +51,10 @@ class NetworkLearner(Learner):
 
     def start_afresh(self) -> None:
         """Gives the learner an untrained network, the same for the same seed, and an optimiser for it."""
-        # The weights depend on the seed alone, not on the device or on what the program drew before.
+        # The weights depend on their seed alone, not on the device or on what the program drew before.
+        seed = self.config.seed if self.config.init_seed is None else self.config.init_seed
         with _PYTORCH_RANDOM_STATE, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.config.seed)
+            torch.manual_seed(seed)
             network = self.build_network()
         network.use_kernels(self.kernels)
         self.network = network.to(self.device, memory_format=torch.channels_last)
@@ -70,7 +71,7 @@ class NetworkLearner(Learner):
 
     @abstractmethod
     def build_network(self) -> ExpertNetwork:
-        """The untrained network; PyTorch's random state is set by the seed."""
+        """The untrained network; PyTorch's random state is set by the seed of the weights."""
 
     def build_optimiser(self) -> torch.optim.Optimizer:
         """The optimiser of all parameters of the network."""

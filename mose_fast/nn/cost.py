@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mose_fast.nn.cosine import CosineClassifier
+
 __all__ = ["Cost", "count_cost"]
 
 
 class Cost(NamedTuple):
-    """``parameters`` of the modules that ran, ``macs``: multiply-accumulates of their convolutions and linear layers for one image."""
+    """``parameters`` of the modules that ran, ``macs``: multiply-accumulates of their convolutions, linear and cosine layers an image."""
 
     parameters: int
     macs: int
@@ -21,7 +23,7 @@ class Cost(NamedTuple):
 def count_cost(network: nn.Module, forward: Callable[[Tensor], object], image_size: tuple[int, int]) -> Cost:
     """Counts what ``forward`` uses of ``network`` for one image [1, 3, H, W].
 
-    Norms, activations, pooling and up-sampling count no multiply-accumulates. The network's state does not change.
+    Norms, of maps or vectors, activations, pooling and up-sampling count no multiply-accumulates. The network's state does not change.
 
     Args:
         network: Owner of the modules.
@@ -36,8 +38,8 @@ def count_cost(network: nn.Module, forward: Callable[[Tensor], object], image_si
         parameters.update(module.parameters(recurse=False))
         if isinstance(module, nn.Conv2d):
             macs += output[0].numel() * module.weight[0].numel()
-        elif isinstance(module, nn.Linear):
-            macs += output[0].numel() * module.in_features
+        elif isinstance(module, nn.Linear | CosineClassifier):
+            macs += output[0].numel() * module.weight.shape[1]
 
     was_training = network.training
     network.eval()

@@ -99,6 +99,7 @@ def run(
     config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, fingerprint=stream.fingerprint))
     learner = _learner(config, stream)
     warn_of_other_protocol(config)
+    _warn_of_memory(config, stream)
     if (learner.joint_stream or len(stream.tasks) == 1) and config.train_on == "stream":
         learner.warn_of_boundaries("the stream is presented as one" if learner.joint_stream else "the stream has one")
     if out is None:
@@ -166,6 +167,18 @@ def _learner(config: RunConfig, stream: Stream) -> Learner:
     )
 
 
+def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
+    """Warns of a memory that is thin for the stream's classes, or that holds all of the stream, so that nothing need be forgotten."""
+    images = sum(len(stream.train_rows(task)) for task in range(len(stream.tasks)))
+    if config.memory < 2 * stream.classes:
+        text = f"fewer than two for each of the {stream.classes} classes: some may have no sample, and then no class mean"
+    elif config.memory > images:
+        text = f"more than the stream has images, {images}: nothing is ever replaced, and methods hardly differ"
+    else:
+        return
+    warnings.warn(f"memory is {config.memory}, {text}", stacklevel=3)
+
+
 class _Loop:
     """One run in progress. ``position`` and ``records`` are all it must remember beside the learner."""
 
@@ -181,7 +194,8 @@ class _Loop:
             self.presented = dataclasses.replace(self.stream, tasks=(tuple(range(stream.classes)),), arrival=None)
         #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the whole run.
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
-        self.records: dict[str, Any] = {"test": {}, "buffer": {}, "confusion": [], "evaluated_after": [], "resumed": 0}
+        self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
+        self.records |= {"confusion": [], "confusion_by_class": []}
         self.clock = Clock()
         self.pipeline = Pipeline(learner, self.clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
@@ -293,6 +307,7 @@ class _Loop:
                     for expert, row in experts.items():
                         self.records[kind].setdefault(classifier, {}).setdefault(expert, []).append(row)
             self.records["confusion"] = accuracy.confusion
+            self.records["confusion_by_class"] = accuracy.confusion_by_class
             self.records["evaluated_after"].append(seen)
         self.position |= {"task": task + 1, "epoch": 0, "batch": 0}
         if self.folder is not None and accuracy is not None:
@@ -333,6 +348,7 @@ class _Loop:
             self.records["test"],
             self.records["buffer"],
             self.records["confusion"],
+            self.records["confusion_by_class"],
             self.records["evaluated_after"],
             untrained,
             self.clock.seconds,

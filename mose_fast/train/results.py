@@ -43,6 +43,7 @@ def build_results(
     test: Matrices,
     buffer: Matrices,
     confusion: list[list[int]],
+    confusion_by_class: list[dict[str, int]],
     evaluated_after: list[int],
     untrained: dict[str, dict[str, list[float]]],
     seconds: dict[str, float],
@@ -57,6 +58,7 @@ def build_results(
         test: Accuracy on test images; a row per entry of ``evaluated_after``.
         buffer: Accuracy on memory samples, alike; None for a task without samples.
         confusion: Test images by task and predicted task, after the last evaluation.
+        confusion_by_class: Likewise by class and predicted class, without zeros.
         evaluated_after: Tasks after which there was an evaluation, in order.
         untrained: Accuracy by classifier, expert and task of the network before training, on the same final memory.
         seconds: By phase.
@@ -83,6 +85,8 @@ def build_results(
         }
         for c, experts in accuracy.items()
     }
+
+    images = [len(stream.test_rows(task)) for task in range(tasks)]
 
     def over_time(function: Any) -> dict[str, dict[str, Any]]:
         """Metrics that need an evaluation after every task are null without."""
@@ -117,7 +121,9 @@ def build_results(
         "buffer_accuracy": buffer_accuracy,
         "bof": bof,
         "confusion_by_task": confusion,
+        "confusion_by_class": confusion_by_class,
         "acc": over_all(evaluate.average_accuracy, accuracy),
+        "sample_acc": over_all(lambda matrix: float(np.average(matrix[-1], weights=images)), accuracy),
         "af_paper": over_time(evaluate.forgetting_paper),
         "af_released": over_time(evaluate.forgetting_released),
         "bwt": over_time(evaluate.backward_transfer),

@@ -1,6 +1,7 @@
 """Evaluation in one pass, against a loop over single images."""
 
 import warnings
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -71,18 +72,20 @@ def slow_predictions(learner, prototypes, image):
 
 
 def slow_accuracy(learner, images, labels, tasks, seen):
-    """[classifier][expert] -> accuracy of each task 0 ... seen, None where there are no images; counts [task][predicted task]."""
+    """[classifier][expert] -> accuracy of each task 0 ... seen, None where there are no images; counts by task and by class."""
     right, prototypes = {}, slow_prototypes(learner)
     classifier_of_predict, expert_of_predict = learner.resolve_expert()
     confusion = [[0] * TASKS for _ in range(seen + 1)]
+    by_class = [Counter() for _ in range(learner.classes)]
     for image, label, task in zip(images, labels.tolist(), tasks.tolist(), strict=True):
         for classifier, experts in slow_predictions(learner, prototypes, image).items():
             for expert, predicted in experts.items():
                 right.setdefault(classifier, {}).setdefault(expert, [[] for _ in range(seen + 1)])[task].append(predicted == label)
                 if (classifier, expert) == (classifier_of_predict, expert_of_predict):
                     confusion[task][predicted // 2] += 1
+                    by_class[label][str(predicted)] += 1
     accuracy = {c: {e: [sum(r) / len(r) if r else None for r in rows] for e, rows in experts.items()} for c, experts in right.items()}
-    return accuracy, confusion
+    return accuracy, confusion, by_class
 
 
 @pytest.mark.parametrize(("seen", "classifier"), [(0, "ncm"), (2, "ncm"), (2, "linear")])
@@ -91,11 +94,12 @@ def test_equals_a_loop_over_single_images(stream, seen, classifier):
     accuracy = evaluate_learner(learner, stream, seen)
     filled = learner.memory.filled
     rows = torch.isin(stream.y_test, torch.arange(2 * (seen + 1))).nonzero().flatten()
-    test, confusion = slow_accuracy(learner, stream.x_test[rows], stream.y_test[rows], stream.y_test[rows] // 2, seen)
-    buffer, _ = slow_accuracy(learner, learner.memory.images[:filled], learner.memory.labels[:filled], learner.memory.tasks[:filled], seen)
+    test, confusion, by_class = slow_accuracy(learner, stream.x_test[rows], stream.y_test[rows], stream.y_test[rows] // 2, seen)
+    buffer, *_ = slow_accuracy(learner, learner.memory.images[:filled], learner.memory.labels[:filled], learner.memory.tasks[:filled], seen)
     assert accuracy.test == test
     assert accuracy.buffer == buffer
     assert accuracy.confusion == confusion
+    assert accuracy.confusion_by_class == by_class
     assert set(test["ncm"]) == {"1", "2", "3", "4", "mean_distance"}
     assert set(test["linear"]) == {"1", "2", "3", "4", "mean_logit"}
     # The comparison would be empty if every classifier did the same.

@@ -13,16 +13,16 @@ from mose_fast.methods import METHODS, Learner, create_learner
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
 
+DEVICE = _loader.card()  # "cpu" where a card is emulated
+
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
+    pytest.mark.skipif(DEVICE is None, reason="the native library has no CUDA code"),
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA card"),
 ]
 
-DEVICE = "cuda"
-
 # Kernels serve channels in multiples of 8. Few images, since an emulated card is slow; the memory overflows in the third batch.
-SMALL = {"width": 8, "memory": 8, "device": DEVICE, "feed": "fused", "step": "eager"}
+SMALL = {"width": 8, "memory": 8, "device": DEVICE or "cpu", "kernels": "fused", "feed": "fused", "step": "eager"}
 OPTIONS = {"gdumb": {"passes": 1, "passes_before": 1}, "mir": {"candidates": 8}, "mose": {"new_extra": 2}}
 STEPS = 5
 
@@ -34,9 +34,9 @@ def repeatable(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-def make(method: str, kernels: str = "fused", **settings) -> Learner:
+def make(method: str, **settings) -> Learner:
     options = {"buffer_batch": 4, **OPTIONS.get(method, {}), **settings.pop("options", {})}
-    return create_learner(method=method, kernels=kernels, classes=4, image_size=(8, 8), options=options, **SMALL, **settings)
+    return create_learner(method=method, classes=4, image_size=(8, 8), options=options, **SMALL | settings)
 
 
 def observe(learner: Learner, step: int) -> list[float]:
@@ -64,14 +64,17 @@ def hand_over(giver: Learner, taker: Learner) -> None:
 
 
 def assert_alike(found: Learner, wanted: Learner, near: float) -> None:
-    """Equal memories; gradients, as far as first moments tell them, and running statistics that are ``near``."""
+    """Equal memories, near running statistics; gradients, as far as first moments tell them, of the same direction and length.
+
+    These are compared less closely, since one of the few activations on the other side of 0 is a share of a percent.
+    """
     a, b = (learner.state()[0] for learner in (found, wanted))
     for name in ("memory/images", "memory/labels"):
         assert torch.equal(a[name], b[name])
-    for part in ("running_mean", "running_var", "adam/exp_avg/"):
+    for part, limit in (("running_mean", near), ("running_var", near), ("adam/exp_avg/", 5e-2)):
         names = [name for name in b if part in name and b[name].any()]
         if names:
-            assert apart([a[name] for name in names], [b[name] for name in names]) < near, part
+            assert apart([a[name] for name in names], [b[name] for name in names]) < limit, part
 
 
 def tensors_of(learner: Learner) -> dict[str, torch.Tensor]:
@@ -81,7 +84,7 @@ def tensors_of(learner: Learner) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("method", METHODS)
 def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method):
     """From equal states: losses, what the memory holds, moments and running statistics. Scoring leaves no trace."""
-    plain, fused = make(method, "torch"), make(method)
+    plain, fused = make(method, kernels="torch"), make(method)
     for step in range(STEPS):
         hand_over(fused, plain)
         if step == STEPS - 1:
@@ -108,7 +111,7 @@ def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method):
 
 
 def test_gdumb_trains_alike_when_it_is_asked():
-    plain, fused = make("gdumb", "torch"), make("gdumb")
+    plain, fused = make("gdumb", kernels="torch"), make("gdumb")
     for learner in (plain, fused):
         for step in range(STEPS):
             observe(learner, step)

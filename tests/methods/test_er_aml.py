@@ -121,3 +121,9 @@ def test_the_official_preset_learns_the_classes_of_a_task(make, batch):
         learner.observe(*batch([0, 1] * 5, seed=step), task=0)
     x, y = batch([0, 1] * 20, seed=999)
     assert (learner.predict(x) == y).float().mean() > 0.9
+
+
+def test_a_cosine_head_costs_what_a_linear_one_does(make):
+    """K x D multiply-accumulates; only the K biases are missing among the parameters."""
+    for cosine, linear in zip(*(make("er-aml", width=8, options={"head": head}).costs() for head in ("cosine", "linear")), strict=True):
+        assert cosine.macs == linear.macs and cosine.parameters == linear.parameters - 6

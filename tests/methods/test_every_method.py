@@ -135,6 +135,29 @@ def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
         assert len(found) == (said is not None) and all(said in message for message in found)
 
 
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        (9, "memory is 9, fewer than two for each of the 5 classes"),
+        (10, None),
+        (105, None),
+        (106, "memory is 106, more than the stream has images, 105"),
+    ],
+)
+def test_a_memory_that_is_thin_or_larger_than_the_stream_is_warned_of(memory, says):
+    class Stop(Listener):
+        def on_start(self, *arguments):
+            raise KeyboardInterrupt
+
+    y = np.arange(105) % 5
+    stream = from_arrays(np.zeros((105, 8, 8, 3), np.uint8), y, np.zeros((10, 8, 8, 3), np.uint8), y[:10], tasks=1)
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
+        warnings.simplefilter("always")
+        run(settings("er", memory=memory), stream=stream, listeners=[Stop()])
+    found = [str(w.message) for w in caught if "memory is" in str(w.message)]
+    assert len(found) == (says is not None) and all(message.startswith(says) for message in found)
+
+
 @every
 def test_a_memory_too_small_names_the_least_size(name):
     with pytest.raises(ConfigError, match=r"memory is 7, .* at least one buffer batch"):
@@ -152,6 +175,21 @@ def test_weights_depend_on_the_seed_alone_and_nothing_touches_the_global_generat
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     assert teach(make(name, seed=5)).weights_hash() == first != teach(make(name, seed=6)).weights_hash()
+
+
+@every
+def test_the_weights_can_have_a_seed_of_their_own(name, make, teach, batch):
+    def start(**seeds):
+        return make(name, options=SHORT.get(name, {}), **seeds)
+
+    assert start(seed=5, init_seed=6).weights_hash() == start(seed=6).weights_hash() != start(seed=5).weights_hash()
+    learner, others = teach(start(seed=5, init_seed=6)), teach(start(seed=5))
+    assert learner.memory.seen == others.memory.seen
+    if not learner.plan_depends_on_model:  # what the memory holds depends on the data's seed alone
+        assert torch.equal(learner.memory.indices, others.memory.indices)
+    learner.prepare_evaluation()
+    others.prepare_evaluation()
+    assert learner.weights_hash() != others.weights_hash()
 
 
 @every

@@ -112,6 +112,9 @@ def damaged(results):
         yield "forgetting below 0", damage(["af_released", "ncm", "4"], -0.1)
         yield "forgetting as text", damage(["af_paper", "ncm", "4"], "0.3")
         yield "confusion below 0", damage(["confusion_by_task", 0, 0], -1)
+        yield "no one taken for a class", damage(["confusion_by_class", 0, "1"], 0)
+        yield "a class by name", damage(["confusion_by_class", 0, "cat"], 1)
+        yield "sample mean above 1", damage(["sample_acc", "ncm", "4"], 1.5)
         yield "confusion as fraction", damage(["confusion_by_task", 0, 0], 0.5)
         yield "bof below -1", damage(["bof", "ncm", "4", 0], -1.5)
         yield "setting unknown", damage(["config", "momentum"], 0.9)
@@ -148,6 +151,9 @@ def test_table_agrees_with_the_results(finished):
 
 def test_summaries_follow_from_the_matrices(finished):
     results = finished[1]
+    stream = streams.create(StreamConfig(**SETTINGS["stream"]))
+    images = np.array([len(stream.test_rows(task)) for task in range(TASKS)])
+    assert len(set(images)) > 1
     for classifier, experts in results["accuracy"].items():
         for expert, rows in experts.items():
             a = np.array(rows)
@@ -156,6 +162,7 @@ def test_summaries_follow_from_the_matrices(finished):
             best, last = a[:-1].max(0)[:-1], a[-1][:-1]
             got = {name: results[name][classifier][expert] for name in ("acc", "af_paper", "af_released", "bwt", "new_task_accuracy")}
             assert got["acc"] == pytest.approx(a[-1].mean())
+            assert results["sample_acc"][classifier][expert] == pytest.approx((a[-1] * images).sum() / sum(images))
             assert got["af_paper"] == pytest.approx((best - last).mean())
             assert got["af_released"] == pytest.approx((a.max(0) - a[-1]).mean())
             assert got["bwt"] == pytest.approx((last - a.diagonal()[:-1]).mean())
@@ -169,7 +176,15 @@ def test_confusion_counts_the_test_images(finished, joint):
     stream = streams.create(StreamConfig(**SETTINGS["stream"]))
     images = [len(stream.test_rows(task)) for task in range(TASKS)]
     for results in (finished[1], joint):
+        by_class = np.zeros((2 * TASKS, 2 * TASKS))
+        for label, row in enumerate(results["confusion_by_class"]):
+            for taken_for, count in row.items():
+                by_class[label, int(taken_for)] = count
+        assert np.trace(by_class) / by_class.sum() == pytest.approx(results["sample_acc"]["ncm"]["4"])
+        task_of = np.array([next(t for t, labels in enumerate(results["tasks"]) if label in labels) for label in range(2 * TASKS)])
         confusion = np.array(results["confusion_by_task"])
+        for row, column in np.ndindex(TASKS, TASKS):
+            assert by_class[np.ix_(task_of == row, task_of == column)].sum() == confusion[row, column]
         assert confusion.shape == (TASKS, TASKS)
         assert confusion.sum(1).tolist() == images
         # Whoever finds the class has found its task.
