@@ -1,4 +1,5 @@
-// Runs CUDA kernels on the CPU, to find indexing and synchronisation faults without a card.
+// Runs CUDA kernels on the CPU: for tests/cpp, which looks for indexing and synchronisation faults, and for the emulated card
+// (MOSE_FAST_BACKEND=emulated, docs/building.md), on which the whole package runs the kernels.
 //
 // One fiber stands for one CUDA thread. A fiber runs until it reaches a barrier or a warp collective or its end, and the schedule
 // says in which order the fibers (and the blocks) take their turns. Code that is synchronised correctly gives the same result
@@ -7,14 +8,16 @@
 // with a poison, so that AddressSanitizer sees its bounds and reading before writing gives nonsense. A barrier that not all threads
 // reach, or a warp collective that not all lanes reach, ends the program.
 //
-// How to add a kernel's comparisons: kernel_case.h. Force-included (-include) before every .cu file; those compile as they are if they launch by MF_LAUNCH and take shared memory by
-// MF_DYNAMIC_SHARED (csrc/cuda/launch.cuh). Bodies of .cuh files can be launched with other shapes by shim::launch. Types come from
-// the toolkit's own headers; only full warps and the full mask are supported.
+// Included before every .cu file; those compile as they are if they launch by MF_LAUNCH and take shared memory by MF_DYNAMIC_SHARED
+// (csrc/cuda/launch.cuh). Bodies of .cuh files can be launched with other shapes by shim::launch. Types come from the toolkit's own
+// headers; only full warps and the full mask are supported. How to add a kernel's comparisons: tests/cpp/kernel_case.h.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <sys/mman.h>
+#if !defined(__x86_64__)
 #include <ucontext.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -25,6 +28,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -48,6 +52,36 @@
 #include <sanitizer/tsan_interface.h>
 #endif
 
+#if defined(__x86_64__)
+// Saves on the stack what a function must keep, leaves the stack's address in *from, and goes on where `to` was left.
+// swapcontext also saves the mask of signals, by a system call: some twenty times as slow.
+extern "C" void mf_shim_switch(void** from, void* to);
+asm(R"(
+  .pushsection .text
+  .weak mf_shim_switch
+  .hidden mf_shim_switch
+  .type mf_shim_switch, @function
+mf_shim_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+  .size mf_shim_switch, .-mf_shim_switch
+  .popsection
+)");
+#endif
+
 namespace shim {
 
 enum class Schedule { kForward, kReverse, kRandom, kOtherRandom };
@@ -59,9 +93,59 @@ enum class Wait { kNothing, kBlock, kWarp };
 inline constexpr unsigned kWarpSize = 32;
 inline constexpr unsigned kMaxThreads = 1024;
 
+// Fibers and the scheduler share their state without what ThreadSanitizer calls synchronisation, so that every function a fiber enters
+// is kept from its sight.
+#if defined(SHIM_THREAD_SANITIZER)
+#define SHIM_RUNTIME __attribute__((no_sanitize("thread"), noinline))
+#else
+#define SHIM_RUNTIME
+#endif
+
+// A place where execution can go on.
+class Context {
+ public:
+#if defined(__x86_64__)
+  // Puts `entry`, which never returns, on the stack that ends at `top`, a multiple of 16.
+  SHIM_RUNTIME void start(char* top, size_t /*bytes*/, void (*entry)()) {
+    auto** words = reinterpret_cast<void**>(top);
+    *--words = nullptr;  // the address that entry would return to
+    *--words = reinterpret_cast<void*>(entry);
+    for (int i = 0; i < 6; ++i) {
+      *--words = nullptr;
+    }
+    stack_ = words;
+  }
+  SHIM_RUNTIME static void jump(Context& from, Context& to) {
+    mf_shim_switch(&from.stack_, to.stack_);
+  }
+
+ private:
+  void* stack_ = nullptr;
+#else
+  SHIM_RUNTIME void start(char* top, size_t bytes, void (*entry)()) {
+    getcontext(&context_);
+    context_.uc_stack.ss_sp = top - bytes;
+    context_.uc_stack.ss_size = bytes;
+    context_.uc_link = nullptr;
+    makecontext(&context_, entry, 0);
+  }
+  SHIM_RUNTIME static void jump(Context& from, Context& to) {
+    swapcontext(&from.context_, &to.context_);
+  }
+
+ private:
+  ucontext_t context_{};
+#endif
+};
+
 struct Fiber {
-  static constexpr size_t kStackBytes = 128 << 10;
-  ucontext_t context{};
+  // No multiple of a page, so that the tops of the stacks, where the work is, do not all lie in the same sets of the caches.
+#if defined(SHIM_ADDRESS_SANITIZER) || defined(SHIM_THREAD_SANITIZER)
+  static constexpr size_t kStackBytes = (128 << 10) + 320;
+#else
+  static constexpr size_t kStackBytes = (32 << 10) + 320;
+#endif
+  Context context;
   void* address_sanitizer = nullptr;
   void* thread_sanitizer = nullptr;
   bool done = false;
@@ -69,16 +153,15 @@ struct Fiber {
   const char* site = nullptr;  // file:line of the barrier it waits at
   int vote = 0;
   unsigned barriers = 0, collectives = 0;  // passed so far
-  uint64_t offered = 0;                    // to the other lanes of the warp
+  uint64_t offered[2] = {};                // to the other lanes of the warp; two that take turns
 };
 
-// The block that is running; there is only ever one. Fibers and the scheduler share this state without what ThreadSanitizer calls
-// synchronisation, so that every function a fiber enters is kept from its sight by SHIM_RUNTIME.
-#define SHIM_RUNTIME __attribute__((no_sanitize("thread"), noinline))
+// The block that is running; there is only ever one.
+inline std::mutex launching;
 inline Fiber* fibers = nullptr;
 inline char* stacks = nullptr;  // kStackBytes for each fiber
 inline Fiber* current = nullptr;
-inline ucontext_t scheduler;
+inline Context scheduler;
 inline void* scheduler_address_sanitizer = nullptr;
 inline void* scheduler_thread_sanitizer = nullptr;
 inline const void* scheduler_stack = nullptr;
@@ -119,7 +202,7 @@ SHIM_RUNTIME inline void leave_fiber() {
 #if defined(SHIM_ADDRESS_SANITIZER)
   __sanitizer_start_switch_fiber(self->done ? nullptr : &self->address_sanitizer, scheduler_stack, scheduler_stack_bytes);
 #endif
-  swapcontext(&self->context, &scheduler);
+  Context::jump(self->context, scheduler);
 #if defined(SHIM_ADDRESS_SANITIZER)
   __sanitizer_finish_switch_fiber(self->address_sanitizer, nullptr, nullptr);
 #endif
@@ -149,7 +232,7 @@ SHIM_RUNTIME inline void resume(unsigned thread) {
 #if defined(SHIM_ADDRESS_SANITIZER)
   __sanitizer_start_switch_fiber(&scheduler_address_sanitizer, stacks + thread * Fiber::kStackBytes, Fiber::kStackBytes);
 #endif
-  swapcontext(&scheduler, &current->context);
+  Context::jump(scheduler, current->context);
 #if defined(SHIM_ADDRESS_SANITIZER)
   __sanitizer_finish_switch_fiber(scheduler_address_sanitizer, nullptr, nullptr);
 #endif
@@ -196,30 +279,31 @@ SHIM_RUNTIME inline void warp_barrier(const char* site) {
   acquire(tag);
 }
 
-// The value that `lane` of this warp offers; lanes outside the warp give the own value, as on the device.
+// The value that `lane` of this warp offers; lanes outside the warp give the own value, as on the device. One barrier is enough: who
+// writes a place again has passed the barrier of the exchange between, which the other lanes reached only after reading it.
 template <typename T>
 SHIM_RUNTIME inline T exchange(const char* site, T value, unsigned lane) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "a shuffle moves up to 8 bytes");
   const unsigned first = thread_number() / kWarpSize * kWarpSize;
-  __builtin_memcpy(&current->offered, &value, sizeof(T));
+  const unsigned turn = current->collectives % 2;
+  __builtin_memcpy(&current->offered[turn], &value, sizeof(T));
   warp_barrier(site);
   T result = value;
   if (lane < kWarpSize) {
-    __builtin_memcpy(&result, &fibers[first + lane].offered, sizeof(T));
+    __builtin_memcpy(&result, &fibers[first + lane].offered[turn], sizeof(T));
   }
-  warp_barrier(site);
   return result;
 }
 
 SHIM_RUNTIME inline unsigned ballot(const char* site, bool predicate) {
   const unsigned first = thread_number() / kWarpSize * kWarpSize;
-  current->offered = predicate ? 1 : 0;
+  const unsigned turn = current->collectives % 2;
+  current->offered[turn] = predicate ? 1 : 0;
   warp_barrier(site);
   unsigned mask = 0;
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
-    mask |= static_cast<unsigned>(fibers[first + lane].offered) << lane;
+    mask |= static_cast<unsigned>(fibers[first + lane].offered[turn]) << lane;
   }
-  warp_barrier(site);
   return mask;
 }
 
@@ -260,6 +344,18 @@ inline void map_stacks(unsigned threads, int flags) {
     std::exit(1);
   }
   stacks = static_cast<char*>(memory);
+  madvise(stacks, kMaxThreads * Fiber::kStackBytes, MADV_HUGEPAGE);
+}
+
+// Ends the program if a thread wrote to the lowest words of its stack, which are zero as long as nothing reaches them.
+inline void check_stacks(unsigned threads) {
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    const auto* lowest = reinterpret_cast<const uint64_t*>(stacks + thread * Fiber::kStackBytes);
+    if (std::any_of(lowest, lowest + 8, [](uint64_t word) { return word != 0; })) {
+      std::fprintf(stderr, "a thread needs more stack than the %zu bytes of Fiber::kStackBytes\n", Fiber::kStackBytes);
+      std::exit(1);
+    }
+  }
 }
 
 inline void run_block(unsigned threads, std::mt19937& random) {
@@ -272,11 +368,7 @@ inline void run_block(unsigned threads, std::mt19937& random) {
     fiber.waits = Wait::kNothing;
     fiber.vote = 0;
     fiber.barriers = fiber.collectives = 0;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stacks + thread * Fiber::kStackBytes;
-    fiber.context.uc_stack.ss_size = Fiber::kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, fiber_entry, 0);
+    fiber.context.start(stacks + (thread + 1) * Fiber::kStackBytes, Fiber::kStackBytes, fiber_entry);
 #if defined(SHIM_THREAD_SANITIZER)
     fiber.thread_sanitizer = __tsan_create_fiber(0);
 #endif
@@ -326,6 +418,7 @@ inline void run_block(unsigned threads, std::mt19937& random) {
 // Runs `kernel()` for every thread; each block gets its own `shared_bytes` of poisoned shared memory.
 template <typename Kernel>
 void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
+  const std::lock_guard<std::mutex> lock(launching);  // more than one thread of a program may run ops
   if (fibers == nullptr) {
     static std::vector<Fiber> pool(kMaxThreads);
     fibers = pool.data();
@@ -348,21 +441,28 @@ void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
   scheduler_thread_sanitizer = __tsan_get_current_fiber();
 #endif
   release(&launch_tag);
-  // Freed after the launch alone: blocks are not ordered among themselves, nor is the scheduler with them before their end.
   std::vector<std::unique_ptr<void, decltype(&std::free)>> used;
   for (const unsigned block : order) {
     block_index = {block % blocks.x, block / blocks.x % blocks.y, block / (blocks.x * blocks.y)};
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 128, shared_bytes) != 0) {
-      std::abort();
+#if defined(SHIM_THREAD_SANITIZER)
+    const bool fresh = true;  // blocks are not ordered among themselves, nor is the scheduler with them before their end
+#else
+    const bool fresh = used.empty();
+#endif
+    if (fresh) {
+      void* memory = nullptr;
+      if (posix_memalign(&memory, 128, shared_bytes) != 0) {
+        std::abort();
+      }
+      used.emplace_back(memory, &std::free);
     }
-    std::memset(memory, poison, shared_bytes);
-    used.emplace_back(memory, &std::free);
+    shared_memory = static_cast<unsigned char*>(used.back().get());
+    std::memset(shared_memory, poison, shared_bytes);
     release(&launch_tag);
-    shared_memory = static_cast<unsigned char*>(memory);
     run_block(count, random);
   }
   acquire(&done_tag);
+  check_stacks(count);
 }
 
 // Atomics order memory here, so that a missing __threadfence is not noticed; a missing barrier around them is.

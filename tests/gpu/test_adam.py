@@ -12,28 +12,24 @@ from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.adam import adam_step
 from mose_fast.optim import FlatAdam
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
-]
+DEVICE = _loader.card()
 
 
-def make(width=8, device="cuda", **options):
+def make(width=8, device=DEVICE, **options):
     torch.manual_seed(0)
     network = ExpertNetwork(10, width=width).to(device, memory_format=torch.channels_last)
     return network, FlatAdam(network.parameters(), **{"lr": 1e-2, "weight_decay": 1e-3, "shadow_dtype": torch.bfloat16, **options})
 
 
 def random_gradients(optimiser):
-    return [torch.randn(leaf.shape).to(leaf.dtype).to("cuda").contiguous() for leaf in optimiser.leaves]
+    return [torch.randn(leaf.shape).to(leaf.dtype).to(DEVICE).contiguous() for leaf in optimiser.leaves]
 
 
 def everything(optimiser):
     return [x.detach().clone() for x in (optimiser._master, optimiser._exp_avg, optimiser._exp_avg_sq, optimiser._steps, optimiser._shadow)]
 
 
-def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu():
+def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu(card):
     network, optimiser = make(shadow_dtype=None)
     on_cpu, cpu_optimiser = make(device="cpu", shadow_dtype=None)
     twin = copy.deepcopy(network)
@@ -41,7 +37,8 @@ def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu():
     for _ in range(100):
         gradients = random_gradients(optimiser)
         optimiser.step(gradients)
-        cpu_optimiser.step([g.cpu() for g in gradients])
+        with card.spared():
+            cpu_optimiser.step([g.cpu() for g in gradients])
         for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
             parameter.grad = gradient
         theirs.step()
@@ -58,13 +55,14 @@ def test_shadows_are_rounded_as_pytorch_rounds(shadow):
         assert copied is None or torch.equal(copied, parameter.to(shadow))
 
 
+@pytest.mark.needs("graphs")
 def test_replays_of_a_graph_count_steps_and_read_rate_loss_and_latch_anew():
     runs = []
     for captured in (False, True):
         _, optimiser = make()
         torch.manual_seed(1)
         gradients = random_gradients(optimiser)
-        loss = torch.ones((), device="cuda")
+        loss = torch.ones((), device=DEVICE)
 
         def step(optimiser=optimiser, gradients=gradients, loss=loss):
             optimiser.step(gradients, loss=loss)
@@ -105,6 +103,7 @@ def test_two_runs_are_equal_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.needs("streams")
 def test_runs_on_the_current_stream():
     _, optimiser = make()
     _, other = make()
@@ -122,6 +121,7 @@ def test_runs_on_the_current_stream():
     assert all(torch.equal(a, b) for a, b in zip(everything(optimiser), everything(other), strict=True))
 
 
+@pytest.mark.needs("profiler")
 def test_three_launches_and_no_copy_of_weights():
     _, optimiser = make(width=64)
     gradients = [torch.randn_like(leaf) for leaf in optimiser.leaves]
@@ -136,10 +136,11 @@ def test_three_launches_and_no_copy_of_weights():
     assert sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) == 3
 
 
+@pytest.mark.needs("memory of its own")
 def test_devices_are_checked():
-    buffers = [torch.zeros(8, device="cuda") for _ in range(3)]
+    buffers = [torch.zeros(8, device=DEVICE) for _ in range(3)]
     with pytest.raises(ValueError, match=r"gradients\[0\] is on cpu; wanted cuda:0"):
         adam_step(
-            *buffers, [torch.zeros(8)], [0], torch.zeros(1, device="cuda"), torch.zeros((), device="cuda"),
+            *buffers, [torch.zeros(8)], [0], torch.zeros(1, device=DEVICE), torch.zeros((), device=DEVICE),
             beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0,
         )  # fmt: skip

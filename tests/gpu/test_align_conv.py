@@ -17,11 +17,7 @@ from mose_fast.ops.align_conv import Norm, align_conv
 from mose_fast.reference import align_conv as reference
 from mose_fast.reference.batch_norm import norm_state, normalised
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
-]
+DEVICE = _loader.card()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,7 +67,7 @@ class Problem:
         generator = torch.Generator().manual_seed(shape.images + shape.channels + shape.side)
 
         def draw(*sizes, scale=1.0):
-            return torch.randn(*sizes, generator=generator).mul_(scale).cuda()
+            return torch.randn(*sizes, generator=generator).mul_(scale).to(DEVICE)
 
         def new_map(channels, height, width, scale=1.0):
             return draw(shape.images, channels, height, width, scale=scale).to(dtype).contiguous(memory_format=torch.channels_last)
@@ -79,7 +75,7 @@ class Problem:
         width = shape.width or shape.side
         self.shape = shape
         x = new_map(shape.channels, shape.side, width)
-        rows = (draw(shape.channels, scale=0.1), torch.ones(shape.channels, device="cuda"), draw(shape.channels), draw(shape.channels))
+        rows = (draw(shape.channels, scale=0.1), torch.ones(shape.channels, device=DEVICE), draw(shape.channels), draw(shape.channels))
         self.state = torch.stack(rows) if shape.prologue else None
         if shape.prologue:  # nothing depends on which side of zero an almost vanishing number falls: it may fall on either
             z = normalised(x.double(), self.state.double(), relu=False)
@@ -88,7 +84,7 @@ class Problem:
         self.x = x
         self.depthwise = draw(shape.channels, 1, 3, 3, scale=0.3).to(dtype)
         self.pointwise = draw(shape.out_channels, shape.channels, 1, 1, scale=shape.channels**-0.5).to(dtype)
-        self.module = nn.BatchNorm2d(shape.out_channels, device="cuda")
+        self.module = nn.BatchNorm2d(shape.out_channels, device=DEVICE)
         with torch.no_grad():
             self.module.weight.copy_(draw(shape.out_channels).abs() + 0.5)
             self.module.bias.copy_(draw(shape.out_channels))
@@ -129,10 +125,10 @@ def check_errors(problem, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*STEP, *OTHERS], ids=str)
-def test_error_is_at_most_twice_that_of_pytorch(shape, dtype):
+def test_error_is_at_most_twice_that_of_pytorch(card, shape, dtype):
     if dtype != torch.bfloat16 and shape in STEP:
         shape = replace(shape, images=13)
-    check_errors(Problem(shape, dtype))
+    check_errors(Problem(replace(shape, images=card.few(shape.images)), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,8 +138,8 @@ def test_frozen(dtype):
 
 
 @pytest.mark.parametrize("shape", STEP, ids=str)
-def test_two_runs_agree_bit_for_bit(shape):
-    problem = Problem(shape, torch.bfloat16)
+def test_two_runs_agree_bit_for_bit(card, shape):
+    problem = Problem(replace(shape, images=card.few(shape.images)), torch.bfloat16)
     first = problem.run(align_conv)
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(problem.run(align_conv), first, strict=True))
@@ -165,7 +161,7 @@ def test_padding_is_never_read(shape, dtype):
         grads = problem.grads[0].clone(), problem.grads[1]
         wanted = alone.run(align_conv, grads=(grads[0][:valid], grads[1]))
         grads[0][valid:] = torch.nan
-        for rows in (valid, torch.tensor(valid, dtype=torch.int32, device="cuda")):
+        for rows in (valid, torch.tensor(valid, dtype=torch.int32, device=DEVICE)):
             results = problem.run(align_conv, valid_rows=rows, grads=grads)
             for value, other in zip(results, wanted, strict=True):
                 if value.dim() == 4 and len(value) == shape.images:
@@ -174,10 +170,11 @@ def test_padding_is_never_read(shape, dtype):
                 torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance * max(1.0, largest(other)))
 
 
+@pytest.mark.needs("graphs")
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_graph_replays_equal_eager_and_read_the_row_count_anew(shape):
     problem = Problem(shape, torch.bfloat16)
-    rows = torch.tensor(9, dtype=torch.int32, device="cuda")
+    rows = torch.tensor(9, dtype=torch.int32, device=DEVICE)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     inputs = (problem.x, problem.depthwise, problem.pointwise, problem.state, problem.gate)
@@ -199,11 +196,12 @@ def test_graph_replays_equal_eager_and_read_the_row_count_anew(shape):
     for valid in (9, 7, 1, 0, 9):
         rows.fill_(valid)
         graph.replay()
-        eager = call(torch.tensor(valid, dtype=torch.int32, device="cuda"), eager_module)
+        eager = call(torch.tensor(valid, dtype=torch.int32, device=DEVICE), eager_module)
         for value, wanted in zip((*captured, *captured_module.buffers()), (*eager, *eager_module.buffers()), strict=True):
             assert torch.equal(value, wanted)
 
 
+@pytest.mark.needs("streams")
 def test_runs_on_the_current_stream():
     problem = Problem(Shape(64, 64, 64, 32, 2), torch.bfloat16)
     wanted = problem.run(align_conv)
@@ -219,10 +217,10 @@ def test_runs_on_the_current_stream():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gated_module_is_that_of_pytorch(dtype):
+def test_a_gated_module_is_that_of_pytorch(card, dtype):
     torch.manual_seed(3)
-    gate, block = AttentionGate(64).cuda(), DownBlock(64, 128).cuda()
-    x = torch.randn(40, 64, 32, 32, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last)
+    gate, block = AttentionGate(64).to(DEVICE), DownBlock(64, 128).to(DEVICE)
+    x = torch.randn(card.few(40), 64, 32, 32, device=DEVICE).to(dtype).contiguous(memory_format=torch.channels_last)
 
     def through(block, x, gate=None):
         first = align_conv(x, block.depthwise1.weight, block.pointwise1.weight, Norm.of(block.norm1), stride=2, gate=gate)
@@ -238,12 +236,13 @@ def test_a_gated_module_is_that_of_pytorch(dtype):
 
     exact_modules = copy.deepcopy(gate).double(), copy.deepcopy(block).double()
     exact = exact_modules[1](exact_modules[0](x.double()))
-    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+    with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
         values = [function(x).double() for function in (ours, theirs)]
     error, bound = (largest(value - exact) for value in values)
     assert error <= 2 * bound + 1e-5 * largest(exact)
 
 
+@pytest.mark.needs("profiler")
 def test_launches():
     problem = Problem(Shape(384, 64, 64, 32, 2, gate=True), torch.bfloat16)
     problem.run(align_conv)

@@ -11,11 +11,7 @@ from mose_fast.ops.augment import augment
 from mose_fast.ops.augment_parameters import draw_augment_parameters
 from mose_fast.reference import augment as reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
-]
+DEVICE = _loader.card()
 
 MEAN, STD = (0.5, 0.48, 0.44), (0.2, 0.24, 0.26)
 
@@ -34,8 +30,8 @@ def make_step(views: int, size: tuple[int, int], recipe: str) -> dict[str, objec
 
 
 def on_card(step: dict[str, object]) -> dict[str, object]:
-    moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in step.items()}
-    return {**moved, "sources": [source.cuda() for source in step["sources"]]}
+    moved = {name: value.to(DEVICE, copy=True) if isinstance(value, torch.Tensor) else value for name, value in step.items()}
+    return {**moved, "sources": [source.to(DEVICE, copy=True) for source in step["sources"]]}
 
 
 @pytest.mark.parametrize("jitter_normalised", [False, True])
@@ -43,11 +39,12 @@ def on_card(step: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("views", "size"), [(384, (32, 32)), (384, (64, 64)), (48, (8, 8)), (12, (24, 16)), (5, (7, 5)), (6, (80, 80)), (0, (8, 8))]
 )
-def test_equals_the_cpu_and_the_reference(views, size, recipe, jitter_normalised):
-    step = make_step(views, size, recipe)
+def test_equals_the_cpu_and_the_reference(card, views, size, recipe, jitter_normalised):
+    step = make_step(card.few(views, 96), size, recipe)
     ours = augment(**on_card(step), jitter_normalised=jitter_normalised)
     assert ours.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(ours.cpu(), augment(**step, jitter_normalised=jitter_normalised), rtol=1e-5, atol=1e-5)
+    with card.spared():
+        torch.testing.assert_close(ours.cpu(), augment(**step, jitter_normalised=jitter_normalised), rtol=1e-5, atol=1e-5)
     truth = reference.augment(**step, jitter_normalised=jitter_normalised, dtype=torch.float64, channels=3)
     torch.testing.assert_close(ours.cpu().double(), truth, rtol=1e-5, atol=1e-5)
 
@@ -67,17 +64,18 @@ def test_rows_that_start_anywhere():
     for shift in (1, 4, 8):
         shifted = []
         for source in step["sources"]:
-            storage = torch.empty(source.numel() + shift, dtype=torch.uint8, device="cuda")
+            storage = torch.empty(source.numel() + shift, dtype=torch.uint8, device=DEVICE)
             shifted.append(storage[shift:].view(source.shape).copy_(source))
         assert torch.equal(augment(**{**step, "sources": shifted}), wanted)
 
 
+@pytest.mark.needs("a large memory")
 def test_rows_beyond_four_gibibytes():
-    memory = torch.empty(360_000, 64, 64, 3, dtype=torch.uint8, device="cuda")
-    rows = torch.tensor([359_999, 0, 180_001], device="cuda")
-    memory[rows] = torch.tensor([3, 5, 7], dtype=torch.uint8, device="cuda").view(3, 1, 1, 1)
-    layout = torch.tensor([[0, 0, -1], [1, 0, -1], [2, 3, -1]], dtype=torch.int32, device="cuda")
-    nothing = (torch.empty(0, 6, dtype=torch.int32, device="cuda"), torch.empty(0, 4, device="cuda"))
+    memory = torch.empty(360_000, 64, 64, 3, dtype=torch.uint8, device=DEVICE)
+    rows = torch.tensor([359_999, 0, 180_001], device=DEVICE)
+    memory[rows] = torch.tensor([3, 5, 7], dtype=torch.uint8, device=DEVICE).view(3, 1, 1, 1)
+    layout = torch.tensor([[0, 0, -1], [1, 0, -1], [2, 3, -1]], dtype=torch.int32, device=DEVICE)
+    nothing = (torch.empty(0, 6, dtype=torch.int32, device=DEVICE), torch.empty(0, 4, device=DEVICE))
     views = augment([memory], rows, layout, *nothing, (0.0,) * 3, (1 / 255,) * 3)
     torch.testing.assert_close(views[:, 0, 0, 0].cpu(), torch.tensor([3.0, 5.0, 7.0]))
 
@@ -94,6 +92,7 @@ def test_what_does_not_exist_is_nan():
     assert views[4:].isfinite().all()
 
 
+@pytest.mark.needs("streams")
 def test_two_runs_and_a_side_stream_give_the_same_bits():
     step = on_card(make_step(384, (32, 32), "scr"))
     wanted = augment(**step)
@@ -110,15 +109,16 @@ def test_two_runs_and_a_side_stream_give_the_same_bits():
     assert torch.equal(views, wanted)
 
 
+@pytest.mark.needs("graphs")
 def test_a_replayed_graph_makes_new_views_each_time():
     """Parameters come from a device counter: replays give the views that eager calls with the next sequence numbers give."""
-    images = torch.randint(0, 256, (24, 32, 32, 3), dtype=torch.uint8, device="cuda")
-    counter = torch.zeros(1, dtype=torch.int64, device="cuda")
-    rows = torch.arange(24, device="cuda")
+    images = torch.randint(0, 256, (24, 32, 32, 3), dtype=torch.uint8, device=DEVICE)
+    counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    rows = torch.arange(24, device=DEVICE)
     layout = torch.stack([rows, rows % 16, rows], dim=1).to(torch.int32)
 
     def step() -> torch.Tensor:
-        codes, factors = draw_augment_parameters(RECIPES["scr"], 3, 10, 24, 32, 32, "cuda", counter)
+        codes, factors = draw_augment_parameters(RECIPES["scr"], 3, 10, 24, 32, 32, DEVICE, counter)
         return augment([images], rows, layout, codes, factors, MEAN, STD, dtype=torch.bfloat16, channels=4)
 
     stream = torch.cuda.Stream()
@@ -132,15 +132,17 @@ def test_a_replayed_graph_makes_new_views_each_time():
         views = step()
     for replay in range(3):
         graph.replay()
-        codes, factors = draw_augment_parameters(RECIPES["scr"], 3, 10 + replay, 24, 32, 32, "cuda")
+        codes, factors = draw_augment_parameters(RECIPES["scr"], 3, 10 + replay, 24, 32, 32, DEVICE)
         wanted = augment([images], rows, layout, codes, factors, MEAN, STD, dtype=torch.bfloat16, channels=4)
         assert torch.equal(views, wanted)
         assert counter.item() == replay + 1
 
 
-def test_view_maker_equals_the_cpu():
+def test_view_maker_equals_the_cpu(card):
     maker = ViewMaker("scr", 16, mirror=True, mean=MEAN, std=STD)
     images = torch.randint(0, 256, (9, 32, 32, 3), dtype=torch.uint8)
-    (ours, ours_rows), (wanted, wanted_rows) = (maker.make(x, (5, 4), 1, 2) for x in (images.cuda(), images))
+    ours, ours_rows = maker.make(images.to(DEVICE), (5, 4), 1, 2)
+    with card.spared():
+        wanted, wanted_rows = maker.make(images, (5, 4), 1, 2)
     assert torch.equal(ours_rows.cpu(), wanted_rows)
     torch.testing.assert_close(ours.cpu(), wanted, rtol=1e-5, atol=1e-5)

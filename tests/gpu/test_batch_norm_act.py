@@ -18,11 +18,7 @@ from mose_fast.ops.batch_norm_act import Norm, batch_norm_act, norm_state
 from mose_fast.reference import batch_norm as reference_norm
 from mose_fast.reference import batch_norm_act as reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
-]
+DEVICE = _loader.card()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))
@@ -43,10 +39,10 @@ class Problem:
     """Maps, norms and gradients of one form; ``run`` gives every result: y, gradients, running statistics."""
 
     def __init__(self, form, images, channels, side, dtype, consumers=1, offset=0.5, deviation=2.0):
-        generator = torch.Generator("cuda").manual_seed(images + channels)
+        generator = torch.Generator(DEVICE).manual_seed(images + channels)
 
         def normal(*shape):
-            return torch.randn(*shape, generator=generator, device="cuda")
+            return torch.randn(*shape, generator=generator, device=DEVICE)
 
         def new_map(scale, shift):
             x = normal(images, channels, side, side) * scale + shift
@@ -55,12 +51,12 @@ class Problem:
         self.form, self.consumers = form, consumers
         self.x, self.residual = new_map(deviation, offset), new_map(deviation, offset)
         self.grads = [new_map(1.0, 0.0) for _ in range(consumers)]
-        self.norms = [nn.BatchNorm2d(channels).cuda() for _ in range(2)]
+        self.norms = [nn.BatchNorm2d(channels).to(DEVICE) for _ in range(2)]
         for norm in self.norms:
             with torch.no_grad():
                 norm.weight.copy_(normal(channels).abs() + 0.5)
                 norm.bias.copy_(normal(channels) / 4)
-        ones = torch.ones(channels, device="cuda")
+        ones = torch.ones(channels, device=DEVICE)
         self.state = torch.stack([ones * offset - 0.3, ones / deviation, normal(channels).abs() + 0.5, ones * 0.1])
         self.keep_off_the_edges()
 
@@ -106,10 +102,10 @@ def largest(x):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("images", "channels", "side"), SHAPES)
-def test_error_is_at_most_twice_that_of_pytorch(form, dtype, images, channels, side):
+def test_error_is_at_most_twice_that_of_pytorch(card, form, dtype, images, channels, side):
     if dtype != torch.bfloat16 and images == 384 and channels != 128:
         pytest.skip("one large shape is enough for the other dtypes")
-    problem = Problem(form, images, channels, side, dtype, consumers=2)
+    problem = Problem(form, card.few(images), channels, side, dtype, consumers=2)
     ours = problem.run(batch_norm_act)
     theirs = problem.run(reference.batch_norm_act)
     exact = problem.run(reference.batch_norm_act, torch.float64)
@@ -140,8 +136,8 @@ def test_a_large_mean_with_a_small_deviation():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_two_runs_agree_bit_for_bit(form):
-    problem = Problem(form, 384, 128, 16, torch.bfloat16, consumers=2)
+def test_two_runs_agree_bit_for_bit(card, form):
+    problem = Problem(form, card.few(384), 128, 16, torch.bfloat16, consumers=2)
     first = problem.run(batch_norm_act)
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(problem.run(batch_norm_act), first, strict=True))
@@ -157,7 +153,7 @@ def test_padding_is_never_read_and_written_as_zero(form, dtype):
         tensor[valid:] = torch.nan
     wanted = part.run(batch_norm_act)
     exact = part.run(reference.batch_norm_act, torch.float64)
-    for count in (valid, torch.tensor(valid, dtype=torch.int32, device="cuda")):
+    for count in (valid, torch.tensor(valid, dtype=torch.int32, device=DEVICE)):
         for value, other, near in zip(whole.run(batch_norm_act, valid_rows=count), wanted, exact, strict=True):
             if value.dim() == 4:
                 assert value[valid:].count_nonzero() == 0
@@ -167,10 +163,11 @@ def test_padding_is_never_read_and_written_as_zero(form, dtype):
             torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance * max(largest(near), 1))
 
 
+@pytest.mark.needs("graphs")
 @pytest.mark.parametrize("form", FORMS)
 def test_graph_replays_equal_eager_and_read_the_row_count_anew(form):
     problem = Problem(form, 40, 64, 16, torch.bfloat16, consumers=2)
-    count = torch.tensor(40, dtype=torch.int32, device="cuda")
+    count = torch.tensor(40, dtype=torch.int32, device=DEVICE)
     modules = [copy.deepcopy(norm) for norm in problem.norms]
 
     def step():
@@ -202,6 +199,7 @@ def test_graph_replays_equal_eager_and_read_the_row_count_anew(form):
         assert all(torch.equal(a, b) for a, b in zip(after, (b for m in modules for b in m.buffers()), strict=True))
 
 
+@pytest.mark.needs("streams")
 def test_runs_on_the_current_stream():
     problem = Problem("two norms", 64, 64, 16, torch.bfloat16)
     wanted = problem.run(batch_norm_act)
@@ -217,6 +215,7 @@ def test_runs_on_the_current_stream():
     assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
+@pytest.mark.needs("streams")
 def test_two_streams_at_a_time():
     problems = [Problem("two norms", 256, channels, 16, torch.bfloat16) for channels in (64, 128)]
     wanted = [problem.run(batch_norm_act) for problem in problems]
@@ -241,6 +240,7 @@ def names_of(call):
     return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
 
 
+@pytest.mark.needs("profiler")
 @pytest.mark.parametrize(("form", "consumers"), [("plain", 1), ("residual", 2), ("two norms", 2), ("plain", 4)])
 def test_four_launches_and_no_add(form, consumers):
     problem = Problem(form, 64, 64, 16, torch.bfloat16, consumers=consumers)
@@ -260,11 +260,12 @@ def test_four_launches_and_no_add(form, consumers):
         assert part in name
 
 
+@pytest.mark.needs("profiler")
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_block_adds_no_gradients_of_its_own(fused):
     """The sum of what both consumers of a stage's output send back is a kernel of PyTorch's, but not of ours."""
-    first, second = (BatchNormAct2d(64).cuda() for _ in range(2))
-    conv = nn.Conv2d(64, 64, 3, padding=1, bias=False).cuda().bfloat16().to(memory_format=torch.channels_last)
+    first, second = (BatchNormAct2d(64).to(DEVICE) for _ in range(2))
+    conv = nn.Conv2d(64, 64, 3, padding=1, bias=False).to(DEVICE).bfloat16().to(memory_format=torch.channels_last)
     x = Problem("plain", 32, 64, 16, torch.bfloat16).x.requires_grad_()
     inputs = [x, conv.weight, *first.parameters(), *second.parameters()]
 
@@ -286,8 +287,8 @@ def test_norm_state_and_its_gradient():
         problem = Problem("plain", 50, 72, 7, dtype)
         module, twin = copy.deepcopy(problem.norms[0]), copy.deepcopy(problem.norms[0]).double()
         x, wide = problem.x.requires_grad_(), problem.x.detach().double().requires_grad_()
-        weights = torch.randn(4, 72, generator=torch.Generator().manual_seed(1)).cuda()
-        rows = torch.tensor(45, dtype=torch.int32, device="cuda")
+        weights = torch.randn(4, 72, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        rows = torch.tensor(45, dtype=torch.int32, device=DEVICE)
         state = norm_state(x, Norm.of(module), rows)
         wanted = reference_norm.norm_state(wide[:45], Norm.of(twin))
         torch.testing.assert_close(state.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -309,35 +310,36 @@ def test_what_kernels_do_not_take_runs_with_one_warning():
         torch.testing.assert_close(value, wanted)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        x = torch.randn(4, 16, 5, 5, device="cuda").requires_grad_()
-        module = BatchNormAct2d(16).cuda()
+        x = torch.randn(4, 16, 5, 5, device=DEVICE).requires_grad_()
+        module = BatchNormAct2d(16).to(DEVICE)
         module(x)
         y = module(x)
     assert ["channels_last" in str(w.message) for w in said] == [True]
-    torch.testing.assert_close(y, F.relu(nn.BatchNorm2d(16).cuda()(x)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, F.relu(nn.BatchNorm2d(16).to(DEVICE)(x)), rtol=1e-5, atol=1e-5)
     (grad,) = torch.autograd.grad(y.square().sum(), x)
     assert grad.shape == x.shape and grad.isfinite().all()
 
 
 def test_under_autocast_and_with_an_empty_batch():
-    module = BatchNormAct2d(16).cuda()
-    x = torch.randn(6, 16, 5, 5, device="cuda").contiguous(memory_format=torch.channels_last)
-    with torch.autocast("cuda", torch.bfloat16):
+    module = BatchNormAct2d(16).to(DEVICE)
+    x = torch.randn(6, 16, 5, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert torch.equal(module(x), module(x)) and module(x).dtype == torch.float32
         assert module(x.bfloat16()).dtype == torch.bfloat16
-    empty = torch.zeros(0, 16, 5, 5, device="cuda", requires_grad=True)
+    empty = torch.zeros(0, 16, 5, 5, device=DEVICE, requires_grad=True)
     module(empty).sum().backward()
     assert module.weight.grad.count_nonzero() == 0 and empty.grad.shape == empty.shape
 
 
 def test_nan_comes_through():
-    module = BatchNormAct2d(16).cuda()
-    x = torch.randn(6, 16, 5, 5, device="cuda").contiguous(memory_format=torch.channels_last)
+    module = BatchNormAct2d(16).to(DEVICE)
+    x = torch.randn(6, 16, 5, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
     x[2, 3, 1, 1] = torch.nan
     y = module(x)
     assert y[:, 3].isnan().all() and y[:, :3].isfinite().all()
 
 
+@pytest.mark.needs("memory statistics")
 def test_memory_of_a_norm_is_its_result_and_one_bit_an_element():
     problem = Problem("plain", 64, 64, 32, torch.bfloat16)
     x = problem.x.requires_grad_()

@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from mose_fast import _dali, _loader
+from mose_fast import _dali
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods import Mose, create_learner
@@ -22,11 +22,7 @@ from mose_fast.train.checkpoint import latest, load_checkpoint
 from mose_fast.train.losses import LossReader, Taken
 from mose_fast.train.ring import Ring
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
-]
+pytestmark = pytest.mark.needs("graphs")
 
 # Read when a handle of cuBLAS is made, which may be before the first run here.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -9,11 +9,7 @@ from mose_fast import _loader
 from mose_fast.ops.expert_losses import expert_losses, masked_cross_entropy, supcon_loss
 from mose_fast.reference import expert_losses as reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
-]
+DEVICE = _loader.card()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,11 +18,11 @@ def make(rows=384, classes=100, size=128, features=512, dtype=torch.float32, exp
     generator = torch.Generator().manual_seed(rows)
 
     def tensor(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype).cuda().requires_grad_()
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE).requires_grad_()
 
     inputs = [tensor(experts, rows, size), tensor(experts, rows, classes), tensor(experts, rows, features), tensor(rows, features)]
-    labels = torch.randint(0, 10, (rows,), generator=generator).cuda()
-    mask = torch.zeros(classes, dtype=torch.bool, device="cuda")
+    labels = torch.randint(0, 10, (rows,), generator=generator).to(DEVICE)
+    mask = torch.zeros(classes, dtype=torch.bool, device=DEVICE)
     mask[:10] = True
     return inputs, labels, mask
 
@@ -51,7 +47,8 @@ def low_precision_composite(projections, logits, features, student, labels, new,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "classes"), [(1, 5), (40, 100), (383, 100), (384, 200), (1024, 100)])
 @pytest.mark.parametrize("distil", ["rsd", "sd"])
-def test_error_is_at_most_twice_that_of_pytorch(dtype, rows, classes, distil):
+def test_error_is_at_most_twice_that_of_pytorch(card, dtype, rows, classes, distil):
+    rows = card.few(rows, 96)
     inputs, labels, mask = make(rows, classes, dtype=dtype)
     labels = labels % classes
     new = rows // 3
@@ -64,10 +61,13 @@ def test_error_is_at_most_twice_that_of_pytorch(dtype, rows, classes, distil):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equal_to_the_cpu(dtype):
-    inputs, labels, mask = make(dtype=dtype)
-    on_card = run(expert_losses, inputs, labels, 128, mask, valid_rows=300)
-    on_cpu = run(expert_losses, [x.detach().cpu() for x in inputs], labels.cpu(), 128, mask.cpu(), valid_rows=300)
+def test_equal_to_the_cpu(card, dtype):
+    rows = card.few(384, 96)
+    inputs, labels, mask = make(rows, dtype=dtype)
+    new, valid = rows // 3, rows * 25 // 32
+    on_card = run(expert_losses, inputs, labels, new, mask, valid_rows=valid)
+    with card.spared():
+        on_cpu = run(expert_losses, [x.detach().cpu() for x in inputs], labels.cpu(), new, mask.cpu(), valid_rows=valid)
     for card, cpu in zip(on_card, on_cpu, strict=True):
         tolerance = 2e-5 if cpu.dtype == torch.float32 else 2**-7
         torch.testing.assert_close(card.cpu(), cpu, rtol=tolerance, atol=tolerance * cpu.abs().max().item())
@@ -81,9 +81,10 @@ def test_any_size_of_projections(size):
         torch.testing.assert_close(value.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.needs("graphs")
 def test_graph_replays_equal_eager_and_read_the_row_counts_anew():
     inputs, labels, mask = make(dtype=torch.bfloat16)
-    new, valid = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in (128, 384))
+    new, valid = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in (128, 384))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -100,6 +101,7 @@ def test_graph_replays_equal_eager_and_read_the_row_counts_anew():
         assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
 
 
+@pytest.mark.needs("streams")
 def test_runs_on_the_current_stream():
     inputs, labels, mask = make()
     wanted = run(expert_losses, inputs, labels, 128, mask)
@@ -115,6 +117,7 @@ def test_runs_on_the_current_stream():
     assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
+@pytest.mark.needs("profiler")
 def test_launches_and_memory():
     inputs, labels, mask = make(dtype=torch.bfloat16)
     run(expert_losses, inputs, labels, 128, mask)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mose_fast import _dali
+from mose_fast import _dali, _loader
 from mose_fast.augment import ViewMaker
 from mose_fast.methods import create_learner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed"),
-]
+pytestmark = pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")
+
+DEVICE = _loader.card()
 
 MEAN, STD = (0.5, 0.48, 0.44), (0.2, 0.24, 0.26)
 
@@ -33,18 +31,19 @@ def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("side", [32, 64])
 @pytest.mark.parametrize("inner", [1, 2, 4])
 @pytest.mark.parametrize("recipe", ["none", "ocm", "simclr"])
-def test_three_feeds_and_the_cpu_agree(recipe, inner, side):
+def test_three_feeds_and_the_cpu_agree(card, recipe, inner, side):
     x = noise(40, side)
-    wanted, wanted_rows = maker("fused", recipe, inner).make(x, (25, 15), 5, 9)
+    with card.spared():
+        wanted, wanted_rows = maker("fused", recipe, inner).make(x, (25, 15), 5, 9)
     for feed in ("dali", "fused", "torch"):
-        views, rows = maker(feed, recipe, inner).make(x.cuda(), (25, 15), 5, 9)
-        assert views.is_cuda and views.is_contiguous(memory_format=torch.channels_last)
+        views, rows = maker(feed, recipe, inner).make(x.to(DEVICE), (25, 15), 5, 9)
+        assert views.device.type == DEVICE and views.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(rows.cpu(), wanted_rows)
         torch.testing.assert_close(views.cpu(), wanted, rtol=3e-5, atol=3e-5) if feed == "torch" else close(views, wanted)
 
 
 def test_sides_that_are_no_powers_of_two():
-    ours, wanted = maker("dali").make(noise(20, 40).cuda(), (20,), 1, 2)[0], maker("fused").make(noise(20, 40), (20,), 1, 2)[0]
+    ours, wanted = maker("dali").make(noise(20, 40).to(DEVICE), (20,), 1, 2)[0], maker("fused").make(noise(20, 40), (20,), 1, 2)[0]
     torch.testing.assert_close(ours.cpu(), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -52,22 +51,23 @@ def test_every_step_has_its_own_views_at_every_size():
     made = maker("dali")
     views = []
     for sequence, count in enumerate([10, 96, 0, 1, 300, 96]):
-        views.append(made.make(noise(count, seed=sequence).cuda(), (count,), 1, sequence)[0])
+        views.append(made.make(noise(count, seed=sequence).to(DEVICE), (count,), 1, sequence)[0])
     for sequence, count in enumerate([10, 96, 0, 1, 300, 96]):
         close(views[sequence], maker("fused").make(noise(count, seed=sequence), (count,), 1, sequence)[0])
 
 
 def test_two_runs_give_the_same_bits():
-    x = noise(96).cuda()
+    x = noise(96).to(DEVICE)
     assert torch.equal(maker("dali").make(x, (96,), 1, 2)[0], maker("dali").make(x, (96,), 1, 2)[0])
 
 
+@pytest.mark.needs("streams")
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_it_waits_for_the_rows_and_the_reader_for_it(side_stream):
     """Rows are written late, views are read at once, rows are overwritten right after: all on one stream, without waiting for it."""
     made, wanted = maker("dali"), maker("fused").make(noise(96), (96,), 1, 2)[0]
-    made.make(noise(96, seed=1).cuda(), (96,), 1, 1)  # the pipeline stands
-    source, rows = noise(96).cuda(), torch.zeros(96, 32, 32, 3, dtype=torch.uint8, device="cuda")
+    made.make(noise(96, seed=1).to(DEVICE), (96,), 1, 1)  # the pipeline stands
+    source, rows = noise(96).to(DEVICE), torch.zeros(96, 32, 32, 3, dtype=torch.uint8, device=DEVICE)
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -81,9 +81,10 @@ def test_it_waits_for_the_rows_and_the_reader_for_it(side_stream):
             close(doubled / 2, wanted)
 
 
+@pytest.mark.needs("streams")
 def test_the_caller_does_not_wait_for_the_card():
     """Views of the next step are asked for while the card has half a second of work left on the same stream."""
-    made, x = maker("dali"), noise(96).cuda()
+    made, x = maker("dali"), noise(96).to(DEVICE)
     for sequence in range(3):
         made.make(x, (96,), 1, sequence)
     torch.cuda.synchronize()
@@ -95,10 +96,11 @@ def test_the_caller_does_not_wait_for_the_card():
     torch.cuda.synchronize()
 
 
+@pytest.mark.needs("streams")
 def test_streams_in_turn_do_not_overwrite_each_other():
     made = maker("dali")
     wanted = [maker("fused").make(noise(96, seed=s), (96,), 1, s)[0] for s in range(6)]
-    rows = [noise(96, seed=s).cuda() for s in range(6)]
+    rows = [noise(96, seed=s).to(DEVICE) for s in range(6)]
     made.make(rows[0], (96,), 1, 0)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
@@ -112,8 +114,9 @@ def test_streams_in_turn_do_not_overwrite_each_other():
         close(ours, known)
 
 
+@pytest.mark.needs("memory statistics")
 def test_memory_does_not_grow():
-    made, x = maker("dali"), noise(96).cuda()
+    made, x = maker("dali"), noise(96).to(DEVICE)
     for sequence in range(20):
         made.make(x, (96,), 1, sequence)
     torch.cuda.synchronize()
@@ -124,9 +127,10 @@ def test_memory_does_not_grow():
     assert before - torch.cuda.mem_get_info()[0] < 32 * 2**20
 
 
+@pytest.mark.needs("graphs")
 def test_a_graph_is_replayed_on_views_that_are_copied_in():
-    made, x = maker("dali"), noise(96).cuda()
-    static = torch.zeros(384, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+    made, x = maker("dali"), noise(96).to(DEVICE)
+    static = torch.zeros(384, 3, 32, 32, device=DEVICE).contiguous(memory_format=torch.channels_last)
     made.make(x, (96,), 1, 0)  # DALI's threads are running while the graph is captured
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -144,11 +148,12 @@ def test_a_graph_is_replayed_on_views_that_are_copied_in():
         assert float(total) == pytest.approx(float(wanted), rel=1e-5, abs=0.1)
 
 
+@pytest.mark.needs("memory of its own")
 def test_an_automatic_learner_takes_dali_and_learns_as_with_the_fused_op():
     losses = {}
     for feed in ("auto", "fused"):
         learner = create_learner(
-            method="mose", classes=4, image_size=(32, 32), width=8, memory=40, device="cuda", feed=feed, seed=3,
+            method="mose", classes=4, image_size=(32, 32), width=8, memory=40, device=DEVICE, feed=feed, seed=3,
             options={"buffer_batch": 10, "augment": "ocm"}, mean=MEAN, std=STD,
         )  # fmt: skip
         assert learner.feed.name == ("dali" if feed == "auto" else "fused")

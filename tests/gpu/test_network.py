@@ -13,11 +13,7 @@ from mose_fast import _loader
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
-]
+DEVICE = _loader.card()
 
 
 @pytest.fixture(autouse=True)
@@ -28,24 +24,24 @@ def float32_is_float32(monkeypatch):
 def make(kernels: str, dtype: torch.dtype = torch.float32, **settings) -> ExpertNetwork:
     torch.manual_seed(0)
     network = ExpertNetwork(100, width=64, kernels=kernels, **settings)
-    return network.to("cuda", dtype, memory_format=torch.channels_last)
+    return network.to(DEVICE, dtype, memory_format=torch.channels_last)
 
 
 def images(rows: int) -> Tensor:
     x = torch.randn(rows, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    return x.cuda().contiguous(memory_format=torch.channels_last)
+    return x.to(DEVICE).contiguous(memory_format=torch.channels_last)
 
 
 @lru_cache
 def weights(shape: torch.Size) -> Tensor:
     """Of a sum over outputs of this shape; made before any capture."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).cuda()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).to(DEVICE)
 
 
 def train_once(network: ExpertNetwork, x: Tensor, *, half: bool = False, rows: int | None = None, **settings) -> list[Tensor]:
     """Outputs of the first rows, then the gradients of all parameters."""
     network.zero_grad(set_to_none=True)
-    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=half):
         outputs = [part[..., :rows, :] for part in network(x, **settings)]
     loss = sum((part.double() * weights(part.shape)).sum() for part in outputs)
     (loss / len(x)).backward()
@@ -82,13 +78,14 @@ def test_padding_changes_nothing():
     bare, padded = make("fused"), make("fused")
     wanted = train_once(bare, x)
     scale = len(longer) / len(x)  # the loss is divided by the images, padded ones included
-    found = train_once(padded, longer, rows=40, valid_rows=torch.tensor(40, dtype=torch.int32, device="cuda"))
+    found = train_once(padded, longer, rows=40, valid_rows=torch.tensor(40, dtype=torch.int32, device=DEVICE))
     found = [t if i < 4 else t * scale for i, t in enumerate(found)]
     assert max(distances(found, wanted)) < 1e-3
     for a, b in zip(padded.buffers(), bare.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.needs("graphs")
 def test_a_replayed_pass_is_the_eager_one(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     network, x = make("fused"), images(48)
@@ -108,12 +105,13 @@ def test_a_replayed_pass_is_the_eager_one(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(network.buffers(), buffers, strict=True))
 
 
+@pytest.mark.needs("profiler")
 def test_no_kernel_only_adds_gradients_of_maps():
     """The sums of the gradients of a map's readers happen in the backward pass of the norm before it (consumers)."""
     network, x = make("fused"), images(48)
     train_once(network, x, half=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], record_shapes=True) as profile:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = network(x).features.float().sum()
         loss.backward()
     adds = [event.name for event in profile.events() if "CUDAFunctor_add" in event.name or "add_kernel" in event.name]
@@ -121,6 +119,7 @@ def test_no_kernel_only_adds_gradients_of_maps():
     assert len(adds) <= 8, adds
 
 
+@pytest.mark.needs("streams")
 def test_side_streams_change_nothing(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     x = images(48)
@@ -133,10 +132,11 @@ def test_side_streams_change_nothing(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.needs("profiler")
 def test_the_norm_of_the_library_is_used():
     """The tests above would pass, slowly, if every op fell back to PyTorch."""
     x = images(4)[:, :, :8, :8].repeat(1, 8, 1, 1)[:, :16].contiguous(memory_format=torch.channels_last)
-    module = torch.nn.BatchNorm2d(16, device="cuda")
+    module = torch.nn.BatchNorm2d(16, device=DEVICE)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         batch_norm_act(x, Norm.of(module))
     assert any("batch_norm_act_forward_kernel" in event.name for event in profile.events())

@@ -10,11 +10,7 @@ from mose_fast import _loader
 from mose_fast.ops.norm_pool import norm_pool
 from mose_fast.reference import norm_pool as reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card"),
-    pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"),
-]
+DEVICE = _loader.card()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(384, 512, 4, 4), (1, 512, 4, 4), (37, 160, 4, 4), (383, 512, 8, 8), (5, 67, 3, 5)]
@@ -26,8 +22,8 @@ def make(shape, dtype=torch.float32):
     def coarse(*sizes):  # multiples of 1/64: what is normalised is exact in float32, so that no sign depends on rounding
         return torch.randn(sizes, generator=generator).mul(64).round().div(64)
 
-    x = coarse(*shape).to(dtype).cuda().contiguous(memory_format=torch.channels_last)
-    return x, coarse(4, shape[1]).cuda(), coarse(*shape[:2]).to(dtype).cuda()
+    x = coarse(*shape).to(dtype).to(DEVICE).contiguous(memory_format=torch.channels_last)
+    return x, coarse(4, shape[1]).to(DEVICE), coarse(*shape[:2]).to(dtype).to(DEVICE)
 
 
 def run(function, x, state, grad, valid_rows=None):
@@ -47,8 +43,8 @@ def in_the_maps_own_type(x, state, valid_rows):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_state", [True, False])
-def test_error_is_at_most_twice_that_of_pytorch(dtype, shape, with_state):
-    x, state, grad = make(shape, dtype)
+def test_error_is_at_most_twice_that_of_pytorch(card, dtype, shape, with_state):
+    x, state, grad = make((card.few(shape[0], 20), *shape[1:]), dtype)
     state = state if with_state else None
     exact = run(reference.norm_pool, x.double(), None if state is None else state.double(), grad.double())
     ours, theirs = (run(function, x, state, grad) for function in (norm_pool, in_the_maps_own_type))
@@ -60,12 +56,14 @@ def test_error_is_at_most_twice_that_of_pytorch(dtype, shape, with_state):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_state", [True, False])
-def test_equal_to_the_cpu(dtype, shape, with_state):
+def test_equal_to_the_cpu(card, dtype, shape, with_state):
+    shape = (card.few(shape[0], 20), *shape[1:])
     x, state, grad = make(shape, dtype)
     state = state if with_state else None
     valid = max(1, shape[0] - 3)
     on_card = run(norm_pool, x, state, grad, valid)
-    on_cpu = run(norm_pool, x.cpu(), None if state is None else state.cpu(), grad.cpu(), valid)
+    with card.spared():
+        on_cpu = run(norm_pool, x.cpu(), None if state is None else state.cpu(), grad.cpu(), valid)
     for card, cpu in zip(on_card, on_cpu, strict=True):
         assert card.dtype == cpu.dtype and card.stride() == cpu.stride()
         tolerance = 1e-5 if cpu.dtype == torch.float32 else 2**-7
@@ -76,14 +74,14 @@ def test_padding_is_never_read():
     x, state, grad = make((40, 512, 4, 4), torch.bfloat16)
     wanted = run(norm_pool, x, state, grad, 30)
     x[30:], grad[30:] = torch.nan, torch.nan
-    results = run(norm_pool, x, state, grad, torch.tensor(30, dtype=torch.int32, device="cuda"))
+    results = run(norm_pool, x, state, grad, torch.tensor(30, dtype=torch.int32, device=DEVICE))
     assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
     assert (results[0][30:] == 0).all() and (results[1][30:] == 0).all()
 
 
 def test_memory_that_is_not_aligned():
     x, state, grad = make((6, 64, 4, 4), torch.bfloat16)
-    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda").as_strided(x.shape, x.stride(), 1).copy_(x)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE).as_strided(x.shape, x.stride(), 1).copy_(x)
     assert shifted.data_ptr() % 16
     leaf = shifted.requires_grad_()  # as it lies: a clone would be aligned
     pooled = norm_pool(leaf, state)
@@ -92,11 +90,12 @@ def test_memory_that_is_not_aligned():
     assert torch.equal(pooled, wanted[0]) and torch.equal(dx, wanted[1])
 
 
+@pytest.mark.needs("graphs")
 @pytest.mark.parametrize("with_state", [True, False])
 def test_replays_of_a_graph_equal_eager_and_read_the_row_count_anew(with_state):
     x, state, grad = make((384, 512, 4, 4), torch.bfloat16)
     state = state if with_state else None
-    valid = torch.tensor(384, dtype=torch.int32, device="cuda")
+    valid = torch.tensor(384, dtype=torch.int32, device=DEVICE)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -111,6 +110,7 @@ def test_replays_of_a_graph_equal_eager_and_read_the_row_count_anew(with_state):
         assert all(torch.equal(a, b) for a, b in zip(captured, run(norm_pool, x, state, grad, rows), strict=True))
 
 
+@pytest.mark.needs("streams")
 def test_runs_on_the_current_stream():
     x, state, grad = make((64, 512, 4, 4))
     wanted = run(norm_pool, x, state, grad)
@@ -126,6 +126,7 @@ def test_runs_on_the_current_stream():
     assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
+@pytest.mark.needs("profiler")
 def test_two_launches_and_little_memory():
     x, state, grad = make((384, 512, 4, 4), torch.bfloat16)
     leaves = [x.requires_grad_(), state.requires_grad_()]
