@@ -248,6 +248,7 @@ def benchmark(
         raise ConfigError(f"method is {config.method!r}; wanted mose, whose step is measured")
     stream = random_stream(config, classes, 1000 * config.stream.batch, tests=max(10_000 * config.width // 64, 100))
     probe = _learner(config, stream)
+    config = dataclasses.replace(config, precision=probe.precision.name)
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run would say it; rows have notes

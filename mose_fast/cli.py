@@ -66,7 +66,7 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
     "where": (
         _Flag("--device", "device", str, "auto (the GPU where there is one), cpu, cuda or cuda:N"),
         _Flag("--augment", "feed", str, "what makes the views: auto (dali on a GPU where installed), dali, fused or torch"),
-        _Flag("--precision", "precision", str, "fp32, tf32 (convolutions only) or bf16"),
+        _Flag("--precision", "precision", str, "auto (bf16 on a GPU that has it, else fp32), fp32, tf32 (convolutions only) or bf16"),
         _Flag("--kernels", "kernels", str, "auto, fused (native norms, alignment path, heads, Adam) or torch (PyTorch's modules)"),
         _Flag("--step", "step", str, "auto, captured (CUDA graphs, where the method allows it) or eager"),
         _Flag("--deterministic", "deterministic", bool, "deterministic kernels only, so that resuming is exact on CUDA too"),
@@ -196,7 +196,7 @@ def build_parser() -> argparse.ArgumentParser:
         "bench", help="what training costs on this machine, beside plain PyTorch", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description="Measures the step of MOSE by itself and in the loop, with PyTorch's own modules (eager, compiled, as a graph) and "
         "with our kernels, by feed; an evaluation; the machine's ceilings. Images are random. Let nothing else run.",
-        epilog="example: mose-fast bench --precision bf16 --memory 5000; on a CPU: --width 8",
+        epilog="example: mose-fast bench --memory 5000; on a CPU: --width 8",
     )  # fmt: skip
     speed.set_defaults(act=_bench, seconds=2.0, only="", csv=None)
     _add_flags(speed, without=(

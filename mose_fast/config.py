@@ -420,7 +420,8 @@ class RunConfig:
         feed: What makes the views: ``dali``, ``fused`` (the native op) or ``torch`` (plain PyTorch), with the same pixels up to rounding;
             ``auto`` is ``dali`` on CUDA where it is installed, else ``fused``. The recipe of the views is ``options.augment``.
         precision: ``fp32``; ``tf32``: the same, but cuDNN's convolutions round their inputs to 10 bits of mantissa (no difference on a
-            CPU); ``bf16`` for the network in training and evaluation (similarities, softmaxes and norms stay fp32).
+            CPU); ``bf16`` for the network in training and evaluation (similarities, softmaxes and norms stay fp32); ``auto``: bf16 on cards
+            of compute capability 8.0 and later, else fp32.
         kernels: What runs the network's norms, alignment path and heads, and Adam: ``torch``, PyTorch's own modules, or ``fused``, the ops
             of mose_fast.ops; ``auto``: fused on CUDA where the native library has kernels, else torch. Equal up to rounding.
         step: ``captured``: on CUDA, steps of a method that allows it (``mose``) replay as CUDA graphs; ``eager``: PyTorch launches each
@@ -442,7 +443,7 @@ class RunConfig:
     init_seed: int | None = None
     device: str = "auto"
     feed: str = "auto"
-    precision: str = "fp32"
+    precision: str = "auto"
     kernels: str = "auto"
     step: str = "auto"
     deterministic: bool = False
@@ -472,7 +473,7 @@ class RunConfig:
                 f"feed is {self.feed!r}, which is a recipe; wanted auto, dali, fused or torch, or --set augment={self.feed} for the recipe"
             )
         _choice("", "feed", self.feed, ("auto", "dali", "fused", "torch"))
-        _choice("", "precision", self.precision, ("fp32", "tf32", "bf16"))
+        _choice("", "precision", self.precision, ("auto", "fp32", "tf32", "bf16"))
         _choice("", "kernels", self.kernels, ("auto", "fused", "torch"))
         _choice("", "step", self.step, ("auto", "captured", "eager"))
         _flag("", "deterministic", self.deterministic)

@@ -1,4 +1,4 @@
-"""Where things are computed: names of cards and processors, and moving tensors to a card without waiting for it."""
+"""Where things are computed, and in which precision: names of cards and processors, and moving tensors to a card without waiting for it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,46 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["device_name", "own_stream", "processor", "upload"]
+__all__ = ["Choice", "choose_precision", "device_name", "own_stream", "processor", "upload"]
+
+
+class Choice(NamedTuple):
+    """What a setting became on this machine.
+
+    Attributes:
+        name: The value that is used.
+        reason: Why, where it is not simply what was asked for or the first choice; else empty.
+    """
+
+    name: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})" if self.reason else self.name
+
+
+def choose_precision(wanted: str, device: torch.device) -> Choice:
+    """The precision of the network that a configuration's ``precision`` means on a device.
+
+    ``auto`` is ``bf16`` on cards that multiply matrices in it (compute capability 8.0 and later), else ``fp32``.
+
+    Args:
+        wanted: ``auto``, ``fp32``, ``tf32`` or ``bf16``.
+        device: Where the network is.
+    """
+    if wanted != "auto":
+        return Choice(wanted)
+    if device.type != "cuda":
+        return Choice("fp32", "auto: on the CPU")
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 0):
+        return Choice("fp32", f"auto: compute capability {major}.{minor}, bf16 wants 8.0")
+    return Choice("bf16", f"auto: compute capability {major}.{minor}")
 
 
 def processor() -> str:

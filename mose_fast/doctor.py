@@ -19,6 +19,7 @@ import torch
 
 from mose_fast import _dali, _loader, streams
 from mose_fast.augment import choose_feed
+from mose_fast.device import choose_precision
 from mose_fast.threads import crowding
 
 __all__ = ["Finding", "diagnose", "report", "serves_card"]
@@ -50,7 +51,8 @@ def diagnose(data_dir: str | None = None) -> list[Finding]:
     Args:
         data_dir: Folder with the data sets' files; None is the default one.
     """
-    return [_python(), _torch(), _packages(), *_cuda(), *_cards(), _native(), *_build_tools(os.environ), _feed(), *_data(data_dir)]
+    used = [_precision(), _feed()]
+    return [_python(), _torch(), _packages(), *_cuda(), *_cards(), _native(), *_build_tools(os.environ), *used, *_data(data_dir)]
 
 
 def report(findings: Sequence[Finding]) -> str:
@@ -218,10 +220,19 @@ def _nvcc_release(environment: Mapping[str, str]) -> str | None:
     return None
 
 
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _precision() -> Finding:
+    """In what the network of a run computes, unless ``--precision`` says otherwise."""
+    return Finding("ok", "precision", str(choose_precision("auto", _default_device())))
+
+
 def _feed() -> Finding:
     """What makes the views of a run, unless ``--augment`` says otherwise."""
     obstacle = _dali.obstacle()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _default_device()
     used = f"--augment auto is {choose_feed('auto', device, None).name} here"
     if obstacle:
         return Finding("--", "DALI (optional)", f"{obstacle}; {used}", _dali.INSTALL)

@@ -29,6 +29,7 @@ from mose_fast.sweep.store import read_run
 from mose_fast.train.checkpoint import latest, load_checkpoint
 from mose_fast.train.files import LOCK, RunError, RunFolder, remove_leftovers, write_atomically
 from mose_fast.train.lock import FolderLock
+from mose_fast.train.results import precision_of
 
 __all__ = ["CARD", "FORMAT", "MODELS", "Classifier", "DeployedNetwork", "ExportError", "Predictions", "classify_files", "export_run"]
 
@@ -300,8 +301,10 @@ def classify_files(classifier: Classifier, paths: Iterable[str | Path]) -> Itera
 
 def _restore(run: Path, results: dict[str, Any]) -> NetworkLearner:
     """The run's learner after its last batch, on the CPU."""
-    config = RunConfig.from_dict({**results["config"], "device": "cpu"})
     resolved = results["resolved"]
+    # In the precision of the run, which auto may not be here; and what only a card has is no obstacle.
+    here = {"device": "cpu", "precision": precision_of(results), "step": "auto", "feed": "auto"}
+    config = RunConfig.from_dict({**results["config"], **here})
     normalisation = resolved["normalisation"]
     try:
         learner = create_learner(

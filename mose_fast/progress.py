@@ -160,7 +160,7 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
         f"mirroring {'on' if learner.mirrored else off}",
         "network": f"width {config.width}: {trained.parameters:,} parameters and {trained.macs / 1e6:,.1f} M multiply-accumulates an image "
         f"(for predict(): {deployed.parameters:,} and {deployed.macs / 1e6:,.1f} M)",
-        "device": f"{where}, {config.precision}; native library: {f'yes ({native} build)' if native else 'no, pure PyTorch'}",
+        "device": f"{where}, {learner.precision}; native library: {f'yes ({native} build)' if native else 'no, pure PyTorch'}",
         **({} if learner.feed is None else {"views": f"{config.options.augment}, made by {learner.feed}"}),
         **({"steps": str(learner.stepping)} if device.type == "cuda" else {}),
         **({"caution": crowded} if device.type == "cpu" and (crowded := crowding(torch.get_num_threads())) else {}),

@@ -86,7 +86,7 @@ def test_a_configuration_written_before_there_were_feeds_is_read(tmp_path):
         ({"seed": 2**63}, "below 2"),
         ({"init_seed": -1}, "init_seed is -1"),
         ({"init_seed": 2**63}, "init_seed is .*below 2"),
-        ({"precision": "fp16"}, "precision is 'fp16'; wanted one of 'fp32', 'tf32', 'bf16'"),
+        ({"precision": "fp16"}, "precision is 'fp16'; wanted one of 'auto', 'fp32', 'tf32', 'bf16'"),
         ({"device": "gpu"}, "device is 'gpu'"),
         ({"device": "cuda:x"}, "device is 'cuda:x'"),
         ({"train_on": "memory"}, "train_on"),

@@ -15,6 +15,7 @@ from mose_fast import streams, train
 from mose_fast.cli import main
 from mose_fast.config import RunConfig
 from mose_fast.export import Classifier, DeployedNetwork, ExportError, classify_files, export_run
+from mose_fast.export import _restore as restore
 from mose_fast.train import Listener
 
 
@@ -76,6 +77,17 @@ def true_distances(run):
     """Squared distances of the last expert by the training network, [N, K], and what it predicts, of all test images."""
     features = run.learner.outputs(run.stream.x_test)[0]
     return run.learner.class_means().distances(features)[-1], run.learner.predict(run.stream.x_test)
+
+
+def test_a_run_of_a_card_is_restored_here(finished, tmp_path):
+    """In the precision that it had there, and although its steps were captured and its views DALI's."""
+    folder = shutil.copytree(finished().folder, tmp_path / "run")
+    results = json.loads((folder / "results.json").read_text())
+    results["config"] |= {"device": "cuda", "step": "captured", "feed": "dali"}
+    results["resolved"] |= {"device": "cuda", "precision": "bf16", "step": "captured"}
+    assert restore(folder, results).precision == ("bf16", "")
+    results["resolved"]["precision"] = "fp32"
+    assert restore(folder, results).precision == ("fp32", "")
 
 
 # What an export computes

@@ -1,6 +1,6 @@
 """Views of images: parameters are drawn once, then applied by a back end."""
 
-from mose_fast.augment.feeds import Feed, choose_feed
+from mose_fast.augment.feeds import choose_feed
 from mose_fast.augment.views import RECIPES, ViewInputs, ViewMaker
 
-__all__ = ["RECIPES", "Feed", "ViewInputs", "ViewMaker", "choose_feed"]
+__all__ = ["RECIPES", "ViewInputs", "ViewMaker", "choose_feed"]

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from mose_fast import _dali
 from mose_fast.config import ConfigError
+from mose_fast.device import Choice
 from mose_fast.ops.augment_parameters import Recipe
 
-__all__ = ["Feed", "choose_feed"]
+__all__ = ["choose_feed"]
 
 
-class Feed(NamedTuple):
-    """The back end that makes the views of a run.
-
-    Attributes:
-        name: ``dali``, ``fused`` or ``torch``.
-        reason: Why it is not the one asked for, or not the first choice; empty where it is.
-    """
-
-    name: str
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})" if self.reason else self.name
-
-
-def choose_feed(wanted: str, device: torch.device, recipe: Recipe | None) -> Feed:
+def choose_feed(wanted: str, device: torch.device, recipe: Recipe | None) -> Choice:
     """The back end that a configuration's ``feed`` means on a device.
 
     ``auto`` is ``dali`` on CUDA where DALI can be imported, else ``fused``. Recipes with colour jitter are made by ``fused`` where
@@ -43,14 +27,14 @@ def choose_feed(wanted: str, device: torch.device, recipe: Recipe | None) -> Fee
         ConfigError: DALI is asked for and cannot be used.
     """
     if wanted == "auto" and device.type != "cuda":
-        return Feed("fused")
+        return Choice("fused")
     if wanted in ("auto", "dali"):
         obstacle = _dali.obstacle()
         if obstacle and wanted == "dali":
             raise ConfigError(f"feed is 'dali', but {obstacle}; wanted: {_dali.INSTALL}, or feed fused")
         if obstacle:
-            return Feed("fused", f"{obstacle}: {_dali.INSTALL}")
+            return Choice("fused", f"{obstacle}: {_dali.INSTALL}")
         if recipe is not None and recipe.jitter_p > 0:
-            return Feed("fused", "not dali, whose colour jitter is another function")
-        return Feed("dali")
-    return Feed(wanted)
+            return Choice("fused", "not dali, whose colour jitter is another function")
+        return Choice("dali")
+    return Choice(wanted)

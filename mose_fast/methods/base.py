@@ -15,16 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.augment import Feed
 from mose_fast.config import ConfigError, RunConfig, near_matches
-from mose_fast.device import upload
+from mose_fast.device import Choice, choose_precision, upload
 from mose_fast.memory import MemoryRecord, ReplayMemory
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, check_image_size, classify
 
 if TYPE_CHECKING:
     from mose_fast.methods.registry import About
 
-__all__ = ["DataState", "Learner", "Prepared", "Stepping", "resolve_device"]
+__all__ = ["DataState", "Learner", "Prepared", "resolve_device"]
 
 
 # Images a forward pass of an evaluation, unless the configuration says otherwise.
@@ -59,21 +58,6 @@ class DataState(NamedTuple):
 
     values: dict[str, Any]
     memory: MemoryRecord
-
-
-class Stepping(NamedTuple):
-    """How a learner's steps run.
-
-    Attributes:
-        name: ``captured`` or ``eager``.
-        reason: Why it is not what was asked for, or not the first choice; empty where it is.
-    """
-
-    name: str
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})" if self.reason else self.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +104,7 @@ class Learner(ABC):
         mirrored: Whether images are mirrored, in fixed copies and at random.
         kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became; None for learners without an :class:`ExpertNetwork`.
         evaluation_batch: Images a forward pass of an evaluation.
+        precision: What the configuration's ``precision`` became, and why.
         stepping: What the configuration's ``step`` became, and why.
         feed: What makes the views, and why; None for learners that make none by :mod:`mose_fast.augment`.
     """
@@ -167,7 +152,8 @@ class Learner(ABC):
         self.mean, self.std = tuple(mean), tuple(std)
         self.mirrored = mirror_safe if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
-        self.feed: Feed | None = None
+        self.precision = choose_precision(config.precision, self.device)
+        self.feed: Choice | None = None
         self.kernels: str | None = None
         self.stepping = self._choose_step(config.step)
         self.evaluation_batch = config.evaluation_batch or _EVALUATION_BATCH[self.device.type]
@@ -332,7 +318,7 @@ class Learner(ABC):
         self._means = None
         return exact
 
-    def _choose_step(self, wanted: str) -> Stepping:
+    def _choose_step(self, wanted: str) -> Choice:
         obstacle = ""
         if self.device.type != "cuda":
             obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
@@ -342,8 +328,8 @@ class Learner(ABC):
         if wanted == "captured" and obstacle:
             raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")
         if wanted == "eager" or obstacle:
-            return Stepping("eager", "" if wanted == "eager" or self.device.type != "cuda" else obstacle)
-        return Stepping("captured")
+            return Choice("eager", "" if wanted == "eager" or self.device.type != "cuda" else obstacle)
+        return Choice("captured")
 
     def _receive(self, x: Tensor, y: Tensor, task: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Registers a checked batch's task and labels; returns it on the device."""
@@ -422,7 +408,7 @@ class Learner(ABC):
     def precise(self) -> Iterator[None]:
         """Makes fp32 mean fp32: cuDNN's convolutions use TF32 (10 bits of mantissa) on their own, unlike PyTorch's matrix products."""
         before = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = self.config.precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = self.precision.name == "tf32"
         try:
             yield
         finally:

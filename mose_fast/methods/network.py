@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from mose_fast import _loader
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import RunConfig
 from mose_fast.methods.base import Learner
 from mose_fast.methods.statistics import RunningStatistics
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
+from mose_fast.nn.kernels import choose_kernels
 from mose_fast.optim import FlatAdam
 
 __all__ = ["NetworkLearner"]
@@ -43,9 +43,7 @@ class NetworkLearner(Learner):
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)
-        self.kernels = config.kernels
-        if config.kernels == "auto":
-            self.kernels = "fused" if _loader.on_card(torch.empty(0, device=self.device)) else "torch"
+        self.kernels = choose_kernels(config.kernels, self.device)
         self.start_afresh()
         self.views = self.build_views(config.options.augment)
 
@@ -94,7 +92,7 @@ class NetworkLearner(Learner):
     @property
     def shadowed(self) -> bool:
         """Whether forward passes run on copies of the weights in bf16, which the optimiser keeps."""
-        return self.uses_shadows and self.kernels == "fused" and self.config.precision == "bf16"
+        return self.uses_shadows and self.kernels == "fused" and self.precision.name == "bf16"
 
     def build_views(self, recipe: str) -> ViewMaker:
         """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`; sets :attr:`feed`."""
@@ -116,7 +114,7 @@ class NetworkLearner(Learner):
     @contextmanager
     def forward_precision(self) -> Iterator[None]:
         """The precision of the network's forward pass: bf16 autocast where the run asks for it."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision.name == "bf16"):
             yield
 
     @property

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["KERNELS", "check_kernels"]
+import torch
+
+from mose_fast import _loader
+
+__all__ = ["KERNELS", "check_kernels", "choose_kernels"]
 
 #: ``torch``: PyTorch's own modules, one by one. ``fused``: the ops of :mod:`mose_fast.ops`, native where there is a library.
 KERNELS = ("torch", "fused")
@@ -13,3 +17,15 @@ def check_kernels(kernels: str) -> str:
     if kernels not in KERNELS:
         raise ValueError(f"kernels is {kernels!r}; wanted one of {', '.join(KERNELS)}")
     return kernels
+
+
+def choose_kernels(wanted: str, device: torch.device) -> str:
+    """The kernels that a configuration's ``kernels`` means on a device: ``auto`` is ``fused`` where CUDA kernels run.
+
+    Args:
+        wanted: ``auto``, ``fused`` or ``torch``.
+        device: Where the network is.
+    """
+    if wanted != "auto":
+        return wanted
+    return "fused" if device.type == _loader.card() else "torch"

@@ -22,7 +22,7 @@ _NO_SETTING = (
     "seed", "device", "feed", "kernels", "step", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
     "stream.decoder", "stream.tasks", "stream.fingerprint",
 )  # fmt: skip
-# What the data made of the settings: equal names may stand for different data.
+# What the data made of the settings: equal names may stand for different data. (So may the machine: precision auto.)
 _DATA = ("tasks", "classes", "image_size", "class_order")
 # Shown in columns of their own, or by the preset.
 _SHOWN_APART = ("method", "preset", "memory", "class_order")
@@ -273,7 +273,8 @@ def _flat(run: Run) -> dict[str, Any]:
     config = dict(run.config)
     stream, options = config.pop("stream"), config.pop("options")
     flat = {**config, **{f"stream.{k}": v for k, v in stream.items()}, **{f"options.{k}": v for k, v in options.items()}}
-    return {**{name: value for name, value in flat.items() if name not in _NO_SETTING}, **{name: run.row[name] for name in _DATA}}
+    flat = {name: value for name, value in flat.items() if name not in _NO_SETTING}
+    return flat | {name: run.row[name] for name in (*_DATA, "precision")}
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:

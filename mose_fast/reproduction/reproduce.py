@@ -23,6 +23,7 @@ from mose_fast.sweep.grid import Cell, folder_name
 from mose_fast.sweep.scheduler import Failure, Place, SweepFolder, run_grid
 from mose_fast.sweep.store import read_run
 from mose_fast.train.files import RunError, RunFolder, write_atomically
+from mose_fast.train.results import precision_of
 
 __all__ = ["Plan", "reproduce"]
 
@@ -305,7 +306,7 @@ def _relation(metric: Metric) -> str:
 
 def _facts(results: Results) -> Results:
     """What the list of runs needs, without the accuracies."""
-    names = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config")
+    names = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
     return {name: results[name] for name in names}
 
 
@@ -337,7 +338,7 @@ def _provenance(runs: Sequence[Results]) -> list[str]:
         f"- commit: {told(lambda run: run['commit'])}; native library: {told(lambda run: run['native_backend'])}",
         "- versions: " + "; ".join(f"{name} {told(lambda run, name=name: run['versions'][name])}" for name in runs[0]["versions"]),
         f"- data: {told(lambda run: run['config']['stream'].get('fingerprint') or 'of runs before fingerprints')}",
-        f"- precision: {told(lambda run: run['config']['precision'])}; deterministic: {told(lambda run: run['config']['deterministic'])}",
+        f"- precision: {told(precision_of)}; deterministic: {told(lambda run: run['config']['deterministic'])}",
     ]
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mose_fast import evaluate
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.train.files import RunError, RunFolder
-from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv
+from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of
 
 if TYPE_CHECKING:
     import pandas
@@ -59,7 +59,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "epochs": ("INTEGER NOT NULL", "passes over each task"),
     "train_on": ("TEXT NOT NULL", "stream or final_memory"),
     "seed": ("INTEGER NOT NULL", "seed"),
-    "precision": ("TEXT NOT NULL", "fp32, tf32 or bf16"),
+    "precision": ("TEXT NOT NULL", "fp32, tf32 or bf16: what the configuration's became"),
     "classifier": ("TEXT NOT NULL", "classifier of predict(), ncm or linear"),
     "expert": ("TEXT NOT NULL", "expert of predict(), as in results.json"),
     "acc": ("REAL NOT NULL", "ACC"),
@@ -200,7 +200,7 @@ def _row(files: RunFolder, results: dict[str, Any], fingerprint: str) -> dict[st
         "epochs": config.epochs,
         "train_on": config.train_on,
         "seed": config.seed,
-        "precision": config.precision,
+        "precision": precision_of(results),
         "classifier": classifier,
         "expert": expert,
         **metrics[classifier][expert],

@@ -23,7 +23,7 @@ from mose_fast.device import processor
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
 
-__all__ = ["SCHEMA_VERSION", "accuracy_csv", "build_results", "schema", "summary"]
+__all__ = ["SCHEMA_VERSION", "accuracy_csv", "build_results", "precision_of", "schema", "summary"]
 
 SCHEMA_VERSION = 1
 
@@ -105,6 +105,12 @@ def build_results(
             "feed": None if learner.feed is None else learner.feed.name,
             "kernels": learner.kernels,
             "step": learner.stepping.name,
+            "precision": learner.precision.name,
+            "reasons": {
+                name: choice.reason
+                for name, choice in (("feed", learner.feed), ("step", learner.stepping), ("precision", learner.precision))
+                if choice is not None and choice.reason
+            },
             "mirror": learner.mirrored,
             "normalisation": {"name": normalisation.name, "mean": list(normalisation.mean), "std": list(normalisation.std)},
             "classifier": classifier,
@@ -153,6 +159,11 @@ def build_results(
         "native_backend": build["backend"],
         "weights_sha256": learner.weights_hash(),
     }
+
+
+def precision_of(results: dict[str, Any]) -> str:
+    """The precision that a run had: ``fp32``, ``tf32`` or ``bf16``. Results from before there was ``auto`` hold what was asked for only."""
+    return results["resolved"].get("precision", results["config"]["precision"])
 
 
 def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> str:

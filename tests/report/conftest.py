@@ -25,17 +25,18 @@ def template(tmp_path_factory):
 def maker(template, runs):
     """A function that writes a run folder below ``runs`` and returns its results.
 
-    ``make(seed, memory=64, preset="released", tasks=5, after=None, changes={}, **config)``: accuracies are drawn from the seed and the
-    settings; ``after`` lists the tasks after which there was an evaluation, None for all.
+    ``make(seed, memory=64, preset="released", tasks=5, after=None, changes={}, resolved={}, **config)``: accuracies are drawn from the
+    seed and the settings; ``after`` lists the tasks after which there was an evaluation, None for all.
     """
     made = []
 
-    def folder(seed, *, memory=64, preset="released", tasks=5, after=None, changes=None, stream=None, **config):
+    def folder(seed, *, memory=64, preset="released", tasks=5, after=None, changes=None, stream=None, resolved=None, **config):
         results = copy.deepcopy(template)
         changes = dict(changes or {})
         results["config"] |= {"memory": memory, "preset": preset, "seed": seed, **config}
         results["config"]["options"] |= changes
         results["config"]["stream"] |= stream or {}
+        results["resolved"] |= resolved or {}
         results["changes_from_preset"] |= changes
         results["seed"] = seed
         results["classes"], results["tasks"] = 2 * tasks, [[2 * t, 2 * t + 1] for t in range(tasks)]

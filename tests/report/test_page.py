@@ -12,6 +12,7 @@ from scipy import stats
 
 from mose_fast.cli import main
 from mose_fast.report.page import write_report
+from mose_fast.report.runs import group_runs, read_folders
 from mose_fast.report.statistics import IncomparableRuns
 from mose_fast.train.files import RunError
 
@@ -217,6 +218,21 @@ def test_differing_protocols_are_told(make, tmp_path, no_figures):
     page, _ = write_report([tmp_path / "runs"])
     assert "The augmentation differs: " in page.read_text()
     assert "mose released, augment=simclr" in page.read_text()
+
+
+def test_precision_is_what_a_run_had_not_what_was_asked_for(make, tmp_path, no_figures):
+    """``auto`` of a card and ``auto`` of a CPU are two settings; ``auto`` that became fp32 and fp32 itself are one."""
+    make(0)
+    make(1, precision="fp32")
+    make(0, resolved={"precision": "bf16"})
+    groups, skipped = group_runs(read_folders([tmp_path / "runs"])[0])
+    assert skipped == []
+    assert {group.label: [run.seed for run in group.runs] for group in groups} == {
+        "mose released, precision=fp32": [0, 1],
+        "mose released, precision=bf16": [0],
+    }
+    page, _ = write_report([tmp_path / "runs"])
+    assert "The precision differs: " in page.read_text()
 
 
 def test_no_runs_no_folder_and_no_permission_are_errors(make, tmp_path):

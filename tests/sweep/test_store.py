@@ -30,6 +30,22 @@ def test_row_says_what_results_say(finished_run, config):
     assert row["seconds_total"] == pytest.approx(row["seconds_train"] + row["seconds_evaluate"] + row["seconds_checkpoint"], abs=0.01)
 
 
+def test_precision_is_what_the_run_had(finished_run, tmp_path):
+    copy = shutil.copytree(finished_run, tmp_path / "copy")
+    assert read_run(copy)[0]["precision"] == "fp32"
+    results = json.loads((copy / "results.json").read_text())
+    assert results["config"]["precision"] == "auto"
+    results["resolved"]["precision"] = "bf16"
+    (copy / "results.json").write_text(json.dumps(results))
+    assert read_run(copy)[0]["precision"] == "bf16"
+    # As before there was auto.
+    del results["resolved"]["precision"]
+    results["config"]["precision"] = "tf32"
+    (copy / "results.json").write_text(json.dumps(results))
+    (copy / "config.json").write_text(json.dumps(results["config"]))
+    assert read_run(copy)[0]["precision"] == "tf32"
+
+
 def test_setting_is_all_but_the_seed(config):
     assert setting_id(config) == setting_id(dataclasses.replace(config, seed=9))
     assert setting_id(config) != setting_id(dataclasses.replace(config, memory=65))

@@ -253,6 +253,8 @@ def test_what_was_decided_is_recorded(finished):
     assert results["resolved"]["mirror"] is False  # Digits.
     assert results["resolved"]["normalisation"]["name"] == "digits"
     assert (results["resolved"]["classifier"], results["resolved"]["expert"]) == ("ncm", "4")
+    assert results["config"]["precision"] == "auto" and results["resolved"]["precision"] == "fp32"
+    assert results["resolved"]["reasons"] == {"precision": "auto: on the CPU"}
     assert results["changes_from_preset"] == SETTINGS["options"]
     assert results["config"]["options"].keys() == MoseOptions.__dataclass_fields__.keys()
     assert results["steps"] == TASKS * 2 - 1
