@@ -4,39 +4,71 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.ops.augment import GREY_WEIGHTS, orient
+from mose_fast.device import upload
+from mose_fast.ops.augment import GREY_WEIGHTS, MIRROR, orient
 from mose_fast.ops.augment_parameters import GRAY
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from nvidia.dali import Pipeline
 
-__all__ = ["DaliViews"]
+__all__ = ["DaliLayout", "DaliViews"]
 
 #: Views that a pipeline takes at first; twice as many, and so on, where a step has more.
 _VIEWS = 512
+
+#: Bytes behind the pixels of a view in what the pipeline is fed: a 2x3 matrix and whether the view is grey, float32.
+_PARAMETERS = 28
 
 # DALI loads its operators with the first pipeline of a process.
 _BUILDING = threading.Lock()
 
 
+class DaliLayout(NamedTuple):
+    """What each view of a call shows, on the host; of V views, those that are padding are left out.
+
+    Attributes:
+        rows: int32 [V], the image.
+        mirrored: bool [V], whether the fixed orientation is the mirror, which the matrix then holds.
+        turned: First view, last view + 1 and orientation of each run of views in another orientation than that.
+        draws: int64 [V], the drawn parameters; -1 for none.
+        padding: Views to add behind, which are zero.
+    """
+
+    rows: NDArray[np.int32]
+    mirrored: NDArray[np.bool_]
+    turned: tuple[tuple[int, int, int], ...]
+    draws: NDArray[np.int64]
+    padding: int
+
+    @classmethod
+    def of(cls, layout: Tensor, padding: int = 0) -> DaliLayout:
+        """Of a layout int32 [V, 3] on the host, as :func:`mose_fast.ops.augment.augment` takes it; its last ``padding`` views are zero."""
+        rows, orientations, draws = np.ascontiguousarray(layout[: len(layout) - padding].numpy().T)
+        ends = [*(np.flatnonzero(np.diff(orientations)) + 1).tolist(), len(orientations)]
+        runs = zip([0, *ends[:-1]], ends, strict=True)
+        turned = tuple((first, last, int(orientations[first])) for first, last in runs if last and orientations[first] not in (0, MIRROR))
+        return cls(rows, orientations == MIRROR, turned, draws.astype(np.int64), padding)
+
+
 class DaliViews:
     """Makes views by DALI: the twin of :func:`mose_fast.ops.augment.augment` for recipes without colour jitter.
 
-    Rows are gathered and brought into their fixed orientation by index arithmetic in torch, which is exact. The pipeline samples the
-    drawn window bilinearly (a matrix for each view; a drawn mirror is its negative width), normalises and makes grey. Every call gives
-    the views of its own arguments: nothing is prefetched, so nothing is left over at an evaluation, a checkpoint or a resumed run.
+    All that decides the views lies on the host, where the matrices are computed, too: the pipeline takes one array a call, of every
+    view's row with its matrix behind. It samples the drawn window bilinearly (a mirror is a negative width), normalises and makes
+    grey; half mirrors and quarter turns come before, by moving pixels. Every call gives the views of its own arguments: nothing is
+    prefetched, so nothing is left over at an evaluation, a checkpoint or a resumed run.
 
-    On CUDA everything stays on the device and in the order of torch's current stream: DALI copies the rows on that stream, its
-    result is handed to that stream, and is copied out before anything else is asked of the pipeline. (DALI can take rows without
-    copying them, but does not wait for the stream then.) To make views ahead, call this earlier, on another stream; the calling
-    thread waits for DALI's launches, not for the device.
+    On CUDA everything is in the order of torch's current stream: DALI copies its input on that stream, its result is handed to that
+    stream, and is copied out before anything else is asked of the pipeline. (DALI can take input without copying it, but does not wait
+    for the stream then.) The calling thread waits for DALI's launches, not for the device; a run therefore calls this from a thread of
+    its own, :class:`mose_fast.train.feeder.Feeder`. DALI lets other Python threads run meanwhile.
 
     The pipeline is built at the first call. One object serves one size of images at a time, from any thread, one call at a time.
 
@@ -53,33 +85,37 @@ class DaliViews:
         self._capacity = 0
         self._copied: torch.cuda.Event | None = None
 
-    def __call__(self, images: Tensor, layout: Tensor, codes: Tensor) -> Tensor:
+    def __call__(self, images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
         """Views of rows.
 
         Args:
             images: uint8 [R, H, W, 3], on the CPU or on a card.
-            layout: int32 [V, 3]; see :func:`mose_fast.ops.augment.augment`. Orientations that turn need square images.
-            codes: int32 [D, 6] from :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`; no flag asks for jitter.
+            layout: What V views show of them. Orientations that turn need square images.
+            codes: int32 [D, 6] on the host, from :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`; no flag asks for jitter.
 
         Returns:
-            float32 [V, 3, H, W], normalised, contiguous in channels_last order; within 1e-6 (1 + |value|) of exact arithmetic where H and
-            W are powers of two. Else DALI on the CPU is less exact, since it adds the step between two places again and again: within
-            1e-4 for sides up to 40, 5e-3 up to 224.
+            float32 [V + padding, 3, H, W], normalised, contiguous in channels_last order; within 1e-6 (1 + |value|) of exact arithmetic
+            where H and W are powers of two. Else DALI on the CPU is less exact, since it adds the step between two places again and
+            again: within 1e-4 for sides up to 40, 5e-3 up to 224.
+
+        Raises:
+            RuntimeError: A CUDA graph is being captured on the current stream.
         """
-        count, (height, width) = len(layout), images.shape[1:3]
-        if images.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        device, count, (height, width) = images.device, len(layout.rows), images.shape[1:3]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("views were asked of DALI while a CUDA graph is captured; wanted them made before, and copied in")
-        if count == 0:
-            return torch.empty(0, height, width, 3, device=images.device).permute(0, 3, 1, 2)
-        rows = _oriented(images, layout)
-        matrices, grey = _matrices(layout[:, 2].to(torch.int64), codes, height, width)
-        with self._lock:
-            pipeline = self._ready(images.device, (height, width), count)
-            try:
-                views = self._run(pipeline, {"rows": rows, "matrices": matrices, "grey": grey})
-            except BaseException:  # Ctrl-C, too: what was fed already must not come out of a later call
-                self._pipeline = None
-                raise
+        views = torch.empty(count + layout.padding, height, width, 3, device=device)
+        if count:
+            packed = _packed(images, layout, codes)
+            with self._lock:
+                pipeline = self._ready(device, (height, width), count)
+                try:
+                    self._run(pipeline, packed, views[:count])
+                except BaseException:  # Ctrl-C, too: what was fed already must not come out of a later call
+                    self._pipeline = None
+                    raise
+        if layout.padding:
+            views[count:].zero_()
         return views.permute(0, 3, 1, 2)
 
     def close(self) -> None:
@@ -100,62 +136,59 @@ class DaliViews:
             self._built_for = (device, size)
         return self._pipeline
 
-    def _run(self, pipeline: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
-        """Float32 [V, H, W, 3], a copy in torch's memory."""
-        device = inputs["rows"].device
-        if device.type == "cpu":
-            for name, tensor in inputs.items():
-                pipeline.feed_input(name, tensor.numpy())
+    def _run(self, pipeline: Pipeline, packed: Tensor, views: Tensor) -> None:
+        """Fills ``views``, float32 [V, H, W, 3]."""
+        if packed.device.type == "cpu":
+            pipeline.feed_input("packed", packed.numpy())
             pipeline.schedule_run()
-            (views,) = pipeline.outputs()
-            return torch.from_dlpack(views.as_tensor()).clone()
-        with torch.cuda.device(device):
+            (made,) = pipeline.outputs()
+            views.copy_(torch.from_dlpack(made.as_tensor()))
+            return
+        with torch.cuda.device(packed.device):
             stream = torch.cuda.current_stream()
             if self._copied is not None:
                 stream.wait_event(self._copied)  # of the call before, which may have come on another stream
-            for name, tensor in inputs.items():
-                pipeline.feed_input(name, tensor, cuda_stream=stream)
+            pipeline.feed_input("packed", packed, cuda_stream=stream)
             pipeline.schedule_run()
-            (views,) = pipeline.outputs(cuda_stream=stream)
-            copy = torch.from_dlpack(views.as_tensor()).clone()
+            (made,) = pipeline.outputs(cuda_stream=stream)
+            views.copy_(torch.from_dlpack(made.as_tensor()))
             self._copied = stream.record_event()
-            return copy
 
 
-@lru_cache(maxsize=16)
-def _tables(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [16 or 4, H * W], which pixel each orientation shows at each place; int32 [1, 6], the codes of the whole image. Never written.
-
-    Made on the host and kept, since every copy to a card waits for what the stream has to do before.
-    """
-    places = torch.arange(height * width).view(1, 1, height, width)
-    known = range(16) if height == width else range(4)
-    pixels = torch.cat([orient(places, turned) for turned in known]).view(len(known), -1)
-    return pixels.to(device), torch.tensor([[0, width, height, 0, 0, 0]], dtype=torch.int32).to(device)
-
-
-def _oriented(images: Tensor, layout: Tensor) -> Tensor:
-    """uint8 [V, H, W, 3]: the rows that the views show, each in its fixed orientation."""
-    row, code = layout[:, 0].to(torch.int64), layout[:, 1].to(torch.int64)
-    _, height, width, _ = images.shape
-    pixels, _ = _tables(height, width, images.device)
-    return images.flatten(1, 2)[row[:, None], pixels[code]].unflatten(1, (height, width))
+def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
+    """uint8 [V, H * W * 3 + 28], where the images are: the row that each view shows, oriented, and its matrix and grey behind."""
+    _, height, width, channels = images.shape
+    # One upload: the parameters, then the row as int32.
+    host = np.empty((len(layout.rows), _PARAMETERS // 4 + 1), np.float32)
+    _fill_parameters(host[:, :-1], layout, codes.numpy(), height, width)
+    host[:, -1].view(np.int32)[:] = layout.rows
+    numbers = upload(torch.from_numpy(host), images.device).view(torch.uint8)
+    rows = images[numbers[:, _PARAMETERS:].contiguous().view(torch.int32).flatten()]
+    for first, last, code in layout.turned:
+        rows[first:last] = orient(rows[first:last].permute(0, 3, 1, 2), code).permute(0, 2, 3, 1)
+    return torch.cat([rows.view(-1, height * width * channels), numbers[:, :_PARAMETERS]], 1)
 
 
-def _matrices(draws: Tensor, codes: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where the pixels of each view come from, float32 [V, 2, 3], and whether it is grey, float32 [V, 1, 1, 1] of 0 and 1.
+def _fill_parameters(target: NDArray[np.float32], layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int) -> None:
+    """Where the pixels of each view come from, a 2x3 matrix, and whether it is grey, 0 or 1: float32 [V, 7].
 
     A window of w pixels whose centre lies at x = (W + offset) / 2 gives pixel x' of the view the place w / W x' + (W + offset - w) / 2,
     corners counting from 0; a mirrored image has it at W minus that. Views without a draw show the whole image.
     """
-    _, whole = _tables(height, width, codes.device)
-    mirror, w, h, x, y, flags = torch.cat([whole, codes])[draws + 1].unbind(1)
-    across, down = w / width, h / height
-    left, top = (width + x - w) / 2, (height + y - h) / 2
-    across, left = torch.where(mirror != 0, -across, across), torch.where(mirror != 0, width - left, left)
-    none = torch.zeros_like(across)
-    matrices = torch.stack([across, none, left, none, down, top], dim=1).view(-1, 2, 3)
-    return matrices, (flags & GRAY).to(torch.float32).view(-1, 1, 1, 1)
+    whole = np.array([[0, width, height, 0, 0, 0]], np.int32)
+    drawn = np.concatenate([whole, codes])[layout.draws + 1]
+    mirror, flags = drawn[:, 0], drawn[:, 5]
+    w, h, x, y = drawn[:, 1:5].T.astype(np.float32)
+    across, left = w / np.float32(width), (width + x - w) / 2
+    # A mirror that was drawn of a row that is shown mirrored is none.
+    mirrored = (mirror != 0) != layout.mirrored
+    target[:, 0] = np.where(mirrored, -across, across)
+    target[:, 1] = 0
+    target[:, 2] = np.where(mirrored, width - left, left)
+    target[:, 3] = 0
+    target[:, 4] = h / np.float32(height)
+    target[:, 5] = (height + y - h) / 2
+    target[:, 6] = flags & GRAY
 
 
 def _build(device: torch.device, size: tuple[int, int], views: int, mean: Sequence[float], std: Sequence[float]) -> Pipeline:
@@ -173,14 +206,16 @@ def _build(device: torch.device, size: tuple[int, int], views: int, mean: Sequen
         exec_dynamic=True,
     )
     means, stds = (np.array(numbers, np.float32) for numbers in (mean, std))
+    pixels = size[0] * size[1] * 3
 
     def constant(values: np.ndarray) -> types.Constant:
         return types.Constant(values.reshape(1, 1, 3), device=where)
 
     with pipeline:
-        rows = fn.external_source(name="rows", device=where, layout="HWC", dtype=types.UINT8, ndim=3)
-        matrices = fn.external_source(name="matrices", device=where, dtype=types.FLOAT, ndim=2)
-        grey = fn.external_source(name="grey", device=where, dtype=types.FLOAT, ndim=3)
+        packed = fn.external_source(name="packed", device=where, dtype=types.UINT8, ndim=1)
+        rows = fn.reinterpret(packed[:pixels], shape=[*size, 3], layout="HWC")
+        matrices = fn.reinterpret(packed[pixels : pixels + 24], dtype=types.FLOAT, shape=[2, 3])
+        grey = fn.reinterpret(packed[pixels + 24 :], dtype=types.FLOAT, shape=[1, 1, 1])
         sampled = fn.warp_affine(rows, matrices, size=size, interp_type=types.INTERP_LINEAR, inverse_map=True, dtype=types.FLOAT)
         coloured = (sampled * np.float32(1 / 255) - constant(means)) / constant(stds)
         weighted = fn.reductions.sum(coloured * constant(np.array(GREY_WEIGHTS, np.float32)), axes=2, keep_dims=True)

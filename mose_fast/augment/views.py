@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from mose_fast import _loader
-from mose_fast.augment.dali import DaliViews
+from mose_fast.augment.dali import DaliLayout, DaliViews
 from mose_fast.device import upload
 from mose_fast.ops.augment import MIRROR, augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 
-__all__ = ["RECIPES", "ViewInputs", "ViewMaker"]
+__all__ = ["RECIPES", "ViewInputs", "ViewMaker", "padded"]
 
 #: Random augmentations by name; ``none`` makes no augmented copies at all.
 RECIPES: dict[str, Recipe | None] = {
@@ -47,10 +47,11 @@ class ViewInputs(NamedTuple):
     shown: Tensor
 
 
-def _layout(
-    sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows; never written."""
+@lru_cache(maxsize=256)
+def _layout_on_host(
+    sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int
+) -> tuple[Tensor, DaliLayout]:
+    """``layout`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows, and the same for DALI; never written."""
     entries: list[tuple[int, int, int]] = []
     first, draw = 0, 0
     for size in sizes:
@@ -61,10 +62,19 @@ def _layout(
         first += size
         draw += len(copies)
     # All padding shows the last row, which is padding itself wherever there is any.
-    entries += [(capacity - 1, 0, -1)] * ((capacity - first) * len(orientations) * (2 if augmented else 1))
-    rows = torch.arange(capacity)
-    rows[first:] = -1
+    padding = (capacity - first) * len(orientations) * (2 if augmented else 1)
+    entries += [(capacity - 1, 0, -1)] * padding
     layout = torch.tensor(entries, dtype=torch.int32).reshape(-1, 3)
+    return layout, DaliLayout.of(layout, padding)
+
+
+def _layout(
+    sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows; never written."""
+    layout, _ = _layout_on_host(sizes, orientations, augmented, capacity)
+    rows = torch.arange(capacity)
+    rows[sum(sizes) :] = -1
     return upload(rows, device), upload(layout, device), upload(layout[:, 0].to(torch.int64), device)
 
 
@@ -123,6 +133,11 @@ class ViewMaker:
         return len(self.orientations) * (1 if self.recipe is None else 2)
 
     @property
+    def apart(self) -> bool:
+        """Whether views are made by :meth:`views` alone, from what the host knows, and so may be made ahead on a thread of their own."""
+        return self._dali is not None
+
+    @property
     def capturable(self) -> bool:
         """Whether :meth:`apply` can be captured in a CUDA graph: DALI runs outside of graphs, plain PyTorch waits for the host."""
         return self.feed == "fused" and _loader.card() == "cuda"
@@ -135,7 +150,7 @@ class ViewMaker:
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W], as evaluations need them: never by DALI, which has nothing to do there."""
         rows = torch.arange(len(images), device=images.device)
-        return self._op(images, rows, _plain_layout(images), *self._nothing_drawn(images))
+        return self._op(images, rows, _plain_layout(len(images), images.device), *_nothing_drawn(images.device))
 
     def make(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         """All views of a step.
@@ -151,8 +166,26 @@ class ViewMaker:
                 fixed copies, orientation by orientation, then the augmented copies of these.
             rows: int64 [V], the row that each view shows.
         """
-        inputs = self.inputs(images, sizes, seed, sequence)
-        return self.apply(images, inputs), inputs.shown.clone()
+        return self.views(images, sizes, seed, sequence), self.shown(sizes, len(images), images.device).clone()
+
+    def views(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int, rows: int | None = None) -> Tensor:
+        """The views alone of :meth:`make`.
+
+        Args:
+            images, sizes, seed, sequence: As for :meth:`make`.
+            rows: Add zero views, to as many as so many rows have; None: as many as there are.
+        """
+        rows = len(images) if rows is None else rows
+        if self._dali is None:
+            images = padded(images, rows)
+            return self.apply(images, self.inputs(images, sizes, seed, sequence))
+        _, layout = _layout_on_host(tuple(sizes), self.orientations, self.recipe is not None, rows)
+        codes, _ = self._draw(images, sum(sizes) * len(self.orientations), seed, sequence, torch.device("cpu"))
+        return self._dali(images, layout, codes)
+
+    def shown(self, sizes: Sequence[int], rows: int, device: torch.device) -> Tensor:
+        """int64 [V], the row that each view of a step shows; what the sets leave of ``rows`` is padding. Never write to it."""
+        return self._layout(tuple(sizes), self.orientations, self.recipe is not None, rows, device)[2]
 
     def inputs(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> ViewInputs:
         """All that :meth:`apply` needs beside the images; arguments as for :meth:`make`, but the sets may have fewer rows than there are.
@@ -161,15 +194,18 @@ class ViewMaker:
         the same as without padding.
         """
         rows, layout, shown = self._layout(tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device)
-        codes, factors = self._draw(images, len(images) * len(self.orientations), seed, sequence)
+        codes, factors = self._draw(images, len(images) * len(self.orientations), seed, sequence, images.device)
         return ViewInputs(rows, layout, codes, factors, shown)
 
     def apply(self, images: Tensor, inputs: ViewInputs) -> Tensor:
         """The views float32 [V, 3, H, W] that ``inputs`` decides, normalised. Nothing is drawn: where the feed is :attr:`capturable`, a
-        captured graph makes other views of other inputs in the same places."""
-        if self._dali is not None:
-            views = self._dali(images, inputs.layout, inputs.codes)
-            return views.masked_fill_((inputs.rows[inputs.shown] < 0).view(-1, 1, 1, 1), 0)
+        captured graph makes other views of other inputs in the same places.
+
+        Raises:
+            ValueError: The views are made :attr:`apart`.
+        """
+        if self.apart:
+            raise ValueError(f"feed is {self.feed!r}, which makes views apart from the step; wanted them from views()")
         return self._op(images, inputs.rows, inputs.layout, inputs.codes, inputs.factors)
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
@@ -183,31 +219,36 @@ class ViewMaker:
         Returns:
             float32 [R, 3, H, W], normalised.
         """
-        layout = _plain_layout(images)
+        device = torch.device("cpu") if self.apart else images.device
+        layout = _plain_layout(len(images), device)
         if self.recipe is not None:
             layout[:, 2] = layout[:, 0]
-        return self._apply(images, layout, *self._draw(images, len(images), seed, sequence))
-
-    def _nothing_drawn(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.empty(0, 6, dtype=torch.int32, device=images.device), torch.empty(0, 4, device=images.device)
-
-    def _draw(self, images: Tensor, count: int, seed: int, sequence: int) -> tuple[Tensor, Tensor]:
-        if self.recipe is None:
-            return self._nothing_drawn(images)
-        return draw_augment_parameters(self.recipe, seed, sequence, count, images.shape[1], images.shape[2], images.device)
-
-    def _apply(self, images: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
+        codes, factors = self._draw(images, len(images), seed, sequence, device)
         if self._dali is not None:
-            return self._dali(images, layout, codes)
-        return self._op(images, torch.arange(len(images), device=images.device), layout, codes, factors)
+            return self._dali(images, DaliLayout.of(layout), codes)
+        return self._op(images, torch.arange(len(images), device=device), layout, codes, factors)
+
+    def _draw(self, images: Tensor, count: int, seed: int, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self.recipe is None:
+            return _nothing_drawn(device)
+        return draw_augment_parameters(self.recipe, seed, sequence, count, images.shape[1], images.shape[2], device)
 
     def _op(self, images: Tensor, rows: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
         options = {"jitter_normalised": self.jitter_normalised, "plain": self.feed == "torch"}
         return augment([images], rows, layout, codes, factors, self.mean, self.std, **options)
 
 
-def _plain_layout(images: Tensor) -> Tensor:
-    """The layout of the images as they are, one view each."""
-    rows = torch.arange(len(images), device=images.device)
+def padded(rows: Tensor, count: int) -> Tensor:
+    """Images or labels with zeros behind them: so many in all."""
+    return rows if count == len(rows) else torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
+
+
+def _nothing_drawn(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.empty(0, 6, dtype=torch.int32, device=device), torch.empty(0, 4, device=device)
+
+
+def _plain_layout(images: int, device: torch.device) -> Tensor:
+    """The layout of so many images as they are, one view each."""
+    rows = torch.arange(images, device=device)
     nothing = torch.zeros_like(rows)
     return torch.stack([rows, nothing, nothing - 1], dim=1).to(torch.int32)

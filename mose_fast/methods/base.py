@@ -70,6 +70,7 @@ class Prepared:
         incoming: Of the others, the arguments of :meth:`Learner.observe`, all of which is still to do.
         rehearsed: Of training on the final memory, the slots.
         inputs: The step's inputs as a captured step wants them, where there is one.
+        views: The step's views, where they were made ahead: see :meth:`Learner.views_ahead`.
     """
 
     before: DataState
@@ -77,6 +78,7 @@ class Prepared:
     incoming: dict[str, Any] | None = None
     rehearsed: Tensor | None = None
     inputs: Any = None
+    views: Tensor | None = None
 
 
 class Learner(ABC):
@@ -286,7 +288,17 @@ class Learner(ABC):
         if prepared.plan is None:
             return None
         self._ahead -= 1
-        return self.step(prepared.plan) if step is None else step(prepared)
+        if step is not None:
+            return step(prepared)
+        return self.step(prepared.plan) if prepared.views is None else self.step(prepared.plan, prepared.views)
+
+    def views_ahead(self, prepared: Prepared) -> Callable[[], Tensor] | None:
+        """What makes the views of a prepared batch's step on another thread, before :meth:`consume`; None: the step makes them itself.
+
+        A learner that gives such a function finds its result in ``prepared.views``, and its ``step`` takes it as the second argument.
+        The function reads nothing but the plan and what never changes.
+        """
+        return None
 
     def roll_back(self, prepared: Prepared, *, consumed: bool = False) -> bool:
         """Undoes a batch that was prepared; of several, the newest first.

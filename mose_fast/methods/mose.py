@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mose_fast.augment import ViewInputs
+from mose_fast.augment.views import padded
 from mose_fast.config import MOSE_PRESETS, ConfigError, MoseOptions, RunConfig
 from mose_fast.device import upload
 from mose_fast.losses import ExpertLosses
@@ -50,21 +52,27 @@ class StepPlan(NamedTuple):
     current_classes: Tensor | None
     sequence: int
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows of the new set and of the buffer set."""
+        return self.composition.incoming + self.composition.current, self.composition.copies + self.composition.old
+
 
 class StepInputs(NamedTuple):
     """All that :meth:`Mose.train_on` reads beside the model: tensors of one shape for every step of a kind, once they are padded.
 
     Attributes:
-        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding. Or float32 [V, 3, H, W], the views themselves.
-        views: What decides the views; those of padding come last.
+        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding. Or float32 [V, 3, H, W], the views themselves. None where
+            these are made apart and are still to be put here.
+        views: What decides the views of uint8 images; those of padding come last. None where the images are views already.
         labels: int64 [V], by view; 0 for padding.
         current_classes: As in :class:`StepPlan`.
         new_views: Views of the new set, which come first; an int32 scalar on the device where the inputs are padded.
         valid_views: Views that are not padding, likewise; None where none is.
     """
 
-    images: Tensor
-    views: ViewInputs
+    images: Tensor | None
+    views: ViewInputs | None
     labels: Tensor
     current_classes: Tensor | None
     new_views: int | Tensor
@@ -155,9 +163,17 @@ class Mose(NetworkLearner):
         labels = torch.cat([y, m.labels[extra], y[:copies], m.labels[old]])
         return StepPlan(images, labels, Composition(len(x), len(extra), copies, len(old)), mask, self.sequence)
 
-    def step(self, plan: StepPlan) -> dict[str, Tensor]:
-        """One optimiser step; returns the loss and its three parts, each summed over the experts."""
-        losses = self.train_on(self.step_inputs(plan))
+    def step(self, plan: StepPlan, views: Tensor | None = None) -> dict[str, Tensor]:
+        """One optimiser step; returns the loss and its three parts, each summed over the experts.
+
+        Args:
+            plan: Of :meth:`plan`.
+            views: Those of :meth:`make_views`, where they were made already.
+        """
+        inputs = self.step_inputs(plan)
+        if inputs.images is None:
+            inputs = inputs._replace(images=self.make_views(plan) if views is None else views)
+        losses = self.train_on(inputs)
         self.count_step()
         return self.named(losses)
 
@@ -184,23 +200,32 @@ class Mose(NetworkLearner):
         Args:
             plan: Of :meth:`plan`.
             rows: Pad to so many rows, so that steps of different sizes have inputs of the same shapes; None: as many as there are.
-            ready: Make the views here, for a feed that cannot be captured.
+            ready: Make the views here, for a feed that cannot be captured. Those that are made apart are left out in any case.
         """
-        composition = plan.composition
-        sizes = (composition.incoming + composition.current, composition.copies + composition.old)
-        images, labels = plan.images, plan.labels
+        sizes, count = plan.sizes, len(plan.labels) if rows is None else rows
+        labels = padded(plan.labels, count)[self.views.shown(sizes, count, self.device)]
         per_row = self.views.views_per_row
         new_views, valid_views = sizes[0] * per_row, None
         if rows is not None:
-            missing = rows - len(images)
-            images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
-            labels = torch.cat([labels, labels.new_zeros(missing)])
             counts = torch.tensor([new_views, sum(sizes) * per_row], dtype=torch.int32)
             new_views, valid_views = upload(counts, self.device).unbind()
-        views = self.views.inputs(images, sizes, self.config.seed, plan.sequence)
-        labels = labels[views.shown]
-        images = self.views.apply(images, views) if ready else images
+        images, views = None, None
+        if ready and not self.views.apart:
+            images = self.make_views(plan, rows)
+        elif not self.views.apart:
+            images = padded(plan.images, count)
+            views = self.views.inputs(images, sizes, self.config.seed, plan.sequence)
         return StepInputs(images, views, labels, plan.current_classes, new_views, valid_views)
+
+    def make_views(self, plan: StepPlan, rows: int | None = None) -> Tensor:
+        """The views of a plan's step, float32 [V, 3, H, W], of as many rows as :meth:`step_inputs` was asked for."""
+        return self.views.views(plan.images, plan.sizes, self.config.seed, plan.sequence, rows)
+
+    def views_ahead(self, prepared: Prepared) -> Callable[[], Tensor] | None:
+        if prepared.plan is None or not self.views.apart:
+            return None
+        rows = None if prepared.inputs is None else len(prepared.inputs.labels) // self.views.views_per_row
+        return partial(self.make_views, prepared.plan, rows)
 
     def padded_rows(self, plan: StepPlan) -> int | None:
         """Rows that a step of this kind has at most, to which a captured step pads; None where it cannot be padded.

@@ -71,7 +71,11 @@ class CapturedSteps:
 
     def __call__(self, prepared: Prepared) -> dict[str, Tensor]:
         """Takes the step of a prepared batch; its losses by name, on the card."""
-        losses = self._take(prepared.inputs)
+        inputs = prepared.inputs
+        if inputs.images is None:
+            views = self.learner.views_ahead(prepared)() if prepared.views is None else prepared.views
+            inputs = inputs._replace(images=views)
+        losses = self._take(inputs)
         self.learner.count_step()
         return self.learner.named(losses)
 

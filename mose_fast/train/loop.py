@@ -209,6 +209,7 @@ class _Loop:
                     listener.on_start(self.config, self.stream, self.learner, self.position["done"], self._batches())
                 return self._run(stop)
         finally:
+            self.pipeline.close()
             if self.writer is not None:
                 self.writer.close()
             for listener in self.listeners:

@@ -122,6 +122,10 @@ class Pipeline:
             self.ring.undo(later.prepared)
         return self.ring.undo(taken.prepared)
 
+    def close(self) -> None:
+        """Ends its threads; no step can be taken afterwards."""
+        self.ring.close()
+
     def _take(self, prepared: Prepared, position: dict[str, int]) -> None:
         losses = self.learner.consume(prepared, self.captured)
         if self.captured is not None:

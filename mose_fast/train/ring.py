@@ -5,18 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mose_fast.methods import Learner, Prepared
+from mose_fast.train.feeder import Feeder, Views
 
 __all__ = ["DEPTH", "Ring"]
 
 #: Batches that are planned ahead, at most. A plan takes a fraction of a step, so that a few hide it.
 DEPTH = 4
+
+
+class _Waiting(NamedTuple):
+    prepared: Prepared
+    ready: torch.cuda.Event | None
+    views: Future[Views] | None
 
 
 class Ring:
@@ -25,6 +33,8 @@ class Ring:
     On a card, a learner that plans ahead does so on a stream of its own; :meth:`take` makes the current stream wait for what it takes,
     by an event outside any graph, and the host for nothing. Replay memory and class masks then belong to that stream: whoever else
     reads or writes them calls :meth:`settle` first.
+
+    Views that a step does not make by itself (those of DALI) are made meanwhile by a :class:`Feeder`, ahead as far as the plans.
 
     Args:
         learner: Prepares the batches; one that does not plan ahead gets one at a time.
@@ -35,7 +45,8 @@ class Ring:
     def __init__(self, learner: Learner, inputs: Callable[[Any], Any] | None = None, depth: int = DEPTH) -> None:
         self.learner, self.inputs = learner, inputs
         self.depth = depth if learner.plans_ahead else 1
-        self._waiting: deque[tuple[Prepared, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._feeder = Feeder(learner.device)
         self._stream = torch.cuda.Stream(learner.device) if learner.late else None
         # Whether the stream goes its own way, or waits for what the current one has launched before it does anything.
         self._apart = False
@@ -59,24 +70,29 @@ class Ring:
             if self.inputs is not None and prepared.plan is not None:
                 prepared = dataclasses.replace(prepared, inputs=self.inputs(prepared.plan))
             ready = None if self._stream is None else self._stream.record_event()
-        self._waiting.append((prepared, ready))
+        make = self.learner.views_ahead(prepared)
+        views = None if make is None else self._feeder.put(make, _tensors(prepared.plan), ready)
+        self._waiting.append(_Waiting(prepared, ready, views))
 
     def take(self) -> Prepared:
         """The oldest prepared batch, ready for use on the current stream."""
-        prepared, ready = self._waiting.popleft()
+        prepared, ready, views = self._waiting.popleft()
         if ready is not None:
             stream = torch.cuda.current_stream(self.learner.device)
             stream.wait_event(ready)
             for tensor in _tensors((prepared.plan, prepared.inputs)):
                 # Its memory must not be given away while the step still reads it.
                 tensor.record_stream(stream)
-        return prepared
+        return prepared if views is None else dataclasses.replace(prepared, views=self._feeder.take(views))
 
     def roll_back(self) -> None:
         """Undoes all batches that were not taken."""
         with self._on_stream():
             while self._waiting:
-                self.learner.roll_back(self._waiting.pop()[0])
+                prepared, _, views = self._waiting.pop()
+                if views is not None:
+                    views.cancel()
+                self.learner.roll_back(prepared)
 
     def undo(self, taken: Prepared) -> bool:
         """Undoes a batch that was consumed, see :meth:`mose_fast.methods.Learner.roll_back`; the newest first, after the others."""
@@ -88,6 +104,10 @@ class Ring:
         if self._stream is not None:
             torch.cuda.current_stream(self.learner.device).wait_stream(self._stream)
             self._apart = False
+
+    def close(self) -> None:
+        """Ends the thread that makes views."""
+        self._feeder.close()
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

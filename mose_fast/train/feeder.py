@@ -1,0 +1,81 @@
+"""Makes the views of planned steps on a thread of its own, so that the thread that launches steps need not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Feeder", "Views"]
+
+
+class Views(NamedTuple):
+    """What the feeder has made.
+
+    Attributes:
+        tensor: The views.
+        made: On a card, recorded behind what made them; None on the CPU.
+    """
+
+    tensor: Tensor
+    made: torch.cuda.Event | None
+
+
+class Feeder:
+    """Calls functions that make views, in order, on one thread; on a card also on one stream, which waits for each function's input.
+
+    Every function gives the views of one step alone, whatever came before: what is dropped leaves nothing behind. The thread starts
+    with the first function and ends with :meth:`close`, or when nobody holds the feeder any more.
+
+    Args:
+        device: Where the views are made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # PyTorch counts threads for each thread apart: this one takes as many as who made it.
+        self._thread = ThreadPoolExecutor(1, "mose-fast views", torch.set_num_threads, (torch.get_num_threads(),))
+        self._stream: torch.cuda.Stream | None = None
+
+    def put(self, make: Callable[[], Tensor], reads: Iterable[Tensor], ready: torch.cuda.Event | None) -> Future[Views]:
+        """Has views made.
+
+        Args:
+            make: Gives them; called on the feeder's thread and stream.
+            reads: All tensors on a card that ``make`` reads.
+            ready: On a card, recorded behind what made these; None on the CPU.
+        """
+        if ready is not None:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            for tensor in reads:
+                # Its memory must not be given away while the feeder still reads it.
+                tensor.record_stream(self._stream)
+        return self._thread.submit(self._make, make, ready)
+
+    def take(self, views: Future[Views]) -> Tensor:
+        """The views, ready for use on the current stream; the host waits until their making is launched, on the CPU until they are made.
+
+        Raises:
+            BaseException: Whatever making them raised.
+        """
+        tensor, made = views.result()
+        if made is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(made)
+            tensor.record_stream(stream)
+        return tensor
+
+    def close(self) -> None:
+        """Drops what was not begun, waits for what was, and ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _make(self, make: Callable[[], Tensor], ready: torch.cuda.Event | None) -> Views:
+        if ready is None:
+            return Views(make(), None)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            return Views(make(), self._stream.record_event())
