@@ -163,10 +163,12 @@ def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
     _fill_parameters(host[:, :-1], layout, codes.numpy(), height, width)
     host[:, -1].view(np.int32)[:] = layout.rows
     numbers = upload(torch.from_numpy(host), images.device).view(torch.uint8)
-    rows = images[numbers[:, _PARAMETERS:].contiguous().view(torch.int32).flatten()]
+    shown = numbers[:, _PARAMETERS:].contiguous().view(torch.int32).flatten()
+    rows = images.contiguous().view(len(images), -1).index_select(0, shown)
     for first, last, code in layout.turned:
-        rows[first:last] = orient(rows[first:last].permute(0, 3, 1, 2), code).permute(0, 2, 3, 1)
-    return torch.cat([rows.view(-1, height * width * channels), numbers[:, :_PARAMETERS]], 1)
+        part = rows[first:last].view(-1, height, width, channels).permute(0, 3, 1, 2)
+        rows[first:last] = orient(part, code).permute(0, 2, 3, 1).flatten(1)
+    return torch.cat([rows, numbers[:, :_PARAMETERS]], 1)
 
 
 def _fill_parameters(target: NDArray[np.float32], layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int) -> None:

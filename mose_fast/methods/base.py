@@ -514,14 +514,18 @@ class Learner(ABC):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that must be restored to continue exactly: tensors by name, and plain values for JSON."""
         tensors = self.network_state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
-        return tensors, {name: copy.copy(getattr(self, name)) for name in self.remembered}
+        values = {name: copy.copy(getattr(self, name)) for name in self.remembered}
+        return tensors, values | {"precision": self.precision.name}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Takes over what :meth:`state` gave.
+        """Takes over what :meth:`state` gave. Where the configuration leaves the precision open, it is that of the state from now on.
 
         Raises:
             ValueError: The state belongs to another network or memory.
         """
+        precision = values.get("precision", self.precision.name)
+        if self.config.precision == "auto" and precision != self.precision.name:
+            self.change_precision(Choice(precision, "as the run began"))
         memory = {name.removeprefix("memory/"): t for name, t in tensors.items() if name.startswith("memory/")}
         self.load_network_state({name: t for name, t in tensors.items() if not name.startswith("memory/")})
         self.memory.load(memory)
@@ -529,6 +533,10 @@ class Learner(ABC):
             setattr(self, name, copy.copy(values[name]))
         self._ahead = 0
         self._means = None
+
+    def change_precision(self, precision: Choice) -> None:
+        """Computes in another precision from now on. What the learner has learned may be lost: a state is loaded next."""
+        self.precision = precision
 
     def weights_hash(self) -> str:
         """SHA-256 of all weights and running statistics: equal hashes mean bit-equal networks."""

@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import RunConfig
+from mose_fast.device import Choice
 from mose_fast.methods.base import Learner
 from mose_fast.methods.statistics import RunningStatistics
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
@@ -66,6 +67,11 @@ class NetworkLearner(Learner):
         self._skip = torch.zeros((), device=self.device)
         if self.late and not isinstance(self.optimiser, FlatAdam):
             self.optimiser.found_inf = self._skip
+
+    def change_precision(self, precision: Choice) -> None:
+        super().change_precision(precision)
+        # The optimiser may keep copies of the weights in that precision.
+        self.start_afresh()
 
     @abstractmethod
     def build_network(self) -> ExpertNetwork:

@@ -40,21 +40,21 @@ class Feeder:
         self._thread = ThreadPoolExecutor(1, "mose-fast views", torch.set_num_threads, (torch.get_num_threads(),))
         self._stream: torch.cuda.Stream | None = None
 
-    def put(self, make: Callable[[], Tensor], reads: Iterable[Tensor], ready: torch.cuda.Event | None) -> Future[Views]:
-        """Has views made.
+    def put(self, make: Callable[[], Tensor], reads: Iterable[Tensor]) -> Future[Views]:
+        """Has views made, once the current stream has done what was launched on it so far.
 
         Args:
             make: Gives them; called on the feeder's thread and stream.
-            reads: All tensors on a card that ``make`` reads.
-            ready: On a card, recorded behind what made these; None on the CPU.
+            reads: All tensors on a card that ``make`` reads, written on the current stream.
         """
-        if ready is not None:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
-            for tensor in reads:
-                # Its memory must not be given away while the feeder still reads it.
-                tensor.record_stream(self._stream)
-        return self._thread.submit(self._make, make, ready)
+        if self._device.type != "cuda":
+            return self._thread.submit(self._make, make, None)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        for tensor in reads:
+            # Its memory must not be given away while the feeder still reads it.
+            tensor.record_stream(self._stream)
+        return self._thread.submit(self._make, make, torch.cuda.current_stream(self._device).record_event())
 
     def take(self, views: Future[Views]) -> Tensor:
         """The views, ready for use on the current stream; the host waits until their making is launched, on the CPU until they are made.

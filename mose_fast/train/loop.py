@@ -364,7 +364,7 @@ class _Loop:
 
     def _untrained(self) -> dict[str, dict[str, list[float]]]:
         """Accuracies of the same seed's untrained network with the same final memory: what training must beat."""
-        untrained = _learner(self.config, self.stream)
+        untrained = _learner(dataclasses.replace(self.config, precision=self.learner.precision.name), self.stream)
         untrained.memory, untrained.seen = self.learner.memory, self.learner.seen
         with warnings.catch_warnings():
             # The trained learner has warned about the same memory already.

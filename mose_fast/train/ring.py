@@ -70,8 +70,8 @@ class Ring:
             if self.inputs is not None and prepared.plan is not None:
                 prepared = dataclasses.replace(prepared, inputs=self.inputs(prepared.plan))
             ready = None if self._stream is None else self._stream.record_event()
-        make = self.learner.views_ahead(prepared)
-        views = None if make is None else self._feeder.put(make, _tensors(prepared.plan), ready)
+            make = self.learner.views_ahead(prepared)
+            views = None if make is None else self._feeder.put(make, _tensors(prepared.plan))
         self._waiting.append(_Waiting(prepared, ready, views))
 
     def take(self) -> Prepared:

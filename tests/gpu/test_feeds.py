@@ -7,7 +7,12 @@ import torch
 
 from mose_fast import _dali, _loader
 from mose_fast.augment import ViewMaker
+from mose_fast.config import RunConfig
 from mose_fast.methods import create_learner
+from mose_fast.train import Listener, run
+from mose_fast.train import pipeline as pipeline_module
+from mose_fast.train.feeder import Feeder
+from mose_fast.train.ring import Ring
 
 pytestmark = pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")
 
@@ -162,3 +167,60 @@ def test_an_automatic_learner_takes_dali_and_learns_as_with_the_fused_op():
         losses[feed] = [float(result["loss"]) for result in results if result is not None]
     assert len(losses["auto"]) == 3
     assert losses["auto"] == pytest.approx(losses["fused"], rel=1e-3)
+
+
+RUN = {
+    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 355},
+    "options": {"buffer_batch": 24, "new_extra": 6},
+    "width": 8,
+    "memory": 200,
+    "device": "cuda",
+    "deterministic": True,
+    "precision": "fp32",
+}
+
+
+class Losses(Listener):
+    def __init__(self) -> None:
+        self.all = []
+
+    def on_batch(self, batch, losses):
+        self.all.append(losses)
+
+
+@pytest.mark.parametrize("step", ["captured", "eager"])
+def test_a_run_is_fed_ahead_and_any_depth_gives_the_same_bits(step, monkeypatch):
+    """A wait that is missing between the plan's stream, the feeder's and the step's would show as other views, and so as other losses."""
+    found = {}
+    for depth in (4, 1):
+        monkeypatch.setattr(pipeline_module, "Ring", lambda learner, inputs, depth=depth: Ring(learner, inputs, depth))
+        listener = Losses()
+        results = run(RunConfig.create(**RUN, feed="dali", step=step), listeners=[listener])
+        assert results["resolved"]["feed"] == "dali"
+        found[depth] = listener.all, results["weights_sha256"]
+    assert found[4] == found[1]
+    fused = Losses()
+    run(RunConfig.create(**RUN, feed="fused", step=step), listeners=[fused])
+    ours, wanted = ([losses["loss"] for losses in told[1:5]] for told in (found[4][0], fused.all))
+    assert ours == pytest.approx(wanted, rel=1e-3)
+
+
+def test_the_feeder_waits_for_the_rows_and_the_step_for_the_views():
+    """Rows are written late on one stream, views are made on the feeder's, read at once on a third."""
+    made, wanted = maker("dali"), maker("fused").make(noise(96), (96,), 1, 2)[0]
+    feeder = Feeder(torch.device("cuda", torch.cuda.current_device()))
+    source, rows = noise(96).cuda(), torch.zeros(96, 32, 32, 3, dtype=torch.uint8, device="cuda")
+    made.make(rows, (96,), 1, 1)  # the pipeline stands
+    plan, step = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(3):
+        with torch.cuda.stream(plan):
+            rows.zero_()
+            torch.cuda._sleep(100_000_000)
+            rows.copy_(source)
+            views = feeder.put(lambda: made.views(rows, (96,), 1, 2), (rows,))
+        with torch.cuda.stream(step):
+            doubled = 2 * feeder.take(views)
+        plan.wait_stream(step)
+        close(doubled / 2, wanted)
+    feeder.close()

@@ -11,7 +11,7 @@ from mose_fast.device import choose_precision
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods import METHODS, NetworkLearner, find_method
 from mose_fast.streams import create
-from mose_fast.train import loop
+from mose_fast.train.pipeline import resident
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 HALF = {"mean": (0.5,) * 3, "std": (0.25,) * 3}
@@ -95,7 +95,7 @@ def test_images_lie_on_the_card_where_they_leave_half_of_it(card, monkeypatch, f
     card(free=free)
     stream = create(StreamConfig("digits"))
     monkeypatch.setattr(type(stream), "to", lambda self, device: f"on {device}")
-    assert loop._resident(stream, CARD) is stream if where == "cpu" else loop._resident(stream, CARD) == "on cuda"
+    assert resident(stream, CARD) is stream if where == "cpu" else resident(stream, CARD) == "on cuda"
 
 
 def test_on_the_cpu_nothing_has_changed(monkeypatch):

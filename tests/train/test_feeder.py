@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mose_fast import _dali
 from mose_fast.augment import ViewMaker
@@ -142,7 +143,7 @@ def test_functions_are_called_in_order_and_a_closed_feeder_has_no_thread():
         order.append((number, torch.get_num_threads()))
         return torch.tensor(number)
 
-    waiting = [feeder.put(lambda number=number: make(number), (), None) for number in range(20)]
+    waiting = [feeder.put(lambda number=number: make(number), ()) for number in range(20)]
     assert [int(feeder.take(views)) for views in waiting] == list(range(20))
     assert order == [(number, 1) for number in range(20)]
     assert any(thread.name.startswith(NAME) for thread in threading.enumerate())
@@ -152,7 +153,7 @@ def test_functions_are_called_in_order_and_a_closed_feeder_has_no_thread():
 
 def test_a_feeder_that_nobody_holds_ends_by_itself():
     feeder = Feeder(torch.device("cpu"))
-    feeder.take(feeder.put(lambda: torch.zeros(1), (), None))
+    feeder.take(feeder.put(lambda: torch.zeros(1), ()))
     (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith(NAME)]
     del feeder
     thread.join(timeout=10)
@@ -218,3 +219,31 @@ def test_a_loss_that_is_not_finite_takes_later_views_back_with_their_plans(tmp_p
     tensors, values = load_checkpoint(latest(tmp_path / "run" / "checkpoints"))
     assert values["position"]["done"] == 7 and int(tensors["memory/state"][2]) == 70
     assert outcome(resume(tmp_path / "run")) == plain[0]
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what is dispatched on the thread that entered it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += 1
+        return function(*arguments, **(named or {}))
+
+
+def test_the_thread_that_launches_steps_dispatches_no_more_than_with_the_fused_op():
+    """On a card each of these is a launch or a transfer."""
+    counts = {}
+    for feed in ("dali", "fused"):
+        made = create_learner(method="mose", classes=4, width=1, memory=30, device="cpu", feed=feed, options=SETTINGS["options"])
+        made.begin_task(0)
+        ring = Ring(made)
+        for step in range(4):
+            ring.put(lambda step=step: batch(step))
+            with _Counting() as counting:
+                made.consume(ring.take())
+        counts[feed] = counting.count
+        ring.close()
+    assert 0 < counts["dali"] <= counts["fused"]
