@@ -111,6 +111,26 @@ def test_one_view_of_each_image_and_none(feed):
     assert maker(feed).augmented(x[:0], 3, 4).shape == (0, 3, 32, 32)
 
 
+@pytest.mark.parametrize("feed", FEEDS)
+@pytest.mark.parametrize("inner", [1, 2, 4])
+def test_padding_adds_zero_views_and_changes_no_other(feed, inner):
+    x, made = noise(20), maker(feed, inner=inner)
+    padded = made.views(x, (12, 8), 5, 9, rows=27)
+    count = 20 * made.views_per_row
+    assert len(padded) == 27 * made.views_per_row
+    assert torch.equal(padded[:count], made.views(x, (12, 8), 5, 9))
+    assert not padded[count:].any()
+    assert padded.is_contiguous(memory_format=torch.channels_last)
+
+
+@needs_dali
+def test_views_made_apart_are_not_applied_from_inputs():
+    made, x = maker("dali"), noise(4)
+    assert made.apart and not maker("fused").apart and not maker("torch").apart
+    with pytest.raises(ValueError, match="feed is 'dali', which makes views apart"):
+        made.apply(x, made.inputs(x, (4,), 1, 1))
+
+
 @needs_dali
 def test_dali_gives_the_views_of_each_call_whatever_came_before():
     """Steps of all sizes, beyond the first pipeline's too: no call returns another's views, and the same call the same bits."""

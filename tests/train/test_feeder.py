@@ -206,14 +206,14 @@ def test_a_run_that_is_stopped_while_views_were_made_ahead_goes_on_exactly(tmp_p
 
 
 def test_a_loss_that_is_not_finite_takes_later_views_back_with_their_plans(tmp_path, monkeypatch, plain):
-    make_views = Mose.make_views
+    views = ViewMaker.views
 
-    def broken(learner, plan, rows=None):
-        views = make_views(learner, plan, rows)
-        return views * math.nan if plan.sequence == 6 else views
+    def broken(maker, images, sizes, seed, sequence, rows=None):
+        made = views(maker, images, sizes, seed, sequence, rows)
+        return made * math.nan if sequence == 6 else made
 
     with monkeypatch.context() as patched:
-        patched.setattr(Mose, "make_views", broken)
+        patched.setattr(ViewMaker, "views", broken)
         with pytest.raises(TrainingDiverged, match=r"not finite at batch 8 .*The newest is the state before this batch"):
             run(settings(), out=tmp_path / "run")
     tensors, values = load_checkpoint(latest(tmp_path / "run" / "checkpoints"))
