@@ -81,22 +81,26 @@ def laid_out(x: Tensor | None, layout: str) -> Tensor | None:
 
 
 def error(value: Tensor, exact: Tensor) -> float:
-    value, exact = value.detach().cpu().double(), exact.detach().double()
+    value, exact = value.double(), exact.double()
     assert value.shape == exact.shape and torch.equal(value.isfinite(), exact.isfinite()), "shape or finiteness differ"
     difference = torch.where(exact.isfinite(), value - exact, 0)
     return difference.abs().max().item() if difference.numel() else 0.0
 
 
-def check(what: str, ours: dict, plain: dict, exact: dict, tolerances: dict[str, float]) -> None:
-    """Compares results by name; None is a gradient of zero. ``tolerances``: by name, or for all others under ''."""
+def check(what: str, ours: dict, plain: dict, exact: dict, tolerances: dict[str, float], floors: dict[str, float] | None = None) -> None:
+    """Compares results by name; None is a gradient of zero. ``tolerances``: by name, or for all others under ''; they are shares of the
+    largest number, which is taken to be at least that of ``floors``."""
     assert ours.keys() == exact.keys()
     for name, truth in exact.items():
         values = [ours[name], plain[name], truth]
         shape = next((v for v in values if v is not None), None)
         if shape is None:
             continue
-        value, other, truth = (torch.zeros(shape.shape) if v is None else v for v in values)
+        value, other, truth = (torch.zeros(shape.shape) if v is None else v.detach().cpu() for v in values)
+        beyond = ~other.isfinite() & truth.isfinite()  # beyond float16, in plain PyTorch too
+        value, other, truth = (torch.where(beyond, 0, v) for v in (value, other, truth))
         largest = truth[truth.isfinite()].abs().max().item() if truth.isfinite().any() else 0.0
+        largest = max(largest, (floors or {}).get(name, 0.0))
         bound = 8 * error(other, truth) + tolerances.get(name, tolerances[""]) * largest + 1e-9
         try:
             off = error(value, truth)
@@ -109,7 +113,7 @@ def gradients(outputs: list[Tensor], upstream: list[Tensor], leaves: dict[str, T
     wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
     pairs = [(y, g.to(y.dtype)) for y, g in zip(outputs, upstream, strict=True) if y.requires_grad]
     if not wanted or not pairs:
-        return {}
+        return {f"gradient of {name}": None for name in wanted}
     grads = torch.autograd.grad([y for y, _ in pairs], list(wanted.values()), [g.to(y.device) for y, g in pairs], allow_unused=True)
     return {f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
 
@@ -252,7 +256,7 @@ def batch_norm_act_case(draw: Draw) -> None:
     needs = [draw.random.random() < 0.85 for _ in range(7)]
     norms = [draw.norm(channels, training), draw.norm(channels, second)]
     # With a large mean the spread keeps few digits: their loss is what `plain` shows.
-    offset = draw.one_of("offset", (0.0, 0.0, 3.0, 100.0)) if dtype == F32 else 0.0
+    offset = draw.one_of("offset", (0.0, 0.0, 3.0, 100.0)) if dtype == F32 and form != "prologue" else 0.0
     size = (images, channels, height, width)
     has_residual = form in ("residual", "two norms")
     inputs = {
@@ -392,16 +396,13 @@ def expert_losses_case(draw: Draw) -> None:
 
     ours, plain = run(expert_losses.expert_losses, guarded, True), run(plain_losses.expert_losses, lambda x: x, False)
     exact = run(plain_losses.expert_losses, wide, False)
-    # Gradients may cancel to far less than what they are sums of.
-    shortest = min((n for n in inputs["projections"].double().norm(dim=-1).flatten().tolist() if n > 0), default=1.0)
     tolerances = {f"gradient of {name}": CLOSE[dtype] for name, dtype in zip(inputs, dtypes, strict=True)}
-    for name in ("projections", "logits", "features", "student"):
-        key = f"gradient of {name}"
-        if exact.get(key) is not None and exact[key].numel():
-            largest = exact[key][exact[key].isfinite()].abs().max().item()
-            floor = {"projections": 0.3 / (shortest * min(temperature, 1))}.get(name, 0.3)
-            tolerances[key] *= max(1.0, min(1e6, floor / largest if largest else 1.0)) if name == "projections" else 1.0
-    check(draw.text, ours, plain, exact, {"": 2e-5, **tolerances})
+    # Through a direction a gradient may cancel to far less than what it is a sum of, and to zero for a direction of one number.
+    floors = {}
+    for name, share in (("projections", 0.3 / min(temperature, 1)), ("features", 0.1), ("student", 0.1)):
+        lengths = [length for length in inputs[name].double().norm(dim=-1).flatten().tolist() if length > 0]
+        floors[f"gradient of {name}"] = share / min(lengths, default=1.0)
+    check(draw.text, ours, plain, exact, {"": 2e-5, **tolerances}, floors)
 
 
 def adam_case(draw: Draw) -> None:
@@ -440,8 +441,9 @@ def adam_case(draw: Draw) -> None:
     assert ours.keys() == plain.keys()
     for name, wanted in plain.items():
         rtol = {BF16: 2**-7, F16: 2**-10}.get(wanted.dtype, 2e-6)
+        atol = 1e-7 * wanted.double().abs().max().item()
         torch.testing.assert_close(
-            ours[name].cpu(), wanted, rtol=rtol, atol=1e-9, msg=lambda text, name=name: f"{draw.text}: {name}: {text}"
+            ours[name].cpu(), wanted, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{draw.text}: {name}: {text}"
         )
     if latched or loss not in (None, 1.5):
         assert torch.equal(ours["master"].cpu(), master)
