@@ -168,7 +168,7 @@ def _is_fused(dtype: torch.dtype, channels: int, out_channels: int) -> bool:
 
 
 def _in_channels_last(name: str, x: Tensor) -> Tensor:
-    if not x.is_contiguous(memory_format=torch.channels_last):
+    if x.numel() and not x.is_contiguous(memory_format=torch.channels_last):  # a map of no images may have lost its layout on the way
         say_once(f"{name} of align_conv is not in channels_last memory and is copied into it, each time")
     return aligned(x)
 

@@ -389,7 +389,7 @@ if _loader.native is not None:
         experts, rows, _ = projections.shape
         is_double = any(t.dtype == torch.float64 for t in (projections, logits, features, student))
         options = {"dtype": torch.float64 if is_double else torch.float32, "device": labels.device}
-        side = (experts, rows, rows) if labels.device.type == "cpu" and first_scl < experts else (0, 0, 0)
+        side = (0, 0, 0) if _loader.on_card(labels) or first_scl >= experts else (experts, rows, rows)
         return (
             torch.empty(experts, 3, **options),
             torch.empty((11 * experts + 1) * rows + 2 * experts, **options),  # ExpertStatistics::size() of csrc/core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -222,6 +223,13 @@ def test_serves_wants_one_device_that_the_library_has_code_for(monkeypatch):
     assert not _loader.serves(cpu, meta)
     monkeypatch.setattr(_loader, "native", None)
     assert not _loader.serves(cpu)
+
+
+def test_no_op_asks_whether_a_device_is_cuda():
+    """Kernels take what is on a card, and on an emulated card that is what lies on the CPU: _loader.on_card() alone says so."""
+    asks = re.compile(r"type (==|!=|in) [^\n]*cuda|\bis_(cuda|cpu)\b")
+    files = [path.name for path in (ROOT / "mose_fast" / "ops").glob("*.py") if asks.search(path.read_text())]
+    assert files == []
 
 
 @pytest.mark.parametrize(("backend", "card"), [("cpu", None), ("cuda", "cuda"), ("emulated", "cpu")])

@@ -114,13 +114,18 @@ def largest(x):
     return x.double().abs().max().item()
 
 
+#: Of the largest number of a result: on the CPU PyTorch's convolutions, whose error is the bound, round less often than on a card.
+SLACK = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12} if DEVICE == "cpu" else dict.fromkeys(DTYPES, 0.0)
+
+
 def check_errors(problem, **options):
     ours = problem.run(align_conv, **options)
     theirs = problem.run(reference.align_conv, **options)
     exact = problem.run(reference.align_conv, torch.float64, **options)
     for index, (value, other, wanted) in enumerate(zip(ours, theirs, exact, strict=True)):
         error, bound = largest(value.double() - wanted), largest(other.double() - wanted)
-        assert error <= 2 * bound + 4e-6 * largest(wanted) + 1e-6, f"result {index}: error {error:.3g}, PyTorch's {bound:.3g}"
+        slack = (4e-6 + SLACK[problem.x.dtype]) * largest(wanted) + 1e-6
+        assert error <= 2 * bound + slack, f"result {index}: error {error:.3g}, PyTorch's {bound:.3g}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

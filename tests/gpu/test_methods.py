@@ -13,13 +13,7 @@ from mose_fast.methods import METHODS, Learner, create_learner
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
 
-DEVICE = _loader.card()  # "cpu" where a card is emulated
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE is None, reason="the native library has no CUDA code"),
-    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA card"),
-]
+DEVICE = _loader.card()
 
 # Kernels serve channels in multiples of 8. Few images, since an emulated card is slow; the memory overflows in the third batch.
 SMALL = {"width": 8, "memory": 8, "device": DEVICE or "cpu", "kernels": "fused", "feed": "fused", "step": "eager"}

@@ -21,9 +21,9 @@ def float32_is_float32(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-def make(kernels: str, dtype: torch.dtype = torch.float32, **settings) -> ExpertNetwork:
+def make(kernels: str, dtype: torch.dtype = torch.float32, width: int = 64) -> ExpertNetwork:
     torch.manual_seed(0)
-    network = ExpertNetwork(100, width=64, kernels=kernels, **settings)
+    network = ExpertNetwork(100, width=width, kernels=kernels)
     return network.to(DEVICE, dtype, memory_format=torch.channels_last)
 
 
@@ -58,27 +58,28 @@ def distances(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize(("half", "rows"), [(False, 33), (True, 384), (True, 33)])
-def test_errors_are_at_most_twice_those_of_pytorchs_own_path(half, rows):
-    x = images(rows)
-    exact = train_once(make("torch", torch.float64), x.double())
-    plain, fused = (distances(train_once(make(kernels), x, half=half), exact) for kernels in ("torch", "fused"))
+def test_errors_are_at_most_twice_those_of_pytorchs_own_path(card, half, rows):
+    x, width = images(card.few(rows)), card.few(64, 16)
+    exact = train_once(make("torch", torch.float64, width), x.double())
+    plain, fused = (distances(train_once(make(kernels, width=width), x, half=half), exact) for kernels in ("torch", "fused"))
     assert all(b <= 2 * max(a, 1e-6) for a, b in zip(plain, fused, strict=True)), (plain, fused)
 
 
-def test_two_passes_agree_bit_for_bit(monkeypatch):
+def test_two_passes_agree_bit_for_bit(card, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    x = images(48)
-    first, again = (train_once(make("fused"), x, half=True) for _ in range(2))
+    x = images(card.few(48))
+    first, again = (train_once(make("fused", width=card.few(64, 16)), x, half=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_padding_changes_nothing():
-    x = images(40)
-    longer = torch.cat([x, torch.zeros_like(images(24))]).contiguous(memory_format=torch.channels_last)
-    bare, padded = make("fused"), make("fused")
+def test_padding_changes_nothing(card):
+    rows = card.few(40)
+    x = images(rows)
+    longer = torch.cat([x, torch.zeros_like(images(card.few(24, 3)))]).contiguous(memory_format=torch.channels_last)
+    bare, padded = (make("fused", width=card.few(64, 16)) for _ in range(2))
     wanted = train_once(bare, x)
     scale = len(longer) / len(x)  # the loss is divided by the images, padded ones included
-    found = train_once(padded, longer, rows=40, valid_rows=torch.tensor(40, dtype=torch.int32, device=DEVICE))
+    found = train_once(padded, longer, rows=rows, valid_rows=torch.tensor(rows, dtype=torch.int32, device=DEVICE))
     found = [t if i < 4 else t * scale for i, t in enumerate(found)]
     assert max(distances(found, wanted)) < 1e-3
     for a, b in zip(padded.buffers(), bare.buffers(), strict=True):

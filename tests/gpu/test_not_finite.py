@@ -24,13 +24,7 @@ from mose_fast.reference import batch_norm_act as plain_batch_norm_act
 from mose_fast.reference import expert_losses as plain_losses
 from mose_fast.reference import norm_pool as plain_norm_pool
 
-CARD = _loader.card()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CARD is None, reason="the native library has no CUDA code"),
-    pytest.mark.skipif(CARD == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA card"),
-]
+DEVICE = _loader.card()
 
 NAN, INFINITY = float("nan"), float("inf")
 SPOILS = (NAN, INFINITY, -INFINITY)
@@ -39,7 +33,7 @@ SPOILS = (NAN, INFINITY, -INFINITY)
 def on_card(x: Tensor | None) -> Tensor | None:
     if x is None:
         return None
-    return x.to(CARD).contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.to(CARD)
+    return x.to(DEVICE).contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.to(DEVICE)
 
 
 def spoiled(inputs: dict[str, Tensor | None], name: str, value: float, seed: int) -> dict[str, Tensor | None]:
@@ -272,11 +266,11 @@ def test_adam():
             }
             tensors |= {"rate": torch.tensor(0.1), "loss": torch.tensor(1.0)}
             tensors[name].view(-1)[13 % tensors[name].numel()] = value
-            own = {key: x.to(CARD) for key, x in tensors.items()}
+            own = {key: x.to(DEVICE) for key, x in tensors.items()}
             shadow = own["weights"].to(torch.bfloat16)
             adam.adam_step(
-                own["weights"], own["first moment"], own["second moment"], [own["gradient"]], [0], torch.zeros(1, device=CARD), own["rate"],
-                beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, shadow=shadow, loss=own["loss"],
+                own["weights"], own["first moment"], own["second moment"], [own["gradient"]], [0], torch.zeros(1, device=DEVICE),
+                own["rate"], beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, shadow=shadow, loss=own["loss"],
             )  # fmt: skip
             if name == "loss":
                 assert torch.equal(own["weights"].cpu(), tensors["weights"])
@@ -303,7 +297,7 @@ def test_views():
             else:
                 factors[:, place] = NAN
             ours = augment.augment(
-                [image.to(CARD)], torch.tensor([0], device=CARD), layout.to(CARD), codes.to(CARD), factors.to(CARD), mean, std,
+                [image.to(DEVICE)], torch.tensor([0], device=DEVICE), layout.to(DEVICE), codes.to(DEVICE), factors.to(DEVICE), mean, std,
                 jitter_normalised=normalised,
             )  # fmt: skip
             plain = plain_augment.augment([image], torch.tensor([0]), layout, codes, factors, mean, std, normalised, torch.float32, 3)

@@ -13,19 +13,13 @@ from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.reference import align_conv as plain_align_conv
 from mose_fast.reference import batch_norm as plain_norm
 
-CARD = _loader.card()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CARD is None, reason="the native library has no CUDA code"),
-    pytest.mark.skipif(CARD == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA card"),
-]
+DEVICE = _loader.card()
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(CARD)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -62,9 +56,9 @@ def test_the_gradient_of_a_state_keeps_its_digits_beside_a_large_mean(offset, si
 def test_the_gradient_through_align_conv_keeps_its_digits_beside_a_large_mean(offset):
     """Where y has a large mean; pointwise is the unit matrix, and depthwise takes the middle, so that all y is exact."""
     x = channels_last(normal(3, 16, 5, 4) + offset)
-    depthwise = torch.zeros(16, 1, 3, 3, device=CARD)
+    depthwise = torch.zeros(16, 1, 3, 3, device=DEVICE)
     depthwise[:, :, 1, 1] = 1
-    pointwise, upstream = torch.eye(16, device=CARD).view(16, 16, 1, 1), normal(4, 16, seed=2)
+    pointwise, upstream = torch.eye(16, device=DEVICE).view(16, 16, 1, 1), normal(4, 16, seed=2)
 
     def run(function, dtype):
         leaf = x.to(dtype).requires_grad_()
@@ -78,7 +72,7 @@ def test_the_gradient_through_align_conv_keeps_its_digits_beside_a_large_mean(of
 @pytest.mark.parametrize("offset", [0.0, 3e4, -3e4])
 def test_the_gradient_of_large_logits_keeps_its_digits(offset):
     logits = (normal(9, 33) + offset).requires_grad_()
-    labels = torch.arange(9, device=CARD)
+    labels = torch.arange(9, device=DEVICE)
     loss = masked_cross_entropy(logits, labels)
     exact = logits.detach().double().requires_grad_()
     wanted = torch.nn.functional.cross_entropy(exact, labels)
@@ -95,7 +89,7 @@ def test_no_image_has_a_state_too(dtype, channels, out_channels, training):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        x = channels_last(torch.empty(0, channels, 4, 4, dtype=dtype, device=CARD)).requires_grad_()
+        x = channels_last(torch.empty(0, channels, 4, 4, dtype=dtype, device=DEVICE)).requires_grad_()
         weight = normal(out_channels).requires_grad_()
         results = []
         for function in (align_conv, plain_align_conv.align_conv):
@@ -144,12 +138,12 @@ def test_a_scalar_count_is_cut_and_never_refused():
         one = channels_last(normal(1, 16, 1, 1).to(dtype))
         depthwise, pointwise, norm = normal(16, 1, 3, 3), normal(16, 16, 1, 1), Norm(None, None, None, None)
         for count in (1, 0, -3, 9):
-            rows = torch.tensor(count, dtype=torch.int32, device=CARD)
+            rows = torch.tensor(count, dtype=torch.int32, device=DEVICE)
             y, state = align_conv(one, depthwise, pointwise, norm, valid_rows=rows)
             assert y.isfinite().all() and state.isfinite().all()
             assert batch_norm_act(one, norm, valid_rows=rows).isfinite().all()
         x = channels_last(normal(3, 16, 2, 2).to(dtype))
         for count in (-3, 9):
-            rows, cut = torch.tensor(count, dtype=torch.int32, device=CARD), max(0, min(3, count))
+            rows, cut = torch.tensor(count, dtype=torch.int32, device=DEVICE), max(0, min(3, count))
             both = [[*align_conv(x, depthwise, pointwise, norm, valid_rows=given), norm_state(x, norm, given)] for given in (rows, cut)]
             assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))

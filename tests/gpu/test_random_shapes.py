@@ -29,13 +29,7 @@ from mose_fast.reference import expert_losses as plain_losses
 from mose_fast.reference import norm_pool as plain_norm_pool
 from mose_fast.reference import reservoir as plain_reservoir
 
-CARD = _loader.card()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CARD is None, reason="the native library has no CUDA code"),
-    pytest.mark.skipif(CARD == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA card"),
-]
+DEVICE = _loader.card()
 
 CASES = 200
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -61,9 +55,9 @@ def unwritten_memory_is_nan():
 def guarded(x: Tensor | None) -> Tensor | None:
     """``x`` on the card, in its layout, amid NaN; the padding of 64 elements keeps the alignment."""
     if x is None or not x.is_floating_point():
-        return None if x is None else x.to(CARD)
+        return None if x is None else x.to(DEVICE)
     count = x.untyped_storage().nbytes() // x.element_size()
-    buffer = torch.full((count + 128,), torch.nan, dtype=x.dtype, device=CARD)
+    buffer = torch.full((count + 128,), torch.nan, dtype=x.dtype, device=DEVICE)
     return torch.as_strided(buffer, x.shape, x.stride(), 64).copy_(x)
 
 
@@ -167,7 +161,7 @@ class Draw:
 
 
 def given_rows(valid: int | None, kind: str, native: bool) -> int | Tensor | None:
-    return torch.tensor(valid, dtype=torch.int32, device=CARD) if native and kind == "scalar" else valid
+    return torch.tensor(valid, dtype=torch.int32, device=DEVICE) if native and kind == "scalar" else valid
 
 
 def off_the_kink(x: Tensor, state: Tensor) -> Tensor:
@@ -224,7 +218,7 @@ def align_conv_case(draw: Draw) -> None:
         leaves = {name: None if x is None else x.detach().requires_grad_(n) for (name, x), n in zip(leaves.items(), needs, strict=True)}
         running = [put(norm["mean"]), put(norm["var"])]
         running = [None if v is None else v.clone() for v in running]
-        tracked = torch.tensor(3, device=CARD if native else "cpu")
+        tracked = torch.tensor(3, device=DEVICE if native else "cpu")
         y, state = function(
             leaves["x"], leaves["depthwise"], leaves["pointwise"],
             Norm(leaves["weight"], leaves["bias"], *running, tracked, 0.3, 1e-5, training),
@@ -388,7 +382,7 @@ def expert_losses_case(draw: Draw) -> None:
 
     def run(function, put, native: bool) -> dict:
         leaves = {name: put(x).detach().requires_grad_(n) for (name, x), n in zip(inputs.items(), needs, strict=True)}
-        own_labels, own_mask = (None if t is None else t.to(CARD if native else "cpu") for t in (labels, mask))
+        own_labels, own_mask = (None if t is None else t.to(DEVICE if native else "cpu") for t in (labels, mask))
         count = given_rows(new, "scalar" if rows_kind == "scalar" else "int", native)
         terms = function(*leaves.values(), own_labels, count, own_mask, valid_rows=given_rows(valid, rows_kind, native), **options)
         grads = gradients([terms], [put(upstream)], leaves)
@@ -437,7 +431,7 @@ def adam_case(draw: Draw) -> None:
         function(*own.values(), gradients, offsets, own_steps, rate, shadow=half, loss=given, latch=latch, **numbers)
         return {**own, "steps": own_steps, "latch": latch, **({} if half is None else {"shadow": half})}
 
-    ours, plain = run(adam.adam_step, CARD, guarded), run(plain_adam.adam_step, "cpu", lambda x: x)
+    ours, plain = run(adam.adam_step, DEVICE, guarded), run(plain_adam.adam_step, "cpu", lambda x: x)
     assert ours.keys() == plain.keys()
     for name, wanted in plain.items():
         rtol = {BF16: 2**-7, F16: 2**-10}.get(wanted.dtype, 2e-6)
@@ -470,7 +464,7 @@ def reservoir_case(draw: Draw) -> None:
     ]
     batch = [bytes_of(items, *image), numbers(items), numbers(items)]
     results = []
-    for module, device in ((reservoir, CARD), (plain_reservoir, "cpu")):
+    for module, device in ((reservoir, DEVICE), (plain_reservoir, "cpu")):
         own, (x, y, index) = ([t.clone().to(device) for t in tensors] for tensors in (memory, batch))
         slots = module.insert(*own, x, y, task, index)
         drawn = module.draw(own[2], own[4], count, wanted, task)
@@ -498,7 +492,7 @@ def views_case(draw: Draw) -> None:
     seed, sequence = draw.random.getrandbits(62), draw.random.getrandbits(40)
     counter = draw.one_of("counter", (None, 0, 2**33))
     ours = draw_augment_parameters(
-        recipe, seed, sequence, draws, height, width, CARD, counter=None if counter is None else torch.tensor(counter, device=CARD)
+        recipe, seed, sequence, draws, height, width, DEVICE, counter=None if counter is None else torch.tensor(counter, device=DEVICE)
     )
     codes, factors = plain_parameters.draw_augment_parameters(
         recipe, seed, sequence + (counter or 0), draws, height, width, torch.device("cpu")
@@ -513,9 +507,9 @@ def views_case(draw: Draw) -> None:
     dtype, channels = draw.one_of("dtype", (F32, F32, BF16, F16)), draw.one_of("channels", (3, 4, 8))
     normalised = draw.flag("jitter normalised")
     made = augment.augment(
-        [s.to(CARD) for s in sources],
-        rows.to(CARD),
-        layout.to(CARD),
+        [s.to(DEVICE) for s in sources],
+        rows.to(DEVICE),
+        layout.to(DEVICE),
         *ours,
         mean,
         std,
