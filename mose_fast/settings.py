@@ -83,7 +83,7 @@ def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfi
     """A configuration with some settings changed.
 
     Where ``changes`` names another method or preset than ``base``, the options that ``base`` changes from its own preset are kept and
-    all others come from the new one.
+    all others come from the new one. Where they name another stream, the fingerprint of the earlier one's data goes with it.
 
     Args:
         base: To start from; None: the defaults of the method and preset in ``changes``.
@@ -100,6 +100,8 @@ def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfi
             del values["preset"]
         if method != base.method or changes.get("preset", base.preset) != base.preset:
             values["options"] = base.changes_from_preset()
+        if changes.get("stream.name", base.stream.name) != base.stream.name:
+            values["stream"]["fingerprint"] = None
     for setting, value in changes.items():
         owner, _, name = setting.rpartition(".")
         (values[owner] if owner else values)[name] = value

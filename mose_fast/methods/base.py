@@ -383,12 +383,15 @@ class Learner(ABC):
     def prepare_evaluation(self) -> None:  # noqa: B027 - most methods are ready at any time
         """Called before every evaluation and prediction; methods that train only when asked do it here.
 
-        Calling it again before the next batch changes nothing. Methods that train here call :meth:`after_step` after every step, and
-        begin anew the next time where it raises.
+        Calling it again before the next batch changes nothing. Methods that train here call :meth:`after_step` after every step.
         """
 
     def after_step(self) -> None:  # noqa: B027 - whoever does not watch puts nothing here
-        """Whoever drives the learner may put a function in this place, to watch a training for an evaluation or to stop it by raising."""
+        """Called after each step of what takes many at once: an evaluation, a training for it, a review at the end of a task.
+
+        Whoever drives the learner may put a function in its place, to watch it or to stop it by raising; the state from before is then
+        what counts.
+        """
 
     def build_memory(self) -> ReplayMemory:
         """The empty replay memory; methods with another policy or with more to keep for each slot override it."""

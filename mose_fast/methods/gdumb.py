@@ -105,19 +105,15 @@ class Gdumb(ReplayLearner):
         self.start_afresh()
         self._means = None
         passes = o.passes if len(self.seen) == self.classes else o.passes_before
-        sequence, steps = self.memory.seen << 24, self.steps
-        try:
-            for number in range(passes):
-                for group in self.optimiser.param_groups:
-                    group["lr"] = learning_rate(number, o.lr_low, o.lr)
-                order = permutation(self.config.seed, sequence, self.memory.filled, Purpose.FIT, self.device)
-                for slots in order.split(o.buffer_batch):
-                    self.step(self._memory_rows(slots, sequence))
-                    self.after_step()
-                    sequence += 1
-        except BaseException:
-            self.steps = steps  # they are taken again
-            raise
+        sequence = self.memory.seen << 24
+        for number in range(passes):
+            for group in self.optimiser.param_groups:
+                group["lr"] = learning_rate(number, o.lr_low, o.lr)
+            order = permutation(self.config.seed, sequence, self.memory.filled, Purpose.FIT, self.device)
+            for slots in order.split(o.buffer_batch):
+                self.step(self._memory_rows(slots, sequence))
+                self.after_step()
+                sequence += 1
         self.fitted = self.memory.seen
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:

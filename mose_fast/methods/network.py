@@ -176,6 +176,7 @@ class NetworkLearner(Learner):
                 outputs = self.run_network(images)
             features.append(outputs.features.float())
             logits.append(outputs.logits.float())
+            self.after_step()
         if not features:
             e = self.network.experts
             return torch.empty(e, 0, self.network.feature_size, device=self.device), torch.empty(e, 0, self.classes, device=self.device)

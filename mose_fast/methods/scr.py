@@ -94,4 +94,5 @@ class Scr(ReplayLearner):
         self._weight = _REVIEW_WEIGHT
         for batch in range(len(order) // size):
             self.rehearse(order[batch * size : (batch + 1) * size])
+            self.after_step()
         self._weight = 1.0

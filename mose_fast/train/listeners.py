@@ -43,8 +43,9 @@ class Listener:
         """
 
     def on_step(self) -> None:
-        """A step is done that belongs to no batch of the stream: one of a training for an evaluation alone (GDumb). It may raise
-        :class:`mose_fast.train.Interrupted`, as :meth:`on_batch` may.
+        """A step is done that belongs to no batch of the stream: of an evaluation, of a training for it (GDumb), of a review (SCR).
+
+        It may raise :class:`mose_fast.train.Interrupted`, as :meth:`on_batch` may; all that ends the task is then done again.
         """
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -296,13 +297,16 @@ class _Loop:
         last = len(self.presented.tasks) - 1
         accuracy = None
         self.pipeline.ring.settle()
-        if task <= last:
-            self.learner.end_task()
-        if not self.joint or task > last:
-            seen = len(self.stream.tasks) - 1 if self.learner.joint_stream else min(task, last)
-            self._prepare_evaluation(stop)
-            with self.clock.timed("evaluate"):
-                accuracy = evaluate_learner(self.learner, self.stream, seen)
+        with self._stoppable(stop):
+            if task <= last:
+                self.learner.end_task()
+            if not self.joint or task > last:
+                seen = len(self.stream.tasks) - 1 if self.learner.joint_stream else min(task, last)
+                with self.clock.timed("train"):
+                    self.learner.prepare_evaluation()
+                with self.clock.timed("evaluate"):
+                    accuracy = evaluate_learner(self.learner, self.stream, seen)
+        if accuracy is not None:
             for kind, values in (("test", accuracy.test), ("buffer", accuracy.buffer)):
                 for classifier, experts in values.items():
                     for expert, row in experts.items():
@@ -318,8 +322,13 @@ class _Loop:
         for listener in self.listeners:
             listener.on_task_end(task, self.position["done"], accuracy)
 
-    def _prepare_evaluation(self, stop: StopRequest) -> None:
-        """Lets the learner train for its evaluation, where its method does; stops that between two of its steps."""
+    @contextmanager
+    def _stoppable(self, stop: StopRequest) -> Iterator[None]:
+        """Lets what ends a task, which may train and evaluate for minutes, be stopped between two of its steps.
+
+        It is done again from its beginning then, so the checkpoint is of the state before it.
+        """
+        state = None if self.writer is None else self._state()
 
         def after_step() -> None:
             for listener in self.listeners:
@@ -328,10 +337,10 @@ class _Loop:
 
         self.learner.after_step = after_step
         try:
-            with self.clock.timed("train"):
-                self.learner.prepare_evaluation()
+            yield
         except Interrupted:
-            self._save(wait=True)
+            if state is not None:
+                self._write(*state, wait=True)
             raise
         finally:
             del self.learner.after_step
@@ -382,6 +391,10 @@ class _Loop:
         """Writes a checkpoint; on a card while the run goes on, unless it is to ``wait``."""
         if self.writer is None:
             return
+        self._write(*self._state(), wait=wait)
+
+    def _state(self) -> tuple[int, Snapshot, dict[str, Any]]:
+        """What a checkpoint of now is made of, independent of what comes after: its number, the tensors and the values."""
         with self.clock.timed("checkpoint"):
             self.pipeline.ring.settle()
             tensors, values = self.learner.state()
@@ -390,8 +403,11 @@ class _Loop:
             if broken is not None:
                 raise TrainingDiverged(f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}")
             values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.clock.state()}
-            values["identity"] = self.identity
-            self.writer.write(self.position["done"] + self.position["task"], snapshot, values)
+            return self.position["done"] + self.position["task"], snapshot, copy.deepcopy(values) | {"identity": self.identity}
+
+    def _write(self, step: int, snapshot: Snapshot, values: dict[str, Any], *, wait: bool) -> None:
+        with self.clock.timed("checkpoint"):
+            self.writer.write(step, snapshot, values)
             if wait:
                 self.writer.wait()
 

@@ -125,6 +125,16 @@ def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
     assert cells(tmp_path / "taskwise-trial.csv")["w/ RSD", "E4", "average"]["n"] == "3"
 
 
+@pytest.mark.parametrize("name", ["taskwise-trial.md", "taskwise-trial.csv"])
+def test_a_page_that_no_reproduction_wrote_is_not_replaced(tmp_path, engine, trial, capsys, name):
+    here = engine()
+    (tmp_path / name).write_text("mine")
+    assert main(["paper", "taskwise", *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
+    assert "is not of this reproduction, and would be replaced" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert here.started == []
+
+
 def test_a_run_that_fails(tmp_path, engine, trial, capsys):
     engine(break_in="distil-off_seed-1")
     assert main(["paper", "taskwise", *trial, "--seeds", "0-1", "--out", str(tmp_path)]) == 1

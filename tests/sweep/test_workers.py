@@ -193,6 +193,39 @@ def test_a_worker_that_is_told_to_end_lets_its_runs_write_checkpoints(tmp_path, 
         engine.close()
 
 
+_RAY_TASK = """
+import json, signal, sys
+from mose_fast.sweep.ray_engine import _run_on_this_machine
+
+class Queue:
+    put = staticmethod(lambda event: print(json.dumps(event), flush=True))
+
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray has it in its workers
+_run_on_this_machine(json.loads(sys.argv[1]), 1, sys.argv[2], Queue)
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    command = next(commands(folder))
+    config = json.loads(Path(command["config"]).read_text()) | {"checkpoint_every": None}
+    config["stream"] |= {"limit_per_task": None, "tasks": 1}  # hundreds of batches before the checkpoint at the task's end
+    Path(command["config"]).write_text(json.dumps(config))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    task = [sys.executable, "-c", _RAY_TASK, json.dumps(command), command["config"]]
+    with subprocess.Popen(task, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "progress" and event["batch"] > 0:
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=90)
+    assert process.returncode == signal.SIGTERM
+    assert len(list(folder.path.glob("seed-0/checkpoints/step-*"))) == 1
+    assert not (folder.run("seed-0") / "results.json").exists()
+
+
 def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
     folder = SweepFolder(tmp_path / "s")
     command = next(commands(folder))

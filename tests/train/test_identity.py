@@ -114,6 +114,10 @@ def test_changed_data_are_refused(stopped, shift, capsys):
     assert main(again) == 2
     assert "have changed" in capsys.readouterr().err
     assert main([*again, "--set", "stream.fingerprint=null"]) == 0
+    # Another stream has data of its own.
+    other = stopped.parent / "other.npz"
+    path.rename(other)
+    assert main([*again, "--overwrite", "--stream", str(other)]) == 0
 
 
 def test_a_stream_object_is_compared_too(tmp_path):

@@ -10,11 +10,6 @@ from mose_fast.config import RunConfig
 from mose_fast.signals import Interrupted, raised_at_once, stop_request
 from mose_fast.train import Listener, resume, run
 
-GDUMB = RunConfig.create(
-    method="gdumb", stream={"name": "digits", "limit_per_task": 10, "tasks": 2}, width=1, memory=64, device="cpu",
-    options={"passes": 3, "passes_before": 3, "buffer_batch": 4},
-)  # fmt: skip
-
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_noted_and_asked_for_later(number):
@@ -58,30 +53,37 @@ def test_nohup_is_respected():
 
 
 class SignalAtStep(Listener):
-    """Sends a signal at one of the steps that GDumb takes for an evaluation, and counts the steps after it."""
+    """Sends a signal at one of the steps that end a task, and counts the steps after it."""
 
     def __init__(self, at):
-        self.left, self.after = at, 0
+        self.at, self.steps = at, 0
 
     def on_step(self):
-        self.left -= 1
-        if self.left == 0:
+        self.steps += 1
+        if self.steps == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
-        self.after += self.left < 0
 
 
 def outcome(results):
     return {name: value for name, value in results.items() if name not in ("seconds", "resumed", "peak_memory_bytes")}
 
 
-@pytest.mark.parametrize("step", [1, 5, 12])
-def test_training_for_an_evaluation_stops_after_its_next_step(tmp_path, step):
-    unbroken = run(GDUMB)
-    listener = SignalAtStep(step)
-    with pytest.raises(Interrupted) as error:
-        run(GDUMB, out=tmp_path, listeners=[listener])
-    assert (error.value.number, listener.left, listener.after) == (signal.SIGTERM, 0, 0)
-    resumed = resume(tmp_path)
-    unbroken["config"]["stream"]["fingerprint"] = resumed["config"]["stream"]["fingerprint"]
-    assert outcome(resumed) == outcome(unbroken)
-    assert json.loads((tmp_path / "results.json").read_text())["resumed"] == 1
+@pytest.mark.parametrize("method", ["mose", "gdumb", "scr"])
+def test_what_ends_a_task_stops_after_its_next_step(tmp_path, method):
+    """Evaluations, GDumb's training for them and SCR's review: each of their steps is a place to stop, and nothing is counted twice."""
+    options = {"gdumb": {"passes": 3, "passes_before": 3, "buffer_batch": 4}, "scr": {"review": True, "buffer_batch": 4}}
+    config = RunConfig.create(
+        method=method, stream={"name": "digits", "limit_per_task": 10, "tasks": 2}, width=1, memory=64, device="cpu", evaluation_batch=256,
+        options=options.get(method, {}),
+    )  # fmt: skip
+    count = SignalAtStep(None)
+    unbroken = run(config, out=tmp_path / "unbroken", listeners=[count])
+    # Two evaluations: memory and test images, and what the method trains.
+    assert count.steps >= {"mose": 5, "gdumb": 23, "scr": 9}[method]
+    for step in {1, count.steps // 2, count.steps}:
+        listener, out = SignalAtStep(step), tmp_path / str(step)
+        with pytest.raises(Interrupted) as error:
+            run(config, out=out, listeners=[listener])
+        assert (error.value.number, listener.steps) == (signal.SIGTERM, step)
+        assert outcome(resume(out)) == outcome(unbroken)
+        assert json.loads((out / "results.json").read_text())["resumed"] == 1
