@@ -15,6 +15,7 @@ import argparse
 import csv
 import dataclasses
 import io
+import os
 import re
 import sys
 import traceback
@@ -257,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no CUDA card; wanted one, or --device cpu", file=sys.stderr)
         return 2
     on_card = given.device == "cuda"
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # else the second profile of a process may find nothing
     print(f"{device_name(torch.device(given.device))}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     copied = copy_rate() if on_card else None
     found: list[dict[str, str]] = []

@@ -21,5 +21,6 @@ rm -f "$target"/_C*.so
 cp "$build"/mose_fast/_C*.so "$build/mose_fast/_build.json" "$build/kernel_check" "$target"
 strip --strip-unneeded "$target"/_C*.so
 strip "$target/kernel_check"
+"$python" -m bench.prebuilt "$target" --seal
 MOSE_FAST_NATIVE=$target "$python" -W error::RuntimeWarning -c 'import mose_fast; print(mose_fast.build_info())'
 du -h "$target"/_C*.so "$target/kernel_check"

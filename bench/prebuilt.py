@@ -1,17 +1,32 @@
-"""Says whether a library that bench/prebuild.sh built elsewhere belongs to this tree: python -m bench.prebuilt DIR
+"""Says whether a library that bench/prebuild.sh built elsewhere belongs to this tree, and arrived whole: python -m bench.prebuilt DIR
 
 Needs no torch. What the library was built for is compared when it is loaded; sources can be compared here, before a card is at hand.
+``--seal`` notes the library's size and hash in its record first, as it was stripped after it was built.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+__all__ = ["obstacle", "seal"]
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+OF_TREE: dict[str, Any] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py"))
+
+
+def seal(folder: Path) -> None:
+    """Notes in ``_build.json`` what the library in ``folder`` is now: a damaged one is not loaded then."""
+    record = folder / "_build.json"
+    (library,) = folder.glob("_C*.so")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"library": OF_TREE["file_facts"](library)}, indent=2) + "\n")
 
 
 def obstacle(folder: Path) -> str | None:
@@ -21,23 +36,28 @@ def obstacle(folder: Path) -> str | None:
         missing.append("_C*.so")
     if missing:
         return f"there is no {', '.join(missing)} in {folder}; wanted what bench/prebuild.sh leaves"
-    built = json.loads((folder / "_build.json").read_text())["sources"]
-    here = runpy.run_path(str(ROOT / "mose_fast" / "_version.py"))["source_hash"](ROOT)
+    record = json.loads((folder / "_build.json").read_text())
+    built, here = record["sources"], OF_TREE["source_hash"](ROOT)
     if built != here:
         return f"{folder} was built from other sources ({built}) than those in csrc ({here}); run bench/prebuild.sh again"
+    for library in folder.glob("_C*.so"):
+        if record.get("library") not in (None, OF_TREE["file_facts"](library)):
+            return f"{library} is not what bench/prebuild.sh left: it is damaged"
     return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    if len(given) != 1:
-        print("usage: python -m bench.prebuilt DIR", file=sys.stderr)
-        return 2
-    found = obstacle(Path(given[0]))
+    parser = argparse.ArgumentParser(prog="python -m bench.prebuilt", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    parser.add_argument("--seal", action="store_true", help="note size and hash of the library first")
+    given = parser.parse_args(arguments)
+    if given.seal:
+        seal(given.folder)
+    found = obstacle(given.folder)
     if found is not None:
         print(found, file=sys.stderr)
         return 1
-    print((Path(given[0]) / "_build.json").read_text().strip())
+    print((given.folder / "_build.json").read_text().strip())
     return 0
 
 

@@ -30,6 +30,14 @@ def test_one_of_this_tree(folder, capsys):
     assert main([str(folder)]) == 0 and "2.11.0+cu130" in capsys.readouterr().out
 
 
+def test_one_that_did_not_arrive_whole(folder, capsys):
+    library = folder / "_C.cpython-312-x86_64-linux-gnu.so"
+    library.write_bytes(b"machine code")
+    assert main([str(folder), "--seal"]) == 0 and obstacle(folder) is None
+    library.write_bytes(b"machine")
+    assert obstacle(folder) == f"{library} is not what bench/prebuild.sh left: it is damaged"
+
+
 def test_one_of_another_tree(folder, capsys):
     (folder / "_build.json").write_text(json.dumps({"sources": "0123"}))
     assert "was built from other sources (0123) than those in csrc" in obstacle(folder)
@@ -72,3 +80,4 @@ def test_what_the_script_leaves(tmp_path, broken):
     text = calls.read_text()
     assert "-DMOSE_FAST_BACKEND=cuda -DMOSE_FAST_ARCHS_WANTED=8.0;9.0" in text and "--target _C kernel_check" in text
     assert f"strip --strip-unneeded {target}/_C.new.so" in text and f"strip {target}/kernel_check" in text
+    assert text.index("strip") < text.index(f"python -m bench.prebuilt {target} --seal")
