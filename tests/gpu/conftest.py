@@ -69,7 +69,8 @@ def _reports(config: pytest.Config, outcome: str) -> list[pytest.TestReport]:
 
 def left_out(config: pytest.Config) -> Counter[str]:
     """How many tests were left out for want of what."""
-    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in _reports(config, "skipped") if isinstance(report.longrepr, tuple)]
+    told = [report.longrepr for report in _reports(config, "skipped")]
+    reasons = [where_and_why[2].removeprefix("Skipped: ") for where_and_why in told if isinstance(where_and_why, tuple | list)]
     return Counter(reason.removeprefix(LEFT_OUT).partition(":")[0] for reason in reasons if reason.startswith(LEFT_OUT))
 
 
@@ -85,7 +86,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     if hasattr(config, "workerinput"):
         return  # a worker of pytest-xdist; the counts are the controller's
-    fewest, most = config.getoption("--fewest-passed"), config.getoption("--most-left-out")
+    # There are no such options where the folder is not named on the command line.
+    fewest, most = (config.getoption(option, None) for option in ("--fewest-passed", "--most-left-out"))
     passed, out = len(_reports(config, "passed")), sum(left_out(config).values())
     if fewest is not None and passed < fewest:
         print(f"\n{passed} tests passed; wanted at least {fewest}")
