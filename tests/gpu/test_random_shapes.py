@@ -531,3 +531,79 @@ OPS = (align_conv_case, batch_norm_act_case, norm_pool_case, expert_losses_case,
 def test_random_shapes(case, numbers):
     for number in numbers:
         case(Draw(number))
+
+
+def padded(x: Tensor, images: int, dim: int = 0) -> Tensor:
+    """``x`` with ``images`` more entries behind, all NaN."""
+    shape = list(x.shape)
+    shape[dim] = images
+    result = torch.cat([x, torch.full(shape, torch.nan, dtype=x.dtype)], dim)
+    return channels_last(result) if result.dim() == 4 else result
+
+
+def padded_case(draw: Draw) -> None:
+    """A batch with padding and the same without: equal but for the order of sums, and zero behind."""
+    dtype, channels, more = draw.one_of("dtype", (F32, BF16, F16)), draw.one_of("channels", CHANNELS[:9]), draw.number("padding", 1, 5)
+    images, side = draw.number("images", 1, 3), draw.one_of("side", (2, 4, 6))
+    maps = {
+        "x": draw.normal(images, channels, side, side, dtype=dtype),
+        "gate": draw.normal(images, channels, side // 2, side // 2, dtype=dtype),
+    }
+    weights = {"depthwise": draw.normal(channels, 1, 3, 3) / 3, "pointwise": draw.normal(16, channels, 1, 1) / channels**0.5}
+    vectors = {"weight": draw.normal(16), "bias": draw.normal(16), "state": draw.state(channels)}
+    maps["x"] = off_the_kink(maps["x"], vectors["state"])
+    losses = {"projections": draw.normal(2, images, 8), "logits": draw.normal(2, images, 5), "student": draw.normal(images, 9)}
+    losses["features"] = draw.normal(2, images, 9)
+    to_y, to_pool, to_state = (
+        draw.normal(images, 16, side, side, dtype=dtype),
+        draw.normal(images, channels, dtype=dtype),
+        draw.normal(4, 16),
+    )
+
+    def run(behind: int, as_scalar: bool = False) -> dict[str, Tensor]:
+        valid = torch.tensor(images, dtype=torch.int32, device=DEVICE) if as_scalar else images if behind else None
+        dims = {**dict.fromkeys(("x", "gate", "student"), 0), **dict.fromkeys(("projections", "logits", "features"), 1)}
+        leaves = {
+            name: guarded(padded(t, behind, dims[name]) if name in dims else t).requires_grad_()
+            for name, t in {**maps, **weights, **vectors, **losses}.items()
+        }
+        norm = Norm(leaves["weight"], leaves["bias"], None, None)
+        y, state = align_conv.align_conv(
+            leaves["x"], leaves["depthwise"], leaves["pointwise"], norm, prologue=leaves["state"], gate=leaves["gate"], valid_rows=valid
+        )
+        z = batch_norm_act.batch_norm_act(y, norm, relu=False, valid_rows=valid)
+        pooled = norm_pool.norm_pool(leaves["x"], leaves["state"], valid)
+        labels = torch.zeros(images + behind, dtype=torch.int64, device=DEVICE)
+        terms = expert_losses.expert_losses(
+            leaves["projections"],
+            leaves["logits"],
+            leaves["features"],
+            leaves["student"],
+            labels,
+            0,
+            None,
+            valid_rows=valid,
+            distil="sd",
+        )
+        results = {"y": y, "state": state, "z": z, "pooled": pooled, "terms": terms}
+        upstream = [padded(to_y, behind), to_state, padded(to_y, behind), padded(to_pool, behind), torch.ones(2, 3)]
+        return {**results, **gradients(list(results.values()), [g.to(DEVICE) for g in upstream], leaves)}
+
+    bare = run(0)
+    for as_scalar in (False, True):
+        for name, value in run(more, as_scalar).items():
+            wanted = bare[name]
+            dim = next((d for d in range(wanted.dim()) if value.shape[d] != wanted.shape[d]), None)
+            if dim is not None:
+                value, behind = value.split([images, more], dim)
+                assert (behind == 0).all(), f"{draw.text}: {name} is not zero in the padding"
+            largest = max(1e-3, wanted.detach().abs().max().item())
+            torch.testing.assert_close(
+                value, wanted, rtol=0, atol=CLOSE[dtype] * largest, msg=lambda text, name=name: f"{draw.text}: {name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("numbers", [range(first, first + 10) for first in range(0, 40, 10)], ids=str)
+def test_padded_equals_bare(numbers):
+    for number in numbers:
+        padded_case(Draw(number))
