@@ -493,6 +493,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         read_settings(arguments), seconds=arguments.seconds, only=arguments.only, watch=lambda name: print(f"... {name}", file=sys.stderr)
     )
     print(report.text())
+    for name, trace in report.failures.items():
+        print(f"\n{name} failed:\n{trace}", file=sys.stderr)
     if arguments.csv is not None:
         Path(arguments.csv).write_text(report.table(), encoding="utf-8")
     return 0

@@ -7,9 +7,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["PHASES", "Clock", "process_start"]
+import torch
+
+__all__ = ["PHASES", "Clock", "Stopwatch", "process_start"]
 
 #: What is timed apart. ``capture`` is not in ``train``.
 PHASES = ("train", "evaluate", "checkpoint", "capture")
@@ -62,6 +65,35 @@ class Clock:
         """
         self.seconds = {phase: state.get(phase, 0.0) for phase in PHASES}
         self._earlier = sum(self.seconds.values()) + state.get("other", 0.0)
+
+
+class Stopwatch:
+    """Seconds between marks: on a card by events in the current stream, which neither wait nor make it wait; else by the host's clock.
+
+    What is marked on a card runs there without a gap, as long as the host launches faster than it runs.
+
+    Args:
+        device: Where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_card = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """Marks the moment when all that was launched until now is done."""
+        if self._on_card:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """Seconds from each mark to the next; waits for the last one."""
+        if not self._on_card:
+            return [after - before for before, after in pairwise(self._marks)]
+        self._marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
 
 
 def process_start() -> float | None:
