@@ -25,14 +25,17 @@ class Clock:
     times of its checkpoint; what it lost is in none of them.
 
     Args:
-        started: When the whole began, as :func:`time.perf_counter` tells it; None: now.
+        whole_process: The whole began with this process, not now; where the system does not say when that was, it begins now, too.
 
     Attributes:
         seconds: By phase.
+        since: Where the whole began: ``process`` or ``call``.
     """
 
-    def __init__(self, started: float | None = None) -> None:
+    def __init__(self, *, whole_process: bool = False) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        started = process_start() if whole_process else None
+        self.since = "call" if started is None else "process"
         self._started = time.perf_counter() if started is None else started
         # Of what went before the checkpoint that a run continues from.
         self._earlier = 0.0
@@ -57,6 +60,12 @@ class Clock:
     def state(self) -> dict[str, float]:
         """What a checkpoint must hold: seconds by phase, and ``other``."""
         return {**self.seconds, "other": max(self.wall - sum(self.seconds.values()), 0.0)}
+
+    def results(self) -> dict[str, float | str]:
+        """What the results say: seconds by phase, their sum ``total``, ``other``, the ``wall`` time of all, and since when it counts."""
+        phases = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
+        wall, total = round(self.wall, 3), round(sum(self.seconds.values()), 3)
+        return {**phases, "total": total, "other": round(max(wall - total, 0.0), 3), "wall": max(wall, total), "wall_since": self.since}
 
     def load(self, state: Mapping[str, float]) -> None:
         """Takes over what :meth:`state` gave to a checkpoint, to which the time since this clock's own start is added.
