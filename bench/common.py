@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mose_fast import _loader
+from mose_fast.train.captured import capture
 
 __all__ = [
     "BEYOND_CACHES", "CLASSES", "DIRECTIONS", "HEADLINE", "IMPLEMENTATIONS", "SIZES", "Case", "choose", "copy_rate", "quantiles",
@@ -184,8 +185,7 @@ def time_on_card(calls: Sequence[Callable[[], object]], captured: bool) -> tuple
                     each()
 
         if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            with capture(side) as graph:
                 run()
             run = graph.replay
         for _ in range(3):

@@ -24,6 +24,7 @@ from bench.common import Case
 from mose_fast.device import device_name
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
+from mose_fast.train.captured import capture
 
 Call = Callable[[], object]
 
@@ -38,8 +39,7 @@ def captured(call: Call, device: str) -> Call:
         for _ in range(3):
             call()
         side.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        with capture(side) as graph:
             call()
     torch.cuda.synchronize()
     return graph.replay

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def copied() -> float:
 def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Callable[[], object]]], None]:
     """A function ``measure(case, make_call)`` that times one case and keeps what bench/store.py needs in ``extra_info``.
 
-    ``measure.given(case, seconds)`` keeps a time on a card that was measured elsewhere.
+    ``measure.given(case, take)`` keeps the seconds that ``take()`` returns, of one call each, which were timed by the caller.
     """
 
     def describe(case: Case) -> dict[str, object]:
@@ -79,13 +79,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         if folder is not None:
             store.append([store.row_of(benchmark.extra_info)], folder)
 
-    def given(case: Case, seconds: float) -> None:
-        benchmark.group = case.group
-        benchmark.pedantic(lambda: None)
-        benchmark.extra_info.update(describe(case), **quantiles([seconds]), target_us=case.target_us)
-        keep()
-
-    def run(case: Case, make_call: Callable[[Case], Callable[[], object]]) -> None:
+    def skip_without(case: Case) -> None:
         on_card = case.device == "cuda"
         if on_card and not torch.cuda.is_available():
             pytest.skip("there is no CUDA card")
@@ -93,6 +87,21 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             pytest.skip(f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}")
         if case.impl == "compiled" and request.config.getoption("--compiled") == "headline" and not case.headline:
             pytest.skip(f"torch.compile is measured at N={HEADLINE} only, K={CLASSES[0]} (--compiled=all for every size)")
+
+    def given(case: Case, take: Callable[[], Sequence[float]]) -> None:
+        skip_without(case)
+        torch.manual_seed(0)
+        benchmark.group = case.group
+        seconds: list[float] = []
+        benchmark.pedantic(lambda: seconds.extend(take()))
+        if benchmark.enabled:
+            benchmark.extra_info.update(describe(case), **quantiles(seconds))
+            benchmark.extra_info.update(target_us=case.target_us, **({"graph": "no"} if case.device == "cuda" else {}))
+            keep()
+
+    def run(case: Case, make_call: Callable[[Case], Callable[[], object]]) -> None:
+        skip_without(case)
+        on_card = case.device == "cuda"
         torch.manual_seed(0)
         torch.compiler.reset()  # else the ninth shape of one function would run uncompiled, silently
         call, *others = (make_call(case) for _ in range(case.sets if on_card and benchmark.enabled else 1))

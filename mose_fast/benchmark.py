@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gc
 import io
 import statistics
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,15 +30,21 @@ from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import Mose, create_learner, resolve_device
 from mose_fast.streams import NORMALISATIONS, Stream
 from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.listeners import Listener
-from mose_fast.train.loop import Interrupted, run
+from mose_fast.train.clock import Stopwatch
+from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
 
-__all__ = ["Ceilings", "Report", "Row", "Variant", "benchmark", "ceilings", "random_stream", "variants"]
+__all__ = ["Ceilings", "Report", "Row", "Variant", "back_to_back", "benchmark", "ceilings", "in_the_loop", "random_stream", "variants"]
 
 _COLUMNS = ("variant", "views", "ms", "p20_ms", "p80_ms", "images_per_s", "tflops", "share_of_ceiling", "peak_bytes", "note", "where")
 
 #: Steps of a task that bring its batches to their full size, and a margin.
 _RAMP = 12
+
+#: Steps in the loop before the measured ones: on a card they are captured, and fill ring and reader; the CPU has nothing to prepare.
+_WARM_UP = {"cuda": 20, "cpu": 3}
+
+#: Most calls of a measurement.
+_CALLS = 2000
 
 
 class Ceilings(NamedTuple):
@@ -66,7 +74,8 @@ class Variant(NamedTuple):
 class Row(NamedTuple):
     """A measurement: milliseconds (median, and the quantiles 0.2 and 0.8) of a step with so many views.
 
-    ``peak`` are bytes that the card had allocated at most, None on the CPU; ``note`` says why there is no time, where there is none.
+    ``peak`` are bytes that the card had allocated at most, None on the CPU; ``note`` says why there is no time, where there is none, and
+    ``traceback`` where in the program it failed.
     """
 
     name: str
@@ -76,6 +85,7 @@ class Row(NamedTuple):
     p80: float | None
     peak: int | None
     note: str = ""
+    traceback: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +100,7 @@ class Report:
         rows: One a variant.
         evaluation: Seconds of an evaluation of all classifiers and experts, on as many images as ``evaluated``; None where not measured.
         evaluated: Images: those in memory and 10,000 of a test set (fewer where the run is smaller).
+        failures: Whole tracebacks of what could not be measured, by name.
     """
 
     where: str
@@ -99,6 +110,7 @@ class Report:
     rows: tuple[Row, ...]
     evaluation: float | None
     evaluated: int
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def tflops(self, row: Row) -> float:
         """Of a row: forward and backward pass of its views, three times the forward's multiply-accumulates, over its time."""
@@ -222,11 +234,9 @@ def ceilings(device: torch.device, precision: str) -> Ceilings:
     source = torch.empty(2**30 if on_card else 2**26, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
 
-    def best(call: Callable[[], object]) -> float:
-        call()
-        return min(_seconds(device, call) for _ in range(5))
-
-    return Ceilings(2e-12 * size**3 / best(lambda: a @ b), 2e-9 * source.numel() / best(lambda: target.copy_(source)))
+    product = min(back_to_back(device, lambda: a @ b, calls=5))
+    copy = min(back_to_back(device, lambda: target.copy_(source), calls=5))
+    return Ceilings(2e-12 * size**3 / product, 2e-9 * source.numel() / copy)
 
 
 def benchmark(
@@ -249,31 +259,70 @@ def benchmark(
     stream = random_stream(config, classes, 1000 * config.stream.batch, tests=max(10_000 * config.width // 64, 100))
     probe = _learner(config, stream)
     config = dataclasses.replace(config, precision=probe.precision.name)
-    found = []
+    device = probe.device
+    # Before the variants, so that one that breaks the card does not take the others' rows with it.
+    where, macs, possible = _where(device), probe.costs()[0].macs, ceilings(device, config.precision)
+    found: list[Row] = []
+    failures: dict[str, str] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run would say it; rows have notes
-        for variant in variants(probe.device):
+        for variant in variants(device):
             if only not in variant.name:
                 continue
             if watch is not None:
                 watch(variant.name)
             found.append(_row(variant, config, stream, seconds))
-            torch.compiler.reset()
-            if probe.device.type == "cuda":
-                torch.cuda.empty_cache()
+            if found[-1].traceback:
+                failures[variant.name] = found[-1].traceback
+            _tidy(device)
         measured, images = None, 0
         if not only or only in "evaluation":
             if watch is not None:
                 watch("evaluation")
-            measured, images = _evaluation(config, stream)
-    return Report(
-        _where(probe.device), config, probe.costs()[0].macs, ceilings(probe.device, config.precision), tuple(found), measured, images
-    )
+            try:
+                measured, images = _evaluation(config, stream)
+            except Exception:
+                failures["evaluation"] = traceback.format_exc()
+    return Report(where, config, macs, possible, tuple(found), measured, images, failures)
+
+
+def back_to_back(device: torch.device, call: Callable[[], object], *, seconds: float = 0.0, calls: int | None = None) -> list[float]:
+    """Seconds of each of many calls that follow each other without a gap, once they are warm: on a card the host only launches them.
+
+    Args:
+        device: Where they run; on a card, in the current stream.
+        call: What is measured. On a card it should not wait for it.
+        seconds: To spend.
+        calls: How many, in place of ``seconds``.
+    """
+    warm = _laps(device, call, 3 if calls is None else 1)
+    if calls is None:
+        calls = max(5, min(_CALLS, int(seconds / max(statistics.median(warm), 1e-6))))
+    return _laps(device, call, calls)
+
+
+def _laps(device: torch.device, call: Callable[[], object], calls: int) -> list[float]:
+    watch = Stopwatch(device)
+    watch.mark()
+    for _ in range(calls):
+        call()
+        watch.mark()
+    return watch.laps()
+
+
+def _tidy(device: torch.device) -> None:
+    """Frees what a variant has left, so that the next one finds the card as the first one did."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        # After an error that the card does not recover from, every call fails; the next variants then say so in their rows.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
 
 
 def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) -> Row:
-    def without(note: str) -> Row:
-        return Row(variant.name, 0, None, None, None, None, note)
+    def without(note: str, trace: str = "") -> Row:
+        return Row(variant.name, 0, None, None, None, None, note, trace)
 
     chosen = dataclasses.replace(config, **variant.settings)
     device = resolve_device(chosen.device)
@@ -282,10 +331,16 @@ def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) ->
             return without(f"no native library: {_loader.obstacle or 'built for the CPU only'}")
         choose_feed(chosen.feed, device, None)
         with _peak(device) as peak:
-            views, times = (_in_the_loop if variant.looped else _by_itself)(variant, chosen, stream, seconds)
-    except (ConfigError, RuntimeError) as error:
-        # Out of memory, no compiler: the other variants can still be measured.
-        return without(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            if variant.looped:
+                views, times = in_the_loop(chosen, stream, seconds)
+            else:
+                views, times = _by_itself(variant, chosen, stream, seconds)
+    except ConfigError as error:
+        return without(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        # Out of memory, no compiler, a kernel that fails: the other variants can still be measured.
+        line = (str(error).strip() or repr(error)).splitlines()[0]
+        return without(f"failed: {type(error).__name__}: {line}", traceback.format_exc())
     low, middle, high = (statistics.median(times),) * 3 if len(times) < 5 else _quantiles(times)
     return Row(variant.name, views, 1e3 * middle, 1e3 * low, 1e3 * high, peak[0])
 
@@ -306,39 +361,56 @@ def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: flo
         def step() -> None:
             steps(prepared)
 
-        for _ in range(4):
+        if config.step == "captured":
+            # The second step of a shape is the one that is captured.
             step()
-        if config.step == "captured" and not steps.graphs:
-            raise RuntimeError(steps.obstacle)
-        return len(prepared.inputs.labels), _timed(learner.device, step, seconds)
+            step()
+            if not steps.graphs:
+                raise RuntimeError(f"{steps.obstacle}\n{steps.traceback}")
+        return len(prepared.inputs.labels), back_to_back(learner.device, step, seconds=seconds)
 
 
-def _in_the_loop(variant: Variant, config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:
-    """Views and seconds of full steps as a run takes them: planning, feed, step, reading of losses."""
-    watch = _Watch(20 + _RAMP, seconds)
-    with suppress(Interrupted):
-        run(config, stream=stream, listeners=[watch])
+def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:
+    """Measures full steps as a run takes them, by the very pipeline of runs: planning, feed, step, reading of losses.
+
+    Args:
+        config: Of MOSE.
+        stream: Of :func:`random_stream`.
+        seconds: To measure for, once it is warm.
+
+    Returns:
+        Views of a step; seconds a step, by the host's clock from losses to losses, each a mean over up to ten steps.
+
+    Raises:
+        RuntimeError: Steps were to be captured and could not be.
+    """
+    learner = _learner(config, stream)
+    stream = resident(stream, learner.device)
+    first, second = (stream.batches(task, seed=config.seed) for task in range(2))
+    times: list[float] = []
+    with own_stream(learner.device):
+        pipeline = Pipeline(learner)
+        # The first task and the ramp of the second only fill the memory.
+        for task, batches in ((0, first), (1, second[:_RAMP])):
+            for _ in pipeline.run(Batch({}, content) for content in incoming(stream, task, batches, train=False)):
+                pass
+        warm_up = _WARM_UP[learner.device.type]
+        steps = pipeline.run(Batch({}, content) for content in incoming(stream, 1, second[_RAMP:]))
+        for number, _ in enumerate(steps):
+            if number >= warm_up:
+                times.append(time.perf_counter())
+                if times[-1] - times[0] > seconds and len(times) > 8:
+                    break
+        pipeline.stop()
+        for _ in pipeline.told(wait=True):
+            pass
+    if pipeline.captured is not None and pipeline.captured.traceback:
+        raise RuntimeError(f"{pipeline.captured.obstacle}\n{pipeline.captured.traceback}")
     o = config.options
     rows = config.stream.batch + o.new_extra + o.buffer_batch
     # Losses arrive in bursts: differences over several steps are even.
-    stride = max(1, min(10, len(watch.times) // 8))
-    marks = watch.times[::stride]
-    return rows * _learner(config, stream).views.views_per_row, [(b - a) / stride for a, b in pairwise(marks)]
-
-
-class _Watch(Listener):
-    """Notes when each step's losses arrive, from a batch on; ends the run when there is enough."""
-
-    def __init__(self, first: int, seconds: float) -> None:
-        self.first, self.seconds = first, seconds
-        self.times: list[float] = []
-
-    def on_batch(self, done: int, losses: dict[str, float] | None) -> None:
-        if done < self.first:
-            return
-        self.times.append(time.perf_counter())
-        if self.times[-1] - self.times[0] > self.seconds and len(self.times) > 8:
-            raise Interrupted
+    stride = max(1, min(10, len(times) // 8))
+    return rows * learner.views.views_per_row, [(b - a) / stride for a, b in pairwise(times[::stride])]
 
 
 def _evaluation(config: RunConfig, stream: Stream) -> tuple[float, int]:
@@ -350,16 +422,15 @@ def _evaluation(config: RunConfig, stream: Stream) -> tuple[float, int]:
         for task in range(2):
             for rows in stream.batches(task, seed=config.seed):
                 learner.observe(stream.x_train[rows], stream.y_train[rows], task, index=rows, train=False)
-        resident = stream.to(learner.device)
+        on_card = resident(stream, learner.device)
         rows = stream.batches(0, seed=config.seed)[0]
 
         def evaluate() -> None:
             # The class means are kept until the next batch.
             learner.observe(stream.x_train[rows], stream.y_train[rows], 0, index=rows, train=False, store=False)
-            evaluate_learner(learner, resident, 1)
+            evaluate_learner(learner, on_card, 1)
 
-        evaluate()
-        return min(_seconds(learner.device, evaluate) for _ in range(3)), count + len(stream.x_test)
+        return min(back_to_back(learner.device, evaluate, calls=3)), count + len(stream.x_test)
 
 
 def _learner(config: RunConfig, stream: Stream) -> Mose:
@@ -371,28 +442,6 @@ def _where(device: torch.device) -> str:
     build = mose_fast.build_info()
     commit = (build["commit"] or "unknown")[:12]
     return f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}, mose-fast {build['version']} at {commit}"
-
-
-def _timed(device: torch.device, call: Callable[[], object], seconds: float) -> list[float]:
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or (time.perf_counter() < end and len(times) < 2000):
-        times.append(_seconds(device, call))
-    return times
-
-
-def _seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """Of one call: by events on a card."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
 
 
 def _quantiles(times: list[float]) -> tuple[float, float, float]:

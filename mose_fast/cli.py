@@ -297,7 +297,8 @@ def _run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
     out = Path(given["out"]) if "out" in given else _default_folder(config)
     listeners = _loggers(arguments, out)
-    return _follow(out, lambda shown: train.run(config, out=out, overwrite=given.get("overwrite", False), listeners=[shown, *listeners]))
+    how = {"out": out, "overwrite": given.get("overwrite", False), "whole_process": True}
+    return _follow(out, lambda shown: train.run(config, **how, listeners=[shown, *listeners]))
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -305,7 +306,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     out = Path(arguments.folder)
     listeners = _loggers(arguments, out)
-    return _follow(out, lambda shown: train.resume(out, listeners=[shown, *listeners]))
+    return _follow(out, lambda shown: train.resume(out, listeners=[shown, *listeners], whole_process=True))
 
 
 def _loggers(arguments: argparse.Namespace, out: Path) -> list[Listener]:
@@ -405,6 +406,7 @@ def _collect(arguments: argparse.Namespace) -> int:
 def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     """Lets ``start(listener)`` run, shows its progress on the way and its results at the end."""
     from mose_fast.progress import Progress
+    from mose_fast.train.clock import PHASES
     from mose_fast.train.files import RunFolder
     from mose_fast.train.results import summary
 
@@ -417,7 +419,8 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     seconds = results["seconds"]
     folder = RunFolder(out)
     print(f"\n{summary(results)}\n")
-    print(f"time      {seconds['total']:.1f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items() if k != "total"))
+    parts = ", ".join(f"{part} {seconds[part]:.1f}" for part in (*PHASES, "other"))
+    print(f"time      {seconds['wall']:.1f} s since {'the process started' if seconds['wall_since'] == 'process' else 'the call'}: {parts}")
     print(f"results   {folder.results}")
     print(f"          {folder.accuracy.name}, {folder.figure.name}, {folder.config.name} and {folder.events.name}/ beside it")
     return 0
@@ -493,6 +496,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         read_settings(arguments), seconds=arguments.seconds, only=arguments.only, watch=lambda name: print(f"... {name}", file=sys.stderr)
     )
     print(report.text())
+    for name, trace in report.failures.items():
+        print(f"\n{name} failed:\n{trace}", file=sys.stderr)
     if arguments.csv is not None:
         Path(arguments.csv).write_text(report.table(), encoding="utf-8")
     return 0

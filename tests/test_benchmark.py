@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mose_fast import _dali, _loader
-from mose_fast.benchmark import Ceilings, Report, Row, benchmark, random_stream, variants
+from mose_fast import benchmark as benchmark_module
+from mose_fast.benchmark import Ceilings, Report, Row, Variant, benchmark, random_stream, variants
 from mose_fast.cli import main
 from mose_fast.config import ConfigError, RunConfig
 
@@ -63,6 +64,48 @@ def test_dali_is_left_out_where_it_is_missing(monkeypatch):
     assert row.milliseconds is None
     assert "nvidia-dali is not installed" in row.note or "no native library" in row.note
     assert row.name in report.text() and row.note in report.text()
+
+
+def failing_learner(create):
+    """Learners whose fused feed breaks in the first step; all others work."""
+
+    def created(config, **stream):
+        learner = create(config, **stream)
+        if config.feed == "fused":
+            learner.views.apply = broken
+        return learner
+
+    return created
+
+
+def broken(*arguments):
+    raise ValueError("an illegal memory access\nand more")
+
+
+def test_a_variant_that_fails_takes_no_other_row_with_it(monkeypatch):
+    works = Variant("works", {"kernels": "torch", "feed": "torch", "step": "eager"})
+    breaks = Variant("breaks", {**works.settings, "feed": "fused"})
+    chosen = [works, breaks, breaks._replace(name="breaks in the loop", looped=True), works._replace(name="works again")]
+    monkeypatch.setattr(benchmark_module, "variants", lambda device: chosen)
+    monkeypatch.setattr(benchmark_module, "create_learner", failing_learner(benchmark_module.create_learner))
+    report = benchmark(SMALL, classes=4, seconds=0.05)
+    first, breaks, looped, after = report.rows
+    assert first.milliseconds > 0 and after.milliseconds > 0
+    assert breaks.milliseconds is looped.milliseconds is None
+    assert breaks.note == looped.note == "failed: ValueError: an illegal memory access"
+    # The whole traceback is kept, and the evaluation, which uses the same feed but no views, is measured.
+    assert report.failures.keys() == {"breaks", "breaks in the loop"}
+    assert all("in broken" in trace and "and more" in trace for trace in report.failures.values())
+    assert "failed: ValueError" in report.text() and "failed: ValueError" in report.table()
+
+
+def test_the_command_tells_why_a_variant_failed(capsys, monkeypatch):
+    monkeypatch.setattr(benchmark_module, "create_learner", failing_learner(benchmark_module.create_learner))
+    monkeypatch.setattr(benchmark_module, "variants", lambda device: [Variant("breaks", {"feed": "fused", "kernels": "torch"})])
+    arguments = ["bench", "--device", "cpu", "--width", "1", "--memory", "80", "--seconds", "0.1", "--only", "breaks"]
+    assert main([*arguments, "--set", "buffer_batch=6", "--set", "new_extra=2"]) == 0
+    out, err = capsys.readouterr()
+    assert "failed: ValueError: an illegal memory access" in out and "and more" in err and "in broken" in err
 
 
 def test_rates_are_those_of_forward_and_backward():

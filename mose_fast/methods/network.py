@@ -22,10 +22,21 @@ from mose_fast.nn import Cost, ExpertNetwork, count_cost
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.optim import FlatAdam
 
-__all__ = ["NetworkLearner"]
+__all__ = ["NetworkLearner", "padded_size"]
 
 # The random state is the process's; runs in several threads must not draw from each other's.
 _PYTORCH_RANDOM_STATE = threading.Lock()
+
+
+def padded_size(images: int, batch: int) -> int:
+    """The size that so many images are padded to for a forward pass: ``batch``, or the smallest of its halves that holds them.
+
+    On a card, cuDNN looks for plans of all convolutions whenever it meets a batch size for the first time. The last parts of evaluations
+    have another size each time; padded they have one of a few.
+    """
+    while images <= -(-batch // 2) < batch:
+        batch = -(-batch // 2)
+    return batch
 
 
 class NetworkLearner(Learner):
@@ -171,11 +182,15 @@ class NetworkLearner(Learner):
         self.network.eval()
         features, logits = [], []
         for part in x.split(self.evaluation_batch):
-            images = self.views.normalise(part.to(self.device)).contiguous(memory_format=torch.channels_last)
+            rows = part.to(self.device)
+            padding = rows.new_zeros(padded_size(len(rows), self.evaluation_batch) - len(rows), *rows.shape[1:])
+            rows = torch.cat([rows, padding]) if len(padding) else rows
+            images = self.views.normalise(rows).contiguous(memory_format=torch.channels_last)
             with self.precise():
                 outputs = self.run_network(images)
-            features.append(outputs.features.float())
-            logits.append(outputs.logits.float())
+            # In evaluation mode no image sees another, so that padding changes none.
+            features.append(outputs.features[:, : len(part)].float())
+            logits.append(outputs.logits[:, : len(part)].float())
             self.after_step()
         if not features:
             e = self.network.experts

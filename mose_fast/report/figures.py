@@ -27,7 +27,13 @@ CURVES, PANELS, BARS = 8, 12, 24
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _MARKERS = "osD^vP*X"
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (5, 5)))
-_PHASES = {"train": ("#0072B2", ""), "evaluate": ("#E69F00", "//"), "checkpoint": ("#999999", "..")}
+_PHASES = {
+    "train": ("#0072B2", ""),
+    "capture": ("#56B4E9", "\\\\"),
+    "evaluate": ("#E69F00", "//"),
+    "checkpoint": ("#999999", ".."),
+    "other": ("#CC79A7", "xx"),
+}
 
 _STYLE = {
     "font.size": 9,
@@ -236,7 +242,8 @@ def _times(groups: Sequence[Group]) -> Picture:
     figure, (axis,) = _grid(1, width=7.5, height=0.9 + 0.32 * len(shown))
     left = np.zeros(len(shown))
     for phase, (colour, hatch) in _PHASES.items():
-        seconds = np.array([_mean([run.row[f"seconds_{phase}"] for run in g.runs]) for g in shown])
+        told = [[run.row[f"seconds_{phase}"] for run in g.runs if run.row[f"seconds_{phase}"] is not None] for g in shown]
+        seconds = np.array([_mean(values or [0.0]) for values in told])
         axis.barh(range(len(shown)), seconds, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, label=phase)
         left += seconds
     axis.set_yticks(range(len(shown)), [f"{g.name} (n = {g.n})" for g in shown])
@@ -245,7 +252,8 @@ def _times(groups: Sequence[Group]) -> Picture:
     axis.grid(axis="y", visible=False)
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     caption = (
-        f"Wall-clock seconds of a run by phase, mean over {seeds(groups)}: training steps, evaluations, writing checkpoints.{left_out}"
+        f"Wall-clock seconds of a run by phase, mean over {seeds(groups)}: training steps, capturing them as graphs, evaluations, "
+        f"writing checkpoints, and what is in no phase: imports, data, listeners, files (not told by runs of older versions).{left_out}"
     )
     return _picture("time", "Where the time goes", caption, figure)
 

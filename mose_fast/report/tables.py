@@ -17,6 +17,7 @@ __all__ = ["WIDE", "comparison_table", "comparisons", "counted", "deviations", "
 #: Tasks up to which the table by task has a column a task, as the paper's; beyond, a row a task.
 WIDE = 20
 
+_SECONDS = ("train", "capture", "evaluate", "checkpoint", "other", "wall")
 _METRICS = {"acc": "ACC", "af_paper": "AF"}
 _NO_METRICS = "A dash marks what a run without an evaluation after every task does not have, or what the paper does not give."
 
@@ -168,17 +169,19 @@ def _cost(groups: Sequence[Group]) -> Table:
     card = any(run.row["peak_bytes_device"] is not None for g in groups for run in g.runs)
     table = Table(
         "cost",
-        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, steps a second of training, peak memory in "
+        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, in no phase (other) and of the whole (wall; "
+        "both unknown for runs of older versions), steps a second of training, peak memory in "
         f"MiB of the process{' and on the card as torch allocates it' if card else ''}, parameters in training and of the deployed model, "
         "multiply-accumulates an image in training.",
         [
-            "method", "M", "n", "train s", "evaluate s", "checkpoint s", "total s", "steps/s", "host MiB", *(["card MiB"] if card else []),
-            "parameters", "deployed", "MACs", "computed on",
+            "method", "M", "n", *(f"{part} s" for part in _SECONDS), "steps/s", "host MiB", *(["card MiB"] if card else []), "parameters",
+            "deployed", "MACs", "computed on",
         ],
     )  # fmt: skip
     for g in groups:
         rows = [run.row for run in g.runs]
-        phases = (_plain(row[f"seconds_{phase}"] for row in rows) for phase in ("train", "evaluate", "checkpoint", "total"))
+        told = ([row[f"seconds_{part}"] for row in rows] for part in _SECONDS)
+        phases = (_plain(seconds for seconds in part if seconds is not None) for part in told)
         speed = _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0)
         on_card = _plain(row["peak_bytes_device"] / 2**20 for row in rows if row["peak_bytes_device"] is not None)
         where = dict.fromkeys(row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
@@ -204,8 +207,8 @@ def _runs(groups: Sequence[Group]) -> Table:
             table.rows.append(
                 [
                     g.label, g.memory, run.seed, Number(100 * row["acc"]), None if af is None else Number(100 * af),
-                    Number(row["seconds_total"]), row["resumed"], row["torch"], row["mose_fast"], (row["commit_id"] or "")[:12] or None,
-                    str(run.folder),
+                    Number(row["seconds_wall"] or row["seconds_total"]), row["resumed"], row["torch"], row["mose_fast"],
+                    (row["commit_id"] or "")[:12] or None, str(run.folder),
                 ]
             )  # fmt: skip
     return table

@@ -6,6 +6,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from mose_fast.methods import Mose, Prepared
 from mose_fast.methods.mose import StepInputs, StepPlan
 
-__all__ = ["CapturedSteps", "copied_into", "layout_of"]
+__all__ = ["CapturedSteps", "capture", "copied_into", "layout_of"]
 
 
 class _Graph(NamedTuple):
@@ -23,7 +24,7 @@ class _Graph(NamedTuple):
     losses: Tensor
 
 
-# Graphs whose capture was broken off: PyTorch's allocator of pinned memory may go on asking them (see CapturedSteps._close).
+# Graphs whose capture was broken off: PyTorch's allocator of pinned memory may go on asking them (see capture).
 _BROKEN: list[torch.cuda.CUDAGraph] = []
 
 
@@ -96,18 +97,13 @@ class CapturedSteps:
         start = time.perf_counter()
         stream = torch.cuda.current_stream(self.learner.device)
         if self._pool is None:
-            # Known before a capture, since a graph tells its pool only after one that went well.
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         try:
             # Outside the pool: what a replay reads must not be given to another graph.
             static = _map(torch.clone, inputs)
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            with capture(stream, self._pool) as graph:
                 losses = self.learner.train_on(static)
-        except BaseException as error:
-            self._close(graph)
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
             self._give_up(error)
             return None
         finally:
@@ -116,6 +112,8 @@ class CapturedSteps:
         return self._graphs[key]
 
     def _give_up(self, error: Exception) -> None:
+        # They lie in the pool of the graph that came to nothing.
+        self.learner.optimiser.zero_grad(set_to_none=True)
         # An error inside breaks the capture, whose end then raises another: what matters is the first.
         first: BaseException = error
         while (earlier := first.__cause__ or first.__context__) is not None:
@@ -127,27 +125,35 @@ class CapturedSteps:
             f"no CUDA graph of a step could be captured ({self.obstacle}); the run goes on with eager steps\n{self.traceback}", stacklevel=4
         )
 
-    def _close(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends what a capture that came to nothing has left open.
 
-        Up to 2.11, PyTorch returns from a broken capture without telling its allocator (pytorch/pytorch#180395): that goes on as if it
-        were capturing, never frees what two streams have used, and fails in ``empty_cache``. A capture that was ended as it should be,
-        though what was captured raised an error, has closed all by itself; then the first call says so.
-        """
-        index = self.learner.device.index
-        index = torch.cuda.current_device() if index is None else index
+@contextmanager
+def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
+    """Captures what is launched inside into a graph, as :class:`torch.cuda.graph` does, and leaves nothing open where that fails.
+
+    Up to 2.11, PyTorch returns from a broken capture without telling its allocator (pytorch/pytorch#180395): that goes on as if it were
+    capturing, never frees what two streams have used, and fails in ``empty_cache``.
+
+    Args:
+        stream: Not the default one; what is captured must have run on it before.
+        pool: Of :func:`torch.cuda.graph_pool_handle`, for graphs that share their memory; None: one of its own.
+    """
+    # Known before the capture, since a graph tells its pool only after one that went well.
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield graph
+    except BaseException:
         try:
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-            open_still = True
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
         except RuntimeError:
-            open_still = False
-        # They lie in the pool of the graph that came to nothing.
-        self.learner.optimiser.zero_grad(set_to_none=True)
-        if open_still:
+            pass  # It is closed: the capture came to its end, though an error was raised inside.
+        else:
             graph.reset()
-            torch._C._cuda_releasePool(index, self._pool)
+            torch._C._cuda_releasePool(stream.device_index, pool)
             # The allocator of pinned memory cannot be told: it keeps a function that asks this very graph whether a stream is its own.
             _BROKEN.append(graph)
+        raise
 
 
 def layout_of(inputs: StepInputs) -> Hashable:

@@ -7,9 +7,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["PHASES", "Clock", "process_start"]
+import torch
+
+__all__ = ["PHASES", "Clock", "Stopwatch", "process_start"]
 
 #: What is timed apart. ``capture`` is not in ``train``.
 PHASES = ("train", "evaluate", "checkpoint", "capture")
@@ -22,14 +25,17 @@ class Clock:
     times of its checkpoint; what it lost is in none of them.
 
     Args:
-        started: When the whole began, as :func:`time.perf_counter` tells it; None: now.
+        whole_process: The whole began with this process, not now; where the system does not say when that was, it begins now, too.
 
     Attributes:
         seconds: By phase.
+        since: Where the whole began: ``process`` or ``call``.
     """
 
-    def __init__(self, started: float | None = None) -> None:
+    def __init__(self, *, whole_process: bool = False) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        started = process_start() if whole_process else None
+        self.since = "call" if started is None else "process"
         self._started = time.perf_counter() if started is None else started
         # Of what went before the checkpoint that a run continues from.
         self._earlier = 0.0
@@ -55,6 +61,12 @@ class Clock:
         """What a checkpoint must hold: seconds by phase, and ``other``."""
         return {**self.seconds, "other": max(self.wall - sum(self.seconds.values()), 0.0)}
 
+    def results(self) -> dict[str, float | str]:
+        """What the results say: seconds by phase, their sum ``total``, ``other``, the ``wall`` time of all, and since when it counts."""
+        phases = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
+        wall, total = round(self.wall, 3), round(sum(self.seconds.values()), 3)
+        return {**phases, "total": total, "other": round(max(wall - total, 0.0), 3), "wall": max(wall, total), "wall_since": self.since}
+
     def load(self, state: Mapping[str, float]) -> None:
         """Takes over what :meth:`state` gave to a checkpoint, to which the time since this clock's own start is added.
 
@@ -62,6 +74,35 @@ class Clock:
         """
         self.seconds = {phase: state.get(phase, 0.0) for phase in PHASES}
         self._earlier = sum(self.seconds.values()) + state.get("other", 0.0)
+
+
+class Stopwatch:
+    """Seconds between marks: on a card by events in the current stream, which neither wait nor make it wait; else by the host's clock.
+
+    What is marked on a card runs there without a gap, as long as the host launches faster than it runs.
+
+    Args:
+        device: Where the work runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_card = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """Marks the moment when all that was launched until now is done."""
+        if self._on_card:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """Seconds from each mark to the next; waits for the last one."""
+        if not self._on_card:
+            return [after - before for before, after in pairwise(self._marks)]
+        self._marks[-1].synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
 
 
 def process_start() -> float | None:

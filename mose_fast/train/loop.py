@@ -60,6 +60,7 @@ def run(
     stream: Stream | StreamConfig | Mapping[str, Any] | str | None = None,
     overwrite: bool = False,
     listeners: Iterable[Listener] = (),
+    whole_process: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Trains a learner on a stream in one pass, evaluates it after every task and returns the results.
@@ -71,6 +72,7 @@ def run(
             such a stream, or the name or the settings of one.
         overwrite: Replace an earlier run in ``out``.
         listeners: Are told what happens.
+        whole_process: The wall time in the results begins with this process, imports included, not with this call.
 
     Returns:
         The contents of ``results.json``; ``results["acc"]["ncm"]["4"]`` is the paper's ACC of MOSE, in [0, 1].
@@ -81,6 +83,7 @@ def run(
         RunError: The folder is in use, holds files that are not a run's, or cannot be written, or training diverged.
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the next batch; continue with :func:`resume`.
     """
+    clock = Clock(whole_process=whole_process)
     if config is None:
         made = isinstance(stream, Stream)
         config = RunConfig.create(stream={"name": stream.name} if made else stream, **settings)
@@ -104,34 +107,38 @@ def run(
     if (learner.joint_stream or len(stream.tasks) == 1) and config.train_on == "stream":
         learner.warn_of_boundaries("the stream is presented as one" if learner.joint_stream else "the stream has one")
     if out is None:
-        return _Loop(config, stream, learner, None, listeners).run()
+        return _Loop(config, stream, learner, None, listeners, clock).run()
     folder = RunFolder(out)
     folder.make()
     with FolderLock(folder.path, "run"):
         folder.create(overwrite=overwrite)
         write_atomically(folder.config, config.to_json())
-        return _Loop(config, stream, learner, folder, listeners).run()
+        return _Loop(config, stream, learner, folder, listeners, clock).run()
 
 
-def resume(out: str | Path, *, stream: Stream | None = None, listeners: Iterable[Listener] = ()) -> dict[str, Any]:
+def resume(
+    out: str | Path, *, stream: Stream | None = None, listeners: Iterable[Listener] = (), whole_process: bool = False
+) -> dict[str, Any]:
     """Continues a run from its newest checkpoint, with the same result as if it had never stopped.
 
     Args:
         out: The run's folder.
         stream: The stream, where it was given to :func:`run`.
         listeners: Are told what happens.
+        whole_process: As for :func:`run`.
 
     Raises:
         RunError: There is no run in the folder, it is finished already, another process works in it, or its checkpoint cannot be read.
     """
+    clock = Clock(whole_process=whole_process)
     folder = RunFolder(out)
     if not folder.config.is_file():
         raise RunError(f"there is no run in {folder.path} (no {folder.config.name}); start one with: mose-fast run --out {folder.path}")
     with FolderLock(folder.path, "run"):
-        return _resume(folder, stream, list(listeners))
+        return _resume(folder, stream, list(listeners), clock)
 
 
-def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener]) -> dict[str, Any]:
+def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener], clock: Clock) -> dict[str, Any]:
     if folder.results.is_file():
         raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
     config = RunConfig.load(folder.config)
@@ -142,7 +149,7 @@ def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener])
             raise StreamError(f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))") from error
     check_fingerprint(config.stream, stream)
     learner = _learner(config, stream)
-    loop = _Loop(config, stream, learner, folder, listeners)
+    loop = _Loop(config, stream, learner, folder, listeners, clock)
     folder.reopen()
     checkpoint = latest(folder.checkpoints)
     if checkpoint is not None:
@@ -184,7 +191,13 @@ class _Loop:
     """One run in progress. ``position`` and ``records`` are all it must remember beside the learner."""
 
     def __init__(
-        self, config: RunConfig, stream: Stream, learner: Learner, folder: RunFolder | None, listeners: Iterable[Listener]
+        self,
+        config: RunConfig,
+        stream: Stream,
+        learner: Learner,
+        folder: RunFolder | None,
+        listeners: Iterable[Listener],
+        clock: Clock,
     ) -> None:
         self.config, self.stream, self.learner, self.folder = config, resident(stream, learner.device), learner, folder
         self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
@@ -197,8 +210,8 @@ class _Loop:
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
         self.records |= {"confusion": [], "confusion_by_class": []}
-        self.clock = Clock()
-        self.pipeline = Pipeline(learner, self.clock)
+        self.clock = clock
+        self.pipeline = Pipeline(learner, clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
         self.identity = None if folder is None else identity(config, learner)
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
@@ -361,11 +374,12 @@ class _Loop:
             self.records["confusion_by_class"],
             self.records["evaluated_after"],
             untrained,
-            self.clock.seconds,
+            self.clock,
             self.records["resumed"],
         )
         if self.folder is not None:
             write_atomically(self.folder.figure, accuracy_figure(results))
+            results["seconds"] = self.clock.results()
             write_atomically(self.folder.results, json.dumps(results, indent=1, allow_nan=False) + "\n")
         for listener in self.listeners:
             listener.on_end(results)

@@ -22,6 +22,7 @@ from mose_fast.config import RunConfig
 from mose_fast.device import processor
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
+from mose_fast.train.clock import Clock
 
 __all__ = ["SCHEMA_VERSION", "accuracy_csv", "build_results", "precision_of", "schema", "summary"]
 
@@ -46,7 +47,7 @@ def build_results(
     confusion_by_class: list[dict[str, int]],
     evaluated_after: list[int],
     untrained: dict[str, dict[str, list[float]]],
-    seconds: dict[str, float],
+    clock: Clock,
     interruptions: int,
 ) -> dict[str, Any]:
     """Everything about a finished run, as plain values.
@@ -61,7 +62,7 @@ def build_results(
         confusion_by_class: Likewise by class and predicted class, without zeros.
         evaluated_after: Tasks after which there was an evaluation, in order.
         untrained: Accuracy by classifier, expert and task of the network before training, on the same final memory.
-        seconds: By phase.
+        clock: Of the run; it is read last.
         interruptions: How often the run was resumed.
     """
     tasks = len(stream.tasks)
@@ -139,7 +140,6 @@ def build_results(
         "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
         "macs": {"trained": trained.macs, "deployed": deployed.macs},
         "steps": learner.steps,
-        "seconds": {**{k: round(v, 3) for k, v in seconds.items()}, "total": round(sum(seconds.values()), 3)},
         "resumed": interruptions,
         "peak_memory_bytes": {
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
@@ -158,6 +158,7 @@ def build_results(
         "commit": build["commit"],
         "native_backend": build["backend"],
         "weights_sha256": learner.weights_hash(),
+        "seconds": clock.results(),
     }
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import create_learner
+from mose_fast.methods.network import padded_size
 from mose_fast.streams import from_arrays
 
 CLASSES, TASKS = 6, 3
@@ -164,3 +165,48 @@ def test_class_without_memory_samples_is_never_predicted_and_warns_once(stream):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert evaluate_learner(learner, stream, TASKS - 1) == accuracy
+
+
+# Batch sizes
+
+
+def test_evaluations_of_a_run_meet_few_batch_sizes(stream):
+    """A card looks for convolution plans at each new one; memory and test images have another last part in every evaluation."""
+    learner = trained(stream, tasks=0, evaluation_batch=16, memory=30)
+    sizes: set[int] = set()
+    learner.network.stem.register_forward_pre_hook(lambda module, inputs: sizes.add(len(inputs[0])))
+    parts = set()
+    for task in range(TASKS):
+        for rows in stream.batches(task, seed=0):
+            learner.observe(stream.x_train[rows], stream.y_train[rows], task, train=False)
+            evaluate_learner(learner, stream, task)
+            tests = sum(len(stream.test_rows(t)) for t in range(task + 1))
+            parts |= {learner.memory.filled % 16, tests % 16}
+    # Two or more sizes would not be worth a word; here there are many, and three are met.
+    assert len(parts) >= 5 and sizes <= {16, 8, 4, 2}, (parts, sizes)
+    # The sizes of Split CIFAR-100 at M = 5,000 on a card.
+    lengths = [length for tests in range(1000, 11000, 1000) for length in (5000, tests)]
+    assert {padded_size(length % 2048 or 2048, 2048) for length in lengths} == {1024, 2048}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 16, 100, 256])
+def test_padding_is_at_most_as_much_again(batch):
+    sizes = {padded_size(images, batch) for images in range(1, batch + 1)}
+    assert len(sizes) <= 1 + int(np.ceil(np.log2(batch))) and max(sizes) == batch
+    for images in range(1, batch + 1):
+        assert images <= padded_size(images, batch) <= 2 * images
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_padding_changes_no_bit_of_the_other_images(stream, precision):
+    learner = trained(stream, evaluation_batch=32, precision=precision)
+    images = stream.x_test
+    for count in (0, 1, 3, 17, 33, 50):
+        features, logits = learner.outputs(images[:count])
+        assert features.shape[1] == logits.shape[1] == count
+        for start in range(0, count, 32):
+            part = learner.views.normalise(images[start : min(start + 32, count)]).contiguous(memory_format=torch.channels_last)
+            with torch.no_grad(), learner.precise():
+                alone = learner.run_network(part)
+            assert torch.equal(features[:, start : start + len(part)], alone.features.float())
+            assert torch.equal(logits[:, start : start + len(part)], alone.logits.float())

@@ -19,7 +19,7 @@ from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.checkpoint import latest, load_checkpoint
+from mose_fast.train.checkpoint import CheckpointWriter, Snapshot, latest, load_checkpoint
 from mose_fast.train.losses import LossReader, Taken
 from mose_fast.train.ring import Ring
 
@@ -290,3 +290,29 @@ def test_runs_leave_no_memory_behind(steppers):
 def test_capturing_takes_a_second_at_most_and_is_told_apart():
     seconds = run(settings(width=64, memory=1000))["seconds"]
     assert 0 < seconds["capture"] <= 1
+
+
+def test_a_checkpoint_takes_a_few_launches_and_holds_the_state_of_its_moment(tmp_path):
+    learner = create_learner(settings(), classes=10, image_size=(32, 32))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        # Gradients of zero are enough for Adam to keep moments of all weights.
+        for leaf in learner.optimiser.leaves:
+            leaf.grad = torch.zeros_like(leaf)
+        learner.optimiser.step()
+        tensors, _ = learner.state()
+        wanted = {name: tensor.cpu() for name, tensor in tensors.items()}
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            snapshot = Snapshot(tensors)
+            assert snapshot.not_finite() is None
+            torch.cuda.synchronize()
+        launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+        writer = CheckpointWriter(tmp_path, learner.device)
+        writer.write(1, snapshot, {})
+        for tensor in tensors.values():
+            tensor.zero_()
+        writer.wait()
+        writer.close()
+    assert len(tensors) > 700 and launches <= 40
+    found, _ = load_checkpoint(latest(tmp_path))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)

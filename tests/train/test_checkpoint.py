@@ -12,9 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import load, save, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mose_fast.train.checkpoint import CheckpointError, latest, load_checkpoint, save_checkpoint
+from mose_fast.config import RunConfig
+from mose_fast.train import checkpoint as checkpoint_module
+from mose_fast.train import loop as loop_module
+from mose_fast.train import run
+from mose_fast.train.checkpoint import CheckpointError, CheckpointWriter, Snapshot, latest, load_checkpoint, save_checkpoint, serialised
 from mose_fast.train.files import RunError, write_atomically
 
 TENSORS = {
@@ -37,6 +42,30 @@ def test_round_trip(tmp_path):
         assert tensors[name].dtype == tensor.dtype
         assert torch.equal(tensors[name], tensor)
     assert torch.signbit(tensors["adam/tiny"][1])
+
+
+def test_files_are_those_of_safetensors():
+    metadata = {"a": "b", "Ä": "\n"}
+    file = serialised(TENSORS, metadata).tobytes()
+    found, wanted = load(file), load(save({name: tensor.contiguous() for name, tensor in TENSORS.items()}, metadata))
+    assert found.keys() == wanted.keys()
+    assert all(found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]) for name in wanted)
+    size = int.from_bytes(file[:8], "little")
+    assert json.loads(file[8 : 8 + size])["__metadata__"] == metadata
+    # Where a file is mapped into memory, each tensor must start at a multiple of its element.
+    header = json.loads(file[8 : 8 + size])
+    assert size % 8 == 0 and all(header[name]["data_offsets"][0] % TENSORS[name].element_size() == 0 for name in TENSORS)
+    assert load(serialised({}, metadata).tobytes()) == {}
+
+
+def test_checkpoints_of_older_versions_are_read(tmp_path):
+    """Which safetensors put together itself."""
+    path = tmp_path / "step-000000005.safetensors"
+    metadata = {"mose_fast_checkpoint": "1", "values": json.dumps(VALUES)}
+    path.write_bytes(save({name: tensor.contiguous() for name, tensor in TENSORS.items()}, metadata))
+    older, newer = load_checkpoint(path), load_checkpoint(save_checkpoint(tmp_path, 6, TENSORS, VALUES))
+    assert older[1] == newer[1] and older[0].keys() == newer[0].keys()
+    assert all(torch.equal(older[0][name], newer[0][name]) for name in TENSORS)
 
 
 def test_training_on_does_not_change_the_file(tmp_path):
@@ -212,3 +241,132 @@ def test_files_have_the_rights_that_the_umask_gives(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "accuracy.csv").stat().st_mode & 0o777 == 0o640
+
+
+# A copy of the state
+
+
+def views() -> dict[str, torch.Tensor]:
+    """Tensors as learners have them: views of common buffers with gaps between them, and some of their own."""
+    buffer, counts = torch.arange(400, dtype=torch.float32), torch.arange(6)
+    return {
+        "weight": buffer.as_strided((2, 3, 2, 2), (12, 1, 6, 3), 64),  # channels_last
+        "bias": buffer[128:135],
+        "row": buffer.view(20, 20)[17],
+        "column": buffer.view(20, 20)[:, 3],
+        "step": counts[4],
+        "steps": counts[1:3],
+        **TENSORS,
+    }
+
+
+def test_a_snapshot_is_a_copy_with_the_same_strides():
+    tensors = views()
+    wanted = {name: (tensor.clone(), tensor.stride()) for name, tensor in tensors.items()}
+    snapshot = Snapshot(tensors)
+    # float32, int64, uint8 and bfloat16.
+    assert len(snapshot.flats) == 4
+    for tensor in tensors.values():
+        tensor.fill_(0)
+    found = snapshot.tensors()
+    assert list(found) == list(wanted)
+    for name, (tensor, strides) in wanted.items():
+        assert found[name].dtype == tensor.dtype and found[name].stride() == strides and torch.equal(found[name], tensor), name
+    assert snapshot.not_finite() is None and list(Snapshot({}).tensors()) == []
+    assert list(snapshot.on_host().tensors()) == list(wanted)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["weight", "column", "half"])
+def test_a_snapshot_names_what_is_not_finite(name, value):
+    tensors = {other: tensor.clone(memory_format=torch.preserve_format) for other, tensor in views().items()}
+    tensors[name][(-1,) * tensors[name].dim()] = value
+    assert Snapshot(tensors).not_finite() == name
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a card would have to launch or copy: all but views of tensors and questions about them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if not function.is_view and not any(word in str(function) for word in ("detach", "alias", "as_strided", "prim.device")):
+            self.names.append(str(function))
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+def test_a_checkpoint_copies_the_state_in_a_few_pieces(tmp_path, monkeypatch, kernels):
+    counted, tensors = [], []
+    monkeypatch.setattr(checkpoint_module, "save_checkpoint", lambda folder, step, state, values: tensors.append(len(state)))
+    save_state = loop_module._Loop._save
+
+    def counting(loop, **how):
+        with Launches() as launches:
+            save_state(loop, **how)
+        counted.append(launches.names)
+
+    monkeypatch.setattr(loop_module._Loop, "_save", counting)
+    settings = {"stream": {"name": "digits", "tasks": 2, "limit_per_task": 30}, "options": {"buffer_batch": 8}, "memory": 30, "width": 8}
+    run(RunConfig.create(**settings, device="cpu", kernels=kernels, checkpoint_every=2), out=tmp_path / "run")
+    assert len(counted) == 5 and min(tensors) > 700
+    # float32, int64 and uint8 are copied; float32 is checked, the answer fetched.
+    copies = [[name for name in names if name.startswith("aten.cat")] for names in counted]
+    assert max(map(len, copies)) <= 4 and max(map(len, counted)) <= 10, max(counted, key=len)
+
+
+class HostStream:
+    """Stands in for a card's stream."""
+
+    made: list
+
+    def __init__(self, *ignored):
+        self.waited = []
+        self.made.append(self)
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+    def record_event(self):
+        return "an event"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *ignored):
+        return None
+
+
+def test_checkpoints_on_a_card_share_one_stream_and_are_what_the_state_was(tmp_path, monkeypatch):
+    made: list = []
+    stream = type("Stream", (HostStream,), {"made": made})
+    current = type("Current", (HostStream,), {"made": []})()
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda entered: entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    writer = CheckpointWriter(tmp_path, torch.device("cuda"))
+    tensors = views()
+    for step in range(3):
+        writer.write(step, Snapshot(tensors), {"step": step})
+        for tensor in tensors.values():
+            tensor.add_(1)
+    writer.wait()
+    writer.close()
+    assert len(made) == 1 and made[0].waited == ["an event"] * 3
+    found, values = load_checkpoint(latest(tmp_path))
+    # Those of the third checkpoint, although training went on while it was written.
+    assert values == {"step": 2} and torch.equal(found["bias"], torch.arange(128, 135) + 2.0)
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told_by_the_next_call(tmp_path, monkeypatch):
+    current = type("Current", (HostStream,), {"made": []})()
+    monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (HostStream,), {"made": []}))
+    monkeypatch.setattr(torch.cuda, "stream", lambda entered: entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    writer = CheckpointWriter(tmp_path / "missing", torch.device("cuda"))
+    writer.write(1, Snapshot(TENSORS), {})
+    with pytest.raises(RunError, match=r"cannot write .*step-000000001"):
+        writer.write(2, Snapshot(TENSORS), {})
+    writer.close()

@@ -4,6 +4,10 @@ import copy
 import csv
 import io
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -13,7 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mose_fast import streams
 from mose_fast.config import MoseOptions, RunConfig, StreamConfig
-from mose_fast.train import Listener, run
+from mose_fast.train import Interrupted, Listener, resume, run
+from mose_fast.train import clock as clock_module
+from mose_fast.train import loop as loop_module
+from mose_fast.train.clock import Clock
 from mose_fast.train.results import schema, summary
 
 SETTINGS = {
@@ -123,6 +130,8 @@ def damaged(results):
         yield "option nested", damage(["config", "options", "lr"], [0.001])
         yield "phase missing", damage(["seconds", "train"], KeyError)
         yield "time below 0", damage(["seconds", "train"], -1)
+        yield "wall time below 0", damage(["seconds", "wall"], -1)
+        yield "wall time since an unknown moment", damage(["seconds", "wall_since"], "boot")
         yield "hash cut", damage(["weights_sha256"], results["weights_sha256"][:-1])
         yield "two colours", damage(["resolved", "normalisation", "mean"], [0.5, 0.5])
 
@@ -258,7 +267,7 @@ def test_what_was_decided_is_recorded(finished):
     assert results["changes_from_preset"] == SETTINGS["options"]
     assert results["config"]["options"].keys() == MoseOptions.__dataclass_fields__.keys()
     assert results["steps"] == TASKS * 2 - 1
-    assert results["seconds"]["total"] == pytest.approx(sum(v for k, v in results["seconds"].items() if k != "total"), abs=0.002)
+    assert results["seconds"]["total"] == pytest.approx(sum(results["seconds"][phase] for phase in clock_module.PHASES), abs=0.002)
     assert results["card"] is None
     assert results["threads"] == 1
 
@@ -270,3 +279,79 @@ def test_summary_is_in_percent_and_marks_the_classifier_of_predict(finished):
     assert len(lines) == 11
     assert len(marked) == 1
     assert marked[0].split()[:3] == ["ncm", "4", f"{100 * results['acc']['ncm']['4']:.1f}"]
+
+
+def test_results_of_older_versions_still_fit(finished):
+    """Whose times were those of the phases alone."""
+    older = copy.deepcopy(finished[1])
+    for name in ("capture", "other", "wall", "wall_since"):
+        del older["seconds"][name]
+    assert errors(older) == []
+
+
+class Slow(Listener):
+    """Takes its time where no phase is running."""
+
+    def on_start(self, *ignored):
+        time.sleep(0.3)
+
+    def on_task_end(self, task, batch, accuracy):
+        time.sleep(0.1)
+
+
+def test_all_time_from_the_call_to_the_file_is_told(tmp_path, monkeypatch):
+    figure = loop_module.accuracy_figure
+    monkeypatch.setattr(loop_module, "accuracy_figure", lambda results: time.sleep(0.2) or figure(results))
+    written = []
+    write = loop_module.write_atomically
+    monkeypatch.setattr(loop_module, "write_atomically", lambda path, text: written.append(time.perf_counter()) or write(path, text))
+    start = time.perf_counter()
+    run(RunConfig.create(**SETTINGS), out=tmp_path / "run", listeners=[Slow()])
+    seconds = json.loads((tmp_path / "run" / "results.json").read_text())["seconds"]
+    phases = sum(seconds[phase] for phase in ("train", "evaluate", "checkpoint", "capture"))
+    assert seconds["total"] == pytest.approx(phases, abs=0.005)
+    assert seconds["wall"] == pytest.approx(seconds["total"] + seconds["other"], abs=0.005)
+    # Five listeners' pauses, one before the start, and the figure are in no phase; the last thing that is written are the results.
+    assert seconds["other"] >= 0.3 + 0.5 + 0.2
+    assert seconds["wall"] == pytest.approx(written[-1] - start, abs=0.05)
+    assert seconds["wall_since"] == "call"
+
+
+def test_a_resumed_run_adds_what_it_took_before(tmp_path):
+    def stop(batch, losses):
+        if batch == 2:
+            raise Interrupted
+
+    first = Slow()
+    first.on_batch = stop
+    with pytest.raises(Interrupted):
+        run(RunConfig.create(**SETTINGS), out=tmp_path / "run", listeners=[first])
+    start = time.perf_counter()
+    seconds = resume(tmp_path / "run")["seconds"]
+    assert seconds["other"] >= 0.3 and seconds["wall"] >= 0.3 + time.perf_counter() - start - 0.05
+    assert seconds["wall"] == pytest.approx(seconds["total"] + seconds["other"], abs=0.005)
+
+
+def test_a_process_knows_when_it_started():
+    script = (
+        "import time; time.sleep(0.5); from mose_fast.train.clock import Clock, process_start; "
+        "print(time.perf_counter() - process_start(), Clock(whole_process=True).wall, Clock().wall)"
+    )
+    start = time.perf_counter()
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    took = time.perf_counter() - start
+    process, whole, now = map(float, ended.stdout.split())
+    assert 0.5 <= process <= took + 0.02 and 0.5 <= whole <= took + 0.02 and now < 0.1
+
+
+def test_where_the_system_does_not_say_a_clock_starts_with_the_call(monkeypatch):
+    monkeypatch.setattr(clock_module, "process_start", lambda: None)
+    clock = Clock(whole_process=True)
+    assert clock.since == "call" and clock.wall < 0.1
+
+
+def test_a_checkpoint_of_an_older_version_has_times_too():
+    clock = Clock()
+    clock.load({"train": 5.0, "evaluate": 1.0, "checkpoint": 0.5})
+    told = clock.results()
+    assert told["total"] == 6.5 and told["capture"] == 0 and told["wall"] >= 6.5 and told["other"] < 0.1
