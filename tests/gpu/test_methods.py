@@ -85,7 +85,7 @@ def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method):
             successor = make(method)
             hand_over(fused, successor)
         wanted, found = observe(plain, step), observe(fused, step)
-        assert found == pytest.approx(wanted, rel=1e-4)
+        assert found == pytest.approx(wanted, rel=1e-3)
         assert_alike(fused, plain, 1e-3)
     assert fused.network.kernels == "fused" and fused.memory.seen == 4 * STEPS > fused.memory.filled == 8
 
@@ -101,7 +101,7 @@ def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method):
     outputs = fused.outputs(x)
     after = fused.network_state()
     assert [name for name in after if not torch.equal(after[name], a[name])] == []
-    assert apart(outputs, plain.outputs(x)) < 1e-4
+    assert apart(outputs, plain.outputs(x)) < 1e-3
 
 
 def test_gdumb_trains_alike_when_it_is_asked():
