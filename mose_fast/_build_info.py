@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,9 @@ def code_hash(learner: type) -> str:
     """
     package = Path(__file__).parent
     files = [path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in _COMPUTES_NOTHING]
-    # A learner may have been defined in a file that is no module, or typed in.
-    functions = [member for kind in learner.__mro__ for member in vars(kind).values() if inspect.isfunction(member)]
-    own = {Path(function.__code__.co_filename).resolve() for function in functions}
+    modules = {kind.__module__ for kind in learner.__mro__} - sys.stdlib_module_names
+    # A learner that was typed in has no file.
+    own = {Path(file).resolve() for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
     files += sorted(path for path in own if path.is_file() and not path.is_relative_to(package.resolve()))
     digest = hashlib.sha256(str((_loader.record or {}).get("sources") if _loader.native is not None else None).encode())
     for path in files:

@@ -1,6 +1,6 @@
 """Runs, exports and sweeps that are killed at random points end, once they go on, in the results of unbroken ones.
 
-Points are counted: batches, passes through the network, every file that is opened, renamed, made or deleted below the folder, and every
+Points are counted: batches, steps of evaluations, every file that is opened, renamed, made or deleted below the folder, and every
 word from a sweep's workers. MOSE_FAST_KILL_POINTS says how many are tried; the points are drawn from a seed.
 """
 
@@ -20,7 +20,6 @@ import torch
 
 from mose_fast.cli import main
 from mose_fast.export import CARD
-from mose_fast.methods import Mose
 from mose_fast.progress import Progress
 from mose_fast.sweep.engine import LocalEngine
 from mose_fast.sweep.store import read_store
@@ -52,7 +51,7 @@ class Points:
     def __init__(self, folder, at, number):
         self.folder, self.at, self.number, self.passed = str(folder), at, number, 0
         sys.addaudithook(self.on_audit)
-        for owner, name in ((Progress, "on_batch"), (Mose, "outputs"), (LocalEngine, "events")):
+        for owner, name in ((Progress, "on_batch"), (Progress, "on_step"), (LocalEngine, "events")):
             setattr(owner, name, self.counted(getattr(owner, name)))
 
     def counted(self, function):

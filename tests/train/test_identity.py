@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -190,13 +192,15 @@ def test_other_code_is_refused(stopped, monkeypatch):
         resume(stopped)
 
 
-def test_a_changed_method_of_ones_own_is_other_code(tmp_path):
+def test_a_changed_method_of_ones_own_is_other_code(tmp_path, monkeypatch):
     hashes = []
-    for text in ("class Own:\n    def scale(self): return 1\n", "class Own:\n    def scale(self): return 2\n"):
-        (tmp_path / "own.py").write_text(text)
-        values = {"__name__": "own_method"}
-        exec(compile(text, tmp_path / "own.py", "exec"), values)
-        hashes.append(code_hash(type("UnderAnotherName", (values["Own"],), {})))
+    for scale in (1, 1, 2):
+        file = tmp_path / str(len(hashes)) / "own.py"
+        file.parent.mkdir()
+        file.write_text(f"from mose_fast.methods import Mose\n\nclass Own(Mose):\n    scale = {scale}\n")
+        monkeypatch.setitem(sys.modules, "own_method", SimpleNamespace(__file__=str(file)))
+        hashes.append(code_hash(type("Own", (Mose,), {"__module__": "own_method"})))
+    assert hashes[0] == hashes[1]
     assert len({*hashes, code_hash(Mose)}) == 3
     assert code_hash(Mose) == code_hash(Mose)
 

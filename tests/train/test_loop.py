@@ -109,11 +109,11 @@ def test_used_folder_is_refused_unless_overwritten(tmp_path):
         run(config(**small, seed=1), out=out)
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     (out / "notes.txt").write_text("mine")
-    (out / ".results.json.abc").write_text("half")
+    (out / ".results.json.ab0_xyz9").write_text("half")
     second = run(config(**small, seed=1), out=out, overwrite=True)
     assert second["weights_sha256"] != first["weights_sha256"]
     assert (out / "notes.txt").read_text() == "mine"
-    assert not (out / ".results.json.abc").exists()
+    assert not (out / ".results.json.ab0_xyz9").exists()
     assert len(list((out / "tensorboard").iterdir())) == 1
 
 

@@ -12,7 +12,6 @@ import torch
 
 from mose_fast import _dali
 from mose_fast.config import RunConfig
-from mose_fast.methods import Mose
 from mose_fast.train import CheckpointError, Interrupted, Listener, RunError, resume, run
 from mose_fast.train.checkpoint import latest
 from mose_fast.train.files import LOCK
@@ -81,8 +80,7 @@ def child(out, variant, kill):
         if what == "batch":
             listener.on_batch = Calls(lambda batch, losses: None, number, lambda batch, losses: True)
         elif what == "evaluation":
-            outputs = Calls(Mose.outputs, number)
-            Mose.outputs = lambda learner, x: outputs(learner, x)
+            listener.on_step = Calls(lambda: None, number)
         else:
             os.replace = Calls(os.replace, number, {"checkpoint": is_checkpoint, "results": is_results}[what])
     if (out / "config.json").exists():
@@ -157,7 +155,7 @@ def test_killed_before_the_first_checkpoint(tmp_path, unbroken):
 
 @pytest.mark.parametrize("call", [2, 5])
 def test_killed_during_evaluation(tmp_path, unbroken, call):
-    """The network is called for the memory, then for a task's 360 test images in two parts; the fifth call is in the last task."""
+    """A step for the memory, then two for a task's 360 test images; the fifth step is in the last task."""
     out = tmp_path / "run"
     in_child(out, "plain", ("evaluation", call))
     assert (out / "accuracy.csv").exists() == (call == 5)
