@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from mose_fast.config import RunConfig
+
 
 def refused(call, *arguments, says):
     """Asserts that a command is refused with a message that holds every text in ``says``."""
@@ -82,6 +84,8 @@ def test_used_folder_is_refused_and_overwrite_replaces_the_run_alone(call, tiny,
     (folder / "notes.txt").write_text("mine")
     (folder / "results.json").write_text("earlier")
     refused(call, "run", *tiny, "--out", folder, says=(folder, "is already used", "--overwrite", "mose-fast resume"))
+    refused(call, "run", *tiny, "--out", folder, "--overwrite", says=(folder, "results.json", "nothing was deleted"))
+    (folder / "config.json").write_text(RunConfig().to_json())
     assert (folder / "results.json").read_text() == "earlier"
     code, _, _ = call("run", *tiny, "--out", folder, "--overwrite")
     assert code == 0

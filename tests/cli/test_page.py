@@ -28,6 +28,6 @@ def test_page_tells_the_defaults():
 
 def test_examples_of_set_are_settings():
     examples = re.findall(r"`([a-z_.]+=[a-z0-9_]+)`", PAGE)
-    assert len(examples) == 6
+    assert len(examples) == 7
     for example in examples:
         assert read_settings(build_parser().parse_args(["run", "--set", example]))
