@@ -111,9 +111,15 @@ def card() -> str | None:
 
 
 def serves(*tensors: torch.Tensor) -> bool:
-    """Tells whether the native library has code for these tensors: all on the CPU, or all on one card in a CUDA build."""
+    """Tells whether the native library has code for these tensors: all on the CPU, or all on one card in a CUDA build.
+
+    Not for those that a transform of ``torch.func`` (vmap, grad) hands on, which have no memory that native code could read.
+    """
     devices = {tensor.device for tensor in tensors}
-    return native is not None and len(devices) == 1 and (devices.pop().type in ("cpu", card()))
+    if native is None or len(devices) != 1 or devices.pop().type not in ("cpu", card()):
+        return False
+    # Inside torch.compile, which does not look into that function, transforms are compiled away.
+    return torch.compiler.is_compiling() or not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 def on_card(*tensors: torch.Tensor) -> bool:

@@ -101,7 +101,7 @@ class Gss(ReplayLearner):
     def gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Gradients of the mean cross-entropy of many batches, in float32 and evaluation mode.
 
-        The network runs on PyTorch's operations whatever the run's kernels: vmap cannot look into native ones.
+        Ops give way to PyTorch's operations here, whatever the run's kernels: vmap cannot look into native code.
 
         Args:
             x: uint8 [G, n, H, W, 3], raw images of G batches.
@@ -117,7 +117,7 @@ class Gss(ReplayLearner):
             return cross_entropy(functional_call(self.network, parameters, (views,)).logits[0], labels)
 
         views = self.views.normalise(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        with self.precise(), self.network.with_kernels("torch"):
+        with self.precise():
             return vmap(grad(loss), in_dims=(None, 0, 0))(parameters, views, y)
 
 

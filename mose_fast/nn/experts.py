@@ -127,16 +127,6 @@ class ExpertNetwork(nn.Module):
             if isinstance(module, AlignmentModule):
                 module.kernels = self.kernels
 
-    @contextmanager
-    def with_kernels(self, kernels: str) -> Iterator[None]:
-        """Switches to other ``kernels`` for a while."""
-        before = self.kernels
-        self.use_kernels(kernels)
-        try:
-            yield
-        finally:
-            self.use_kernels(before)
-
     def features(self, x: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
         """Aligned features a_1 ... a_E of normalised images.
 

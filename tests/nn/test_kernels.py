@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mose_fast.nn import AlignmentModule, ExpertNetwork
+from mose_fast.ops.expert_losses import masked_cross_entropy, self_distillation, supcon_loss
 
 NETWORKS = {
     "released": {},
@@ -139,3 +140,26 @@ def test_wrong_settings_are_named():
         AlignmentModule(8, 1)(torch.zeros(1, 8, 8, 8), valid_rows=1)
     with pytest.raises(ValueError, match="image size is 28x28; wanted sides that are multiples of 8"):
         ExpertNetwork(5, width=8, kernels="fused")(torch.zeros(2, 3, 28, 28))
+
+
+def test_transforms_of_torch_func_go_through_network_and_losses():
+    """What vmap and grad hand on has no memory that native code could read, on the CPU or on a card."""
+    plain, fused = (network.eval() for network in twins(torch.float32))
+    x = images(6, dtype=torch.float32).unflatten(0, (3, 2))
+    labels, classes = torch.tensor([[0, 0], [1, 1], [3, 3]]), torch.tensor([True, True, False, True, False])
+    gradients = []
+    for network in (plain, fused):
+
+        def loss(parameters, x, y, network=network):
+            outputs = torch.func.functional_call(network, parameters, (x,))
+            return (
+                supcon_loss(outputs.projections[0], y, 0.1)
+                + torch.nn.functional.cross_entropy(outputs.logits[1], y)
+                + self_distillation(outputs.student, outputs.features[0], "frobenius")
+            )
+
+        parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
+        every = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, x, labels)
+        logits = torch.func.grad(masked_cross_entropy)(torch.ones(2, 5), labels[1], classes)
+        gradients.append(torch.cat([t.flatten() for t in (*every.values(), logits)]))
+    assert (gradients[1] - gradients[0]).norm() < 1e-4 * gradients[0].norm()
