@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -388,8 +388,7 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
     stream = resident(stream, learner.device)
     first, second = (stream.batches(task, seed=config.seed) for task in range(2))
     times: list[float] = []
-    with own_stream(learner.device):
-        pipeline = Pipeline(learner)
+    with own_stream(learner.device), closing(Pipeline(learner)) as pipeline:
         # The first task and the ramp of the second only fill the memory.
         for task, batches in ((0, first), (1, second[:_RAMP])):
             for _ in pipeline.run(Batch({}, content) for content in incoming(stream, task, batches, train=False)):

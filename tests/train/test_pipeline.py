@@ -114,6 +114,20 @@ def test_what_is_measured_is_what_runs(monkeypatch, who):
     assert len(steps) >= 20 + 12 + 3 + 9 and len(seconds) >= 8 and min(seconds) > 0
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_measurement_leaves_no_thread_behind(monkeypatch, broken):
+    closed = []
+    monkeypatch.setattr(Pipeline, "close", lambda pipeline: closed.append(len(pipeline.ring)))
+    if broken:
+        monkeypatch.setattr(Pipeline, "told", lambda pipeline, **how: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            benchmark_module.in_the_loop(SMALL, benchmark_module.random_stream(SMALL, 4, 300), 0.05)
+        assert len(closed) == 1
+    else:
+        benchmark_module.in_the_loop(SMALL, benchmark_module.random_stream(SMALL, 4, 300), 0.05)
+        assert closed == [0]
+
+
 class Event:
     """Stands in for a card's events."""
 
