@@ -53,6 +53,8 @@ def test_everything_missing_has_a_fix(tmp_path):
         assert thing in found
     assert found["Python"].found.startswith(".".join(map(str, sys.version_info[:2])))
     assert torch.__version__ in found["torch"].found
+    if not torch.cuda.is_available():
+        assert found["precision"] == Finding("ok", "precision", "fp32 (auto: on the CPU)")
     assert set(things) >= {f"data: {name}" for name in streams.names()}
 
 

@@ -28,6 +28,7 @@ def test_run_writes_the_folder_and_says_what_happens(call, tiny, tmp_path):
     assert names == {"config.json", "results.json", "accuracy.csv", "accuracy.png", "checkpoints", "tensorboard"}
     assert "digits: 5 tasks, 10 classes, 100 training and 355 test images of 32x32" in out
     assert "mirroring off: it changes these labels" in out
+    assert "fp32 (auto: on the CPU); native library: " in out
     assert "8,730 parameters" in out
     assert "10 batches" in out
     assert str(folder / "results.json") in out
