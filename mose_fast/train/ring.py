@@ -96,6 +96,8 @@ class Ring:
 
     def undo(self, taken: Prepared) -> bool:
         """Undoes a batch that was consumed, see :meth:`mose_fast.methods.Learner.roll_back`; the newest first, after the others."""
+        # It asks the model whether the step changed anything, and later steps may be on their way on the current stream.
+        self.settle()
         with self._on_stream():
             return self.learner.roll_back(taken, consumed=True)
 
