@@ -147,9 +147,6 @@ class Event:
             with card.lock:
                 card.checker.wait(card.checker.host(), self)
 
-    def elapsed_time(self, other: Event) -> float:
-        return 0.0
-
 
 class _Recording:
     """What was launched while a graph was captured."""

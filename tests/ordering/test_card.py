@@ -49,28 +49,28 @@ def test_gradients_are_those_of_the_cpu(card):
 # Two streams
 
 
+# Between what the first stream did and what the second one does; ``early`` is an event of the first from before, ``third`` a stream.
 WAITS = {
-    "nothing": lambda first, second: None,
-    "an event": lambda first, second: second.wait_event(first.record_event()),
-    "an event that was recorded too early": lambda first, second: second.wait_event(EARLY[0]),
-    "the stream": lambda first, second: second.wait_stream(first),
-    "the host, for the stream": lambda first, second: first.synchronize(),
-    "the host, for an event": lambda first, second: first.record_event().synchronize(),
-    "the host, for the card": lambda first, second: torch.cuda.synchronize(),
-    "a third stream": lambda first, second: (THIRD[0].wait_stream(first), second.wait_stream(THIRD[0])),
-    "the wrong way round": lambda first, second: first.wait_stream(second),
+    "nothing": lambda first, second, early, third: None,
+    "an event": lambda first, second, early, third: second.wait_event(first.record_event()),
+    "an event that was recorded too early": lambda first, second, early, third: second.wait_event(early),
+    "the stream": lambda first, second, early, third: second.wait_stream(first),
+    "the host, for the stream": lambda first, second, early, third: first.synchronize(),
+    "the host, for an event": lambda first, second, early, third: first.record_event().synchronize(),
+    "the host, for the card": lambda first, second, early, third: torch.cuda.synchronize(),
+    "a third stream": lambda first, second, early, third: (third.wait_stream(first), second.wait_stream(third)),
+    "the wrong way round": lambda first, second, early, third: first.wait_stream(second),
 }
-EARLY, THIRD = [None], [None]
 
 
 @pytest.mark.parametrize("use", ["reads", "writes"])
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_stream_uses_what_another_one_made(card, wait, use):
-    first, second, THIRD[0] = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    EARLY[0] = first.record_event()
+    first, second, third = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    early = first.record_event()
     with torch.cuda.stream(first):
         x = torch.ones(3, device="cuda")
-    WAITS[wait](first, second)
+    WAITS[wait](first, second, early, third)
     with torch.cuda.stream(second):
         x.add_(1) if use == "writes" else x + 1
     ordered = wait not in ("nothing", "an event that was recorded too early", "the wrong way round")

@@ -198,7 +198,7 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "a checkpoint is not waited for": [
         (CheckpointWriter._save, "self._stream.wait_event(copied)", "pass"),
         # Which waits for the card as well.
-        (_Loop._save, "broken = snapshot.not_finite()", "broken = None"),
+        (_Loop._state, "broken = snapshot.not_finite()", "broken = None"),
     ],
     "a checkpoint is written before it has arrived": [
         (Snapshot.on_host, "torch.cuda.current_stream(device).synchronize()", "pass")
