@@ -344,7 +344,9 @@ inline void map_stacks(unsigned threads, int flags) {
     std::exit(1);
   }
   stacks = static_cast<char*>(memory);
+#if !defined(SHIM_THREAD_SANITIZER)  // which has fresh ones for every block, most of them touched in a page or two
   madvise(stacks, kMaxThreads * Fiber::kStackBytes, MADV_HUGEPAGE);
+#endif
 }
 
 // Ends the program if a thread wrote to the lowest words of its stack, which are zero as long as nothing reaches them.

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import mose_fast
+from build_tools import describe
 from build_tools.describe import cmake_lines, jobs
+from build_tools.plan import BuildError
 from mose_fast import _loader
 from mose_fast._version import git_commit
 
@@ -16,6 +18,12 @@ from mose_fast._version import git_commit
 def test_cmake_lines_quote_values_and_join_lists():
     lines = cmake_lines({"ROOT": "/a b", "ARCHS": ["80-real", "120"], "NONE": ""})
     assert lines == "set(ROOT [[/a b]])\nset(ARCHS [[80-real;120]])\nset(NONE [[]])\n"
+
+
+def test_cmake_is_told_that_setup_py_builds_an_emulated_card(monkeypatch, tmp_path):
+    monkeypatch.setattr(describe, "decide", lambda *torch: describe.Build("emulated", None, [], "", {}))
+    with pytest.raises(BuildError, match=r"MOSE_FAST_BACKEND=emulated is built by setup\.py alone: see docs/building\.md"):
+        describe._describe(tmp_path, with_torch=True)
 
 
 def test_jobs_obey_max_jobs_and_never_stop_the_build(monkeypatch):

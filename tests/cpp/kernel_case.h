@@ -1,5 +1,5 @@
 // Comparisons of a kernel with its CPU twin, defined once and run twice: on the CPU by tests/cpp/test_kernels_on_cpu.py, through
-// cuda_on_cpu.h and under sanitizers, and on a card by the program kernel_check.
+// csrc/emulated/cuda_on_cpu.h and under sanitizers, and on a card by the program kernel_check.
 //
 // To add an op: write tests/cpp/cases_<stem>.cpp with one KERNEL_CASE(name) { ... } a comparison; csrc/cpu/<stem>.cpp, where there is
 // one, and csrc/cuda/<stem>.cu are compiled along with it, nothing else has to be registered. A case makes its inputs, gives them to
@@ -15,7 +15,8 @@
 // Every case runs several times: in each of four schedules on the CPU, twice on a card; what it compares must agree among the runs
 // bit for bit, whatever the tolerance to the twin is. Memory that a kernel has not written is poisoned with another byte in every
 // other run. Cases named small_... must reach every __syncthreads: the tests take each away in turn and want the schedules and
-// ThreadSanitizer to notice, which needs blocks of few threads. Where MF_KERNELS_ON_CPU is defined, a case may also launch a body of a .cuh with another shape: shim::launch.
+// ThreadSanitizer to notice, which needs blocks of few threads. Where MF_KERNELS_ON_CPU is defined, a case may also launch a body of a
+// .cuh with another shape: shim::launch.
 #pragma once
 
 #include <cmath>
