@@ -188,6 +188,7 @@ class Losses(Listener):
         self.all.append(losses)
 
 
+@pytest.mark.needs("streams")
 @pytest.mark.parametrize("step", ["captured", "eager"])
 def test_a_run_is_fed_ahead_and_any_depth_gives_the_same_bits(step, monkeypatch):
     """A wait that is missing between the plan's stream, the feeder's and the step's would show as other views, and so as other losses."""
@@ -205,6 +206,7 @@ def test_a_run_is_fed_ahead_and_any_depth_gives_the_same_bits(step, monkeypatch)
     assert ours == pytest.approx(wanted, rel=1e-3)
 
 
+@pytest.mark.needs("streams")
 def test_the_feeder_waits_for_the_rows_and_the_step_for_the_views():
     """Rows are written late on one stream, views are made on the feeder's, read at once on a third."""
     made, wanted = maker("dali"), maker("fused").make(noise(96), (96,), 1, 2)[0]
