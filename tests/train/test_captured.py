@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -219,7 +220,8 @@ def test_layouts_and_copies():
     assert len({layout_of(i) for i in inputs}) == 2
     bare = [one.step_inputs(p.plan) for p in prepared if p.plan is not None]
     assert len({layout_of(i) for i in bare}) > 4
-    static = inputs[-2]._replace(labels=inputs[-2].labels.clone())
+    # A copy of all: the layouts of views are cached and belong to every learner.
+    static = copy.deepcopy(inputs[-2])
     wanted = inputs[-1].labels.clone()
     copied_into(static, inputs[-1])
     assert torch.equal(static.labels, wanted) and int(static.valid_views) == int(inputs[-1].valid_views)
