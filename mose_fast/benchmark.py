@@ -403,7 +403,6 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
         pipeline.stop()
         for _ in pipeline.told(wait=True):
             pass
-        pipeline.close()
     if pipeline.captured is not None and pipeline.captured.traceback:
         raise RuntimeError(f"{pipeline.captured.obstacle}\n{pipeline.captured.traceback}")
     o = config.options

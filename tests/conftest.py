@@ -1,6 +1,7 @@
 """Real data for the tests, where this machine has it."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,14 @@ import pytest
 
 PACKED = Path(__file__).resolve().parents[2] / "shared" / "data"
 UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
+
+
+@pytest.fixture
+def hang_ups():
+    """SIGHUP acts here and in the programs that are started, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

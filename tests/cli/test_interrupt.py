@@ -30,6 +30,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.usefixtures("hang_ups")
 @pytest.mark.parametrize(
     ("number", "says"),
     [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "ended by SIGHUP")],
@@ -43,7 +44,10 @@ def test_signal_and_resume_give_the_unbroken_result(tmp_path, tiny, finished, ca
             if line == "batch 5\n":
                 break
         process.send_signal(number)
-        _, err = process.communicate(timeout=120)
+        try:
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 128 + number
     assert err.endswith(f"mose-fast: {says}; to continue: mose-fast resume '{folder}'\n")
     assert "Traceback" not in err
