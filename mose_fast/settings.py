@@ -71,7 +71,7 @@ def read_value(kind: str, text: str) -> Any:
     """What ``text`` means for a setting with the annotation ``kind``: JSON, or a bare string."""
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     # expert=1 and a stream called 2024 are names; null is None only where that is a value.
     if kind.startswith("str") and not isinstance(parsed, str) and not (parsed is None and kind.endswith("None")):
