@@ -73,7 +73,7 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"an integer of about {round(value.bit_length() * math.log10(2))} digits"
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split("\n"))
     except (ValueError, RecursionError):
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}...{text[-10:]} ({len(text):,} characters)"
@@ -643,5 +643,6 @@ def _build(kind: type, values: Mapping, owner: str) -> Any:
     known = {f.name for f in dataclasses.fields(kind)}
     for name in values:
         if name not in known:
-            raise ConfigError(f"{owner}{name} is not a setting{near_matches(str(name), sorted(known))}")
+            told = f"{owner}{name}" if isinstance(name, str) and name.isprintable() and len(name) <= _SHOWN else f"{owner}{shown(name)}"
+            raise ConfigError(f"{told} is not a setting{near_matches(str(name), sorted(known))}")
     return kind(**values)
