@@ -97,6 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MoseFastError as error:
             print(f"mose-fast: {error}", file=sys.stderr)
             return 2
+        except OSError as error:
+            # Of a file that was named or that lies in a folder that was named; without a name it is a fault of the program.
+            if error.filename is None:
+                raise
+            print(f"mose-fast: cannot use {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+            return 2
         except KeyboardInterrupt as error:
             return _interrupted(error)
         return _lost(shown, arguments.act in (_list, _collect, _predict, _bench, _doctor)) or code
@@ -461,13 +467,20 @@ def _export(arguments: argparse.Namespace) -> int:
 def _predict(arguments: argparse.Namespace) -> int:
     from mose_fast.export import Classifier, classify_files
 
-    for found in classify_files(Classifier.load(arguments.export), arguments.images):
+    failures = 0
+
+    def unusable(error: MoseFastError) -> None:
+        nonlocal failures
+        failures += 1
+        print(f"mose-fast: {error}", file=sys.stderr)
+
+    for found in classify_files(Classifier.load(arguments.export), arguments.images, unusable):
         if arguments.json:
             print(json.dumps(found))
         else:
             margin = "-" if found["margin"] is None else f"{found['margin']:.4f}"
             print(found["path"], found["name"], found["label"], margin, sep="\t")
-    return 0
+    return 2 if failures else 0
 
 
 def _list(arguments: argparse.Namespace) -> int:

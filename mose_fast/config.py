@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +41,8 @@ __all__ = [
     "method_settings",
     "near_matches",
     "preset_table",
+    "read_table",
+    "shown",
 ]
 
 
@@ -54,23 +58,80 @@ def near_matches(name: str, known: list[str]) -> str:
     return "; known: " + ", ".join(known)
 
 
+# What int64 holds; and what float32 holds, less a few digits for what is computed from it.
+_INTEGERS_BELOW = 2**63
+_NUMBERS_BELOW = 1e32
+_FLOAT32_MOST = 3.4e38
+
+# Characters of a value that a message shows.
+_SHOWN = 60
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: its ``repr``, shortened where it is long."""
+    # Python refuses to write an integer of more than 4,300 digits.
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"an integer of about {round(value.bit_length() * math.log10(2))} digits"
+    try:
+        text = " ".join(repr(value).split("\n"))
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}...{text[-10:]} ({len(text):,} characters)"
+
+
 def _choice(owner: str, name: str, value: Any, allowed: tuple) -> None:
-    if value not in allowed or (type(value) is bool and True not in allowed):
-        raise ConfigError(f"{owner}{name} is {value!r}; wanted one of {', '.join(map(repr, allowed))}")
+    # An array is compared element by element, so it must not come to ``in``.
+    if not isinstance(value, str | int | None) or value not in allowed or (type(value) is bool and True not in allowed):
+        raise ConfigError(f"{owner}{name} is {shown(value)}; wanted one of {', '.join(map(repr, allowed))}")
 
 
 def _number(owner: str, name: str, value: Any, kind: type, low: float, *, open_low: bool = False, below: float = math.inf) -> None:
     kinds = (int,) if kind is int else (int, float)
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or value < low or (open_low and value == low) or value >= below:
+    limit = min(below, _INTEGERS_BELOW if kind is int else _NUMBERS_BELOW)
+    # An integer of any size can be compared with a float, but not converted to one.
+    fits = isinstance(value, kinds) and not isinstance(value, bool) and low <= value < limit
+    if not fits or (open_low and value == low):
         what = "an integer" if kind is int else "a number"
-        limit = f" and below {below}" if below < math.inf else ""
-        raise ConfigError(f"{owner}{name} is {value!r}; wanted {what} {'above' if open_low else 'of at least'} {low}{limit}")
+        # The limit of the type is named to those alone who exceed it.
+        beyond = isinstance(value, kinds) and value >= limit
+        end = f" and below {'2**63' if limit == _INTEGERS_BELOW else limit}" if beyond or below < math.inf else ""
+        raise ConfigError(f"{owner}{name} is {shown(value)}; wanted {what} {'above' if open_low else 'of at least'} {low}{end}")
 
 
 def _flag(owner: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{owner}{name} is {value!r}; wanted true or false")
+        raise ConfigError(f"{owner}{name} is {shown(value)}; wanted true or false")
+
+
+def _usable_path(value: str) -> bool:
+    """Whether the system could take a text as a path, or as the name of a file: no null character, no lone surrogate, not too long."""
+    try:
+        path = os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in path and len(path) < 4096 and all(len(part) <= 255 for part in path.split(b"/"))
+
+
+def read_table(path: Path, what: str) -> Any:
+    """The contents of a ``.toml`` or ``.json`` file.
+
+    Args:
+        path: The file.
+        what: It is, for the message: ``the configuration``.
+
+    Raises:
+        ConfigError: It cannot be read or is no TOML or JSON; the message names it.
+    """
+    kind = "TOML" if path.suffix == ".toml" else "JSON"
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text) if kind == "TOML" else json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply; wanted tables of settings") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from error
 
 
 def knob(
@@ -148,14 +209,14 @@ class StreamConfig:
     fingerprint: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"stream.name is {self.name!r}; wanted the name of a stream, a folder or an .npz file")
+        if not isinstance(self.name, str) or not self.name or not _usable_path(self.name):
+            raise ConfigError(f"stream.name is {shown(self.name)}; wanted the name of a stream, a folder or an .npz file")
         _number("stream.", "batch", self.batch, int, 1)
         _choice("stream.", "decoder", self.decoder, ("auto", "pil", "dali"))
         for name, what in (("data_dir", "a folder"), ("normalisation", "the name of constants"), ("fingerprint", "that of data")):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"stream.{name} is {value!r}; wanted {what}, or none given")
+            if value is not None and (not isinstance(value, str) or not value or not _usable_path(value)):
+                raise ConfigError(f"stream.{name} is {shown(value)}; wanted {what}, or none given")
         for name, low in (("tasks", 1), ("limit_per_task", 1), ("class_order_seed", 0)):
             if getattr(self, name) is not None:
                 _number("stream.", name, getattr(self, name), int, low)
@@ -208,6 +269,9 @@ class MethodOptions:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             _check_knob("options.", f.name, getattr(self, f.name), annotation(f), f.metadata["check"])
+        # Adam divides by it in its first step.
+        if self.lr / (1 - self.beta1) > _FLOAT32_MOST:
+            raise ConfigError(f"options.lr is {self.lr!r} with options.beta1 {self.beta1!r}; wanted lr / (1 - beta1) within float32")
 
 
 @dataclass(frozen=True)
@@ -358,7 +422,7 @@ class MethodSettings(NamedTuple):
         if name is None:
             return next(iter(self.presets))
         if not isinstance(name, str) or name not in self.presets:
-            raise ConfigError(f"preset is {name!r}, which this method does not have{near_matches(str(name), list(self.presets))}")
+            raise ConfigError(f"preset is {shown(name)}, which this method does not have{near_matches(str(name), list(self.presets))}")
         return name
 
 
@@ -375,14 +439,14 @@ def method_settings(name: str) -> MethodSettings:
     Raises:
         ConfigError: There is no such method.
     """
-    if isinstance(name, str):
+    if isinstance(name, str) and _usable_path(name):
         if name in METHOD_SETTINGS:
             return METHOD_SETTINGS[name]
         for find in METHOD_FINDERS:
             settings = find(name)
             if settings is not None:
                 return settings
-    raise ConfigError(f"method is {name!r}, which is unknown{near_matches(str(name), list(METHOD_SETTINGS))}")
+    raise ConfigError(f"method is {shown(name)}, which is unknown{near_matches(str(name), list(METHOD_SETTINGS))}")
 
 
 def preset_table(method: str = "mose") -> list[tuple[str, ...]]:
@@ -462,13 +526,11 @@ class RunConfig:
             if name == "init_seed" and value is None:
                 continue
             _number("", name, value, int, 0)
-            if value >= 2**63:
-                raise ConfigError(f"{name} is {value}; wanted an integer below 2**63")
         for name in ("evaluation_batch", "checkpoint_every"):
             if getattr(self, name) is not None:
                 _number("", name, getattr(self, name), int, 1)
         _choice("", "train_on", self.train_on, ("stream", "final_memory"))
-        if self.feed in ("none", "ocm", "simclr", "scr", "pad_crop"):
+        if isinstance(self.feed, str) and self.feed in ("none", "ocm", "simclr", "scr", "pad_crop"):
             raise ConfigError(
                 f"feed is {self.feed!r}, which is a recipe; wanted auto, dali, fused or torch, or --set augment={self.feed} for the recipe"
             )
@@ -477,9 +539,10 @@ class RunConfig:
         _choice("", "kernels", self.kernels, ("auto", "fused", "torch"))
         _choice("", "step", self.step, ("auto", "captured", "eager"))
         _flag("", "deterministic", self.deterministic)
-        kind, _, index = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
-        if self.device not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isdigit()):
-            raise ConfigError(f"device is {self.device!r}; wanted auto, cpu, cuda or cuda:N")
+        # PyTorch numbers cards in 8 bits.
+        numbered = isinstance(self.device, str) and re.fullmatch(r"cuda:(0|[1-9][0-9]?)", self.device)
+        if not numbered and (not isinstance(self.device, str) or self.device not in ("auto", "cpu", "cuda")):
+            raise ConfigError(f"device is {shown(self.device)}; wanted auto, cpu, cuda or cuda:N")
         if self.memory < self.options.buffer_batch:
             raise ConfigError(
                 f"memory is {self.memory}, smaller than options.buffer_batch, {self.options.buffer_batch}; "
@@ -508,9 +571,9 @@ class RunConfig:
             ConfigError: A name is unknown or a value is out of range.
         """
         if not isinstance(stream, str | StreamConfig | Mapping | None):
-            raise ConfigError(f"stream is {stream!r}; wanted the name of a stream or a table of its settings")
+            raise ConfigError(f"stream is {shown(stream)}; wanted the name of a stream or a table of its settings")
         if not isinstance(options, Mapping | None):
-            raise ConfigError(f"options is {options!r}; wanted a table of the method's switches")
+            raise ConfigError(f"options is {shown(options)}; wanted a table of the method's switches")
         if isinstance(stream, str):
             stream = {"name": stream}
         if not isinstance(stream, StreamConfig):
@@ -549,13 +612,7 @@ class RunConfig:
             ConfigError: The file is missing, is no valid JSON or TOML, or holds unusable settings; the message names the file.
         """
         path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-            values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from error
+        values = read_table(path, "the configuration")
         try:
             return cls.from_dict(values)
         except ConfigError as error:
@@ -586,5 +643,6 @@ def _build(kind: type, values: Mapping, owner: str) -> Any:
     known = {f.name for f in dataclasses.fields(kind)}
     for name in values:
         if name not in known:
-            raise ConfigError(f"{owner}{name} is not a setting{near_matches(str(name), sorted(known))}")
+            told = f"{owner}{name}" if isinstance(name, str) and name.isprintable() and len(name) <= _SHOWN else f"{owner}{shown(name)}"
+            raise ConfigError(f"{told} is not a setting{near_matches(str(name), sorted(known))}")
     return kind(**values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Choice", "choose_precision", "device_name", "own_stream", "processor", "upload"]
+__all__ = ["Choice", "available_bytes", "choose_precision", "device_name", "own_stream", "processor", "upload"]
 
 
 class Choice(NamedTuple):
@@ -85,3 +86,23 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def available_bytes() -> int:
+    """Memory that is free for new processes here, within the limit of the control group, if there is one."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        values = [_lines(Path("/sys/fs/cgroup") / name)[:1] for name in (limit, used)]
+        if all(value and value[0].isdigit() for value in values):
+            free = min(free, int(values[0][0]) - int(values[1][0]))
+    return max(free, 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split("\n")
+    except (OSError, ValueError):
+        return []

@@ -8,7 +8,8 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.config import ConfigError, RunConfig, near_matches
+from mose_fast.errors import MoseFastError
 from mose_fast.methods import create_learner
-from mose_fast.methods.network import NetworkLearner
+from mose_fast.methods.network import NetworkLearner, first_difference
 from mose_fast.nn import CLASSIFIERS, CosineClassifier, ExpertNetwork
 from mose_fast.streams.decoding import decode_image
 from mose_fast.streams.files import SUFFIXES
@@ -163,10 +165,10 @@ class Classifier:
         for name, wanted in self.network.state_dict().items():
             if name in tensors and tensors[name].dtype != wanted.dtype:
                 raise ValueError(f"{name} has dtype {tensors[name].dtype}; wanted {wanted.dtype}")
-        try:
-            self.network.load_state_dict(tensors, assign=True)
-        except RuntimeError as error:
-            raise ValueError(f"the tensors belong to another network: {error}") from error
+        difference = first_difference(tensors, self.network.state_dict())
+        if difference is not None:
+            raise ValueError(f"the tensors belong to another network: {difference}")
+        self.network.load_state_dict(tensors, assign=True)
         self.network.requires_grad_(False).eval()
 
     @classmethod
@@ -265,26 +267,40 @@ def export_run(
     return folder
 
 
-def classify_files(classifier: Classifier, paths: Iterable[str | Path]) -> Iterator[dict[str, Any]]:
+def classify_files(
+    classifier: Classifier, paths: Iterable[str | Path], unusable: Callable[[MoseFastError], None] | None = None
+) -> Iterator[dict[str, Any]]:
     """Classifies image files.
 
     Args:
         classifier: An export.
         paths: Files, and folders whose images (.jpg, .jpeg, .png, .bmp, at any depth) are taken in the order of their names.
+        unusable: Told why a file or folder cannot be used, which is then left out; None: the first such file ends it.
 
     Yields:
         For each file ``path``, ``name`` of the class, ``label`` in the data set, ``head_index``, ``score`` (squared distance or
         logit) and ``margin`` to the second best class; a margin is None where only one class is known.
 
     Raises:
-        ExportError: There is no such file, no image in a folder, or an image has another size than the classifier's.
-        StreamError: A file is no image, damaged, or holds more than 8 bits a channel.
+        ExportError: There is no such file, no image in a folder, or an image has another size than the classifier's; only where nobody
+            is told of it.
+        StreamError: A file is no image, damaged, or holds more than 8 bits a channel; alike.
     """
-    files = [file for path in paths for file in _image_files(Path(path))]
+    files: list[Path] = []
+    for path in paths:
+        with _told(unusable):
+            files += _image_files(Path(path))
     for first in range(0, len(files), _BATCH):
-        part = files[first : first + _BATCH]
-        found = classifier.predict(np.stack([_read_image(file, classifier.image_size) for file in part]))
-        for row, file in enumerate(part):
+        images: dict[Path, np.ndarray] = {}
+        rows: list[Path] = []
+        for file in files[first : first + _BATCH]:
+            with _told(unusable):
+                images[file] = _read_image(file, classifier.image_size)
+                rows.append(file)
+        if not rows:
+            continue
+        found = classifier.predict(np.stack([images[file] for file in rows]))
+        for row, file in enumerate(rows):
             head_index, margin = int(found.head_index[row]), float(found.margin[row])
             yield {
                 "path": str(file),
@@ -294,6 +310,17 @@ def classify_files(classifier: Classifier, paths: Iterable[str | Path]) -> Itera
                 "score": float(found.scores[row, head_index]),
                 "margin": margin if math.isfinite(margin) else None,
             }
+
+
+@contextmanager
+def _told(unusable: Callable[[MoseFastError], None] | None) -> Iterator[None]:
+    """Tells of what cannot be used instead of raising it, where there is somebody to tell."""
+    try:
+        yield
+    except MoseFastError as error:
+        if unusable is None:
+            raise
+        unusable(error)
 
 
 # The run
@@ -493,7 +520,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
         raise ExportError(f"{folder} is a file; wanted the folder of an export") from error
     except OSError as error:
         raise ExportError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ExportError(f"{path} is truncated or no JSON ({error}); export the run again") from error
     found = card.get("mose_fast_export") if isinstance(card, dict) else None
     if type(found) is not int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast import streams
-from mose_fast.config import ConfigError, RunConfig, StreamConfig, annotation, method_settings, near_matches
+from mose_fast.config import ConfigError, RunConfig, StreamConfig, annotation, method_settings, near_matches, shown
 
 __all__ = ["assignment", "dotted", "full_name", "read_value", "setting_types", "with_absolute_paths", "with_changes"]
 
@@ -63,7 +63,8 @@ def full_name(name: str, types: Mapping[str, str], flag: str) -> str:
     """
     setting = name if name in types else f"options.{name}"
     if setting not in types:
-        raise ConfigError(f"{flag} {name} is not a setting{near_matches(name, [known.removeprefix('options.') for known in types])}")
+        told = name if name.isprintable() else shown(name)
+        raise ConfigError(f"{flag} {told} is not a setting{near_matches(name, [known.removeprefix('options.') for known in types])}")
     return setting
 
 
@@ -71,7 +72,7 @@ def read_value(kind: str, text: str) -> Any:
     """What ``text`` means for a setting with the annotation ``kind``: JSON, or a bare string."""
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     # expert=1 and a stream called 2024 are names; null is None only where that is a value.
     if kind.startswith("str") and not isinstance(parsed, str) and not (parsed is None and kind.endswith("None")):

@@ -7,7 +7,7 @@ from typing import Any
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
-from mose_fast.methods.base import Learner, Prepared, resolve_device
+from mose_fast.methods.base import IMAGE_SIZE, Learner, Prepared, check_stream, resolve_device
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
 from mose_fast.methods.er_aml import ErAml
@@ -20,6 +20,7 @@ from mose_fast.methods.mose import Mose
 from mose_fast.methods.network import NetworkLearner
 from mose_fast.methods.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
+from mose_fast.methods.room import check_room
 from mose_fast.methods.scr import Scr
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "ReplayLearner",
     "Rows",
     "Scr",
+    "check_room",
     "create_learner",
     "cross_entropy",
     "find_method",
@@ -65,11 +67,13 @@ def create_learner(config: RunConfig | None = None, *, classes: int, **stream_or
             ``preset``, ``memory``, ``width``, ``seed``, ``options``, ...
 
     Raises:
-        ConfigError: An unknown method or an unusable setting.
+        ConfigError: An unknown method, an unusable setting, or a learner that does not fit into the free memory.
     """
     stream = {k: stream_or_settings.pop(k) for k in ("image_size", "mean", "std", "mirror_safe") if k in stream_or_settings}
     if config is None:
         config = RunConfig.create(**stream_or_settings)
     elif stream_or_settings:
         raise ConfigError(f"{', '.join(stream_or_settings)}: given beside config; wanted them inside it")
+    check_stream(classes=classes, **stream)
+    check_room(config, stream.get("image_size", IMAGE_SIZE))
     return find_method(config.method)(config, classes=classes, **stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.config import ConfigError, RunConfig, near_matches
+from mose_fast.config import ConfigError, RunConfig, near_matches, shown
 from mose_fast.device import Choice, choose_precision, upload
 from mose_fast.memory import MemoryRecord, ReplayMemory
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, check_image_size, classify
@@ -23,11 +24,43 @@ from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, check_i
 if TYPE_CHECKING:
     from mose_fast.methods.registry import About
 
-__all__ = ["DataState", "Learner", "Prepared", "resolve_device"]
+__all__ = ["IMAGE_SIZE", "DataState", "Learner", "Prepared", "check_stream", "resolve_device"]
+
+#: (H, W) of images, where nothing else is said: CIFAR's.
+IMAGE_SIZE = (32, 32)
 
 
 # Images a forward pass of an evaluation, unless the configuration says otherwise.
 _EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
+
+
+def check_stream(
+    *, classes: Any, image_size: Any = IMAGE_SIZE, mean: Any = (0, 0, 0), std: Any = (1, 1, 1), mirror_safe: Any = True
+) -> None:
+    """Refuses what no stream can be: see :class:`Learner` for what is wanted.
+
+    Raises:
+        ConfigError: One of the arguments has another type or form; the message names it.
+    """
+
+    def integer(value: Any) -> bool:
+        return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+    if not integer(classes) or not 2 <= classes < 2**31:
+        raise ConfigError(f"classes is {shown(classes)}; wanted an integer of at least 2 (and below 2**31)")
+    if not isinstance(image_size, Sequence) or len(image_size) != 2 or not all(integer(side) and 0 < side < 2**31 for side in image_size):
+        raise ConfigError(f"image_size is {shown(image_size)}; wanted height and width in pixels, for example (32, 32)")
+    for name, value in (("mean", mean), ("std", std)):
+        try:
+            numbers = [float(number) for number in value]
+        except (TypeError, ValueError, OverflowError):
+            numbers = []
+        if len(numbers) != 3 or not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
+            above = " above 0" if name == "std" else ""
+            raise ConfigError(f"{name} is {shown(value)}; wanted three numbers{above}, one for each channel of images in [0, 1]")
+    if not isinstance(mirror_safe, bool | np.bool_):
+        raise ConfigError(f"mirror_safe is {shown(mirror_safe)}; wanted True or False")
+    check_image_size(*image_size)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -140,14 +173,12 @@ class Learner(ABC):
         config: RunConfig,
         *,
         classes: int,
-        image_size: tuple[int, int] = (32, 32),
+        image_size: tuple[int, int] = IMAGE_SIZE,
         mean: Sequence[float] = (0.5, 0.5, 0.5),
         std: Sequence[float] = (0.5, 0.5, 0.5),
         mirror_safe: bool = True,
     ) -> None:
-        if classes < 2:
-            raise ConfigError(f"classes is {classes}; wanted at least 2")
-        check_image_size(*image_size)
+        check_stream(classes=classes, image_size=image_size, mean=mean, std=std, mirror_safe=mirror_safe)
         self.config = config
         self.classes = classes
         self.image_size = tuple(image_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from mose_fast.nn import Cost, ExpertNetwork, count_cost
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.optim import FlatAdam
 
-__all__ = ["NetworkLearner", "padded_size"]
+__all__ = ["NetworkLearner", "first_difference", "padded_size"]
 
 # The random state is the process's; runs in several threads must not draw from each other's.
 _PYTORCH_RANDOM_STATE = threading.Lock()
@@ -37,6 +37,23 @@ def padded_size(images: int, batch: int) -> int:
     while images <= -(-batch // 2) < batch:
         batch = -(-batch // 2)
     return batch
+
+
+def first_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    """How tensors differ from wanted ones in name or shape, in a line; None where they do not."""
+    missing, foreign = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
+    shapes = [name for name in wanted if name in found and found[name].shape != wanted[name].shape]
+    if shapes:
+        first = shapes[0]
+        text = f"{first} has shape {list(found[first].shape)}; wanted {list(wanted[first].shape)}"
+    elif missing:
+        text = f"{missing[0]} is missing"
+    elif foreign:
+        text = f"{foreign[0]} is not in this network"
+    else:
+        return None
+    more = len(shapes) + len(missing) + len(foreign) - 1
+    return text + (f" (and {more} more tensors differ)" if more else "")
 
 
 class NetworkLearner(Learner):
@@ -213,10 +230,10 @@ class NetworkLearner(Learner):
 
     def load_network_state(self, tensors: dict[str, Tensor]) -> None:
         network = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}
-        try:
-            self.network.load_state_dict(network)
-        except RuntimeError as error:
-            raise ValueError(f"the state belongs to another network: {error}") from error
+        difference = first_difference(network, self.network.state_dict())
+        if difference is not None:
+            raise ValueError(f"the state belongs to another network: {difference}")
+        self.network.load_state_dict(network)
         if isinstance(self.optimiser, FlatAdam):
             self.optimiser.refresh_shadows()
         moments: dict[int, dict[str, Tensor]] = {}
@@ -227,6 +244,9 @@ class NetworkLearner(Learner):
             for part in parts.keys() - {"step"}:
                 # In the parameter's own memory format, as the optimiser made them.
                 parts[part] = torch.empty_like(parameter).copy_(parts[part])
+            for part, value in parts.items():
+                if part != "step" and value.shape != parameter.shape:
+                    raise ValueError(f"{names[part]} has shape {list(value.shape)}; wanted {list(parameter.shape)}")
             if parts:
                 moments[position] = parts
         self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})

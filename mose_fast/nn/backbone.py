@@ -9,10 +9,22 @@ from torch.nn import functional as F
 
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 
-__all__ = ["STAGE_STRIDES", "BasicBlock", "Stem"]
+__all__ = ["STAGE_STRIDES", "BasicBlock", "Stem", "backbone_parameters"]
 
 #: First stride of each residual stage.
 STAGE_STRIDES = (1, 2, 2, 2)
+
+
+def backbone_parameters(width: int) -> int:
+    """Number of parameters of the backbone whose first stage has ``width`` channels: 11,168,832 at width 64."""
+    count, channels = 3 * 9 * width + 2 * width, width
+    for stage in range(len(STAGE_STRIDES)):
+        out = width << stage
+        for block in range(2):
+            count += 9 * channels * out + 9 * out * out + 4 * out
+            count += channels * out + 2 * out if block == 0 and stage > 0 else 0
+            channels = out
+    return count
 
 
 class Stem(nn.Module):

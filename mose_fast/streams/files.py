@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +43,9 @@ def read_npz(path: Path, names: tuple[str, ...] = ARRAYS, *, remedy: str = "writ
             return {n: archive[n] for n in names}
     except StreamError:
         raise
-    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+    except MemoryError as error:
+        raise StreamError(f"{path} is damaged, or its arrays do not fit into the memory ({error}); {remedy}") from error
+    except Exception as error:  # zipfile, zlib and numpy raise many unrelated types on damaged input
         raise StreamError(f"{path} is damaged, truncated or no .npz archive ({error}); {remedy}") from error
 
 

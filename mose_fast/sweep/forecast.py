@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.store import STORE, read_store
 from mose_fast.train.files import RunError
 
-__all__ = ["Forecast", "available_bytes", "cost_key", "duration", "measured_costs", "stored_costs"]
+__all__ = ["Forecast", "cost_key", "duration", "measured_costs", "stored_costs"]
 
 
 def cost_key(config: RunConfig) -> str:
@@ -153,32 +152,12 @@ class Forecast:
         return "\n".join(lines)
 
 
-def available_bytes() -> int:
-    """Memory that is free for new processes here, within the limit of the control group, if there is one."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        values = [_lines(Path("/sys/fs/cgroup") / name)[:1] for name in (limit, used)]
-        if all(value and value[0].isdigit() for value in values):
-            free = min(free, int(values[0][0]) - int(values[1][0]))
-    return max(free, 0)
-
-
 def duration(seconds: float) -> str:
     """``0:07``, ``12:30`` or ``3:05:00``."""
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").split("\n")
-    except (OSError, ValueError):
-        return []
 
 
 def _gigabytes(value: float) -> str:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.config import ConfigError, RunConfig, read_table, shown
 from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+# Runs of a sweep, and so seeds: more are a slip of the finger, and to plan them would take minutes.
+_MOST_RUNS = 10_000
 
 __all__ = ["Cell", "Grid", "axes_of", "folder_name", "read_axes", "read_file", "read_seeds"]
 
@@ -77,6 +75,10 @@ class Grid:
         for name in ("device", "feed", "kernels", "step", "checkpoint_every", "stream.decoder", "stream.fingerprint"):
             if name in self.axes:
                 raise ConfigError(f"{name} is in the grid; wanted it the same for all runs, since it must not change their results")
+        runs = math.prod(map(len, self.axes.values()))
+        if runs > _MOST_RUNS:
+            sizes = ", ".join(f"{name} {len(values):,}" for name, values in self.axes.items())
+            raise ConfigError(f"the grid has {runs:,} runs (values: {sizes}); wanted at most {_MOST_RUNS:,}")
         order = sorted(self.axes, key=lambda name: name != "seed")
         cells = []
         for point in itertools.product(*(self.axes[name] for name in order)):
@@ -116,10 +118,14 @@ def read_seeds(text: str) -> tuple[int, ...]:
     """
     seeds: list[int] = []
     for part in str(text).split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        found = re.fullmatch(r"\s*([0-9]{1,19})(?:\s*-\s*([0-9]{1,19}))?\s*", part)
         if not found or (found[2] and int(found[2]) < int(found[1])):
-            raise ConfigError(f"seeds are {text!r}; wanted numbers and ranges, for example 0-14 or 0,1,5-9")
-        seeds += range(int(found[1]), int(found[2] or found[1]) + 1)
+            raise ConfigError(f"seeds are {shown(text)}; wanted numbers and ranges, for example 0-14 or 0,1,5-9")
+        more = range(int(found[1]), int(found[2] or found[1]) + 1)
+        # len() of a range counts no further than 2**63.
+        if len(seeds) + more.stop - more.start > _MOST_RUNS:
+            raise ConfigError(f"seeds are {shown(text)}; wanted at most {_MOST_RUNS:,} of them")
+        seeds += more
     return tuple(seeds)
 
 
@@ -130,13 +136,7 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         ConfigError: The file cannot be read or is no TOML or JSON; the message names it.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read the sweep {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from error
+    values = read_table(path, "the sweep")
     if not isinstance(values, dict) or not isinstance(values.get("grid", {}), dict):
         raise ConfigError(f"{path}: wanted settings and a table [grid]")
     grid = values.pop("grid", {})
@@ -170,7 +170,7 @@ def _add_axis(axes: dict[str, tuple[Any, ...]], name: str, values: Any, methods:
         types = {**setting_types(method), **types}
     setting = full_name(name, types, owner)
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ConfigError(f"{owner} {name} is {values!r}; wanted a list of values")
+        raise ConfigError(f"{owner} {name} is {shown(values)}; wanted a list of values")
     if setting in axes:
         raise ConfigError(f"{owner} names {name} twice; wanted all its values together")
     axes[setting] = tuple(read_value(types[setting], value) if isinstance(value, str) else value for value in values)

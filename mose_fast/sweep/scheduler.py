@@ -21,13 +21,14 @@ import torch
 from mose_fast import streams
 from mose_fast.augment import choose_feed
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
-from mose_fast.methods import resolve_device
+from mose_fast.device import available_bytes
+from mose_fast.methods import check_room, resolve_device
 from mose_fast.output import guarded_output
 from mose_fast.settings import dotted
 from mose_fast.signals import StopRequest, stop_request
 from mose_fast.sweep.display import Display, Running
 from mose_fast.sweep.engine import Engine, LocalEngine, Slot
-from mose_fast.sweep.forecast import Forecast, available_bytes, cost_key, measured_costs, stored_costs
+from mose_fast.sweep.forecast import Forecast, cost_key, measured_costs, stored_costs
 from mose_fast.sweep.grid import Cell, Grid, axes_of
 from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.ray_engine import RayEngine
@@ -275,7 +276,13 @@ def _run_grid(
 ) -> Outcome:
     cells = grid.cells() if isinstance(grid, Grid) else list(grid)
     # Loads, and downloads, once, and refuses what does not exist.
-    data = {settings: streams.create(settings).fingerprint for settings in {cell.config.stream for cell in cells}}
+    data = {}
+    for settings in {cell.config.stream for cell in cells}:
+        stream = streams.create(settings)
+        data[settings] = stream.fingerprint
+        # The machines of a cluster may have more.
+        for config in (cell.config for cell in cells if cell.config.stream == settings and place.engine == "local"):
+            check_room(config, stream.image_size)
     cells = [_on_data(cell, data[cell.config.stream]) for cell in cells]
     folder = SweepFolder(out)
     given, cells = cells, _with_known_names(cells, folder.path)

@@ -132,7 +132,7 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         table = files.accuracy.read_text(encoding="utf-8")
     except OSError as error:
         raise damaged(f"{Path(error.filename or files.path).name} cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(f"{files.results.name} or {files.config.name} is truncated or no JSON ({error})") from error
     if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
         found = results.get("schema_version") if isinstance(results, dict) else None

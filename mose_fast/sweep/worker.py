@@ -329,8 +329,8 @@ def _import_what_runs_need() -> None:
     """What runs import late; once here, instead of once in every child."""
     import matplotlib.figure  # noqa: F401
     import sklearn.datasets  # noqa: F401
-    import torch._dynamo
-    import torch.utils.tensorboard  # noqa: F401
+    import tensorboard.summary.writer.record_writer  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
 
 _events = 1

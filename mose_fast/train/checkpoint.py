@@ -234,12 +234,15 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         found = int(metadata["mose_fast_checkpoint"])
         if found <= FORMAT:
+            intact = "sha256" not in metadata or _is_intact(path, metadata["sha256"])
             values = json.loads(metadata["values"])
+            if not isinstance(values, dict):
+                raise ValueError(f"its values are a {type(values).__name__}")
             # What says which run it is came with the hash.
-            if ("identity" in values and "sha256" not in metadata) or ("sha256" in metadata and not _is_intact(path, metadata["sha256"])):
+            if not intact or ("identity" in values and "sha256" not in metadata):
                 raise CheckpointError(f"the checkpoint {path} is damaged: its content does not have the hash in its header{_instead(path)}")
             return tensors, values
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: its header is unreadable ({error}){_instead(path)}") from error
     raise CheckpointError(
         f"the checkpoint {path} has format {found}, newer than {FORMAT}, the newest that this version of mose-fast reads; update mose-fast"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +64,8 @@ class Listener:
 class TensorBoard(Listener):
     """Writes TensorBoard events: losses every ``every`` batches, accuracies after every task.
 
-    Events are an extra: where they cannot be written (a full disk), one warning says so and the run goes on without them.
+    Events are an extra: where they cannot be written (a full disk), one warning says so and the run goes on without them. So they are
+    written here and not by PyTorch's ``SummaryWriter``, whose thread shows a traceback then.
 
     Args:
         folder: Of the event files.
@@ -73,12 +77,18 @@ class TensorBoard(Listener):
         self._writer: Any = None
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
-        # Not at the top: this import takes over a second.
-        from torch.utils.tensorboard import SummaryWriter
+        # Not at the top: runs in Python need not wait for it.
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # What a killed run wrote beyond its last checkpoint is purged, since those batches are repeated.
         with self._or_give_up():
-            self._writer = SummaryWriter(str(self.folder), purge_step=batch + 1)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{time.time_ns() / 1e9:.9f}.{socket.gethostname()}.{os.getpid()}"
+            # Unbuffered, so that nothing is left to fail when the file is closed.
+            self._writer = RecordWriter((self.folder / name).open("xb", buffering=0))
+        # What a killed run wrote beyond its last checkpoint is purged, since those batches are repeated.
+        self._write(step=batch + 1, file_version="brain.Event:2")
+        self._write(step=batch + 1, session_log=SessionLog(status=SessionLog.START))
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         if losses is not None and batch % self.every == 0:
@@ -100,15 +110,24 @@ class TensorBoard(Listener):
             self._writer = None
 
     def _add(self, name: str, value: float, batch: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._write(step=batch, summary=Summary(value=[Summary.Value(tag=name, simple_value=value)]))
+
+    def _write(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
         if self._writer is not None:
             with self._or_give_up():
-                self._writer.add_scalar(name, value, batch)
+                self._writer.write(Event(wall_time=time.time(), **content).SerializeToString())
 
     @contextmanager
     def _or_give_up(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            with suppress(AttributeError, OSError):
+                self._writer.close()
             self._writer = None
             warnings.warn(
                 f"cannot write TensorBoard events into {self.folder} ({error.strerror}); the run goes on without them", stacklevel=4

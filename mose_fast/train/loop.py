@@ -169,10 +169,15 @@ def _learner(config: RunConfig, stream: Stream) -> Learner:
     if config.deterministic:
         # Read when CUDA starts, so it must be set before the first tensor goes to the card.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return create_learner(config, **_facts(stream))
+
+
+def _facts(stream: Stream) -> dict[str, Any]:
+    """What a learner must know of its stream."""
     n = stream.normalisation
-    return create_learner(
-        config, classes=stream.classes, image_size=stream.image_size, mean=n.mean, std=n.std, mirror_safe=stream.mirror_safe
-    )
+    return {
+        "classes": stream.classes, "image_size": stream.image_size, "mean": n.mean, "std": n.std, "mirror_safe": stream.mirror_safe,
+    }  # fmt: skip
 
 
 def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
@@ -387,7 +392,8 @@ class _Loop:
 
     def _untrained(self) -> dict[str, dict[str, list[float]]]:
         """Accuracies of the same seed's untrained network with the same final memory: what training must beat."""
-        untrained = _learner(dataclasses.replace(self.config, precision=self.learner.precision.name), self.stream)
+        # Not by create_learner, which may refuse for want of memory: at the end of a run that must not happen.
+        untrained = type(self.learner)(dataclasses.replace(self.config, precision=self.learner.precision.name), **_facts(self.stream))
         untrained.memory, untrained.seen = self.learner.memory, self.learner.seen
         with warnings.catch_warnings():
             # The trained learner has warned about the same memory already.
@@ -433,7 +439,7 @@ class _Loop:
             self.learner.load_state(tensors, values["learner"])
             self.position, self.records = values["position"], values["records"]
             self.clock.load(values["seconds"])
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}") from error
         self.records["resumed"] += 1
 

@@ -1,15 +1,25 @@
 """Bad input ends with exit code 2 and one message that names the argument, its value and what is wanted; nothing is lost."""
 
+import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from mose_fast.config import RunConfig
+from mose_fast import create_learner
+from mose_fast.config import ConfigError, RunConfig
+from mose_fast.methods.room import least_bytes
+from mose_fast.nn.backbone import backbone_parameters
+from mose_fast.train.checkpoint import latest, load_checkpoint, save_checkpoint
+
+DIGITS = "9" * 400
 
 
 def refused(call, *arguments, says):
@@ -21,6 +31,11 @@ def refused(call, *arguments, says):
     for text in says:
         assert str(text) in message, message
     return message
+
+
+def contents(folder):
+    """Every file below a folder with its content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -49,12 +64,103 @@ def refused(call, *arguments, says):
         (("--decoder", "turbo"), ("stream.decoder is 'turbo'", "'pil'")),
         (("--checkpoint-every", "0"), ("checkpoint_every is 0",)),
         (("--mem", "5"), ("unrecognized arguments: --mem",)),
+        (("--seed", DIGITS), ("seed is an integer of about 400 digits", "wanted an integer of at least 0 and below 2**63")),
+        (("--memory", DIGITS), ("memory is an integer of about 400 digits", "wanted an integer of at least 1 and below 2**63")),
+        (("--set", f"lr={DIGITS}"), ("options.lr is an integer of about 400 digits", "wanted a number above 0 and below 1e+32")),
+        (("--set", "lr=1e300"), ("options.lr is 1e+300", "wanted a number above 0 and below 1e+32")),
+        (("--set", "lr=1e31", "--set", "beta1=0.99999999"), ("options.lr is 1e+31 with options.beta1 0.99999999",)),
+        (("--set", f"jitter_domain={'[' * 100_000}"), ("options.jitter_domain is", "(100,002 characters)", "wanted one of")),
+        (("--device", "cuda:99999999999"), ("device is 'cuda:99999999999'", "wanted auto, cpu, cuda or cuda:N")),
+        (("--stream", "x" * 5000), ("stream.name is 'xxx", "wanted the name of a stream")),
+        (("--data-dir", "x" * 300), ("stream.data_dir is", "wanted a folder")),
+        (("--method", f"{'x' * 300}.py:Name"), ("method is 'xxx", "unknown")),
     ],
 )
 def test_unusable_setting(call, tiny, tmp_path, arguments, says):
     folder = tmp_path / "run"
     refused(call, "run", *tiny, "--out", folder, *arguments, says=[says] if isinstance(says, str) else says)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        # An image of 32 x 32 pixels in 3 bytes each, and 24 bytes beside it.
+        ("--memory", 1_000_000_000, ("memory is 1000000000, which does not fit", "takes 3,096.0 GB")),
+        # 2,725 parameters for each pair of channels (11.17 million at width 64), 16 bytes each.
+        ("--width", 100_000, ("width is 100000, which does not fit", "at least 435,8")),
+        ("--set", "projection=1000000000000", ("does not fit",)),
+    ],
+)
+def test_what_does_not_fit_into_the_memory_is_refused_before_anything_is_deleted(call, tiny, finished, tmp_path, flag, value, says):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    before = contents(folder)
+    refused(call, "run", *tiny, flag, value, "--out", folder, "--overwrite", says=(*says, "GB are free on", "wanted a smaller"))
+    assert contents(folder) == before
+    refused(call, "sweep", *tiny, flag, value, "--seeds", "0-1", "--out", tmp_path / "sweep", says=says)
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_the_estimate_of_the_memory_is_that_of_the_real_learner(tiny):
+    config = RunConfig.create(width=2, memory=100, options={"projection": 16})
+    learner = create_learner(config, classes=10, image_size=(16, 8))
+    memory, network = least_bytes(config, (16, 8))
+    assert memory == sum(t.numel() * t.element_size() for name, t in learner.memory.tensors().items() if name != "state")
+    backbone = sum(p.numel() for name, p in learner.network.named_parameters() if name.startswith(("stem.", "stage")))
+    assert backbone == backbone_parameters(2)
+    assert network == 16 * (backbone + 4 * 16 * 16)  # four projections to 16 from a feature of 8 * 2
+    assert network <= 16 * sum(p.numel() for p in learner.network.parameters())
+    assert backbone_parameters(64) == 11_168_832
+
+
+@pytest.mark.parametrize("seeds", ["0-99999999999", f"0-{DIGITS}", DIGITS, "0-20000", ",".join(["0-5000"] * 3)])
+def test_too_many_seeds_are_refused(call, tiny, tmp_path, seeds):
+    refused(call, "sweep", *tiny, "--seeds", seeds, "--out", tmp_path / "sweep", says=("seeds are", "wanted"))
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_too_large_a_grid_is_refused(call, tiny, tmp_path):
+    grid = ("--seeds", "0-999", "--grid", "lr=" + ",".join(f"0.{n}" for n in range(1, 9)), "--grid", "temperature=0.1,0.2")
+    refused(call, "sweep", *tiny, *grid, "--out", tmp_path / "sweep", says=("the grid has 16,000 runs", "wanted at most 10,000"))
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_paths_that_the_system_refuses(call, tiny, finished, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for path in ("x" * 300, tmp_path / "loop" / "run"):
+        for command in (("run", *tiny, "--out", path), ("resume", path), ("export", finished, "--out", path), ("report", path)):
+            refused(call, *command, says=(path,))
+    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
+
+
+@pytest.mark.parametrize(
+    ("stream", "says"),
+    [
+        ({"image_size": 32}, "image_size is 32; wanted height and width"),
+        ({"image_size": (32,)}, "image_size is (32,)"),
+        ({"image_size": (32.0, 32.0)}, "image_size is (32.0, 32.0)"),
+        ({"image_size": "ab"}, "image_size is 'ab'"),
+        ({"image_size": (10**400, 8)}, "image_size is"),
+        ({"classes": "ten"}, "classes is 'ten'; wanted an integer of at least 2"),
+        ({"classes": True}, "classes is True"),
+        ({"classes": 10**400}, "classes is an integer of about 400 digits"),
+        ({"mean": 0.5}, "mean is 0.5; wanted three numbers, one for each channel"),
+        ({"mean": (0.5, "a", None)}, "mean is (0.5, 'a', None)"),
+        ({"std": (1, 1, 0)}, "std is (1, 1, 0); wanted three numbers above 0"),
+        ({"std": (1, 1, float("nan"))}, "std is (1, 1, nan)"),
+        ({"mirror_safe": "no"}, "mirror_safe is 'no'; wanted True or False"),
+    ],
+)
+def test_arguments_of_a_learner(stream, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        create_learner(width=1, memory=64, **{"classes": 10, **stream})
+
+
+def test_array_in_the_place_of_a_setting():
+    for setting in ("memory", "seed", "device", "feed", "deterministic", "method", "preset"):
+        with pytest.raises(ConfigError, match=f"{setting} is array"):
+            RunConfig.create(**{setting: np.zeros(3)})
 
 
 def test_dali_is_asked_for_and_missing(call, tiny, tmp_path, monkeypatch):
@@ -122,6 +228,11 @@ def test_read_only_folder(call, tiny, tmp_path):
         ("run.json", '{"method": null}', ("method is None",)),
         ("run.toml", 'stream = {name = "digits", data_dir = 5}', ("stream.data_dir is 5", "wanted a folder")),
         ("run.json", '{"memory": NaN}', ("memory is nan",)),
+        ("run.json", f'{{"seed": {DIGITS}}}', ("seed is an integer of about 400 digits", "below 2**63")),
+        ("run.json", "[" * 100_000, ("is nested too deeply",)),
+        ("run.toml", "a = " + "[" * 100_000, ("is nested too deeply",)),
+        ("run.json", '{"stream": {"name": "a\\u0000.npz"}}', ("stream.name is 'a\\x00.npz'", "wanted")),
+        ("run.json", '{"stream": {"data_dir": "\\ud800"}}', ("stream.data_dir is '\\ud800'", "wanted")),
     ],
 )
 def test_unusable_configuration_file(call, tmp_path, name, text, says):
@@ -179,6 +290,68 @@ def test_resume_of_a_truncated_checkpoint(call, finished, tmp_path):
     code, _, _ = call("resume", folder)
     assert code == 0
     assert (folder / "accuracy.csv").read_bytes() == (finished / "accuracy.csv").read_bytes()
+
+
+def test_resume_of_another_networks_checkpoint(call, tiny, finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "results.json").unlink()
+    config = RunConfig.load(folder / "config.json")
+    # The identity in the file is that of the configuration beside it, so only the tensors tell.
+    tensors, values = load_checkpoint(latest(folder / "checkpoints"))
+    values["identity"]["config"]["width"] = 2
+    (folder / "config.json").write_text(dataclasses.replace(config, width=2).to_json())
+    save_checkpoint(folder / "checkpoints", 999, tensors, values)
+    message = refused(call, "resume", folder, says=("step-000000999.safetensors", "another network", "has shape", "more tensors differ"))
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("values", [5, None, [], {}, {"learner": 5, "position": [], "records": "", "seconds": None}])
+def test_resume_of_a_checkpoint_with_other_values(call, finished, tmp_path, values):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "results.json").unlink()
+    tensors, known = load_checkpoint(latest(folder / "checkpoints"))
+    if isinstance(values, dict):
+        values["identity"] = known["identity"]
+    save_checkpoint(folder / "checkpoints", 999, tensors, values)
+    refused(call, "resume", folder, says=("step-000000999.safetensors",))
+
+
+def test_events_on_a_full_disk_leave_no_traceback_of_a_thread(call, tiny, tmp_path, monkeypatch):
+    kept = Path.open
+    opened = []
+
+    def full(path, *arguments, **named):
+        if "tfevents" in path.name:
+            opened.append(path)
+            return kept(Path("/dev/full"), "wb", **{**named, "buffering": 0})
+        return kept(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    code, _, err = call("run", *tiny, "--out", tmp_path / "run")
+    assert code == 0
+    assert len(opened) == 1
+    assert err.count("cannot write TensorBoard events") == 1
+    assert "No space left on device" in err
+    assert "Traceback" not in err
+
+
+def test_one_bad_file_among_good_ones_is_told_and_the_others_are_classified(call, finished, tmp_path):
+    assert call("export", finished, "--out", tmp_path / "e")[0] == 0
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    good = [tmp_path / name for name in ("a.png", "c.png")]
+    for path in good:
+        Image.fromarray(pixels).save(path)
+    (tmp_path / "b.png").write_bytes(good[0].read_bytes()[:50])
+    files = (good[0], tmp_path / "b.png", tmp_path / "missing.png", good[1])
+    code, out, err = call("predict", tmp_path / "e", *files)
+    assert code == 2
+    assert [line.split("\t")[0] for line in out.splitlines()] == list(map(str, good))
+    told = [line for line in err.splitlines() if line.startswith("mose-fast: ")]
+    assert len(told) == 2
+    assert f"{tmp_path / 'b.png'} is a damaged or truncated image" in told[0]
+    assert f"cannot read {tmp_path / 'missing.png'}: No such file" in told[1]
 
 
 def test_resume_with_a_broken_configuration(call, finished, tmp_path):

@@ -192,9 +192,9 @@ def no_space(*args, **settings):
 
 
 def test_events_that_cannot_be_written_only_warn(tmp_path, monkeypatch, plain):
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    monkeypatch.setattr(SummaryWriter, "add_scalar", no_space)
+    monkeypatch.setattr(RecordWriter, "write", no_space)
     with pytest.warns(UserWarning, match=r"cannot write TensorBoard events into .*tensorboard \(No space left on device\)") as told:
         results = run(config(), out=tmp_path / "run")
     assert ["TensorBoard" in str(w.message) for w in told].count(True) == 1
@@ -204,14 +204,14 @@ def test_events_that_cannot_be_written_only_warn(tmp_path, monkeypatch, plain):
 
 @pytest.mark.parametrize("name", ["accuracy.csv", "accuracy.png", "results.json"])
 def test_full_disk_while_writing_results_loses_nothing(tmp_path, monkeypatch, plain, name):
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
     from mose_fast.train import files
 
     out, mkstemp = tmp_path / "run", files.tempfile.mkstemp
     with monkeypatch.context() as patched:
         patched.setattr(files.tempfile, "mkstemp", lambda **named: no_space() if name in named["prefix"] else mkstemp(**named))
-        patched.setattr(SummaryWriter, "close", no_space)
+        patched.setattr(RecordWriter, "close", no_space)
         with (
             pytest.warns(UserWarning, match="cannot write TensorBoard events"),
             pytest.raises(RunError, match=rf"cannot write .*{name} .*: No space left on device; .*mose-fast resume"),
