@@ -399,9 +399,9 @@ def _refuse_unknown(y: np.ndarray, known: np.ndarray, what: str, where: str) -> 
 
 
 def _refuse_untested(y_test: np.ndarray, split: Sequence[tuple[int, ...]], class_order: np.ndarray, prefix: str) -> None:
-    for t, heads in enumerate(split):
+    for heads in split:
         if not np.isin(y_test, heads).any():
-            raise StreamError(f"{prefix}task {t} (labels {', '.join(str(class_order[h]) for h in heads)}) has no test images")
+            raise StreamError(f"{prefix}the task of labels {', '.join(str(class_order[h]) for h in heads)} has no test images")
 
 
 def _limit(y: np.ndarray, classes_per_task: int, limit: int) -> np.ndarray:

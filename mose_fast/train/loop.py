@@ -301,7 +301,7 @@ class _Loop:
         shown = ", ".join(f"{name} {value:g}" for name, value in losses.items())
         earlier = ", ".join(f"{value:g}" for value in self.last_losses) or "none"
         message = (
-            f"the loss is not finite at batch {taken.position['done'] + 1} (task {taken.position['task']}): {shown}; the step had "
+            f"the loss is not finite at batch {taken.position['done'] + 1} (task {taken.position['task'] + 1}): {shown}; the step had "
             f"{self.learner.describe(taken.prepared)}; losses before it: {earlier}; {_AGAINST_DIVERGENCE}"
         )
         if exact and self.folder is not None:

@@ -168,7 +168,10 @@ def precision_of(results: dict[str, Any]) -> str:
 
 
 def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> str:
-    """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy (empty: no samples in the memory)."""
+    """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy (empty: no samples in the memory).
+
+    Tasks count from 0.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["classifier", "expert", "after_task", "task", "accuracy", "buffer_accuracy"])
