@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -239,7 +240,7 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
         "comparisons",
         "At each memory, every setting against the one with the highest mean ACC: difference in points over the common seeds (n), its "
         "95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t test after Holm's correction over "
-        "this table; effect size: Cohen's d of the paired differences. The best was chosen by these same runs, so a small lead of it "
+        "this table; effect size: Cohen's d of the paired differences, from three seeds on. The best was chosen by these same runs, so a small lead of it "
         "means little.",
         ["M", "setting", "against", "n", "difference", "95 % interval", "p (t)", "p (Wilcoxon)", "p (Holm)", "effect size"],
     )
@@ -250,7 +251,7 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
                 memory, c.a, c.b, len(c.seeds), Number(100 * c.difference) if c.seeds else None,
                 Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
                 *(Number(p, 4) if several else None for p in (c.t_p, c.wilcoxon_p, c.holm_p)),
-                Number(c.effect_size, 2) if several else None,
+                None if math.isnan(c.effect_size) else Number(c.effect_size, 2),
             ]
         )  # fmt: skip
     return table
