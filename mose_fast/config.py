@@ -43,6 +43,7 @@ __all__ = [
     "preset_table",
     "read_table",
     "shown",
+    "usual_name",
 ]
 
 
@@ -50,9 +51,35 @@ class ConfigError(MoseFastError, ValueError):
     """A setting has a value that the run cannot use; the message names the setting, the value and what is wanted."""
 
 
+# Names of settings elsewhere, by which people look for ours.
+_OTHER_NAMES = {
+    "batch_size": "stream.batch",
+    "batchsize": "stream.batch",
+    "betas": "beta1",
+    "buffer": "memory",
+    "buffer_size": "memory",
+    "data": "stream.data_dir",
+    "dataset": "stream.name",
+    "learning_rate": "lr",
+    "mem": "memory",
+    "mem_size": "memory",
+    "memory_size": "memory",
+    "n_tasks": "stream.tasks",
+    "num_tasks": "stream.tasks",
+    "tau": "temperature",
+    "wd": "weight_decay",
+}
+
+
+def usual_name(name: str) -> str:
+    """Our name of a setting that other software calls ``name``; any other name as it is."""
+    return _OTHER_NAMES.get(name.lower().replace("-", "_"), name)
+
+
 def near_matches(name: str, known: list[str]) -> str:
     """Returns ``"; did you mean 'a' or 'b'?"`` for the known names close to ``name``, else the list of all."""
-    close = get_close_matches(name, known, n=3, cutoff=0.5)
+    usual = usual_name(name)
+    close = [usual] if usual in known else get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
     return "; known: " + ", ".join(known)
