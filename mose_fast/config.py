@@ -592,10 +592,11 @@ class RunConfig:
             stream: Name of a stream, a :class:`StreamConfig` or a mapping of its fields.
             options: Fields of the method's options that differ from the preset.
             method: Name of the method.
-            **settings: The other fields of :class:`RunConfig`.
+            **settings: The other fields of :class:`RunConfig`, and fields of the method's options, which may stand beside them as on the
+                command line: ``lr=0.01`` is ``options={"lr": 0.01}``.
 
         Raises:
-            ConfigError: A name is unknown or a value is out of range.
+            ConfigError: A name is unknown, an option is given twice, or a value is out of range.
         """
         if not isinstance(stream, str | StreamConfig | Mapping | None):
             raise ConfigError(f"stream is {shown(stream)}; wanted the name of a stream or a table of its settings")
@@ -607,7 +608,16 @@ class RunConfig:
             stream = _build(StreamConfig, stream or {}, "stream.")
         known = method_settings(method)
         preset = known.preset(preset)
-        built = _build(known.options, {**known.presets[preset], **(options or {})}, "options.")
+        own = {f.name for f in dataclasses.fields(cls)}
+        of_options = {f.name for f in dataclasses.fields(known.options)} - own
+        bare = {name: settings.pop(name) for name in list(settings) if name in of_options}
+        for name in bare:
+            if name in (options or {}):
+                raise ConfigError(f"{name} is given by itself and in options; wanted it in one of them")
+        for name in settings:
+            if name not in own:
+                raise ConfigError(f"{name} is not a setting{near_matches(str(name), sorted(own | of_options))}")
+        built = _build(known.options, {**known.presets[preset], **(options or {}), **bare}, "options.")
         return _build(cls, {**settings, "method": method, "preset": preset, "stream": stream, "options": built}, "")
 
     @classmethod
