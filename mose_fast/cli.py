@@ -458,6 +458,9 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     print(f"\n{summary(results)}\n")
     parts = ", ".join(f"{part} {seconds[part]:.1f}" for part in (*PHASES, "other"))
     print(f"time      {seconds['wall']:.1f} s since {'the process started' if seconds['wall_since'] == 'process' else 'the call'}: {parts}")
+    peak = results["peak_memory_bytes"]
+    card = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the card as torch allocates it"
+    print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB of the process{card}")
     print(f"results   {folder.results}")
     print(f"          {folder.accuracy.name}, {folder.figure.name}, {folder.config.name} and {folder.events.name}/ beside it")
     return 0
