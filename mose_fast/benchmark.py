@@ -43,6 +43,9 @@ _RAMP = 12
 #: Steps in the loop before the measured ones: on a card they are captured, and fill ring and reader; the CPU has nothing to prepare.
 _WARM_UP = {"cuda": 20, "cpu": 3}
 
+#: Name of the measurement that is no variant of the step.
+_EVALUATION = "evaluation"
+
 #: Most calls of a measurement.
 _CALLS = 2000
 
@@ -252,7 +255,7 @@ def benchmark(
         watch: Told the name of what is measured next.
 
     Raises:
-        ConfigError: The method is another one, or the device is not there.
+        ConfigError: The method is another one, the device is not there, or no measurement's name holds ``only``.
     """
     if config.method != "mose":
         raise ConfigError(f"method is {config.method!r}; wanted mose, whose step is measured")
@@ -260,6 +263,9 @@ def benchmark(
     probe = _learner(config, stream)
     config = dataclasses.replace(config, precision=probe.precision.name)
     device = probe.device
+    names = [*(variant.name for variant in variants(device)), _EVALUATION]
+    if not any(only in name for name in names):
+        raise ConfigError(f"only is {only!r}, which no measurement's name holds; here there are: {'; '.join(names)}")
     # Before the variants, so that one that breaks the card does not take the others' rows with it.
     where, macs, possible = _where(device), probe.costs()[0].macs, ceilings(device, config.precision)
     found: list[Row] = []
@@ -276,13 +282,13 @@ def benchmark(
                 failures[variant.name] = found[-1].traceback
             _tidy(device)
         measured, images = None, 0
-        if not only or only in "evaluation":
+        if only in _EVALUATION:
             if watch is not None:
-                watch("evaluation")
+                watch(_EVALUATION)
             try:
                 measured, images = _evaluation(config, stream)
             except Exception:
-                failures["evaluation"] = traceback.format_exc()
+                failures[_EVALUATION] = traceback.format_exc()
     return Report(where, config, macs, possible, tuple(found), measured, images, failures)
 
 

@@ -11,14 +11,15 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
 from mose_fast import streams
 from mose_fast._version import __version__
-from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig
+from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig, usual_name
 from mose_fast.errors import MoseFastError
 from mose_fast.method_list import listed_methods
 from mose_fast.output import Guarded, guarded_output
@@ -33,6 +34,36 @@ if TYPE_CHECKING:
     from mose_fast.train import Listener
 
 __all__ = ["build_parser", "main", "read_settings"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are a line, without the usage, which is longer than a screen; an unknown flag gets a hint."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help says what there is\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            # Here, not where all is parsed: a command knows its own flags.
+            flag = next((text for text in unknown if text.startswith("-")), unknown[0])
+            self.error(f"{flag.partition('=')[0]} is not an argument{self._hint(flag)}")
+        return found, unknown
+
+    def _hint(self, flag: str) -> str:
+        """What was probably meant: a flag of this command, or a setting that ``--set`` takes."""
+        given = flag.partition("=")[0].lstrip("-").replace("-", "_")
+        flags = {option for action in self._actions for option in action.option_strings}
+        of_setting = {known.setting: known.name for group in _FLAGS.values() for known in group if known.name in flags}
+        settings = {name.removeprefix("options."): name for name in setting_types(RunConfig.method)} if "--set" in flags else {}
+        names = [*settings, *(option.lstrip("-").replace("-", "_") for option in flags)]
+        for name in (usual_name(given), *get_close_matches(given, names, n=1)):
+            meant = of_setting.get(settings.get(name, name), f"--{name.replace('_', '-')}")
+            if meant in flags:
+                return f"; did you mean {meant}?"
+            if name in settings:
+                return f"; wanted --set {name}=VALUE"
+        return ""
 
 
 class _Flag(NamedTuple):
@@ -110,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. A flag that is not given leaves no trace, so that it never overrides a ``--config`` file."""
-    parser = argparse.ArgumentParser(prog="mose-fast", description="Online continual learning with MOSE.", allow_abbrev=False)
+    parser = _Parser(prog="mose-fast", description="Online continual learning with MOSE.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mose-fast {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -427,6 +458,9 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     print(f"\n{summary(results)}\n")
     parts = ", ".join(f"{part} {seconds[part]:.1f}" for part in (*PHASES, "other"))
     print(f"time      {seconds['wall']:.1f} s since {'the process started' if seconds['wall_since'] == 'process' else 'the call'}: {parts}")
+    peak = results["peak_memory_bytes"]
+    card = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the card as torch allocates it"
+    print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB of the process{card}")
     print(f"results   {folder.results}")
     print(f"          {folder.accuracy.name}, {folder.figure.name}, {folder.config.name} and {folder.events.name}/ beside it")
     return 0

@@ -43,6 +43,7 @@ __all__ = [
     "preset_table",
     "read_table",
     "shown",
+    "usual_name",
 ]
 
 
@@ -50,9 +51,35 @@ class ConfigError(MoseFastError, ValueError):
     """A setting has a value that the run cannot use; the message names the setting, the value and what is wanted."""
 
 
+# Names of settings elsewhere, by which people look for ours.
+_OTHER_NAMES = {
+    "batch_size": "stream.batch",
+    "batchsize": "stream.batch",
+    "betas": "beta1",
+    "buffer": "memory",
+    "buffer_size": "memory",
+    "data": "stream.data_dir",
+    "dataset": "stream.name",
+    "learning_rate": "lr",
+    "mem": "memory",
+    "mem_size": "memory",
+    "memory_size": "memory",
+    "n_tasks": "stream.tasks",
+    "num_tasks": "stream.tasks",
+    "tau": "temperature",
+    "wd": "weight_decay",
+}
+
+
+def usual_name(name: str) -> str:
+    """Our name of a setting that other software calls ``name``; any other name as it is."""
+    return _OTHER_NAMES.get(name.lower().replace("-", "_"), name)
+
+
 def near_matches(name: str, known: list[str]) -> str:
     """Returns ``"; did you mean 'a' or 'b'?"`` for the known names close to ``name``, else the list of all."""
-    close = get_close_matches(name, known, n=3, cutoff=0.5)
+    usual = usual_name(name)
+    close = [usual] if usual in known else get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
     return "; known: " + ", ".join(known)
@@ -565,10 +592,11 @@ class RunConfig:
             stream: Name of a stream, a :class:`StreamConfig` or a mapping of its fields.
             options: Fields of the method's options that differ from the preset.
             method: Name of the method.
-            **settings: The other fields of :class:`RunConfig`.
+            **settings: The other fields of :class:`RunConfig`, and fields of the method's options, which may stand beside them as on the
+                command line: ``lr=0.01`` is ``options={"lr": 0.01}``.
 
         Raises:
-            ConfigError: A name is unknown or a value is out of range.
+            ConfigError: A name is unknown, an option is given twice, or a value is out of range.
         """
         if not isinstance(stream, str | StreamConfig | Mapping | None):
             raise ConfigError(f"stream is {shown(stream)}; wanted the name of a stream or a table of its settings")
@@ -580,7 +608,16 @@ class RunConfig:
             stream = _build(StreamConfig, stream or {}, "stream.")
         known = method_settings(method)
         preset = known.preset(preset)
-        built = _build(known.options, {**known.presets[preset], **(options or {})}, "options.")
+        own = {f.name for f in dataclasses.fields(cls)}
+        of_options = {f.name for f in dataclasses.fields(known.options)} - own
+        bare = {name: settings.pop(name) for name in list(settings) if name in of_options}
+        for name in bare:
+            if name in (options or {}):
+                raise ConfigError(f"{name} is given by itself and in options; wanted it in one of them")
+        for name in settings:
+            if name not in own:
+                raise ConfigError(f"{name} is not a setting{near_matches(str(name), sorted(own | of_options))}")
+        built = _build(known.options, {**known.presets[preset], **(options or {}), **bare}, "options.")
         return _build(cls, {**settings, "method": method, "preset": preset, "stream": stream, "options": built}, "")
 
     @classmethod

@@ -274,7 +274,7 @@ def classify_files(
 
     Args:
         classifier: An export.
-        paths: Files, and folders whose images (.jpg, .jpeg, .png, .bmp, at any depth) are taken in the order of their names.
+        paths: Files, and folders whose images (endings as in folders of a stream, any depth) are taken in the order of their names.
         unusable: Told why a file or folder cannot be used, which is then left out; None: the first such file ends it.
 
     Yields:

@@ -106,7 +106,7 @@ class Progress(Listener):
             self.bar.close()
 
     def _name(self, task: int) -> str:
-        return f"task {task} ({task + 1} of {self.met})" if task < self.met else "final memory"
+        return f"task {task + 1} of {self.met}" if task < self.met else "final memory"
 
     def _losses(self) -> str:
         shown = list(self.losses.items())
@@ -120,14 +120,16 @@ def accuracy_table(test: dict[str, dict[str, list[float]]], task: int, tasks: in
 
     Args:
         test: Accuracy in [0, 1] by classifier, expert and task seen.
-        task: The task just learned, from 0.
+        task: The task just learned, from 0; the table counts tasks from 1.
         tasks: Number of tasks of the stream.
         main: Classifier and expert that ``predict()`` uses, which are marked.
     """
     many = tasks > _TASK_COLUMNS
-    columns = f"{f'task {task}':>10}{'worst old task':>18}" if many else "".join(f"{f'task {t}':>7}" for t in range(task + 1))
+    columns = f"{f'task {task + 1}':>10}{'worst old task':>19}"
+    if not many:
+        columns = "".join(f"{f'task {t + 1}':>{_width(t)}}" for t in range(task + 1))
     lines = [
-        f"\naccuracy in percent after task {task} ({task + 1} of {tasks}); * is what predict() uses",
+        f"\naccuracy in percent after task {task + 1} of {tasks}; * is what predict() uses",
         f"  {'':<6} {'expert':<13}{'mean':>6}{columns}",
     ]
     for classifier, experts in test.items():
@@ -135,14 +137,19 @@ def accuracy_table(test: dict[str, dict[str, list[float]]], task: int, tasks: in
             mark = "*" if (classifier, expert) == main else " "
             line = f"{mark} {classifier:<6} {expert:<13}{100 * sum(row) / len(row):>6.1f}"
             if not many:
-                line += "".join(f"{100 * value:>7.1f}" for value in row)
+                line += "".join(f"{100 * value:>{_width(t)}.1f}" for t, value in enumerate(row))
             else:
                 line += f"{100 * row[-1]:>10.1f}"
                 if len(row) > 1:
                     worst = min(range(len(row) - 1), key=row.__getitem__)
-                    line += f"{100 * row[worst]:>8.1f} (task {worst})"
+                    line += f"{100 * row[worst]:>8.1f} (task {worst + 1})"
             lines.append(line)
     return "\n".join(lines)
+
+
+def _width(task: int) -> int:
+    """Columns of a task, counted from 0, in the table: its name and a space."""
+    return len(f" task {task + 1}")
 
 
 def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int, out: Path) -> str:

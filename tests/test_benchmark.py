@@ -57,6 +57,16 @@ def test_an_evaluation_is_measured():
     assert "evaluation of 236 images" in report.text()
 
 
+def test_a_text_that_no_measurement_holds_is_refused_with_their_names(capsys, monkeypatch):
+    monkeypatch.setattr(benchmark_module, "ceilings", lambda *arguments: pytest.fail("measured first"))
+    arguments = ["bench", "--device", "cpu", "--width", "1", "--memory", "80", "--only", "step"]
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    names = [*(variant.name for variant in variants(torch.device("cpu"))), "evaluation"]
+    assert err == f"mose-fast: only is 'step', which no measurement's name holds; here there are: {'; '.join(names)}\n"
+
+
 def test_dali_is_left_out_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(_dali, "obstacle", lambda: "nvidia-dali is not installed")
     report = benchmark(SMALL, classes=4, seconds=0.1, only="feed dali")

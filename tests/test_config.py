@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
+import mose_fast
 from mose_fast.config import MOSE_PRESETS, ConfigError, MoseOptions, RunConfig, StreamConfig, preset_table
 
 README = Path(__file__).parents[1] / "README.md"
@@ -93,6 +95,11 @@ def test_a_configuration_written_before_there_were_feeds_is_read(tmp_path):
         ({"preset": "papper"}, "did you mean 'paper'"),
         ({"memroy": 5}, "memroy is not a setting; did you mean 'memory'"),
         ({"options": {"augmnet": "ocm"}}, "options.augmnet is not a setting; did you mean 'augment'"),
+        ({"augmnet": "ocm"}, "augmnet is not a setting; did you mean 'augment'"),
+        ({"learning_rate": 0.1}, "learning_rate is not a setting; did you mean 'lr'"),
+        ({"lr": 0.1, "options": {"lr": 0.2}}, "lr is given by itself and in options; wanted it in one of them"),
+        ({"lr": -1.0}, "options.lr is -1.0; wanted a number above 0"),
+        ({"method": "er", "temperature": 0.1}, "temperature is not a setting"),
         ({"options": {"augment": "randaugment"}}, "options.augment is 'randaugment'"),
         ({"options": {"temperature": 0}}, "options.temperature is 0"),
         ({"options": {"temperature": float("nan")}}, "options.temperature is nan"),
@@ -139,3 +146,26 @@ def test_settings_cannot_be_changed_in_place():
     with pytest.raises(dataclasses.FrozenInstanceError):
         RunConfig().memory = 5
     assert StreamConfig("digits") == StreamConfig()
+
+
+def test_options_may_stand_beside_the_other_settings():
+    bare = RunConfig.create("paper", memory=500, lr=0.01, augment="scr", options={"temperature": 0.1})
+    assert bare == RunConfig.create("paper", memory=500, options={"lr": 0.01, "augment": "scr", "temperature": 0.1})
+    assert RunConfig.create(method="er", lr=0.2).options.lr == 0.2
+    assert RunConfig.from_dict({"lr": 0.01}) == RunConfig.create(lr=0.01)
+    learner = mose_fast.create_learner(classes=4, width=1, memory=64, lr=0.02, device="cpu")
+    assert learner.config.options.lr == 0.02
+
+
+@pytest.mark.parametrize("function", [mose_fast.run, mose_fast.create_learner])
+def test_help_explains_the_main_arguments(function):
+    told = inspect.getdoc(function)
+    for name in ("method", "preset", "memory", "width", "seed", "device", "options"):
+        assert f"``{name}`` (" in told, name
+
+
+def test_types_are_installed_with_the_package():
+    root = Path(mose_fast.__file__).parent
+    assert (root / "py.typed").is_file()
+    project = root.parent / "pyproject.toml"
+    assert '"py.typed"' in project.read_text(encoding="utf-8").partition("[tool.setuptools.package-data]")[2].partition("[tool.ruff]")[0]

@@ -371,7 +371,7 @@ def test_unusable_images_are_refused(exported, tmp_path, capsys):
     assert f"{tmp_path / 'small.png'} is 28x24 (height x width); wanted 32x32" in refused(tmp_path / "small.png")
     assert "cannot read nowhere.png: No such file" in refused("nowhere.png")
     (tmp_path / "empty").mkdir()
-    assert "holds no images (.jpg, .jpeg, .png, .bmp)" in refused(tmp_path / "empty")
+    assert "holds no images (.jpg, .jpeg, .png, .bmp, .webp, .tif, .tiff)" in refused(tmp_path / "empty")
     (tmp_path / "broken.png").write_bytes(b"\x89PNG")
     assert "broken.png is a damaged or truncated image" in refused(tmp_path / "broken.png")
     Image.new("I;16", (32, 32)).save(tmp_path / "deep.png")

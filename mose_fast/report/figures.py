@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mose_fast.report.runs import Group
 from mose_fast.report.statistics import summarise
 from mose_fast.report.tables import counted, seeds
+from mose_fast.train.lettering import lettering
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +81,7 @@ def figures(groups: Sequence[Group]) -> list[Picture]:
     # Not at the top: matplotlib takes half a second that other commands need not pay.
     from matplotlib import rc_context
 
-    with rc_context(_STYLE):
+    with rc_context(_STYLE), lettering(g.name for g in groups):
         made = (_curves(groups), _new_and_overfitted(groups), _tradeoffs(groups), _matrices(groups), _confusions(groups), _times(groups))
         return [picture for picture in made if picture is not None]
 

@@ -30,8 +30,10 @@ _OWN_FILES = '<meta name="mose-fast-files" content="{}">'
 # Rows of a table that a reader scrolls past without being asked, and sentences that one reads.
 _LONG, _SENTENCES = 100, 24
 
+# On a narrow screen figures keep their size, at which their letters are those of the page, and scroll as tables do.
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
+body { overflow-wrap: break-word; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
 nav a { margin-right: 1rem; } a { color: #0050a0; }
 .wide { overflow-x: auto; }
@@ -40,11 +42,14 @@ th, td { padding: .2rem .6rem; text-align: left; border-bottom: 1px solid #ddd; 
 th { border-top: 2px solid #333; border-bottom: 1px solid #333; vertical-align: bottom; white-space: normal; }
 tbody tr:last-child td { border-bottom: 2px solid #333; }
 td.number { text-align: right; }
-figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; } figcaption { font-size: .9rem; color: #333; padding: .3rem 0; }
+figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; vertical-align: bottom; }
+figcaption { font-size: .9rem; color: #333; padding: .3rem 0; }
 th.number { text-align: right; }
 .notes { margin-top: 1rem; background: #fff6e0; border-left: 4px solid #e69f00; padding: .5rem 1rem; }
 .notes ul { margin: .3rem 0; padding-left: 1.2rem; }
 summary { cursor: pointer; color: #0050a0; }
+@media screen and (max-width: 1100px) { figure img { max-width: none; } }
+@media screen and (max-width: 600px) { body { margin: 1rem auto; padding: 0 .6rem; } }
 @media print { body { margin: 0; max-width: none; font-size: 10pt; } nav { display: none; } figure, tr { break-inside: avoid; }
   .wide { overflow: visible; } td { white-space: normal; } }
 """
@@ -153,7 +158,7 @@ def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: S
         "of test images; tasks count from 1. ACC: mean accuracy over all tasks after the last one; AF: average forgetting. Every table is "
         f"in tables/ as {', '.join(FORMATS)}, every figure in figures/ as pdf and svg. mose-fast {__version__}."
     )
-    links = "".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title, _ in sections)
+    links = " ".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title, _ in sections)
     body = "\n".join(
         f'<section id="{name}"><h2>{html.escape(title)}</h2>\n' + "\n".join(parts) + "</section>" for name, title, parts in sections
     )
@@ -203,8 +208,8 @@ def _figure(picture: Picture) -> str:
     data = base64.b64encode(picture.svg).decode()
     caption = html.escape(picture.caption)
     return (
-        f'<figure id="figure-{picture.name}"><img alt="{html.escape(picture.title)}" src="data:image/svg+xml;base64,{data}">'
-        f"<figcaption>{caption}</figcaption></figure>"
+        f'<figure id="figure-{picture.name}"><div class="wide" tabindex="0"><img alt="{html.escape(picture.title)}" '
+        f'src="data:image/svg+xml;base64,{data}"></div><figcaption>{caption}</figcaption></figure>'
     )
 
 

@@ -98,7 +98,7 @@ class Comparison:
         wilcoxon_p: Two-sided p value of Wilcoxon's signed-rank test, exact for up to 50 differences without ties or zeros; NaN with
             fewer than two seeds.
         effect_size: Cohen's d of the paired differences: their mean over their standard deviation; infinite where they are all the
-            same and not 0.
+            same and not 0; NaN with fewer than three seeds, since two differences hardly tell their deviation.
         holm_p: ``t_p`` after Holm's correction over the comparisons of one table; equal to ``t_p`` for a comparison alone.
         confidence: Of ``interval``.
         warnings: What a reader must know before believing it, each a sentence.
@@ -119,7 +119,8 @@ class Comparison:
     def sentence(self, *, smaller_is_better: bool = False) -> str:
         """The comparison in words: ``"better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"``.
 
-        Where the interval holds 0, the sentence says that there is no clear difference.
+        Where :attr:`holm_p` is not below 1 - ``confidence``, the sentence says that there is no clear difference: of many comparisons,
+        some intervals miss 0 by chance.
 
         Args:
             smaller_is_better: For forgetting, where the lower value wins.
@@ -132,8 +133,9 @@ class Comparison:
             return f"difference {100 * self.difference:+.1f} points, {counted}: no interval"
         low, high = (100 * end for end in self.interval)
         level = f"{100 * self.confidence:g} % interval"
-        if low <= 0 <= high:
-            return f"no clear difference ({100 * self.difference:+.1f} points, {level} {low:.1f} to {high:.1f}, {counted})"
+        if 1 - self.holm_p <= self.confidence:
+            corrected = f", p {self.holm_p:.4f} after Holm's correction" if self.holm_p != self.t_p else ""
+            return f"no clear difference ({100 * self.difference:+.1f} points, {level} {low:.1f} to {high:.1f}{corrected}, {counted})"
         verdict = "better" if (self.difference > 0) != smaller_is_better else "worse"
         if self.difference < 0:
             low, high = -high, -low
@@ -206,6 +208,7 @@ def compare(
     else:
         t_p = float(stats.ttest_1samp(differences, 0.0).pvalue)
         effect = mean / float(differences.std(ddof=1))
+    effect = effect if len(seeds) > 2 else math.nan
     wilcoxon_p = float(stats.wilcoxon(differences).pvalue) if np.any(differences) else 1.0
     interval = _t_interval(differences, confidence)
     return Comparison(*names, seeds, mean, interval, t_p, wilcoxon_p, effect, t_p, confidence, tuple(notes))

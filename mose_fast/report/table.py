@@ -49,28 +49,32 @@ class Table:
         caption: What it shows, of how many runs, in which unit.
         columns: Headings.
         rows: A cell for each column; None where there is nothing to tell.
+        spreads: The columns that may hold a :class:`Spread`. They have two columns in the CSV, whatever the rows hold.
+        intervals: Those that may hold an :class:`Interval`.
     """
 
     name: str
     caption: str
     columns: Sequence[str]
     rows: list[Sequence[Cell]] = field(default_factory=list)
+    spreads: Sequence[str] = ()
+    intervals: Sequence[str] = ()
 
     def html(self) -> str:
         """As an HTML ``table`` in a ``figure`` with a caption."""
         kinds = ["" if text else " class=number" for text in self._textual()]
         head = "".join(f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(self.columns, kinds, strict=True))
         lines = [
-            # Not a caption element, which would be no wider than a narrow table.
-            f'<figure class="wide"><figcaption id="about-{html.escape(self.name)}">{html.escape(self.caption)}</figcaption>',
-            f'<table id="{html.escape(self.name)}" aria-describedby="about-{html.escape(self.name)}">',
+            # Not a caption element, which would be no wider than a narrow table. The table alone scrolls, by the keyboard, too.
+            f'<figure><figcaption id="about-{html.escape(self.name)}">{html.escape(self.caption)}</figcaption>',
+            f'<div class="wide" tabindex="0"><table id="{html.escape(self.name)}" aria-describedby="about-{html.escape(self.name)}">',
             f"<thead><tr>{head}</tr></thead>",
             "<tbody>",
         ]
         for row in self.rows:
             cells = (f"<td{kind}>{html.escape(_text(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
             lines.append(f"<tr>{''.join(cells)}</tr>")
-        return "\n".join([*lines, "</tbody></table></figure>"])
+        return "\n".join([*lines, "</tbody></table></div></figure>"])
 
     def markdown(self) -> str:
         """As a table of GitHub's Markdown, the caption below it."""
@@ -104,18 +108,25 @@ class Table:
         )
 
     def csv(self) -> str:
-        """As CSV: a column a number, so that a spread gives two (``ACC``, ``ACC sd``) and an interval two (``... low``, ``... high``)."""
-        suffixes: list[tuple[str, ...]] = []
-        for i in range(len(self.columns)):
-            kinds = {type(row[i]) for row in self.rows}
-            suffixes.append(("", " sd") if Spread in kinds else (" low", " high") if Interval in kinds else ("",))
+        """As CSV: a column a number, so that a spread gives two (``ACC``, ``ACC sd``) and an interval two (``... low``, ``... high``).
+
+        Numbers have no separators of thousands here.
+
+        Raises:
+            ValueError: A column holds a spread or an interval that :attr:`spreads` and :attr:`intervals` do not name.
+        """
+        suffixes = [
+            ("", " sd") if name in self.spreads else (" low", " high") if name in self.intervals else ("",) for name in self.columns
+        ]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([name + suffix for name, ends in zip(self.columns, suffixes, strict=True) for suffix in ends])
         for row in self.rows:
             values: list[str] = []
-            for cell, ends in zip(row, suffixes, strict=True):
+            for name, cell, ends in zip(self.columns, row, suffixes, strict=True):
                 parts = _numbers(cell)
+                if len(parts) > len(ends):
+                    raise ValueError(f"column {name!r} of table {self.name!r} holds {cell!r}; wanted it among spreads or intervals")
                 values += parts + [""] * (len(ends) - len(parts))
             writer.writerow(values)
         return text.getvalue()
@@ -125,25 +136,25 @@ class Table:
         return [any(isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
 
 
-def _numbers(cell: Cell) -> list[str]:
-    """The parts of a cell as they are shown; a missing part is empty."""
+def _numbers(cell: Cell, separator: str = "") -> list[str]:
+    """The parts of a cell with a separator of thousands; a missing part is empty."""
     if cell is None:
         return [""]
     if isinstance(cell, Number):
-        return [_decimal(cell.value, cell.digits)]
+        return [_decimal(cell.value, cell.digits, separator)]
     if isinstance(cell, Spread | Interval):
-        return ["" if part is None else _decimal(part, cell.digits) for part in cell[:2]]
-    return [str(cell)]
+        return ["" if part is None else _decimal(part, cell.digits, separator) for part in cell[:2]]
+    return [f"{cell:{separator}d}" if type(cell) is int else str(cell)]
 
 
-def _decimal(value: float, digits: int) -> str:
-    text = f"{value:.{digits}f}"
+def _decimal(value: float, digits: int, separator: str) -> str:
+    text = f"{value:{separator}.{digits}f}"
     # No "-0.0".
-    return text.lstrip("-") if float(text) == 0 else text
+    return text.lstrip("-") if round(value, digits) == 0 else text
 
 
 def _text(cell: Cell) -> str:
-    parts = _numbers(cell)
+    parts = _numbers(cell, ",")
     if isinstance(cell, Spread):
         return " ± ".join(filter(None, parts))
     if isinstance(cell, Interval):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -43,6 +44,7 @@ def _main(groups: Sequence[Group]) -> Table:
         + _NO_METRICS,
         ["method", "classifier", *(f"{name} M={m}" for name in _METRICS.values() for m in sizes)],
     )
+    table.spreads = table.columns[2:]
     by_label: dict[str, dict[int, Group]] = {}
     for g in groups:
         by_label.setdefault(g.label, {})[g.memory] = g
@@ -72,6 +74,8 @@ def _estimates(groups: Sequence[Group]) -> Table:
             "method", "classifier", "M", "n", "ACC", "ACC 95 % t", "ACC 95 % bootstrap", "AF", "AF 95 % t", "AF released", "anytime",
             "untrained", *(("paper ACC", "paper AF", "difference") if data else ()),
         ],
+        spreads=("ACC", "AF", "AF released", "anytime", "untrained", "paper ACC", "paper AF"),
+        intervals=("ACC 95 % t", "ACC 95 % bootstrap", "AF 95 % t"),
     )  # fmt: skip
     for g in groups:
         for view in g.shown_views():
@@ -99,6 +103,7 @@ def _experts(groups: Sequence[Group]) -> Table:
         f"ACC in percent of every expert alone (E1 the shallowest) and of the mean of experts (MOE), for nearest-class-mean (NCM) and "
         f"linear classifiers; mean ± standard deviation over {seeds(groups)}. A dash marks experts that a method does not have.",
         ["method", "M", "n", *headings],
+        spreads=headings,
     )
     theirs: dict[int, list[Cell]] = {}
     for g in groups:
@@ -166,18 +171,16 @@ def _by_task(g: Group) -> dict[str, np.ndarray]:
 
 
 def _cost(groups: Sequence[Group]) -> Table:
-    card = any(run.row["peak_bytes_device"] is not None for g in groups for run in g.runs)
+    measured = [*(f"{part} s" for part in _SECONDS), "steps/s", "host MiB", "card MiB"]
     table = Table(
         "cost",
         f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, in no phase (other) and of the whole (wall; "
         "both unknown for runs of older versions), steps a second of training, peak memory in "
-        f"MiB of the process{' and on the card as torch allocates it' if card else ''}, parameters in training and of the deployed model, "
+        f"MiB of the process and on the card as torch allocates it, parameters in training and of the deployed model, "
         "multiply-accumulates an image in training.",
-        [
-            "method", "M", "n", *(f"{part} s" for part in _SECONDS), "steps/s", "host MiB", *(["card MiB"] if card else []), "parameters",
-            "deployed", "MACs", "computed on",
-        ],
-    )  # fmt: skip
+        ["method", "M", "n", *measured, "parameters", "deployed", "MACs", "computed on"],
+        spreads=measured,
+    )
     for g in groups:
         rows = [run.row for run in g.runs]
         told = ([row[f"seconds_{part}"] for row in rows] for part in _SECONDS)
@@ -187,7 +190,7 @@ def _cost(groups: Sequence[Group]) -> Table:
         where = dict.fromkeys(row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
         table.rows.append(
             [
-                g.label, g.memory, g.n, *phases, speed, _plain(row["peak_bytes"] / 2**20 for row in rows), *([on_card] if card else []),
+                g.label, g.memory, g.n, *phases, speed, _plain(row["peak_bytes"] / 2**20 for row in rows), on_card,
                 rows[0]["parameters"], rows[0]["parameters_deployed"], rows[0]["macs"], ", ".join(where),
             ]
         )  # fmt: skip
@@ -206,7 +209,7 @@ def _runs(groups: Sequence[Group]) -> Table:
             af = row["af_paper"]
             table.rows.append(
                 [
-                    g.label, g.memory, run.seed, Number(100 * row["acc"]), None if af is None else Number(100 * af),
+                    g.label, g.memory, str(run.seed), Number(100 * row["acc"]), None if af is None else Number(100 * af),
                     Number(row["seconds_wall"] or row["seconds_total"]), row["resumed"], row["torch"], row["mose_fast"],
                     (row["commit_id"] or "")[:12] or None, str(run.folder),
                 ]
@@ -239,9 +242,10 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
         "comparisons",
         "At each memory, every setting against the one with the highest mean ACC: difference in points over the common seeds (n), its "
         "95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t test after Holm's correction over "
-        "this table; effect size: Cohen's d of the paired differences. The best was chosen by these same runs, so a small lead of it "
-        "means little.",
+        "this table; effect size: Cohen's d of the paired differences, from three seeds on. The best was chosen by these same "
+        "runs, so a small lead of it means little.",
         ["M", "setting", "against", "n", "difference", "95 % interval", "p (t)", "p (Wilcoxon)", "p (Holm)", "effect size"],
+        intervals=("95 % interval",),
     )
     for memory, c in found:
         several = len(c.seeds) > 1
@@ -250,7 +254,7 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
                 memory, c.a, c.b, len(c.seeds), Number(100 * c.difference) if c.seeds else None,
                 Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
                 *(Number(p, 4) if several else None for p in (c.t_p, c.wilcoxon_p, c.holm_p)),
-                Number(c.effect_size, 2) if several else None,
+                None if math.isnan(c.effect_size) else Number(c.effect_size, 2),
             ]
         )  # fmt: skip
     return table

@@ -264,7 +264,7 @@ def _table(part: Part, measured: Mapping[tuple[str, str], Measured]) -> Table:
 def _long_table(parts: Sequence[Part], measured: Sequence[Mapping[tuple[str, str], Measured]]) -> Table:
     """A row a cell."""
     columns = ("part", "source", "row", "column", "metric", "n", "ours", "interval", "paper", "difference", "to pass", "verdict")
-    table = Table("cells", "", columns)
+    table = Table("cells", "", columns, spreads=("ours", "paper"), intervals=("interval",))
     for part, cells in zip(parts, measured, strict=True):
         digits = part.digits + 1
         for entry in part.entries:

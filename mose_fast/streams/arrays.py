@@ -65,8 +65,16 @@ def check_labels(y: Any, what: str) -> np.ndarray:
     except ValueError as error:
         raise StreamError(f"{what} is no array of labels ({error}); wanted [N], one integer an image") from error
     if y.dtype.kind not in "iu":
-        kind = " and contains NaN" if y.dtype.kind == "f" and np.isnan(y).any() else ""
-        raise StreamError(f"{what} is {y.dtype}{kind}; wanted integer labels: y.astype('int64') converts whole numbers")
+        if y.dtype.kind == "f" and np.isnan(y).any():
+            missing = np.flatnonzero(np.isnan(y))
+            raise StreamError(
+                f"{what} is {y.dtype} and contains NaN, first at row {missing[0]} ({missing.size} in all); "
+                "wanted integer labels: leave these images out, or give them a label"
+            )
+        hint = "y.astype('int64') converts whole numbers"
+        if y.dtype.kind in "USO":
+            hint = "names, y = numpy.unique(y, return_inverse=True) numbers names, of training and test together"
+        raise StreamError(f"{what} is {y.dtype}; wanted integer labels: {hint}")
     if y.ndim != 1:
         raise StreamError(f"{what} has shape {list(y.shape)}; wanted [N], one label an image")
     if y.size and y.max() > np.iinfo(np.int64).max:
@@ -114,6 +122,8 @@ def assemble(
     _refuse_unknown(y_test, known, f"{prefix}y_test", "the data set" if labels is not None else "y_train")
     for label in np.setdiff1d(known, y_train):
         raise StreamError(f"{prefix}y_train has no image of class {label}; wanted training images of all {len(known)} classes")
+    if len(known) < 2:
+        raise StreamError(f"{prefix}y_train holds one class alone, {known[0]}; wanted at least two classes to tell apart")
     names = _names(class_names, known)
     # Before the class order and the limit, which are settings and no property of the data.
     of_data = fingerprint((x_train, y_train, x_test, y_test), names)
@@ -399,9 +409,9 @@ def _refuse_unknown(y: np.ndarray, known: np.ndarray, what: str, where: str) -> 
 
 
 def _refuse_untested(y_test: np.ndarray, split: Sequence[tuple[int, ...]], class_order: np.ndarray, prefix: str) -> None:
-    for t, heads in enumerate(split):
+    for heads in split:
         if not np.isin(y_test, heads).any():
-            raise StreamError(f"{prefix}task {t} (labels {', '.join(str(class_order[h]) for h in heads)}) has no test images")
+            raise StreamError(f"{prefix}the task of labels {', '.join(str(class_order[h]) for h in heads)} has no test images")
 
 
 def _limit(y: np.ndarray, classes_per_task: int, limit: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,13 +44,27 @@ class Decoding:
 def decode_image(data: bytes, what: str) -> np.ndarray:
     """Decodes a JPEG, PNG or BMP file to uint8 [H, W, 3]; grey and palette images become RGB, alpha is dropped.
 
+    What Pillow warns of is told with the name of the file.
+
     Raises:
         StreamError: The file is damaged, or holds more than 8 bits a channel.
     """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pixels = _decode(data, what)
+    for warning in caught:
+        warnings.warn(f"{what}: {warning.message}", warning.category, stacklevel=2)
+    return pixels
+
+
+def _decode(data: bytes, what: str) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(data)) as image:
             if image.mode.startswith(("I", "F")):
                 raise StreamError(f"{what} holds pixels of mode {image.mode}; wanted 8 bits a channel: convert it first")
+            if image.mode == "P" and "transparency" in image.info:
+                # The same colours as straight to RGB, of which Pillow warns.
+                image = image.convert("RGBA")
             return np.array(image.convert("RGB"))
     except StreamError:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,10 @@ __all__ = ["ARRAYS", "read_folder", "read_npz"]
 #: The arrays that an ``.npz`` of a stream holds.
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+
+# Files that are not read, which a warning names.
+_NAMED = 5
 
 
 def read_npz(path: Path, names: tuple[str, ...] = ARRAYS, *, remedy: str = "write it again with numpy.savez") -> dict[str, np.ndarray]:
@@ -50,7 +54,9 @@ def read_npz(path: Path, names: tuple[str, ...] = ARRAYS, *, remedy: str = "writ
 
 
 def read_folder(root: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``; files of other types are passed over.
+    """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``.
+
+    Files of other types and in other places are not read, and a warning says so. Names that begin with a point are passed over.
 
     Args:
         root: The folder.
@@ -81,6 +87,7 @@ def read_folder(root: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], 
         if not found:
             raise StreamError(f"{root / part} holds no images; wanted {part}/<class>/<image> with {', '.join(SUFFIXES)}")
     files = [file for found in labelled.values() for file, _ in found]
+    _warn_of_others(root, files)
     images: list[np.ndarray] = []
     for file, image in zip(files, decode_images([(str(file), partial(_read, file)) for file in files], decoding), strict=True):
         height, width = image.shape[:2]
@@ -97,6 +104,23 @@ def read_folder(root: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], 
         arrays[f"x_{part}"], images = np.stack(images[: len(found)]), images[len(found) :]
         arrays[f"y_{part}"] = np.array([label for _, label in found], np.int64)
     return arrays, names
+
+
+def _warn_of_others(root: Path, read: list[Path]) -> None:
+    known = set(read)
+    others = [
+        path.relative_to(root)
+        for part in ("train", "test")
+        for path in sorted((root / part).rglob("*"))
+        if path.is_file() and path not in known and not any(name.startswith(".") for name in path.relative_to(root).parts)
+    ]
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        warnings.warn(
+            f"{root} holds files that are not read ({len(others)}): {', '.join(map(str, others[:_NAMED]))}{more}; read are "
+            f"{', '.join(SUFFIXES)} that lie in a class folder itself: train/<class>/<image>",
+            stacklevel=2,
+        )
 
 
 def _class_folders(folder: Path) -> list[str]:

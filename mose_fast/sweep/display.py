@@ -82,7 +82,7 @@ class Display:
             bar = "#" * round(20 * share)
             accuracy = ""
             if run.accuracy is not None:
-                accuracy = f"  accuracy {100 * run.accuracy:5.1f} after task {run.task} ({run.task + 1} of {run.tasks})"
+                accuracy = f"  accuracy {100 * run.accuracy:5.1f} after task {run.task + 1} of {run.tasks}"
             lines.append(f"  {name:<{width}}  {100 * share:3.0f} % [{bar:<20}]{accuracy}")
         if len(self.running) > room:
             lines.append(f"  and {len(self.running) - room} more")

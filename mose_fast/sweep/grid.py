@@ -106,6 +106,11 @@ def read_axes(texts: Iterable[str], methods: Sequence[str]) -> dict[str, tuple[A
     axes: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         name, values = assignment(text, "--grid")
+        if any(mark in values for mark in "[]{}\"'") or ("," in values and os.path.exists(values)):
+            raise ConfigError(
+                f"--grid {name} is {values!r}; wanted plain values between commas: a value that itself has a comma, a bracket or a quote "
+                "goes into a table [grid] of a .toml file, mose-fast sweep FILE (docs/sweeps.md)"
+            )
         _add_axis(axes, name, [value.strip() for value in values.split(",") if value.strip()], methods, "--grid")
     return axes
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mose_fast.evaluate import running_accuracy
+from mose_fast.train.lettering import lettering
 
 __all__ = ["accuracy_figure"]
 
@@ -22,14 +23,24 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
     Args:
         results: As :func:`mose_fast.train.results.build_results` gives them.
     """
+    config = results["config"]
+    title = (
+        f"{config['method']} ({config['preset']}) on {config['stream']['name']}, "
+        f"M = {config['memory']}, width {config['width']}, seed {config['seed']}"
+    )
+    with lettering([title]):
+        return _drawn(results, title)
+
+
+def _drawn(results: dict[str, Any], title: str) -> bytes:
     # Not at the top: matplotlib takes half a second that a run without a figure need not pay.
     from matplotlib.figure import Figure
 
     evaluated = results["evaluated_after"]
     ticks = np.array(evaluated) + 1
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(10.2, 3.8), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for axis, (classifier, title) in zip(axes, (("ncm", "nearest class mean"), ("linear", "linear")), strict=True):
+    for axis, (classifier, panel) in zip(axes, (("ncm", "nearest class mean"), ("linear", "linear")), strict=True):
         for i, (expert, matrix) in enumerate(results["accuracy"][classifier].items()):
             mean = expert.startswith("mean")
             axis.plot(
@@ -44,7 +55,7 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
             )
         seen = np.cumsum([len(t) for t in results["tasks"]])[evaluated]
         axis.plot(ticks, 100 / seen, color="0.6", linewidth=1, linestyle=":", label="chance")
-        axis.set(title=title, xlabel="tasks seen")
+        axis.set(title=panel, xlabel="tasks seen")
         if len(ticks) <= 20:
             axis.set_xticks(ticks)
         axis.grid(alpha=0.3, linewidth=0.5)
@@ -52,13 +63,9 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
     highest = max(axis.dataLim.ymax for axis in axes)
     axes[0].set_ylim(0, min(100, 1.1 * highest) if highest > 0 else 100)
     axes[0].set_ylabel("accuracy on the tasks seen (%)")
-    axes[1].legend(fontsize=8, loc="best")
-    config = results["config"]
-    figure.suptitle(
-        f"{config['method']} ({config['preset']}) on {config['stream']['name']}, "
-        f"M = {config['memory']}, width {config['width']}, seed {config['seed']}",
-        fontsize=10,
-    )
+    # Beside the panels, since curves may run anywhere within them.
+    figure.legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="outside right center")
+    figure.suptitle(title, fontsize=10)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     return png.getvalue()

@@ -69,10 +69,21 @@ def run(
         config: The settings; None builds them from ``settings`` with :meth:`RunConfig.create`.
         out: Folder for configuration, checkpoints, results, table, figure and TensorBoard events; None writes nothing.
         stream: With ``config``: a :class:`Stream` made by hand, used instead of the one that ``config.stream`` names. Without:
-            such a stream, or the name or the settings of one.
+            such a stream, or the name or the settings of one: ``"digits"``, a folder or an ``.npz`` file of yours.
         overwrite: Replace an earlier run in ``out``.
         listeners: Are told what happens.
         whole_process: The wall time in the results begins with this process, imports included, not with this call.
+        **settings: Without ``config``: the fields of :class:`RunConfig` and of the method's options. The main ones:
+
+            - ``method`` (str, ``"mose"``): a name of ``mose_fast.METHODS``, or ``path/to/file.py:Name``.
+            - ``preset`` (str): one of the method's; MOSE has ``released`` (as the authors' code does it) and ``paper`` (the text).
+            - ``memory`` (int, 1000): images that the replay memory holds.
+            - ``width`` (int, 64): channels of the first stage; 64 is the full ResNet-18.
+            - ``seed`` (int, 0): of weights, order within tasks, memory and views.
+            - ``epochs`` (int, 1): passes over each task.
+            - ``device`` (str, ``"auto"``): ``cpu``, ``cuda`` or ``cuda:N``; auto takes the card where there is one.
+            - ``options`` (dict): switches of the method that differ from the preset: :class:`MoseOptions` has those of MOSE. Each may
+              also be given by itself: ``lr=0.01``, ``temperature=0.1``, ``augment="simclr"``.
 
     Returns:
         The contents of ``results.json``; ``results["acc"]["ncm"]["4"]`` is the paper's ACC of MOSE, in [0, 1].
@@ -301,7 +312,7 @@ class _Loop:
         shown = ", ".join(f"{name} {value:g}" for name, value in losses.items())
         earlier = ", ".join(f"{value:g}" for value in self.last_losses) or "none"
         message = (
-            f"the loss is not finite at batch {taken.position['done'] + 1} (task {taken.position['task']}): {shown}; the step had "
+            f"the loss is not finite at batch {taken.position['done'] + 1} (task {taken.position['task'] + 1}): {shown}; the step had "
             f"{self.learner.describe(taken.prepared)}; losses before it: {earlier}; {_AGAINST_DIVERGENCE}"
         )
         if exact and self.folder is not None:

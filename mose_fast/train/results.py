@@ -168,7 +168,10 @@ def precision_of(results: dict[str, Any]) -> str:
 
 
 def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> str:
-    """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy (empty: no samples in the memory)."""
+    """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy (empty: no samples in the memory).
+
+    Tasks count from 0.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["classifier", "expert", "after_task", "task", "accuracy", "buffer_accuracy"])
@@ -181,17 +184,21 @@ def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -
 
 
 def summary(results: dict[str, Any]) -> str:
-    """A table of ACC and forgetting for people, in percent."""
+    """A table of ACC (mean over tasks), sample ACC (mean over test images) and forgetting for people, in percent."""
 
     def percent(value: float | None) -> str:
         return "    -" if value is None else f"{100 * value:5.1f}"
 
-    lines = [f"{'classifier':<11} {'expert':<14} {'ACC':>5} {'AF paper':>9} {'AF released':>12} {'untrained ACC':>14}   (percent)"]
+    lines = [
+        f"{'classifier':<11} {'expert':<14} {'ACC':>5} {'sample ACC':>11} {'AF paper':>9} {'AF released':>12} {'untrained ACC':>14}   "
+        "(percent)"
+    ]
     for classifier, experts in results["acc"].items():
         for expert, acc in experts.items():
             main = (classifier, expert) == (results["resolved"]["classifier"], results["resolved"]["expert"])
             lines.append(
-                f"{classifier:<11} {expert:<14} {percent(acc)} {percent(results['af_paper'][classifier][expert]):>9} "
+                f"{classifier:<11} {expert:<14} {percent(acc)} {percent(results['sample_acc'][classifier][expert]):>11} "
+                f"{percent(results['af_paper'][classifier][expert]):>9} "
                 f"{percent(results['af_released'][classifier][expert]):>12} {percent(results['untrained']['acc'][classifier][expert]):>14}"
                 f"{'   <- predict()' if main else ''}"
             )

@@ -34,15 +34,17 @@ def test_table_fits_a_hundred_columns(tasks, experts):
 
 def test_table_shows_every_task_and_the_mean():
     table = accuracy_table({"ncm": {"1": [0.5, 0.25, 1.0]}}, 2, 5, ("ncm", "1"))
-    assert "after task 2 (3 of 5)" in table
-    assert table.splitlines()[-1].split() == ["*", "ncm", "1", "58.3", "50.0", "25.0", "100.0"]
+    assert "after task 3 of 5" in table
+    heading, row = table.splitlines()[-2:]
+    assert row.split() == ["*", "ncm", "1", "58.3", "50.0", "25.0", "100.0"]
+    assert heading.split() == ["expert", "mean", "task", "1", "task", "2", "task", "3"]
 
 
 def test_table_of_many_tasks_shows_the_newest_and_the_worst_old_one():
     row = [0.5] * 12
     row[7], row[11] = 0.1, 0.05  # the newest is the lowest of all, but not an old one
     table = accuracy_table({"ncm": {"1": row}}, 11, 100, ("linear", "1"))
-    assert table.splitlines()[-1].split() == ["ncm", "1", "42.9", "5.0", "10.0", "(task", "7)"]
+    assert table.splitlines()[-1].split() == ["ncm", "1", "42.9", "5.0", "10.0", "(task", "8)"]
     first = accuracy_table({"ncm": {"1": [0.5]}}, 0, 100, ("linear", "1"))
     assert first.splitlines()[-1].split() == ["ncm", "1", "50.0", "50.0"]
 
@@ -102,9 +104,9 @@ def test_bar_at_a_terminal(call, tiny, tmp_path, terminal, columns, losses):
     code, out, _ = call("run", *tiny, "--tasks", "1", "--limit-per-task", "40", "--out", tmp_path / "run")
     assert code == 0
     bars = [line for line in re.split(r"[\r\n]+", written()) if "batches/s" in line]
-    assert any("4/4" in bar and "task 0 (1 of 1)" in bar for bar in bars)
+    assert any("4/4" in bar and ": task 1 of 1:" in f": {bar}" for bar in bars)
     assert max(map(len, bars)) <= columns
     assert all(re.search(r"\|.{10}\|", bar) for bar in bars)
     assert re.findall(r"([a-z_]+) \d+\.\d\d\b", bars[-1]) == losses
     assert re.search(r"\[\d\d:\d\d<(\d\d:\d\d|\?), ", bars[-1])
-    assert "accuracy in percent after task 0 (1 of 1)" in out
+    assert "accuracy in percent after task 1 of 1" in out

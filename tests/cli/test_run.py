@@ -33,11 +33,12 @@ def test_run_writes_the_folder_and_says_what_happens(call, tiny, tmp_path):
     assert "10 batches" in out
     assert str(folder / "results.json") in out
     results = json.loads((folder / "results.json").read_text())
-    table = out.split("accuracy in percent after task 4 (5 of 5)")[1]
+    assert f"memory    at most {results['peak_memory_bytes']['host'] / 2**20:,.0f} MiB of the process\n" in out
+    table = out.split("accuracy in percent after task 5 of 5")[1]
     shown = re.search(r"\* ncm +4 +([\d.]+) +([\d.]+)", table)
     assert float(shown.group(1)) == pytest.approx(100 * results["acc"]["ncm"]["4"], abs=0.051)
     assert float(shown.group(2)) == pytest.approx(100 * results["accuracy"]["ncm"]["4"][4][0], abs=0.051)
-    assert re.findall(r"^task (\d) \(\d of 5\): 2 batches", err, re.MULTILINE) == list("01234")  # stderr is no terminal here
+    assert re.findall(r"^task (\d) of 5: 2 batches", err, re.MULTILINE) == list("12345")  # stderr is no terminal here
     assert "\r" not in err
     assert max(map(len, out.replace(str(folder), "").splitlines())) <= 110
 
@@ -226,7 +227,7 @@ def test_resume_finishes_a_broken_run(call, tiny, tmp_path, finished):
 def test_the_joint_bound_shows_one_task_and_all_accuracies(call, tiny, tmp_path):
     code, out, err = call("run", *tiny, "--method", "joint", "--out", tmp_path / "joint")
     assert code == 0
-    assert re.search(r"^task 0 \(1 of 1\): 10 batches", err, re.MULTILINE)
-    assert out.count("accuracy in percent after") == 1 and "after task 4 (5 of 5)" in out
+    assert re.search(r"^task 1 of 1: 10 batches", err, re.MULTILINE)
+    assert out.count("accuracy in percent after") == 1 and "after task 5 of 5" in out
     row = re.search(r"^\* linear +1 +(.*)$", out, re.MULTILINE).group(1).split()
     assert len(row) == 6  # the mean and five tasks

@@ -268,7 +268,7 @@ def test_the_state_before_a_loss_that_is_not_finite_is_kept(tmp_path, monkeypatc
     with monkeypatch.context() as patched:
         # Not the function itself: a learner with a function of another file is other code, which cannot resume.
         patched.setattr(Mose, "step_inputs", partialmethod(inputs))
-        with pytest.raises(TrainingDiverged, match=r"at batch 50 \(task 1\): loss nan.*The newest is the state before this batch"):
+        with pytest.raises(TrainingDiverged, match=r"at batch 50 \(task 2\): loss nan.*The newest is the state before this batch"):
             run(config, out=out)
     tensors, values = load_checkpoint(latest(out / "checkpoints"))
     assert values["position"]["done"] == 49 and values["learner"]["steps"] == 48 and int(tensors["memory/state"][2]) == 355 + 130

@@ -157,4 +157,4 @@ def read_page():
 @pytest.fixture(scope="session")
 def numbers():
     """A function from a text to the numbers in it."""
-    return lambda text: [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?", text)]
+    return lambda text: [float(n.replace(",", "")) for n in re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)]

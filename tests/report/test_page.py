@@ -144,6 +144,30 @@ def test_same_runs_give_the_same_report(sweep, tmp_path):
         assert (tmp_path / "tables" / table.name).read_bytes() == table.read_bytes()
 
 
+def test_columns_of_a_csv_are_those_of_any_number_of_seeds(make, tmp_path, no_figures):
+    headings = []
+    for seeds in (1, 2):
+        for preset in ("released", "paper"):
+            make(seeds - 1, preset=preset)
+        tables = write_report([tmp_path / "runs"])[0].parent / "tables"
+        headings.append({file.name: file.read_text().splitlines()[0].split(",") for file in tables.glob("*.csv")})
+    assert headings[0] == headings[1]
+    assert {"95 % interval low", "95 % interval high", "effect size"} < set(headings[0]["comparisons.csv"])
+    assert {"ACC sd", "ACC 95 % t low", "ACC 95 % t high"} < set(headings[0]["estimates.csv"])
+    assert "card MiB" in headings[0]["cost.csv"]
+
+
+def test_tables_and_figures_scroll_on_a_narrow_screen(sweep):
+    _, page = sweep
+    text = page.read_text()
+    inside = re.findall(r'<div class="wide" tabindex="0"><(table|img)', text)
+    assert (inside.count("table"), inside.count("img")) == (7, 6) == (text.count("<table"), text.count("<img"))
+    assert ".wide { overflow-x: auto; }" in text
+    # A figure that is scaled down to 400 px has letters of 4 px.
+    assert "@media screen and (max-width: 1100px) { figure img { max-width: none; } }" in text
+    assert "</a> <a" in text  # else the links are one line that cannot break
+
+
 def test_one_run_has_no_spread_and_no_interval(make, tmp_path, read_page):
     results = make(0)
     page, _ = write_report([tmp_path / "runs" / "run-000"])
@@ -330,11 +354,11 @@ def test_the_paper_stands_beside_runs_of_its_protocol(make, tmp_path, read_page,
     assert len(rows) == 20
     heading, *estimates = tables["estimates"]
     mine = dict(zip(heading, estimates[3], strict=True))
-    assert (mine["classifier"], mine["M"]) == ("NCM, mean of experts", "5000")
+    assert (mine["classifier"], mine["M"]) == ("NCM, mean of experts", "5,000")
     assert (mine["paper ACC"], mine["paper AF"]) == ("55.6 ± 0.4", "12.7 ± 0.4")
     assert numbers(mine["difference"]) == pytest.approx([numbers(mine["ACC"])[0] - 55.6], abs=0.11)
     assert "Not the protocol" not in page.read_text()
-    assert tables["experts"][-1][:8] == ["MOSE, paper", "5000", "15", "47.1", "51.0", "53.5", "54.6", "55.6"]
+    assert tables["experts"][-1][:8] == ["MOSE, paper", "5,000", "15", "47.1", "51.0", "53.5", "54.6", "55.6"]
 
 
 def test_no_difference_to_the_paper_is_drawn_from_another_protocol(make, tmp_path, read_page, no_figures):

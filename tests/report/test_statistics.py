@@ -1,5 +1,6 @@
 """Statistics against numbers worked by hand, against scipy, and by their properties."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -107,10 +108,28 @@ def test_sentences():
     assert compare({0: 0.51}, {1: 0.5}).sentence() == "no common seeds"
 
 
+def test_a_sentence_follows_the_corrected_p():
+    # Differences -0.25, -0.28, -0.275: t is -28.9 with 2 degrees of freedom, p 0.0012. Among 60 alike, Holm's p is 60 times that.
+    found = compare({0: 0.25, 1: 0.22, 2: 0.225}, dict.fromkeys(range(3), 0.5))
+    assert found.t_p == pytest.approx(0.0012, abs=5e-5)
+    assert found.sentence() == "worse by 26.8 points, 95 % interval 22.8 to 30.8, 3 common seeds"
+    corrected = dataclasses.replace(found, holm_p=holm([found.t_p] * 60)[0])
+    assert corrected.sentence() == (
+        "no clear difference (-26.8 points, 95 % interval -30.8 to -22.8, p 0.0716 after Holm's correction, 3 common seeds)"
+    )
+    for p, verdict in ((0.0499, "worse by 26.8 points"), (0.05, "no clear difference")):
+        assert dataclasses.replace(found, holm_p=p).sentence().startswith(verdict)
+
+
+def test_two_seeds_have_no_effect_size():
+    assert math.isnan(compare({0: 0.6, 1: 0.7}, {0: 0.5, 1: 0.65}).effect_size)
+    assert math.isnan(compare({0: 0.6, 1: 0.7}, {0: 0.5, 1: 0.6}).effect_size)
+
+
 def test_same_difference_everywhere():
-    none = compare({0: 0.5, 1: 0.25}, {0: 0.5, 1: 0.25})
+    none = compare({0: 0.5, 1: 0.25, 2: 0.5}, {0: 0.5, 1: 0.25, 2: 0.5})
     assert (none.difference, none.t_p, none.wilcoxon_p, none.effect_size) == (0.0, 1.0, 1.0, 0.0)
-    same = compare({0: 0.5, 1: 0.75}, {0: 0.25, 1: 0.5})
+    same = compare({0: 0.5, 1: 0.75, 2: 0.25}, {0: 0.25, 1: 0.5, 2: 0.0})
     assert (same.difference, same.t_p, same.effect_size) == (0.25, 0.0, math.inf)
 
 

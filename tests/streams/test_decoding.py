@@ -12,7 +12,7 @@ from PIL import Image
 from mose_fast import _dali
 from mose_fast.config import ConfigError, StreamConfig
 from mose_fast.streams import StreamError, create, decoding
-from mose_fast.streams.decoding import Decoding, decode_images
+from mose_fast.streams.decoding import Decoding, decode_image, decode_images
 
 NO_DALI = _dali.obstacle()
 needs_dali = pytest.mark.skipif(NO_DALI is not None, reason=f"{NO_DALI}; {_dali.INSTALL}")
@@ -160,3 +160,20 @@ def test_a_folder_is_the_same_stream_by_both_and_tells_its_progress(tmp_path, de
     known = create(StreamConfig(**settings, decoder="pil"))
     assert all(np.array_equal(getattr(stream, x), getattr(known, x)) for x in ("x_train", "y_train", "x_test", "y_test"))
     assert (len(stream.x_train), len(stream.x_test)) == (400, 120)
+
+
+def test_a_palette_with_transparency_has_its_colours_and_no_warning(recwarn):
+    colours = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    palette = Image.fromarray(colours).convert("P", palette=Image.Palette.ADAPTIVE)
+    file = io.BytesIO()
+    palette.save(file, "PNG", transparency=bytes(range(64)))
+    assert np.array_equal(decode_image(file.getvalue(), "mine"), np.array(palette.convert("RGB")))
+    assert not recwarn.list
+
+
+def test_what_pillow_warns_of_is_told_with_the_file(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    with pytest.warns(Image.DecompressionBombWarning, match="^cat/1.png: Image size"):
+        decode_image(file.getvalue(), "cat/1.png")

@@ -52,6 +52,40 @@ def test_folder_turns_every_colour_mode_into_rgb(folder):
     assert (x[5] == 77).all()
 
 
+def test_webp_and_tiff_are_read(folder):
+    pixels = RNG.integers(0, 256, (16, 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "train" / "cat" / "3.webp", lossless=True)
+    save(folder / "train" / "cat" / "4.tif", pixels)
+    save(folder / "train" / "cat" / "5.TIFF", pixels)
+    x = load(folder).x_train.numpy()
+    assert len(x) == 9
+    for row in (3, 4, 5):
+        assert np.array_equal(x[row], pixels)
+
+
+def test_files_that_are_not_read_are_named(folder):
+    save(folder / "train" / "cat" / "deeper" / "9.png", np.zeros((16, 8, 3), np.uint8))
+    save(folder / "test" / "stray.png", np.zeros((16, 8, 3), np.uint8))
+    (folder / "train" / "dog" / ".thumbnail.gif").touch()
+    (folder / "train" / ".hidden" / "x.gif").touch()
+    with pytest.warns(UserWarning) as caught:
+        stream = load(folder)
+    assert len(stream.x_train) == 6
+    (warning,) = [str(w.message) for w in caught]
+    named = "train/cat/deeper/9.png, train/cat/notes.txt, test/stray.png"
+    assert warning.startswith(f"{folder} holds files that are not read (3): {named}; read are .jpg, ")
+    for i in range(10):
+        (folder / "train" / "cat" / f"{i}.heic").touch()
+    with pytest.warns(UserWarning, match=r"holds files that are not read \(13\): .* and 8 more; read are "):
+        load(folder)
+
+
+def test_a_folder_of_images_alone_has_no_warning(folder, recwarn):
+    (folder / "train" / "cat" / "notes.txt").unlink()
+    load(folder)
+    assert not recwarn.list
+
+
 def break_missing_test(folder):
     (folder / "test").rename(folder / "tests")
 
@@ -102,7 +136,7 @@ def break_depth(folder):
     [
         (break_missing_test, "pets/test is missing; wanted .* to hold train/<class>/<image> and test/<class>/<image>"),
         (break_no_classes, "pets/train holds no class folders"),
-        (break_empty_class, r"pets/train/eel holds no images \(.jpg, .jpeg, .png, .bmp\)"),
+        (break_empty_class, r"pets/train/eel holds no images \(.jpg, .jpeg, .png, .bmp, .webp, .tif, .tiff\)"),
         (break_unseen_class, "pets/test/eel is a class without training images"),
         (break_no_test_images, "pets/test holds no images"),
         (break_truncated, "train/dog/0.png is a damaged or truncated image"),

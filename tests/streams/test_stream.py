@@ -137,7 +137,7 @@ def test_limit_keeps_the_same_images_under_every_class_order():
     assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
 
 
-@pytest.mark.parametrize(("classes", "tasks"), [(10, 5), (9, 3), (7, 1), (4, 2), (1, 1), (3, 1)])
+@pytest.mark.parametrize(("classes", "tasks"), [(10, 5), (9, 3), (7, 1), (4, 2), (3, 1)])
 def test_default_tasks_have_at_least_two_classes(classes, tasks):
     x, y = np.zeros((classes, 8, 8, 3), np.uint8), np.arange(classes)
     assert len(from_arrays(x, y, x, y).tasks) == tasks
@@ -200,7 +200,7 @@ NAN = np.full((4, 8, 8, 3), np.nan, np.float32)
         ({"y_train": [[0], [0, 1], 1, 1]}, "y_train is no array of labels"),
         ({"y_train": np.array([0, 0, 1, 2**64 - 1], np.uint64)}, "wanted labels below 2"),
         ({"y_test": np.array([0, 0, 1, 2])}, r"y_test holds label 2 \(row 3\), which is outside the classes of y_train: 0, 1$"),
-        ({"y_test": np.zeros(4, int), "tasks": 2}, r"task 1 \(labels 1\) has no test images"),
+        ({"y_test": np.zeros(4, int), "tasks": 2}, "the task of labels 1 has no test images"),
         ({"tasks": 3}, "tasks is 3, and the 2 classes of arrays cannot be split into 3 equal tasks; wanted tasks to be one of 1, 2"),
         ({"tasks": 0}, "tasks is 0; wanted an integer of at least 1"),
         ({"tasks": 2.0}, "tasks is 2.0; wanted an integer"),

@@ -156,7 +156,7 @@ def test_own_stream(tmp_path):
 
 def test_diverging_training_is_told_and_checkpoints_are_kept(tmp_path):
     out = tmp_path / "run"
-    with pytest.raises(TrainingDiverged, match=r"loss is not finite at batch \d+ \(task 0\): loss (nan|inf).*; lower options.lr") as error:
+    with pytest.raises(TrainingDiverged, match=r"loss is not finite at batch \d+ \(task 1\): loss (nan|inf).*; lower options.lr") as error:
         run(config(options={"lr": 1e30}, checkpoint_every=1), out=out)
     assert isinstance(error.value, RunError)
     assert latest(out / "checkpoints") is not None
@@ -173,7 +173,7 @@ def test_divergence_names_the_batch_and_the_part_and_can_be_resumed(tmp_path, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(Mose, "step", broken)
-        with pytest.raises(TrainingDiverged, match=rf"at batch 6 \(task 1\): .*distillation {bad:g}"):
+        with pytest.raises(TrainingDiverged, match=rf"at batch 6 \(task 2\): .*distillation {bad:g}"):
             run(config(checkpoint_every=1), out=out)
     assert load_checkpoint(latest(out / "checkpoints"))[1]["position"]["done"] == 5
     assert resume(out)["weights_sha256"] == plain[0]["weights_sha256"]

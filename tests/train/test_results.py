@@ -279,6 +279,16 @@ def test_summary_is_in_percent_and_marks_the_classifier_of_predict(finished):
     assert len(lines) == 11
     assert len(marked) == 1
     assert marked[0].split()[:3] == ["ncm", "4", f"{100 * results['acc']['ncm']['4']:.1f}"]
+    assert max(map(len, lines)) <= 110
+
+
+def test_summary_has_the_mean_over_images_beside_that_over_tasks(finished):
+    results = copy.deepcopy(finished[1])
+    results["acc"]["ncm"]["4"], results["sample_acc"]["ncm"]["4"] = 0.25, 0.75
+    heading, *lines = summary(results).splitlines()
+    assert heading.split()[2:5] == ["ACC", "sample", "ACC"]
+    (marked,) = (line for line in lines if "predict()" in line)
+    assert marked.split()[:4] == ["ncm", "4", "25.0", "75.0"]
 
 
 def test_results_of_older_versions_still_fit(finished):

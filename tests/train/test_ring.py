@@ -150,7 +150,7 @@ def test_the_checkpoint_of_a_run_that_diverged_is_the_state_before_that_step(tmp
         with pytest.raises(TrainingDiverged) as error:
             run(config, out=out, listeners=[watch])
     message = str(error.value)
-    assert f"not finite at batch {batch} (task {(batch - 1) // 6}): loss nan" in message
+    assert f"not finite at batch {batch} (task {(batch - 1) // 6 + 1}): loss nan" in message
     assert "the step had 10 incoming, " in message and " views; losses before it: " in message
     earlier = [f"{losses['loss']:g}" for _, losses in watch.losses if losses is not None]
     assert f"losses before it: {', '.join(earlier[-5:]) or 'none'}; lower options.lr" in message
