@@ -219,7 +219,7 @@ def test_figure_is_a_readable_picture(finished):
     with Image.open(finished[0] / "accuracy.png") as picture:
         picture.load()
         assert picture.format == "PNG"
-        assert picture.size == (1080, 456)
+        assert picture.size == (1224, 456)
         # Ten curves and two panels are more than a blank sheet.
         assert len(picture.convert("RGB").getcolors(2**20)) > 100
 
