@@ -13,7 +13,7 @@ import pytest
 import mose_fast
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.sweep import display, scheduler
-from mose_fast.sweep.forecast import cost_key
+from mose_fast.sweep.forecast import Forecast, cost_key
 from mose_fast.sweep.grid import Grid, axes_of
 from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.scheduler import Place, SweepFolder, run_grid
@@ -374,3 +374,11 @@ def test_table_is_drawn_in_a_terminal(tmp_path, engine, say, monkeypatch):
     assert re.search(r"0 done, \d running, 0 failed, \d waiting; 0:00 gone, about \d:\d\d left\n  seed-0   50 % \[#{10} {10}\]\n", shown)
     assert "\x1b[2A\x1b[J" in shown
     assert "[3/3] done    seed-2: ACC" in shown
+
+
+def test_tasks_are_counted_from_one_in_the_table():
+    out = Terminal()
+    table = display.Display(Forecast([], {}, runs=1, threads=1, available=0), out)
+    table.running["seed-0"] = display.Running(batch=1, batches=2, task=1, tasks=5, accuracy=0.5)
+    table.draw()
+    assert "accuracy  50.0 after task 2 of 5\n" in out.getvalue()
