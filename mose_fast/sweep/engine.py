@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from mose_fast.threads import settle_threads
-
 __all__ = ["Engine", "LocalEngine", "Slot", "worker_command", "worker_environment"]
 
 
@@ -66,7 +64,6 @@ def worker_command(threads: int, *, together: bool) -> list[str]:
 def worker_environment(threads: int, card: str | None) -> dict[str, str]:
     """The environment of a worker process: its threads are counted before torch starts, and it finds this very package."""
     environment = dict(os.environ)
-    settle_threads(environment)
     environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     # Of NumPy alone, whose products no run needs; its threads would stand in the way of forking.
     environment["OPENBLAS_NUM_THREADS"] = "1"
