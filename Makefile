@@ -38,6 +38,8 @@ test: $(VENV)/test.stamp
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files csrc tests/cpp | grep -E '\.(h|cpp|cu|cuh)$$')
 
 clean:
 	rm -rf $(VENV) build *.egg-info mose_fast/_C.*.so mose_fast/_build.json

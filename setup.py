@@ -1,4 +1,8 @@
-"""Builds ``mose_fast._C``. The decisions are in build_tools, sources and flags in csrc/sources.cmake, the rest in pyproject.toml."""
+"""Builds ``mose_fast._C``.
+
+The decisions are in build_tools, sources and flags in csrc/sources.cmake, the rest in
+pyproject.toml.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,12 @@ from pathlib import Path
 from setuptools import Extension, __version__, setup
 from setuptools.command.build_ext import build_ext
 
-# A fresh virtual environment of Python 3.10 or 3.11 holds setuptools 65, whose own error would be hard to understand.
+# A fresh virtual environment of Python 3.10 or 3.11 holds setuptools 65, whose own error would be
+# hard to understand.
 if int(__version__.split(".")[0]) < 77:
-    raise SystemExit(f"mose_fast: setuptools {__version__} is too old to build this. First: pip install 'setuptools>=77' ninja")
+    raise SystemExit(
+        f"mose_fast: setuptools {__version__} is too old to build this. First: pip install 'setuptools>=77' ninja"
+    )
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
@@ -22,16 +29,28 @@ from build_tools import describe, plan  # noqa: E402
 from build_tools.sources import emulated_sources, read_sources  # noqa: E402
 
 REQUIREMENTS = [
-    "torchvision", "numpy", "scikit-learn", "matplotlib", "tensorboard", "tqdm", "safetensors", "tomli; python_version < '3.11'",
-    "tomli-w", "pandas", "scipy", "joblib",
-]  # fmt: skip
+    "torchvision",
+    "numpy",
+    "scikit-learn",
+    "matplotlib",
+    "tensorboard",
+    "tqdm",
+    "safetensors",
+    "tomli; python_version < '3.11'",
+    "tomli-w",
+    "pandas",
+    "scipy",
+    "joblib",
+]
 
 
 class WithoutTorch(build_ext):
     """Metadata and source distributions need no torch; compiling does."""
 
     def run(self) -> None:
-        raise SystemExit(f"mose_fast: torch is not installed in the build environment. First: pip install '{plan.MINIMUM_TORCH}'")
+        raise SystemExit(
+            f"mose_fast: torch is not installed in the build environment. First: pip install '{plan.MINIMUM_TORCH}'"
+        )
 
 
 def native_build() -> tuple[Extension, type[build_ext], str]:
@@ -43,29 +62,37 @@ def native_build() -> tuple[Extension, type[build_ext], str]:
     if build.backend == "emulated":
         os.environ["CXX"] = plan.EMULATOR
     if build.backend == "cuda":
-        # Before cpp_extension is imported: its own search takes the folder of an nvcc wrapper for the toolkit.
+        # Before cpp_extension is imported: its own search takes the folder of an nvcc wrapper for
+        # the toolkit.
         os.environ["CUDA_HOME"] = str(build.toolkit.root)
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(build.archs)
     archs = " ".join(build.archs) or "none"
-    print(f"mose_fast: {build.reason}; torch {torch.__version__}, archs {archs}, {os.environ['MAX_JOBS']} jobs", file=sys.stderr)
+    print(
+        f"mose_fast: {build.reason}; torch {torch.__version__}, archs {archs}, {os.environ['MAX_JOBS']} jobs",
+        file=sys.stderr,
+    )
 
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     class BuildWithRecord(BuildExtension):
         def finalize_options(self) -> None:
             super().finalize_options()
-            # ninja decides what is out of date. Objects of another torch or back end never mix, and an editable install,
-            # for which setuptools takes a fresh folder each time, finds its own again.
+            # ninja decides what is out of date. Objects of another torch or back end never mix, and
+            # an editable install, for which setuptools takes a fresh folder each time, finds its
+            # own again.
             self.force = True
             tag = f"{build.backend}-torch{torch.__version__}-{sys.implementation.cache_tag}"
             self.build_temp = str(ROOT / "build" / f"objects-{tag}")
 
         def run(self) -> None:
             Path(self.build_temp).mkdir(parents=True, exist_ok=True)
-            with open(Path(self.build_temp) / "lock", "w") as lock:  # two ninjas in one folder would spoil each other's objects
+            with open(
+                Path(self.build_temp) / "lock", "w"
+            ) as lock:  # two ninjas in one folder would spoil each other's objects
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 super().run()
-            # Beside the finished library, and beside its copy in the source tree where the install is editable.
+            # Beside the finished library, and beside its copy in the source tree where the install
+            # is editable.
             for folder in [Path(self.build_lib) / "mose_fast"] + ([ROOT / "mose_fast"] if self.inplace else []):
                 folder.mkdir(parents=True, exist_ok=True)
                 library = folder / Path(self.get_ext_filename("mose_fast._C")).name

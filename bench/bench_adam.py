@@ -1,7 +1,8 @@
-"""One step of Adam for MOSE's network with half-precision copies of its weights: FlatAdam against PyTorch's fused Adam and copies.
+"""One step of Adam for MOSE's network with half-precision copies of its weights: FlatAdam against
+PyTorch's fused Adam and copies.
 
-The gradients of convolutions and linear maps are bfloat16 for FlatAdam, as its shadows' are, and float32 for PyTorch's, as its
-weights' are. ``P`` counts weights.
+The gradients of convolutions and linear maps are bfloat16 for FlatAdam, as its shadows' are, and
+float32 for PyTorch's, as its weights' are. ``P`` counts weights.
 """
 
 from __future__ import annotations
@@ -57,4 +58,9 @@ def make_call(case: Case) -> Callable[[], object]:
 def bench_adam(measure, impl, device, width):
     weights = sum(p.numel() for p in network(width).parameters())
     shape, moved = {"P": weights, "W": width}, 28 * weights
-    measure(Case("adam", impl, device, torch.float32, "forward", shape, TARGETS[width], bytes_needed=moved, bytes_moved=moved), make_call)
+    measure(
+        Case(
+            "adam", impl, device, torch.float32, "forward", shape, TARGETS[width], bytes_needed=moved, bytes_moved=moved
+        ),
+        make_call,
+    )

@@ -1,4 +1,5 @@
-"""align_conv at the shapes of the alignment modules and gates of a step: the convolutions of each module's down blocks, and of its gate's.
+"""align_conv at the shapes of the alignment modules and gates of a step: the convolutions of each
+module's down blocks, and of its gate's.
 
 On the CPU the op is PyTorch's operations: there is no native row.
 """
@@ -36,11 +37,13 @@ def elements_moved(
 ) -> tuple[int, int]:
     """Elements that the op needs to move, and that its launches do.
 
-    Needed: forward x and the gate read, y written; backward x, the gate, y and its gradient read, those of x and of the gate written.
-    On top of these the op writes and reads the depthwise map and its gradient, and the gradient of y in all.
+    Needed: forward x and the gate read, y written; backward x, the gate, y and its gradient read,
+    those of x and of the gate written. On top of these the op writes and reads the depthwise map
+    and its gradient, and the gradient of y in all.
 
     Args:
-        images: Of maps with so many ``channels`` and ``side`` x ``side`` pixels, to ``out_channels`` and a ``stride``-th of the side.
+        images: Of maps with so many ``channels`` and ``side`` x ``side`` pixels, to
+        ``out_channels`` and a ``stride``-th of the side.
         gate: Whether one is read.
         fused: Whether one kernel runs the forward pass: 16 bits, at most 128 channels.
         backward: Count the backward pass too.
@@ -52,7 +55,8 @@ def elements_moved(
     if backward:
         done += between if fused else 0  # kept for backward
         needed += 2 * entering + 2 * leaving
-        # Gradient of y in all: two reads, one write, one more for each product that reads it; the depthwise map, and its gradient twice.
+        # Gradient of y in all: two reads, one write, one more for each product that reads it; the
+        # depthwise map, and its gradient twice.
         done += 2 * entering + (4 if fused and out_channels <= 128 else 5) * leaving + 3 * between
     return needed, done
 
@@ -61,11 +65,15 @@ def moved(case: Case) -> tuple[int, int]:
     """:func:`elements_moved` of a case."""
     fused = case.shape["C"] <= 128 and case.dtype != torch.float32
     gate = bool(case.shape["gate"])
-    return elements_moved(*(case.shape[name] for name in "NCOHs"), gate=gate, fused=fused, backward=case.direction != "forward")
+    return elements_moved(
+        *(case.shape[name] for name in "NCOHs"), gate=gate, fused=fused, backward=case.direction != "forward"
+    )
 
 
 def target(case: Case) -> float:
-    """Microseconds for the bytes that the op needs to move, one launch each way and one for each of two small sums."""
+    """Microseconds for the bytes that the op needs to move, one launch each way and one for each of
+    two small sums.
+    """
     launches = 2 if case.direction == "forward" else 4
     return round(launches * LAUNCH + moved(case)[0] * case.dtype.itemsize / BANDWIDTH, 1)
 
@@ -81,7 +89,8 @@ def make_call(case: Case) -> Callable[[], object]:
 
     norm = nn.BatchNorm2d(out_channels, device=case.device).requires_grad_(trains)
     depthwise, pointwise = (
-        torch.randn(shape, device=case.device, dtype=case.dtype) for shape in ((channels, 1, 3, 3), (out_channels, channels, 1, 1))
+        torch.randn(shape, device=case.device, dtype=case.dtype)
+        for shape in ((channels, 1, 3, 3), (out_channels, channels, 1, 1))
     )
     inputs = [new_map(channels, side), depthwise, pointwise]
     options = {}
@@ -115,7 +124,15 @@ def bench_align_conv(measure, impl, device, dtype, direction, rows, name):
     if device == "cuda" and dtype == torch.float32 and name not in ("gated", "second"):
         pytest.skip("float32 on a card: the first module's convolutions alone")
     channels, out_channels, side, stride, prologue, gate = SHAPES[name]
-    shape = {"N": rows, "C": channels, "O": out_channels, "H": side, "s": stride, "prologue": int(prologue), "gate": int(gate)}
+    shape = {
+        "N": rows,
+        "C": channels,
+        "O": out_channels,
+        "H": side,
+        "s": stride,
+        "prologue": int(prologue),
+        "gate": int(gate),
+    }
     case = Case("align_conv", impl, device, dtype, direction, shape)
     needed, done = (elements * dtype.itemsize for elements in moved(case))
     case = replace(case, bytes_needed=needed, bytes_moved=done)

@@ -1,4 +1,6 @@
-"""The views of a step: of N views a quarter are images, a quarter their mirrors, and half of all are augmented as MOSE does by default."""
+"""The views of a step: of N views a quarter are images, a quarter their mirrors, and half of all
+are augmented as MOSE does by default.
+"""
 
 from __future__ import annotations
 
@@ -35,5 +37,7 @@ def make_call(case: Case) -> Callable[[], object]:
 @pytest.mark.parametrize(("views", "side"), [*((n, 32) for n in SIZES), (HEADLINE, 64)])
 def bench_augment(measure, impl, device, views, side, dtype):
     target = {32: 12.0, 64: 30.0}[side] if views == HEADLINE else None
-    case = Case("augment", impl, device, dtype, shape={"N": views, "H": side}, target_us=target, captured=impl == "native")
+    case = Case(
+        "augment", impl, device, dtype, shape={"N": views, "H": side}, target_us=target, captured=impl == "native"
+    )
     measure(case, make_call)

@@ -12,7 +12,8 @@ from mose_fast.augment import RECIPES
 from mose_fast.ops.augment_parameters import draw_augment_parameters
 from mose_fast.reference.augment_parameters import draw_augment_parameters as reference
 
-#: torch.compile takes more than five minutes over the reference's rounds of Philox and the ten trials of a crop.
+#: torch.compile takes more than five minutes over the reference's rounds of Philox and the ten
+#: trials of a crop.
 IMPLEMENTATIONS = ("reference", "native")
 
 

@@ -1,5 +1,6 @@
-"""Batch norm, add and ReLU at the shapes of the backbone: a first norm of a block, a second one with its residual, and both of a block that
-changes the shape, whose result goes to two layers. ``reference`` on a card is PyTorch's own norm, cuDNN's where it takes it.
+"""Batch norm, add and ReLU at the shapes of the backbone: a first norm of a block, a second one
+with its residual, and both of a block that changes the shape, whose result goes to two layers.
+``reference`` on a card is PyTorch's own norm, cuDNN's where it takes it.
 
 On the CPU the op is PyTorch's operations: there is no native row.
 """
@@ -26,13 +27,15 @@ BANDWIDTH, LAUNCH = 0.75 * 4.17e6, 3.0
 
 
 def bytes_moved(elements: int, itemsize: int, form: str, consumers: int, backward: bool) -> int:
-    """Bytes that this op moves, which are those it needs: statistics must be known before a map can be normalised.
+    """Bytes that this op moves, which are those it needs: statistics must be known before a map can
+    be normalised.
 
     Args:
         elements: Of the map.
         itemsize: Bytes of an element.
         form: One of :data:`FORMS`.
-        consumers: Gradients of the result; each is read twice, or once where their sum is written as the residual's gradient.
+        consumers: Gradients of the result; each is read twice, or once where their sum is written
+        as the residual's gradient.
         backward: Count the backward pass too.
     """
     usual, maps, back = FORMS[form]

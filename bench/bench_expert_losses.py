@@ -1,4 +1,6 @@
-"""All losses of a step of MOSE after the first task: a third of the N rows is new, four experts, released settings."""
+"""All losses of a step of MOSE after the first task: a third of the N rows is new, four experts,
+released settings.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def make_call(case: Case) -> Callable[[], object]:
     )
     teachers = torch.randn(experts, rows, features, device=case.device, dtype=case.dtype)
     new_rows = rows // 3
-    labels = torch.cat([torch.randint(0, current, (new_rows,)), torch.randint(0, classes, (rows - new_rows,))]).to(case.device)
+    labels = torch.cat([torch.randint(0, current, (new_rows,)), torch.randint(0, classes, (rows - new_rows,))]).to(
+        case.device
+    )
     mask = (torch.arange(classes) < current).to(case.device)
 
     def losses() -> torch.Tensor:
@@ -43,4 +47,6 @@ def bench_expert_losses(measure, impl, device, dtype, direction, rows, classes):
     shape = {"E": 4, "N": rows, "P": 128, "K": classes, "D": 512}
     if device == "cpu" and dtype != torch.float32:
         pytest.skip("CPU rows are float32")
-    measure(Case("expert_losses", impl, device, dtype, direction, shape, TARGETS[dtype] if headline else None), make_call)
+    measure(
+        Case("expert_losses", impl, device, dtype, direction, shape, TARGETS[dtype] if headline else None), make_call
+    )

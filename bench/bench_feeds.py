@@ -1,15 +1,18 @@
 """Time that each feed takes to make the views of a step: plain PyTorch, the native op, DALI.
 
-    python -m bench.bench_feeds                     # 384 views of 32x32 on the CPU, and on a card where there is one
-    python -m bench.bench_feeds --side 64 --rounds 50
+    python -m bench.bench_feeds                     # 384 views of 32x32 on the CPU, and on a card
+    where there is one python -m bench.bench_feeds --side 64 --rounds 50
 
-The first table: feeds take turns, so that whatever else the machine does hits all of them alike; medians are printed. ``returns`` is the
-time after which the caller goes on, ``done`` the time until the views are there: on a card, other work can be launched in between.
+The first table: feeds take turns, so that whatever else the machine does hits all of them alike;
+medians are printed. ``returns`` is the time after which the caller goes on, ``done`` the time until
+the views are there: on a card, other work can be launched in between.
 
-The second table is about the thread that launches steps, per batch. ``asks`` is its own processor time: for views that the step makes by
-itself their launching, for DALI handing them to the feeder and taking them from it. ``feeder`` is the processor time of the feeder's
-thread, ``holds`` the part of it in which no other Python thread could run: a second thread looks at the clocks again and again, and
-whatever the feeder has computed between two of its looks that lie apart was computed without letting it run.
+The second table is about the thread that launches steps, per batch. ``asks`` is its own processor
+time: for views that the step makes by itself their launching, for DALI handing them to the feeder
+and taking them from it. ``feeder`` is the processor time of the feeder's thread, ``holds`` the part
+of it in which no other Python thread could run: a second thread looks at the clocks again and
+again, and whatever the feeder has computed between two of its looks that lie apart was computed
+without letting it run.
 """
 
 from __future__ import annotations
@@ -59,11 +62,16 @@ def measure(recipe: str, images: torch.Tensor, rounds: int) -> dict[str, tuple[f
             _finish(images)
             times[feed].append((1e3 * returned, 1e3 * (time.perf_counter() - start)))
             assert len(views) == ROWS * VIEWS_PER_ROW
-    return {feed: tuple(statistics.median(column) for column in zip(*values[_WARM:], strict=True)) for feed, values in times.items()}
+    return {
+        feed: tuple(statistics.median(column) for column in zip(*values[_WARM:], strict=True))
+        for feed, values in times.items()
+    }
 
 
 def asks(maker: ViewMaker, images: torch.Tensor, rounds: int) -> float:
-    """Median milliseconds of processor time that a batch's views take of the thread that launches steps."""
+    """Median milliseconds of processor time that a batch's views take of the thread that launches
+    steps.
+    """
     feeder, waiting, times = Feeder(images.device), [], []
     for sequence in range(rounds + _WARM + DEPTH):
         views = partial(maker.views, images, SIZES, 0, sequence)
@@ -81,7 +89,9 @@ def asks(maker: ViewMaker, images: torch.Tensor, rounds: int) -> float:
 
 
 def held(call: Callable[[int], object], rounds: int) -> tuple[float, float]:
-    """Median milliseconds of processor time of a call on a thread, and of the part in which no other Python thread could run."""
+    """Median milliseconds of processor time of a call on a thread, and of the part in which no
+    other Python thread could run.
+    """
     calls: list[tuple[float, float, float]] = []
     done = threading.Event()
 

@@ -1,9 +1,11 @@
-"""Time of a training step of every method relative to ER's, beside the arithmetic estimate of the list (baselines.md, table 0.1).
+"""Time of a training step of every method relative to ER's, beside the arithmetic estimate of the
+list (baselines.md, table 0.1).
 
     python -m bench.bench_methods --width 20 --rounds 10
     python -m bench.bench_methods --growth --methods er derpp      # step 4,900 against step 100
 
-Methods take turns step by step, so that whatever else the machine does hits all of them alike; the medians are compared.
+Methods take turns step by step, so that whatever else the machine does hits all of them alike; the
+medians are compared.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def seconds(learner: Learner, task: int, step: int) -> float:
 
 
 def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) -> None:
-    """Prints a row for every method: milliseconds of a step, relative to ER, estimate, and one over the other."""
+    """Prints a row for every method: milliseconds of a step, relative to ER, estimate, and one over
+    the other.
+    """
     learners = {name: prepare(name, width, device) for name in dict.fromkeys(["er", *names])}
     times: dict[str, list[float]] = {name: [] for name in learners}
     for step in range(rounds):
@@ -64,7 +68,9 @@ def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) ->
 
 
 def growth(names: Sequence[str], width: int, device: str) -> None:
-    """Prints how much longer the steps around 4,900 of a run of ten tasks take than those around 100."""
+    """Prints how much longer the steps around 4,900 of a run of ten tasks take than those around
+    100.
+    """
     print(f"{'method':<10} {'step 100':>9} {'step 4,900':>11} {'ratio':>6}   (ms)")
     for name in names:
         learner = create_learner(classes=CLASSES, method=name, width=width, memory=MEMORY, device=device)
@@ -79,7 +85,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=20, help="channels of the first stage [20]")
     parser.add_argument("--rounds", type=int, default=10, help="steps timed of every method [10]")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--growth", action="store_true", help="5,000 steps of every method, late ones against early ones")
+    parser.add_argument(
+        "--growth", action="store_true", help="5,000 steps of every method, late ones against early ones"
+    )
     arguments = parser.parse_args()
     if arguments.growth:
         growth(arguments.methods, arguments.width, arguments.device)

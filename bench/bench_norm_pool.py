@@ -1,4 +1,6 @@
-"""The last norm's ReLU and the average pool of MOSE's four aligned maps' shape: 512 channels of 4x4 (8x8 for 64x64 images) pixels."""
+"""The last norm's ReLU and the average pool of MOSE's four aligned maps' shape: 512 channels of 4x4
+(8x8 for 64x64 images) pixels.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from bench.common import DIRECTIONS, HEADLINE, SIZES, Case, choose
 from mose_fast.ops.norm_pool import norm_pool
 from mose_fast.reference.norm_pool import norm_pool as reference
 
-#: Microseconds wanted on a Hopper card for forward and backward at N = 384, 4x4: the map read twice and written once, two launches.
+#: Microseconds wanted on a Hopper card for forward and backward at N = 384, 4x4: the map read twice
+#: and written once, two launches.
 TARGETS = {torch.bfloat16: 14.0, torch.float32: 22.0}
 
 
@@ -41,4 +44,7 @@ def bench_norm_pool(measure, impl, device, dtype, direction, rows, side):
     # The map read once forward; once more and written backward.
     moved = rows * 512 * side**2 * dtype.itemsize * (1 if direction == "forward" else 3)
     shape = {"N": rows, "C": 512, "H": side}
-    measure(Case("norm_pool", impl, device, dtype, direction, shape, target, bytes_needed=moved, bytes_moved=moved), make_call)
+    measure(
+        Case("norm_pool", impl, device, dtype, direction, shape, target, bytes_needed=moved, bytes_moved=moved),
+        make_call,
+    )

@@ -14,7 +14,13 @@ from mose_fast.reference.null import null as reference
 
 def make_call(case: Case) -> Callable[[], object]:
     function = choose(case, reference, null)
-    x = torch.randn(case.shape["N"], case.shape["P"], device=case.device, dtype=case.dtype, requires_grad=case.direction != "forward")
+    x = torch.randn(
+        case.shape["N"],
+        case.shape["P"],
+        device=case.device,
+        dtype=case.dtype,
+        requires_grad=case.direction != "forward",
+    )
     if case.direction == "forward":
         return lambda: function(x)
     return with_gradients(lambda: function(x), [x])

@@ -1,4 +1,6 @@
-"""What the replay memory does in one step: takes in 10 new images, then draws 22 slots of the current task and 64 of the others."""
+"""What the replay memory does in one step: takes in 10 new images, then draws 22 slots of the
+current task and 64 of the others.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from bench.common import Case, choose
 from mose_fast.ops import reservoir
 from mose_fast.reference import reservoir as reference
 
-#: torch.compile takes minutes over the reference's rounds of Philox (see bench_augment_parameters.py).
+#: torch.compile takes minutes over the reference's rounds of Philox (see
+#: bench_augment_parameters.py).
 IMPLEMENTATIONS = ("reference", "native")
 
 BATCH, OF_TASK, OF_OTHERS = 10, 22, 64
@@ -39,5 +42,13 @@ def make_call(case: Case) -> Callable[[], object]:
 @pytest.mark.parametrize(("slots", "side"), [(1000, 32), (5000, 32), (5000, 64)])
 def bench_reservoir(measure, impl, device, slots, side):
     target = 15.0 if (slots, side) == (5000, 32) else None
-    case = Case("reservoir", impl, device, torch.uint8, shape={"M": slots, "H": side}, target_us=target, captured=impl == "native")
+    case = Case(
+        "reservoir",
+        impl,
+        device,
+        torch.uint8,
+        shape={"M": slots, "H": side},
+        target_us=target,
+        captured=impl == "native",
+    )
     measure(case, make_call)

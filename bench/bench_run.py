@@ -1,9 +1,11 @@
-"""Training as a run does it: a step in the loop (planning, feed, step, reading of losses) by feed, and on a card a whole run.
+"""Training as a run does it: a step in the loop (planning, feed, step, reading of losses) by feed,
+and on a card a whole run.
 
-``reference`` and ``native`` differ in the network's kernels, the op's name tells the feed. A row ``run`` is one pass over 50,000 random
-images in ten tasks with an evaluation after each, as Split CIFAR-100 at M = 5,000: its time is that of all of it, from the call on, and
-the rows ``run_train``, ``run_evaluate``, ``run_capture``, ``run_checkpoint`` and ``run_other`` are its parts. Quantiles of one run are its
-time.
+``reference`` and ``native`` differ in the network's kernels, the op's name tells the feed. A row
+``run`` is one pass over 50,000 random images in ten tasks with an evaluation after each, as Split
+CIFAR-100 at M = 5,000: its time is that of all of it, from the call on, and the rows ``run_train``,
+``run_evaluate``, ``run_capture``, ``run_checkpoint`` and ``run_other`` are its parts. Quantiles of
+one run are its time.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def bench_loop(measure, impl, device, dtype, feed):
 def bench_run(measure, device, part, whole_run):
     if device != "cuda" or not torch.cuda.is_available():
         pytest.skip("a whole run at full size is measured on a card only")
-    case = Case(part, "native", device, torch.bfloat16, "run", {"N": HEADLINE, "K": 100, "W": 64, "M": 5000}, TARGETS.get(part))
+    case = Case(
+        part, "native", device, torch.bfloat16, "run", {"N": HEADLINE, "K": 100, "W": 64, "M": 5000}, TARGETS.get(part)
+    )
     measure.given(case, lambda: [whole_run(config_for(case, "auto"))[part]])
 
 
@@ -77,7 +81,9 @@ def whole_run(tmp_path_factory) -> Callable[[RunConfig], dict[str, float]]:
             random = torch.Generator().manual_seed(1)
             labels = torch.arange(len(stream.x_train)) % 100
             ten = tuple(tuple(range(10 * task, 10 * task + 10)) for task in range(10))
-            stream = dataclasses.replace(stream, y_train=labels[torch.randperm(len(labels), generator=random)], tasks=ten)
+            stream = dataclasses.replace(
+                stream, y_train=labels[torch.randperm(len(labels), generator=random)], tasks=ten
+            )
             results = run(config, stream=stream, out=tmp_path_factory.mktemp("run") / "run")
             seconds = results["seconds"]
             found.update(run=seconds["wall"], **{f"run_{name}": seconds[name] for name in (*PHASES, "other")})

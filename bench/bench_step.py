@@ -1,8 +1,10 @@
-"""One whole training step of MOSE on views that lie ready: forward, losses, backward, Adam; the whole network against its backbone.
+"""One whole training step of MOSE on views that lie ready: forward, losses, backward, Adam; the
+whole network against its backbone.
 
-The reference is PyTorch's own modules under autocast with its Adam; ``compiled`` the same with network and losses compiled; ``native``
-the fused ops, on the card with weights in bf16 beside the float32 ones. The row ``backbone`` is the network without alignment modules,
-gates and the first three experts: what MOSE adds to it is the difference.
+The reference is PyTorch's own modules under autocast with its Adam; ``compiled`` the same with
+network and losses compiled; ``native`` the fused ops, on the card with weights in bf16 beside the
+float32 ones. The row ``backbone`` is the network without alignment modules, gates and the first
+three experts: what MOSE adds to it is the difference.
 """
 
 from __future__ import annotations
@@ -27,14 +29,20 @@ TARGET = 6000.0
 def make_call(case: Case, prepare: Callable[[ExpertNetwork], None] = lambda network: None) -> Callable[[], object]:
     """A call takes one step; ``prepare`` may change the network before."""
     rows, classes, experts = (case.shape[name] for name in "NKE")
-    options = MoseOptions(experts=experts, attention=experts > 1, adapter=experts > 1, distil="rsd" if experts > 1 else "off")
-    network = ExpertNetwork(classes, width=case.shape["W"], experts=experts, attention=options.attention, adapter=options.adapter)
+    options = MoseOptions(
+        experts=experts, attention=experts > 1, adapter=experts > 1, distillation="rsd" if experts > 1 else "off"
+    )
+    network = ExpertNetwork(
+        classes, width=case.shape["W"], experts=experts, attention=options.attention, adapter=options.adapter
+    )
     network.use_kernels("fused" if case.impl == "native" else "torch")
     network = network.to(case.device, memory_format=torch.channels_last)
     prepare(network)
     views = torch.randn(rows, 3, 32, 32, device=case.device).contiguous(memory_format=torch.channels_last)
     new_rows, current = rows // 3, classes // 10
-    labels = torch.cat([torch.randint(0, current, (new_rows,)), torch.randint(0, classes, (rows - new_rows,))]).to(case.device)
+    labels = torch.cat([torch.randint(0, current, (new_rows,)), torch.randint(0, classes, (rows - new_rows,))]).to(
+        case.device
+    )
     mask = (torch.arange(classes) < current).to(case.device)
     losses = ExpertLosses(options)
     adam = {"lr": options.lr, "weight_decay": options.weight_decay}

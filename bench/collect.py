@@ -1,9 +1,11 @@
-"""Lists every test and benchmark that bench/gpu_check.sh runs on a card, and fails if an op with a CUDA kernel lacks one.
+"""Lists every test and benchmark that bench/gpu_check.sh runs on a card, and fails if an op with a
+CUDA kernel lacks one.
 
     python -m bench.collect
 
-An op, named by its stem in csrc/sources.cmake, must have cases for kernel_check (tests/cpp/cases_<stem>.cpp), a test in tests/gpu that
-imports mose_fast.ops.<stem>, and benchmarks on a card (bench/bench_<stem>.py). Works without a card.
+An op, named by its stem in csrc/sources.cmake, must have cases for kernel_check
+(tests/cpp/cases_<stem>.cpp), a test in tests/gpu that imports mose_fast.ops.<stem>, and benchmarks
+on a card (bench/bench_<stem>.py). Works without a card.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def parse_ids(text: str) -> list[str]:
 
 
 def collect(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """Returns the ids that pytest collects for ``arguments``, and what it printed where collecting failed, else an empty text."""
+    """Returns the ids that pytest collects for ``arguments``, and what it printed where collecting
+    failed, else an empty text.
+    """
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return parse_ids(done.stdout), "" if done.returncode == 0 else done.stdout + done.stderr
@@ -48,7 +52,10 @@ def missing(root: Path, stems: Iterable[str], tests: Sequence[str], benchmarks: 
     for stem in stems:
         if not (root / "tests" / "cpp" / f"cases_{stem}.cpp").is_file():
             complaints.append(f"{stem}: kernel_check has no cases for it; wanted tests/cpp/cases_{stem}.cpp")
-        if not any(re.search(rf"\bmose_fast\.ops\.{stem}\b|from mose_fast\.ops import .*\b{stem}\b", text) for text in texts.values()):
+        if not any(
+            re.search(rf"\bmose_fast\.ops\.{stem}\b|from mose_fast\.ops import .*\b{stem}\b", text)
+            for text in texts.values()
+        ):
             complaints.append(f"{stem}: no test in tests/gpu imports mose_fast.ops.{stem}")
         if not any(test.startswith(f"bench/bench_{stem}.py::") and "cuda" in test for test in benchmarks):
             complaints.append(f"{stem}: no benchmark on a card; wanted bench/bench_{stem}.py")
@@ -62,7 +69,9 @@ def main() -> int:
     benchmarks, error_in_benchmarks = collect(["bench", "--devices=cuda"])
     print("\n".join(tests + benchmarks))
     print(f"{len(tests)} tests, {len(benchmarks)} benchmarks; kernel_check runs the cases of {', '.join(stems)}")
-    complaints = [error for error in (error_in_tests, error_in_benchmarks) if error] + missing(ROOT, stems, tests, benchmarks)
+    complaints = [error for error in (error_in_tests, error_in_benchmarks) if error] + missing(
+        ROOT, stems, tests, benchmarks
+    )
     for complaint in complaints:
         print(f"missing: {complaint}", file=sys.stderr)
     return 1 if complaints else 0

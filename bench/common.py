@@ -1,10 +1,13 @@
 """What every benchmark shares: the case, its three implementations, the timing on CPU and card.
 
-A benchmark file ``bench_<stem>.py`` holds two functions (see bench_null.py, and docs/benchmarks.md):
+A benchmark file ``bench_<stem>.py`` holds two functions (see bench_null.py, and
+docs/benchmarks.md):
 
-* ``make_call(case)`` builds the inputs of a :class:`Case` and returns a function without arguments that does the work once;
-* ``bench_<stem>(measure, impl, device, ...)`` hands both to the fixture ``measure``. The fixtures ``impl`` and ``device`` come from
-  bench/conftest.py; sizes are the file's own ``pytest.mark.parametrize``. A file may name fewer ``IMPLEMENTATIONS`` than those here.
+* ``make_call(case)`` builds the inputs of a :class:`Case` and returns a function without arguments
+  that does the work once;
+* ``bench_<stem>(measure, impl, device, ...)`` hands both to the fixture ``measure``. The fixtures
+  ``impl`` and ``device`` come from bench/conftest.py; sizes are the file's own
+  ``pytest.mark.parametrize``. A file may name fewer ``IMPLEMENTATIONS`` than those here.
 """
 
 from __future__ import annotations
@@ -21,11 +24,23 @@ from mose_fast import _loader
 from mose_fast.train.captured import capture
 
 __all__ = [
-    "BEYOND_CACHES", "CLASSES", "DIRECTIONS", "HEADLINE", "IMPLEMENTATIONS", "SIZES", "Case", "choose", "copy_rate", "quantiles",
-    "repetitions", "time_on_card", "with_gradients",
-]  # fmt: skip
+    "BEYOND_CACHES",
+    "CLASSES",
+    "DIRECTIONS",
+    "HEADLINE",
+    "IMPLEMENTATIONS",
+    "SIZES",
+    "Case",
+    "choose",
+    "copy_rate",
+    "quantiles",
+    "repetitions",
+    "time_on_card",
+    "with_gradients",
+]
 
-#: Rows of a step: the least and most of the first task, the most later, and a large batch (performance.md, shapes of a step).
+#: Rows of a step: the least and most of the first task, the most later, and a large batch
+#: (performance.md, shapes of a step).
 SIZES = (40, 296, 384, 1024)
 #: The rows of a full step.
 HEADLINE = 384
@@ -44,16 +59,21 @@ class Case:
 
     Attributes:
         op: Stem of the op.
-        impl: ``reference`` (pure PyTorch, eager), ``compiled`` (the same under torch.compile) or ``native``.
+        impl: ``reference`` (pure PyTorch, eager), ``compiled`` (the same under torch.compile) or
+        ``native``.
         device: ``cpu`` or ``cuda``.
         dtype: Of the floating-point inputs, or of the output where there are none.
         direction: ``forward`` or ``forward+backward``.
         shape: Sizes by the letter that the op's docstring uses.
-        target_us: Microseconds that the native code should take at most on a Hopper card; None where there is no target.
-        captured: On a card the calls run inside a captured graph; False for code that waits for the host, which no graph can hold.
-        bytes_needed: The least that the op can move through the card's memory: each input read once, each output written once.
-        bytes_moved: What the launches of the native code move. With it, calls take turns on several sets of inputs, so that none of them
-            is in the card's cache when it is read; None: caches are warm, as they are for what the step has just written.
+        target_us: Microseconds that the native code should take at most on a Hopper card; None
+        where there is no target.
+        captured: On a card the calls run inside a captured graph; False for code that waits for the
+        host, which no graph can hold.
+        bytes_needed: The least that the op can move through the card's memory: each input read
+        once, each output written once.
+        bytes_moved: What the launches of the native code move. With it, calls take turns on several
+            sets of inputs, so that none of them is in the card's cache when it is read; None:
+            caches are warm, as they are for what the step has just written.
     """
 
     op: str
@@ -95,18 +115,22 @@ def choose(case: Case, reference: Callable, native: Callable) -> Callable:
     """The function that ``case.impl`` names; ``native`` is the public one of ``mose_fast.ops``.
 
     Raises:
-        RuntimeError: The native code is wanted, but this library has none for the case's device: the public function would quietly
-            time the reference.
+        RuntimeError: The native code is wanted, but this library has none for the case's device:
+            the public function would quietly time the reference.
     """
     if case.impl == "native":
         if not _loader.serves(torch.empty(0, device=case.device)):
-            raise RuntimeError(f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}")
+            raise RuntimeError(
+                f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}"
+            )
         return native
     return torch.compile(reference, dynamic=False) if case.impl == "compiled" else reference
 
 
 def with_gradients(function: Callable[[], Tensor], inputs: Iterable[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-    """A call that runs ``function`` and takes the gradient of the sum of its result with respect to ``inputs``."""
+    """A call that runs ``function`` and takes the gradient of the sum of its result with respect to
+    ``inputs``.
+    """
     inputs = tuple(inputs)
     return lambda: torch.autograd.grad(function().sum(), inputs)
 
@@ -119,7 +143,10 @@ def quantiles(seconds: Iterable[float]) -> dict[str, float]:
 
 
 def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, int]:
-    """How often to time ``call``: (rounds, calls in a round), after warming up. A round takes at least 0.2 ms, all ``budget`` seconds."""
+    """How often to time ``call``: (rounds, calls in a round), after warming up.
+
+    A round takes at least 0.2 ms, all ``budget`` seconds.
+    """
     call()  # compilers, caches, thread pools
     call()
     start = time.perf_counter()
@@ -130,7 +157,9 @@ def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, i
 
 
 def copy_rate() -> float:
-    """Bytes a second that a copy moves on the card, read and written: the best of five copies of 1 GiB."""
+    """Bytes a second that a copy moves on the card, read and written: the best of five copies of 1
+    GiB.
+    """
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     times = []
@@ -145,15 +174,17 @@ def copy_rate() -> float:
 
 
 def time_on_card(calls: Sequence[Callable[[], object]], captured: bool) -> tuple[list[float], int, int]:
-    """Times ``calls``, which do the same on inputs of their own, by CUDA events, inside a captured graph as in a captured training step, or
-    eagerly.
+    """Times ``calls``, which do the same on inputs of their own, by CUDA events, inside a captured
+    graph as in a captured training step, or eagerly.
 
-    About 20 calls are timed in a row, so that the gap between two graph launches does not count. With one call caches are warm, as
-    they are for an op whose inputs the step has just written; with several they take turns.
+    About 20 calls are timed in a row, so that the gap between two graph launches does not count.
+    With one call caches are warm, as they are for an op whose inputs the step has just written;
+    with several they take turns.
 
     Returns:
-        Seconds per call, one a round; device launches of one call (kernels, copies, fills); peak memory of one call in bytes beyond
-        what was allocated before, outputs and gradients included.
+        Seconds per call, one a round; device launches of one call (kernels, copies, fills); peak
+        memory of one call in bytes beyond what was allocated before, outputs and gradients
+        included.
     """
     side = torch.cuda.Stream()  # warm-up and capture on one stream: autograd remembers the stream that it first ran on
     side.wait_stream(torch.cuda.current_stream())

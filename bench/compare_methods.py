@@ -1,10 +1,11 @@
 """All methods on one stream with one memory: the tables of docs/methods.md.
 
-    python -m bench.compare_methods --stream digits --limit-per-task 200
-    python -m bench.compare_methods --stream split-cifar100 --data-dir DIR --classes 10 --limit-per-task 200
+    python -m bench.compare_methods --stream digits --limit-per-task 200 python -m
+    bench.compare_methods --stream split-cifar100 --data-dir DIR --classes 10 --limit-per-task 200
 
-Prints a Markdown row for every method as soon as its runs are done: ACC and forgetting (as the paper defines both) in per cent of
-its own classifier, mean over the seeds, and the seconds of a run.
+Prints a Markdown row for every method as soon as its runs are done: ACC and forgetting (as the
+paper defines both) in per cent of its own classifier, mean over the seeds, and the seconds of a
+run.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def first_classes(stream: Stream, classes: int, limit_per_task: int | None) -> S
 
 def row(method: str, seeds: Sequence[int], stream: Stream, settings: Mapping[str, Any]) -> str:
     """Runs a method for every seed; returns its row."""
-    configs = [RunConfig.create(method=method, options=SHORT_OPTIONS.get(method), seed=seed, **settings) for seed in seeds]
+    configs = [
+        RunConfig.create(method=method, options=SHORT_OPTIONS.get(method), seed=seed, **settings) for seed in seeds
+    ]
     results = [run(config, stream=stream) for config in configs]
     acc, forgetting = ([own_score(r, measure) for r in results] for measure in ("acc", "af_paper"))
     forgot = "-" if None in forgetting else mean_and_spread(forgetting)

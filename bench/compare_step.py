@@ -1,12 +1,18 @@
-"""Choices of the step that only a card can decide: cuDNN's search for algorithms, branches on streams of their own, cuDNN's fused norm.
+"""Choices of the step that only a card can decide: cuDNN's search for algorithms, branches on
+streams of their own, cuDNN's fused norm.
 
-    python -m bench.compare_step                     # a table; --device cpu --width 2 only shows that it runs
+    python -m bench.compare_step                     # a table; --device cpu --width 2 only shows
+    that it runs
 
-* ``cudnn.benchmark`` (three candidates a convolution) at the two full shapes of a step, 296 and 384 views;
-* the alignment branches of the first three experts forked onto side streams inside the graph (``ExpertNetwork.side_streams``);
-* ``batch_norm_act`` with a residual against cuDNN's bf16 NormAddRelu, forward, where the package nvidia-cudnn-frontend is installed.
+* ``cudnn.benchmark`` (three candidates a convolution) at the two full shapes of a step, 296 and 384
+  views;
+* the alignment branches of the first three experts forked onto side streams inside the graph
+  (``ExpertNetwork.side_streams``);
+* ``batch_norm_act`` with a residual against cuDNN's bf16 NormAddRelu, forward, where the package
+  nvidia-cudnn-frontend is installed.
 
-Everything is bf16 and inside a captured graph, steps forward and backward; medians of event times, the variants in turns.
+Everything is bf16 and inside a captured graph, steps forward and backward; medians of event times,
+the variants in turns.
 """
 
 from __future__ import annotations
@@ -92,12 +98,20 @@ def steps(width: int, device: str, rounds: int) -> dict[str, float]:
 
 
 def norm(rounds: int, device: str) -> dict[str, float]:
-    """The third: forward of norm, add and ReLU over the first stage's map at 384 images, in training."""
+    """The third: forward of norm, add and ReLU over the first stage's map at 384 images, in
+    training.
+    """
     shape = (384, 64, 32, 32) if device == "cuda" else (4, 8, 8, 8)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x, r = (torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    x, r = (
+        torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last) for _ in range(2)
+    )
     module = torch.nn.BatchNorm2d(shape[1], device=device)
-    calls = {"norm + add + ReLU forward, batch_norm_act": captured(lambda: batch_norm_act(x, Norm.of(module), residual=r), device)}
+    calls = {
+        "norm + add + ReLU forward, batch_norm_act": captured(
+            lambda: batch_norm_act(x, Norm.of(module), residual=r), device
+        )
+    }
     library = _norm_of_cudnn(x, r, module) if device == "cuda" else None
     if library is None:
         print("nvidia-cudnn-frontend is not installed: cuDNN's NormAddRelu is not measured", file=sys.stderr)
@@ -115,25 +129,39 @@ def _norm_of_cudnn(x: torch.Tensor, r: torch.Tensor, module: torch.nn.BatchNorm2
     handle = cudnn.create_handle()
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
     graph = cudnn.pygraph(
-        handle=handle, io_data_type=cudnn.data_type.BFLOAT16, intermediate_data_type=cudnn.data_type.FLOAT,
+        handle=handle,
+        io_data_type=cudnn.data_type.BFLOAT16,
+        intermediate_data_type=cudnn.data_type.FLOAT,
         compute_data_type=cudnn.data_type.FLOAT,
-    )  # fmt: skip
+    )
     vector = (1, x.shape[1], 1, 1)
     tensors = {name: t.detach().float().view(vector) for name, t in (("scale", module.weight), ("bias", module.bias))}
     tensors |= {"mean": torch.zeros(vector, device=x.device), "var": torch.ones(vector, device=x.device)}
-    scalars = {name: torch.full((1, 1, 1, 1), value) for name, value in (("epsilon", module.eps), ("momentum", module.momentum))}
+    scalars = {
+        name: torch.full((1, 1, 1, 1), value)
+        for name, value in (("epsilon", module.eps), ("momentum", module.momentum))
+    }
     gx, gr = graph.tensor_like(x), graph.tensor_like(r)
     known = {name: graph.tensor_like(t) for name, t in (tensors | scalars).items()}
     y, mean, inverse, next_mean, next_var = graph.batchnorm(
-        name="norm", input=gx, scale=known["scale"], bias=known["bias"], in_running_mean=known["mean"], in_running_var=known["var"],
-        epsilon=known["epsilon"], momentum=known["momentum"], peer_stats=[],
-    )  # fmt: skip
+        name="norm",
+        input=gx,
+        scale=known["scale"],
+        bias=known["bias"],
+        in_running_mean=known["mean"],
+        in_running_var=known["var"],
+        epsilon=known["epsilon"],
+        momentum=known["momentum"],
+        peer_stats=[],
+    )
     out = graph.relu(name="relu", input=graph.add(name="add", a=y, b=gr))
     out.set_output(True).set_data_type(cudnn.data_type.BFLOAT16)
     for statistic in (mean, inverse, next_mean, next_var):
         statistic.set_output(True).set_data_type(cudnn.data_type.FLOAT)
     graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    results = {out: torch.empty_like(x)} | {s: torch.empty(vector, device=x.device) for s in (mean, inverse, next_mean, next_var)}
+    results = {out: torch.empty_like(x)} | {
+        s: torch.empty(vector, device=x.device) for s in (mean, inverse, next_mean, next_var)
+    }
     given = {gx: x, gr: r} | {known[name]: t for name, t in (tensors | scalars).items()} | results
     workspace = torch.empty(max(graph.get_workspace_size(), 1), device=x.device, dtype=torch.uint8)
 
@@ -154,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no CUDA card; wanted one, or --device cpu", file=sys.stderr)
         return 2
     print(f"{device_name(torch.device(given.device))}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    for name, milliseconds in (steps(given.width, given.device, given.rounds) | norm(given.rounds, given.device)).items():
+    for name, milliseconds in (
+        steps(given.width, given.device, given.rounds) | norm(given.rounds, given.device)
+    ).items():
         print(f"{name:<60} {milliseconds:8.3f} ms")
     return 0
 

@@ -1,8 +1,9 @@
 """Fixtures of the benchmarks: which implementation, which device, and the measurement itself.
 
-``--compiled`` says where torch.compile is measured too: nowhere (``off``), at the size of a full step (``headline``, the default) or
-at every size (``all``), which takes minutes. ``--rows`` names a folder for the rows of bench/store.py: each is written when it is measured,
-so that a run that is killed leaves those before.
+``--compiled`` says where torch.compile is measured too: nowhere (``off``), at the size of a full
+step (``headline``, the default) or at every size (``all``), which takes minutes. ``--rows`` names a
+folder for the rows of bench/store.py: each is written when it is measured, so that a run that is
+killed leaves those before.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser):
-    parser.addoption("--compiled", choices=("off", "headline", "all"), default="headline", help="where torch.compile is measured")
-    parser.addoption("--rows", type=Path, help="folder of CSV files that take each row as soon as it is measured: bench/store.py")
-    parser.addoption("--devices", default="cpu,cuda", help="devices to measure on, for example cuda (default: cpu,cuda)")
+    parser.addoption(
+        "--compiled", choices=("off", "headline", "all"), default="headline", help="where torch.compile is measured"
+    )
+    parser.addoption(
+        "--rows", type=Path, help="folder of CSV files that take each row as soon as it is measured: bench/store.py"
+    )
+    parser.addoption(
+        "--devices", default="cpu,cuda", help="devices to measure on, for example cuda (default: cpu,cuda)"
+    )
 
 
 def pytest_make_parametrize_id(config, val, argname):
@@ -48,7 +55,9 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def commit() -> str:
-    """The commit measured; MOSE_FAST_COMMIT names it where the sources travelled without their git folder."""
+    """The commit measured; MOSE_FAST_COMMIT names it where the sources travelled without their git
+    folder.
+    """
     return os.environ.get("MOSE_FAST_COMMIT") or git_commit(ROOT) or "unknown"
 
 
@@ -60,19 +69,30 @@ def copied() -> float:
 
 @pytest.fixture
 def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Callable[[], object]]], None]:
-    """A function ``measure(case, make_call)`` that times one case and keeps what bench/store.py needs in ``extra_info``.
+    """A function ``measure(case, make_call)`` that times one case and keeps what bench/store.py
+    needs in ``extra_info``.
 
-    ``measure.given(case, take)`` keeps the seconds that ``take()`` returns, of one call each, which were timed by the caller.
+    ``measure.given(case, take)`` keeps the seconds that ``take()`` returns, of one call each, which
+    were timed by the caller.
     """
 
     def describe(case: Case) -> dict[str, object]:
         card = torch.cuda.get_device_name() if case.device == "cuda" else processor()
         return {
-            "op": case.op, "impl": case.impl, "shape": case.shape_text, "dtype": case.dtype_text, "device": case.device,
-            "direction": case.direction, "commit": commit, "torch": torch.__version__, "cuda": torch.version.cuda or "",
-            "python": platform.python_version(), "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "card": card,
+            "op": case.op,
+            "impl": case.impl,
+            "shape": case.shape_text,
+            "dtype": case.dtype_text,
+            "device": case.device,
+            "direction": case.direction,
+            "commit": commit,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "",
+            "python": platform.python_version(),
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            "card": card,
             "threads": torch.get_num_threads(),
-        }  # fmt: skip
+        }
 
     def keep() -> None:
         folder = request.config.getoption("--rows")
@@ -84,9 +104,13 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         if on_card and not torch.cuda.is_available():
             pytest.skip("there is no CUDA card")
         if case.impl == "native" and not _loader.serves(torch.empty(0, device=case.device)):
-            pytest.skip(f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}")
+            pytest.skip(
+                f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}"
+            )
         if case.impl == "compiled" and request.config.getoption("--compiled") == "headline" and not case.headline:
-            pytest.skip(f"torch.compile is measured at N={HEADLINE} only, K={CLASSES[0]} (--compiled=all for every size)")
+            pytest.skip(
+                f"torch.compile is measured at N={HEADLINE} only, K={CLASSES[0]} (--compiled=all for every size)"
+            )
 
     def given(case: Case, take: Callable[[], Sequence[float]]) -> None:
         skip_without(case)
@@ -115,7 +139,9 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         if on_card:
             seconds, launches, peak = time_on_card([call, *others], case.captured)
             if case.bytes_moved is not None:
-                info.update(bytes_needed=case.bytes_needed, copy_bytes_per_us=round(request.getfixturevalue("copied") / 1e6))
+                info.update(
+                    bytes_needed=case.bytes_needed, copy_bytes_per_us=round(request.getfixturevalue("copied") / 1e6)
+                )
                 if case.impl == "native":
                     info.update(bytes_moved=case.bytes_moved)
             info.update(quantiles(seconds), launches=launches, peak_bytes=peak, target_us=case.target_us)

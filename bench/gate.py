@@ -1,9 +1,11 @@
-"""The gate of CI: native code must stay faster than the reference on this processor. Run it alone on the machine.
+"""The gate of CI: native code must stay faster than the reference on this processor. Run it alone
+on the machine.
 
     python -m bench.gate
 
-The two are timed in turns, so that a change of clock or load meets both; the ratio of the medians counts, and a miss is measured once
-more. The committed results (bench/results/cpu.csv) show larger ratios; the gate leaves room for a noisy machine.
+The two are timed in turns, so that a change of clock or load meets both; the ratio of the medians
+counts, and a miss is measured once more. The committed results (bench/results/cpu.csv) show larger
+ratios; the gate leaves room for a noisy machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from bench.common import CLASSES, HEADLINE, Case
 __all__ = ["GATES", "check", "ratio"]
 
 _LOSSES = Case(
-    "expert_losses", "native", "cpu", torch.float32, "forward+backward", {"E": 4, "N": HEADLINE, "P": 128, "K": CLASSES[0], "D": 512}
+    "expert_losses",
+    "native",
+    "cpu",
+    torch.float32,
+    "forward+backward",
+    {"E": 4, "N": HEADLINE, "P": 128, "K": CLASSES[0], "D": 512},
 )
 _VIEWS = Case("augment", "native", "cpu", torch.float32, shape={"N": HEADLINE, "H": 32})
 
@@ -31,7 +38,9 @@ GATES = ((_LOSSES, bench_expert_losses.make_call, 1.5), (_VIEWS, bench_augment.m
 
 
 def ratio(slow: Callable[[], object], fast: Callable[[], object], rounds: int = 15, shortest: float = 0.02) -> float:
-    """How many times longer ``slow`` takes than ``fast``: medians of ``rounds`` turns of at least ``shortest`` seconds each."""
+    """How many times longer ``slow`` takes than ``fast``: medians of ``rounds`` turns of at least
+    ``shortest`` seconds each.
+    """
 
     def time_calls(call: Callable[[], object], calls: int) -> float:
         start = time.perf_counter()
@@ -59,7 +68,10 @@ def check(gates: Iterable[tuple[Case, Callable[[Case], Callable[[], object]], fl
             again = f" (first try: {measured:.2f})"
             measured = ratio(*calls)
         verdict = "ok" if measured >= least else "TOO SLOW"
-        print(f"{case.group}, {torch.get_num_threads()} threads: {measured:.2f} times faster, wanted {least:g}: {verdict}{again}")
+        print(
+            f"{case.group}, {torch.get_num_threads()} threads: {measured:.2f} times faster, wanted {least:g}:"
+            f" {verdict}{again}"
+        )
         passed &= measured >= least
     return passed
 

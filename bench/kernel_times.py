@@ -1,12 +1,16 @@
-"""Where the time of a step goes: microseconds by kernel of full steps, beside the bytes that our ops need and what was predicted.
+"""Where the time of a step goes: microseconds by kernel of full steps, beside the bytes that our
+ops need and what was predicted.
 
-    python -m bench.kernel_times --csv build/kernels.csv     # on a card: 20 replays each of a step of 384 views, full width, bf16
-    python -m bench.kernel_times --device cpu                # small, eager, PyTorch's ops in float32: only shows that it runs
+    python -m bench.kernel_times --csv build/kernels.csv     # on a card: 20 replays each of a step
+    of 384 views, full width, bf16 python -m bench.kernel_times --device cpu                # small,
+    eager, PyTorch's ops in float32: only shows that it runs
 
-A full step of a later task is replayed from its graph on inputs that lie ready, and torch.profiler notes each kernel. Rows are
-:data:`COLUMNS`; one with the kernel ``(all)`` sums an op up, one with the op ``(all)`` too the step. ``floor_us`` is the time that a copy
-of the needed bytes takes at the copy rate measured in the same call; ``predicted_us`` was read off the machine code for an H200, before
-anything had run on a card. The table on the screen leaves out what takes less than one part in a thousand.
+A full step of a later task is replayed from its graph on inputs that lie ready, and torch.profiler
+notes each kernel. Rows are :data:`COLUMNS`; one with the kernel ``(all)`` sums an op up, one with
+the op ``(all)`` too the step. ``floor_us`` is the time that a copy of the needed bytes takes at the
+copy rate measured in the same call; ``predicted_us`` was read off the machine code for an H200,
+before anything had run on a card. The table on the screen leaves out what takes less than one part
+in a thousand.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ __all__ = ["COLUMNS", "Measured", "counted_bytes", "measured_step", "op_of", "ro
 
 COLUMNS = ("kernels", "op", "kernel", "launches", "us", "needed_mb", "moved_mb", "floor_us", "predicted_us")
 
-#: Which op a kernel belongs to, by the first pattern that its name has. Ours first; then the libraries', whose names are their own.
+#: Which op a kernel belongs to, by the first pattern that its name has. Ours first; then the
+#: libraries', whose names are their own.
 _OPS = (
     (r"batch_norm_act_|norm_statistics_kernel|norm_state_backward_kernel", "batch_norm_act"),
     (r"align_conv_", "align_conv"),
@@ -72,10 +77,15 @@ _PREDICTED_OPS = {"batch_norm_act": "1400-1650"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cuda": {"device": "cuda", "precision": "bf16", "feed": "fused", "step": "captured", "memory": 5000},
     "cpu": {
-        "device": "cpu", "precision": "fp32", "feed": "fused", "step": "eager", "memory": 60, "width": 2,
+        "device": "cpu",
+        "precision": "fp32",
+        "feed": "fused",
+        "step": "eager",
+        "memory": 60,
+        "width": 2,
         "options": {"buffer_batch": 8, "new_extra": 2},
     },
-}  # fmt: skip
+}
 STEPS = {"cuda": 20, "cpu": 1}
 
 
@@ -93,7 +103,9 @@ def op_of(kernel: str) -> str:
 
 @contextmanager
 def counted_bytes() -> Iterator[dict[str, list[int]]]:
-    """Bytes by op that the network's calls meanwhile need and move, forward and backward: a dict of op to [needed, moved]."""
+    """Bytes by op that the network's calls meanwhile need and move, forward and backward: a dict of
+    op to [needed, moved].
+    """
     found: dict[str, list[int]] = {}
 
     def add(op: str, needed: int, moved: int) -> None:
@@ -103,7 +115,13 @@ def counted_bytes() -> Iterator[dict[str, list[int]]]:
 
     def norm(original: Callable[..., Any]) -> Callable[..., Any]:
         def counted(x: Tensor, *arguments: Any, **options: Any) -> Any:
-            form = "two_norms" if options.get("residual_norm") else "residual" if options.get("residual") is not None else "plain"
+            form = (
+                "two_norms"
+                if options.get("residual_norm")
+                else "residual"
+                if options.get("residual") is not None
+                else "plain"
+            )
             moved = bytes_moved(x.numel(), x.element_size(), form, options.get("consumers", 1), backward=True)
             add("batch_norm_act", moved, moved)
             return original(x, *arguments, **options)
@@ -140,7 +158,8 @@ def counted_bytes() -> Iterator[dict[str, list[int]]]:
 
 
 def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], float, dict[str, list[int]], int]:
-    """Kernels of a full step of a later task by name, microseconds of a step by events, without the profiler; bytes by op; views.
+    """Kernels of a full step of a later task by name, microseconds of a step by events, without the
+    profiler; bytes by op; views.
 
     Raises:
         RuntimeError: On a card, where the step could not be captured.
@@ -195,8 +214,11 @@ def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], f
     return kernels, microseconds, by_op if config.kernels == "fused" else {}, len(prepared.inputs.labels)
 
 
-def rows(which: str, kernels: dict[str, Measured], by_op: dict[str, list[int]], copied: float | None) -> list[dict[str, str]]:
-    """Rows of :data:`COLUMNS`: the step, then its ops and their kernels, each from the longest to the shortest.
+def rows(
+    which: str, kernels: dict[str, Measured], by_op: dict[str, list[int]], copied: float | None
+) -> list[dict[str, str]]:
+    """Rows of :data:`COLUMNS`: the step, then its ops and their kernels, each from the longest to
+    the shortest.
 
     Args:
         which: Whose kernels: ``fused`` or ``torch``.
@@ -212,7 +234,9 @@ def rows(which: str, kernels: dict[str, Measured], by_op: dict[str, list[int]], 
     def row(op: str, kernel: str, measured: Measured) -> dict[str, str]:
         whole = kernel == "(all)"
         needed, moved = by_op.get(op, (None, None)) if whole else (None, None)
-        predicted = _PREDICTED_OPS.get(op, "") if whole else next((us for name, us in _PREDICTED.items() if name in kernel), "")
+        predicted = (
+            _PREDICTED_OPS.get(op, "") if whole else next((us for name, us in _PREDICTED.items() if name in kernel), "")
+        )
         values = {
             "kernels": which,
             "op": op,
@@ -232,12 +256,16 @@ def rows(which: str, kernels: dict[str, Measured], by_op: dict[str, list[int]], 
     found = [row("(all)", "(all)", total(kernels.values()))]
     for op, own in sorted(ops.items(), key=lambda item: -total(item[1].values()).microseconds):
         found.append(row(op, "(all)", total(own.values())))
-        found += [row(op, name, measured) for name, measured in sorted(own.items(), key=lambda item: -item[1].microseconds)]
+        found += [
+            row(op, name, measured) for name, measured in sorted(own.items(), key=lambda item: -item[1].microseconds)
+        ]
     return found
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """The rows for people, without those below a thousandth of the step; kernels' names are cut off at 100 characters."""
+    """The rows for people, without those below a thousandth of the step; kernels' names are cut off
+    at 100 characters.
+    """
     least = float(rows[0]["us"]) / 1000
     numbers = COLUMNS[3:]
     lines = ["  ".join([*(f"{name:>12}" for name in numbers), "op or kernel"])]
@@ -275,7 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         new = rows(which, kernels, by_op, copied)
         found += new
         by_events = f", {microseconds:.0f} us by events, one step after the other" if on_card else ""
-        print(f"\nkernels {which}, a step of {views} views: {new[0]['us']} us in {new[0]['launches']} kernels{by_events}")
+        print(
+            f"\nkernels {which}, a step of {views} views: {new[0]['us']} us in {new[0]['launches']} kernels{by_events}"
+        )
         print(table(new), flush=True)
         if given.csv is not None:  # after each, should the next one break off
             text = io.StringIO()

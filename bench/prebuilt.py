@@ -1,7 +1,9 @@
-"""Says whether a library that bench/prebuild.sh built elsewhere belongs to this tree, and arrived whole: python -m bench.prebuilt DIR
+"""Says whether a library that bench/prebuild.sh built elsewhere belongs to this tree, and arrived
+whole: python -m bench.prebuilt DIR
 
-Needs no torch. What the library was built for is compared when it is loaded; sources can be compared here, before a card is at hand.
-``--seal`` notes the library's size and hash in its record first, as it was stripped after it was built.
+Needs no torch. What the library was built for is compared when it is loaded; sources can be
+compared here, before a card is at hand. ``--seal`` notes the library's size and hash in its record
+first, as it was stripped after it was built.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ OF_TREE: dict[str, Any] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py")
 
 
 def seal(folder: Path) -> None:
-    """Notes in ``_build.json`` what the library in ``folder`` is now: a damaged one is not loaded then."""
+    """Notes in ``_build.json`` what the library in ``folder`` is now: a damaged one is not loaded
+    then.
+    """
     record = folder / "_build.json"
     (library,) = folder.glob("_C*.so")
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"library": OF_TREE["file_facts"](library)}, indent=2) + "\n")
+    record.write_text(
+        json.dumps(json.loads(record.read_text()) | {"library": OF_TREE["file_facts"](library)}, indent=2) + "\n"
+    )
 
 
 def obstacle(folder: Path) -> str | None:
@@ -39,7 +45,9 @@ def obstacle(folder: Path) -> str | None:
     record = json.loads((folder / "_build.json").read_text())
     built, here = record["sources"], OF_TREE["source_hash"](ROOT)
     if built != here:
-        return f"{folder} was built from other sources ({built}) than those in csrc ({here}); run bench/prebuild.sh again"
+        return (
+            f"{folder} was built from other sources ({built}) than those in csrc ({here}); run bench/prebuild.sh again"
+        )
     for library in folder.glob("_C*.so"):
         if record.get("library") not in (None, OF_TREE["file_facts"](library)):
             return f"{library} is not what bench/prebuild.sh left: it is damaged"

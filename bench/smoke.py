@@ -1,11 +1,13 @@
-"""The shortest run that shows whether training works on a card: captured steps against eager ones, our kernels beside PyTorch's.
+"""The shortest run that shows whether training works on a card: captured steps against eager ones,
+our kernels beside PyTorch's.
 
-    python -m bench.smoke                   # on a card: full width, bf16
-    python -m bench.smoke --device cpu      # small, float32, both runs eager: only shows that it runs
+    python -m bench.smoke                   # on a card: full width, bf16 python -m bench.smoke
+    --device cpu      # small, float32, both runs eager: only shows that it runs
 
-Captured and eager steps are taken with ``deterministic``: every loss must be equal, two graphs must serve the run, nothing may have stood
-in the way of a capture. PyTorch's kernels start from the same weights and views, so that their first loss must be near ours. Whatever
-fails is printed with its whole traceback, a capture too, which a run survives. Exit status: 0 only if everything held.
+Captured and eager steps are taken with ``deterministic``: every loss must be equal, two graphs must
+serve the run, nothing may have stood in the way of a capture. PyTorch's kernels start from the same
+weights and views, so that their first loss must be near ours. Whatever fails is printed with its
+whole traceback, a capture too, which a run survives. Exit status: 0 only if everything held.
 """
 
 from __future__ import annotations
@@ -30,22 +32,30 @@ from mose_fast.streams import Stream, from_arrays
 from mose_fast.train import Listener
 from mose_fast.train.captured import CapturedSteps
 
-#: Relative difference that is granted between the first losses of our kernels and PyTorch's; gradients do not enter it yet.
+#: Relative difference that is granted between the first losses of our kernels and PyTorch's;
+#: gradients do not enter it yet.
 NEAR = {"bf16": 0.03, "fp32": 1e-4}
 #: Settings of the runs by device, and training images of both tasks.
 SETTINGS: dict[str, dict[str, Any]] = {
     "cuda": {"device": "cuda", "precision": "bf16", "feed": "fused", "memory": 200},
     "cpu": {
-        "device": "cpu", "precision": "fp32", "feed": "fused", "memory": 60, "width": 2, "options": {"buffer_batch": 8, "new_extra": 2},
+        "device": "cpu",
+        "precision": "fp32",
+        "feed": "fused",
+        "memory": 60,
+        "width": 2,
+        "options": {"buffer_batch": 8, "new_extra": 2},
     },
-}  # fmt: skip
+}
 IMAGES = {"cuda": 1200, "cpu": 60}
 #: Graphs of a run with two tasks: one for the first task's steps, one for later ones.
 GRAPHS = 2
 
 
 class Trained(NamedTuple):
-    """What one run left: losses of its trained batches, its captured steps (None without a card), seconds, peak bytes on the card."""
+    """What one run left: losses of its trained batches, its captured steps (None without a card),
+    seconds, peak bytes on the card.
+    """
 
     losses: list[dict[str, float]]
     steps: CapturedSteps | None
@@ -113,18 +123,26 @@ def complaints(captured: Trained, eager: Trained, plain: Trained | None, near: f
         if captured.steps.graphs != GRAPHS:
             found.append(f"{captured.steps.graphs} graphs served the run; wanted {GRAPHS}")
     if not eager.losses or len(captured.losses) != len(eager.losses):
-        found.append(f"{len(captured.losses)} captured and {len(eager.losses)} eager steps were told; wanted equally many, at least one")
+        found.append(
+            f"{len(captured.losses)} captured and {len(eager.losses)} eager steps were told; wanted equally many, at"
+            " least one"
+        )
         return found
     for number, (ours, wanted) in enumerate(zip(captured.losses, eager.losses, strict=True)):
         if ours != wanted:
-            found.append(f"step {number + 1} of {len(eager.losses)}: captured {ours}, eager {wanted}; wanted equal losses")
+            found.append(
+                f"step {number + 1} of {len(eager.losses)}: captured {ours}, eager {wanted}; wanted equal losses"
+            )
             break
     if not all(math.isfinite(loss) for losses in eager.losses for loss in losses.values()):
         found.append("an eager loss is not finite")
     if plain is not None:
         ours, wanted = eager.losses[0]["loss"], plain.losses[0]["loss"]
         if not abs(ours - wanted) <= near * abs(wanted):
-            found.append(f"the first loss is {ours:g} by our kernels, {wanted:g} by PyTorch's; wanted a difference of at most {near:.0%}")
+            found.append(
+                f"the first loss is {ours:g} by our kernels, {wanted:g} by PyTorch's; wanted a difference of at most"
+                f" {near:.0%}"
+            )
     return found
 
 
@@ -159,13 +177,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     eager = attempt("our kernels, eager", kernels="fused", step="eager", deterministic=True)
     captured = attempt(f"our kernels, {how}", kernels="fused", step=how, deterministic=True)
     plain = attempt("PyTorch's kernels, eager", kernels="torch", step="eager")
-    found = [f"{name} failed" for name, trained in (("captured", captured), ("eager", eager), ("plain", plain)) if trained is None]
+    found = [
+        f"{name} failed"
+        for name, trained in (("captured", captured), ("eager", eager), ("plain", plain))
+        if trained is None
+    ]
     if captured is not None and eager is not None:
         found += complaints(captured, eager, plain, NEAR[settings["precision"]])
     for complaint in found:
         print(f"WRONG: {complaint}")
     if not found:
-        print(f"{len(eager.losses)} losses equal bit for bit, captured and eager; the first is near that of PyTorch's kernels")
+        print(
+            f"{len(eager.losses)} losses equal bit for bit, captured and eager; the first is near that of PyTorch's"
+            " kernels"
+        )
     return 1 if found else 0
 
 

@@ -1,12 +1,13 @@
-"""Keeps benchmark results: appends what pytest-benchmark measured to one CSV file per card, and prints a table.
+"""Keeps benchmark results: appends what pytest-benchmark measured to one CSV file per card, and
+prints a table.
 
-    python -m pytest bench --benchmark-json=build/bench.json
-    python -m bench.store build/bench.json
-    python -m bench.store build/gpu_check/CARD.csv      # rows that `pytest bench --rows FOLDER` or bench/gpu_check.sh left
+    python -m pytest bench --benchmark-json=build/bench.json python -m bench.store build/bench.json
+    python -m bench.store build/gpu_check/CARD.csv      # rows that `pytest bench --rows FOLDER` or
+    bench/gpu_check.sh left
 
-Results on the CPU go to bench/results/cpu.csv, those on a card to bench/results/<card>.csv. A row is one benchmark; rows are only ever
-added. Columns: :data:`COLUMNS`; times are microseconds per call, on a card by CUDA events, inside a captured graph where
-the column ``graph`` says yes.
+Results on the CPU go to bench/results/cpu.csv, those on a card to bench/results/<card>.csv. A row
+is one benchmark; rows are only ever added. Columns: :data:`COLUMNS`; times are microseconds per
+call, on a card by CUDA events, inside a captured graph where the column ``graph`` says yes.
 """
 
 from __future__ import annotations
@@ -24,22 +25,46 @@ from typing import Any
 __all__ = ["COLUMNS", "append", "file_name", "read_csv", "read_rows", "row_of", "table"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
-#: From ``graph`` to ``copy_bytes_per_us`` for cards only. Peak memory is that of one call in bytes, outputs included, inputs not; the
-#: last three are there where an op is bound by bytes, and its inputs then were not in the card's cache.
+#: From ``graph`` to ``copy_bytes_per_us`` for cards only. Peak memory is that of one call in bytes,
+#: outputs included, inputs not; the last three are there where an op is bound by bytes, and its
+#: inputs then were not in the card's cache.
 COLUMNS = (
-    "op", "impl", "direction", "shape", "dtype", "device", "median_us", "p20_us", "p80_us", "graph", "peak_bytes", "launches", "target_us",
-    "bytes_needed", "bytes_moved", "copy_bytes_per_us", "card", "torch", "cuda", "python", "threads", "commit", "date",
-)  # fmt: skip
+    "op",
+    "impl",
+    "direction",
+    "shape",
+    "dtype",
+    "device",
+    "median_us",
+    "p20_us",
+    "p80_us",
+    "graph",
+    "peak_bytes",
+    "launches",
+    "target_us",
+    "bytes_needed",
+    "bytes_moved",
+    "copy_bytes_per_us",
+    "card",
+    "torch",
+    "cuda",
+    "python",
+    "threads",
+    "commit",
+    "date",
+)
 _OPTIONAL = ("graph", "peak_bytes", "launches", "target_us", "bytes_needed", "bytes_moved", "copy_bytes_per_us")
 
 Row = dict[str, str]
 
 
 def read_rows(text: str) -> list[Row]:
-    """Returns a row for each benchmark in the JSON ``text`` that pytest-benchmark wrote; one that was interrupted gives none.
+    """Returns a row for each benchmark in the JSON ``text`` that pytest-benchmark wrote; one that
+    was interrupted gives none.
 
     Raises:
-        ValueError: The text is no such JSON, or a benchmark lacks what the fixture ``measure`` records.
+        ValueError: The text is no such JSON, or a benchmark lacks what the fixture ``measure``
+            records.
     """
     try:
         benchmarks = json.loads(text)["benchmarks"]
@@ -52,7 +77,10 @@ def read_rows(text: str) -> list[Row]:
             continue
         missing = [name for name in COLUMNS if name not in info and name not in _OPTIONAL]
         if missing:
-            raise ValueError(f"{benchmark['name']} has no {', '.join(missing)} in extra_info; wanted a benchmark that calls `measure`")
+            raise ValueError(
+                f"{benchmark['name']} has no {', '.join(missing)} in extra_info; wanted a benchmark that calls"
+                " `measure`"
+            )
         rows.append(row_of(info))
     return rows
 
@@ -77,7 +105,9 @@ def read_csv(text: str) -> list[Row]:
 
 
 def file_name(row: Row) -> str:
-    """The file that a row belongs into: ``cpu.csv``, or the card's name in lower case with hyphens."""
+    """The file that a row belongs into: ``cpu.csv``, or the card's name in lower case with
+    hyphens.
+    """
     return "cpu.csv" if row["device"] == "cpu" else re.sub(r"[^a-z0-9]+", "-", row["card"].lower()).strip("-") + ".csv"
 
 
@@ -111,32 +141,51 @@ def append(rows: Iterable[Row], folder: Path) -> list[Path]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as columns: one line per op, direction, shape, dtype and device; of two rows for one cell the later one counts.
+    """The rows as columns: one line per op, direction, shape, dtype and device; of two rows for one
+    cell the later one counts.
 
-    The speedup is that of the native code over the reference; launches, peak memory and megabytes (needed, moved) are the native
-    code's. ``of copy`` is the time that a copy of the needed bytes would take over that of the native code.
+    The speedup is that of the native code over the reference; launches, peak memory and megabytes
+    (needed, moved) are the native code's. ``of copy`` is the time that a copy of the needed bytes
+    would take over that of the native code.
     """
     names = ("op", "direction", "shape", "dtype", "device")
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         lines.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
-    cells = [(*names, "reference us", "compiled us", "native us", "speedup", "target us", "launches", "peak KiB", "MB", "of copy")]
+    cells = [
+        (
+            *names,
+            "reference us",
+            "compiled us",
+            "native us",
+            "speedup",
+            "target us",
+            "launches",
+            "peak KiB",
+            "MB",
+            "of copy",
+        )
+    ]
     for key, by_impl in lines.items():
         median = {impl: float(row["median_us"]) for impl, row in by_impl.items()}
         native = by_impl.get("native", {})
         target = native.get("target_us", "")
-        cells.append((
-            *key,
-            *(f"{median[impl]:.1f}" if impl in median else "-" for impl in ("reference", "compiled", "native")),
-            f"{median['reference'] / median['native']:.2f}" if {"reference", "native"} <= set(median) else "-",
-            f"{float(target):g} {'met' if median['native'] <= float(target) else 'MISSED'}" if target else "-",
-            native.get("launches") or "-",
-            f"{int(native['peak_bytes']) / 1024:.0f}" if native.get("peak_bytes") else "-",
-            *_bytes(native),
-        ))  # fmt: skip
+        cells.append(
+            (
+                *key,
+                *(f"{median[impl]:.1f}" if impl in median else "-" for impl in ("reference", "compiled", "native")),
+                f"{median['reference'] / median['native']:.2f}" if {"reference", "native"} <= set(median) else "-",
+                f"{float(target):g} {'met' if median['native'] <= float(target) else 'MISSED'}" if target else "-",
+                native.get("launches") or "-",
+                f"{int(native['peak_bytes']) / 1024:.0f}" if native.get("peak_bytes") else "-",
+                *_bytes(native),
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     aligned = [str.ljust] * len(names) + [str.rjust] * (len(widths) - len(names))
-    return "\n".join("  ".join(map(lambda align, cell, width: align(cell, width), aligned, line, widths)) for line in cells)
+    return "\n".join(
+        "  ".join(map(lambda align, cell, width: align(cell, width), aligned, line, widths)) for line in cells
+    )
 
 
 def _bytes(row: Row) -> tuple[str, str]:
@@ -144,14 +193,23 @@ def _bytes(row: Row) -> tuple[str, str]:
     if not row.get("bytes_needed") or not row.get("bytes_moved"):
         return "-", "-"
     needed, moved = int(row["bytes_needed"]), int(row["bytes_moved"])
-    return f"{needed / 1e6:.1f} {moved / 1e6:.1f}", f"{needed / float(row['copy_bytes_per_us']) / float(row['median_us']):.2f}"
+    return (
+        f"{needed / 1e6:.1f} {moved / 1e6:.1f}",
+        f"{needed / float(row['copy_bytes_per_us']) / float(row['median_us']):.2f}",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Appends the given JSON files to the store and prints their table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.store", description="Append benchmark results to the store, print their table.")
-    parser.add_argument("files", nargs="+", type=Path, help="JSON that pytest --benchmark-json wrote, or CSV of pytest --rows")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files (default: bench/results)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.store", description="Append benchmark results to the store, print their table."
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, help="JSON that pytest --benchmark-json wrote, or CSV of pytest --rows"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of the CSV files (default: bench/results)"
+    )
     parser.add_argument("--show", action="store_true", help="print the table, add nothing")
     options = parser.parse_args(arguments)
     rows = []
@@ -169,7 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(str(error))
     first = rows[0]
     print(table(rows))
-    print(f"\n{first['card']}; torch {first['torch']}, CUDA {first['cuda'] or 'none'}; commit {first['commit']}; {first['date']}")
+    print(
+        f"\n{first['card']}; torch {first['torch']}, CUDA {first['cuda'] or 'none'}; commit {first['commit']};"
+        f" {first['date']}"
+    )
     if not options.show:
         print(f"{len(rows)} rows added to {', '.join(map(str, files))}")
     return 0

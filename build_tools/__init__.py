@@ -1,1 +1,3 @@
-"""Decisions of the native build as pure functions: nothing here imports torch, so every one is tested without a toolkit."""
+"""Decisions of the native build as pure functions: nothing here imports torch, so every one is
+tested without a toolkit.
+"""

@@ -2,8 +2,9 @@
 
     python -m build_tools.announce "installing torch" "about 3 GB to download" -- COMMAND...
 
-The command's own output goes to a file and is shown only if it fails. ``--native`` in place of the second text describes the native build
-and counts its compiled files. Needs the standard library alone: it runs before anything is installed.
+The command's own output goes to a file and is shown only if it fails. ``--native`` in place of the
+second text describes the native build and counts its compiled files. Needs the standard library
+alone: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ INTERVAL = 10.0
 _TAIL = 40
 
 
-def announce(what: str, detail: str, command: Sequence[str], progress: Callable[[], str] = str, interval: float = INTERVAL) -> int:
-    """Runs a command in silence between a line that says what is done and one that says how long it took.
+def announce(
+    what: str, detail: str, command: Sequence[str], progress: Callable[[], str] = str, interval: float = INTERVAL
+) -> int:
+    """Runs a command in silence between a line that says what is done and one that says how long it
+    took.
 
     Args:
         what: What is done, such as ``installing torch``.
@@ -79,14 +83,19 @@ def native_build(
     if not toolkits or environment.get("MOSE_FAST_BACKEND") == "cpu":
         return f"{len(files)} files of C++, 2 to 4 minutes on two cores", len(files)
     files += lists["MOSE_FAST_CUDA_SOURCES"]
-    text = f"{len(files)} files of C++ and CUDA for {environment.get('TORCH_CUDA_ARCH_LIST', 'all cards')}, 3 to 6 minutes on two cores"
+    text = (
+        f"{len(files)} files of C++ and CUDA for {environment.get('TORCH_CUDA_ARCH_LIST', 'all cards')}, 3 to 6 minutes"
+        " on two cores"
+    )
     if not has_driver:
         text += "; there is no NVIDIA driver here: MOSE_FAST_BACKEND=cpu leaves the CUDA part out"
     return text + cuda.ignored_variables(looked), len(files)
 
 
 def compiled(objects: Path, since: float) -> int:
-    """Counts the object files below a folder that were written after ``since``, in seconds of the file system's clock."""
+    """Counts the object files below a folder that were written after ``since``, in seconds of the
+    file system's clock.
+    """
     return sum(path.stat().st_mtime >= since for path in objects.glob("objects-*/**/*.o"))
 
 
@@ -94,7 +103,10 @@ def _main(arguments: Sequence[str]) -> int:
     what, detail, _, *command = arguments
     if detail != "--native":
         return announce(what, detail, command)
-    driver = bool(shutil.which("nvidia-smi")) and subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+    driver = (
+        bool(shutil.which("nvidia-smi"))
+        and subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+    )
     detail, files = native_build(ROOT / "csrc", dict(os.environ), driver, *cuda.find_toolkits(os.environ))
     since = time.time()
     return announce(what, detail, command, lambda: f"{compiled(ROOT / 'build', since)} of {files} files compiled")

@@ -1,7 +1,9 @@
-"""The build back end of pyproject.toml: setuptools, with torch as a build requirement that matches the torch that will run.
+"""The build back end of pyproject.toml: setuptools, with torch as a build requirement that matches
+the torch that will run.
 
-An isolated ``pip install .`` compiles in a fresh environment. Asked for any torch there, pip takes the newest, and the library
-would not load beside an older one; so the release already installed is asked for.
+An isolated ``pip install .`` compiles in a fresh environment. Asked for any torch there, pip takes
+the newest, and the library would not load beside an older one; so the release already installed is
+asked for.
 """
 
 from __future__ import annotations

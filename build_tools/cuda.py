@@ -9,31 +9,49 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RELEASE_ARCHS", "Toolkit", "cmake_archs", "default_archs", "find_toolkits", "ignored_variables", "parse_archs", "run_text"]
+__all__ = [
+    "RELEASE_ARCHS",
+    "Toolkit",
+    "cmake_archs",
+    "default_archs",
+    "find_toolkits",
+    "ignored_variables",
+    "parse_archs",
+    "run_text",
+]
 
 RELEASE_ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-"""Compute capabilities of a release build, oldest first. 7.5 is left out: it has no native bfloat16."""
+"""Compute capabilities of a release build, oldest first. 7.5 is left out: it has no native
+bfloat16.
+"""
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A folder that holds ``bin/nvcc`` and ``include/cuda_runtime.h``, and the version its nvcc tells, such as ``(13, 0)``."""
+    """A folder that holds ``bin/nvcc`` and ``include/cuda_runtime.h``, and the version its nvcc
+    tells, such as ``(13, 0)``.
+    """
 
     root: Path
     version: tuple[int, int]
 
 
 def run_text(command: Sequence[str]) -> str:
-    """Returns what ``command`` prints on stdout and stderr together, or an empty text if it cannot run."""
+    """Returns what ``command`` prints on stdout and stderr together, or an empty text if it cannot
+    run.
+    """
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout
 
 
 def _root_of_nvcc(nvcc: Path, run: Callable[[Sequence[str]], str]) -> Path:
-    # An nvcc on PATH may be a script outside its toolkit; a dry run prints the folder that it really works from.
+    # An nvcc on PATH may be a script outside its toolkit; a dry run prints the folder that it
+    # really works from.
     top = re.search(r"^#\$ TOP=(.+)$", run([str(nvcc), "--dryrun", "-x", "cu", "-c", "probe.cu"]), re.MULTILINE)
     return Path(top.group(1).strip()).resolve() if top else nvcc.resolve().parent.parent
 
@@ -43,15 +61,18 @@ def find_toolkits(
     standard: Sequence[Path] | None = None,
     run: Callable[[Sequence[str]], str] = run_text,
 ) -> tuple[list[Toolkit], list[str]]:
-    """Looks for CUDA toolkits: ``CUDA_HOME``, ``CUDA_PATH``, the nvcc on ``PATH``, then the standard folders.
+    """Looks for CUDA toolkits: ``CUDA_HOME``, ``CUDA_PATH``, the nvcc on ``PATH``, then the
+    standard folders.
 
     Args:
         environment: The process environment.
-        standard: Folders to look into last; None means ``/usr/local/cuda``, ``/usr/local/cuda-*`` (newest first) and ``/opt/cuda``.
+        standard: Folders to look into last; None means ``/usr/local/cuda``, ``/usr/local/cuda-*``
+        (newest first) and ``/opt/cuda``.
         run: Runs a command and returns its output.
 
     Returns:
-        The toolkits in order of preference, and one line for each place that was looked into, saying what was there.
+        The toolkits in order of preference, and one line for each place that was looked into,
+        saying what was there.
     """
     places: list[tuple[str, Path]] = []
     looked: list[str] = []
@@ -66,7 +87,9 @@ def find_toolkits(
     else:
         looked.append("nvcc on PATH: not found")
     if standard is None:
-        versioned = sorted(Path("/usr/local").glob("cuda-*"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)], reverse=True)
+        versioned = sorted(
+            Path("/usr/local").glob("cuda-*"), key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)], reverse=True
+        )
         standard = [Path("/usr/local/cuda"), *versioned, Path("/opt/cuda")]
     places += [(str(folder), folder) for folder in standard]
 
@@ -88,7 +111,8 @@ def find_toolkits(
 
 
 def ignored_variables(looked: Sequence[str]) -> str:
-    """Says which of ``CUDA_HOME`` and ``CUDA_PATH`` hold no toolkit, though another may serve: who sets one wants that one.
+    """Says which of ``CUDA_HOME`` and ``CUDA_PATH`` hold no toolkit, though another may serve: who
+    sets one wants that one.
 
     Args:
         looked: As :func:`find_toolkits` returns it.
@@ -100,13 +124,16 @@ def ignored_variables(looked: Sequence[str]) -> str:
 
 
 def default_archs(version: tuple[int, int]) -> list[str]:
-    """Returns the release architectures that a toolkit of this ``version`` knows, the newest also as PTX."""
+    """Returns the release architectures that a toolkit of this ``version`` knows, the newest also
+    as PTX.
+    """
     known = [arch for arch in RELEASE_ARCHS if version >= (12, 8) or float(arch) < 10]  # Blackwell came with CUDA 12.8
     return [*known[:-1], known[-1] + "+PTX"]
 
 
 def parse_archs(text: str) -> list[str]:
-    """Splits a ``TORCH_CUDA_ARCH_LIST`` at semicolons, commas or blanks, for example ``"8.0;9.0a 12.0+PTX"``.
+    """Splits a ``TORCH_CUDA_ARCH_LIST`` at semicolons, commas or blanks, for example ``"8.0;9.0a
+    12.0+PTX"``.
 
     Raises:
         ValueError: The list is empty or an item is not a compute capability.
@@ -122,8 +149,7 @@ def parse_archs(text: str) -> list[str]:
 
 
 def cmake_archs(archs: Sequence[str]) -> list[str]:
-    """Translates compute capabilities to ``CMAKE_CUDA_ARCHITECTURES``: ``9.0`` is ``90-real``, ``12.0+PTX`` is ``120``."""
-    return [
-        arch.removesuffix("+PTX").replace(".", "") + ("" if arch.endswith("+PTX") else "-real") for arch in archs
-    ]
-
+    """Translates compute capabilities to ``CMAKE_CUDA_ARCHITECTURES``: ``9.0`` is ``90-real``,
+    ``12.0+PTX`` is ``120``.
+    """
+    return [arch.removesuffix("+PTX").replace(".", "") + ("" if arch.endswith("+PTX") else "-real") for arch in archs]

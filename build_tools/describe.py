@@ -1,6 +1,8 @@
-"""Gathers what this machine and environment have and decides the build: the part that setup.py and CMake share.
+"""Gathers what this machine and environment have and decides the build: the part that setup.py and
+CMake share.
 
-Run as a script by CMake, it prints ``set(...)`` lines and writes the record that goes beside the library.
+Run as a script by CMake, it prints ``set(...)`` lines and writes the record that goes beside the
+library.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def _text(path: str) -> str:
 
 
 def jobs() -> int:
-    """Returns how many compilers this machine may run at once; ``MAX_JOBS`` decides where it is set."""
+    """Returns how many compilers this machine may run at once; ``MAX_JOBS`` decides where it is
+    set.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     group = "/sys/fs/cgroup/memory."
     free = plan.available_gib(_text("/proc/meminfo"), _text(group + "max"), _text(group + "current"))
@@ -58,7 +62,9 @@ def jobs() -> int:
 
 
 def archs_for(toolkit: cuda.Toolkit | None) -> list[str]:
-    """Returns ``TORCH_CUDA_ARCH_LIST``, else the release list of this toolkit; none without a toolkit."""
+    """Returns ``TORCH_CUDA_ARCH_LIST``, else the release list of this toolkit; none without a
+    toolkit.
+    """
     if toolkit is None:
         return []
     return cuda.parse_archs(os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(cuda.default_archs(toolkit.version)))
@@ -82,8 +88,12 @@ def decide(torch_version: str, torch_cuda: str | None) -> Build:
 
 
 def cmake_lines(values: dict[str, str | list[str]]) -> str:
-    """Returns one ``set(NAME [[value]])`` a value; lists are joined by semicolons, as CMake wants them."""
-    return "".join(f"set({name} [[{value if isinstance(value, str) else ';'.join(value)}]])\n" for name, value in values.items())
+    """Returns one ``set(NAME [[value]])`` a value; lists are joined by semicolons, as CMake wants
+    them.
+    """
+    return "".join(
+        f"set({name} [[{value if isinstance(value, str) else ';'.join(value)}]])\n" for name, value in values.items()
+    )
 
 
 def _describe(folder: Path, with_torch: bool) -> dict[str, str | list[str]]:
@@ -91,7 +101,10 @@ def _describe(folder: Path, with_torch: bool) -> dict[str, str | list[str]]:
         toolkits, looked = cuda.find_toolkits(os.environ)
         if not toolkits:
             raise plan.BuildError("no CUDA toolkit to compile the .cu files with. Looked in:\n  " + "\n  ".join(looked))
-        return {"MOSE_FAST_CUDA_ROOT": str(toolkits[0].root), "MOSE_FAST_ARCHS": cuda.cmake_archs(archs_for(toolkits[0]))}
+        return {
+            "MOSE_FAST_CUDA_ROOT": str(toolkits[0].root),
+            "MOSE_FAST_ARCHS": cuda.cmake_archs(archs_for(toolkits[0])),
+        }
 
     import torch
 

@@ -2,8 +2,9 @@
 
     python -m build_tools.kernel_budget
 
-compiles each .cu for compute capability 8.0 and 9.0, prints a table and fails if a kernel spills, needs more than its line grants, or
-has no line, and if a line has no kernel. Needs nvcc, but neither torch nor a card.
+compiles each .cu for compute capability 8.0 and 9.0, prints a table and fails if a kernel spills,
+needs more than its line grants, or has no line, and if a line has no kernel. Needs nvcc, but
+neither torch nor a card.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ ARCHS = ("80", "90")
 
 @dataclass(frozen=True)
 class Usage:
-    """What one instance of a kernel needs on one architecture; ``stack`` and ``spills`` (stores and loads) in bytes of local memory."""
+    """What one instance of a kernel needs on one architecture; ``stack`` and ``spills`` (stores and
+    loads) in bytes of local memory.
+    """
 
     kernel: str
     arch: str
@@ -41,14 +44,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a kernel may need at most, in any instance on any architecture; spills are never granted."""
+    """What a kernel may need at most, in any instance on any architecture; spills are never
+    granted.
+    """
 
     registers: int
     stack: int
 
 
 def kernel_name(symbol: str) -> str:
-    """Returns the plain name in a mangled ``symbol``, without namespaces, template arguments and parameters.
+    """Returns the plain name in a mangled ``symbol``, without namespaces, template arguments and
+    parameters.
 
     >>> kernel_name("_ZN2mf4cuda12_GLOBAL__N_111null_kernelENS_10NullParamsE")
     'null_kernel'
@@ -65,7 +71,8 @@ def kernel_name(symbol: str) -> str:
 def parse_ptxas(text: str) -> list[Usage]:
     """Returns the usage of every kernel in the output of ``nvcc -Xptxas -v``, in its order.
 
-    Device functions that were not inlined have lines of their own; their stack and spills count for the kernel they are listed with.
+    Device functions that were not inlined have lines of their own; their stack and spills count for
+    the kernel they are listed with.
     """
     usages = []
     for part in re.split(r"Compiling entry function ", text)[1:]:
@@ -75,7 +82,9 @@ def parse_ptxas(text: str) -> list[Usage]:
         if not entry or not registers or not frames:
             raise ValueError(f"ptxas said something else than was wanted: {part[:300]!r}")
         stack, stores, loads = (sum(map(int, column)) for column in zip(*frames, strict=True))
-        usages.append(Usage(kernel_name(entry.group(1)), entry.group(2), int(registers.group(1)), stack, stores + loads))
+        usages.append(
+            Usage(kernel_name(entry.group(1)), entry.group(2), int(registers.group(1)), stack, stores + loads)
+        )
     return usages
 
 
@@ -99,7 +108,9 @@ def parse_budget(text: str) -> dict[str, Budget]:
 
 
 def compare(usages: Iterable[Usage], budgets: Mapping[str, Budget]) -> list[str]:
-    """Returns one complaint for each thing that is not as the budget says; none means that all is well."""
+    """Returns one complaint for each thing that is not as the budget says; none means that all is
+    well.
+    """
     most: dict[str, list[int]] = {}
     complaints = []
     for usage in usages:
@@ -114,7 +125,10 @@ def compare(usages: Iterable[Usage], budgets: Mapping[str, Budget]) -> list[str]
             complaints.append(f"{kernel} has no line; needed: {line}")
         elif registers > budget.registers or stack > budget.stack:
             granted = f"{budget.registers} and {budget.stack}"
-            complaints.append(f"{kernel} takes {registers} registers and {stack} bytes of stack; granted are {granted}. Needed: {line}")
+            complaints.append(
+                f"{kernel} takes {registers} registers and {stack} bytes of stack; granted are {granted}. Needed:"
+                f" {line}"
+            )
     complaints += [f"{kernel} has a line, but there is no such kernel" for kernel in budgets if kernel not in most]
     return complaints
 
@@ -124,9 +138,15 @@ def table(usages: Iterable[Usage]) -> str:
     rows: dict[tuple[str, str], list[int]] = {}
     for usage in usages:
         row = rows.setdefault((usage.kernel, usage.arch), [0, 0, 0, 0])
-        row[:] = row[0] + 1, *(max(pair) for pair in zip(row[1:], (usage.registers, usage.stack, usage.spills), strict=True))
+        row[:] = (
+            row[0] + 1,
+            *(max(pair) for pair in zip(row[1:], (usage.registers, usage.stack, usage.spills), strict=True)),
+        )
     lines = [f"{'kernel':<44}{'arch':>6}{'instances':>11}{'registers':>11}{'stack':>7}{'spills':>8}"]
-    lines += [f"{kernel:<44}{'sm_' + arch:>6}{n:>11}{r:>11}{s:>7}{p:>8}" for (kernel, arch), (n, r, s, p) in sorted(rows.items())]
+    lines += [
+        f"{kernel:<44}{'sm_' + arch:>6}{n:>11}{r:>11}{s:>7}{p:>8}"
+        for (kernel, arch), (n, r, s, p) in sorted(rows.items())
+    ]
     return "\n".join(lines)
 
 

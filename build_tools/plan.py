@@ -1,4 +1,6 @@
-"""Plans a native build: which back end, how many jobs, which torch, and what is recorded about it."""
+"""Plans a native build: which back end, how many jobs, which torch, and what is recorded about
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,17 @@ from typing import Any
 from build_tools.cuda import Toolkit, ignored_variables
 
 __all__ = [
-    "EMULATOR", "MINIMUM_TORCH", "BuildError", "available_gib", "build_record", "check_same_torch", "choose_backend", "installed_torch",
-    "job_count", "torch_requirement",
-]  # fmt: skip
+    "EMULATOR",
+    "MINIMUM_TORCH",
+    "BuildError",
+    "available_gib",
+    "build_record",
+    "check_same_torch",
+    "choose_backend",
+    "installed_torch",
+    "job_count",
+    "torch_requirement",
+]
 
 MINIMUM_TORCH = "torch>=2.11"
 EMULATOR = "clang++-19"
@@ -22,28 +32,33 @@ GIB_RESERVED = 2.0
 
 
 class BuildError(Exception):
-    """The build cannot go on; the message says what is missing, where it was looked for and what to do."""
+    """The build cannot go on; the message says what is missing, where it was looked for and what to
+    do.
+    """
 
 
 def choose_backend(
     wanted: str, torch_cuda: str | None, toolkits: Sequence[Toolkit], looked: Sequence[str], clang: str | None
 ) -> tuple[str, Toolkit | None, str]:
-    """Decides between a CPU, a CUDA and an emulated build. Whether a GPU is present is never asked: build machines have none.
+    """Decides between a CPU, a CUDA and an emulated build. Whether a GPU is present is never asked:
+    build machines have none.
 
     Args:
-        wanted: ``MOSE_FAST_BACKEND``: ``auto``, ``cpu``, ``cuda``, or ``emulated``, which compiles the kernels for the CPU.
-        torch_cuda: ``torch.version.cuda`` of the torch compiled against, None for a CPU build of torch.
+        wanted: ``MOSE_FAST_BACKEND``: ``auto``, ``cpu``, ``cuda``, or ``emulated``, which compiles
+        the kernels for the CPU.
+        torch_cuda: ``torch.version.cuda`` of the torch compiled against, None for a CPU build of
+        torch.
         toolkits: Toolkits found, in order of preference.
         looked: What :func:`build_tools.cuda.find_toolkits` says of each place.
         clang: Path of :data:`EMULATOR`, None where there is none.
 
     Returns:
-        The back end, ``cpu``, ``cuda`` or ``emulated``; the toolkit to build with (an emulated build takes its headers alone), None for
-        a CPU-only build; and one sentence that says why.
+        The back end, ``cpu``, ``cuda`` or ``emulated``; the toolkit to build with (an emulated
+        build takes its headers alone), None for a CPU-only build; and one sentence that says why.
 
     Raises:
-        BuildError: ``wanted`` is unknown; or it is ``cuda`` and there is no toolkit of torch's CUDA major; or it is ``emulated`` and
-            there is no toolkit or no clang.
+        BuildError: ``wanted`` is unknown; or it is ``cuda`` and there is no toolkit of torch's CUDA
+            major; or it is ``emulated`` and there is no toolkit or no clang.
     """
     places = "".join(f"\n  {line}" for line in looked)
     if wanted not in ("auto", "cpu", "cuda", "emulated"):
@@ -52,11 +67,20 @@ def choose_backend(
         return "cpu", None, "CPU-only build: MOSE_FAST_BACKEND=cpu"
     if wanted == "emulated":
         if clang is None:
-            raise BuildError(f"MOSE_FAST_BACKEND=emulated, but there is no {EMULATOR} on PATH. To go on: apt-get install clang-19")
+            raise BuildError(
+                f"MOSE_FAST_BACKEND=emulated, but there is no {EMULATOR} on PATH. To go on: apt-get install clang-19"
+            )
         if not toolkits:
             reason = "no CUDA toolkit (bin/nvcc and include/cuda_runtime.h), whose headers it needs"
-            raise BuildError(f"MOSE_FAST_BACKEND=emulated, but {reason}. Looked for it in:{places}\nTo go on, set CUDA_HOME to its folder.")
-        return "emulated", toolkits[0], f"emulated build: the kernels compiled for the CPU by {clang}, headers of {toolkits[0].root}"
+            raise BuildError(
+                f"MOSE_FAST_BACKEND=emulated, but {reason}. Looked for it in:{places}\nTo go on, set CUDA_HOME to its"
+                " folder."
+            )
+        return (
+            "emulated",
+            toolkits[0],
+            f"emulated build: the kernels compiled for the CPU by {clang}, headers of {toolkits[0].root}",
+        )
     if torch_cuda is None:
         reason = "the torch to compile against is a CPU build (torch.version.cuda is None)"
         advice = "install a CUDA build of torch"
@@ -65,7 +89,10 @@ def choose_backend(
         for toolkit in toolkits:
             if toolkit.version[0] == major:
                 version = ".".join(map(str, toolkit.version))
-                reason = f"CUDA build: nvcc {version} in {toolkit.root} for a torch with CUDA {torch_cuda}{ignored_variables(looked)}"
+                reason = (
+                    f"CUDA build: nvcc {version} in {toolkit.root} for a torch with CUDA"
+                    f" {torch_cuda}{ignored_variables(looked)}"
+                )
                 return "cuda", toolkit, reason
         reason = f"no CUDA {major} toolkit (bin/nvcc and include/cuda_runtime.h) for a torch with CUDA {torch_cuda}"
         advice = f"install the CUDA {major} toolkit or set CUDA_HOME to its folder"
@@ -75,7 +102,8 @@ def choose_backend(
 
 
 def job_count(cores: int, free: float, max_jobs: str | None = None) -> int:
-    """Returns how many compilers may run at once: as many as ``cores`` and ``free`` memory (GiB) allow, at least one.
+    """Returns how many compilers may run at once: as many as ``cores`` and ``free`` memory (GiB)
+    allow, at least one.
 
     Args:
         cores: Processors this process may use.
@@ -93,7 +121,8 @@ def job_count(cores: int, free: float, max_jobs: str | None = None) -> int:
 
 
 def available_gib(meminfo: str, limit: str = "max", used: str = "0") -> float:
-    """Returns the memory that may still be used, GiB: the machine's, or the container's where that is less.
+    """Returns the memory that may still be used, GiB: the machine's, or the container's where that
+    is less.
 
     Args:
         meminfo: Text of ``/proc/meminfo``; 4 GiB are assumed where it does not say.
@@ -106,7 +135,8 @@ def available_gib(meminfo: str, limit: str = "max", used: str = "0") -> float:
 
 
 def installed_torch(site_packages: Sequence[str]) -> tuple[str, str | None] | None:
-    """Returns (version, CUDA version or None) of the torch installed in these folders, or None; torch is not imported.
+    """Returns (version, CUDA version or None) of the torch installed in these folders, or None;
+    torch is not imported.
 
     An isolated build hides the environment it installs into, but not its folders.
     """
@@ -119,12 +149,13 @@ def installed_torch(site_packages: Sequence[str]) -> tuple[str, str | None] | No
 
 
 def torch_requirement(version: str | None, *, exact: bool) -> str:
-    """Returns the requirement on torch that goes with ``version``; any supported torch if it is None.
+    """Returns the requirement on torch that goes with ``version``; any supported torch if it is
+    None.
 
     Args:
         version: A torch version such as ``2.14.1+cu130``.
-        exact: True for the build requirement (the very release that will run), False for the package's own (same minor release,
-            since torch keeps its C++ interface within one).
+        exact: True for the build requirement (the very release that will run), False for the
+            package's own (same minor release, since torch keeps its C++ interface within one).
     """
     if version is None:
         return MINIMUM_TORCH
@@ -133,7 +164,8 @@ def torch_requirement(version: str | None, *, exact: bool) -> str:
 
 
 def check_same_torch(compiled: tuple[str, str | None], target: tuple[str, str | None] | None) -> None:
-    """Compares the torch compiled against with the one installed where the package will run, each (version, CUDA version).
+    """Compares the torch compiled against with the one installed where the package will run, each
+    (version, CUDA version).
 
     Raises:
         BuildError: They differ in minor release or CUDA major, so that the library would not load.
@@ -146,8 +178,8 @@ def check_same_torch(compiled: tuple[str, str | None], target: tuple[str, str | 
 
     if key(compiled) != key(target):
         raise BuildError(
-            f"this build compiles against torch {compiled[0]} (CUDA {compiled[1]}), but torch {target[0]} (CUDA {target[1]}) is installed"
-            " and would run it. Use: pip install --no-build-isolation ."
+            f"this build compiles against torch {compiled[0]} (CUDA {compiled[1]}), but torch {target[0]} (CUDA"
+            f" {target[1]}) is installed and would run it. Use: pip install --no-build-isolation ."
         )
 
 
@@ -160,7 +192,9 @@ def build_record(
     toolkit: Toolkit | None,
     archs: Sequence[str],
 ) -> dict[str, Any]:
-    """Returns what ``_build.json`` beside the library says of it; ``mose_fast._loader`` reads it before loading anything."""
+    """Returns what ``_build.json`` beside the library says of it; ``mose_fast._loader`` reads it
+    before loading anything.
+    """
     return {
         "commit": commit,
         "sources": sources,

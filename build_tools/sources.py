@@ -1,4 +1,6 @@
-"""Reads ``csrc/sources.cmake``, the one list of sources and flags that CMake includes and setup.py parses."""
+"""Reads ``csrc/sources.cmake``, the one list of sources and flags that CMake includes and setup.py
+parses.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ def parse_lists(text: str) -> dict[str, list[str]]:
     """Returns the items of every ``set(NAME item ...)`` in ``text`` by name.
 
     Raises:
-        ValueError: An item holds a variable, a quote or a generator expression, which only CMake could evaluate.
+        ValueError: An item holds a variable, a quote or a generator expression, which only CMake
+            could evaluate.
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     lists = {name: items.split() for name, items in re.findall(r"\bset\(\s*(\w+)([^)]*)\)", "\n".join(lines))}
     for name, items in lists.items():
         for item in items:
             if re.search(r"[$\"#]", item):
-                raise ValueError(f"sources.cmake: {name} holds {item!r}; wanted literal items and whole-line comments only")
+                raise ValueError(
+                    f"sources.cmake: {name} holds {item!r}; wanted literal items and whole-line comments only"
+                )
     return lists
 
 
@@ -39,10 +44,12 @@ def read_sources(csrc: Path) -> dict[str, list[str]]:
 
 
 def emulated_sources(root: Path, names: Sequence[str]) -> list[str]:
-    """Writes, for every .cu file of ``names`` (relative to ``root / "csrc"``), a C++ file that runs its kernels on the CPU.
+    """Writes, for every .cu file of ``names`` (relative to ``root / "csrc"``), a C++ file that runs
+    its kernels on the CPU.
 
-    A plain C++ compiler takes a .cu file for one of another language; included, it needs no flags of its own. A file that says the
-    right thing already is left alone, so that nothing is compiled twice.
+    A plain C++ compiler takes a .cu file for one of another language; included, it needs no flags
+    of its own. A file that says the right thing already is left alone, so that nothing is compiled
+    twice.
 
     Returns:
         Their paths, relative to ``root``: ``build/emulated_sources/<stem>.cpp``.

@@ -1,4 +1,5 @@
-"""Online continual learning by Multi-level Online Sequential Experts (MOSE, CVPR 2024), accelerated with C++ and CUDA.
+"""Online continual learning by Multi-level Online Sequential Experts (MOSE, CVPR 2024), accelerated
+with C++ and CUDA.
 
 >>> results = mose_fast.run(stream="digits", width=16, memory=500)
 >>> results["acc"]["ncm"]["4"]

@@ -15,18 +15,30 @@ from mose_fast._version import __version__, git_commit
 __all__ = ["build_info", "code_hash"]
 
 # What shows, plans and describes runs, and computes nothing of them.
-_COMPUTES_NOTHING = ("report", "reproduction", "sweep", "benchmark.py", "cli.py", "doctor.py", "export.py", "progress.py", "settings.py")
+_COMPUTES_NOTHING = (
+    "report",
+    "reproduction",
+    "sweep",
+    "benchmark.py",
+    "cli.py",
+    "doctor.py",
+    "export.py",
+    "progress.py",
+    "settings.py",
+)
 
 
 def build_info() -> dict[str, Any]:
     """Tells what was built and what is running.
 
     Returns:
-        ``version`` of the package; ``commit`` of the running code (ending in ``+dirty`` if files differ from it): the checkout's,
-        or the one recorded when the package was built, None if neither is known; ``backend`` of the library, ``"cpu"``, ``"cuda"``
-        or ``"emulated"`` (the CUDA kernels, compiled for the CPU), None where there is none and pure PyTorch is used; ``archs``, the
-        compute capabilities compiled for; ``torch`` and ``cuda``, the versions compiled against, None without such;
-        ``torch_running`` and ``cuda_running``, the versions of the torch that runs now.
+        ``version`` of the package; ``commit`` of the running code (ending in ``+dirty`` if files
+        differ from it): the checkout's, or the one recorded when the package was built, None if
+        neither is known; ``backend`` of the library, ``"cpu"``, ``"cuda"`` or ``"emulated"`` (the
+        CUDA kernels, compiled for the CPU), None where there is none and pure PyTorch is used;
+        ``archs``, the compute capabilities compiled for; ``torch`` and ``cuda``, the versions
+        compiled against, None without such; ``torch_running`` and ``cuda_running``, the versions of
+        the torch that runs now.
     """
     record = _loader.record or {}
     library = record if _loader.native is not None else {}
@@ -43,14 +55,16 @@ def build_info() -> dict[str, Any]:
 
 
 def code_hash(learner: type) -> str:
-    """16 hex digits that are equal where a run computes the same: of this package's code without what only shows and plans, of the native
-    library's sources, and of the learner's own file.
+    """16 hex digits that are equal where a run computes the same: of this package's code without
+    what only shows and plans, of the native library's sources, and of the learner's own file.
 
     Args:
         learner: Class of the run's learner.
     """
     package = Path(__file__).parent
-    files = [path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in _COMPUTES_NOTHING]
+    files = [
+        path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in _COMPUTES_NOTHING
+    ]
     modules = {kind.__module__ for kind in learner.__mro__} - sys.stdlib_module_names
     # A learner that was typed in has no file.
     own = {Path(file).resolve() for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}

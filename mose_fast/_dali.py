@@ -10,7 +10,10 @@ INSTALL = "pip install 'mose-fast[dali]' (or nvidia-dali-cuda130; Linux only)"
 
 
 def obstacle() -> str | None:
-    """Why DALI cannot be used here, or None where it can. The first call imports it, which takes about half a second."""
+    """Why DALI cannot be used here, or None where it can.
+
+    The first call imports it, which takes about half a second.
+    """
     try:
         importlib.import_module("nvidia.dali")
     except ModuleNotFoundError as error:

@@ -1,4 +1,6 @@
-"""Names of a package that are imported when they are first used, so that ``mose-fast --help`` need not wait for torch."""
+"""Names of a package that are imported when they are first used, so that ``mose-fast --help`` need
+not wait for torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ __all__ = ["lazy_names"]
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` (PEP 562) that imports a name from its home the first time it is asked for.
+    """A module's ``__getattr__`` (PEP 562) that imports a name from its home the first time it is
+    asked for.
 
     Args:
         package: ``__name__`` of the module that gets it.

@@ -1,8 +1,11 @@
-"""Loads the native library ``mose_fast._C``, or says once and clearly why pure PyTorch is used instead.
+"""Loads the native library ``mose_fast._C``, or says once and clearly why pure PyTorch is used
+instead.
 
-Nothing here raises: a library that is missing, was compiled for another torch or does not load leaves :data:`native` None.
+Nothing here raises: a library that is missing, was compiled for another torch or does not load
+leaves :data:`native` None.
 
-``MOSE_FAST_NATIVE=0`` switches the library off quietly; a folder takes ``_C`` and ``_build.json`` from there, for a second build.
+``MOSE_FAST_NATIVE=0`` switches the library off quietly; a folder takes ``_C`` and ``_build.json``
+from there, for a second build.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ def _library(folder: Path) -> Path | None:
 
 
 def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: str | None) -> str | None:
-    """Returns why a library with this ``record`` must not be loaded by torch ``version`` with ``cuda`` beside these sources, or None.
+    """Returns why a library with this ``record`` must not be loaded by torch ``version`` with
+    ``cuda`` beside these sources, or None.
 
-    torch changes its C++ interface with every minor release, and CUDA its run-time library with every major one. In a checkout
-    that was updated but not rebuilt, the library may lack what the Python code calls.
+    torch changes its C++ interface with every minor release, and CUDA its run-time library with
+    every major one. In a checkout that was updated but not rebuilt, the library may lack what the
+    Python code calls.
     """
     if record["torch"].split("+")[0].split(".")[:2] != version.split("+")[0].split(".")[:2]:
         return f"it was compiled for torch {record['torch']}, but torch {version} is running"
@@ -51,7 +56,8 @@ def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: s
 
 
 def _damage(library: Path, facts: dict[str, Any] | None) -> str | None:
-    """Returns how a library differs from what was built, or None. Loading a part of one kills Python.
+    """Returns how a library differs from what was built, or None. Loading a part of one kills
+    Python.
 
     ``facts`` is None in records of builds that did not note them: then nothing is known.
     """
@@ -60,7 +66,9 @@ def _damage(library: Path, facts: dict[str, Any] | None) -> str | None:
     size = library.stat().st_size
     if size != facts["bytes"]:
         return f"it is damaged: it has {size:,} bytes, and {facts['bytes']:,} were built"
-    return None if file_facts(library)["sha256"] == facts["sha256"] else "it is damaged: its content is not what was built"
+    return (
+        None if file_facts(library)["sha256"] == facts["sha256"] else "it is damaged: its content is not what was built"
+    )
 
 
 def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
@@ -93,7 +101,8 @@ def _start() -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
     module, record, obstacle = _load(Path(switch) if switch else Path(__file__).parent)
     if obstacle:
         warnings.warn(
-            f"mose_fast: {obstacle}. Pure PyTorch is used, which is slower. To build the library, in the source folder: {REBUILD}",
+            f"mose_fast: {obstacle}. Pure PyTorch is used, which is slower. To build the library, in the source folder:"
+            f" {REBUILD}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -101,19 +110,23 @@ def _start() -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
 
 
 native, record, obstacle = _start()
-"""The native module, None where pure PyTorch is used; what its ``_build.json`` says, None where there is none; why there is no module."""
+"""The native module, None where pure PyTorch is used; what its ``_build.json`` says, None where
+there is none; why there is no module.
+"""
 
 
 def card() -> str | None:
-    """Returns the type of the devices whose tensors the library's CUDA kernels take: ``"cuda"``, or ``"cpu"`` where the library emulates
-    a card; None where there are no kernels."""
+    """Returns the type of the devices whose tensors the library's CUDA kernels take: ``"cuda"``, or
+    ``"cpu"`` where the library emulates a card; None where there are no kernels."""
     return None if native is None else {"cuda": "cuda", "emulated": "cpu"}.get(record["backend"])
 
 
 def serves(*tensors: torch.Tensor) -> bool:
-    """Tells whether the native library has code for these tensors: all on the CPU, or all on one card in a CUDA build.
+    """Tells whether the native library has code for these tensors: all on the CPU, or all on one
+    card in a CUDA build.
 
-    Not for those that a transform of ``torch.func`` (vmap, grad) hands on, which have no memory that native code could read.
+    Not for those that a transform of ``torch.func`` (vmap, grad) hands on, which have no memory
+    that native code could read.
     """
     devices = {tensor.device for tensor in tensors}
     if native is None or len(devices) != 1 or devices.pop().type not in ("cpu", card()):
@@ -123,5 +136,8 @@ def serves(*tensors: torch.Tensor) -> bool:
 
 
 def on_card(*tensors: torch.Tensor) -> bool:
-    """Tells whether the CUDA kernels of the native library take these tensors. The one place that says so: a device's type does not."""
+    """Tells whether the CUDA kernels of the native library take these tensors.
+
+    The one place that says so: a device's type does not.
+    """
     return serves(*tensors) and tensors[0].device.type == card()

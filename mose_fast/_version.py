@@ -12,20 +12,30 @@ __version__ = "0.1.0"
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the commit checked out in ``folder``, ending in ``+dirty`` if tracked files differ; None outside a git checkout."""
+    """Returns the commit checked out in ``folder``, ending in ``+dirty`` if tracked files differ;
+    None outside a git checkout.
+    """
     if not (folder / ".git").exists():
         return None
     try:
-        commit = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(["git", "-C", folder, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode
+        commit = subprocess.run(
+            ["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "-C", folder, "diff", "--quiet", "HEAD"], capture_output=True, check=False
+        ).returncode
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+dirty" if changed else "")
 
 
 def source_hash(folder: Path) -> str | None:
-    """Returns a hash of the native sources in ``folder / "csrc"``; None where there are none, as beside an installed package."""
-    files = sorted(path for path in (folder / "csrc").rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".cmake"))
+    """Returns a hash of the native sources in ``folder / "csrc"``; None where there are none, as
+    beside an installed package.
+    """
+    files = sorted(
+        path for path in (folder / "csrc").rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".cmake")
+    )
     if not files:
         return None
     digest = hashlib.sha256()

@@ -1,6 +1,8 @@
-"""What training costs on this machine: the step by itself, the step in the loop, evaluations, a whole run; beside plain PyTorch.
+"""What training costs on this machine: the step by itself, the step in the loop, evaluations, a
+whole run; beside plain PyTorch.
 
-Images are random: nothing here depends on what they show. Each variant is measured with a fresh learner in one process.
+Images are random: nothing here depends on what they show. Each variant is measured with a fresh
+learner in one process.
 """
 
 from __future__ import annotations
@@ -33,14 +35,38 @@ from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.clock import Stopwatch
 from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
 
-__all__ = ["Ceilings", "Report", "Row", "Variant", "back_to_back", "benchmark", "ceilings", "in_the_loop", "random_stream", "variants"]
+__all__ = [
+    "Ceilings",
+    "Report",
+    "Row",
+    "Variant",
+    "back_to_back",
+    "benchmark",
+    "ceilings",
+    "in_the_loop",
+    "random_stream",
+    "variants",
+]
 
-_COLUMNS = ("variant", "views", "ms", "p20_ms", "p80_ms", "images_per_s", "tflops", "share_of_ceiling", "peak_bytes", "note", "where")
+_COLUMNS = (
+    "variant",
+    "views",
+    "ms",
+    "p20_ms",
+    "p80_ms",
+    "images_per_s",
+    "tflops",
+    "share_of_ceiling",
+    "peak_bytes",
+    "note",
+    "where",
+)
 
 #: Steps of a task that bring its batches to their full size, and a margin.
 _RAMP = 12
 
-#: Steps in the loop before the measured ones: on a card they are captured, and fill ring and reader; the CPU has nothing to prepare.
+#: Steps in the loop before the measured ones: on a card they are captured, and fill ring and
+#: reader; the CPU has nothing to prepare.
 _WARM_UP = {"cuda": 20, "cpu": 3}
 
 #: Name of the measurement that is no variant of the step.
@@ -51,8 +77,8 @@ _CALLS = 2000
 
 
 class Ceilings(NamedTuple):
-    """What the machine can do at most, measured: ``tflops`` of a large matrix product in the run's precision, ``gbytes`` (1e9 bytes) a
-    second that a copy moves, read and written."""
+    """What the machine can do at most, measured: ``tflops`` of a large matrix product in the run's
+    precision, ``gbytes`` (1e9 bytes) a second that a copy moves, read and written."""
 
     tflops: float
     gbytes: float
@@ -75,10 +101,11 @@ class Variant(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A measurement: milliseconds (median, and the quantiles 0.2 and 0.8) of a step with so many views.
+    """A measurement: milliseconds (median, and the quantiles 0.2 and 0.8) of a step with so many
+    views.
 
-    ``peak`` are bytes that the card had allocated at most, None on the CPU; ``note`` says why there is no time, where there is none, and
-    ``traceback`` where in the program it failed.
+    ``peak`` are bytes that the card had allocated at most, None on the CPU; ``note`` says why there
+    is no time, where there is none, and ``traceback`` where in the program it failed.
     """
 
     name: str
@@ -101,8 +128,10 @@ class Report:
         macs: Multiply-accumulates of a forward pass of one image.
         ceilings: Of the machine.
         rows: One a variant.
-        evaluation: Seconds of an evaluation of all classifiers and experts, on as many images as ``evaluated``; None where not measured.
-        evaluated: Images: those in memory and 10,000 of a test set (fewer where the run is smaller).
+        evaluation: Seconds of an evaluation of all classifiers and experts, on as many images as
+        ``evaluated``; None where not measured.
+        evaluated: Images: those in memory and 10,000 of a test set (fewer where the run is
+        smaller).
         failures: Whole tracebacks of what could not be measured, by name.
     """
 
@@ -116,7 +145,9 @@ class Report:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def tflops(self, row: Row) -> float:
-        """Of a row: forward and backward pass of its views, three times the forward's multiply-accumulates, over its time."""
+        """Of a row: forward and backward pass of its views, three times the forward's
+        multiply-accumulates, over its time.
+        """
         return 0.0 if row.milliseconds is None else 6e-12 * self.macs * row.views / (row.milliseconds / 1e3)
 
     def text(self) -> str:
@@ -125,9 +156,15 @@ class Report:
         lines = [
             self.where,
             f"MOSE, width {self.config.width}, memory {self.config.memory}, precision {self.config.precision}",
-            f"ceilings measured here: matrix product {self.ceilings.tflops:,.3g} {unit}, copy {self.ceilings.gbytes:,.0f} GB/s",
+            (
+                f"ceilings measured here: matrix product {self.ceilings.tflops:,.3g} {unit}, copy"
+                f" {self.ceilings.gbytes:,.0f} GB/s"
+            ),
             "",
-            f"{'step of training':<44} {'views':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'images/s':>9} {unit:>8} {'share':>6} {'peak MB':>8}",
+            (
+                f"{'step of training':<44} {'views':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'images/s':>9} {unit:>8}"
+                f" {'share':>6} {'peak MB':>8}"
+            ),
         ]
         for row in self.rows:
             if row.milliseconds is None:
@@ -136,18 +173,22 @@ class Report:
             rate = self.tflops(row)
             peak = "-" if row.peak is None else f"{row.peak / 1e6:,.0f}"
             lines.append(
-                f"{row.name:<44} {row.views:>5} {row.milliseconds:>9.2f} {row.p20:>9.2f} {row.p80:>9.2f} "
-                f"{row.views / row.milliseconds * 1e3:>9,.0f} {rate:>8.3g} {rate / self.ceilings.tflops:>6.1%} {peak:>8}"
+                f"{row.name:<44} {row.views:>5} {row.milliseconds:>9.2f} {row.p20:>9.2f} {row.p80:>9.2f}"
+                f" {row.views / row.milliseconds * 1e3:>9,.0f} {rate:>8.3g} {rate / self.ceilings.tflops:>6.1%}"
+                f" {peak:>8}"
             )
         if self.evaluation is not None:
-            lines += ["", f"evaluation of {self.evaluated:,} images by every classifier and expert: {self.evaluation:.3f} s"]
+            lines += [
+                "",
+                f"evaluation of {self.evaluated:,} images by every classifier and expert: {self.evaluation:.3f} s",
+            ]
             looped = [row for row in self.rows if row.name.startswith("loop") and row.milliseconds]
             if looped:
                 best = min(looped, key=lambda row: row.milliseconds)
                 seconds = 5 * best.milliseconds + 11 * self.evaluation
                 lines.append(
-                    f"a run of 5,000 such steps and 11 evaluations of that size: {seconds:.0f} s ({best.name}; reckoned, not measured: "
-                    "mose-fast run measures one)"
+                    f"a run of 5,000 such steps and 11 evaluations of that size: {seconds:.0f} s ({best.name};"
+                    " reckoned, not measured: mose-fast run measures one)"
                 )
         return "\n".join(lines)
 
@@ -161,14 +202,21 @@ class Report:
                 writer.writerow([row.name, row.views, *[""] * 7, row.note, self.where])
                 continue
             rate = self.tflops(row)
-            numbers = [f"{row.milliseconds:.4f}", f"{row.p20:.4f}", f"{row.p80:.4f}", f"{row.views / row.milliseconds * 1e3:.1f}"]
+            numbers = [
+                f"{row.milliseconds:.4f}",
+                f"{row.p20:.4f}",
+                f"{row.p80:.4f}",
+                f"{row.views / row.milliseconds * 1e3:.1f}",
+            ]
             numbers += [f"{rate:.3f}", f"{rate / self.ceilings.tflops:.4f}", "" if row.peak is None else row.peak]
             writer.writerow([row.name, row.views, *numbers, row.note, self.where])
         return file.getvalue()
 
 
 def variants(device: torch.device) -> list[Variant]:
-    """All that can be measured on a device: plain PyTorch as the baseline, then our kernels, then both in the loop by feed."""
+    """All that can be measured on a device: plain PyTorch as the baseline, then our kernels, then
+    both in the loop by feed.
+    """
     on_card = device.type == "cuda"
     plain, fused = {"kernels": "torch", "feed": "torch"}, {"kernels": "fused", "feed": "fused"}
     found = [
@@ -230,10 +278,15 @@ def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) 
 
 
 def ceilings(device: torch.device, precision: str) -> Ceilings:
-    """Measures them: a square product of 8,192 (CPU: 1,024), a copy of 1 GiB (CPU: 64 MiB); the best of five."""
+    """Measures them: a square product of 8,192 (CPU: 1,024), a copy of 1 GiB (CPU: 64 MiB); the
+    best of five.
+    """
     on_card = device.type == "cuda"
     size = 8192 if on_card else 1024
-    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16 if precision == "bf16" else torch.float32) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, device=device).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+        for _ in range(2)
+    )
     source = torch.empty(2**30 if on_card else 2**26, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
 
@@ -243,7 +296,12 @@ def ceilings(device: torch.device, precision: str) -> Ceilings:
 
 
 def benchmark(
-    config: RunConfig, *, classes: int = 100, seconds: float = 2.0, only: str = "", watch: Callable[[str], None] | None = None
+    config: RunConfig,
+    *,
+    classes: int = 100,
+    seconds: float = 2.0,
+    only: str = "",
+    watch: Callable[[str], None] | None = None,
 ) -> Report:
     """Measures all variants on the configuration's device.
 
@@ -255,7 +313,8 @@ def benchmark(
         watch: Told the name of what is measured next.
 
     Raises:
-        ConfigError: The method is another one, the device is not there, or no measurement's name holds ``only``.
+        ConfigError: The method is another one, the device is not there, or no measurement's name
+            holds ``only``.
     """
     if config.method != "mose":
         raise ConfigError(f"method is {config.method!r}; wanted mose, whose step is measured")
@@ -292,8 +351,11 @@ def benchmark(
     return Report(where, config, macs, possible, tuple(found), measured, images, failures)
 
 
-def back_to_back(device: torch.device, call: Callable[[], object], *, seconds: float = 0.0, calls: int | None = None) -> list[float]:
-    """Seconds of each of many calls that follow each other without a gap, once they are warm: on a card the host only launches them.
+def back_to_back(
+    device: torch.device, call: Callable[[], object], *, seconds: float = 0.0, calls: int | None = None
+) -> list[float]:
+    """Seconds of each of many calls that follow each other without a gap, once they are warm: on a
+    card the host only launches them.
 
     Args:
         device: Where they run; on a card, in the current stream.
@@ -321,7 +383,8 @@ def _tidy(device: torch.device) -> None:
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
-        # After an error that the card does not recover from, every call fails; the next variants then say so in their rows.
+        # After an error that the card does not recover from, every call fails; the next variants
+        # then say so in their rows.
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
@@ -377,7 +440,8 @@ def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: flo
 
 
 def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:
-    """Measures full steps as a run takes them, by the very pipeline of runs: planning, feed, step, reading of losses.
+    """Measures full steps as a run takes them, by the very pipeline of runs: planning, feed, step,
+    reading of losses.
 
     Args:
         config: Of MOSE.
@@ -385,7 +449,8 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
         seconds: To measure for, once it is warm.
 
     Returns:
-        Views of a step; seconds a step, by the host's clock from losses to losses, each a mean over up to ten steps.
+        Views of a step; seconds a step, by the host's clock from losses to losses, each a mean over
+        up to ten steps.
 
     Raises:
         RuntimeError: Steps were to be captured and could not be.
@@ -407,7 +472,7 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
                 if times[-1] - times[0] > seconds and len(times) > 8:
                     break
         pipeline.stop()
-        for _ in pipeline.told(wait=True):
+        for _ in pipeline.drain(wait=True):
             pass
     if pipeline.captured is not None and pipeline.captured.traceback:
         raise RuntimeError(f"{pipeline.captured.obstacle}\n{pipeline.captured.traceback}")
@@ -446,7 +511,10 @@ def _learner(config: RunConfig, stream: Stream) -> Mose:
 def _where(device: torch.device) -> str:
     build = mose_fast.build_info()
     commit = (build["commit"] or "unknown")[:12]
-    return f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}, mose-fast {build['version']} at {commit}"
+    return (
+        f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}, mose-fast {build['version']} at"
+        f" {commit}"
+    )
 
 
 def _quantiles(times: list[float]) -> tuple[float, float, float]:

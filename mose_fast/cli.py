@@ -1,4 +1,7 @@
-"""The command line ``mose-fast``: parses, calls, prints. docs/command_line.md describes it for users."""
+"""The command line ``mose-fast``: parses, calls, prints.
+
+docs/command_line.md describes it for users.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ from mose_fast.output import Guarded, guarded_output
 from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
 from mose_fast.signals import raised_at_once
 
-# Commands import the rest when they need it: torch, pandas and scipy take seconds, which help, lists and the message on a wrong flag
-# need not wait for.
+# Commands import the rest when they need it: torch, pandas and scipy take seconds, which help,
+# lists and the message on a wrong flag need not wait for.
 if TYPE_CHECKING:
     from mose_fast.progress import Progress
     from mose_fast.sweep.scheduler import Place
@@ -37,7 +40,9 @@ __all__ = ["build_parser", "main", "read_settings"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are a line, without the usage, which is longer than a screen; an unknown flag gets a hint."""
+    """A parser whose errors are a line, without the usage, which is longer than a screen; an
+    unknown flag gets a hint.
+    """
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help says what there is\n")
@@ -55,7 +60,11 @@ class _Parser(argparse.ArgumentParser):
         given = flag.partition("=")[0].lstrip("-").replace("-", "_")
         flags = {option for action in self._actions for option in action.option_strings}
         of_setting = {known.setting: known.name for group in _FLAGS.values() for known in group if known.name in flags}
-        settings = {name.removeprefix("options."): name for name in setting_types(RunConfig.method)} if "--set" in flags else {}
+        settings = (
+            {name.removeprefix("options."): name for name in setting_types(RunConfig.method)}
+            if "--set" in flags
+            else {}
+        )
         names = [*settings, *(option.lstrip("-").replace("-", "_") for option in flags)]
         for name in (usual_name(given), *get_close_matches(given, names, n=1)):
             meant = of_setting.get(settings.get(name, name), f"--{name.replace('_', '-')}")
@@ -77,7 +86,12 @@ class _Flag(NamedTuple):
 
 _FLAGS: dict[str, tuple[_Flag, ...]] = {
     "what is learned": (
-        _Flag("--stream", "stream.name", str, "a stream of `mose-fast list streams`, a folder with train and test, or an .npz file"),
+        _Flag(
+            "--stream",
+            "stream.name",
+            str,
+            "a stream of `mose-fast list streams`, a folder with train and test, or an .npz file",
+        ),
         _Flag("--data-dir", "stream.data_dir", str, "folder with the data set's files [~/.cache/mose_fast]"),
         _Flag("--tasks", "stream.tasks", int, "tasks that the classes are split into [the stream's own]"),
         _Flag("--class-order-seed", "stream.class_order_seed", int, "draws the order of classes [the natural order]"),
@@ -88,7 +102,12 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
     ),
     "how": (
         _Flag("--method", "method", str, "a method of `mose-fast list methods`, or path/to/file.py:Name"),
-        _Flag("--preset", "preset", str, "mose has released (as the authors' code does it) and paper (the text, literally)"),
+        _Flag(
+            "--preset",
+            "preset",
+            str,
+            "mose has released (as the authors' code does it) and paper (the text, literally)",
+        ),
         _Flag("--memory", "memory", int, "images that the replay memory holds"),
         _Flag("--width", "width", int, "channels of the first stage; 64 is the full ResNet-18"),
         _Flag("--epochs", "epochs", int, "passes over each task; online learning makes one"),
@@ -96,12 +115,34 @@ _FLAGS: dict[str, tuple[_Flag, ...]] = {
     ),
     "where": (
         _Flag("--device", "device", str, "auto (the GPU where there is one), cpu, cuda or cuda:N"),
-        _Flag("--augment", "feed", str, "what makes the views: auto (dali on a GPU where installed), dali, fused or torch"),
-        _Flag("--precision", "precision", str, "auto (bf16 on a GPU that has it, else fp32), fp32, tf32 (convolutions only) or bf16"),
-        _Flag("--kernels", "kernels", str, "auto, fused (native norms, alignment path, heads, Adam) or torch (PyTorch's modules)"),
+        _Flag(
+            "--augment", "feed", str, "what makes the views: auto (dali on a GPU where installed), dali, fused or torch"
+        ),
+        _Flag(
+            "--precision",
+            "precision",
+            str,
+            "auto (bf16 on a GPU that has it, else fp32), fp32, tf32 (convolutions only) or bf16",
+        ),
+        _Flag(
+            "--kernels",
+            "kernels",
+            str,
+            "auto, fused (native norms, alignment path, heads, Adam) or torch (PyTorch's modules)",
+        ),
         _Flag("--step", "step", str, "auto, captured (CUDA graphs, where the method allows it) or eager"),
-        _Flag("--deterministic", "deterministic", bool, "deterministic kernels only, so that resuming is exact on CUDA too"),
-        _Flag("--checkpoint-every", "checkpoint_every", int, "batches between checkpoints within a task [at task ends only]"),
+        _Flag(
+            "--deterministic",
+            "deterministic",
+            bool,
+            "deterministic kernels only, so that resuming is exact on CUDA too",
+        ),
+        _Flag(
+            "--checkpoint-every",
+            "checkpoint_every",
+            int,
+            "batches between checkpoints within a task [at task ends only]",
+        ),
     ),
 }
 
@@ -113,8 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit code: 0; 1 where doctor finds that no run is possible; 2 for unusable settings, data or folders; 128 and the signal's
-        number after Ctrl-C (130), SIGTERM (143) and SIGHUP (129).
+        The exit code: 0; 1 where doctor finds that no run is possible; 2 for unusable settings,
+        data or folders; 128 and the signal's number after Ctrl-C (130), SIGTERM (143) and SIGHUP
+        (129).
     """
     with guarded_output() as shown, raised_at_once(), warnings.catch_warnings():
         arguments = build_parser().parse_args(argv)
@@ -129,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"mose-fast: {error}", file=sys.stderr)
             return 2
         except OSError as error:
-            # Of a file that was named or that lies in a folder that was named; without a name it is a fault of the program.
+            # Of a file that was named or that lies in a folder that was named; without a name it is
+            # a fault of the program.
             if error.filename is None:
                 raise
             print(f"mose-fast: cannot use {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
@@ -140,22 +183,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. A flag that is not given leaves no trace, so that it never overrides a ``--config`` file."""
+    """The parser of all commands.
+
+    A flag that is not given leaves no trace, so that it never overrides a ``--config`` file.
+    """
     parser = _Parser(prog="mose-fast", description="Online continual learning with MOSE.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mose-fast {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser(
-        "run", help="train on a stream, evaluate after every task, write results", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        "run",
+        help="train on a stream, evaluate after every task, write results",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
         description="Trains on a stream in one pass, evaluates after every task and writes a run folder.",
         epilog="example: mose-fast run --stream digits --width 16 --memory 500 --seed 0",
-    )  # fmt: skip
+    )
     run.set_defaults(act=_run)
     _add_flags(run)
     files = run.add_argument_group("files and everything else")
     files.add_argument("--out", metavar="DIR", help="the run's folder [runs/STREAM-METHOD-PRESET-mMEMORY-sSEED]")
     files.add_argument("--overwrite", action="store_true", help="replace an earlier run in the folder")
-    files.add_argument("--config", metavar="FILE", help="settings from a .json or .toml file; flags beside it override it")
+    files.add_argument(
+        "--config", metavar="FILE", help="settings from a .json or .toml file; flags beside it override it"
+    )
     _add_wandb(run)
 
     resume = commands.add_parser("resume", help="continue an interrupted run", allow_abbrev=False)
@@ -164,65 +215,110 @@ def build_parser() -> argparse.ArgumentParser:
     _add_wandb(resume)
 
     many = commands.add_parser(
-        "sweep", help="run every combination of some settings' values", allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        description="Runs every combination of some settings' values, each in a run folder; what is done already is not done again.",
-        epilog="example: mose-fast sweep --width 8 --grid memory=200,500 --grid preset=released,paper --seeds 0-4 --out runs/first",
-    )  # fmt: skip
+        "sweep",
+        help="run every combination of some settings' values",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description=(
+            "Runs every combination of some settings' values, each in a run folder; what is done already is not done"
+            " again."
+        ),
+        epilog=(
+            "example: mose-fast sweep --width 8 --grid memory=200,500 --grid preset=released,paper --seeds 0-4 --out"
+            " runs/first"
+        ),
+    )
     many.set_defaults(act=_sweep)
-    many.add_argument("file", metavar="FILE", nargs="?", help=".toml or .json file: settings as for run --config, and a table [grid]")
+    many.add_argument(
+        "file", metavar="FILE", nargs="?", help=".toml or .json file: settings as for run --config, and a table [grid]"
+    )
     grid = many.add_argument_group("what varies")
-    grid.add_argument("--grid", metavar="NAME=V1,V2", action="append", help="a setting, named as for --set, and its values; repeatable")
+    grid.add_argument(
+        "--grid",
+        metavar="NAME=V1,V2",
+        action="append",
+        help="a setting, named as for --set, and its values; repeatable",
+    )
     grid.add_argument("--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9")
     _add_flags(many)
     _add_place(many)
     files = many.add_argument_group("files")
-    files.add_argument("--out", metavar="DIR", required=True, help="the sweep's folder; one that was begun is gone on with")
-    files.add_argument("--dry-run", action="store_true", help="print the plan with its forecast of time and memory, and stop")
+    files.add_argument(
+        "--out", metavar="DIR", required=True, help="the sweep's folder; one that was begun is gone on with"
+    )
+    files.add_argument(
+        "--dry-run", action="store_true", help="print the plan with its forecast of time and memory, and stop"
+    )
     _add_wandb(many)
 
     table = commands.add_parser(
-        "paper", help="run what stands behind a table of the paper, and set ours beside it", allow_abbrev=False,
+        "paper",
+        help="run what stands behind a table of the paper, and set ours beside it",
+        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Runs what stands behind a table or figure of the paper, and writes ours beside its numbers, with pass or miss. The "
-        "same command goes on. Settings that depart from the paper's protocol make it a trial, which judges nothing.",
-        epilog="example: mose-fast paper table1-cifar --data-dir DIR --seeds 0-14; a trial: --width 8 --limit-per-task 20",
-    )  # fmt: skip
+        description=(
+            "Runs what stands behind a table or figure of the paper, and writes ours beside its numbers, with pass or"
+            " miss. The same command goes on. Settings that depart from the paper's protocol make it a trial, which"
+            " judges nothing."
+        ),
+        epilog=(
+            "example: mose-fast paper table1-cifar --data-dir DIR --seeds 0-14; a trial: --width 8 --limit-per-task 20"
+        ),
+    )
     table.set_defaults(act=_paper)
     table.add_argument("name", metavar="NAME", help="a table of `mose-fast list papers`")
-    table.add_argument("--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9; the paper has 15 [0-2]")
+    table.add_argument(
+        "--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9; the paper has 15 [0-2]"
+    )
     table.add_argument("--preset", metavar="NAME", help=f"of MOSE: {' or '.join(MOSE_PRESETS)} [{RunConfig.preset}]")
     _add_flags(table, without=("method", "preset", "memory", "epochs", "seed"))
     _add_place(table)
     files = table.add_argument_group("files")
     files.add_argument("--out", metavar="DIR", help="tables and runs; tables in one folder share runs [runs/paper]")
-    files.add_argument("--dry-run", action="store_true", help="print the paper's cells and the forecast of time and memory, and stop")
+    files.add_argument(
+        "--dry-run", action="store_true", help="print the paper's cells and the forecast of time and memory, and stop"
+    )
     _add_wandb(table)
 
     gather = commands.add_parser("collect", help="rebuild the table of runs from the run folders", allow_abbrev=False)
     gather.set_defaults(act=_collect)
     gather.add_argument("folder", metavar="DIR", help="folder of a sweep, or any folder above run folders")
 
-    report_page = commands.add_parser("report", help="one page of tables and figures from many runs", allow_abbrev=False)
+    report_page = commands.add_parser(
+        "report", help="one page of tables and figures from many runs", allow_abbrev=False
+    )
     report_page.set_defaults(act=_report)
-    report_page.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders that hold some at any depth")
+    report_page.add_argument(
+        "folders", metavar="DIR", nargs="+", help="run folders, or folders that hold some at any depth"
+    )
     report_page.add_argument("--out", metavar="DIR", help="the report's folder [report in the first DIR]")
-    report_page.add_argument("--force", action="store_true", help="put runs of different problems into the same tables, with a caution")
+    report_page.add_argument(
+        "--force", action="store_true", help="put runs of different problems into the same tables, with a caution"
+    )
 
     deployed = commands.add_parser(
-        "export", help="write the deployable classifier of a finished run", allow_abbrev=False,
+        "export",
+        help="write the deployable classifier of a finished run",
+        allow_abbrev=False,
         description="Writes backbone and class means of a finished run, without what only training needs.",
-    )  # fmt: skip
+    )
     deployed.set_defaults(act=_export)
     deployed.add_argument("run", metavar="RUN", help="the run's folder")
     deployed.add_argument("--out", metavar="DIR", help="the export's folder [RUN/export]")
-    deployed.add_argument("--format", metavar="F1,F2", default="safetensors", help="some of safetensors, onnx, torch [safetensors]")
-    deployed.add_argument("--classifier", metavar="NAME", help="ncm or linear, of the last expert [what the run predicts by]")
+    deployed.add_argument(
+        "--format", metavar="F1,F2", default="safetensors", help="some of safetensors, onnx, torch [safetensors]"
+    )
+    deployed.add_argument(
+        "--classifier", metavar="NAME", help="ncm or linear, of the last expert [what the run predicts by]"
+    )
     deployed.add_argument("--overwrite", action="store_true", help="replace an earlier export in the folder")
 
     predict = commands.add_parser("predict", help="classify image files with an export", allow_abbrev=False)
     predict.set_defaults(act=_predict)
     predict.add_argument("export", metavar="EXPORT", help="folder of an export with model.safetensors")
-    predict.add_argument("images", metavar="IMAGE", nargs="+", help="image files of the size trained on, or folders of them")
+    predict.add_argument(
+        "images", metavar="IMAGE", nargs="+", help="image files of the size trained on, or folders of them"
+    )
     predict.add_argument("--json", action="store_true", help="a JSON object a line instead of columns")
 
     listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
@@ -230,21 +326,45 @@ def build_parser() -> argparse.ArgumentParser:
     listing.add_argument("what", choices=("methods", "streams", "papers"))
 
     speed = commands.add_parser(
-        "bench", help="what training costs on this machine, beside plain PyTorch", allow_abbrev=False, argument_default=argparse.SUPPRESS,
-        description="Measures the step of MOSE by itself and in the loop, with PyTorch's own modules (eager, compiled, as a graph) and "
-        "with our kernels, by feed; an evaluation; the machine's ceilings. Images are random. Let nothing else run.",
+        "bench",
+        help="what training costs on this machine, beside plain PyTorch",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description=(
+            "Measures the step of MOSE by itself and in the loop, with PyTorch's own modules (eager, compiled, as a"
+            " graph) and with our kernels, by feed; an evaluation; the machine's ceilings. Images are random. Let"
+            " nothing else run."
+        ),
         epilog="example: mose-fast bench --memory 5000; on a CPU: --width 8",
-    )  # fmt: skip
+    )
     speed.set_defaults(act=_bench, seconds=2.0, only="", csv=None)
-    _add_flags(speed, without=(
-        "method", "epochs", "seed", "stream.name", "stream.data_dir", "stream.tasks", "stream.class_order_seed", "stream.limit_per_task",
-        "stream.normalisation", "stream.decoder", "feed", "kernels", "step", "deterministic", "checkpoint_every",
-    ))  # fmt: skip
+    _add_flags(
+        speed,
+        without=(
+            "method",
+            "epochs",
+            "seed",
+            "stream.name",
+            "stream.data_dir",
+            "stream.tasks",
+            "stream.class_order_seed",
+            "stream.limit_per_task",
+            "stream.normalisation",
+            "stream.decoder",
+            "feed",
+            "kernels",
+            "step",
+            "deterministic",
+            "checkpoint_every",
+        ),
+    )
     speed.add_argument("--seconds", type=float, metavar="S", help="for each measurement, once it is warm [2]")
     speed.add_argument("--only", metavar="TEXT", help="measurements whose names hold this text")
     speed.add_argument("--csv", metavar="FILE", help="write the rows there, too")
 
-    doctor = commands.add_parser("doctor", help="what this machine has, what is missing, and how to get it", allow_abbrev=False)
+    doctor = commands.add_parser(
+        "doctor", help="what this machine has, what is missing, and how to get it", allow_abbrev=False
+    )
     doctor.set_defaults(act=_doctor)
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
     return parser
@@ -260,22 +380,32 @@ def _add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> 
                 continue
             default = _get(defaults, flag.setting)
             text = flag.help if default is None or flag.kind is bool else f"{flag.help} [{default}]"
-            how: dict[str, Any] = {"action": "store_true"} if flag.kind is bool else {"type": flag.kind, "metavar": _metavar(flag)}
+            how: dict[str, Any] = (
+                {"action": "store_true"} if flag.kind is bool else {"type": flag.kind, "metavar": _metavar(flag)}
+            )
             group.add_argument(flag.name, dest=flag.setting, help=text, **how)
     parser.add_argument(
-        "--set", metavar="NAME=VALUE", action="append",
-        help="any other setting, repeatable: augment=simclr, options.student=2, evaluation_batch=64, per_class_cap=null",
-    )  # fmt: skip
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        help=(
+            "any other setting, repeatable: augment=simclr, options.student=2, evaluation_batch=64, per_class_cap=null"
+        ),
+    )
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
     """The flags that say where many runs compute."""
     place = parser.add_argument_group("how many at a time")
-    place.add_argument("--workers", type=int, metavar="N", help="runs at a time on the CPU, each with its share of the cores")
+    place.add_argument(
+        "--workers", type=int, metavar="N", help="runs at a time on the CPU, each with its share of the cores"
+    )
     place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [2]")
     place.add_argument("--gpus", metavar="0,1", help="cards, as in CUDA_VISIBLE_DEVICES [all]")
     place.add_argument("--engine", metavar="NAME", help="local, or ray for a cluster [local]")
-    place.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster; also auto, or local to start one [auto]")
+    place.add_argument(
+        "--address", metavar="HOST:PORT", help="of the Ray cluster; also auto, or local to start one [auto]"
+    )
 
 
 def _place(arguments: argparse.Namespace) -> Place:
@@ -301,10 +431,12 @@ def _add_wandb(parser: argparse.ArgumentParser) -> None:
 
 
 def read_settings(arguments: argparse.Namespace) -> RunConfig:
-    """The configuration that the arguments of ``run`` ask for: the ``--config`` file, overridden by flags, overridden by ``--set``.
+    """The configuration that the arguments of ``run`` ask for: the ``--config`` file, overridden by
+    flags, overridden by ``--set``.
 
-    Where a flag names another method or preset than the file, the options that the file changes from its own preset are kept.
-    Paths become absolute, so that the run can be resumed from any folder.
+    Where a flag names another method or preset than the file, the options that the file changes
+    from its own preset are kept. Paths become absolute, so that the run can be resumed from any
+    folder.
 
     Raises:
         ConfigError: A name is unknown, a value is out of range, or the file cannot be used.
@@ -317,7 +449,9 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
 def _changes(arguments: argparse.Namespace, base: RunConfig | None) -> dict[str, Any]:
     """What flags and ``--set`` ask for, by dotted name."""
     given = vars(arguments)
-    changes = {flag.setting: given[flag.setting] for flags in _FLAGS.values() for flag in flags if flag.setting in given}
+    changes = {
+        flag.setting: given[flag.setting] for flags in _FLAGS.values() for flag in flags if flag.setting in given
+    }
     assigned = [assignment(text, "--set") for text in given.get("set", [])]
     method = dict(assigned).get("method", changes.get("method", base.method if base else RunConfig.method))
     types = setting_types(method)
@@ -365,7 +499,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
     base = RunConfig.from_dict(values) if values else None
     changes = _changes(arguments, base)
     texts = given.get("grid", [])
-    varied = {"method": table.get("method", ())} | dict(assignment(text, "--grid") for text in texts if text.startswith("method="))
+    varied = {"method": table.get("method", ())} | dict(
+        assignment(text, "--grid") for text in texts if text.startswith("method=")
+    )
     methods = varied["method"].split(",") if isinstance(varied["method"], str) else list(varied["method"])
     methods = methods or [changes.get("method", base.method if base else RunConfig.method)]
     axes = {**axes_of(table, methods, "[grid]"), **read_axes(texts, methods)}
@@ -410,7 +546,9 @@ def _paper(arguments: argparse.Namespace) -> int:
 
 
 def _interrupted(error: KeyboardInterrupt, further: str = "") -> int:
-    """Says what ended the command and gives its exit code, as a shell has it for a program that the signal killed."""
+    """Says what ended the command and gives its exit code, as a shell has it for a program that the
+    signal killed.
+    """
     number = getattr(error, "number", signal.SIGINT)
     what = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     print(f"mose-fast: {what}{further}", file=sys.stderr)
@@ -418,7 +556,9 @@ def _interrupted(error: KeyboardInterrupt, further: str = "") -> int:
 
 
 def _lost(shown: Guarded, needed: bool) -> int:
-    """Says that standard output could not be written; the exit code for it, 0 where the command's results are in files (not ``needed``)."""
+    """Says that standard output could not be written; the exit code for it, 0 where the command's
+    results are in files (not ``needed``).
+    """
     shown.flush()
     if shown.failure is None:
         return 0
@@ -451,18 +591,28 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     try:
         results = start(progress)
     except KeyboardInterrupt as error:
-        further = f"; to continue: mose-fast resume {shlex.quote(str(out))}" if progress.started else " before the first batch"
+        further = (
+            f"; to continue: mose-fast resume {shlex.quote(str(out))}"
+            if progress.started
+            else " before the first batch"
+        )
         return _interrupted(error, further)
     seconds = results["seconds"]
     folder = RunFolder(out)
     print(f"\n{summary(results)}\n")
     parts = ", ".join(f"{part} {seconds[part]:.1f}" for part in (*PHASES, "other"))
-    print(f"time      {seconds['wall']:.1f} s since {'the process started' if seconds['wall_since'] == 'process' else 'the call'}: {parts}")
+    print(
+        f"time      {seconds['wall']:.1f} s since"
+        f" {'the process started' if seconds['wall_since'] == 'process' else 'the call'}: {parts}"
+    )
     peak = results["peak_memory_bytes"]
     card = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the card as torch allocates it"
     print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB of the process{card}")
     print(f"results   {folder.results}")
-    print(f"          {folder.accuracy.name}, {folder.figure.name}, {folder.config.name} and {folder.events.name}/ beside it")
+    print(
+        f"          {folder.accuracy.name}, {folder.figure.name}, {folder.config.name} and {folder.events.name}/"
+        " beside it"
+    )
     return 0
 
 
@@ -490,8 +640,9 @@ def _export(arguments: argparse.Namespace) -> int:
     parameters, sizes = card["parameters"], card["bytes"]
     head = "class means" if card["head"] == "ncm" else f"{card['head']} head"
     print(
-        f"backbone  {parameters['backbone']:,} parameters, {sizes['backbone']:,} bytes; {head} of {len(card['class_order'])} classes, "
-        f"{sizes['head']:,} bytes\naccuracy  {100 * card['accuracy']:.1f} % (ACC of the run)"
+        f"backbone  {parameters['backbone']:,} parameters, {sizes['backbone']:,} bytes; {head} of"
+        f" {len(card['class_order'])} classes, {sizes['head']:,} bytes\naccuracy  {100 * card['accuracy']:.1f} % (ACC"
+        " of the run)"
     )
     for name in (*card["files"], CARD):
         print(folder / name)
@@ -520,9 +671,12 @@ def _predict(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     if arguments.what == "methods":
         rows = [
-            (m.name, f"{m.year}  {m.cost:5.2f}x  {m.reference} (presets {', '.join(m.presets)})") for m in listed_methods()
+            (m.name, f"{m.year}  {m.cost:5.2f}x  {m.reference} (presets {', '.join(m.presets)})")
+            for m in listed_methods()
         ]
-        rows.append(("file.py:Name", "a method of your own: docs/adding_a_method.md; x: cost of a step, in units of ER's"))
+        rows.append(
+            ("file.py:Name", "a method of your own: docs/adding_a_method.md; x: cost of a step, in units of ER's")
+        )
     elif arguments.what == "papers":
         from mose_fast.reproduction.catalogue import REPRODUCTIONS, describe
 
@@ -540,7 +694,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     from mose_fast.benchmark import benchmark
 
     report = benchmark(
-        read_settings(arguments), seconds=arguments.seconds, only=arguments.only, watch=lambda name: print(f"... {name}", file=sys.stderr)
+        read_settings(arguments),
+        seconds=arguments.seconds,
+        only=arguments.only,
+        watch=lambda name: print(f"... {name}", file=sys.stderr),
     )
     print(report.text())
     for name, trace in report.failures.items():

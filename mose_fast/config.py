@@ -1,8 +1,9 @@
 """Every knob of a run, typed and validated, with its source.
 
-Sources are abbreviated in the field documentation: *paper* is the CVPR 2024 text taken literally, *released* is the
-authors' public code (AnAppleCore/MOSE, commit c24a0e6), *choice* is ours where neither decides. :data:`MOSE_PRESETS` pins every
-switch of :class:`MoseOptions` for both presets; the README prints the same table.
+Sources are abbreviated in the field documentation: *paper* is the CVPR 2024 text taken literally,
+*released* is the authors' public code (AnAppleCore/MOSE, commit c24a0e6), *choice* is ours where
+neither decides. :data:`MOSE_PRESETS` pins every switch of :class:`MoseOptions` for both presets;
+the README prints the same table.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ __all__ = [
 
 
 class ConfigError(MoseFastError, ValueError):
-    """A setting has a value that the run cannot use; the message names the setting, the value and what is wanted."""
+    """A setting has a value that the run cannot use; the message names the setting, the value and
+    what is wanted.
+    """
 
 
 # Names of settings elsewhere, by which people look for ours.
@@ -77,7 +80,9 @@ def usual_name(name: str) -> str:
 
 
 def near_matches(name: str, known: list[str]) -> str:
-    """Returns ``"; did you mean 'a' or 'b'?"`` for the known names close to ``name``, else the list of all."""
+    """Returns ``"; did you mean 'a' or 'b'?"`` for the known names close to ``name``, else the list
+    of all.
+    """
     usual = usual_name(name)
     close = [usual] if usual in known else get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
@@ -112,7 +117,9 @@ def _choice(owner: str, name: str, value: Any, allowed: tuple) -> None:
         raise ConfigError(f"{owner}{name} is {shown(value)}; wanted one of {', '.join(map(repr, allowed))}")
 
 
-def _number(owner: str, name: str, value: Any, kind: type, low: float, *, open_low: bool = False, below: float = math.inf) -> None:
+def _number(
+    owner: str, name: str, value: Any, kind: type, low: float, *, open_low: bool = False, below: float = math.inf
+) -> None:
     kinds = (int,) if kind is int else (int, float)
     limit = min(below, _INTEGERS_BELOW if kind is int else _NUMBERS_BELOW)
     # An integer of any size can be compared with a float, but not converted to one.
@@ -122,7 +129,9 @@ def _number(owner: str, name: str, value: Any, kind: type, low: float, *, open_l
         # The limit of the type is named to those alone who exceed it.
         beyond = isinstance(value, kinds) and value >= limit
         end = f" and below {'2**63' if limit == _INTEGERS_BELOW else limit}" if beyond or below < math.inf else ""
-        raise ConfigError(f"{owner}{name} is {shown(value)}; wanted {what} {'above' if open_low else 'of at least'} {low}{end}")
+        raise ConfigError(
+            f"{owner}{name} is {shown(value)}; wanted {what} {'above' if open_low else 'of at least'} {low}{end}"
+        )
 
 
 def _flag(owner: str, name: str, value: Any) -> None:
@@ -131,7 +140,9 @@ def _flag(owner: str, name: str, value: Any) -> None:
 
 
 def _usable_path(value: str) -> bool:
-    """Whether the system could take a text as a path, or as the name of a file: no null character, no lone surrogate, not too long."""
+    """Whether the system could take a text as a path, or as the name of a file: no null character,
+    no lone surrogate, not too long.
+    """
     try:
         path = os.fsencode(value)
     except UnicodeEncodeError:
@@ -172,10 +183,12 @@ def knob(
     below: float = math.inf,
     optional: bool = False,
 ) -> Any:
-    """A field of a method's options: its default, what it does, where its values come from, and what it may hold.
+    """A field of a method's options: its default, what it does, where its values come from, and
+    what it may hold.
 
     Args:
-        default: Its type is the field's: a bool, an int (or float) with ``low`` or ``above``, or one of ``choices``.
+        default: Its type is the field's: a bool, an int (or float) with ``low`` or ``above``, or
+        one of ``choices``.
         doc: What it does, in a line.
         source: Where the presets' values come from.
         choices: The values it may have.
@@ -189,7 +202,9 @@ def knob(
 
 
 def annotation(setting: dataclasses.Field) -> str:
-    """The type of a setting as its annotation is written, also where the module evaluates annotations."""
+    """The type of a setting as its annotation is written, also where the module evaluates
+    annotations.
+    """
     return setting.type.__name__ if isinstance(setting.type, type) else str(setting.type)
 
 
@@ -201,7 +216,15 @@ def _check_knob(owner: str, name: str, value: Any, kind_name: str, check: Mappin
     elif check["low"] is not None or check["above"] is not None:
         open_low = check["above"] is not None
         kind = float if kind_name.startswith("float") else int
-        _number(owner, name, value, kind, check["above"] if open_low else check["low"], open_low=open_low, below=check["below"])
+        _number(
+            owner,
+            name,
+            value,
+            kind,
+            check["above"] if open_low else check["low"],
+            open_low=open_low,
+            below=check["below"],
+        )
     else:
         _flag(owner, name, value)
 
@@ -211,17 +234,23 @@ class StreamConfig:
     """What arrives: the data set, how it is split into tasks and in which order its classes come.
 
     Attributes:
-        name: A registered stream (``mose-fast list streams``), a folder ``{train,test}/<class>/file.jpg``, or an ``.npz`` file.
+        name: A registered stream (``mose-fast list streams``), a folder
+        ``{train,test}/<class>/file.jpg``, or an ``.npz`` file.
         data_dir: Folder that holds the data set's files; None means ``~/.cache/mose_fast``.
-        tasks: Number of tasks the classes are split into, equally and in class order; None means the stream's own default.
+        tasks: Number of tasks the classes are split into, equally and in class order; None means
+        the stream's own default.
         batch: Incoming images a step (B = 10 in the paper, section 5.1).
-        limit_per_task: Keep at most this many training images a task, balanced over its classes; None keeps all.
-        class_order_seed: None keeps the natural label order (released); a number draws the order of classes from it.
-        normalisation: Name of the constants (``mose_fast.streams.NORMALISATIONS``); None means the stream's default.
-        decoder: What reads image files: ``pil`` or ``dali``, whose pixels are the same; ``auto`` is ``dali`` where it is installed and
-            there are many files.
-        fingerprint: Of the data's content (:attr:`mose_fast.streams.Stream.fingerprint`). A run writes it into its configuration; data
-            with another one are refused. None takes whatever data there are.
+        limit_per_task: Keep at most this many training images a task, balanced over its classes;
+        None keeps all.
+        class_order_seed: None keeps the natural label order (released); a number draws the order of
+        classes from it.
+        normalisation: Name of the constants (``mose_fast.streams.NORMALISATIONS``); None means the
+        stream's default.
+        decoder: What reads image files: ``pil`` or ``dali``, whose pixels are the same; ``auto`` is
+            ``dali`` where it is installed and there are many files.
+        fingerprint: Of the data's content (:attr:`mose_fast.streams.Stream.fingerprint`). A run
+            writes it into its configuration; data with another one are refused. None takes whatever
+            data there are.
     """
 
     name: str = "digits"
@@ -232,15 +261,22 @@ class StreamConfig:
     class_order_seed: int | None = None
     normalisation: str | None = None
     decoder: str = "auto"
-    # Two configurations are equal where they ask for the same; what data they found is compared where it matters, with its own message.
+    # Two configurations are equal where they ask for the same; what data they found is compared
+    # where it matters, with its own message.
     fingerprint: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not _usable_path(self.name):
-            raise ConfigError(f"stream.name is {shown(self.name)}; wanted the name of a stream, a folder or an .npz file")
+            raise ConfigError(
+                f"stream.name is {shown(self.name)}; wanted the name of a stream, a folder or an .npz file"
+            )
         _number("stream.", "batch", self.batch, int, 1)
         _choice("stream.", "decoder", self.decoder, ("auto", "pil", "dali"))
-        for name, what in (("data_dir", "a folder"), ("normalisation", "the name of constants"), ("fingerprint", "that of data")):
+        for name, what in (
+            ("data_dir", "a folder"),
+            ("normalisation", "the name of constants"),
+            ("fingerprint", "that of data"),
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value or not _usable_path(value)):
                 raise ConfigError(f"stream.{name} is {shown(value)}; wanted {what}, or none given")
@@ -253,10 +289,12 @@ class StreamConfig:
 class MethodOptions:
     """Switches that every method has. Methods add theirs in a subclass, each a :func:`knob`.
 
-    Each field's metadata holds ``doc`` (what it does) and ``source`` (where the presets' values come from).
+    Each field's metadata holds ``doc`` (what it does) and ``source`` (where the presets' values
+    come from).
     """
 
-    #: Number of experts, the one that predicts by default, and what their mean averages; methods with one network have one.
+    #: Number of experts, the one that predicts by default, and what their mean averages; methods
+    #: with one network have one.
     experts: ClassVar[int] = 1
     expert: ClassVar[str] = "last"
     mean_of_experts: ClassVar[str] = "distance"
@@ -298,12 +336,16 @@ class MethodOptions:
             _check_knob("options.", f.name, getattr(self, f.name), annotation(f), f.metadata["check"])
         # Adam divides by it in its first step.
         if self.lr / (1 - self.beta1) > _FLOAT32_MOST:
-            raise ConfigError(f"options.lr is {self.lr!r} with options.beta1 {self.beta1!r}; wanted lr / (1 - beta1) within float32")
+            raise ConfigError(
+                f"options.lr is {self.lr!r} with options.beta1 {self.beta1!r}; wanted lr / (1 - beta1) within float32"
+            )
 
 
 @dataclass(frozen=True)
 class MoseOptions(MethodOptions):
-    """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in :data:`MOSE_PRESETS`."""
+    """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in
+    :data:`MOSE_PRESETS`.
+    """
 
     # The network
     experts: int = knob(
@@ -312,16 +354,23 @@ class MoseOptions(MethodOptions):
         "paper 4.1; released; figure of 1 to 8 from the code's history",
         choices=tuple(range(1, 9)),
     )
-    attention: bool = knob(True, "attention gate before the alignment of every expert but the last", "only in the released code")
+    attention: bool = knob(
+        True, "attention gate before the alignment of every expert but the last", "only in the released code"
+    )
     adapter: bool = knob(True, "Linear(D, D) on the student's feature before distillation", "only in the released code")
     projection: int = knob(128, "width of the contrastive projection", "paper, appendix; released", low=1)
 
     # The losses
-    ce: str = knob("all", "experts with cross-entropy: off | last | all", "paper, ablation table", choices=("off", "last", "all"))
-    scl: str = knob(
-        "all", "experts with supervised contrastive loss: off | last | all", "paper, ablation table", choices=("off", "last", "all")
+    cross_entropy: str = knob(
+        "all", "experts with cross-entropy: off | last | all", "paper, ablation table", choices=("off", "last", "all")
     )
-    distil: str = knob(
+    contrastive: str = knob(
+        "all",
+        "experts with supervised contrastive loss: off | last | all",
+        "paper, ablation table",
+        choices=("off", "last", "all"),
+    )
+    distillation: str = knob(
         "rsd",
         "rsd (experts teach the student) | sd (the student teaches them) | off",
         "paper 4.2 and table SD vs. RSD",
@@ -340,19 +389,24 @@ class MoseOptions(MethodOptions):
         "released: one norm; paper: eq. RSD averages",
         choices=("frobenius", "mean_of_norms"),
     )
-    separate_ce: bool = knob(
+    separate_cross_entropy: bool = knob(
         True,
         "new rows use only the current task's classes; false: one cross-entropy over all rows and classes",
         "paper, eq. new CE; released",
     )
-    ce_buffer_weight: float = knob(2.0, "weight of the buffer rows' cross-entropy", "released: 2; paper: 1", low=0)
+    buffer_weight: float = knob(2.0, "weight of the buffer rows' cross-entropy", "released: 2; paper: 1", low=0)
     temperature: float = knob(0.07, "temperature of the contrastive loss", "released; SCR", above=0)
 
     # The composition of a step
     new_extra: int = knob(
-        22, "rows of the current task drawn from memory into the new set, at most", "released: 64 / 2 - 10; paper: none", low=0
+        22,
+        "rows of the current task drawn from memory into the new set, at most",
+        "released: 64 / 2 - 10; paper: none",
+        low=0,
     )
-    incoming_copies: bool = knob(True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only")
+    incoming_copies: bool = knob(
+        True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only"
+    )
     replay_from: str = knob(
         "others",
         "buffer rows come from: others (every task but the current) | all",
@@ -360,7 +414,11 @@ class MoseOptions(MethodOptions):
         choices=("others", "all"),
     )
     per_class_cap: int | None = knob(
-        7, "at most this many old rows for each class seen so far; null: no cap", "released: 7; paper: none", low=1, optional=True
+        7,
+        "at most this many old rows for each class seen so far; null: no cap",
+        "released: 7; paper: none",
+        low=1,
+        optional=True,
     )
     first_task: str = knob(
         "joint",
@@ -369,7 +427,9 @@ class MoseOptions(MethodOptions):
         choices=("joint", "same"),
     )
     skip_first_batch: bool = knob(
-        True, "the first batch of the stream only enters the memory", "released (its memory is empty then); paper: trained on"
+        True,
+        "the first batch of the stream only enters the memory",
+        "released (its memory is empty then); paper: trained on",
     )
     current_classes: str = knob(
         "seen",
@@ -404,8 +464,10 @@ class MoseOptions(MethodOptions):
             value = getattr(self, name)
             if str(value).isdigit() and int(value) > self.experts:
                 raise ConfigError(f"options.{name} is {value!r}; wanted at most options.experts, {self.experts}")
-        if self.ce == "off" and self.scl == "off":
-            raise ConfigError("options.ce and options.scl are both 'off'; wanted at least one loss to train with")
+        if self.cross_entropy == "off" and self.contrastive == "off":
+            raise ConfigError(
+                "options.cross_entropy and options.contrastive are both 'off'; wanted at least one loss to train with"
+            )
 
     @property
     def student_index(self) -> int:
@@ -413,14 +475,15 @@ class MoseOptions(MethodOptions):
         return (self.student or self.experts) - 1
 
 
-#: What each preset sets differently from :class:`MoseOptions`' defaults. ``released`` is the default itself.
+#: What each preset sets differently from :class:`MoseOptions`' defaults. ``released`` is the
+#: default itself.
 MOSE_PRESETS: dict[str, dict[str, Any]] = {
     "released": {},
     "paper": {
         "attention": False,
         "adapter": False,
         "rsd_reduction": "mean_of_norms",
-        "ce_buffer_weight": 1.0,
+        "buffer_weight": 1.0,
         "new_extra": 0,
         "incoming_copies": False,
         "replay_from": "all",
@@ -435,7 +498,9 @@ MOSE_PRESETS: dict[str, dict[str, Any]] = {
 
 
 class MethodSettings(NamedTuple):
-    """What a configuration must know of a method: the type of its options, and by preset what differs from their defaults."""
+    """What a configuration must know of a method: the type of its options, and by preset what
+    differs from their defaults.
+    """
 
     options: type[MethodOptions]
     presets: Mapping[str, Mapping[str, Any]]
@@ -449,14 +514,17 @@ class MethodSettings(NamedTuple):
         if name is None:
             return next(iter(self.presets))
         if not isinstance(name, str) or name not in self.presets:
-            raise ConfigError(f"preset is {shown(name)}, which this method does not have{near_matches(str(name), list(self.presets))}")
+            raise ConfigError(
+                f"preset is {shown(name)}, which this method does not have{near_matches(str(name), list(self.presets))}"
+            )
         return name
 
 
 #: Settings of every method by name; the modules in :mod:`mose_fast.methods` enter theirs.
 METHOD_SETTINGS: dict[str, MethodSettings] = {"mose": MethodSettings(MoseOptions, MOSE_PRESETS)}
 
-#: Asked in turn for a name that is not in the table; ``mose_fast`` adds the one that imports the methods and knows outside files.
+#: Asked in turn for a name that is not in the table; ``mose_fast`` adds the one that imports the
+#: methods and knows outside files.
 METHOD_FINDERS: list[Callable[[str], MethodSettings | None]] = []
 
 
@@ -477,7 +545,9 @@ def method_settings(name: str) -> MethodSettings:
 
 
 def preset_table(method: str = "mose") -> list[tuple[str, ...]]:
-    """A row for every switch of a method: its name, its value in each preset, what it does, where the values come from."""
+    """A row for every switch of a method: its name, its value in each preset, what it does, where
+    the values come from.
+    """
 
     def show(value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(value)
@@ -496,29 +566,38 @@ class RunConfig:
 
     Attributes:
         method: Name of the learner (``mose-fast list methods``).
-        preset: One of the method's presets (MOSE: ``released`` or ``paper``); ``options`` holds what it expands to, so later edits
-            stay visible.
+        preset: One of the method's presets (MOSE: ``released`` or ``paper``); ``options`` holds
+            what it expands to, so later edits stay visible.
         stream: What arrives.
         options: The method's switches.
         memory: Slots of the replay memory (M).
         width: Channels of the first stage; 64 is the full ResNet-18.
-        epochs: Passes over each task's data (1 in online learning; more for the study of section 3.3). The memory is
-            updated in the first only. With ``train_on`` ``final_memory``: passes over the final memory.
-        train_on: ``stream``, or ``final_memory``: the stream only fills the memory, then the network trains on it (joint).
+        epochs: Passes over each task's data (1 in online learning; more for the study of section
+            3.3). The memory is updated in the first only. With ``train_on`` ``final_memory``:
+            passes over the final memory.
+        train_on: ``stream``, or ``final_memory``: the stream only fills the memory, then the
+        network trains on it (joint).
         seed: Initial weights, order within tasks, memory decisions and augmentations.
-        init_seed: Of the initial weights, where they alone are to vary, or all else but them; None: ``seed``.
+        init_seed: Of the initial weights, where they alone are to vary, or all else but them; None:
+        ``seed``.
         device: ``cpu`` or ``cuda`` (``cuda:1`` ...); ``auto`` takes the card where there is one.
-        feed: What makes the views: ``dali``, ``fused`` (the native op) or ``torch`` (plain PyTorch), with the same pixels up to rounding;
-            ``auto`` is ``dali`` on CUDA where it is installed, else ``fused``. The recipe of the views is ``options.augment``.
-        precision: ``fp32``; ``tf32``: the same, but cuDNN's convolutions round their inputs to 10 bits of mantissa (no difference on a
-            CPU); ``bf16`` for the network in training and evaluation (similarities, softmaxes and norms stay fp32); ``auto``: bf16 on cards
-            of compute capability 8.0 and later, else fp32.
-        kernels: What runs the network's norms, alignment path and heads, and Adam: ``torch``, PyTorch's own modules, or ``fused``, the ops
-            of mose_fast.ops; ``auto``: fused on CUDA where the native library has kernels, else torch. Equal up to rounding.
-        step: ``captured``: on CUDA, steps of a method that allows it (``mose``) replay as CUDA graphs; ``eager``: PyTorch launches each
-            kernel; ``auto``: captured where that can be. With deterministic kernels both give the same bits.
-        deterministic: On CUDA, use deterministic kernels only, so that resuming is exact. The CPU always is.
-        evaluation_batch: Images a forward pass of an evaluation; None: 256 on the CPU, 2,048 on CUDA.
+        feed: What makes the views: ``dali``, ``fused`` (the native op) or ``torch`` (plain
+            PyTorch), with the same pixels up to rounding; ``auto`` is ``dali`` on CUDA where it is
+            installed, else ``fused``. The recipe of the views is ``options.augment``.
+        precision: ``fp32``; ``tf32``: the same, but cuDNN's convolutions round their inputs to 10
+            bits of mantissa (no difference on a CPU); ``bf16`` for the network in training and
+            evaluation (similarities, softmaxes and norms stay fp32); ``auto``: bf16 on cards of
+            compute capability 8.0 and later, else fp32.
+        kernels: What runs the network's norms, alignment path and heads, and Adam: ``torch``,
+            PyTorch's own modules, or ``fused``, the ops of mose_fast.ops; ``auto``: fused on CUDA
+            where the native library has kernels, else torch. Equal up to rounding.
+        step: ``captured``: on CUDA, steps of a method that allows it (``mose``) replay as CUDA
+            graphs; ``eager``: PyTorch launches each kernel; ``auto``: captured where that can be.
+            With deterministic kernels both give the same bits.
+        deterministic: On CUDA, use deterministic kernels only, so that resuming is exact. The CPU
+        always is.
+        evaluation_batch: Images a forward pass of an evaluation; None: 256 on the CPU, 2,048 on
+        CUDA.
         checkpoint_every: Steps between checkpoints within a task; None: at task ends only.
     """
 
@@ -545,7 +624,10 @@ class RunConfig:
         settings = method_settings(self.method)
         settings.preset(self.preset)
         if type(self.options) is not settings.options:
-            raise ConfigError(f"options are {type(self.options).__name__}; wanted {settings.options.__name__} for method {self.method!r}")
+            raise ConfigError(
+                f"options are {type(self.options).__name__}; wanted {settings.options.__name__} for method"
+                f" {self.method!r}"
+            )
         for name in ("memory", "width", "epochs"):
             _number("", name, getattr(self, name), int, 1)
         for name in ("seed", "init_seed"):
@@ -559,7 +641,8 @@ class RunConfig:
         _choice("", "train_on", self.train_on, ("stream", "final_memory"))
         if isinstance(self.feed, str) and self.feed in ("none", "ocm", "simclr", "scr", "pad_crop"):
             raise ConfigError(
-                f"feed is {self.feed!r}, which is a recipe; wanted auto, dali, fused or torch, or --set augment={self.feed} for the recipe"
+                f"feed is {self.feed!r}, which is a recipe; wanted auto, dali, fused or torch, or --set"
+                f" augment={self.feed} for the recipe"
             )
         _choice("", "feed", self.feed, ("auto", "dali", "fused", "torch"))
         _choice("", "precision", self.precision, ("auto", "fp32", "tf32", "bf16"))
@@ -592,8 +675,9 @@ class RunConfig:
             stream: Name of a stream, a :class:`StreamConfig` or a mapping of its fields.
             options: Fields of the method's options that differ from the preset.
             method: Name of the method.
-            **settings: The other fields of :class:`RunConfig`, and fields of the method's options, which may stand beside them as on the
-                command line: ``lr=0.01`` is ``options={"lr": 0.01}``.
+            **settings: The other fields of :class:`RunConfig`, and fields of the method's options,
+                which may stand beside them as on the command line: ``lr=0.01`` is ``options={"lr":
+                0.01}``.
 
         Raises:
             ConfigError: A name is unknown, an option is given twice, or a value is out of range.
@@ -622,7 +706,10 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping) -> RunConfig:
-        """The inverse of :meth:`to_dict`. Fields that are missing take the preset's value, unknown ones are an error."""
+        """The inverse of :meth:`to_dict`.
+
+        Fields that are missing take the preset's value, unknown ones are an error.
+        """
         if not isinstance(values, Mapping):
             raise ConfigError(f"a configuration is a table of settings, not {type(values).__name__}")
         return cls.create(**values)
@@ -646,7 +733,8 @@ class RunConfig:
         """Reads a ``.json`` or ``.toml`` file.
 
         Raises:
-            ConfigError: The file is missing, is no valid JSON or TOML, or holds unusable settings; the message names the file.
+            ConfigError: The file is missing, is no valid JSON or TOML, or holds unusable settings;
+                the message names the file.
         """
         path = Path(path)
         values = read_table(path, "the configuration")
@@ -660,14 +748,21 @@ class RunConfig:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def to_toml(self) -> str:
-        """The configuration as TOML text. TOML has no null: fields that are None are left out, and None is their default."""
+        """The configuration as TOML text.
+
+        TOML has no null: fields that are None are left out, and None is their default.
+        """
         # Not at the top: only who writes TOML needs it.
         import tomli_w
 
-        values = {key: _without_none(value) if isinstance(value, dict) else value for key, value in self.to_dict().items()}
+        values = {
+            key: _without_none(value) if isinstance(value, dict) else value for key, value in self.to_dict().items()
+        }
         text = tomli_w.dumps(_without_none(values))
         if RunConfig.from_dict(tomllib.loads(text)) != self:
-            raise ConfigError("this configuration cannot be written as TOML: a field that the preset sets is None here; use JSON")
+            raise ConfigError(
+                "this configuration cannot be written as TOML: a field that the preset sets is None here; use JSON"
+            )
         return text
 
 
@@ -676,10 +771,16 @@ def _without_none(values: Mapping) -> dict[str, Any]:
 
 
 def _build(kind: type, values: Mapping, owner: str) -> Any:
-    """Constructs the dataclass ``kind`` from a mapping; unknown names are refused with near matches."""
+    """Constructs the dataclass ``kind`` from a mapping; unknown names are refused with near
+    matches.
+    """
     known = {f.name for f in dataclasses.fields(kind)}
     for name in values:
         if name not in known:
-            told = f"{owner}{name}" if isinstance(name, str) and name.isprintable() and len(name) <= _SHOWN else f"{owner}{shown(name)}"
+            told = (
+                f"{owner}{name}"
+                if isinstance(name, str) and name.isprintable() and len(name) <= _SHOWN
+                else f"{owner}{shown(name)}"
+            )
             raise ConfigError(f"{told} is not a setting{near_matches(str(name), sorted(known))}")
     return kind(**values)

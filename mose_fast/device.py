@@ -1,4 +1,6 @@
-"""Where things are computed, and in which precision: names of cards and processors, and moving tensors to a card without waiting for it."""
+"""Where things are computed, and in which precision: names of cards and processors, and moving
+tensors to a card without waiting for it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Choice(NamedTuple):
 def choose_precision(wanted: str, device: torch.device) -> Choice:
     """The precision of the network that a configuration's ``precision`` means on a device.
 
-    ``auto`` is ``bf16`` on cards that multiply matrices in it (compute capability 8.0 and later), else ``fp32``.
+    ``auto`` is ``bf16`` on cards that multiply matrices in it (compute capability 8.0 and later),
+    else ``fp32``.
 
     Args:
         wanted: ``auto``, ``fp32``, ``tf32`` or ``bf16``.
@@ -69,7 +72,8 @@ def device_name(device: torch.device) -> str:
 def own_stream(device: torch.device) -> Iterator[None]:
     """A stream for all steps and evaluations on a card; on the CPU nothing.
 
-    A step that ran on the default stream could not be captured later: its gradients' accumulation stays with the stream it ran on first.
+    A step that ran on the default stream could not be captured later: its gradients' accumulation
+    stays with the stream it ran on first.
     """
     if device.type != "cuda":
         yield
@@ -82,19 +86,26 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor on a device; from the host to a card through pinned memory, so that the host does not wait for what the card is doing."""
+    """A tensor on a device; from the host to a card through pinned memory, so that the host does
+    not wait for what the card is doing.
+    """
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def available_bytes() -> int:
-    """Memory that is free for new processes here, within the limit of the control group, if there is one."""
+    """Memory that is free for new processes here, within the limit of the control group, if there
+    is one.
+    """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         values = [_lines(Path("/sys/fs/cgroup") / name)[:1] for name in (limit, used)]
         if all(value and value[0].isdigit() for value in values):
             free = min(free, int(values[0][0]) - int(values[1][0]))

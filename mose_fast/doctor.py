@@ -1,4 +1,7 @@
-"""What this machine has for a run, what is missing, and how to get it. Nothing is changed, read in full or downloaded."""
+"""What this machine has for a run, what is missing, and how to get it.
+
+Nothing is changed, read in full or downloaded.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,23 @@ def diagnose(data_dir: str | None = None) -> list[Finding]:
         data_dir: Folder with the data sets' files; None is the default one.
     """
     used = [_precision(), _feed()]
-    return [_python(), _torch(), _packages(), *_cuda(), *_cards(), _native(), *_build_tools(os.environ), *used, *_data(data_dir)]
+    return [
+        _python(),
+        _torch(),
+        _packages(),
+        *_cuda(),
+        *_cards(),
+        _native(),
+        *_build_tools(os.environ),
+        *used,
+        *_data(data_dir),
+    ]
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as columns, each fix on a line of its own so that it can be copied, and a verdict."""
+    """The findings as columns, each fix on a line of its own so that it can be copied, and a
+    verdict.
+    """
     width = max(len(finding.thing) for finding in findings)
     lines = []
     for finding in findings:
@@ -74,8 +89,9 @@ def report(findings: Sequence[Finding]) -> str:
 def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
     """Whether code compiled for ``archs`` runs on a card.
 
-    Machine code runs on cards of the same major compute capability and at least the same minor one, architecture-specific code
-    (``9.0a``) on exactly its own; PTX (``12.0+PTX``) on every later card (CUDA programming guide, section on compute capabilities).
+    Machine code runs on cards of the same major compute capability and at least the same minor one,
+    architecture-specific code (``9.0a``) on exactly its own; PTX (``12.0+PTX``) on every later card
+    (CUDA programming guide, section on compute capabilities).
 
     Args:
         capability: The card's, (major, minor).
@@ -86,7 +102,9 @@ def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
         if number is None:
             continue
         compiled = (int(number.group(1)), int(number.group(2)))
-        if capability == compiled or (not number.group(3) and capability[0] == compiled[0] and capability[1] > compiled[1]):
+        if capability == compiled or (
+            not number.group(3) and capability[0] == compiled[0] and capability[1] > compiled[1]
+        ):
             return True
         if number.group(3) == "f" and capability[0] == compiled[0] and capability[1] > compiled[1]:
             return True
@@ -96,7 +114,9 @@ def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
 
 
 def _python() -> Finding:
-    return Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}")  # an older one than 3.10 cannot import this
+    return Finding(
+        "ok", "Python", f"{platform.python_version()}, {sys.executable}"
+    )  # an older one than 3.10 cannot import this
 
 
 def _torch() -> Finding:
@@ -148,7 +168,12 @@ def _cards() -> Iterator[Finding]:
             float(torch.ones(2, device=f"cuda:{index}").sum())
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            yield Finding("--", thing, f"{found}; torch cannot use it ({reason})", "install a torch that supports it, or use --device cpu")
+            yield Finding(
+                "--",
+                thing,
+                f"{found}; torch cannot use it ({reason})",
+                "install a torch that supports it, or use --device cpu",
+            )
             continue
         if archs and not serves_card((card.major, card.minor), archs):
             fix = f"TORCH_CUDA_ARCH_LIST={card.major}.{card.minor} {_loader.REBUILD}"
@@ -164,12 +189,21 @@ def _native() -> Finding:
         fix = "unset MOSE_FAST_NATIVE" if switched_off else f"in the source folder: {_loader.REBUILD}"
         return Finding("--", "native library", f"not used: {_loader.obstacle}; pure PyTorch serves, slower", fix)
     archs = f" {record['cuda']} for {' '.join(record['archs'])}" if record["backend"] == "cuda" else ""
-    found = f"{record['backend']}{archs}, compiled against torch {record['torch']}, commit {(record['commit'] or 'unknown')[:12]}"
+    found = (
+        f"{record['backend']}{archs}, compiled against torch {record['torch']}, commit"
+        f" {(record['commit'] or 'unknown')[:12]}"
+    )
     if record["backend"] == "emulated":
-        fix = "for tests alone; unset MOSE_FAST_NATIVE" if os.environ.get("MOSE_FAST_NATIVE") else f"for tests alone; {_loader.REBUILD}"
+        fix = (
+            "for tests alone; unset MOSE_FAST_NATIVE"
+            if os.environ.get("MOSE_FAST_NATIVE")
+            else f"for tests alone; {_loader.REBUILD}"
+        )
         return Finding("--", "native library", f"{found}; runs the CUDA kernels on the CPU, slowly", fix)
     if record["backend"] == "cpu" and torch.cuda.is_available():
-        return Finding("--", "native library", f"{found}; nothing in it for the GPU", f"MOSE_FAST_BACKEND=cuda {_loader.REBUILD}")
+        return Finding(
+            "--", "native library", f"{found}; nothing in it for the GPU", f"MOSE_FAST_BACKEND=cuda {_loader.REBUILD}"
+        )
     return Finding("ok", "native library", found)
 
 
@@ -181,7 +215,12 @@ def _build_tools(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("ok", "C++ compiler", said)
     else:
         found = f"CXX={compiler} does not run" if compiler else "none on PATH"
-        yield Finding("--", "C++ compiler", found, "to build the native library, install g++ 11 or newer (Debian, Ubuntu: build-essential)")
+        yield Finding(
+            "--",
+            "C++ compiler",
+            found,
+            "to build the native library, install g++ 11 or newer (Debian, Ubuntu: build-essential)",
+        )
 
     ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}")
     if ninja:
@@ -191,7 +230,9 @@ def _build_tools(environment: Mapping[str, str]) -> Iterator[Finding]:
 
     for name in ("CUDA_HOME", "CUDA_PATH"):
         root = environment.get(name)
-        missing = [part for part in ("bin/nvcc", "include/cuda_runtime.h") if root and not (Path(root) / part).is_file()]
+        missing = [
+            part for part in ("bin/nvcc", "include/cuda_runtime.h") if root and not (Path(root) / part).is_file()
+        ]
         if missing:
             found = f"{root}, which is ignored: it has no {' and no '.join(missing)}"
             yield Finding("--", name, found, f"unset {name}, or set it to a toolkit's folder")

@@ -1,4 +1,6 @@
-"""The base of every error that tells the user what to change; ``except mose_fast.MoseFastError`` catches them all."""
+"""The base of every error that tells the user what to change; ``except mose_fast.MoseFastError``
+catches them all.
+"""
 
 from __future__ import annotations
 
@@ -6,4 +8,7 @@ __all__ = ["MoseFastError"]
 
 
 class MoseFastError(Exception):
-    """Something that was given cannot be used: a setting, data, a folder. The command line prints the message alone."""
+    """Something that was given cannot be used: a setting, data, a folder.
+
+    The command line prints the message alone.
+    """

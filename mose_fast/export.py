@@ -1,4 +1,6 @@
-"""The deployable classifier of a finished run: backbone and class means, without what only training needs (paper section 5.1)."""
+"""The deployable classifier of a finished run: backbone and class means, without what only training
+needs (paper section 5.1).
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,23 @@ from mose_fast.train.files import LOCK, RunError, RunFolder, remove_leftovers, w
 from mose_fast.train.lock import FolderLock
 from mose_fast.train.results import precision_of
 
-__all__ = ["CARD", "FORMAT", "MODELS", "Classifier", "DeployedNetwork", "ExportError", "Predictions", "classify_files", "export_run"]
+__all__ = [
+    "CARD",
+    "FORMAT",
+    "MODELS",
+    "Classifier",
+    "DeployedNetwork",
+    "ExportError",
+    "Predictions",
+    "classify_files",
+    "export_run",
+]
 
 #: Version of the export format; a reader refuses newer ones.
 FORMAT = 1
 
-#: The file that describes an export. While the models are written it says that the export is unfinished.
+#: The file that describes an export. While the models are written it says that the export is
+#: unfinished.
 CARD = "card.json"
 
 #: The model's file by format.
@@ -49,13 +62,17 @@ _STAGES = ("stem.", "stage1.", "stage2.", "stage3.", "stage4.")
 
 
 class ExportError(RunError):
-    """A run cannot be exported, or an export cannot be read or applied; the message says why and what to do."""
+    """A run cannot be exported, or an export cannot be read or applied; the message says why and
+    what to do.
+    """
 
 
 class NearestClassMean(nn.Module):
-    """Squared Euclidean distances to the class means (paper section 5.1), float64 [N, K], infinite for classes without one.
+    """Squared Euclidean distances to the class means (paper section 5.1), float64 [N, K], infinite
+    for classes without one.
 
-    As :class:`mose_fast.nn.ClassMeans` computes them, for one expert and in operations that ONNX has.
+    As :class:`mose_fast.nn.ClassMeans` computes them, for one expert and in operations that ONNX
+    has.
     """
 
     def __init__(self, classes: int, feature_size: int) -> None:
@@ -64,7 +81,8 @@ class NearestClassMean(nn.Module):
         self.register_buffer("known", torch.zeros(classes, dtype=torch.bool))
 
     def forward(self, features: Tensor) -> Tensor:
-        # In float64, since means may lie within 1e-4 of each other: |a|^2 + |m|^2 - 2am would cancel.
+        # In float64, since means may lie within 1e-4 of each other: |a|^2 + |m|^2 - 2am would
+        # cancel.
         features, means = F.normalize(features, dim=-1).double(), self.means.double()
         squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1)
         return (squares - 2 * features @ means.T).masked_fill(~self.known, math.inf)
@@ -85,7 +103,9 @@ class DeployedNetwork(nn.Module):
         head: Gives a score for each class.
     """
 
-    def __init__(self, width: int, head: str, class_order: Sequence[int], mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(
+        self, width: int, head: str, class_order: Sequence[int], mean: Sequence[float], std: Sequence[float]
+    ) -> None:
         super().__init__()
         classes, feature_size = len(class_order), 8 * width
         # Without memory or random numbers, since all weights are assigned afterwards.
@@ -113,7 +133,8 @@ class DeployedNetwork(nn.Module):
         Returns:
             head_index: int64 [N], position in the class order.
             label: int64 [N], the data set's own.
-            scores: float32 [N, K]: squared distances (``ncm``, the smallest wins) or logits (the largest wins).
+            scores: float32 [N, K]: squared distances (``ncm``, the smallest wins) or logits (the
+                largest wins).
         """
         x = (images.permute(0, 3, 1, 2).float() / 255 - self.mean) / self.std
         scores = self.head(self.backbone.deepest_feature(x))
@@ -128,7 +149,8 @@ class Predictions(NamedTuple):
         head_index: int64 [N], position in the class order.
         label: int64 [N], the data set's own label.
         scores: float32 [N, K], as :class:`DeployedNetwork` gives them.
-        margin: float32 [N], by how much the best score beats the second best, at least 0; infinite where only one class is known.
+        margin: float32 [N], by how much the best score beats the second best, at least 0; infinite
+            where only one class is known.
     """
 
     head_index: Tensor
@@ -159,9 +181,13 @@ class Classifier:
         self.image_size = tuple(card["image_size"])
         self.class_names = list(card["class_names"])
         if len(self.class_names) != len(card["class_order"]):
-            raise ValueError(f"class_names has {len(self.class_names)} entries; wanted {len(card['class_order'])}, as class_order")
+            raise ValueError(
+                f"class_names has {len(self.class_names)} entries; wanted {len(card['class_order'])}, as class_order"
+            )
         normalisation = card["normalisation"]
-        self.network = DeployedNetwork(card["width"], card["head"], card["class_order"], normalisation["mean"], normalisation["std"])
+        self.network = DeployedNetwork(
+            card["width"], card["head"], card["class_order"], normalisation["mean"], normalisation["std"]
+        )
         for name, wanted in self.network.state_dict().items():
             if name in tensors and tensors[name].dtype != wanted.dtype:
                 raise ValueError(f"{name} has dtype {tensors[name].dtype}; wanted {wanted.dtype}")
@@ -176,7 +202,8 @@ class Classifier:
         """Reads ``card.json`` and ``model.safetensors``, which can execute nothing.
 
         Raises:
-            ExportError: The folder holds no complete export, a file is damaged, or the format is newer.
+            ExportError: The folder holds no complete export, a file is damaged, or the format is
+                newer.
         """
         folder = Path(folder)
         card = _read_card(folder)
@@ -185,17 +212,24 @@ class Classifier:
             files = card["files"]
             if path.name not in files:
                 held = ", ".join(files)
-                raise ExportError(f"{folder} holds {held} and no {path.name}; export again with --format safetensors (and others)")
+                raise ExportError(
+                    f"{folder} holds {held} and no {path.name}; export again with --format safetensors (and others)"
+                )
             raw = path.read_bytes()
             if hashlib.sha256(raw).hexdigest() != files[path.name]["sha256"]:
-                raise ExportError(f"{path} is damaged or of another export: its SHA-256 is not the one in {CARD}; export the run again")
+                raise ExportError(
+                    f"{path} is damaged or of another export: its SHA-256 is not the one in {CARD}; export the run"
+                    " again"
+                )
             return cls(card, load(raw))
         except OSError as error:
             raise ExportError(f"cannot read {path}: {error.strerror}; export the run again") from error
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
             if isinstance(error, ExportError):
                 raise
-            raise ExportError(f"the export {folder} is damaged ({type(error).__name__}: {error}); export the run again") from error
+            raise ExportError(
+                f"the export {folder} is damaged ({type(error).__name__}: {error}); export the run again"
+            ) from error
 
     def predict(self, images: Tensor | np.ndarray) -> Predictions:
         """Classifies raw images.
@@ -209,7 +243,9 @@ class Classifier:
         images = torch.as_tensor(images)
         height, width = self.image_size
         if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != (height, width, 3):
-            raise ValueError(f"images is {images.dtype} of shape {list(images.shape)}; wanted torch.uint8 [N, {height}, {width}, 3]")
+            raise ValueError(
+                f"images is {images.dtype} of shape {list(images.shape)}; wanted torch.uint8 [N, {height}, {width}, 3]"
+            )
         with torch.inference_mode():
             parts = [self.network(part) for part in images.split(_BATCH)]
         head_index, label, scores = (torch.cat(p) for p in zip(*parts, strict=True))
@@ -230,16 +266,19 @@ def export_run(
     Args:
         run: The run's folder.
         out: Folder for the card and the models; None: ``export`` in the run's.
-        formats: Of :data:`MODELS`: ``safetensors`` (what :meth:`Classifier.load` reads), ``onnx``, ``torch`` (torch.export).
-        classifier: ``ncm`` or ``linear`` of the last expert; None: the run's own, which must be one of the two.
-        overwrite: Replace an earlier export in ``out``; other files stay. One that was broken off is replaced without.
+        formats: Of :data:`MODELS`: ``safetensors`` (what :meth:`Classifier.load` reads), ``onnx``,
+        ``torch`` (torch.export).
+        classifier: ``ncm`` or ``linear`` of the last expert; None: the run's own, which must be one
+        of the two.
+        overwrite: Replace an earlier export in ``out``; other files stay. One that was broken off
+            is replaced without.
 
     Returns:
         The folder.
 
     Raises:
-        ExportError: The run is unfinished, damaged or has no such classifier, ``onnx`` is not installed, or ``out`` is in use or holds
-            files of an export's names that are not ours.
+        ExportError: The run is unfinished, damaged or has no such classifier, ``onnx`` is not
+            installed, or ``out`` is in use or holds files of an export's names that are not ours.
         RunError: The run's files contradict each other or cannot be read.
     """
     formats = tuple(dict.fromkeys(formats))
@@ -259,10 +298,14 @@ def export_run(
     exported = Classifier(card, tensors)
     files = {}
     if "safetensors" in formats:
-        files[MODELS["safetensors"]] = save({name: t.contiguous() for name, t in tensors.items()}, {"mose_fast_export": str(FORMAT)})
+        files[MODELS["safetensors"]] = save(
+            {name: t.contiguous() for name, t in tensors.items()}, {"mose_fast_export": str(FORMAT)}
+        )
     if {"onnx", "torch"} & set(formats):
         files |= _programs(exported, formats)
-    card["files"] = {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in files.items()}
+    card["files"] = {
+        name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in files.items()
+    }
     _write(folder, files, card, overwrite)
     return folder
 
@@ -274,16 +317,19 @@ def classify_files(
 
     Args:
         classifier: An export.
-        paths: Files, and folders whose images (endings as in folders of a stream, any depth) are taken in the order of their names.
-        unusable: Told why a file or folder cannot be used, which is then left out; None: the first such file ends it.
+        paths: Files, and folders whose images (endings as in folders of a stream, any depth) are
+        taken in the order of their names.
+        unusable: Told why a file or folder cannot be used, which is then left out; None: the first
+            such file ends it.
 
     Yields:
-        For each file ``path``, ``name`` of the class, ``label`` in the data set, ``head_index``, ``score`` (squared distance or
-        logit) and ``margin`` to the second best class; a margin is None where only one class is known.
+        For each file ``path``, ``name`` of the class, ``label`` in the data set, ``head_index``,
+        ``score`` (squared distance or logit) and ``margin`` to the second best class; a margin is
+        None where only one class is known.
 
     Raises:
-        ExportError: There is no such file, no image in a folder, or an image has another size than the classifier's; only where nobody
-            is told of it.
+        ExportError: There is no such file, no image in a folder, or an image has another size than
+            the classifier's; only where nobody is told of it.
         StreamError: A file is no image, damaged, or holds more than 8 bits a channel; alike.
     """
     files: list[Path] = []
@@ -329,7 +375,8 @@ def _told(unusable: Callable[[MoseFastError], None] | None) -> Iterator[None]:
 def _restore(run: Path, results: dict[str, Any]) -> NetworkLearner:
     """The run's learner after its last batch, on the CPU."""
     resolved = results["resolved"]
-    # In the precision of the run, which auto may not be here; and what only a card has is no obstacle.
+    # In the precision of the run, which auto may not be here; and what only a card has is no
+    # obstacle.
     here = {"device": "cpu", "precision": precision_of(results), "step": "auto", "feed": "auto"}
     config = RunConfig.from_dict({**results["config"], **here})
     normalisation = resolved["normalisation"]
@@ -345,7 +392,9 @@ def _restore(run: Path, results: dict[str, Any]) -> NetworkLearner:
     except ConfigError as error:
         raise ExportError(f"the run in {run} cannot be restored: {error}") from error
     if not isinstance(learner, NetworkLearner):
-        raise ExportError(f"method is {config.method!r}, whose learner has no network of experts; wanted a NetworkLearner")
+        raise ExportError(
+            f"method is {config.method!r}, whose learner has no network of experts; wanted a NetworkLearner"
+        )
     folder = RunFolder(run)
     checkpoint = latest(folder.checkpoints)
     if checkpoint is None:
@@ -354,9 +403,13 @@ def _restore(run: Path, results: dict[str, Any]) -> NetworkLearner:
     try:
         learner.load_state(tensors, values["learner"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ExportError(f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}") from error
+        raise ExportError(
+            f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}"
+        ) from error
     if learner.weights_hash() != results["weights_sha256"]:
-        raise ExportError(f"{checkpoint} does not hold the weights whose hash is in {folder.results}; it is damaged or of another run")
+        raise ExportError(
+            f"{checkpoint} does not hold the weights whose hash is in {folder.results}; it is damaged or of another run"
+        )
     return learner
 
 
@@ -369,13 +422,15 @@ def _describe(
         classifier, own = results["resolved"]["classifier"], results["resolved"]["expert"]
         if own != expert:
             raise ExportError(
-                f"the run in {run} predicts by {classifier} of expert {own}; an export holds the last expert, {expert}, alone: "
-                f"choose its classifier with --classifier {' or '.join(CLASSIFIERS)}"
+                f"the run in {run} predicts by {classifier} of expert {own}; an export holds the last expert, {expert},"
+                f" alone: choose its classifier with --classifier {' or '.join(CLASSIFIERS)}"
             )
     elif classifier not in CLASSIFIERS:
         raise ExportError(f"classifier is {classifier!r}{near_matches(classifier, list(CLASSIFIERS))}")
     head, tensors = _head(learner, classifier)
-    weights = {f"backbone.{n}": t.contiguous() for n, t in learner.network.state_dict().items() if n.startswith(_STAGES)}
+    weights = {
+        f"backbone.{n}": t.contiguous() for n, t in learner.network.state_dict().items() if n.startswith(_STAGES)
+    }
     counted = [p.numel() for name, p in learner.network.named_parameters() if name.startswith(_STAGES)]
     known = learner.class_means().known.tolist() if classifier == "ncm" else [True] * learner.classes
     config = results["config"]
@@ -389,7 +444,10 @@ def _describe(
         "class_order": results["class_order"],
         "class_names": results["class_names"],
         "known": known,
-        "parameters": {"backbone": sum(counted), "head": 0 if head == "ncm" else sum(t.numel() for t in tensors.values())},
+        "parameters": {
+            "backbone": sum(counted),
+            "head": 0 if head == "ncm" else sum(t.numel() for t in tensors.values()),
+        },
         "bytes": {"backbone": _bytes(weights), "head": _bytes(tensors)},
         "accuracy": results["acc"][classifier][expert],
         "accuracy_by_task": results["accuracy"][classifier][expert][-1],
@@ -413,8 +471,8 @@ def _head(learner: NetworkLearner, classifier: str) -> tuple[str, dict[str, Tens
     kinds = {nn.Linear: "linear", CosineClassifier: "cosine"}
     if type(module) not in kinds:
         raise ExportError(
-            f"the classifier of method {learner.config.method!r} is a {type(module).__name__}; wanted Linear or CosineClassifier, "
-            "or --classifier ncm, which needs neither"
+            f"the classifier of method {learner.config.method!r} is a {type(module).__name__}; wanted Linear or"
+            " CosineClassifier, or --classifier ncm, which needs neither"
         )
     return kinds[type(module)], {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
 
@@ -431,7 +489,9 @@ def _require_onnx() -> None:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ExportError(f"format is 'onnx', but {error.name} is not installed. First: pip install 'mose-fast[onnx]'") from error
+        raise ExportError(
+            f"format is 'onnx', but {error.name} is not installed. First: pip install 'mose-fast[onnx]'"
+        ) from error
 
 
 def _programs(classifier: Classifier, formats: Sequence[str]) -> dict[str, bytes]:
@@ -441,7 +501,9 @@ def _programs(classifier: Classifier, formats: Sequence[str]) -> dict[str, bytes
     with warnings.catch_warnings():
         # Of PyTorch about itself; nobody who exports can act on them.
         warnings.simplefilter("ignore")
-        program = torch.export.export(classifier.network, (example,), dynamic_shapes={"images": {0: torch.export.Dim("N")}})
+        program = torch.export.export(
+            classifier.network, (example,), dynamic_shapes={"images": {0: torch.export.Dim("N")}}
+        )
         if "torch" in formats:
             buffer = io.BytesIO()
             torch.export.save(program, buffer)
@@ -468,15 +530,21 @@ def _check_free(folder: Path, overwrite: bool) -> None:
     foreign = sorted(names & {CARD, *MODELS.values()}) if card is None else []
     if foreign:
         raise ExportError(
-            f"the folder {folder} holds {', '.join(foreign)}, but no {CARD} of an export of mose-fast: these files are not an export's, "
-            "and nothing was deleted. Choose another --out, or move them away"
+            f"the folder {folder} holds {', '.join(foreign)}, but no {CARD} of an export of mose-fast: these files are"
+            " not an export's, and nothing was deleted. Choose another --out, or move them away"
         )
     if names and not overwrite and not (card and "unfinished" in card):
-        raise ExportError(f"the folder {folder} is already used; choose another --out, or pass --overwrite to replace the export in it")
+        raise ExportError(
+            f"the folder {folder} is already used; choose another --out, or pass --overwrite to replace the export"
+            " in it"
+        )
 
 
 def _write(folder: Path, files: dict[str, bytes], card: dict[str, Any], overwrite: bool) -> None:
-    """Replaces the export in a folder. There is a card at every moment, so that the files are known to be an export's."""
+    """Replaces the export in a folder.
+
+    There is a card at every moment, so that the files are known to be an export's.
+    """
 
     def text(values: dict[str, Any]) -> str:
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
@@ -496,13 +564,17 @@ def _write(folder: Path, files: dict[str, bytes], card: dict[str, Any], overwrit
         raise
     except RunError as error:
         reason = getattr(error.__cause__, "strerror", None) or error
-        raise ExportError(f"cannot write the export into {folder}: {reason}; free some space or choose another --out") from error
+        raise ExportError(
+            f"cannot write the export into {folder}: {reason}; free some space or choose another --out"
+        ) from error
     except OSError as error:
         raise ExportError(f"cannot write the export into {folder}: {error.strerror}; choose another --out") from error
 
 
 def _stored_card(folder: Path) -> dict[str, Any] | None:
-    """The card in a folder, of whatever version; None where there is none, or one of something else."""
+    """The card in a folder, of whatever version; None where there is none, or one of something
+    else.
+    """
     try:
         card = json.loads((folder / CARD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -515,7 +587,9 @@ def _read_card(folder: Path) -> dict[str, Any]:
     try:
         card = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ExportError(f"there is no export in {folder} (no {CARD}); make one with: mose-fast export RUN --out {folder}") from error
+        raise ExportError(
+            f"there is no export in {folder} (no {CARD}); make one with: mose-fast export RUN --out {folder}"
+        ) from error
     except NotADirectoryError as error:
         raise ExportError(f"{folder} is a file; wanted the folder of an export") from error
     except OSError as error:
@@ -526,16 +600,22 @@ def _read_card(folder: Path) -> dict[str, Any]:
     if type(found) is not int:
         raise ExportError(f"{path} is not the card of an export of mose-fast")
     if found > FORMAT:
-        raise ExportError(f"{path} has format {found}; this version of mose-fast reads {FORMAT} and older: update mose-fast")
+        raise ExportError(
+            f"{path} has format {found}; this version of mose-fast reads {FORMAT} and older: update mose-fast"
+        )
     if "unfinished" in card:
-        raise ExportError(f"the export in {folder} was broken off; make it again with: mose-fast export RUN --out {folder}")
+        raise ExportError(
+            f"the export in {folder} was broken off; make it again with: mose-fast export RUN --out {folder}"
+        )
     return card
 
 
 def _image_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith(".") and p.is_file())
+    files = sorted(
+        p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith(".") and p.is_file()
+    )
     if not files:
         raise ExportError(f"the folder {path} holds no images ({', '.join(SUFFIXES)}); wanted at least one")
     return files

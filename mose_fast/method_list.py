@@ -1,4 +1,6 @@
-"""What ``mose-fast list methods`` shows, read from the methods' sources, since importing them would import torch."""
+"""What ``mose-fast list methods`` shows, read from the methods' sources, since importing them would
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,16 @@ from typing import Any, NamedTuple
 
 __all__ = ["ENTRY_POINTS", "ListedMethod", "listed_methods"]
 
-#: Group of the entry points by which an installed package offers methods: ``name = "package.module:Class"``.
+#: Group of the entry points by which an installed package offers methods: ``name =
+#: "package.module:Class"``.
 ENTRY_POINTS = "mose_fast.methods"
 
 
 class ListedMethod(NamedTuple):
-    """A method's line in the list; see :class:`mose_fast.methods.About`. ``presets`` are names, the default first."""
+    """A method's line in the list; see :class:`mose_fast.methods.About`.
+
+    ``presets`` are names, the default first.
+    """
 
     name: str
     year: int
@@ -25,7 +31,9 @@ class ListedMethod(NamedTuple):
 
 
 def listed_methods() -> list[ListedMethod]:
-    """All methods of this package, by name, and those of installed packages, which are imported for it."""
+    """All methods of this package, by name, and those of installed packages, which are imported for
+    it.
+    """
     own = [listed for path in sorted((Path(__file__).parent / "methods").glob("*.py")) for listed in _declared(path)]
     return [*own, *_installed({listed.name for listed in own})]
 
@@ -37,7 +45,8 @@ def _declared(path: Path) -> Iterator[ListedMethod]:
             if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", None) == "method":
                 given = {keyword.arg: keyword.value for keyword in decorator.keywords}
                 name, year, cost, reference, *presets = map(
-                    _constant, (decorator.args[0], given["year"], given["cost"], given["reference"], *given["presets"].keys)
+                    _constant,
+                    (decorator.args[0], given["year"], given["cost"], given["reference"], *given["presets"].keys),
                 )
                 yield ListedMethod(name, year, cost, reference, tuple(presets))
 

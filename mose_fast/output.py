@@ -1,4 +1,6 @@
-"""What is shown must never stop what is computed: standard output and error that may be closed, full or unable to write a letter."""
+"""What is shown must never stop what is computed: standard output and error that may be closed,
+full or unable to write a letter.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Guarded:
     """A text stream that notes its failures instead of raising them.
 
     Args:
-        stream: To write to; None, as Python has it where the process was started with it closed, drops everything.
+        stream: To write to; None, as Python has it where the process was started with it closed,
+            drops everything.
 
     Attributes:
         failure: The first one; None before.
@@ -45,7 +48,9 @@ class Guarded:
         return not self._gone and self.stream.isatty()
 
     def settle(self) -> None:
-        """Writes what is left; where that cannot be, drops it, so that Python does not fail over it at its end."""
+        """Writes what is left; where that cannot be, drops it, so that Python does not fail over it
+        at its end.
+        """
         self.flush()
         if self.failure is None or self.stream is None:
             return
@@ -93,7 +98,9 @@ def guarded_output() -> Iterator[Guarded]:
 
 
 def _open_standard_descriptors() -> None:
-    """Opens those that are closed, as nothing: the next file would get their number, and whatever a library prints would go into it."""
+    """Opens those that are closed, as nothing: the next file would get their number, and whatever a
+    library prints would go into it.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -20,10 +20,12 @@ from mose_fast.train import Listener
 
 __all__ = ["Progress", "accuracy_table"]
 
-# Without tqdm's seconds a batch, which take the place of batches a second below one, and a bar that losses leave room for.
+# Without tqdm's seconds a batch, which take the place of batches a second below one, and a bar that
+# losses leave room for.
 _BAR = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
-# More tasks than this do not fit into 100 columns; the table then shows the mean, the newest task and the worst old one.
+# More tasks than this do not fit into 100 columns; the table then shows the mean, the newest task
+# and the worst old one.
 _TASK_COLUMNS = 10
 
 # From this terminal width on, the bar has room for every loss beside their sum.
@@ -68,9 +70,15 @@ class Progress(Listener):
         print(_heading(config, stream, learner, batch, batches, self.out), flush=True)
         if sys.stderr.isatty():
             self.bar = tqdm(
-                total=batches, initial=batch, unit=" batches", bar_format=_BAR, dynamic_ncols=True, smoothing=0.05, miniters=1,
+                total=batches,
+                initial=batch,
+                unit=" batches",
+                bar_format=_BAR,
+                dynamic_ncols=True,
+                smoothing=0.05,
+                miniters=1,
                 file=sys.stderr,
-            )  # fmt: skip
+            )
 
     def on_task_start(self, task: int) -> None:
         self.task_start = time.perf_counter()
@@ -90,7 +98,10 @@ class Progress(Listener):
         if self.bar is None:
             now = time.perf_counter()
             seconds = now - self.task_start
-            line = f"{self._name(task)}: {self.task_batches} batches in {seconds:.1f} s ({self.task_batches / seconds:.1f} batches/s)"
+            line = (
+                f"{self._name(task)}: {self.task_batches} batches in {seconds:.1f} s ({self.task_batches / seconds:.1f}"
+                " batches/s)"
+            )
             line += f", {self._losses()}" if self.losses else ""
             if batch < self.batches and batch > self.first_batch:
                 left = (now - self.start) / (batch - self.first_batch) * (self.batches - batch)
@@ -116,7 +127,8 @@ class Progress(Listener):
 
 
 def accuracy_table(test: dict[str, dict[str, list[float]]], task: int, tasks: int, main: tuple[str, str]) -> str:
-    """The accuracies after a task in percent, a row per classifier and expert, at most 100 columns wide.
+    """The accuracies after a task in percent, a row per classifier and expert, at most 100 columns
+    wide.
 
     Args:
         test: Accuracy in [0, 1] by classifier, expert and task seen.
@@ -161,13 +173,21 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
     weights = "" if config.init_seed is None else f" (initial weights: {config.init_seed})"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
     rows = {
-        "stream": f"{stream.name}: {len(stream.tasks)} tasks, {stream.classes} classes, {len(stream.x_train)} training and "
-        f"{len(stream.x_test)} test images of {height}x{width}",
-        "method": f"{config.method} ({config.preset}), memory {config.memory}, seed {config.seed}{weights}, "
-        f"mirroring {'on' if learner.mirrored else off}",
-        "network": f"width {config.width}: {trained.parameters:,} parameters and {trained.macs / 1e6:,.1f} M multiply-accumulates an image "
-        f"(for predict(): {deployed.parameters:,} and {deployed.macs / 1e6:,.1f} M)",
-        "device": f"{where}, {learner.precision}; native library: {f'yes ({native} build)' if native else 'no, pure PyTorch'}",
+        "stream": (
+            f"{stream.name}: {len(stream.tasks)} tasks, {stream.classes} classes, {len(stream.x_train)} training and "
+            f"{len(stream.x_test)} test images of {height}x{width}"
+        ),
+        "method": (
+            f"{config.method} ({config.preset}), memory {config.memory}, seed {config.seed}{weights}, "
+            f"mirroring {'on' if learner.mirrored else off}"
+        ),
+        "network": (
+            f"width {config.width}: {trained.parameters:,} parameters and {trained.macs / 1e6:,.1f} M"
+            f" multiply-accumulates an image (for predict(): {deployed.parameters:,} and {deployed.macs / 1e6:,.1f} M)"
+        ),
+        "device": (
+            f"{where}, {learner.precision}; native library: {f'yes ({native} build)' if native else 'no, pure PyTorch'}"
+        ),
         **({} if learner.feed is None else {"views": f"{config.options.augment}, made by {learner.feed}"}),
         **({"steps": str(learner.stepping)} if device.type == "cuda" else {}),
         **({"caution": crowded} if device.type == "cpu" and (crowded := crowding(torch.get_num_threads())) else {}),

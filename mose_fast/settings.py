@@ -27,7 +27,9 @@ def setting_types(method: str) -> dict[str, str]:
 
 
 def dotted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Every single setting of a configuration, as :meth:`RunConfig.to_dict` gives it, by its dotted name."""
+    """Every single setting of a configuration, as :meth:`RunConfig.to_dict` gives it, by its dotted
+    name.
+    """
     values = dict(config)
     for owner in ("stream", "options"):
         values |= {f"{owner}.{name}": value for name, value in values.pop(owner).items()}
@@ -51,7 +53,8 @@ def assignment(text: str, flag: str) -> tuple[str, str]:
 
 
 def full_name(name: str, types: Mapping[str, str], flag: str) -> str:
-    """The dotted name of a setting; a method's options may be given without theirs, ``augment`` for ``options.augment``.
+    """The dotted name of a setting; a method's options may be given without theirs, ``augment`` for
+    ``options.augment``.
 
     Args:
         name: As given.
@@ -64,7 +67,9 @@ def full_name(name: str, types: Mapping[str, str], flag: str) -> str:
     setting = name if name in types else f"options.{name}"
     if setting not in types:
         told = name if name.isprintable() else shown(name)
-        raise ConfigError(f"{flag} {told} is not a setting{near_matches(name, [known.removeprefix('options.') for known in types])}")
+        raise ConfigError(
+            f"{flag} {told} is not a setting{near_matches(name, [known.removeprefix('options.') for known in types])}"
+        )
     return setting
 
 
@@ -83,8 +88,9 @@ def read_value(kind: str, text: str) -> Any:
 def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfig:
     """A configuration with some settings changed.
 
-    Where ``changes`` names another method or preset than ``base``, the options that ``base`` changes from its own preset are kept and
-    all others come from the new one. Where they name another stream, the fingerprint of the earlier one's data goes with it.
+    Where ``changes`` names another method or preset than ``base``, the options that ``base``
+    changes from its own preset are kept and all others come from the new one. Where they name
+    another stream, the fingerprint of the earlier one's data goes with it.
 
     Args:
         base: To start from; None: the defaults of the method and preset in ``changes``.
@@ -110,7 +116,9 @@ def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfi
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The configuration with the paths of its data and method made absolute, so that its run can be continued from any folder."""
+    """The configuration with the paths of its data and method made absolute, so that its run can be
+    continued from any folder.
+    """
     stream = config.stream
     data_dir = None if stream.data_dir is None else _absolute(stream.data_dir)
     stream = dataclasses.replace(stream, name=_absolute_stream(stream.name), data_dir=data_dir)

@@ -1,4 +1,6 @@
-"""Ctrl-C, SIGTERM (Slurm, containers) and SIGHUP (a closed terminal): one way to stop, between two batches."""
+"""Ctrl-C, SIGTERM (Slurm, containers) and SIGHUP (a closed terminal): one way to stop, between two
+batches.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ from typing import Any
 
 __all__ = ["Interrupted", "StopRequest", "raised_at_once", "stop_request"]
 
-# Those that end a process unless it handles them, beside Ctrl-C. A process that was told to ignore them (nohup) goes on ignoring them.
+# Those that end a process unless it handles them, beside Ctrl-C. A process that was told to ignore
+# them (nohup) goes on ignoring them.
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the work. The state of a run up to its last finished batch is in the run folder, if there is one.
+    """A signal ended the work. The state of a run up to its last finished batch is in the run
+    folder, if there is one.
 
     Attributes:
         number: Of the signal; Ctrl-C's unless told otherwise.
@@ -47,10 +51,11 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """What a signal sets instead of breaking into a half-done step; a second Ctrl-C interrupts at once.
+    """What a signal sets instead of breaking into a half-done step; a second Ctrl-C interrupts at
+    once.
 
-    SIGTERM may come more than once, as it does where a job's processes are all sent it and pass it on to each other. Outside the main
-    thread, where Python delivers no signals, nothing sets it.
+    SIGTERM may come more than once, as it does where a job's processes are all sent it and pass it
+    on to each other. Outside the main thread, where Python delivers no signals, nothing sets it.
     """
     request = StopRequest()
 
@@ -65,7 +70,9 @@ def stop_request() -> Iterator[StopRequest]:
 
 @contextmanager
 def raised_at_once() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise :class:`Interrupted` where the program is, once; Ctrl-C does so by itself."""
+    """Makes SIGTERM and SIGHUP raise :class:`Interrupted` where the program is, once; Ctrl-C does
+    so by itself.
+    """
     raised = []
 
     def handle(number: int, frame: Any) -> None:

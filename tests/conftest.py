@@ -14,7 +14,9 @@ UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imag
 
 @pytest.fixture
 def hang_ups():
-    """SIGHUP acts here and in the programs that are started, also where the tests run under nohup."""
+    """SIGHUP acts here and in the programs that are started, also where the tests run under
+    nohup.
+    """
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -22,7 +24,8 @@ def hang_ups():
 
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory):
-    """A function from ``cifar100``, ``mnist`` or ``tiny`` to the folder with its unpacked files; skips where there are none.
+    """A function from ``cifar100``, ``mnist`` or ``tiny`` to the folder with its unpacked files;
+    skips where there are none.
 
     MOSE_FAST_TEST_DATA names a folder with files that are unpacked already.
     """

@@ -95,7 +95,12 @@ def broken(*arguments):
 def test_a_variant_that_fails_takes_no_other_row_with_it(monkeypatch):
     works = Variant("works", {"kernels": "torch", "feed": "torch", "step": "eager"})
     breaks = Variant("breaks", {**works.settings, "feed": "fused"})
-    chosen = [works, breaks, breaks._replace(name="breaks in the loop", looped=True), works._replace(name="works again")]
+    chosen = [
+        works,
+        breaks,
+        breaks._replace(name="breaks in the loop", looped=True),
+        works._replace(name="works again"),
+    ]
     monkeypatch.setattr(benchmark_module, "variants", lambda device: chosen)
     monkeypatch.setattr(benchmark_module, "create_learner", failing_learner(benchmark_module.create_learner))
     report = benchmark(SMALL, classes=4, seconds=0.05)
@@ -103,7 +108,8 @@ def test_a_variant_that_fails_takes_no_other_row_with_it(monkeypatch):
     assert first.milliseconds > 0 and after.milliseconds > 0
     assert breaks.milliseconds is looped.milliseconds is None
     assert breaks.note == looped.note == "failed: ValueError: an illegal memory access"
-    # The whole traceback is kept, and the evaluation, which uses the same feed but no views, is measured.
+    # The whole traceback is kept, and the evaluation, which uses the same feed but no views, is
+    # measured.
     assert report.failures.keys() == {"breaks", "breaks in the loop"}
     assert all("in broken" in trace and "and more" in trace for trace in report.failures.values())
     assert "failed: ValueError" in report.text() and "failed: ValueError" in report.table()
@@ -111,7 +117,9 @@ def test_a_variant_that_fails_takes_no_other_row_with_it(monkeypatch):
 
 def test_the_command_tells_why_a_variant_failed(capsys, monkeypatch):
     monkeypatch.setattr(benchmark_module, "create_learner", failing_learner(benchmark_module.create_learner))
-    monkeypatch.setattr(benchmark_module, "variants", lambda device: [Variant("breaks", {"feed": "fused", "kernels": "torch"})])
+    monkeypatch.setattr(
+        benchmark_module, "variants", lambda device: [Variant("breaks", {"feed": "fused", "kernels": "torch"})]
+    )
     arguments = ["bench", "--device", "cpu", "--width", "1", "--memory", "80", "--seconds", "0.1", "--only", "breaks"]
     assert main([*arguments, "--set", "buffer_batch=6", "--set", "new_extra=2"]) == 0
     out, err = capsys.readouterr()
@@ -122,13 +130,19 @@ def test_rates_are_those_of_forward_and_backward():
     row = Row("a", views=100, milliseconds=50.0, p20=49.0, p80=52.0, peak=3_000_000)
     absent = Row("b", 0, None, None, None, None, "why not")
     report = Report("card", SMALL, 10**9, Ceilings(24.0, 100.0), (row, absent), None, 0)
-    # 100 images of 10^9 multiply-accumulates, two operations each, backward twice the forward: 6 * 10^11 in 0.05 s.
+    # 100 images of 10^9 multiply-accumulates, two operations each, backward twice the forward: 6 *
+    # 10^11 in 0.05 s.
     assert report.tflops(row) == pytest.approx(12.0)
     text = report.text()
     assert " 50.0%" in text and "2,000" in text
     header, first, second = csv.reader(io.StringIO(report.table()))
     values = dict(zip(header, first, strict=True))
-    assert (values["ms"], values["tflops"], values["share_of_ceiling"], values["images_per_s"]) == ("50.0000", "12.000", "0.5000", "2000.0")
+    assert (values["ms"], values["tflops"], values["share_of_ceiling"], values["images_per_s"]) == (
+        "50.0000",
+        "12.000",
+        "0.5000",
+        "2000.0",
+    )
     assert dict(zip(header, second, strict=True))["note"] == "why not"
 
 
@@ -155,7 +169,19 @@ def test_other_methods_are_refused():
 
 
 def test_the_command_prints_a_table_and_writes_its_rows(capsys, tmp_path):
-    arguments = ["bench", "--device", "cpu", "--width", "1", "--memory", "80", "--seconds", "0.1", "--only", "plain PyTorch, eager"]
+    arguments = [
+        "bench",
+        "--device",
+        "cpu",
+        "--width",
+        "1",
+        "--memory",
+        "80",
+        "--seconds",
+        "0.1",
+        "--only",
+        "plain PyTorch, eager",
+    ]
     settings = ["--set", "buffer_batch=6", "--set", "new_extra=2"]
     assert main([*arguments, *settings, "--csv", str(tmp_path / "bench.csv")]) == 0
     out, err = capsys.readouterr()

@@ -21,7 +21,7 @@ def test_presets_differ_where_paper_and_released_code_do():
     released = RunConfig.create("released").options
     assert released == MoseOptions() == RunConfig().options
     assert (released.rsd_reduction, paper.rsd_reduction) == ("frobenius", "mean_of_norms")
-    assert (released.ce_buffer_weight, paper.ce_buffer_weight) == (2, 1)
+    assert (released.buffer_weight, paper.buffer_weight) == (2, 1)
     assert (released.attention, released.adapter, paper.attention, paper.adapter) == (True, True, False, False)
     assert (released.new_extra, paper.new_extra, released.per_class_cap, paper.per_class_cap) == (22, 0, 7, None)
     assert (released.augment, paper.augment) == ("ocm", "simclr")
@@ -47,7 +47,11 @@ def test_changes_from_the_preset_are_visible():
 @pytest.mark.parametrize("preset", MOSE_PRESETS)
 def test_round_trip_through_files(tmp_path, suffix, preset):
     config = RunConfig.create(
-        preset, stream={"name": "split-cifar100", "limit_per_task": 100, "class_order_seed": 3}, memory=200, options={"student": 2}, seed=7
+        preset,
+        stream={"name": "split-cifar100", "limit_per_task": 100, "class_order_seed": 3},
+        memory=200,
+        options={"student": 2},
+        seed=7,
     )
     path = tmp_path / f"config.{suffix}"
     path.write_text(config.to_json() if suffix == "json" else config.to_toml())
@@ -109,7 +113,7 @@ def test_a_configuration_written_before_there_were_feeds_is_read(tmp_path):
         ({"options": {"attention": 1}}, "options.attention is 1; wanted true or false"),
         ({"options": {"inner_views": 3}}, "options.inner_views is 3"),
         ({"options": {"beta2": 1.0}}, "options.beta2"),
-        ({"options": {"ce": "off", "scl": "off"}}, "at least one loss"),
+        ({"options": {"cross_entropy": "off", "contrastive": "off"}}, "at least one loss"),
         ({"options": {"per_class_cap": 0}}, "options.per_class_cap is 0"),
         ({"stream": {"batch": 0}}, "stream.batch is 0"),
         ({"stream": {"tasks": 2.0}}, "stream.tasks is 2.0"),
@@ -159,7 +163,7 @@ def test_options_may_stand_beside_the_other_settings():
 
 @pytest.mark.parametrize("function", [mose_fast.run, mose_fast.create_learner])
 def test_help_explains_the_main_arguments(function):
-    told = inspect.getdoc(function)
+    told = " ".join(inspect.getdoc(function).split())
     for name in ("method", "preset", "memory", "width", "seed", "device", "options"):
         assert f"``{name}`` (" in told, name
 
@@ -168,4 +172,9 @@ def test_types_are_installed_with_the_package():
     root = Path(mose_fast.__file__).parent
     assert (root / "py.typed").is_file()
     project = root.parent / "pyproject.toml"
-    assert '"py.typed"' in project.read_text(encoding="utf-8").partition("[tool.setuptools.package-data]")[2].partition("[tool.ruff]")[0]
+    assert (
+        '"py.typed"'
+        in project.read_text(encoding="utf-8")
+        .partition("[tool.setuptools.package-data]")[2]
+        .partition("[tool.ruff]")[0]
+    )

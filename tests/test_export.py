@@ -1,4 +1,6 @@
-"""An export classifies as the trained learner does, says what it is, and refuses what it cannot use."""
+"""An export classifies as the trained learner does, says what it is, and refuses what it cannot
+use.
+"""
 
 import errno
 import json
@@ -74,13 +76,17 @@ def copy(exported, tmp_path):
 
 
 def true_distances(run):
-    """Squared distances of the last expert by the training network, [N, K], and what it predicts, of all test images."""
+    """Squared distances of the last expert by the training network, [N, K], and what it predicts,
+    of all test images.
+    """
     features = run.learner.outputs(run.stream.x_test)[0]
     return run.learner.class_means().distances(features)[-1], run.learner.predict(run.stream.x_test)
 
 
 def test_a_run_of_a_card_is_restored_here(finished, tmp_path):
-    """In the precision that it had there, and although its steps were captured and its views DALI's."""
+    """In the precision that it had there, and although its steps were captured and its views
+    DALI's.
+    """
     folder = shutil.copytree(finished().folder, tmp_path / "run")
     results = json.loads((folder / "results.json").read_text())
     results["config"] |= {"device": "cuda", "step": "captured", "feed": "dali"}
@@ -144,7 +150,9 @@ def _torch_program(folder):
 
 
 def _onnx_program(folder):
-    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (pip install 'mose-fast[test]')")
+    onnxruntime = pytest.importorskip(
+        "onnxruntime", reason="onnxruntime is not installed (pip install 'mose-fast[test]')"
+    )
     session = onnxruntime.InferenceSession((folder / "model.onnx").read_bytes(), providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == ["head_index", "label", "distances"]
     return lambda images: map(torch.from_numpy, session.run(None, {"images": images.numpy()}))
@@ -171,7 +179,10 @@ def test_card_says_what_the_classifier_is(finished, exported):
     run, card = finished(), json.loads((exported / "card.json").read_text())
     results = run.results
     predicted = true_distances(run)[1]
-    right = [float((predicted[rows] == run.stream.y_test[rows]).double().mean()) for rows in map(run.stream.test_rows, range(5))]
+    right = [
+        float((predicted[rows] == run.stream.y_test[rows]).double().mean())
+        for rows in map(run.stream.test_rows, range(5))
+    ]
     assert card["accuracy_by_task"] == pytest.approx(right)
     assert card["accuracy"] == pytest.approx(sum(right) / 5)
     assert card["parameters"] == {"backbone": results["parameters"]["deployed"], "head": 0}
@@ -287,7 +298,9 @@ def test_a_file_is_no_folder(finished, exported, capsys):
 
 def test_a_run_that_predicts_by_another_expert_must_choose(finished, tmp_path):
     run = finished(expert="mean")
-    with pytest.raises(ExportError, match=r"by ncm of expert mean_distance.*the last expert, 4, alone.*--classifier ncm or linear"):
+    with pytest.raises(
+        ExportError, match=r"by ncm of expert mean_distance.*the last expert, 4, alone.*--classifier ncm or linear"
+    ):
         export_run(run.folder, tmp_path)
     assert Classifier.load(export_run(run.folder, tmp_path, classifier="linear")).card["head"] == "linear"
 

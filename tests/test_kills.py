@@ -1,7 +1,9 @@
-"""Runs, exports and sweeps that are killed at random points end, once they go on, in the results of unbroken ones.
+"""Runs, exports and sweeps that are killed at random points end, once they go on, in the results of
+unbroken ones.
 
-Points are counted: batches, steps of evaluations, every file that is opened, renamed, made or deleted below the folder, and every
-word from a sweep's workers. MOSE_FAST_KILL_POINTS says how many are tried; the points are drawn from a seed.
+Points are counted: batches, steps of evaluations, every file that is opened, renamed, made or
+deleted below the folder, and every word from a sweep's workers. MOSE_FAST_KILL_POINTS says how many
+are tried; the points are drawn from a seed.
 """
 
 import contextlib
@@ -34,7 +36,14 @@ CASES = {kind: [(DRAWN.random(), SIGNALS[i % 3]) for i in range(number)] for kin
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["mose_fast.train", "mose_fast.export", "mose_fast.sweep.scheduler", "torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure"]
+    [
+        "mose_fast.train",
+        "mose_fast.export",
+        "mose_fast.sweep.scheduler",
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+        "matplotlib.figure",
+    ]
 )
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -64,7 +73,9 @@ class Points:
         return call
 
     def on_audit(self, event, arguments):
-        if event in ("os.rename", "os.remove", "os.mkdir", "os.chmod") or (event == "open" and (arguments[2] or 0) & WRITING):
+        if event in ("os.rename", "os.remove", "os.mkdir", "os.chmod") or (
+            event == "open" and (arguments[2] or 0) & WRITING
+        ):
             path = arguments[0]
             if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self.folder):
                 self.on_point()
@@ -86,7 +97,9 @@ def child(folder, arguments, at, number, say):
 
 
 def call(folder, arguments, at=None, number=None):
-    """Runs a command in a child; returns its exit code and how many points it passed, None where it was killed."""
+    """Runs a command in a child; returns its exit code and how many points it passed, None where it
+    was killed.
+    """
     listen, say = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=child, args=(folder, arguments, at, number, say))
     process.start()
@@ -110,11 +123,18 @@ def settings(tmp_path_factory):
 
 
 def result(folder):
-    """All that must not depend on where a run was broken off. Nor on the commit, which may change while a developer tests."""
+    """All that must not depend on where a run was broken off.
+
+    Nor on the commit, which may change while a developer tests.
+    """
     results = json.loads((folder / "results.json").read_text())
     for name in ("seconds", "resumed", "peak_memory_bytes", "commit"):
         del results[name]
-    return results, (folder / "accuracy.csv").read_text(), sorted(p.name for p in folder.rglob("*") if "tfevents" not in p.name)
+    return (
+        results,
+        (folder / "accuracy.csv").read_text(),
+        sorted(p.name for p in folder.rglob("*") if "tfevents" not in p.name),
+    )
 
 
 def export(folder):
@@ -125,19 +145,32 @@ def export(folder):
 
 def sweep(folder):
     table = read_store(folder)
-    own = [column for column in table if column not in ("resumed", "finished_at", "results_sha256", "commit_id", "peak_bytes")]
+    own = [
+        column
+        for column in table
+        if column not in ("resumed", "finished_at", "results_sha256", "commit_id", "peak_bytes")
+    ]
     own = [column for column in own if not column.startswith("seconds")]
-    return table[own].to_dict("records"), [result(folder / name) for name in table["folder"]], [p.name for p in folder.rglob(".*")]
+    return (
+        table[own].to_dict("records"),
+        [result(folder / name) for name in table["folder"]],
+        [p.name for p in folder.rglob(".*")],
+    )
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, settings):
-    """For each kind: what makes and continues it in a folder, what it comes to, and how many points it has."""
+    """For each kind: what makes and continues it in a folder, what it comes to, and how many points
+    it has.
+    """
     finished = tmp_path_factory.mktemp("run") / "run"
     commands = {
         "run": (lambda out: ["run", *settings, "--out", str(out)], lambda out: ["resume", str(out)], result),
         "export": (*[lambda out: ["export", str(finished), "--out", str(out)]] * 2, export),
-        "sweep": (*[lambda out: ["sweep", *settings, "--seeds", "0-1", "--workers", "1", "--out", str(out)]] * 2, sweep),
+        "sweep": (
+            *[lambda out: ["sweep", *settings, "--seeds", "0-1", "--workers", "1", "--out", str(out)]] * 2,
+            sweep,
+        ),
     }
     known = {}
 
@@ -155,7 +188,9 @@ def unbroken(tmp_path_factory, settings):
     return of
 
 
-@pytest.mark.parametrize(("kind", "place", "number"), [(kind, *case) for kind, cases in CASES.items() for case in cases])
+@pytest.mark.parametrize(
+    ("kind", "place", "number"), [(kind, *case) for kind, cases in CASES.items() for case in cases]
+)
 def test_killed_anywhere_and_continued(tmp_path, unbroken, kind, place, number):
     begin, go_on, outcome, expected, points = unbroken(kind)
     assert points > 10
@@ -163,7 +198,9 @@ def test_killed_anywhere_and_continued(tmp_path, unbroken, kind, place, number):
     at = 1 + int(place * points)
     code, _ = call(out, begin(out), at, number)
     # After its last batch a run does what it has begun.
-    assert code in ((-signal.SIGKILL,) if number == signal.SIGKILL else (128 + number, 0)) or (kind == "sweep" and code == 0)
+    assert code in ((-signal.SIGKILL,) if number == signal.SIGKILL else (128 + number, 0)) or (
+        kind == "sweep" and code == 0
+    )
     deadline = time.monotonic() + 60
     while kind == "sweep" and number == signal.SIGKILL and holders(out):
         assert time.monotonic() < deadline, "workers of a killed sweep still live"
@@ -171,7 +208,8 @@ def test_killed_anywhere_and_continued(tmp_path, unbroken, kind, place, number):
     if kind != "run":
         code, _ = call(out, go_on(out)) if kind == "sweep" or outcome_is_missing(out) else (0, None)
     elif not (out / "results.json").exists():
-        # Killed before its configuration was written, it is begun again: there is nothing of it that could be lost.
+        # Killed before its configuration was written, it is begun again: there is nothing of it
+        # that could be lost.
         code, _ = call(out, go_on(out) if (out / "config.json").exists() else [*begin(out), "--overwrite"])
     else:
         code = 0

@@ -31,7 +31,10 @@ def test_all_cores_of_the_machine_are_left_to_torch():
 
 def test_affinity_counts():
     one = min(os.sched_getaffinity(0))
-    program = f"import os; os.sched_setaffinity(0, {{{one}}}); from mose_fast.threads import usable_cores; print(usable_cores())"
+    program = (
+        f"import os; os.sched_setaffinity(0, {{{one}}}); from mose_fast.threads import usable_cores;"
+        " print(usable_cores())"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))

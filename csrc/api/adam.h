@@ -14,35 +14,35 @@ struct AdamTensor {
   const void* gradient;  // [count], float32, bfloat16 or float16
   int64_t start;         // of the parameter in the flat buffers
   int64_t count;
-  int32_t parameter;     // its position in `steps`
-  FloatType type;        // of the gradient
+  int32_t parameter;  // its position in `steps`
+  FloatType type;     // of the gradient
 };
 
 // Parameters of one call: as many bits as fit beside the rest in the 4 KiB of a launch's arguments.
 inline constexpr int64_t kMaxAdamParameters = 24576;
 
 struct AdamParams {
-  float* master;           // flat: as far as the last parameter reaches
+  float* master;  // flat: as far as the last parameter reaches
   float* exp_avg;
   float* exp_avg_sq;
-  MutableFloatArray shadow;  // as master, bfloat16 or float16; data null: there is none
-  float* steps;            // [parameters], + 1 for each parameter that has a gradient
-  const float* lr;         // a scalar where the buffers are
-  const float* loss;       // null, or a scalar: not finite, it freezes this call and sets the latch
-  bool* latch;             // null, or a scalar: freezes all that this call would write
+  MutableFloatArray shadow;   // as master, bfloat16 or float16; data null: there is none
+  float* steps;               // [parameters], + 1 for each parameter that has a gradient
+  const float* lr;            // a scalar where the buffers are
+  const float* loss;          // null, or a scalar: not finite, it freezes this call and sets the latch
+  bool* latch;                // null, or a scalar: freezes all that this call would write
   const AdamTensor* tensors;  // [tensor_count], on the host, ascending by parameter
   int64_t tensor_count;
-  int64_t parameters;      // at most kMaxAdamParameters
-  AdamScale* scales;       // [parameters] workspace, used by CUDA only
-  int32_t* frozen;         // a scalar, workspace, used by CUDA only
+  int64_t parameters;  // at most kMaxAdamParameters
+  AdamScale* scales;   // [parameters] workspace, used by CUDA only
+  int32_t* frozen;     // a scalar, workspace, used by CUDA only
   double beta1;
   double beta2;
   double eps;
   double weight_decay;
 
   AdamSettings settings() const {
-    return {static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2), static_cast<float>(beta2), static_cast<float>(eps),
-            static_cast<float>(weight_decay)};
+    return {static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2), static_cast<float>(beta2),
+            static_cast<float>(eps), static_cast<float>(weight_decay)};
   }
 };
 

@@ -1,6 +1,7 @@
-// Depthwise 3x3 convolution (padding 1) and pointwise 1x1 convolution over maps [images, height, width, channels], with the norm before
-// them applied on load and the statistics of the norm after them taken on the way out. Depthwise alone, where the product with the
-// pointwise weights is done by a library. On CUDA alone: on the CPU PyTorch's convolutions serve.
+// Depthwise 3x3 convolution (padding 1) and pointwise 1x1 convolution over maps [images, height,
+// width, channels], with the norm before them applied on load and the statistics of the norm after
+// them taken on the way out. Depthwise alone, where the product with the pointwise weights is done
+// by a library. On CUDA alone: on the CPU PyTorch's convolutions serve.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +12,13 @@
 
 namespace mf {
 
-// What the convolution reads: x' = x, with a prologue relu(scale (x - mean) + shift), with a gate times sigmoid(up(gate)), up
-// doubling both sides bilinearly. Maps and gate are float32, bfloat16 or float16, all of one type, and aligned to 16 bytes.
+// What the convolution reads: x' = x, with a prologue relu(scale (x - mean) + shift), with a gate
+// times sigmoid(up(gate)), up doubling both sides bilinearly. Maps and gate are float32, bfloat16
+// or float16, all of one type, and aligned to 16 bytes.
 struct AlignConvInput {
   FloatType type;
-  const void* x;         // [images, height, width, channels]
-  FloatArray depthwise;  // [channels, 9], rounded to `type` before use
+  const void* x;          // [images, height, width, channels]
+  FloatArray depthwise;   // [channels, 9], rounded to `type` before use
   const float* prologue;  // [kNormRows, channels]; null: none
   const void* gate;       // [images, height / 2, width / 2, channels]; null: none. Wants even sides
   int64_t images;
@@ -24,8 +26,8 @@ struct AlignConvInput {
   int64_t width;
   int64_t channels;  // a multiple of 8
   int64_t stride;    // 1 or 2; 2 wants even sides
-  // Images from this one on are padding: never read, zero in every map and gradient, not counted. Read from the device where a pointer
-  // is given. Cut to [0, images].
+  // Images from this one on are padding: never read, zero in every map and gradient, not counted.
+  // Read from the device where a pointer is given. Cut to [0, images].
   const int32_t* valid_pointer;
   int64_t valid;
 
@@ -42,8 +44,8 @@ struct AlignConvDepthwise {
   void* map;  // [images, out_height, out_width, channels] out
 };
 
-// Both convolutions and the norm's state. Serves bfloat16 and float16, channels a multiple of 16 up to 128, out_channels a multiple
-// of 8 up to 256.
+// Both convolutions and the norm's state. Serves bfloat16 and float16, channels a multiple of 16 up
+// to 128, out_channels a multiple of 8 up to 256.
 struct AlignConvForward {
   AlignConvInput input;
   const void* pointwise;  // [out_channels, channels], of the input's type, aligned to 16 bytes
@@ -55,8 +57,9 @@ struct AlignConvForward {
   float* state;    // [kNormRows, out_channels] out
 };
 
-// The gradient that y has in all: total = grad + slope (y - mean) + offset, the latter two from the gradient of the state.
-struct AlignConvTotal {
+// The gradient that y has in all: total = grad + slope (y - mean) + offset, the latter two from the
+// gradient of the state.
+struct AlignConvGradY {
   FloatType type;
   const void* y;            // [images, pixels, channels]
   const void* grad;         // as y; null: 0
@@ -65,16 +68,16 @@ struct AlignConvTotal {
   const float* mean_rest;   // [channels]: of NormStatistics; null: 0
   NormParams norm;
   int64_t images;
-  int64_t pixels;  // of an image
+  int64_t pixels;    // of an image
   int64_t channels;  // a multiple of 8
   const int32_t* valid_pointer;
   int64_t valid;
-  void* total;   // as y, out
-  // The product with the pointwise weights in the same pass: bfloat16 and float16 alone, both numbers of channels at most 128, `channels` a
-  // multiple of 16, in_channels of 8.
+  void* total;  // as y, out
+  // The product with the pointwise weights in the same pass: bfloat16 and float16 alone, both
+  // numbers of channels at most 128, `channels` a multiple of 16, in_channels of 8.
   const void* pointwise;  // [channels, in_channels], of y's type, aligned to 16 bytes; null: no product
   int64_t in_channels;
-  void* map;              // [images, pixels, in_channels] out: the gradient of the depthwise convolution's result
+  void* map;      // [images, pixels, in_channels] out: the gradient of the depthwise convolution's result
   float* weight;  // [channels] out: gradient of the norm's weight; null: not wanted
   float* bias;    // [channels] out: of its bias; null: not wanted
 };
@@ -82,8 +85,9 @@ struct AlignConvTotal {
 // Gradients through depthwise convolution, gate and prologue. Each is null where it is not wanted.
 struct AlignConvBackward {
   AlignConvInput input;
-  const void* grad;             // [images, out_height, out_width, channels]: of the depthwise convolution's result
-  float* sums;                  // [align_conv_sums(input), kAlignConvSums, channels] workspace; null where neither of the last two is wanted
+  const void* grad;  // [images, out_height, out_width, channels]: of the depthwise convolution's result
+  float*
+      sums;  // [align_conv_sums(input), kAlignConvSums, channels] workspace; null where neither of the last two is wanted
   void* x;                      // as the input's x, out
   void* gate;                   // as the input's gate, out
   MutableFloatArray depthwise;  // [channels, 9] out
@@ -100,7 +104,7 @@ int64_t align_conv_sums(const AlignConvInput& input);
 
 void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream);  // one launch
 void align_conv_forward(const AlignConvForward& params, Stream stream);      // two launches
-void align_conv_total(const AlignConvTotal& params, Stream stream);          // one launch
+void align_conv_grad_y(const AlignConvGradY& params, Stream stream);         // one launch
 void align_conv_backward(const AlignConvBackward& params, Stream stream);    // one launch; two with sums
 }  // namespace cuda
 

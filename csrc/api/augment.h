@@ -1,4 +1,5 @@
-// The views of a step in one pass: rows gathered from uint8 sources, turned, augmented, normalised, written in NHWC.
+// The views of a step in one pass: rows gathered from uint8 sources, turned, augmented, normalised,
+// written in NHWC.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +20,16 @@ struct AugmentParams {
   // Rows are numbered through all sources, those of source 0 first.
   AugmentSource source[kMaxSources];
   int32_t sources;
-  const int64_t* rows;     // [row_count] number of a row; -1: padding, its views are zero
-  const int32_t* layout;   // [views, kLayout]
-  const int32_t* codes;    // [draws, 6] of augment_parameters
-  const float* factors;    // [draws, 4]
-  void* output;            // [views, height, width, channels] of `type`, not overlapping anything; channels from 3 on are zero
+  const int64_t* rows;    // [row_count] number of a row; -1: padding, its views are zero
+  const int32_t* layout;  // [views, kLayout]
+  const int32_t* codes;   // [draws, 6] of augment_parameters
+  const float* factors;   // [draws, 4]
+  void* output;  // [views, height, width, channels] of `type`, not overlapping anything; channels from 3 on are zero
   int64_t row_count;
   int64_t views;
   int64_t draws;
-  int32_t height;  // 1 to kMaxSide
-  int32_t width;   // 1 to kMaxSide
+  int32_t height;    // 1 to kMaxSide
+  int32_t width;     // 1 to kMaxSide
   int32_t channels;  // 3, 4 or 8
   ViewType type;
   float mean[3];  // of images in [0, 1]
@@ -36,7 +37,8 @@ struct AugmentParams {
   bool jitter_normalised;  // colour jitter after normalisation, as released
 };
 
-// What a view shows. A number out of its range leaves `invalid` set; such a view is all NaN, since a kernel cannot report it.
+// What a view shows. A number out of its range leaves `invalid` set; such a view is all NaN, since
+// a kernel cannot report it.
 struct ViewOrigin {
   const uint8_t* image;  // null: padding or invalid
   bool invalid;

@@ -13,11 +13,11 @@ struct AugmentParametersParams {
   uint64_t seed;
   uint64_t sequence;
   int64_t* counter;  // null, or one number where the outputs are: added to sequence, then advanced by 1
-  int64_t count;   // views; below 2^32
-  int32_t height;  // pixels
-  int32_t width;   // pixels
-  int32_t* codes;  // [count, 6] out
-  float* factors;  // [count, 4] out
+  int64_t count;     // views; below 2^32
+  int32_t height;    // pixels
+  int32_t width;     // pixels
+  int32_t* codes;    // [count, 6] out
+  float* factors;    // [count, 4] out
 };
 
 namespace cpu {

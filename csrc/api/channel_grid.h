@@ -1,4 +1,5 @@
-// How kernels over a map [pixels, channels] in NHWC share it among blocks, and how much workspace their sums by channel take.
+// How kernels over a map [pixels, channels] in NHWC share it among blocks, and how much workspace
+// their sums by channel take.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +41,8 @@ struct ChannelGrid {
     const int64_t tiles = (shape.channels + width - 1) / width;
     const int64_t pixels = least * (threads >> shift);  // of a block
     const int64_t wanted = (shape.pixels() + pixels - 1) / pixels;
-    return {shift, static_cast<unsigned>(tiles), static_cast<unsigned>(std::clamp<int64_t>(most / tiles, 1, std::max<int64_t>(wanted, 1)))};
+    return {shift, static_cast<unsigned>(tiles),
+            static_cast<unsigned>(std::clamp<int64_t>(most / tiles, 1, std::max<int64_t>(wanted, 1)))};
   }
 
   // Floats of the workspace for sums of `fields` numbers a channel, and tickets.

@@ -1,4 +1,5 @@
-// All losses of one step of MOSE for E experts and N rows, and their gradients; core/expert_losses.h has the algebra.
+// All losses of one step of MOSE for E experts and N rows, and their gradients;
+// core/expert_losses.h has the algebra.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +12,23 @@ namespace mf {
 
 // What forward and backward read alike.
 struct ExpertLossesInput {
-  FloatArray projections;       // [experts, rows, projection_size]
-  FloatArray logits;            // [experts, rows, classes]
-  FloatArray features;          // [experts, rows, feature_size]
-  FloatArray student;           // [rows, feature_size]
-  const int64_t* labels;        // [rows]
-  const bool* current_classes;  // [classes], the classes of the new rows' softmax; null: one softmax over all classes for all rows
+  FloatArray projections;  // [experts, rows, projection_size]
+  FloatArray logits;       // [experts, rows, classes]
+  FloatArray features;     // [experts, rows, feature_size]
+  FloatArray student;      // [rows, feature_size]
+  const int64_t* labels;   // [rows]
+  const bool*
+      current_classes;  // [classes], the classes of the new rows' softmax; null: one softmax over all classes for all rows
   int64_t experts;
   int64_t rows;
   int64_t projection_size;
   int64_t classes;
   int64_t feature_size;
-  // Row counts: read from the device where a pointer is given, else the number beside it. Cut to [0, valid] and [0, rows].
-  const int32_t* fresh_pointer;
+  // Row counts: read from the device where a pointer is given, else the number beside it. Cut to
+  // [0, valid] and [0, rows].
+  const int32_t* new_rows_pointer;
   const int32_t* valid_pointer;
-  int64_t fresh;
+  int64_t new_rows;
   int64_t valid;
   double temperature;
   double buffer_weight;
@@ -36,7 +39,8 @@ struct ExpertLossesInput {
   int64_t student_expert;  // has no distillation term
 
   MF_HD RowCounts counts() const {
-    return RowCounts::within(rows, fresh_pointer ? *fresh_pointer : fresh, valid_pointer ? *valid_pointer : valid);
+    return RowCounts::within(rows, new_rows_pointer ? *new_rows_pointer : new_rows,
+                             valid_pointer ? *valid_pointer : valid);
   }
   MF_HD bool contrasts(int64_t e) const { return e >= first_contrastive; }
   MF_HD bool classifies(int64_t e) const { return e >= first_cross_entropy; }
@@ -63,14 +67,16 @@ struct ExpertLossesBackward {
 };
 
 namespace cpu {
-// Real is float or double: the type of every array. The products of matrices lie between these calls, in the caller's hands:
+// Real is float or double: the type of every array. The products of matrices lie between these
+// calls, in the caller's hands:
 //   directions [experts, rows, projection_size] = n(z), zero for padding             <- expert_losses_directions
 //   similarity [experts, rows, rows]            = directions directions^T            <- the caller
 //   forward turns `similarity` in place into exp(s_ij - L_i), zero on the diagonal and for padding.
 //   pulls [experts, rows, rows]                 = W_ij times grad / temperature      <- expert_losses_pulls
 //   pulled [experts, rows, projection_size]     = pulls directions                   <- the caller
 //   backward reads directions and pulled.
-// Throws Error where a label is no class, or the label of a new row is not among the current classes.
+// Throws Error where a label is no class, or the label of a new row is not among the current
+// classes.
 template <typename Real>
 void expert_losses_directions(const ExpertLossesInput& input, Real* directions, int threads);
 template <typename Real>
@@ -78,12 +84,14 @@ void expert_losses_forward(const ExpertLossesForward& params, Real* similarity, 
 template <typename Real>
 void expert_losses_pulls(const ExpertLossesBackward& params, const Real* similarity, Real* pulls, int threads);
 template <typename Real>
-void expert_losses_backward(const ExpertLossesBackward& params, const Real* directions, const Real* pulled, int threads);
+void expert_losses_backward(const ExpertLossesBackward& params, const Real* directions, const Real* pulled,
+                            int threads);
 }  // namespace cpu
 
 namespace cuda {
-// Inputs of float32, bfloat16 or float16, each array its own; terms, statistics and grad float32. At most three launches together.
-// A label that is no class, or that of a new row outside the current classes, makes its row's loss NaN, and so the term.
+// Inputs of float32, bfloat16 or float16, each array its own; terms, statistics and grad float32.
+// At most three launches together. A label that is no class, or that of a new row outside the
+// current classes, makes its row's loss NaN, and so the term.
 void expert_losses_forward(const ExpertLossesForward& params, Stream stream);    // two launches
 void expert_losses_backward(const ExpertLossesBackward& params, Stream stream);  // one launch
 }  // namespace cuda

@@ -15,9 +15,10 @@ struct NormPoolInput {
   FloatArray x;        // [images, pixels, channels], float32, bfloat16 or float16
   const float* state;  // [kNormRows, channels]; null: x is pooled as it is
   int64_t images;
-  int64_t pixels;      // at least 1
+  int64_t pixels;  // at least 1
   int64_t channels;
-  // Images from this number on are padding: read from the device where a pointer is given, else the number beside it.
+  // Images from this number on are padding: read from the device where a pointer is given, else the
+  // number beside it.
   const int32_t* valid_pointer;
   int64_t valid;
 
@@ -30,14 +31,14 @@ struct NormPoolInput {
 struct NormPoolForward {
   NormPoolInput input;
   MutableFloatArray pooled;  // [images, channels], of the type of x; 0 for padding
-  float* counts;             // [images, channels] out, for backward; null: not wanted. Written only with a state, 0 for padding
-  float* sums;               // [images, channels] alike
+  float* counts;  // [images, channels] out, for backward; null: not wanted. Written only with a state, 0 for padding
+  float* sums;    // [images, channels] alike
 };
 
 struct NormPoolBackward {
   NormPoolInput input;
-  const void* grad;      // [images, channels], of the type of x
-  const float* counts;   // as forward left them
+  const void* grad;     // [images, channels], of the type of x
+  const float* counts;  // as forward left them
   const float* sums;
   MutableFloatArray dx;  // as x, and of its type, 0 for padding; data null: not wanted
   float* dstate;         // [kNormRows, channels] out; null: not wanted

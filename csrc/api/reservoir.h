@@ -1,4 +1,5 @@
-// Replay memory: offer a batch, draw replay rows. The decisions are in core/reservoir.h; images are opaque rows of bytes.
+// Replay memory: offer a batch, draw replay rows. The decisions are in core/reservoir.h; images are
+// opaque rows of bytes.
 #pragma once
 
 #include <cstdint>

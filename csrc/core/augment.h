@@ -17,10 +17,12 @@ struct AugmentSource {
   int64_t rows;
 };
 
-// --- Geometry ----------------------------------------------------------------------------------------------------------------
+// --- Geometry
+// ----------------------------------------------------------------------------------------------------------------
 
-// Pixel of the stored image that lies at (y, x) of the image in this orientation. Bit 0 of the code mirrors the upper half
-// left-right, bit 1 the lower half; bits 2 and 3 count quarter turns, counter-clockwise, applied afterwards (square images only).
+// Pixel of the stored image that lies at (y, x) of the image in this orientation. Bit 0 of the code
+// mirrors the upper half left-right, bit 1 the lower half; bits 2 and 3 count quarter turns,
+// counter-clockwise, applied afterwards (square images only).
 MF_HD inline int32_t oriented_pixel(int32_t orientation, int32_t y, int32_t x, int32_t height, int32_t width) {
   const int32_t turns = orientation >> 2;
   const int32_t row = turns == 0 ? y : turns == 1 ? x : turns == 2 ? height - 1 - y : height - 1 - x;
@@ -29,23 +31,27 @@ MF_HD inline int32_t oriented_pixel(int32_t orientation, int32_t y, int32_t x, i
   return row * width + (mirrored ? width - 1 - column : column);
 }
 
-// Where a pixel of a resized crop lies along one axis: between two pixels, `share` of the way from the first to the second.
+// Where a pixel of a resized crop lies along one axis: between two pixels, `share` of the way from
+// the first to the second.
 struct SamplePosition {
   int32_t low, high;
   float share;
 };
 
-// Continues an axis of `size` pixels by reflection at its borders: -1 is pixel 0, size is pixel size - 1.
+// Continues an axis of `size` pixels by reflection at its borders: -1 is pixel 0, size is pixel
+// size - 1.
 MF_HD inline int32_t reflected(int64_t pixel, int32_t size) {
   const int64_t period = 2 * static_cast<int64_t>(size);
   const int64_t within = (pixel % period + period) % period;
   return static_cast<int32_t>(within < size ? within : period - 1 - within);
 }
 
-// Pixel `index` of a crop that is `window` pixels wide, stretched to `size`; `offset` is twice the distance of the crop's centre
-// from the image's (core/augment_parameters.h). The position (window (2 index + 1 - size) + (offset + size - 1) size) / (2 size)
-// is split into whole pixels and a share by integers, so that the only rounding is the share's.
-MF_HD inline SamplePosition sample_position(int32_t index, int32_t size, int32_t window, int32_t offset, bool mirrored) {
+// Pixel `index` of a crop that is `window` pixels wide, stretched to `size`; `offset` is twice the
+// distance of the crop's centre from the image's (core/augment_parameters.h). The position (window
+// (2 index + 1 - size) + (offset + size - 1) size) / (2 size) is split into whole pixels and a
+// share by integers, so that the only rounding is the share's.
+MF_HD inline SamplePosition sample_position(int32_t index, int32_t size, int32_t window, int32_t offset,
+                                            bool mirrored) {
   const int64_t wide = size;
   const int64_t numerator = window * (2 * static_cast<int64_t>(index) + 1 - wide) + (offset + wide - 1) * wide;
   const int64_t denominator = 2 * wide;
@@ -61,11 +67,10 @@ MF_HD inline SamplePosition sample_position(int32_t index, int32_t size, int32_t
           static_cast<float>(rest) / static_cast<float>(denominator)};
 }
 
-MF_HD inline float between(float low, float high, float share) {
-  return low * (1.0f - share) + high * share;
-}
+MF_HD inline float between(float low, float high, float share) { return low * (1.0f - share) + high * share; }
 
-// --- Colour ------------------------------------------------------------------------------------------------------------------
+// --- Colour
+// ------------------------------------------------------------------------------------------------------------------
 
 // x in [-1, 2) as a number of [0, 1), modulo 1.
 MF_HD inline float wrapped(float x) {
@@ -79,8 +84,8 @@ MF_HD inline float clamped(float x) {
   return positive > 1.0f ? 1.0f : positive;
 }
 
-// atan2(y, x) in turns, in [0, 1], within 3e-8: a minimax polynomial on the octant, then reflections. Without branches, so that
-// compilers vectorise it, and the same on every device.
+// atan2(y, x) in turns, in [0, 1], within 3e-8: a minimax polynomial on the octant, then
+// reflections. Without branches, so that compilers vectorise it, and the same on every device.
 MF_HD inline float turns(float y, float x) {
   const float length_x = x < 0.0f ? -x : x;
   const float length_y = y < 0.0f ? -y : y;
@@ -103,13 +108,15 @@ MF_HD inline float turns(float y, float x) {
   return y < 0.0f ? 1.0f - half : half;
 }
 
-// How much of its saturation a channel loses at this hue: `sextant` is the hue in sixths of a turn plus 5 (red), 3 (green), 1 (blue).
+// How much of its saturation a channel loses at this hue: `sextant` is the hue in sixths of a turn
+// plus 5 (red), 3 (green), 1 (blue).
 MF_HD inline float hue_share(float sextant) {
   const float distance = sextant >= 6.0f ? sextant - 6.0f : sextant;
   return clamped(distance < 4.0f - distance ? distance : 4.0f - distance);
 }
 
-// Hue (angle in the chromaticity plane) moved by `hue` turns in (-1, 1), saturation and value multiplied and clamped to [0, 1].
+// Hue (angle in the chromaticity plane) moved by `hue` turns in (-1, 1), saturation and value
+// multiplied and clamped to [0, 1].
 MF_HD inline void shift_colour(float& red, float& green, float& blue, float hue, float saturation, float value) {
   const float upper = red > green ? red : green;
   const float lower = red < green ? red : green;
@@ -132,9 +139,7 @@ MF_HD inline float hue_in_turns(float factor) {
 }
 
 // Contrast around the view's mean of the channel.
-MF_HD inline float contrasted(float x, float mean, float factor) {
-  return clamped((x - mean) * factor + mean);
-}
+MF_HD inline float contrasted(float x, float mean, float factor) { return clamped((x - mean) * factor + mean); }
 
 // Grey value of ITU-R BT.601.
 MF_HD inline float gray_value(float red, float green, float blue) {

@@ -1,7 +1,8 @@
 // The random parameters of one augmented view, in one place for CPU and CUDA.
 //
-// The order of the fp64 operations below is part of the law: every one rounds by itself (core/exact_math.h), and
-// mose_fast/reference/augment_parameters.py repeats them in this order. Lanes of Philox words for one view:
+// The order of the fp64 operations below is part of the law: every one rounds by itself
+// (core/exact_math.h), and mose_fast/reference/augment_parameters.py repeats them in this order.
+// Lanes of Philox words for one view:
 //   lane 0       r0: mirror, r1: gray, r2: jitter, r3: top bit, contrast first
 //   lane 1       r0: hue, r1: saturation, r2: value, r3: contrast
 //   lanes 2..11  one trial of a crop each: r0: area, r1: aspect ratio, r2: horizontal offset, r3: vertical offset
@@ -15,8 +16,9 @@
 
 namespace mf {
 
-// What views are drawn from. Probabilities in [0, 1]; area_low ... area_high is the crop's share of the image, area_low >= 1
-// means no crop; brightness, contrast and saturation are half widths around the factor 1, hue around 0.
+// What views are drawn from. Probabilities in [0, 1]; area_low ... area_high is the crop's share of
+// the image, area_low >= 1 means no crop; brightness, contrast and saturation are half widths
+// around the factor 1, hue around 0.
 struct AugmentRecipe {
   double mirror_p;
   double gray_p;
@@ -41,14 +43,15 @@ struct AugmentParameters {
 };
 
 struct CropBox {
-  int32_t width, height;       // pixels
-  int32_t offset_x, offset_y;  // in [width - W, W - width] and alike: twice the distance of the crop's centre from the image's
+  int32_t width, height;  // pixels
+  int32_t offset_x,
+      offset_y;  // in [width - W, W - width] and alike: twice the distance of the crop's centre from the image's
 };
 
-// Up to ten trials: area uniform in the recipe's range, log aspect ratio uniform in (log 3/4, log 4/3), sides rounded to
-// pixels; the first trial that fits counts, else the whole image.
-MF_HD inline CropBox draw_crop(const AugmentRecipe& recipe, uint64_t seed, uint64_t sequence, uint32_t item, int32_t height,
-                               int32_t width) {
+// Up to ten trials: area uniform in the recipe's range, log aspect ratio uniform in (log 3/4, log
+// 4/3), sides rounded to pixels; the first trial that fits counts, else the whole image.
+MF_HD inline CropBox draw_crop(const AugmentRecipe& recipe, uint64_t seed, uint64_t sequence, uint32_t item,
+                               int32_t height, int32_t width) {
   using namespace exact;
   constexpr double kLogRatio = -0.2876820724517809;  // log(3/4) = -log(4/3)
   constexpr uint32_t kFirstLane = 2;
@@ -76,8 +79,8 @@ MF_HD inline CropBox draw_crop(const AugmentRecipe& recipe, uint64_t seed, uint6
   return {width, height, 0, 0};
 }
 
-MF_HD inline AugmentParameters draw_augment_parameters(const AugmentRecipe& recipe, uint64_t seed, uint64_t sequence, uint32_t item,
-                                                       int32_t height, int32_t width) {
+MF_HD inline AugmentParameters draw_augment_parameters(const AugmentRecipe& recipe, uint64_t seed, uint64_t sequence,
+                                                       uint32_t item, int32_t height, int32_t width) {
   using namespace exact;
   AugmentParameters view{};
   const PhiloxWords r = philox(seed, sequence, item, Purpose::kView, 0);
@@ -90,8 +93,9 @@ MF_HD inline AugmentParameters draw_augment_parameters(const AugmentRecipe& reci
   view.factor[1] = view.factor[2] = view.factor[3] = 1.0f;
   if (jitter) {
     const PhiloxWords f = philox(seed, sequence, item, Purpose::kView, 1);
-    const double symmetric[4] = {subtract(multiply(2.0, unit(f.word[0])), 1.0), subtract(multiply(2.0, unit(f.word[1])), 1.0),
-                                 subtract(multiply(2.0, unit(f.word[2])), 1.0), subtract(multiply(2.0, unit(f.word[3])), 1.0)};
+    const double symmetric[4] = {
+        subtract(multiply(2.0, unit(f.word[0])), 1.0), subtract(multiply(2.0, unit(f.word[1])), 1.0),
+        subtract(multiply(2.0, unit(f.word[2])), 1.0), subtract(multiply(2.0, unit(f.word[3])), 1.0)};
     view.factor[0] = static_cast<float>(multiply(symmetric[0], recipe.hue));
     view.factor[1] = static_cast<float>(add(1.0, multiply(symmetric[1], recipe.saturation)));
     view.factor[2] = static_cast<float>(add(1.0, multiply(symmetric[2], recipe.brightness)));

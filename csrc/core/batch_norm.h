@@ -1,12 +1,16 @@
-// Batch norm by channel: how counts, means and squared deviations merge, what a norm's state is, and its gradient. Shared by every
-// kernel that ends in a norm's statistics or begins with a norm, so that they can be combined freely.
+// Batch norm by channel: how counts, means and squared deviations merge, what a norm's state is,
+// and its gradient. Shared by every kernel that ends in a norm's statistics or begins with a norm,
+// so that they can be combined freely.
 //
-// Each producer of a map y (a convolution, or a pass that only reads one) leaves a state: mean, inverse deviation, scale and shift with
+// Each producer of a map y (a convolution, or a pass that only reads one) leaves a state: mean,
+// inverse deviation, scale and shift with
 //   norm(y) = scale (y - mean) + shift,   scale = weight x inverse deviation,   shift = bias.
-// (Not scale y + shift': for a mean of 1,000 deviations that would round away what is left of y.) Each consumer applies this while
-// loading. Its backward treats the four as independent inputs: it leaves dy = scale g, where g is the gradient of the normalised value,
-// and the state's gradient, dmean = -scale sum g, dscale = sum g (y - mean), dshift = sum g. The producer's backward then owes what flows
-// through mean and deviation: dy += slope (y - mean) + offset (NormBackward), on load.
+// (Not scale y + shift': for a mean of 1,000 deviations that would round away what is left of y.)
+// Each consumer applies this while loading. Its backward treats the four as independent inputs: it
+// leaves dy = scale g, where g is the gradient of the normalised value, and the state's gradient,
+// dmean = -scale sum g, dscale = sum g (y - mean), dshift = sum g. The producer's backward then
+// owes what flows through mean and deviation: dy += slope (y - mean) + offset (NormBackward), on
+// load.
 #pragma once
 
 #include <cmath>
@@ -23,7 +27,8 @@ struct Moments {
   float squares;
 };
 
-// Of the union of two sets (Chan, Golub and LeVeque 1979). Not commutative in the last bit: merge in a fixed order.
+// Of the union of two sets (Chan, Golub and LeVeque 1979). Not commutative in the last bit: merge
+// in a fixed order.
 MF_HD inline Moments merged(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   if (count == 0.0f) {
@@ -39,19 +44,21 @@ enum NormRow : int { kMean = 0, kInverseStd = 1, kScale = 2, kShift = 3, kNormRo
 
 // A batch norm's parameters and running statistics. weight and bias may be null (1 and 0).
 struct NormParams {
-  const float* weight;      // [channels]
-  const float* bias;        // [channels]
-  float* running_mean;      // [channels]; null: none are kept
-  float* running_var;       // [channels]
-  int64_t* batches;         // a count, + 1 for every training batch; null: not counted
-  float momentum;           // share of the new statistics in the running ones
+  const float* weight;  // [channels]
+  const float* bias;    // [channels]
+  float* running_mean;  // [channels]; null: none are kept
+  float* running_var;   // [channels]
+  int64_t* batches;     // a count, + 1 for every training batch; null: not counted
+  float momentum;       // share of the new statistics in the running ones
   float eps;
-  bool training;            // statistics of the batch; else the running ones, which stay as they are
+  bool training;  // statistics of the batch; else the running ones, which stay as they are
 };
 
-// Writes channel c of the state [kNormRows, channels]; in training from the batch's moments, whose mean and (unbiased) variance enter
-// the running statistics. A batch without elements leaves those as they are.
-MF_HD inline void finish_norm(const NormParams& norm, const Moments& moments, int64_t channels, int64_t c, float* state) {
+// Writes channel c of the state [kNormRows, channels]; in training from the batch's moments, whose
+// mean and (unbiased) variance enter the running statistics. A batch without elements leaves those
+// as they are.
+MF_HD inline void finish_norm(const NormParams& norm, const Moments& moments, int64_t channels, int64_t c,
+                              float* state) {
   float mean;
   float variance;
   if (norm.training) {
@@ -81,10 +88,11 @@ struct NormBackward {
   float offset;
 };
 
-// `grad`: the state's gradient, [kNormRows, channels]; `count`: elements of the channel that the statistics are of. `mean_rest`: by how
-// much their mean exceeds the state's, which is rounded: a spread that is small beside the mean loses digits to that rounding.
-MF_HD inline NormBackward norm_backward(const NormParams& norm, const float* state, const float* grad, float count, int64_t channels,
-                                        int64_t c, float mean_rest = 0.0f) {
+// `grad`: the state's gradient, [kNormRows, channels]; `count`: elements of the channel that the
+// statistics are of. `mean_rest`: by how much their mean exceeds the state's, which is rounded: a
+// spread that is small beside the mean loses digits to that rounding.
+MF_HD inline NormBackward norm_backward(const NormParams& norm, const float* state, const float* grad, float count,
+                                        int64_t channels, int64_t c, float mean_rest = 0.0f) {
   const float weight = norm.weight == nullptr ? 1.0f : norm.weight[c];
   const float inverse = state[kInverseStd * channels + c];
   const float dscale = grad[kScale * channels + c];

@@ -25,19 +25,21 @@ template <typename... Parts>
 
 }  // namespace mf
 
-// MF_CHECK(count >= 0, "count is ", count, "; wanted at least 0"): name the argument, its value and what was wanted.
-#define MF_CHECK(condition, ...)                                        \
-  do {                                                                  \
-    if (!(condition)) {                                                 \
-      ::mf::fail(__FILE__, __LINE__, #condition, __VA_ARGS__);          \
-    }                                                                   \
+// MF_CHECK(count >= 0, "count is ", count, "; wanted at least 0"): name the argument, its value and
+// what was wanted.
+#define MF_CHECK(condition, ...)                               \
+  do {                                                         \
+    if (!(condition)) {                                        \
+      ::mf::fail(__FILE__, __LINE__, #condition, __VA_ARGS__); \
+    }                                                          \
   } while (false)
 
 #if defined(__CUDACC__)
-// MF_CHECK_LAUNCH("null"): directly after every launch. It reads the launch's own error and never waits for the kernel.
-#define MF_CHECK_LAUNCH(kernel)                                                                  \
-  do {                                                                                           \
-    const cudaError_t launch_error = cudaGetLastError();                                         \
+// MF_CHECK_LAUNCH("null"): directly after every launch. It reads the launch's own error and never
+// waits for the kernel.
+#define MF_CHECK_LAUNCH(kernel)                                                                       \
+  do {                                                                                                \
+    const cudaError_t launch_error = cudaGetLastError();                                              \
     MF_CHECK(launch_error == cudaSuccess, "kernel ", kernel, ": ", cudaGetErrorString(launch_error)); \
   } while (false)
 #endif

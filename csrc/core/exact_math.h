@@ -1,10 +1,12 @@
 // fp64 arithmetic that gives the same bits on every compiler and device.
 //
-// +, -, *, / and sqrt are correctly rounded by IEEE 754 everywhere; what differs between machines is whether a compiler fuses a
-// product and a sum into one rounding (g++ by default wherever the target has FMA, nvcc by default). Flags switch that off, but
-// a flag can get lost in a build file, and nothing would fail loudly. So each operation here rounds by itself: on the device by
-// the _rn intrinsics, which nvcc never fuses; on the host by an empty asm statement that the optimiser cannot look through.
-// The decisions that use it are a few dozen operations an image, so the lost vectorisation does not matter.
+// +, -, *, / and sqrt are correctly rounded by IEEE 754 everywhere; what differs between machines
+// is whether a compiler fuses a product and a sum into one rounding (g++ by default wherever the
+// target has FMA, nvcc by default). Flags switch that off, but a flag can get lost in a build file,
+// and nothing would fail loudly. So each operation here rounds by itself: on the device by the _rn
+// intrinsics, which nvcc never fuses; on the host by an empty asm statement that the optimiser
+// cannot look through. The decisions that use it are a few dozen operations an image, so the lost
+// vectorisation does not matter.
 #pragma once
 
 #include <cstdint>
@@ -55,9 +57,7 @@ MF_HD inline double add(double a, double b) {
 #endif
 }
 
-MF_HD inline double subtract(double a, double b) {
-  return add(a, -b);
-}
+MF_HD inline double subtract(double a, double b) { return add(a, -b); }
 
 MF_HD inline double divide(double a, double b) {
 #if defined(__CUDA_ARCH__)
@@ -84,8 +84,9 @@ MF_HD inline double round_half_up(double a) {
 #endif
 }
 
-// exp(x) for |x| <= 0.3, within 2 ulp: the Taylor polynomial of degree 13 by Horner's rule, p <- p x + 1/k! from k = 13 down.
-// The first term left out is below 0.3^14 / 14! < 1e-18. Each 1/k! is one fp64 division of exact integers.
+// exp(x) for |x| <= 0.3, within 2 ulp: the Taylor polynomial of degree 13 by Horner's rule, p <- p
+// x + 1/k! from k = 13 down. The first term left out is below 0.3^14 / 14! < 1e-18. Each 1/k! is
+// one fp64 division of exact integers.
 MF_HD inline double exponential(double x) {
   double p = 1.0 / 6227020800.0;
   p = add(multiply(p, x), 1.0 / 479001600.0);
@@ -104,8 +105,6 @@ MF_HD inline double exponential(double x) {
 }
 
 // A random word as a number in [0, 1): word * 2^-32, exact.
-MF_HD inline double unit(uint32_t word) {
-  return multiply(word, 0x1p-32);
-}
+MF_HD inline double unit(uint32_t word) { return multiply(word, 0x1p-32); }
 
 }  // namespace mf::exact

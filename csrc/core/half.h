@@ -1,4 +1,5 @@
-// The two half-precision formats as plain bits, for code that has no cuda_fp16.h: rounding to them, and back.
+// The two half-precision formats as plain bits, for code that has no cuda_fp16.h: rounding to them,
+// and back.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +23,7 @@ MF_HD inline uint32_t bits_of(float x) {
   return bits;
 }
 
-MF_HD inline void round_to(float x, float& result) {
-  result = x;
-}
+MF_HD inline void round_to(float x, float& result) { result = x; }
 
 // To nearest, ties to even.
 MF_HD inline void round_to(float x, BFloat16& result) {
@@ -43,7 +42,8 @@ MF_HD inline void round_to(float x, Float16& result) {
   } else if (magnitude >= 0x477ff000u) {
     result.bits = static_cast<uint16_t>(sign | 0x7c00u);
   } else if (magnitude < 0x38800000u) {
-    // Below 2^-14: adding 2^-1 leaves the number in units of 2^-24 in the low bits, rounded by the sum itself.
+    // Below 2^-14: adding 2^-1 leaves the number in units of 2^-24 in the low bits, rounded by the
+    // sum itself.
     float positive;
     memcpy(&positive, &magnitude, sizeof positive);
     result.bits = static_cast<uint16_t>(sign | (bits_of(positive + 0.5f) - 0x3f000000u));
@@ -58,13 +58,9 @@ MF_HD inline float float_of(uint32_t bits) {
   return x;
 }
 
-MF_HD inline float widened(float x) {
-  return x;
-}
+MF_HD inline float widened(float x) { return x; }
 
-MF_HD inline float widened(BFloat16 x) {
-  return float_of(static_cast<uint32_t>(x.bits) << 16);
-}
+MF_HD inline float widened(BFloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 
 MF_HD inline float widened(Float16 x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16;

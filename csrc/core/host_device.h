@@ -1,4 +1,5 @@
-// What a header needs so that one body serves nvcc (host and device) and a plain C++ compiler alike.
+// What a header needs so that one body serves nvcc (host and device) and a plain C++ compiler
+// alike.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -7,8 +8,8 @@
 #define MF_HD
 #endif
 
-// The CUDA runtime's own stream type, declared here so that csrc/api compiles where no toolkit is installed.
-// Repeating cuda_runtime.h's declaration is legal C++: both name the same type.
+// The CUDA runtime's own stream type, declared here so that csrc/api compiles where no toolkit is
+// installed. Repeating cuda_runtime.h's declaration is legal C++: both name the same type.
 struct CUstream_st;
 
 namespace mf {

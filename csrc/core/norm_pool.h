@@ -1,7 +1,9 @@
-// One element of a norm's output before its pooling; mose_fast/reference/norm_pool.py says what the whole means.
+// One element of a norm's output before its pooling; mose_fast/reference/norm_pool.py says what the
+// whole means.
 //
-// With z = scale (x - mean) + shift, pooled = sum over the kept pixels of z / HW. Forward keeps for each image and channel the number of
-// kept pixels and the sum of their x - mean, so that with g = grad / HW the state's gradient needs no pass over the map:
+// With z = scale (x - mean) + shift, pooled = sum over the kept pixels of z / HW. Forward keeps for
+// each image and channel the number of kept pixels and the sum of their x - mean, so that with g =
+// grad / HW the state's gradient needs no pass over the map:
 //   dscale = sum over images of g times that sum,   dshift = sum of g times that number,   dmean = -scale dshift.
 #pragma once
 

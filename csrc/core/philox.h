@@ -1,7 +1,9 @@
-// Counter-based randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+// Counter-based randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
+// 2, 3", SC 2011).
 //
-// A random word is a pure function of (seed, sequence, item, purpose, lane): no state is advanced, so that any thread of any
-// device computes any draw in any order and all agree bit for bit. mose_fast/reference/philox.py mirrors this file.
+// A random word is a pure function of (seed, sequence, item, purpose, lane): no state is advanced,
+// so that any thread of any device computes any draw in any order and all agree bit for bit.
+// mose_fast/reference/philox.py mirrors this file.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +12,8 @@
 
 namespace mf {
 
-// Four random words. Words of one call are independent, as are the words of calls that differ in any argument.
+// Four random words. Words of one call are independent, as are the words of calls that differ in
+// any argument.
 struct PhiloxWords {
   uint32_t word[4];
 };
@@ -56,14 +59,16 @@ MF_HD inline PhiloxWords philox4x32_10(PhiloxWords counter, uint32_t key0, uint3
   return counter;
 }
 
-// The package's layout of key and counter. `lane` is below 2^24; more than four words a purpose come from further lanes.
+// The package's layout of key and counter. `lane` is below 2^24; more than four words a purpose
+// come from further lanes.
 MF_HD inline PhiloxWords philox(uint64_t seed, uint64_t sequence, uint32_t item, Purpose purpose, uint32_t lane) {
-  const PhiloxWords counter{
-      {static_cast<uint32_t>(sequence), static_cast<uint32_t>(sequence >> 32), item, static_cast<uint32_t>(purpose) | lane << 8}};
+  const PhiloxWords counter{{static_cast<uint32_t>(sequence), static_cast<uint32_t>(sequence >> 32), item,
+                             static_cast<uint32_t>(purpose) | lane << 8}};
   return philox4x32_10(counter, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
 }
 
-// Uniform integer in [0, n) from 64 random bits. Multiply-high instead of a modulo: no division, a bias below n / 2^64.
+// Uniform integer in [0, n) from 64 random bits. Multiply-high instead of a modulo: no division, a
+// bias below n / 2^64.
 MF_HD inline uint64_t uniform_below(uint32_t high, uint32_t low, uint64_t n) {
   return multiply_high(static_cast<uint64_t>(high) << 32 | low, n);
 }

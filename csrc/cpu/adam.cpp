@@ -1,4 +1,5 @@
-// Adam on the CPU: pieces of equal size over all tensors, each the same work in the same order whatever the number of threads.
+// Adam on the CPU: pieces of equal size over all tensors, each the same work in the same order
+// whatever the number of threads.
 #include "api/adam.h"
 
 #include <algorithm>
@@ -19,8 +20,8 @@ struct Piece {
 };
 
 template <typename Gradient, typename Shadow>
-void update(const AdamParams& params, const AdamSettings& settings, const AdamScale& scale, const AdamTensor& tensor, int64_t first,
-            Shadow* shadows) {
+void update(const AdamParams& params, const AdamSettings& settings, const AdamScale& scale, const AdamTensor& tensor,
+            int64_t first, Shadow* shadows) {
   const int64_t count = std::min(kPiece, tensor.count - first);
   const int64_t start = tensor.start + first;
   const auto* gradients = static_cast<const Gradient*>(tensor.gradient) + first;
@@ -40,7 +41,8 @@ void update(const AdamParams& params, const AdamSettings& settings, const AdamSc
 }
 
 template <typename Gradient>
-void update(const AdamParams& params, const AdamSettings& settings, const AdamScale& scale, const AdamTensor& tensor, int64_t first) {
+void update(const AdamParams& params, const AdamSettings& settings, const AdamScale& scale, const AdamTensor& tensor,
+            int64_t first) {
   if (params.shadow.type == FloatType::kFloat16) {
     update<Gradient>(params, settings, scale, tensor, first, static_cast<Float16*>(params.shadow.data));
   } else {
@@ -51,7 +53,8 @@ void update(const AdamParams& params, const AdamSettings& settings, const AdamSc
 }  // namespace
 
 void adam_step(const AdamParams& params, int threads) {
-  MF_CHECK(params.parameters <= kMaxAdamParameters, "there are ", params.parameters, " parameters; wanted at most ", kMaxAdamParameters);
+  MF_CHECK(params.parameters <= kMaxAdamParameters, "there are ", params.parameters, " parameters; wanted at most ",
+           kMaxAdamParameters);
   const bool diverged = params.loss != nullptr && !std::isfinite(*params.loss);
   const bool frozen = diverged || (params.latch != nullptr && *params.latch);
   if (diverged && params.latch != nullptr) {

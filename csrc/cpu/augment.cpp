@@ -1,5 +1,6 @@
-// One view after the other, each as three planes of floats in a thread's own scratch memory, so that the colour loops vectorise.
-// Views are independent and a view's sums have a fixed order, so that neither threads nor vector widths change a result.
+// One view after the other, each as three planes of floats in a thread's own scratch memory, so
+// that the colour loops vectorise. Views are independent and a view's sums have a fixed order, so
+// that neither threads nor vector widths change a result.
 #include "api/augment.h"
 
 #include <algorithm>
@@ -8,7 +9,8 @@
 
 #include "core/check.h"
 
-// The loops over pixels are compiled twice; the loader picks what the processor has. clang's sanitizers do not take part in that.
+// The loops over pixels are compiled twice; the loader picks what the processor has. clang's
+// sanitizers do not take part in that.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MF_VECTOR_CLONES __attribute__((target_clones("default", "avx2")))
 #else
@@ -49,7 +51,8 @@ MF_VECTOR_CLONES void normalise(float* values, float mean, float std, int64_t co
   }
 }
 
-MF_VECTOR_CLONES void shift_colours(float* red, float* green, float* blue, float hue, float saturation, float value, int64_t count) {
+MF_VECTOR_CLONES void shift_colours(float* red, float* green, float* blue, float hue, float saturation, float value,
+                                    int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     shift_colour(red[i], green[i], blue[i], hue, saturation, value);
   }
@@ -119,11 +122,13 @@ void sample(const AugmentParams& params, const uint8_t* image, const int32_t* co
   for (int32_t y = 0; y < height; ++y) {
     const SamplePosition row = sample_position(y, height, code[2], code[4], false);
     float* line = scratch.line.data();
-    blend_lines(image + int64_t{3} * row.low * width, image + int64_t{3} * row.high * width, row.share, line, int64_t{3} * width);
+    blend_lines(image + int64_t{3} * row.low * width, image + int64_t{3} * row.high * width, row.share, line,
+                int64_t{3} * width);
     for (int32_t x = 0; x < width; ++x) {
       const SamplePosition column = scratch.columns[static_cast<size_t>(x)];
       for (int c = 0; c < 3; ++c) {
-        plane[c * pixels + int64_t{y} * width + x] = between(line[3 * column.low + c], line[3 * column.high + c], column.share);
+        plane[c * pixels + int64_t{y} * width + x] =
+            between(line[3 * column.low + c], line[3 * column.high + c], column.share);
       }
     }
   }

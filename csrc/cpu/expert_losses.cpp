@@ -1,6 +1,8 @@
-// The expert losses in plain C++: serves users without a card, and is the oracle for csrc/cuda/expert_losses.cuh.
+// The expert losses in plain C++: serves users without a card, and is the oracle for
+// csrc/cuda/expert_losses.cuh.
 //
-// Each row is summed by one thread in a fixed order and rows are added up in order, so the number of threads changes nothing.
+// Each row is summed by one thread in a fixed order and rows are added up in order, so the number
+// of threads changes nothing.
 #include "api/expert_losses.h"
 
 #include <algorithm>
@@ -14,8 +16,9 @@
 namespace mf::cpu {
 namespace {
 
-// exp(x) for x <= 0, within 2 units in the last place, 0 below -87. std::exp is a call an element; this one vectorises: n ln 2 is
-// taken off in two parts (Cody and Waite), exp of the rest is its Taylor polynomial of degree 7 (|r| <= 0.35: below 2^-26 left out).
+// exp(x) for x <= 0, within 2 units in the last place, 0 below -87. std::exp is a call an element;
+// this one vectorises: n ln 2 is taken off in two parts (Cody and Waite), exp of the rest is its
+// Taylor polynomial of degree 7 (|r| <= 0.35: below 2^-26 left out).
 inline float exponential(float x) {
   const float clamped = x > -87.0f ? x : -87.0f;
   const float shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
@@ -35,9 +38,7 @@ inline float exponential(float x) {
   return x < -87.0f ? 0.0f : p * scale + (x - clamped);  // 0 more, or NaN for NaN
 }
 
-inline double exponential(double x) {
-  return std::exp(x);
-}
+inline double exponential(double x) { return std::exp(x); }
 
 // Sums by eight running sums, which the compiler keeps in vector registers; the order is fixed.
 template <typename Real, typename Term>
@@ -99,17 +100,19 @@ void check_labels(const ExpertLossesInput& in, RowCounts counts) {
   if (!in.classifies(in.experts - 1)) {
     return;
   }
-  MF_CHECK(!in.current_classes || std::any_of(in.current_classes, in.current_classes + in.classes, [](bool is) { return is; }),
+  MF_CHECK(!in.current_classes ||
+               std::any_of(in.current_classes, in.current_classes + in.classes, [](bool is) { return is; }),
            "current_classes names no class; wanted at least one");
   for (int64_t i = 0; i < counts.valid; ++i) {
     const int64_t label = in.labels[i];
     MF_CHECK(label >= 0 && label < in.classes, "labels[", i, "] is ", label, "; wanted 0 to ", in.classes - 1);
-    MF_CHECK(!in.current_classes || i >= counts.fresh || in.current_classes[label], "labels[", i, "] is ", label,
+    MF_CHECK(!in.current_classes || i >= counts.new_rows || in.current_classes[label], "labels[", i, "] is ", label,
              ", a new row's; wanted one of current_classes");
   }
 }
 
-// The valid rows' labels as small numbers, equal where the labels are: 32 bits compare four or eight at a time.
+// The valid rows' labels as small numbers, equal where the labels are: 32 bits compare four or
+// eight at a time.
 struct Groups {
   std::vector<int32_t> of_row;
   std::vector<int64_t> size;
@@ -120,15 +123,16 @@ struct Groups {
     distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
     size.resize(distinct.size());
     for (int64_t i = 0; i < valid; ++i) {
-      of_row[i] = static_cast<int32_t>(std::lower_bound(distinct.begin(), distinct.end(), labels[i]) - distinct.begin());
+      of_row[i] =
+          static_cast<int32_t>(std::lower_bound(distinct.begin(), distinct.end(), labels[i]) - distinct.begin());
       ++size[of_row[i]];
     }
   }
 };
 
 template <typename Real>
-void contrast_row(const ExpertLossesInput& in, const ExpertStatistics& at, Real* statistics, Real* similarity, const Groups& groups,
-                  int64_t valid, int64_t e, int64_t i) {
+void contrast_row(const ExpertLossesInput& in, const ExpertStatistics& at, Real* statistics, Real* similarity,
+                  const Groups& groups, int64_t valid, int64_t e, int64_t i) {
   Real* s = similarity + (e * in.rows + i) * in.rows;
   const auto scale = static_cast<Real>(1 / in.temperature);
   const int32_t* group = groups.of_row.data();
@@ -157,10 +161,10 @@ void contrast_row(const ExpertLossesInput& in, const ExpertStatistics& at, Real*
 }
 
 template <typename Real>
-void classify_row(const ExpertLossesInput& in, const ExpertStatistics& at, Real* statistics, RowCounts counts, Real* scratch, int64_t e,
-                  int64_t i) {
+void classify_row(const ExpertLossesInput& in, const ExpertStatistics& at, Real* statistics, RowCounts counts,
+                  Real* scratch, int64_t e, int64_t i) {
   const Real* logits = row_of<Real>(in.logits, e * in.rows + i, in.classes);
-  const bool masked = in.current_classes && i < counts.fresh;
+  const bool masked = in.current_classes && i < counts.new_rows;
   std::copy(logits, logits + in.classes, scratch);
   for (int64_t k = 0; masked && k < in.classes; ++k) {
     scratch[k] = in.current_classes[k] ? scratch[k] : -std::numeric_limits<Real>::infinity();
@@ -188,21 +192,24 @@ void distance_row(const ExpertLossesInput& in, const ExpertStatistics& at, Real*
 }
 
 template <typename Real>
-void reduce(const ExpertLossesInput& in, const ExpertStatistics& at, Real* statistics, RowCounts counts, Real* terms, int64_t e) {
+void reduce(const ExpertLossesInput& in, const ExpertStatistics& at, Real* statistics, RowCounts counts, Real* terms,
+            int64_t e) {
   Real* term = terms + e * kTerms;
   term[0] = term[1] = term[2] = 0;
   if (in.contrasts(e)) {
-    const Real anchors = sum<Real>(counts.valid, [&](int64_t i) { return statistics[at.positives(e) + i] > 0 ? Real(1) : Real(0); });
+    const Real anchors =
+        sum<Real>(counts.valid, [&](int64_t i) { return statistics[at.positives(e) + i] > 0 ? Real(1) : Real(0); });
     statistics[at.anchors() + e] = anchors;
-    term[0] = sum<Real>(counts.valid, [&](int64_t i) { return statistics[at.anchor_loss(e) + i]; }) / std::max(anchors, Real(1));
+    term[0] = sum<Real>(counts.valid, [&](int64_t i) { return statistics[at.anchor_loss(e) + i]; }) /
+              std::max(anchors, Real(1));
   }
   if (in.classifies(e) && counts.valid > 0) {
     const Real* loss = statistics + at.row_loss(e);
-    const int64_t split = in.current_classes ? counts.fresh : counts.valid;
-    const Real fresh = sum<Real>(split, [&](int64_t i) { return loss[i]; });
+    const int64_t split = in.current_classes ? counts.new_rows : counts.valid;
+    const Real new_rows = sum<Real>(split, [&](int64_t i) { return loss[i]; });
     const Real buffer = sum<Real>(counts.valid - split, [&](int64_t i) { return loss[split + i]; });
     const bool masked = in.current_classes != nullptr;
-    term[1] = split > 0 ? fresh * row_weight<Real>(0, counts, masked, in.buffer_weight) : Real(0);
+    term[1] = split > 0 ? new_rows * row_weight<Real>(0, counts, masked, in.buffer_weight) : Real(0);
     term[1] += split < counts.valid ? buffer * row_weight<Real>(split, counts, masked, in.buffer_weight) : Real(0);
   }
   if (in.distils(e)) {
@@ -210,22 +217,25 @@ void reduce(const ExpertLossesInput& in, const ExpertStatistics& at, Real* stati
     if (in.reduction == DistanceReduction::kFrobenius) {
       term[2] = std::sqrt(sum<Real>(counts.valid, [&](int64_t i) { return squared[i]; }));
     } else if (counts.valid > 0) {
-      term[2] = sum<Real>(counts.valid, [&](int64_t i) { return std::sqrt(squared[i]); }) / static_cast<Real>(counts.valid);
+      term[2] =
+          sum<Real>(counts.valid, [&](int64_t i) { return std::sqrt(squared[i]); }) / static_cast<Real>(counts.valid);
     }
     statistics[at.distance() + e] = term[2];
   }
 }
 
-// The gradient of expert e's distance with respect to the difference n(u_i) - n(v_i), as a factor of that difference.
+// The gradient of expert e's distance with respect to the difference n(u_i) - n(v_i), as a factor
+// of that difference.
 template <typename Real>
-Real distance_factor(const ExpertLossesInput& in, const ExpertStatistics& at, const Real* statistics, RowCounts counts, Real grad, int64_t e,
-                     int64_t i) {
+Real distance_factor(const ExpertLossesInput& in, const ExpertStatistics& at, const Real* statistics, RowCounts counts,
+                     Real grad, int64_t e, int64_t i) {
   const bool frobenius = in.reduction == DistanceReduction::kFrobenius;
   const Real distance = frobenius ? statistics[at.distance() + e] : std::sqrt(statistics[at.squared_distance(e) + i]);
   return distance == 0 ? Real(0) : grad / (frobenius ? distance : distance * static_cast<Real>(counts.valid));
 }
 
-// out += factor * slope * (difference - unit * along), for unit = x * rx, difference = unit - y * ry, along = unit . difference.
+// out += factor * slope * (difference - unit * along), for unit = x * rx, difference = unit - y *
+// ry, along = unit . difference.
 template <typename Real>
 void through_norm(const Real* x, Real rx, const Real* y, Real ry, int64_t size, Real factor, Real along, Real* out) {
   const Real scale = factor * slope(rx);
@@ -268,7 +278,8 @@ void expert_losses_forward(const ExpertLossesForward& params, Real* similarity, 
 #pragma omp for
     for (int64_t i = 0; i < counts.valid; ++i) {
       if (in.distillation != Distillation::kOff) {
-        statistics[at.inverse_student() + i] = inverse_norm(row_of<Real>(in.student, i, in.feature_size), in.feature_size);
+        statistics[at.inverse_student() + i] =
+            inverse_norm(row_of<Real>(in.student, i, in.feature_size), in.feature_size);
       }
     }
 #pragma omp for collapse(2)
@@ -334,7 +345,8 @@ void expert_losses_pulls(const ExpertLossesBackward& params, const Real* similar
         for (int64_t i = first; i < last; ++i) {
           const bool anchor = i < valid && positives[i] > 0;
           const Real own = anchor ? factor : Real(0);
-          // Rows of one label have the same number of positives, so one factor serves both directions of a pair.
+          // Rows of one label have the same number of positives, so one factor serves both
+          // directions of a pair.
           const Real pair = anchor ? 2 * factor / positives[i] : Real(0);
           for (int64_t j = column; j < end; ++j) {
             const Real other = positives[j] > 0 ? factor : Real(0);
@@ -349,7 +361,8 @@ void expert_losses_pulls(const ExpertLossesBackward& params, const Real* similar
 }
 
 template <typename Real>
-void expert_losses_backward(const ExpertLossesBackward& params, const Real* directions, const Real* pulled, int threads) {
+void expert_losses_backward(const ExpertLossesBackward& params, const Real* directions, const Real* pulled,
+                            int threads) {
   const ExpertLossesInput& in = params.input;
   const ExpertStatistics at = in.statistics();
   const RowCounts counts = in.counts();
@@ -391,7 +404,7 @@ void expert_losses_backward(const ExpertLossesBackward& params, const Real* dire
           for (int64_t k = 0; k < in.classes; ++k) {
             out[k] = factor * exponential(std::min((logits[k] - top) - log_classes, Real(0)));
           }
-          for (int64_t k = 0; masked && i < counts.fresh && k < in.classes; ++k) {
+          for (int64_t k = 0; masked && i < counts.new_rows && k < in.classes; ++k) {
             out[k] = in.current_classes[k] ? out[k] : Real(0);
           }
           out[in.labels[i]] -= factor;
@@ -405,14 +418,16 @@ void expert_losses_backward(const ExpertLossesBackward& params, const Real* dire
         std::fill_n(out, in.feature_size, Real(0));
         if (distils) {
           through_norm(row_of<Real>(in.features, row, in.feature_size), statistics[at.inverse_feature(e) + i],
-                       row_of<Real>(in.student, i, in.feature_size), statistics[at.inverse_student() + i], in.feature_size,
-                       distance_factor(in, at, statistics, counts, grad(e, 2), e, i), statistics[at.along_feature(e) + i], out);
+                       row_of<Real>(in.student, i, in.feature_size), statistics[at.inverse_student() + i],
+                       in.feature_size, distance_factor(in, at, statistics, counts, grad(e, 2), e, i),
+                       statistics[at.along_feature(e) + i], out);
         }
       }
       if (to_student && distils) {
         through_norm(row_of<Real>(in.student, i, in.feature_size), statistics[at.inverse_student() + i],
-                     row_of<Real>(in.features, row, in.feature_size), statistics[at.inverse_feature(e) + i], in.feature_size,
-                     distance_factor(in, at, statistics, counts, grad(e, 2), e, i), statistics[at.along_student(e) + i], to_student);
+                     row_of<Real>(in.features, row, in.feature_size), statistics[at.inverse_feature(e) + i],
+                     in.feature_size, distance_factor(in, at, statistics, counts, grad(e, 2), e, i),
+                     statistics[at.along_student(e) + i], to_student);
       }
     }
   }

@@ -1,4 +1,5 @@
-// The pool of a normalised map on the CPU: images side by side, channels in vectors, pixels in order.
+// The pool of a normalised map on the CPU: images side by side, channels in vectors, pixels in
+// order.
 #include "api/norm_pool.h"
 
 #include <algorithm>
@@ -8,12 +9,10 @@
 namespace mf::cpu {
 namespace {
 
-constexpr int64_t kChannels = 64;  // handled at a time, their sums on the stack
+constexpr int64_t kChannels = 64;          // handled at a time, their sums on the stack
 constexpr int64_t kFewElements = 1 << 15;  // below this, starting threads costs more than the work
 
-int64_t elements(const NormPoolInput& in) {
-  return in.images * in.pixels * in.channels;
-}
+int64_t elements(const NormPoolInput& in) { return in.images * in.pixels * in.channels; }
 
 template <typename T>
 void pool_image(const NormPoolForward& params, int64_t image) {

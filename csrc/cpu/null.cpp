@@ -1,4 +1,5 @@
-// csrc/cpu/<stem>.cpp: the op in plain C++. It serves users without a GPU and is the oracle the kernel is tested against.
+// csrc/cpu/<stem>.cpp: the op in plain C++. It serves users without a GPU and is the oracle the
+// kernel is tested against.
 #include "api/null.h"
 
 #include <algorithm>

@@ -29,7 +29,8 @@ void reservoir_insert(const ReservoirInsertParams& params) {
     if (slot < 0) {
       continue;
     }
-    std::memcpy(params.images + slot * params.row_bytes, params.x + item * params.row_bytes, static_cast<size_t>(params.row_bytes));
+    std::memcpy(params.images + slot * params.row_bytes, params.x + item * params.row_bytes,
+                static_cast<size_t>(params.row_bytes));
     params.labels[slot] = params.y[item];
     params.tasks[slot] = params.task;
     params.indices[slot] = params.index[item];

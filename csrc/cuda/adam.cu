@@ -18,16 +18,15 @@ __global__ void __launch_bounds__(kPieceThreads) adam_pieces_kernel(const AdamPi
   adam_pieces_block(params);
 }
 
-bool is_aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-}
+bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 }  // namespace
 
 void adam_step(const AdamParams& params, Stream stream) {
-  MF_CHECK(params.parameters >= 0 && params.parameters <= kMaxAdamParameters, "there are ", params.parameters, " parameters; wanted 0 to ",
-           kMaxAdamParameters);
-  MF_CHECK(is_aligned(params.master) && is_aligned(params.exp_avg) && is_aligned(params.exp_avg_sq) && is_aligned(params.shadow.data),
+  MF_CHECK(params.parameters >= 0 && params.parameters <= kMaxAdamParameters, "there are ", params.parameters,
+           " parameters; wanted 0 to ", kMaxAdamParameters);
+  MF_CHECK(is_aligned(params.master) && is_aligned(params.exp_avg) && is_aligned(params.exp_avg_sq) &&
+               is_aligned(params.shadow.data),
            "a flat buffer does not start at a multiple of 16 bytes");
   AdamBegin begin{};
   begin.steps = params.steps;

@@ -1,9 +1,10 @@
 // Kernel bodies of Adam; tests/cpp compiles them for the CPU too.
 //
-// A call begins with one block that settles what all others must see alike: whether this call is frozen, each parameter's bias
-// corrections, the advanced counts of steps. Then pieces of equal size over the tensors of a launch are one block each, which reads the
-// gradient where it lies: pointers come in the launch's arguments. About 30 bytes move for a weight and a few dozen operations, so
-// that only the loads matter.
+// A call begins with one block that settles what all others must see alike: whether this call is
+// frozen, each parameter's bias corrections, the advanced counts of steps. Then pieces of equal
+// size over the tensors of a launch are one block each, which reads the gradient where it lies:
+// pointers come in the launch's arguments. About 30 bytes move for a weight and a few dozen
+// operations, so that only the loads matter.
 #pragma once
 
 #include <cmath>
@@ -87,9 +88,11 @@ __device__ inline void store_four(const MutableFloatArray& array, int64_t first,
   }
 }
 
-// Weights [first, last) of a tensor; `aligned`: four of them may be read and written at once, from every fourth on.
+// Weights [first, last) of a tensor; `aligned`: four of them may be read and written at once, from
+// every fourth on.
 template <typename Gradient>
-__device__ void adam_piece(const AdamPieces& params, const AdamTensor& tensor, int64_t first, int64_t last, bool aligned) {
+__device__ void adam_piece(const AdamPieces& params, const AdamTensor& tensor, int64_t first, int64_t last,
+                           bool aligned) {
   const AdamScale scale = params.scales[tensor.parameter];
   const auto* gradients = static_cast<const Gradient*>(tensor.gradient);
   float* weights = params.master + tensor.start;

@@ -12,7 +12,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
 constexpr size_t kSharedLimit = 99 * 1024;  // of a block, on every card from sm_80 on
-// Blocks that loop over tiles: as many as run at once on 132 multiprocessors of 227 KiB, the same on every card, so that sums are too.
+// Blocks that loop over tiles: as many as run at once on 132 multiprocessors of 227 KiB, the same
+// on every card, so that sums are too.
 constexpr int64_t kMultiprocessors = 132;
 constexpr size_t kSharedOfMultiprocessor = 227 * 1024;
 constexpr size_t kSharedOfSystem = 1024;  // for each block
@@ -26,7 +27,8 @@ template <int kStride, bool kGate>
 constexpr int kBackwardBlocks = kStride == 1 && kGate ? 1 : 2;
 
 template <typename T, int kStride>
-__global__ void __launch_bounds__(kThreads, kDepthwiseBlocks<T>) align_conv_depthwise_kernel(const AlignConvDepthwise params, const Tiles tiles) {
+__global__ void __launch_bounds__(kThreads, kDepthwiseBlocks<T>)
+    align_conv_depthwise_kernel(const AlignConvDepthwise params, const Tiles tiles) {
   MF_DYNAMIC_SHARED(memory);
   align_conv_depthwise_block<T, kStride, kThreads>(params, tiles, memory);
 }
@@ -44,18 +46,20 @@ __global__ void __launch_bounds__(kThreads) align_conv_finish_kernel(const Align
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) align_conv_total_kernel(const AlignConvTotal params) {
-  align_conv_total_block<T, kThreads>(params);
+__global__ void __launch_bounds__(kThreads) align_conv_grad_y_kernel(const AlignConvGradY params) {
+  align_conv_grad_y_block<T, kThreads>(params);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 3) align_conv_product_kernel(const AlignConvTotal params, const ProductMemory memory_map) {
+__global__ void __launch_bounds__(kThreads, 3)
+    align_conv_product_kernel(const AlignConvGradY params, const ProductMemory memory_map) {
   MF_DYNAMIC_SHARED(memory);
   align_conv_product_block<T, kThreads>(params, memory_map, memory);
 }
 
 template <typename T, int kStride, bool kGate>
-__global__ void __launch_bounds__(kThreads, (kBackwardBlocks<kStride, kGate>)) align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles) {
+__global__ void __launch_bounds__(kThreads, (kBackwardBlocks<kStride, kGate>))
+    align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles) {
   MF_DYNAMIC_SHARED(memory);
   align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, memory);
 }
@@ -68,7 +72,8 @@ __global__ void __launch_bounds__(kThreads) align_conv_sums_kernel(const AlignCo
 void check(const AlignConvInput& in) {
   MF_CHECK(in.type != FloatType::kFloat64, "x is float64; on CUDA wanted float32, bfloat16 or float16");
   MF_CHECK(in.images >= 0, "images is ", in.images, "; wanted at least 0");
-  MF_CHECK(in.channels >= 8 && in.channels % 8 == 0 && in.channels < INT32_MAX, "channels is ", in.channels, "; wanted a multiple of 8");
+  MF_CHECK(in.channels >= 8 && in.channels % 8 == 0 && in.channels < INT32_MAX, "channels is ", in.channels,
+           "; wanted a multiple of 8");
   MF_CHECK(in.stride == 1 || in.stride == 2, "stride is ", in.stride, "; wanted 1 or 2");
   MF_CHECK(in.stride == 1 || (in.height % 2 == 0 && in.width % 2 == 0), "sides are ", in.height, " x ", in.width,
            "; wanted even ones for stride 2");
@@ -77,7 +82,8 @@ void check(const AlignConvInput& in) {
 }
 
 int64_t blocks_at_once(size_t shared_bytes, int64_t most) {
-  return kMultiprocessors * std::max<int64_t>(1, std::min<int64_t>(most, kSharedOfMultiprocessor / (shared_bytes + kSharedOfSystem)));
+  return kMultiprocessors *
+         std::max<int64_t>(1, std::min<int64_t>(most, kSharedOfMultiprocessor / (shared_bytes + kSharedOfSystem)));
 }
 
 // Calls f(type, stride) with both as constants.
@@ -115,10 +121,14 @@ constexpr size_t kTapBytes = size_t{kSlice} * kTapCount * sizeof(T);
 template <typename T, int kStride>
 Plan depthwise_plan(const AlignConvInput& in) {
   Plan plan{};
-  plan.tiles = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, &entering_bytes<T, kStride>, kSharedLimit - kTapBytes<T>);
-  plan.shared_bytes = plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width) + kTapBytes<T>;
+  plan.tiles = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, &entering_bytes<T, kStride>,
+                         kSharedLimit - kTapBytes<T>);
+  plan.shared_bytes =
+      plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width) + kTapBytes<T>;
   const int64_t slices = slices_of(in.channels);
-  plan.blocks = slices * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kDepthwiseBlocks<T>) / slices));
+  plan.blocks =
+      slices * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total,
+                                                      blocks_at_once(plan.shared_bytes, kDepthwiseBlocks<T>) / slices));
   return plan;
 }
 
@@ -140,7 +150,8 @@ FusedPlan fused_plan(const AlignConvForward& params) {
   plan.tiles = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, &entering_bytes<T, kStride>,
                          kSharedLimit - (without.bytes - y_or_moments));
   plan.memory = FusedMemory::of(in.channels, params.out_channels,
-                                plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width), sizeof(T), kWarps);
+                                plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width),
+                                sizeof(T), kWarps);
   plan.shared_bytes = plan.memory.bytes;
   const int chunks = slices_of(params.out_channels);
   const int most = chunks == 1 ? kForwardBlocks<1> : chunks == 2 ? kForwardBlocks<2> : kForwardBlocks<kMaxChunks>;
@@ -152,8 +163,8 @@ template <typename T, int kStride, int kChunks>
 void forward(const AlignConvForward& params, Stream stream) {
   const FusedPlan plan = fused_plan<T, kStride>(params);
   allow_shared(align_conv_forward_kernel<T, kStride, kChunks>, plan.shared_bytes);
-  MF_LAUNCH((align_conv_forward_kernel<T, kStride, kChunks>), static_cast<unsigned>(plan.blocks), kThreads, plan.shared_bytes, stream, params,
-            plan.tiles, plan.memory);
+  MF_LAUNCH((align_conv_forward_kernel<T, kStride, kChunks>), static_cast<unsigned>(plan.blocks), kThreads,
+            plan.shared_bytes, stream, params, plan.tiles, plan.memory);
 }
 
 template <typename T, int kStride, bool kGate>
@@ -166,10 +177,14 @@ Plan backward_plan(const AlignConvInput& in) {
   constexpr int kSide = kStride == 2 && sizeof(T) == 2 ? 2 * kTileSide : kTileSide;
   Plan plan{};
   plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>, kSharedLimit);
-  plan.shared_bytes = std::max(plan.tiles.images * backward_bytes<T, kStride, kGate>(plan.tiles.height, plan.tiles.width),
-                               sizeof(float2) * kWarps * kAlignConvSums * kLanes);
+  plan.shared_bytes =
+      std::max(plan.tiles.images * backward_bytes<T, kStride, kGate>(plan.tiles.height, plan.tiles.width),
+               sizeof(float2) * kWarps * kAlignConvSums * kLanes);
   const int64_t slices = slices_of(in.channels);
-  plan.blocks = slices * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kBackwardBlocks<kStride, kGate>) / slices));
+  plan.blocks =
+      slices * std::max<int64_t>(
+                   1, std::min<int64_t>(plan.tiles.total,
+                                        blocks_at_once(plan.shared_bytes, kBackwardBlocks<kStride, kGate>) / slices));
   return plan;
 }
 
@@ -177,17 +192,18 @@ template <typename T, int kStride, bool kGate>
 void backward(const AlignConvBackward& params, Stream stream) {
   const Plan plan = backward_plan<T, kStride, kGate>(params.input);
   allow_shared(align_conv_backward_kernel<T, kStride, kGate>, plan.shared_bytes);
-  MF_LAUNCH((align_conv_backward_kernel<T, kStride, kGate>), static_cast<unsigned>(plan.blocks), kThreads, plan.shared_bytes, stream, params,
-            plan.tiles);
+  MF_LAUNCH((align_conv_backward_kernel<T, kStride, kGate>), static_cast<unsigned>(plan.blocks), kThreads,
+            plan.shared_bytes, stream, params, plan.tiles);
 }
 
 template <typename T>
-void product(const AlignConvTotal& params, Stream stream) {
+void product(const AlignConvGradY& params, Stream stream) {
   const auto memory_map = ProductMemory::of(params.channels, params.in_channels, sizeof(T));
   const int64_t tiles = (params.images * params.pixels + kTilePixels - 1) / kTilePixels;
   const int64_t blocks = std::max<int64_t>(1, std::min(tiles, blocks_at_once(memory_map.bytes, 3)));
   allow_shared(align_conv_product_kernel<T>, memory_map.bytes);
-  MF_LAUNCH((align_conv_product_kernel<T>), static_cast<unsigned>(blocks), kThreads, memory_map.bytes, stream, params, memory_map);
+  MF_LAUNCH((align_conv_product_kernel<T>), static_cast<unsigned>(blocks), kThreads, memory_map.bytes, stream, params,
+            memory_map);
 }
 
 }  // namespace
@@ -203,7 +219,8 @@ int64_t align_conv_sums(const AlignConvInput& in) {
   check(in);
   return with_type(in.type, in.stride, [&](auto type, auto stride) -> int64_t {
     using T = decltype(type);
-    const int64_t blocks = in.gate != nullptr ? backward_plan<T, stride.value, true>(in).blocks : backward_plan<T, stride.value, false>(in).blocks;
+    const int64_t blocks = in.gate != nullptr ? backward_plan<T, stride.value, true>(in).blocks
+                                              : backward_plan<T, stride.value, false>(in).blocks;
     return in.images == 0 ? 0 : blocks / slices_of(in.channels);
   });
 }
@@ -219,8 +236,8 @@ void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream) {
     constexpr int kStride = stride.value;
     const Plan plan = depthwise_plan<T, kStride>(in);
     allow_shared(align_conv_depthwise_kernel<T, kStride>, plan.shared_bytes);
-    MF_LAUNCH((align_conv_depthwise_kernel<T, kStride>), static_cast<unsigned>(plan.blocks), kThreads, plan.shared_bytes, stream, params,
-              plan.tiles);
+    MF_LAUNCH((align_conv_depthwise_kernel<T, kStride>), static_cast<unsigned>(plan.blocks), kThreads,
+              plan.shared_bytes, stream, params, plan.tiles);
   });
 }
 
@@ -239,7 +256,8 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
       forward<T, kStride, kMaxChunks>(params, run_on);
     }
   };
-  MF_CHECK(in.type == FloatType::kBFloat16 || in.type == FloatType::kFloat16, "x is float32 or float64; wanted bfloat16 or float16");
+  MF_CHECK(in.type == FloatType::kBFloat16 || in.type == FloatType::kFloat16,
+           "x is float32 or float64; wanted bfloat16 or float16");
   if (in.images > 0) {
     if (in.type == FloatType::kBFloat16) {
       with_stride<__nv_bfloat16>(in.stride, launch);
@@ -251,24 +269,26 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
             sizeof(Moments) * kThreads, run_on, params, static_cast<int>(parts));
 }
 
-void align_conv_total(const AlignConvTotal& params, Stream stream) {
+void align_conv_grad_y(const AlignConvGradY& params, Stream stream) {
   MF_CHECK(params.type != FloatType::kFloat64, "y is float64; on CUDA wanted float32, bfloat16 or float16");
-  MF_CHECK(params.channels >= 8 && params.channels % 8 == 0 && params.channels <= 8 * kThreads, "channels is ", params.channels,
-           "; wanted a multiple of 8 up to ", 8 * kThreads);
-  MF_CHECK(params.images >= 0 && params.pixels >= 0, "images and pixels are ", params.images, " and ", params.pixels, "; wanted at least 0");
+  MF_CHECK(params.channels >= 8 && params.channels % 8 == 0 && params.channels <= 8 * kThreads, "channels is ",
+           params.channels, "; wanted a multiple of 8 up to ", 8 * kThreads);
+  MF_CHECK(params.images >= 0 && params.pixels >= 0, "images and pixels are ", params.images, " and ", params.pixels,
+           "; wanted at least 0");
   if (params.pointwise != nullptr) {
     MF_CHECK(params.type != FloatType::kFloat32, "y is float32; with pointwise wanted bfloat16 or float16");
-    MF_CHECK(params.channels % 16 == 0 && params.channels <= 128 && params.in_channels >= 8 && params.in_channels % 8 == 0 &&
-                 params.in_channels <= 128,
+    MF_CHECK(params.channels % 16 == 0 && params.channels <= 128 && params.in_channels >= 8 &&
+                 params.in_channels % 8 == 0 && params.in_channels <= 128,
              "channels and in_channels are ", params.channels, " and ", params.in_channels,
              "; wanted a multiple of 16 and one of 8, both up to 128");
-    return params.type == FloatType::kBFloat16 ? product<__nv_bfloat16>(params, stream) : product<__half>(params, stream);
+    return params.type == FloatType::kBFloat16 ? product<__nv_bfloat16>(params, stream)
+                                               : product<__half>(params, stream);
   }
   const int64_t rows = kThreads / (params.channels / 8);
   const int64_t tiles = (params.images * params.pixels + rows - 1) / rows;
   const auto blocks = static_cast<unsigned>(std::max<int64_t>(1, std::min(tiles, 8 * kMultiprocessors)));
   with_type(params.type, 1, [&](auto type, auto) {
-    MF_LAUNCH((align_conv_total_kernel<decltype(type)>), blocks, kThreads, 0, stream, params);
+    MF_LAUNCH((align_conv_grad_y_kernel<decltype(type)>), blocks, kThreads, 0, stream, params);
   });
 }
 
@@ -289,7 +309,8 @@ void align_conv_backward(const AlignConvBackward& params, Stream run_on) {
   }
   if (params.depthwise.data != nullptr || params.prologue != nullptr) {
     const auto blocks = static_cast<unsigned>((in.channels + kLanes - 1) / kLanes * kAlignConvSums);
-    MF_LAUNCH(align_conv_sums_kernel, blocks, kThreads, sizeof(float) * kThreads, run_on, params, static_cast<int>(align_conv_sums(in)));
+    MF_LAUNCH(align_conv_sums_kernel, blocks, kThreads, sizeof(float) * kThreads, run_on, params,
+              static_cast<int>(align_conv_sums(in)));
   }
 }
 

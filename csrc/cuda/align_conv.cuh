@@ -1,17 +1,21 @@
 // Kernel bodies of align_conv; tests/cpp runs them on the CPU too.
 //
-// Forward. A tile of up to 64 output pixels at a time: what enters the depthwise convolution is brought to shared memory with a border,
-// 64 channels at a time, prologue and gate applied once to each element on the way. There a lane owns two channels and a warp
-// takes quads of 2 x 2 output pixels, whose inputs overlap. The fused kernel rounds the result to the maps' type as the left operand
-// of the pointwise product on the tensor cores and takes the statistics of the rounded y from shared memory, where they are
-// exact: mean, then squared deviations, of eight pixels, merged (Moments) over the block's tiles, then over blocks by a second launch.
+// Forward. A tile of up to 64 output pixels at a time: what enters the depthwise convolution is
+// brought to shared memory with a border, 64 channels at a time, prologue and gate applied once to
+// each element on the way. There a lane owns two channels and a warp takes quads of 2 x 2 output
+// pixels, whose inputs overlap. The fused kernel rounds the result to the maps' type as the left
+// operand of the pointwise product on the tensor cores and takes the statistics of the rounded y
+// from shared memory, where they are exact: mean, then squared deviations, of eight pixels, merged
+// (Moments) over the block's tiles, then over blocks by a second launch.
 //
-// Backward. A tile of input pixels: quads of them gather from the 2 x 2 (stride 2) or 4 x 4 outputs that they entered, both for the
-// gradient of x' and for those of the nine weights, which stay in registers over all tiles of a block, as do the sums for the prologue;
-// each block leaves one partial sum, and a second launch adds them. The gate's gradient is gathered from the tile with a border of one
-// pixel, computed twice where tiles meet, so that nothing is scattered.
+// Backward. A tile of input pixels: quads of them gather from the 2 x 2 (stride 2) or 4 x 4 outputs
+// that they entered, both for the gradient of x' and for those of the nine weights, which stay in
+// registers over all tiles of a block, as do the sums for the prologue; each block leaves one
+// partial sum, and a second launch adds them. The gate's gradient is gathered from the tile with a
+// border of one pixel, computed twice where tiles meet, so that nothing is scattered.
 //
-// Every sum has a fixed order, and no block waits for another: no atomics, no tickets, any number of replays at once.
+// Every sum has a fixed order, and no block waits for another: no atomics, no tickets, any number
+// of replays at once.
 #pragma once
 
 #include <cmath>
@@ -27,15 +31,16 @@
 
 namespace mf::cuda {
 
-constexpr int kSlice = 2 * kLanes;       // channels that a warp takes at a time, two a lane
-constexpr int kVectors = kSlice / 8;     // of eight channels each: what a thread moves at a time
-constexpr int kTilePixels = 64;          // output pixels of a forward tile
+constexpr int kSlice = 2 * kLanes;    // channels that a warp takes at a time, two a lane
+constexpr int kVectors = kSlice / 8;  // of eight channels each: what a thread moves at a time
+constexpr int kTilePixels = 64;       // output pixels of a forward tile
 constexpr int kTileSide = 8;
 constexpr int kTapCount = 9;
-constexpr int kPadding = 8;              // elements: rows of an operand start 4 banks apart
-constexpr int kMaxChunks = 4;            // of kSlice output channels
+constexpr int kPadding = 8;    // elements: rows of an operand start 4 banks apart
+constexpr int kMaxChunks = 4;  // of kSlice output channels
 
-// --- numbers as they are stored ------------------------------------------------------------------------------------------------
+// --- numbers as they are stored
+// ------------------------------------------------------------------------------------------------
 
 // Two neighbouring channels.
 template <typename T>
@@ -145,17 +150,15 @@ __device__ inline float2 blend(float2 a, float2 b, float share_of_a) {
   return {share_of_a * a.x + (1.0f - share_of_a) * b.x, share_of_a * a.y + (1.0f - share_of_a) * b.y};
 }
 
-// Rows 2k-1 and 2k of the doubled gate lie between its rows k-1 and k (cut to the map): a quarter and three quarters of the way.
-__device__ inline float share_of_first(int second) {
-  return second == 0 ? 0.75f : 0.25f;
-}
+// Rows 2k-1 and 2k of the doubled gate lie between its rows k-1 and k (cut to the map): a quarter
+// and three quarters of the way.
+__device__ inline float share_of_first(int second) { return second == 0 ? 0.75f : 0.25f; }
 
 // The index of [0, size) next to i.
-__device__ inline int nearest(int i, int size) {
-  return i < 0 ? 0 : i < size ? i : size - 1;
-}
+__device__ inline int nearest(int i, int size) { return i < 0 ? 0 : i < size ? i : size - 1; }
 
-// --- tiles ---------------------------------------------------------------------------------------------------------------------
+// --- tiles
+// ---------------------------------------------------------------------------------------------------------------------
 
 // How a map is cut: tiles of some rows and columns of one image, or of several small images.
 struct Tiles {
@@ -163,10 +166,12 @@ struct Tiles {
   int down, across;           // tiles of an image
   int total;
 
-  // Most images that fit into `room`, and no more pixels than side x side; less where one image's tile does not fit.
-  static Tiles of(int64_t images, int64_t height, int64_t width, int side, size_t bytes_of_image(int height, int width), size_t room) {
-    MF_CHECK(height >= 1 && width >= 1 && images * height * width < INT32_MAX / 2, "a map has ", images, " images of ", height, " x ", width,
-             " pixels; wanted at least one pixel an image and fewer than 2^30 in all");
+  // Most images that fit into `room`, and no more pixels than side x side; less where one image's
+  // tile does not fit.
+  static Tiles of(int64_t images, int64_t height, int64_t width, int side, size_t bytes_of_image(int height, int width),
+                  size_t room) {
+    MF_CHECK(height >= 1 && width >= 1 && images * height * width < INT32_MAX / 2, "a map has ", images, " images of ",
+             height, " x ", width, " pixels; wanted at least one pixel an image and fewer than 2^30 in all");
     Tiles tiles{};
     tiles.height = static_cast<int>(height < side ? height : side);
     tiles.width = static_cast<int>(width < side ? width : side);
@@ -205,9 +210,7 @@ struct Region {
   MF_HD int pixels() const { return images * rows * columns; }
 };
 
-MF_HD inline constexpr int even(int x) {
-  return x + x % 2;
-}
+MF_HD inline constexpr int even(int x) { return x + x % 2; }
 
 // What enters a forward tile: whole quads of outputs, and the border.
 template <int kStride>
@@ -215,7 +218,8 @@ MF_HD Region entering(int images, int height, int width) {
   return {images, (even(height) - 1) * kStride + 3, (even(width) - 1) * kStride + 3};
 }
 
-// --- what enters the depthwise convolution -------------------------------------------------------------------------------------
+// --- what enters the depthwise convolution
+// -------------------------------------------------------------------------------------
 
 // A norm's state for the two channels of a lane.
 struct StatePair {
@@ -231,12 +235,13 @@ struct StatePair {
   }
 };
 
-// Brings x' of a region to shared memory; its first pixel is (row, column), which may lie outside of the image and is odd for maps with
-// a gate. Zero outside and for padding. A thread takes quads of 2 x 2 pixels, which share four elements of the gate; it multiplies by
-// the gate what it has brought itself, in a second pass, which keeps registers free.
+// Brings x' of a region to shared memory; its first pixel is (row, column), which may lie outside
+// of the image and is odd for maps with a gate. Zero outside and for padding. A thread takes quads
+// of 2 x 2 pixels, which share four elements of the gate; it multiplies by the gate what it has
+// brought itself, in a second pass, which keeps registers free.
 template <typename T, int kThreads>
-__device__ void bring_entering(const AlignConvInput& in, int valid, const Region& region, int first_image, int first_row, int first_column,
-                               int first_channel, T* staged) {
+__device__ void load_input_tile(const AlignConvInput& in, int valid, const Region& region, int first_image,
+                                int first_row, int first_column, int first_channel, T* staged) {
   const int height = static_cast<int>(in.height);
   const int width = static_cast<int>(in.width);
   const int vector = threadIdx.x % kVectors;
@@ -265,7 +270,8 @@ __device__ void bring_entering(const AlignConvInput& in, int valid, const Region
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       x[p] = inside(n, h + p / 2, w + p % 2)
-                 ? Pairs<T>::load(static_cast<const T*>(in.x) + (first + static_cast<int64_t>(p / 2 * width + p % 2) * in.channels))
+                 ? Pairs<T>::load(static_cast<const T*>(in.x) +
+                                  (first + static_cast<int64_t>(p / 2 * width + p % 2) * in.channels))
                  : Pairs<T>::zero();
     }
     if (in.prologue != nullptr) {
@@ -303,7 +309,8 @@ __device__ void bring_entering(const AlignConvInput& in, int valid, const Region
     }
     const int half_height = height / 2;
     const int half_width = width / 2;
-    const T* from = static_cast<const T*>(in.gate) + static_cast<int64_t>(n) * half_height * half_width * in.channels + channel;
+    const T* from =
+        static_cast<const T*>(in.gate) + static_cast<int64_t>(n) * half_height * half_width * in.channels + channel;
     Pairs<T> gate[4];
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
@@ -332,12 +339,13 @@ __device__ void bring_entering(const AlignConvInput& in, int valid, const Region
 
 // The nine weights of a slice of channels [kTapCount][kSlice], rounded to the maps' type.
 template <typename T, int kThreads>
-__device__ void bring_taps(const AlignConvInput& in, int first_channel, T* taps) {
+__device__ void load_taps(const AlignConvInput& in, int first_channel, T* taps) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kSlice * kTapCount; i += kThreads) {
     const int channel = i / kTapCount;
     if (first_channel + channel < in.channels) {
-      taps[i % kTapCount * kSlice + channel] = static_cast<T>(load(in.depthwise, static_cast<int64_t>(first_channel) * kTapCount + i));
+      taps[i % kTapCount * kSlice + channel] =
+          static_cast<T>(load(in.depthwise, static_cast<int64_t>(first_channel) * kTapCount + i));
     }
   }
 }
@@ -357,7 +365,8 @@ struct Taps {
   }
 };
 
-// Four neighbouring outputs, of two channels, from the region's pixel that enters the first of them at its first tap.
+// Four neighbouring outputs, of two channels, from the region's pixel that enters the first of them
+// at its first tap.
 template <typename T, int kStride>
 __device__ void convolve_quad(const T* entering, int columns, const Taps<T>& taps, float2 (&sum)[4]) {
 #pragma unroll
@@ -381,9 +390,11 @@ __device__ void convolve_quad(const T* entering, int columns, const Taps<T>& tap
   }
 }
 
-// Calls sink(image, row, column, sum) for each output pixel of a tile, these counted within the tile, and the two channels of this lane.
+// Calls sink(image, row, column, sum) for each output pixel of a tile, these counted within the
+// tile, and the two channels of this lane.
 template <typename T, int kStride, int kThreads, typename Sink>
-__device__ void convolve_tile(const Tiles& tiles, const Region& region, const T* staged, const T* taps, const Sink& sink) {
+__device__ void convolve_tile(const Tiles& tiles, const Region& region, const T* staged, const T* taps,
+                              const Sink& sink) {
   const auto of_lane = Taps<T>::load(taps);
   const int down = (tiles.height + 1) / 2;
   const int across = (tiles.width + 1) / 2;
@@ -394,8 +405,9 @@ __device__ void convolve_tile(const Tiles& tiles, const Region& region, const T*
     const int row = quad / across % down * 2;
     const int column = quad % across * 2;
     float2 sum[4];
-    convolve_quad<T, kStride>(staged + ((image * region.rows + row * kStride) * region.columns + column * kStride) * kSlice + 2 * lane,
-                              region.columns, of_lane, sum);
+    convolve_quad<T, kStride>(
+        staged + ((image * region.rows + row * kStride) * region.columns + column * kStride) * kSlice + 2 * lane,
+        region.columns, of_lane, sum);
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       if (row + p / 2 < tiles.height && column + p % 2 < tiles.width) {
@@ -405,15 +417,15 @@ __device__ void convolve_tile(const Tiles& tiles, const Region& region, const T*
   }
 }
 
-// --- depthwise alone -----------------------------------------------------------------------------------------------------------
+// --- depthwise alone
+// -----------------------------------------------------------------------------------------------------------
 
 // A block keeps to one slice of channels.
-MF_HD inline int slices_of(int64_t channels) {
-  return static_cast<int>((channels + kSlice - 1) / kSlice);
-}
+MF_HD inline int slices_of(int64_t channels) { return static_cast<int>((channels + kSlice - 1) / kSlice); }
 
 template <typename T, int kStride, int kThreads>
-__device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, const Tiles& tiles, unsigned char* memory) {
+__device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, const Tiles& tiles,
+                                           unsigned char* memory) {
   const AlignConvInput& in = params.input;
   const int height = static_cast<int>(in.out_height());
   const int width = static_cast<int>(in.out_width());
@@ -425,10 +437,12 @@ __device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, con
   const Region region = entering<kStride>(tiles.images, tiles.height, tiles.width);
   T* staged = reinterpret_cast<T*>(memory);
   T* taps = staged + region.pixels() * kSlice;
-  bring_taps<T, kThreads>(in, first_channel, taps);
-  for (int tile = static_cast<int>(blockIdx.x) / slices; tile < tiles.total; tile += static_cast<int>(gridDim.x) / slices) {
+  load_taps<T, kThreads>(in, first_channel, taps);
+  for (int tile = static_cast<int>(blockIdx.x) / slices; tile < tiles.total;
+       tile += static_cast<int>(gridDim.x) / slices) {
     const TileAt at = TileAt::of(tiles, tile);
-    bring_entering<T, kThreads>(in, valid, region, at.image, at.row * kStride - 1, at.column * kStride - 1, first_channel, staged);
+    load_input_tile<T, kThreads>(in, valid, region, at.image, at.row * kStride - 1, at.column * kStride - 1,
+                                 first_channel, staged);
     __syncthreads();
     if (has_channel) {
       convolve_tile<T, kStride, kThreads>(tiles, region, staged, taps, [&](int image, int row, int column, float2 sum) {
@@ -443,7 +457,8 @@ __device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, con
   }
 }
 
-// --- depthwise and pointwise ---------------------------------------------------------------------------------------------------
+// --- depthwise and pointwise
+// ---------------------------------------------------------------------------------------------------
 
 __device__ inline void multiply_tile(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
   mma_16x8x16(d, a, b);
@@ -452,18 +467,17 @@ __device__ inline void multiply_tile(float (&d)[4], const uint32_t (&a)[4], cons
   mma_16x8x16_half(d, a, b);
 }
 
-MF_HD inline constexpr int64_t up_to(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
+MF_HD inline constexpr int64_t up_to(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// Shared memory of a block of the fused kernel, in bytes from its beginning; every part is aligned to 16.
+// Shared memory of a block of the fused kernel, in bytes from its beginning; every part is aligned
+// to 16.
 struct FusedMemory {
-  int stride;       // elements from one row of an operand to the next
-  size_t left;      // [kTilePixels][stride]: the depthwise convolution's result
-  size_t staged;    // what enters it, then y [kTilePixels][kSlice + kPadding], then moments
-  size_t taps;      // [kSlice][kTapCount]: depthwise weights
-  size_t pixels;    // int [kTilePixels]: where in the map a row belongs; -1: nowhere
-  size_t bytes;     // of all. The pointwise weights [out_channels up to the next 64][stride] come first
+  int stride;     // elements from one row of an operand to the next
+  size_t left;    // [kTilePixels][stride]: the depthwise convolution's result
+  size_t staged;  // what enters it, then y [kTilePixels][kSlice + kPadding], then moments
+  size_t taps;    // [kSlice][kTapCount]: depthwise weights
+  size_t pixels;  // int [kTilePixels]: where in the map a row belongs; -1: nowhere
+  size_t bytes;   // of all. The pointwise weights [out_channels up to the next 64][stride] come first
 
   MF_HD static FusedMemory of(int64_t channels, int64_t out_channels, size_t staged_bytes, int element, int warps) {
     FusedMemory memory{};
@@ -482,8 +496,9 @@ struct FusedMemory {
   }
 };
 
-// A product [kTilePixels][kSlice] of `left` [kTilePixels][depth] and kSlice rows of `weights` [][depth], or with kByColumns kSlice columns of
-// `weights` [depth][]: a warp takes 16 pixels and 32 channels at a time. Rows are the strides apart.
+// A product [kTilePixels][kSlice] of `left` [kTilePixels][depth] and kSlice rows of `weights`
+// [][depth], or with kByColumns kSlice columns of `weights` [depth][]: a warp takes 16 pixels and
+// 32 channels at a time. Rows are the strides apart.
 template <typename T, bool kByColumns, int kThreads>
 __device__ void multiply_chunk(const T* left, int left_stride, const T* weights, int stride, int depth, T* product) {
   const int lane = threadIdx.x % kLanes;
@@ -562,8 +577,8 @@ __device__ void take_moments(const T* y, const int* pixels, int counted_pixels, 
 }
 
 template <typename T, int kStride, int kChunks, int kThreads>
-__device__ void align_conv_forward_block(const AlignConvForward& params, const Tiles& tiles, const FusedMemory& memory_map,
-                                         unsigned char* memory) {
+__device__ void align_conv_forward_block(const AlignConvForward& params, const Tiles& tiles,
+                                         const FusedMemory& memory_map, unsigned char* memory) {
   constexpr int kWarps = kThreads / kLanes;
   const AlignConvInput& in = params.input;
   const int height = static_cast<int>(in.out_height());
@@ -588,7 +603,8 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
     const int row = i / vectors;
     T* to = weights + row * stride + i % vectors * 8;
     if (row < out_channels) {
-      copy_16_bytes(to, static_cast<const T*>(params.pointwise) + static_cast<int64_t>(row) * channels + i % vectors * 8);
+      copy_16_bytes(to,
+                    static_cast<const T*>(params.pointwise) + static_cast<int64_t>(row) * channels + i % vectors * 8);
     } else {
       Pairs<T>::zero().store(to);
     }
@@ -608,19 +624,21 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
     }
     for (int first_channel = 0; first_channel < channels; first_channel += kSlice) {
       if (channels > kSlice || tile == static_cast<int>(blockIdx.x)) {
-        bring_taps<T, kThreads>(in, first_channel, taps);
+        load_taps<T, kThreads>(in, first_channel, taps);
       }
-      bring_entering<T, kThreads>(in, valid, region, at.image, at.row * kStride - 1, at.column * kStride - 1, first_channel, staged);
+      load_input_tile<T, kThreads>(in, valid, region, at.image, at.row * kStride - 1, at.column * kStride - 1,
+                                   first_channel, staged);
       __syncthreads();
       const int channel = first_channel + 2 * lane;
       if (channel < channels) {
-        convolve_tile<T, kStride, kThreads>(tiles, region, staged, taps, [&](int image, int row, int column, float2 sum) {
-          const int r = (image * tiles.height + row) * tiles.width + column;
-          store_pair(left + r * stride + channel, sum);
-          if (params.map != nullptr && pixels[r] >= 0) {
-            store_pair(static_cast<T*>(params.map) + static_cast<int64_t>(pixels[r]) * channels + channel, sum);
-          }
-        });
+        convolve_tile<T, kStride, kThreads>(
+            tiles, region, staged, taps, [&](int image, int row, int column, float2 sum) {
+              const int r = (image * tiles.height + row) * tiles.width + column;
+              store_pair(left + r * stride + channel, sum);
+              if (params.map != nullptr && pixels[r] >= 0) {
+                store_pair(static_cast<T*>(params.map) + static_cast<int64_t>(pixels[r]) * channels + channel, sum);
+              }
+            });
       }
       __syncthreads();
     }
@@ -669,7 +687,8 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
   }
 }
 
-// --- adding up what the blocks left: a lane a channel, warps share the parts ---------------------------------------------------
+// --- adding up what the blocks left: a lane a channel, warps share the parts
+// ---------------------------------------------------
 
 template <int kThreads>
 __device__ void align_conv_finish_block(const AlignConvForward& params, int parts, unsigned char* memory) {
@@ -733,14 +752,16 @@ __device__ void align_conv_sums_block(const AlignConvBackward& params, int parts
   }
 }
 
-// --- backward: the gradient of y -----------------------------------------------------------------------------------------------
+// --- backward: the gradient of y
+// -----------------------------------------------------------------------------------------------
 
 // What a thread adds to the gradient of eight channels.
 struct StateGradient {
   float2 mean[4], slope[4], offset[4];
 
-  // Of the vector of channels from `channel` on; the first block also writes the gradients of the norm's weight and bias.
-  __device__ static StateGradient of(const AlignConvTotal& params, int64_t channel, int64_t valid_pixels, bool writes) {
+  // Of the vector of channels from `channel` on; the first block also writes the gradients of the
+  // norm's weight and bias.
+  __device__ static StateGradient of(const AlignConvGradY& params, int64_t channel, int64_t valid_pixels, bool writes) {
     StateGradient result = {};
     if (params.grad_state == nullptr) {
       return result;
@@ -748,8 +769,9 @@ struct StateGradient {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int64_t c = channel + i;
-      const NormBackward back = norm_backward(params.norm, params.state, params.grad_state, static_cast<float>(valid_pixels),
-                                              params.channels, c, params.mean_rest != nullptr ? params.mean_rest[c] : 0.0f);
+      const NormBackward back =
+          norm_backward(params.norm, params.state, params.grad_state, static_cast<float>(valid_pixels), params.channels,
+                        c, params.mean_rest != nullptr ? params.mean_rest[c] : 0.0f);
       (i % 2 == 0 ? result.mean[i / 2].x : result.mean[i / 2].y) = params.state[kMean * params.channels + c];
       (i % 2 == 0 ? result.slope[i / 2].x : result.slope[i / 2].y) = back.slope;
       (i % 2 == 0 ? result.offset[i / 2].x : result.offset[i / 2].y) = back.offset;
@@ -765,7 +787,7 @@ struct StateGradient {
 
   // The gradient in all of eight channels from element `at` on, which are no padding.
   template <typename T>
-  __device__ Pairs<T> total(const AlignConvTotal& params, int64_t at) const {
+  __device__ Pairs<T> total(const AlignConvGradY& params, int64_t at) const {
     Pairs<T> sum = params.grad != nullptr ? Pairs<T>::load(static_cast<const T*>(params.grad) + at) : Pairs<T>::zero();
     if (params.grad_state != nullptr) {
       const Pairs<T> y = Pairs<T>::load(static_cast<const T*>(params.y) + at);
@@ -781,14 +803,14 @@ struct StateGradient {
   }
 };
 
-__device__ inline int64_t valid_pixels_of(const AlignConvTotal& params) {
+__device__ inline int64_t valid_pixels_of(const AlignConvGradY& params) {
   const int64_t count = params.valid_pointer != nullptr ? *params.valid_pointer : params.valid;
   return (count < 0 ? 0 : count < params.images ? count : params.images) * params.pixels;
 }
 
 // A thread keeps to eight channels.
 template <typename T, int kThreads>
-__device__ void align_conv_total_block(const AlignConvTotal& params) {
+__device__ void align_conv_grad_y_block(const AlignConvGradY& params) {
   const auto vectors = static_cast<int>(params.channels / 8);
   const int rows = kThreads / vectors;  // pixels of a block at a time
   const int64_t channel = threadIdx.x % vectors * 8;
@@ -796,16 +818,19 @@ __device__ void align_conv_total_block(const AlignConvTotal& params) {
   if (static_cast<int>(threadIdx.x) >= rows * vectors) {
     return;
   }
-  const auto gradient = StateGradient::of(params, channel, valid, blockIdx.x == 0 && static_cast<int>(threadIdx.x) < vectors);
+  const auto gradient =
+      StateGradient::of(params, channel, valid, blockIdx.x == 0 && static_cast<int>(threadIdx.x) < vectors);
   const int64_t step = static_cast<int64_t>(gridDim.x) * rows;
-  for (int64_t pixel = static_cast<int64_t>(blockIdx.x) * rows + threadIdx.x / vectors; pixel < params.images * params.pixels; pixel += step) {
+  for (int64_t pixel = static_cast<int64_t>(blockIdx.x) * rows + threadIdx.x / vectors;
+       pixel < params.images * params.pixels; pixel += step) {
     const int64_t at = pixel * params.channels + channel;
     const Pairs<T> total = pixel < valid ? gradient.template total<T>(params, at) : Pairs<T>::zero();
     total.store(static_cast<T*>(params.total) + at);
   }
 }
 
-// Shared memory of the next, in bytes from its beginning, which the pointwise weights [channels][right_stride] take.
+// Shared memory of the next, in bytes from its beginning, which the pointwise weights
+// [channels][right_stride] take.
 struct ProductMemory {
   int left_stride, right_stride;  // elements from row to row
   size_t left;                    // [kTilePixels][left_stride]: the gradient in all
@@ -825,7 +850,8 @@ struct ProductMemory {
 
 // The same, and the product with the pointwise weights, 64 pixels at a time.
 template <typename T, int kThreads>
-__device__ void align_conv_product_block(const AlignConvTotal& params, const ProductMemory& memory_map, unsigned char* memory) {
+__device__ void align_conv_product_block(const AlignConvGradY& params, const ProductMemory& memory_map,
+                                         unsigned char* memory) {
   const auto channels = static_cast<int>(params.channels);
   const auto in_channels = static_cast<int>(params.in_channels);
   const int vectors = channels / 8;
@@ -840,7 +866,8 @@ __device__ void align_conv_product_block(const AlignConvTotal& params, const Pro
   const int in_vectors = in_channels / 8;
 #pragma unroll 1
   for (int i = threadIdx.x; i < channels * in_vectors; i += kThreads) {
-    copy_16_bytes(weights + i / in_vectors * memory_map.right_stride + i % in_vectors * 8, static_cast<const T*>(params.pointwise) + i * 8);
+    copy_16_bytes(weights + i / in_vectors * memory_map.right_stride + i % in_vectors * 8,
+                  static_cast<const T*>(params.pointwise) + i * 8);
   }
   wait_for_copies();
   const bool has_rows = row_of_thread < rows;  // of the threads that are left over none takes a channel
@@ -848,7 +875,8 @@ __device__ void align_conv_product_block(const AlignConvTotal& params, const Pro
   if (has_rows) {
     gradient = StateGradient::of(params, channel, valid, blockIdx.x == 0 && row_of_thread == 0);
   }
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kTilePixels; first < pixels; first += static_cast<int64_t>(gridDim.x) * kTilePixels) {
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kTilePixels; first < pixels;
+       first += static_cast<int64_t>(gridDim.x) * kTilePixels) {
 #pragma unroll 2
     for (int row = has_rows ? row_of_thread : kTilePixels; row < kTilePixels; row += rows) {
       const int64_t at = (first + row) * channels + channel;
@@ -860,7 +888,8 @@ __device__ void align_conv_product_block(const AlignConvTotal& params, const Pro
     }
     for (int column = 0; column < in_channels; column += kSlice) {
       __syncthreads();
-      multiply_chunk<T, true, kThreads>(left, memory_map.left_stride, weights + column, memory_map.right_stride, channels, product);
+      multiply_chunk<T, true, kThreads>(left, memory_map.left_stride, weights + column, memory_map.right_stride,
+                                        channels, product);
       __syncthreads();
 #pragma unroll 1
       for (int i = threadIdx.x; i < kTilePixels * kVectors; i += kThreads) {
@@ -875,14 +904,17 @@ __device__ void align_conv_product_block(const AlignConvTotal& params, const Pro
   }
 }
 
-// --- backward: through depthwise convolution, gate and prologue ----------------------------------------------------------------
+// --- backward: through depthwise convolution, gate and prologue
+// ----------------------------------------------------------------
 
-// What a tile of input pixels needs in shared memory. With a gate the tile has a border of one pixel and its quads begin at odd rows
-// and columns, where the four elements of the gate that they share begin.
+// What a tile of input pixels needs in shared memory. With a gate the tile has a border of one
+// pixel and its quads begin at odd rows and columns, where the four elements of the gate that they
+// share begin.
 template <int kStride, bool kGate>
 struct BackwardRegions {
   static constexpr int kBorder = kGate ? 1 : 0;
-  // Tap i = kFirstTap + b - kStride a leads from input row b of a quad to row a of the outputs that it gathers from.
+  // Tap i = kFirstTap + b - kStride a leads from input row b of a quad to row a of the outputs that
+  // it gathers from.
   static constexpr int kFirstTap = kStride == 1 || kGate ? 2 : 1;
   static constexpr int kOutputs = kStride == 1 ? 4 : 2;
   Region x, grad, gate;
@@ -896,15 +928,17 @@ struct BackwardRegions {
     regions.gate = kGate ? Region{images, rows / 2 + 1, columns / 2 + 1} : Region{0, 0, 0};
     return regions;
   }
-  // Of the outputs' region: the row that belongs to input row `first` of a tile without its border (even).
+  // Of the outputs' region: the row that belongs to input row `first` of a tile without its border
+  // (even).
   __device__ static int first_output(int first) { return kStride == 1 ? first - kBorder - 1 : first / 2 - kBorder; }
   MF_HD int pixels() const { return x.pixels() + grad.pixels() + gate.pixels(); }
 };
 
-// Brings a region of a map as it is; outside of the map and for padding it is zero, or with kClamp the nearest row and column.
+// Brings a region of a map as it is; outside of the map and for padding it is zero, or with kClamp
+// the nearest row and column.
 template <typename T, int kThreads, bool kClamp>
-__device__ void bring_region(const void* map, int valid, int height, int width, int64_t channels, const Region& region, int first_image,
-                             int first_row, int first_column, int first_channel, T* staged) {
+__device__ void load_region(const void* map, int valid, int height, int width, int64_t channels, const Region& region,
+                            int first_image, int first_row, int first_column, int first_channel, T* staged) {
   const int lane = threadIdx.x % kLanes;
   const int64_t channel = first_channel + lane % kVectors * 8;
   if (channel >= channels) {
@@ -954,23 +988,24 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
   T* gate = grad + regions.grad.pixels() * kSlice;
 
   Taps<T> taps = {};
-  bring_taps<T, kThreads>(in, first_channel, x);
+  load_taps<T, kThreads>(in, first_channel, x);
   __syncthreads();
   if (has_channel) {
     taps = Taps<T>::load(x);
   }
   __syncthreads();
   float2 sums[kAlignConvSums] = {};
-  for (int tile = static_cast<int>(blockIdx.x) / slices; tile < tiles.total; tile += static_cast<int>(gridDim.x) / slices) {
+  for (int tile = static_cast<int>(blockIdx.x) / slices; tile < tiles.total;
+       tile += static_cast<int>(gridDim.x) / slices) {
     const TileAt at = TileAt::of(tiles, tile);
-    bring_region<T, kThreads, false>(in.x, valid, height, width, in.channels, regions.x, at.image, at.row - kBorder, at.column - kBorder,
-                                     first_channel, x);
-    bring_region<T, kThreads, false>(params.grad, valid, static_cast<int>(in.out_height()), static_cast<int>(in.out_width()), in.channels,
-                                     regions.grad, at.image, Regions::first_output(at.row), Regions::first_output(at.column), first_channel,
-                                     grad);
+    load_region<T, kThreads, false>(in.x, valid, height, width, in.channels, regions.x, at.image, at.row - kBorder,
+                                    at.column - kBorder, first_channel, x);
+    load_region<T, kThreads, false>(
+        params.grad, valid, static_cast<int>(in.out_height()), static_cast<int>(in.out_width()), in.channels,
+        regions.grad, at.image, Regions::first_output(at.row), Regions::first_output(at.column), first_channel, grad);
     if constexpr (kGate) {
-      bring_region<T, kThreads, true>(in.gate, valid, height / 2, width / 2, in.channels, regions.gate, at.image, at.row / 2 - 1,
-                                      at.column / 2 - 1, first_channel, gate);
+      load_region<T, kThreads, true>(in.gate, valid, height / 2, width / 2, in.channels, regions.gate, at.image,
+                                     at.row / 2 - 1, at.column / 2 - 1, first_channel, gate);
     }
     wait_for_copies();
     __syncthreads();
@@ -985,16 +1020,19 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
       const int h = at.row - kBorder + 2 * quad_row;
       const int w = at.column - kBorder + 2 * quad_column;
       T* own = x + ((image * regions.x.rows + 2 * quad_row) * regions.x.columns + 2 * quad_column) * kSlice + 2 * lane;
-      const auto inside = [&](int p) { return h + p / 2 >= 0 && h + p / 2 < height && w + p % 2 >= 0 && w + p % 2 < width; };
+      const auto inside = [&](int p) {
+        return h + p / 2 >= 0 && h + p / 2 < height && w + p % 2 >= 0 && w + p % 2 < width;
+      };
       // The border belongs to other tiles.
       const auto is_ours = [&](int p) {
-        return n < in.images && inside(p) && h + p / 2 >= at.row && h + p / 2 < at.row + tiles.height && w + p % 2 >= at.column &&
-               w + p % 2 < at.column + tiles.width;
+        return n < in.images && inside(p) && h + p / 2 >= at.row && h + p / 2 < at.row + tiles.height &&
+               w + p % 2 >= at.column && w + p % 2 < at.column + tiles.width;
       };
       float2 left[2];
       float2 right[2];
       if constexpr (kGate) {
-        const T* around = gate + ((image * regions.gate.rows + quad_row) * regions.gate.columns + quad_column) * kSlice + 2 * lane;
+        const T* around =
+            gate + ((image * regions.gate.rows + quad_row) * regions.gate.columns + quad_column) * kSlice + 2 * lane;
         const float2 top_left = pair_at(around);
         const float2 top_right = pair_at(around + kSlice);
         const float2 bottom_left = pair_at(around + regions.gate.columns * kSlice);
@@ -1023,7 +1061,9 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
       }
       float2 back[4] = {};
       const T* from = grad +
-                      ((image * regions.grad.rows + quad_row * (2 / kStride)) * regions.grad.columns + quad_column * (2 / kStride)) * kSlice +
+                      ((image * regions.grad.rows + quad_row * (2 / kStride)) * regions.grad.columns +
+                       quad_column * (2 / kStride)) *
+                          kSlice +
                       2 * lane;
 #pragma unroll
       for (int row = 0; row < Regions::kOutputs; ++row) {
@@ -1056,7 +1096,8 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
             sums[kTapCount] = {sums[kTapCount].x + to_x.x, sums[kTapCount].y + to_x.y};
             const float2 raw = pair_at(slot);
             add_product(sums[kTapCount + 1], to_x, {raw.x - mean.x, raw.y - mean.y});
-            to_x = n < valid ? float2{to_x.x * scale.x, to_x.y * scale.y} : float2{0.0f, 0.0f};  // whatever the scale is
+            to_x =
+                n < valid ? float2{to_x.x * scale.x, to_x.y * scale.y} : float2{0.0f, 0.0f};  // whatever the scale is
           }
           if (params.x != nullptr) {
             const int64_t pixel = (static_cast<int64_t>(n) * height + h + p / 2) * width + w + p % 2;
@@ -1065,7 +1106,8 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
         }
         if constexpr (kGate) {
           // Over x, which no other lane reads: the gradient of the doubled gate.
-          const float2 to_gate = {back[p].x * before[p].x * (1.0f - open[p].x), back[p].y * before[p].y * (1.0f - open[p].y)};
+          const float2 to_gate = {back[p].x * before[p].x * (1.0f - open[p].x),
+                                  back[p].y * before[p].y * (1.0f - open[p].y)};
           store_pair(slot, n < valid && inside(p) ? to_gate : float2{0.0f, 0.0f});
         }
       }
@@ -1086,7 +1128,8 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
         if (n >= in.images || h >= height / 2 || w >= width / 2) {
           continue;
         }
-        // Element k takes 1/4, 3/4, 3/4, 1/4 of rows 2k-1 to 2k+2; at the edges of the map all of row 2k, or 2k+1.
+        // Element k takes 1/4, 3/4, 3/4, 1/4 of rows 2k-1 to 2k+2; at the edges of the map all of
+        // row 2k, or 2k+1.
         const T* from = x + ((image * regions.x.rows + 2 * row) * regions.x.columns + 2 * column) * kSlice + 2 * lane;
         float2 sum = {0.0f, 0.0f};
 #pragma unroll

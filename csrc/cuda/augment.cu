@@ -6,7 +6,8 @@
 namespace mf::cuda {
 namespace {
 
-// Four blocks a multiprocessor leave 64 registers a thread; left to itself, ptxas takes 48 on sm_80 and spills.
+// Four blocks a multiprocessor leave 64 registers a thread; left to itself, ptxas takes 48 on sm_80
+// and spills.
 template <typename T, int kChannels>
 __global__ void __launch_bounds__(kAugmentThreads, 4) augment_kernel(const AugmentParams params) {
   MF_DYNAMIC_SHARED(shared);
@@ -36,9 +37,10 @@ void launch(const AugmentParams& params, Stream stream) {
 
 void augment(const AugmentParams& params, Stream stream) {
   MF_CHECK(params.views >= 0 && params.views <= INT32_MAX, "views is ", params.views, "; wanted 0 to ", INT32_MAX);
-  MF_CHECK(params.height <= AugmentParams::kMaxSide && params.width <= AugmentParams::kMaxSide, "images are of ", params.height, "x",
-           params.width, " pixels; wanted sides up to ", AugmentParams::kMaxSide);
-  static_assert(sizeof(AugmentShared) + 2 * AugmentParams::kMaxSide * sizeof(SamplePosition) + 16 + kStagedImageBytes <= 48 * 1024,
+  MF_CHECK(params.height <= AugmentParams::kMaxSide && params.width <= AugmentParams::kMaxSide, "images are of ",
+           params.height, "x", params.width, " pixels; wanted sides up to ", AugmentParams::kMaxSide);
+  static_assert(sizeof(AugmentShared) + 2 * AugmentParams::kMaxSide * sizeof(SamplePosition) + 16 + kStagedImageBytes <=
+                    48 * 1024,
                 "shared memory that a launch may ask for by itself");
   if (params.views == 0) {
     return;

@@ -1,7 +1,9 @@
-// Kernel body of the views; tests/cpp compiles it for the CPU too. One block makes one view, since contrast needs the mean of it all.
+// Kernel body of the views; tests/cpp compiles it for the CPU too. One block makes one view, since
+// contrast needs the mean of it all.
 //
-// A thread makes whole pixels. For a jittered view every pixel is sampled twice, once for the mean and once for the result: the
-// image lies in shared memory, so that this costs less than keeping any number of pixels in registers would.
+// A thread makes whole pixels. For a jittered view every pixel is sampled twice, once for the mean
+// and once for the result: the image lies in shared memory, so that this costs less than keeping
+// any number of pixels in registers would.
 #pragma once
 
 #include <cmath>
@@ -12,7 +14,8 @@ namespace mf::cuda {
 
 constexpr int kAugmentThreads = 256;
 constexpr int kAugmentWarps = kAugmentThreads / 32;
-constexpr int64_t kStagedImageBytes = 16384;  // images up to this size are copied to shared memory: 64 x 64 x 3 and a little more
+constexpr int64_t kStagedImageBytes =
+    16384;  // images up to this size are copied to shared memory: 64 x 64 x 3 and a little more
 
 struct AugmentShared {
   float partial[3][kAugmentWarps];
@@ -22,7 +25,8 @@ struct AugmentShared {
 inline int64_t augment_shared_bytes(int32_t height, int32_t width) {
   const int64_t image = int64_t{3} * height * width;
   const int64_t tables = static_cast<int64_t>(sizeof(SamplePosition)) * (height + width);
-  return static_cast<int64_t>(sizeof(AugmentShared)) + (tables + 15) / 16 * 16 + (image <= kStagedImageBytes ? image : 0);
+  return static_cast<int64_t>(sizeof(AugmentShared)) + (tables + 15) / 16 * 16 +
+         (image <= kStagedImageBytes ? image : 0);
 }
 
 struct Pixel {
@@ -30,7 +34,9 @@ struct Pixel {
 };
 
 template <typename T, int kChannels>
-struct alignas(kChannels == 3 ? sizeof(T) : sizeof(T) * kChannels > 16 ? 16 : sizeof(T) * kChannels) StoredPixel {
+struct alignas(kChannels == 3               ? sizeof(T)
+               : sizeof(T) * kChannels > 16 ? 16
+                                            : sizeof(T) * kChannels) StoredPixel {
   T channel[kChannels];
 };
 
@@ -56,7 +62,8 @@ __device__ inline Pixel normalised(const Pixel& pixel, const AugmentParams& para
           (pixel.blue - params.mean[2]) / params.std[2]};
 }
 
-// Neighbouring threads copy neighbouring words; rows start anywhere, so that words are 16 bytes only where the address allows it.
+// Neighbouring threads copy neighbouring words; rows start anywhere, so that words are 16 bytes
+// only where the address allows it.
 __device__ inline void stage_image(const uint8_t* image, uint8_t* staged, int32_t bytes) {
   if (reinterpret_cast<uintptr_t>(image) % 16 == 0 && bytes % 16 == 0) {
     for (int32_t i = threadIdx.x; i < bytes / 16; i += static_cast<int32_t>(blockDim.x)) {
@@ -69,7 +76,8 @@ __device__ inline void stage_image(const uint8_t* image, uint8_t* staged, int32_
   }
 }
 
-// The mean of each channel over the block's pixels; `of(index)` gives a pixel. Sums have a fixed order. Holds one barrier.
+// The mean of each channel over the block's pixels; `of(index)` gives a pixel. Sums have a fixed
+// order. Holds one barrier.
 template <typename Of>
 __device__ Pixel block_mean(AugmentShared& shared, int32_t pixels, const Of& of) {
   float sum[3] = {0.0f, 0.0f, 0.0f};
@@ -140,7 +148,9 @@ __device__ void augment_block(const AugmentParams& params, unsigned char* memory
   __syncthreads();
 
   const int32_t orientation = origin.orientation;
-  const auto oriented = [&](int32_t y, int32_t x) { return load_pixel(image, oriented_pixel(orientation, y, x, height, width)); };
+  const auto oriented = [&](int32_t y, int32_t x) {
+    return load_pixel(image, oriented_pixel(orientation, y, x, height, width));
+  };
   if (!augmented) {
     for (int32_t i = threadIdx.x; i < pixels; i += static_cast<int32_t>(blockDim.x)) {
       const Pixel pixel = oriented(i / width, i % width);
@@ -166,9 +176,10 @@ __device__ void augment_block(const AugmentParams& params, unsigned char* memory
     const Pixel b = oriented(row.low, column.high);
     const Pixel c = oriented(row.high, column.low);
     const Pixel d = oriented(row.high, column.high);
-    const Pixel unit{between(between(a.red, c.red, row.share), between(b.red, d.red, row.share), column.share) / 255.0f,
-                     between(between(a.green, c.green, row.share), between(b.green, d.green, row.share), column.share) / 255.0f,
-                     between(between(a.blue, c.blue, row.share), between(b.blue, d.blue, row.share), column.share) / 255.0f};
+    const Pixel unit{
+        between(between(a.red, c.red, row.share), between(b.red, d.red, row.share), column.share) / 255.0f,
+        between(between(a.green, c.green, row.share), between(b.green, d.green, row.share), column.share) / 255.0f,
+        between(between(a.blue, c.blue, row.share), between(b.blue, d.blue, row.share), column.share) / 255.0f};
     return params.jitter_normalised ? normalised(unit, params) : unit;
   };
   const auto before_contrast = [&](int32_t index) {

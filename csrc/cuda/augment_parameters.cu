@@ -13,9 +13,7 @@ __global__ void __launch_bounds__(kThreads) augment_parameters_kernel(const Augm
 }
 
 // A launch of its own: no block of the draw may read the counter after another has advanced it.
-__global__ void advance_counter_kernel(int64_t* counter) {
-  ++*counter;
-}
+__global__ void advance_counter_kernel(int64_t* counter) { ++*counter; }
 
 }  // namespace
 

@@ -11,8 +11,8 @@ __device__ inline void augment_parameters_block(const AugmentParametersParams& p
     return;
   }
   const uint64_t sequence = params.sequence + (params.counter == nullptr ? 0 : static_cast<uint64_t>(*params.counter));
-  const AugmentParameters view =
-      draw_augment_parameters(params.recipe, params.seed, sequence, static_cast<uint32_t>(i), params.height, params.width);
+  const AugmentParameters view = draw_augment_parameters(params.recipe, params.seed, sequence, static_cast<uint32_t>(i),
+                                                         params.height, params.width);
   for (int k = 0; k < AugmentParameters::kCodes; ++k) {
     params.codes[i * AugmentParameters::kCodes + k] = view.code[k];
   }

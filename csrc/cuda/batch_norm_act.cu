@@ -1,8 +1,7 @@
-#include "cuda/batch_norm_act.cuh"
-
 #include <cuda_runtime.h>
 
 #include "core/check.h"
+#include "cuda/batch_norm_act.cuh"
 #include "cuda/launch.cuh"
 
 namespace mf::cuda {
@@ -17,8 +16,8 @@ __global__ void __launch_bounds__(kNormThreads) norm_statistics_kernel(const Nor
   norm_statistics_block<T, kPrologue>(params, shift, shared);
 }
 
-// That a processor holds at once, which limits the registers: 80 or 128. A launch is one such wave: a second one would walk the whole map
-// again and find nothing of it in the L2.
+// That a processor holds at once, which limits the registers: 80 or 128. A launch is one such wave:
+// a second one would walk the whole map again and find nothing of it in the L2.
 template <typename T, NormForm kForm>
 constexpr int kForwardBlocks = sizeof(T) == 2 && (kForm == NormForm::kPlain || kForm == NormForm::kResidual) ? 3 : 2;
 
@@ -29,7 +28,8 @@ __global__ void __launch_bounds__(kMapThreads, kForwardBlocks<T, kForm>)
 }
 
 template <typename T, NormForm kForm>
-__global__ void __launch_bounds__(kNormThreads) batch_norm_act_sums_kernel(const BatchNormActBackward params, int shift) {
+__global__ void __launch_bounds__(kNormThreads)
+    batch_norm_act_sums_kernel(const BatchNormActBackward params, int shift) {
   MF_DYNAMIC_SHARED(shared);
   batch_norm_act_sums_block<T, kForm>(params, shift, shared);
 }
@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kVectorThreads) norm_state_backward_kernel(con
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kVectorThreads + threadIdx.x;
   if (c < channels) {
     const auto count = static_cast<float>(params.shape.valid_pixels());
-    const NormBackward back = norm_backward(params.norm, params.state, params.grad, count, channels, c, params.mean_rest[c]);
+    const NormBackward back =
+        norm_backward(params.norm, params.state, params.grad, count, channels, c, params.mean_rest[c]);
     params.norm_grads[kGradWeight * channels + c] = back.weight;
     params.norm_grads[kGradBias * channels + c] = back.bias;
     params.norm_grads[kSlope * channels + c] = back.slope;
@@ -82,14 +83,16 @@ void for_type(FloatType type, const Launch& launch) {
 template <typename T, NormForm kForm>
 void forward(const BatchNormActForward& params, Stream stream) {
   const ChannelGrid grid = ChannelGrid::of(params.shape, kMapThreads, kForwardBlocks<T, kForm> * params.processors);
-  MF_LAUNCH((batch_norm_act_forward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kMapThreads, 0, stream, params, grid.shift);
+  MF_LAUNCH((batch_norm_act_forward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kMapThreads, 0, stream, params,
+            grid.shift);
 }
 
 template <typename T, NormForm kForm>
 void sums(const BatchNormActBackward& params, Stream stream) {
   constexpr size_t kBytes = channel_sums_shared<BatchNormActBackward::kSumFields>(kNormThreads);
   const ChannelGrid grid = norm_grid(params.shape, params.processors);
-  MF_LAUNCH((batch_norm_act_sums_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kNormThreads, kBytes, stream, params, grid.shift);
+  MF_LAUNCH((batch_norm_act_sums_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kNormThreads, kBytes, stream, params,
+            grid.shift);
 }
 
 template <typename T, NormForm kForm>
@@ -98,12 +101,14 @@ void backward(const BatchNormActBackward& params, Stream stream) {
   constexpr int kThreads = kBackwardThreads<kForm>;
   constexpr size_t kBytes = kSums ? channel_sums_shared<BatchNormActBackward::kPrologueFields>(kThreads) : 0;
   const ChannelGrid grid = ChannelGrid::of(params.shape, kThreads, kBackwardBlocks<kForm> * params.processors);
-  MF_LAUNCH((batch_norm_act_backward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kThreads, kBytes, stream, params, grid.shift);
+  MF_LAUNCH((batch_norm_act_backward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kThreads, kBytes, stream, params,
+            grid.shift);
 }
 
 }  // namespace
 
-// A map without a pixel has a state and its parameters have gradients: only one without channels leaves nothing to write.
+// A map without a pixel has a state and its parameters have gradients: only one without channels
+// leaves nothing to write.
 void norm_statistics(const NormStatistics& params, Stream stream) {
   check(params.shape, params.type);
   if (params.shape.channels == 0) {
@@ -126,7 +131,8 @@ void norm_statistics(const NormStatistics& params, Stream stream) {
 
 void batch_norm_act_forward(const BatchNormActForward& params, Stream stream) {
   check(params.shape, params.type);
-  MF_CHECK(params.prologue == nullptr || params.residual == nullptr, "prologue and residual are both given; wanted one of them");
+  MF_CHECK(params.prologue == nullptr || params.residual == nullptr,
+           "prologue and residual are both given; wanted one of them");
   if (params.shape.channels == 0 || params.shape.pixels() == 0) {
     return;
   }

@@ -1,8 +1,11 @@
-// Kernel bodies of batch norm with add and ReLU; tests/cpp runs them on the CPU too. The passes and their algebra: api/batch_norm_act.h.
+// Kernel bodies of batch norm with add and ReLU; tests/cpp runs them on the CPU too. The passes and
+// their algebra: api/batch_norm_act.h.
 //
-// Bandwidth is all that counts. A thread owns eight channels and every so many pixels, reads them as words of 16 bytes, several at once,
-// and keeps what it needs of the norms in registers. Each pass walks the map in the opposite direction of the one before it, so
-// that what that one touched last is still in the L2: statistics forward in memory, application backward, sums forward, gradients backward.
+// Bandwidth is all that counts. A thread owns eight channels and every so many pixels, reads them
+// as words of 16 bytes, several at once, and keeps what it needs of the norms in registers. Each
+// pass walks the map in the opposite direction of the one before it, so that what that one touched
+// last is still in the L2: statistics forward in memory, application backward, sums forward,
+// gradients backward.
 #pragma once
 
 #include <cmath>
@@ -32,8 +35,9 @@ struct EightNorms {
   __device__ float normalised(float x, int i) const { return scale[i] * (x - mean[i]) + shift[i]; }
 };
 
-// A thread's pixels in the order of a pass, which counts them from its own end: first, first + step, ... Numbers of pixels fit into 30
-// bits (the launchers check it), so that steps beyond the end do not overflow; elements are counted in 64.
+// A thread's pixels in the order of a pass, which counts them from its own end: first, first +
+// step, ... Numbers of pixels fit into 30 bits (the launchers check it), so that steps beyond the
+// end do not overflow; elements are counted in 64.
 struct Walk {
   int first, step;
 
@@ -42,8 +46,9 @@ struct Walk {
   }
 };
 
-// Calls work(position, step, count, is_full) for kBatch positions at a time, the last time for fewer: is_full says at compile time that
-// count is kBatch, so that nothing is asked of every pixel. A batch is what a thread loads before it uses the first of it.
+// Calls work(position, step, count, is_full) for kBatch positions at a time, the last time for
+// fewer: is_full says at compile time that count is kBatch, so that nothing is asked of every
+// pixel. A batch is what a thread loads before it uses the first of it.
 template <int kBatch, typename Work>
 __device__ void in_batches(int position, int end, int step, const Work& work) {
   for (; position + (kBatch - 1) * step < end; position += kBatch * step) {
@@ -57,7 +62,8 @@ __device__ void in_batches(int position, int end, int step, const Work& work) {
 // The moments of a thread's pixels, of their distance from an origin that all threads share.
 template <typename T, bool kPrologue>
 struct PixelMoments {
-  static constexpr int kBatch = kPrologue && sizeof(T) == 4 ? 2 : 4;  // pixels that are added together, with one division
+  static constexpr int kBatch =
+      kPrologue && sizeof(T) == 4 ? 2 : 4;  // pixels that are added together, with one division
 
   EightNorms before;
   float origin[kGroup];
@@ -110,8 +116,8 @@ struct PixelMoments {
   }
 };
 
-// The state of a norm from one read of its map. Moments are of the distance from the map's first pixel, which is exact where the
-// spread is small beside the mean.
+// The state of a norm from one read of its map. Moments are of the distance from the map's first
+// pixel, which is exact where the spread is small beside the mean.
 template <typename T, bool kPrologue>
 __device__ void norm_statistics_block(const NormStatistics& params, int shift, unsigned char* shared) {
   constexpr int kFields = NormStatistics::kFields;
@@ -192,14 +198,15 @@ __device__ void norm_statistics_block(const NormStatistics& params, int shift, u
   }
   const ChannelGrid grid{shift, gridDim.y, gridDim.x};
   merge_channels<kFields>(
-      values, shift, tile, channels, params.partials + which * grid.partials(kFields), params.tickets + which * grid.tickets(), shared,
-      [](float(&a)[kFields], const float(&b)[kFields]) {
+      values, shift, tile, channels, params.partials + which * grid.partials(kFields),
+      params.tickets + which * grid.tickets(), shared,
+      [](float (&a)[kFields], const float (&b)[kFields]) {
         const Moments all = merged(Moments{a[0], a[1], a[2]}, Moments{b[0], b[1], b[2]});
         a[0] = all.count;
         a[1] = all.mean;
         a[2] = all.squares;
       },
-      [&](int64_t channel, const float(&total)[kFields]) {
+      [&](int64_t channel, const float (&total)[kFields]) {
         float origin = 0.0f;
         if (valid > 0) {
           origin = static_cast<float>(static_cast<const T*>(params.map[which])[channel]);
@@ -303,10 +310,11 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
   });
 }
 
-// The masked sum of the incoming gradients at the first `count` of kBatch pixels: elements first + j stride. There is a gradient.
+// The masked sum of the incoming gradients at the first `count` of kBatch pixels: elements first +
+// j stride. There is a gradient.
 template <typename T, int kBatch, typename IsFull>
-__device__ void load_gradients(const BatchNormActBackward& params, int64_t first, int64_t stride, int count, IsFull is_full,
-                               float (&g)[kBatch][kGroup]) {
+__device__ void load_gradients(const BatchNormActBackward& params, int64_t first, int64_t stride, int count,
+                               IsFull is_full, float (&g)[kBatch][kGroup]) {
   unsigned bits[kBatch];
   if (params.mask != nullptr) {
 #pragma unroll
@@ -347,7 +355,8 @@ __device__ void load_gradients(const BatchNormActBackward& params, int64_t first
 }
 
 // Row `which` of the norms' gradients for channel c, from sum g and sum g (x' - mean).
-__device__ inline void finish_gradients(const BatchNormActBackward& params, int which, int64_t c, float sum, float product) {
+__device__ inline void finish_gradients(const BatchNormActBackward& params, int which, int64_t c, float sum,
+                                        float product) {
   const int64_t channels = params.shape.channels;
   const float* state = params.state + which * kNormRows * channels + c;
   const float own_state[kNormRows] = {state[kMean * channels], state[kInverseStd * channels], state[kScale * channels],
@@ -355,7 +364,8 @@ __device__ inline void finish_gradients(const BatchNormActBackward& params, int 
   const float own_grad[kNormRows] = {-own_state[kScale] * sum, 0.0f, product, sum};
   NormParams norm = params.norm[which];
   norm.weight = norm.weight == nullptr ? nullptr : norm.weight + c;
-  const NormBackward back = norm_backward(norm, own_state, own_grad, static_cast<float>(params.shape.valid_pixels()), 1, 0);
+  const NormBackward back =
+      norm_backward(norm, own_state, own_grad, static_cast<float>(params.shape.valid_pixels()), 1, 0);
   float* out = params.norm_grads + which * kNormGradRows * channels + c;
   out[kGradWeight * channels] = back.weight;
   out[kGradBias * channels] = back.bias;
@@ -363,8 +373,8 @@ __device__ inline void finish_gradients(const BatchNormActBackward& params, int 
   out[kOffset * channels] = back.offset;
 }
 
-// First pass of the backward: sums of g and of g times each norm's deviation. kForm is kResidual nowhere: a residual without
-// a norm takes no part.
+// First pass of the backward: sums of g and of g times each norm's deviation. kForm is kResidual
+// nowhere: a residual without a norm takes no part.
 template <typename T, NormForm kForm>
 __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, int shift, unsigned char* shared) {
   constexpr int kBatch = (kForm == NormForm::kPlain ? 2 : 1) + (sizeof(T) == 2 ? 1 : 0);
@@ -442,13 +452,13 @@ __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, in
   }
   merge_channels<kFields>(
       sums, shift, tile, channels, params.partials, params.tickets, shared,
-      [](float(&a)[kFields], const float(&b)[kFields]) {
+      [](float (&a)[kFields], const float (&b)[kFields]) {
 #pragma unroll
         for (int f = 0; f < kFields; ++f) {
           a[f] += b[f];
         }
       },
-      [&](int64_t channel, const float(&total)[kFields]) {
+      [&](int64_t channel, const float (&total)[kFields]) {
         finish_gradients(params, 0, channel, total[0], total[1]);
         if constexpr (kForm == NormForm::kTwoNorms) {
           finish_gradients(params, 1, channel, total[0], total[2]);
@@ -456,8 +466,8 @@ __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, in
       });
 }
 
-// Second pass: the gradient of x, and of a residual that has a norm; with a prologue through its ReLU and its norm, whose own gradient
-// comes from sums.
+// Second pass: the gradient of x, and of a residual that has a norm; with a prologue through its
+// ReLU and its norm, whose own gradient comes from sums.
 template <typename T, NormForm kForm>
 __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params, int shift, unsigned char* shared) {
   constexpr int kBatch = kForm != NormForm::kPlain ? 1 : sizeof(T) == 2 ? 3 : 2;
@@ -478,14 +488,17 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
         load_floats(grads + kSlope * channels + channel, slope);
         load_floats(grads + kOffset * channels + channel, offset);
       }
-      __device__ float at(float g, float x, int i) const { return scale[i] * g + (slope[i] * (x - mean[i]) + offset[i]); }
+      __device__ float at(float g, float x, int i) const {
+        return scale[i] * g + (slope[i] * (x - mean[i]) + offset[i]);
+      }
     };
     Line line;
     Line other_line;
     EightNorms before;
     line.load(params.state, params.norm_grads, channels, own.channel);
     if constexpr (kForm == NormForm::kTwoNorms) {
-      other_line.load(params.state + kNormRows * channels, params.norm_grads + kNormGradRows * channels, channels, own.channel);
+      other_line.load(params.state + kNormRows * channels, params.norm_grads + kNormGradRows * channels, channels,
+                      own.channel);
     } else if constexpr (kForm == NormForm::kPrologue) {
       before = EightNorms::of(params.prologue, channels, own.channel);
     }
@@ -555,11 +568,11 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
   if constexpr (kForm == NormForm::kPrologue) {
     merge_channels<kFields>(
         sums, shift, tile, channels, params.partials, params.tickets, shared,
-        [](float(&a)[kFields], const float(&b)[kFields]) {
+        [](float (&a)[kFields], const float (&b)[kFields]) {
           a[0] += b[0];
           a[1] += b[1];
         },
-        [&](int64_t channel, const float(&total)[kFields]) {
+        [&](int64_t channel, const float (&total)[kFields]) {
           float* grad = params.prologue_grad + channel;
           grad[kMean * channels] = -params.prologue[kScale * channels + channel] * total[0];
           grad[kInverseStd * channels] = 0.0f;

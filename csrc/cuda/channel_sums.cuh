@@ -1,8 +1,10 @@
-// Sums by channel over a map in NHWC, in one launch and in a fixed order: what the last block of a launch makes of all blocks' parts.
+// Sums by channel over a map in NHWC, in one launch and in a fixed order: what the last block of a
+// launch makes of all blocks' parts.
 //
-// A thread owns kGroup adjacent channels, a block up to 64 of them (a tile, blockIdx.y) and every so many pixels (blockIdx.x). Within a
-// warp parts are merged by shuffles, over the warps in shared memory, over the blocks by the block that takes a tile's last ticket. The
-// order depends on the grid alone, so that two runs agree bit for bit; nothing waits for another block.
+// A thread owns kGroup adjacent channels, a block up to 64 of them (a tile, blockIdx.y) and every
+// so many pixels (blockIdx.x). Within a warp parts are merged by shuffles, over the warps in shared
+// memory, over the blocks by the block that takes a tile's last ticket. The order depends on the
+// grid alone, so that two runs agree bit for bit; nothing waits for another block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +16,8 @@
 
 namespace mf::cuda {
 
-// A thread's place: group `group` of the tile, and every `rows`-th pixel of what the block holds, from `row` on.
+// A thread's place: group `group` of the tile, and every `rows`-th pixel of what the block holds,
+// from `row` on.
 struct ChannelThread {
   int group;
   int row;
@@ -35,15 +38,17 @@ constexpr size_t channel_sums_shared(unsigned threads) {
   return sizeof(float) * kFields * 2 * threads + 2 * sizeof(int);
 }
 
-// Merges `values` [kFields][kGroup] of all threads of the launch that own the same channels: merge(a, b) adds b to a, two arrays of
-// kFields numbers of which zeros are neutral. finish(c, total) is called once for every channel c < channels, in whichever block is the
-// tile's last. All threads of a block must call this, as the last thing they do; blockDim.x is a multiple of 64.
+// Merges `values` [kFields][kGroup] of all threads of the launch that own the same channels:
+// merge(a, b) adds b to a, two arrays of kFields numbers of which zeros are neutral. finish(c,
+// total) is called once for every channel c < channels, in whichever block is the tile's last. All
+// threads of a block must call this, as the last thing they do; blockDim.x is a multiple of 64.
 //   shift: of ChannelGrid
 //   partials [tiles][blocks][kFields][kGroup << shift]: workspace
 //   tickets: two a tile, zero, as they are again afterwards
 template <int kFields, typename Merge, typename Finish>
-__device__ void merge_channels(float (&values)[kFields][kGroup], int shift, unsigned tile, int64_t channels, float* partials,
-                               uint32_t* tickets, unsigned char* shared, const Merge& merge, const Finish& finish) {
+__device__ void merge_channels(float (&values)[kFields][kGroup], int shift, unsigned tile, int64_t channels,
+                               float* partials, uint32_t* tickets, unsigned char* shared, const Merge& merge,
+                               const Finish& finish) {
   const int groups = 1 << shift;
   const int width = kGroup << shift;  // channels of the tile
   const int thread = static_cast<int>(threadIdx.x);
@@ -81,7 +86,8 @@ __device__ void merge_channels(float (&values)[kFields][kGroup], int shift, unsi
   }
   __syncthreads();
 
-  // Each of the first two warps brings its 32 channels to the other blocks' and asks whether it is the last to do so.
+  // Each of the first two warps brings its 32 channels to the other blocks' and asks whether it is
+  // the last to do so.
   if (warp < 2) {
     if (thread < width) {
       float total[kFields] = {};

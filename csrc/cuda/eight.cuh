@@ -85,8 +85,6 @@ __device__ inline Eight<T> pack(const float (&x)[8]) {
   return eight;
 }
 
-__device__ inline void load_floats(const float* memory, float (&x)[8]) {
-  unpack(load_eight(memory), x);
-}
+__device__ inline void load_floats(const float* memory, float (&x)[8]) { unpack(load_eight(memory), x); }
 
 }  // namespace mf::cuda

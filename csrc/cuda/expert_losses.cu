@@ -13,7 +13,8 @@ constexpr int kWarpsFor = sizeof(T) == 4 ? 4 : 8;
 constexpr int kTermWarps = 8;
 
 template <typename T, int kWarps>
-__global__ void __launch_bounds__(kWarps * kLanes, 1) expert_statistics_kernel(const ExpertLossesForward params, const ExpertLossesGrid grid) {
+__global__ void __launch_bounds__(kWarps* kLanes, 1)
+    expert_statistics_kernel(const ExpertLossesForward params, const ExpertLossesGrid grid) {
   MF_DYNAMIC_SHARED(memory);
   expert_statistics_block<T, kWarps>(params, grid, *reinterpret_cast<ContrastShared<T, kWarps>*>(memory));
 }
@@ -24,7 +25,8 @@ __global__ void __launch_bounds__(kTermWarps* kLanes) expert_terms_kernel(const 
 }
 
 template <typename T, int kWarps>
-__global__ void __launch_bounds__(kWarps * kLanes, 1) expert_gradient_kernel(const ExpertLossesBackward params, const ExpertLossesGrid grid) {
+__global__ void __launch_bounds__(kWarps* kLanes, 1)
+    expert_gradient_kernel(const ExpertLossesBackward params, const ExpertLossesGrid grid) {
   MF_DYNAMIC_SHARED(memory);
   expert_gradient_block<T, kWarps>(params, grid, *reinterpret_cast<ContrastShared<T, kWarps>*>(memory));
 }
@@ -43,12 +45,14 @@ void forward(const ExpertLossesForward& params, Stream stream) {
   static_assert(kBytes <= 99 * 1024, "shared memory of a block");
   const ExpertLossesInput& in = params.input;
   const int64_t last = in.experts - 1;
-  const auto grid = ExpertLossesGrid::of(in, in.contrasts(last), in.classifies(last), in.distillation != Distillation::kOff, false, kWarps);
+  const auto grid = ExpertLossesGrid::of(in, in.contrasts(last), in.classifies(last),
+                                         in.distillation != Distillation::kOff, false, kWarps);
   if (const unsigned blocks = checked_blocks(in, grid); blocks > 0) {
     allow_shared(expert_statistics_kernel<T, kWarps>, kBytes);
     MF_LAUNCH((expert_statistics_kernel<T, kWarps>), blocks, kWarps * kLanes, kBytes, stream, params, grid);
   }
-  MF_LAUNCH(expert_terms_kernel, static_cast<unsigned>(in.experts), kTermWarps * kLanes, sizeof(TermsShared<kTermWarps>), stream, params);
+  MF_LAUNCH(expert_terms_kernel, static_cast<unsigned>(in.experts), kTermWarps * kLanes,
+            sizeof(TermsShared<kTermWarps>), stream, params);
 }
 
 template <typename T>
@@ -56,9 +60,9 @@ void backward(const ExpertLossesBackward& params, Stream stream) {
   constexpr int kWarps = kWarpsFor<T>;
   constexpr size_t kBytes = sizeof(ContrastShared<T, kWarps>);
   const ExpertLossesInput& in = params.input;
-  const bool distil = params.features.data != nullptr || params.student.data != nullptr;
-  const auto grid =
-      ExpertLossesGrid::of(in, params.projections.data != nullptr, params.logits.data != nullptr, distil, true, kWarps);
+  const bool distillation = params.features.data != nullptr || params.student.data != nullptr;
+  const auto grid = ExpertLossesGrid::of(in, params.projections.data != nullptr, params.logits.data != nullptr,
+                                         distillation, true, kWarps);
   if (const unsigned blocks = checked_blocks(in, grid); blocks > 0) {
     allow_shared(expert_gradient_kernel<T, kWarps>, kBytes);
     MF_LAUNCH((expert_gradient_kernel<T, kWarps>), blocks, kWarps * kLanes, kBytes, stream, params, grid);

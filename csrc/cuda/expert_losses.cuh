@@ -1,15 +1,18 @@
-// Kernel bodies of the expert losses; tests/cpp runs them on the CPU too. Algebra: core/expert_losses.h.
+// Kernel bodies of the expert losses; tests/cpp runs them on the CPU too. Algebra:
+// core/expert_losses.h.
 //
-// Three launches: statistics of every row; the terms from them; the gradients, for which the similarities are computed once more.
-// The problem is small (three products of 384 x 128 x 384 an expert, 3 MB in all), so what counts is latency: each launch holds all
-// three losses side by side, one block for 16 anchors of one expert and all the rows they meet, or one warp for a row of logits or
-// features. Every sum has a fixed order and there are no atomics.
+// Three launches: statistics of every row; the terms from them; the gradients, for which the
+// similarities are computed once more. The problem is small (three products of 384 x 128 x 384 an
+// expert, 3 MB in all), so what counts is latency: each launch holds all three losses side by side,
+// one block for 16 anchors of one expert and all the rows they meet, or one warp for a row of
+// logits or features. Every sum has a fixed order and there are no atomics.
 //
-// The contrastive blocks. A warp takes 16 rows j at a time and computes the 16 x 16 products z_i . z_j on the tensor cores from the
-// rows as they are; inverse norms and 1 / temperature are applied to the float32 results. bfloat16 values multiply exactly; float16
-// and float32 are split into two and three bfloat16 parts (Split), of whose products those are left out that lie below 2^-16 and
-// 2^-24 of |z_i| |z_j|. So |s_ij - exact| is at most 3 x 2^-16 / temperature + float32 rounding: 6.6e-4 for float16 at 0.07 and
-// below 1e-5 else.
+// The contrastive blocks. A warp takes 16 rows j at a time and computes the 16 x 16 products z_i .
+// z_j on the tensor cores from the rows as they are; inverse norms and 1 / temperature are applied
+// to the float32 results. bfloat16 values multiply exactly; float16 and float32 are split into two
+// and three bfloat16 parts (Split), of whose products those are left out that lie below 2^-16 and
+// 2^-24 of |z_i| |z_j|. So |s_ij - exact| is at most 3 x 2^-16 / temperature + float32 rounding:
+// 6.6e-4 for float16 at 0.07 and below 1e-5 else.
 #pragma once
 
 #include <cmath>
@@ -23,16 +26,19 @@
 
 namespace mf::cuda {
 
-constexpr int kAnchorTile = 16;   // rows i of a block
-constexpr int kWarpTile = 16;     // rows j of a warp at a time
-constexpr int kSizeTile = 128;    // elements of a projection at a time
+constexpr int kAnchorTile = 16;            // rows i of a block
+constexpr int kWarpTile = 16;              // rows j of a warp at a time
+constexpr int kSizeTile = 128;             // elements of a projection at a time
 constexpr int kRowStride = kSizeTile + 8;  // rows of a tile start 4 (16-bit) or 8 (float32) banks apart: no conflicts
 constexpr int kSumStride = kSizeTile + 4;
 
 template <typename T>
-inline constexpr int kPartsOf = std::is_same_v<T, float> ? 3 : std::is_same_v<T, __half> ? 2 : 1;
+inline constexpr int kPartsOf = std::is_same_v<T, float>    ? 3
+                                : std::is_same_v<T, __half> ? 2
+                                                            : 1;
 
-// --- small pieces --------------------------------------------------------------------------------------------------------------
+// --- small pieces
+// --------------------------------------------------------------------------------------------------------------
 
 __device__ inline float inverse_of_norm(float squared) {
   const float norm = sqrtf(squared);
@@ -44,11 +50,10 @@ __device__ inline float slope(float inverse) {
   return inverse >= 1.0f / static_cast<float>(kNoDirection) ? 0.0f : inverse;
 }
 
-// --- operands of the tensor cores ----------------------------------------------------------------------------------------------
+// --- operands of the tensor cores
+// ----------------------------------------------------------------------------------------------
 
-__device__ inline Split<1> pair_of(const __nv_bfloat16* x) {
-  return {{*reinterpret_cast<const uint32_t*>(x)}};
-}
+__device__ inline Split<1> pair_of(const __nv_bfloat16* x) { return {{*reinterpret_cast<const uint32_t*>(x)}}; }
 __device__ inline Split<2> pair_of(const __half* x) {
   const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(x));
   return Split<2>::of(pair.x, pair.y);
@@ -98,7 +103,8 @@ __device__ float squares(const Split<kParts>& pair) {
   return low * low + high * high;
 }
 
-// Elements [16 rows j][16 columns from `column`] of a tile as two operands b whose sums run over j: columns 0-7 and 8-15.
+// Elements [16 rows j][16 columns from `column`] of a tile as two operands b whose sums run over j:
+// columns 0-7 and 8-15.
 template <typename T>
 __device__ void load_columns(const T* rows, int column, int lane, Operand<2, kPartsOf<T>> (&b)[2]) {
   if constexpr (sizeof(T) == 2) {
@@ -125,7 +131,8 @@ __device__ void load_columns(const T* rows, int column, int lane, Operand<2, kPa
   }
 }
 
-// --- the contrastive blocks ----------------------------------------------------------------------------------------------------
+// --- the contrastive blocks
+// ----------------------------------------------------------------------------------------------------
 
 template <typename T, int kWarps>
 struct ContrastShared {
@@ -136,17 +143,18 @@ struct ContrastShared {
   float of_warp[4][kWarps][kAnchorTile];
 };
 
-// Which part of the projections a block holds: the anchors [first, first + kAnchorTile) of `expert`.
+// Which part of the projections a block holds: the anchors [first, first + kAnchorTile) of
+// `expert`.
 struct ContrastBlock {
   int64_t expert;
   int64_t first;
 };
 
-// Brings elements [column, column + kSizeTile) of the anchors and of the rows from `other` on into a tile. What lies beyond the
-// valid rows or the projections is zero: padding is never read.
+// Brings elements [column, column + kSizeTile) of the anchors and of the rows from `other` on into
+// a tile. What lies beyond the valid rows or the projections is zero: padding is never read.
 template <typename T, int kWarps>
-__device__ void bring(const ExpertLossesInput& in, const ContrastBlock& block, int64_t valid, int64_t other, int64_t column, bool aligned,
-                      T (&tile)[kAnchorTile + kWarps * kWarpTile][kRowStride]) {
+__device__ void bring(const ExpertLossesInput& in, const ContrastBlock& block, int64_t valid, int64_t other,
+                      int64_t column, bool aligned, T (&tile)[kAnchorTile + kWarps * kWarpTile][kRowStride]) {
   constexpr int kRows = kAnchorTile + kWarps * kWarpTile;
   constexpr int kWord = 16 / sizeof(T);
   constexpr int kWords = kSizeTile / kWord;
@@ -171,13 +179,16 @@ __device__ void bring(const ExpertLossesInput& in, const ContrastBlock& block, i
 
 template <typename T>
 __device__ bool is_aligned(const ExpertLossesInput& in) {
-  return (reinterpret_cast<uintptr_t>(in.projections.data) | static_cast<uintptr_t>(in.projection_size * sizeof(T))) % 16 == 0;
+  return (reinterpret_cast<uintptr_t>(in.projections.data) | static_cast<uintptr_t>(in.projection_size * sizeof(T))) %
+             16 ==
+         0;
 }
 
-// Adds to d[n] the products of the anchors with the warp's rows 8 n to 8 n + 7 over `width` elements of a tile, and to the squares of both.
+// Adds to d[n] the products of the anchors with the warp's rows 8 n to 8 n + 7 over `width`
+// elements of a tile, and to the squares of both.
 template <typename T>
-__device__ void multiply_tile(const T (*anchors)[kRowStride], const T (*others)[kRowStride], int64_t width, int lane, float (&d)[2][4],
-                              float (&anchor_squares)[2], float (&other_squares)[2]) {
+__device__ void multiply_tile(const T (*anchors)[kRowStride], const T (*others)[kRowStride], int64_t width, int lane,
+                              float (&d)[2][4], float (&anchor_squares)[2], float (&other_squares)[2]) {
   constexpr int kParts = kPartsOf<T>;
   const int g = lane / 4;
   const int t = lane % 4;
@@ -204,11 +215,9 @@ __device__ void multiply_tile(const T (*anchors)[kRowStride], const T (*others)[
   }
 }
 
-// What is taken off the exponents of a sum of exponentials whose largest exponent is `highest`: that, or nothing where no element
-// counts (-inf - -inf would be NaN).
-__device__ inline float taken_off(float highest) {
-  return highest == -INFINITY ? 0.0f : highest;
-}
+// What is taken off the exponents of a sum of exponentials whose largest exponent is `highest`:
+// that, or nothing where no element counts (-inf - -inf would be NaN).
+__device__ inline float taken_off(float highest) { return highest == -INFINITY ? 0.0f : highest; }
 
 // The four lanes of a group g each hold a part of row g's (and g + 8's) sum.
 __device__ inline float group_sum(float x) {
@@ -216,11 +225,14 @@ __device__ inline float group_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The log-partition and the sums over positives of kAnchorTile anchors. Each lane keeps, for its two rows, a running maximum, the sum of
-// exponentials below it, the sum of the positives' similarities and their number; lanes, then warps, are merged in order at the end.
-// The maxima skip what is no number (fmaxf); the sums take in every element that counts, so that NaN and infinity stay in them.
+// The log-partition and the sums over positives of kAnchorTile anchors. Each lane keeps, for its
+// two rows, a running maximum, the sum of exponentials below it, the sum of the positives'
+// similarities and their number; lanes, then warps, are merged in order at the end. The maxima skip
+// what is no number (fmaxf); the sums take in every element that counts, so that NaN and infinity
+// stay in them.
 template <typename T, int kWarps>
-__device__ void contrast_statistics(const ExpertLossesForward& params, const ContrastBlock& block, ContrastShared<T, kWarps>& shared) {
+__device__ void contrast_statistics(const ExpertLossesForward& params, const ContrastBlock& block,
+                                    ContrastShared<T, kWarps>& shared) {
   const ExpertLossesInput& in = params.input;
   const int64_t valid = in.counts().valid;
   if (!in.contrasts(block.expert) || block.first >= valid) {
@@ -260,8 +272,8 @@ __device__ void contrast_statistics(const ExpertLossesForward& params, const Con
       }
     }
     const auto& tile = shared.tile[item % 2];
-    multiply_tile<T>(tile, tile + kAnchorTile + warp * kWarpTile, in.projection_size - chunk * int64_t{kSizeTile}, lane, d, anchor_squares,
-                     other_squares);
+    multiply_tile<T>(tile, tile + kAnchorTile + warp * kWarpTile, in.projection_size - chunk * int64_t{kSizeTile}, lane,
+                     d, anchor_squares, other_squares);
     if (chunk + 1 < chunks) {
       continue;
     }
@@ -337,13 +349,15 @@ __device__ void contrast_statistics(const ExpertLossesForward& params, const Con
     statistics[at.log_partition(block.expert) + i] = log_partition;
     statistics[at.inverse_norm(block.expert) + i] = shared.sum[threadIdx.x][0];
     statistics[at.positives(block.expert) + i] = all_positives;
-    statistics[at.anchor_loss(block.expert) + i] = all_positives > 0.0f ? log_partition - all_together / all_positives : 0.0f;
+    statistics[at.anchor_loss(block.expert) + i] =
+        all_positives > 0.0f ? log_partition - all_together / all_positives : 0.0f;
   }
 }
 
-// The gradient of kAnchorTile anchors' projections, elements [chunk kSizeTile, (chunk + 1) kSizeTile): v_i = sum_j W_ij n(z_j) as a second
-// product, of W_ij / |z_j| (split into parts) with the rows z_j as they are; then (v_i - n(z_i) (n(z_i) . v_i)) / |z_i|, where
-// n(z_i) . v_i = sum_j W_ij n(z_i) . n(z_j) comes from the first product.
+// The gradient of kAnchorTile anchors' projections, elements [chunk kSizeTile, (chunk + 1)
+// kSizeTile): v_i = sum_j W_ij n(z_j) as a second product, of W_ij / |z_j| (split into parts) with
+// the rows z_j as they are; then (v_i - n(z_i) (n(z_i) . v_i)) / |z_i|, where n(z_i) . v_i = sum_j
+// W_ij n(z_i) . n(z_j) comes from the first product.
 template <typename T, int kWarps>
 __device__ void contrast_gradient(const ExpertLossesBackward& params, const ContrastBlock& block, unsigned own_chunk,
                                   ContrastShared<T, kWarps>& shared) {
@@ -357,7 +371,8 @@ __device__ void contrast_gradient(const ExpertLossesBackward& params, const Cont
   const int64_t first_column = own_chunk * kSizeTile;
   const int64_t left = in.projection_size - first_column;
   const int columns = static_cast<int>(left < kSizeTile ? left : kSizeTile);
-  T* out = static_cast<T*>(params.projections.data) + (block.expert * in.rows + block.first) * in.projection_size + first_column;
+  T* out = static_cast<T*>(params.projections.data) + (block.expert * in.rows + block.first) * in.projection_size +
+           first_column;
   const int rows = static_cast<int>(in.rows - block.first < kAnchorTile ? in.rows - block.first : kAnchorTile);
   if (block.first >= valid || anchors == 0.0f) {
     for (int i = threadIdx.x; i < rows * columns; i += kWarps * kLanes) {
@@ -376,10 +391,13 @@ __device__ void contrast_gradient(const ExpertLossesBackward& params, const Cont
   const float* inverse_norm = statistics + at.inverse_norm(block.expert);
   const float* positives = statistics + at.positives(block.expert);
   const int chunks = static_cast<int>((in.projection_size + kSizeTile - 1) / kSizeTile);
-  // With one chunk the tile of the first product serves the second too; with more the own chunk is brought once more.
+  // With one chunk the tile of the first product serves the second too; with more the own chunk is
+  // brought once more.
   const int steps = chunks == 1 ? 1 : chunks + 1;
   const int items = static_cast<int>((valid + shared.kOthers - 1) / shared.kOthers) * steps;
-  const auto column_of = [=](int item) { return (item % steps == chunks ? own_chunk : item % steps) * int64_t{kSizeTile}; };
+  const auto column_of = [=](int item) {
+    return (item % steps == chunks ? own_chunk : item % steps) * int64_t{kSizeTile};
+  };
 
   int64_t label[2];
   float own_partition[2], own_inverse[2], own_positives[2], along[2];
@@ -405,7 +423,8 @@ __device__ void contrast_gradient(const ExpertLossesBackward& params, const Cont
     wait_for_copies();
     __syncthreads();  // this tile has arrived, and the one before is free
     if (item + 1 < items) {
-      bring<T, kWarps>(in, block, valid, (item + 1) / steps * shared.kOthers, column_of(item + 1), aligned, shared.tile[(item + 1) % 2]);
+      bring<T, kWarps>(in, block, valid, (item + 1) / steps * shared.kOthers, column_of(item + 1), aligned,
+                       shared.tile[(item + 1) % 2]);
     }
     const auto& tile = shared.tile[item % 2];
     const auto* others = tile + kAnchorTile + warp * kWarpTile;
@@ -477,7 +496,8 @@ __device__ void contrast_gradient(const ExpertLossesBackward& params, const Cont
     }
     __syncthreads();
   }
-  const T* z = static_cast<const T*>(in.projections.data) + (block.expert * in.rows + block.first) * in.projection_size + first_column;
+  const T* z = static_cast<const T*>(in.projections.data) +
+               (block.expert * in.rows + block.first) * in.projection_size + first_column;
   for (int k = threadIdx.x; k < rows * columns; k += kWarps * kLanes) {
     const int row = k / columns;
     const int column = k % columns;
@@ -496,10 +516,11 @@ __device__ void contrast_gradient(const ExpertLossesBackward& params, const Cont
   }
 }
 
-// --- one warp a row ------------------------------------------------------------------------------------------------------------
+// --- one warp a row
+// ------------------------------------------------------------------------------------------------------------
 
 __device__ inline bool is_masked_row(const ExpertLossesInput& in, RowCounts counts, int64_t i) {
-  return in.current_classes != nullptr && i < counts.fresh;
+  return in.current_classes != nullptr && i < counts.new_rows;
 }
 
 __device__ inline void classify_statistics(const ExpertLossesForward& params, int64_t e, int64_t i, int lane) {
@@ -510,7 +531,9 @@ __device__ inline void classify_statistics(const ExpertLossesForward& params, in
   }
   const bool masked = is_masked_row(in, counts, i);
   const int64_t first = (e * in.rows + i) * in.classes;
-  const auto logit = [&](int64_t k) { return masked && !in.current_classes[k] ? -INFINITY : load(in.logits, first + k); };
+  const auto logit = [&](int64_t k) {
+    return masked && !in.current_classes[k] ? -INFINITY : load(in.logits, first + k);
+  };
   float top = -INFINITY;
   for (int64_t k = lane; k < in.classes; k += kLanes) {
     top = fmaxf(top, logit(k));
@@ -617,7 +640,8 @@ __device__ inline void distance_gradient(const ExpertLossesBackward& params, int
   const int64_t size = in.feature_size;
   const auto* statistics = static_cast<const float*>(params.statistics);
   const ExpertStatistics at = in.statistics();
-  // The gradient of expert e's distance is this times the difference n(u_i) - n(v_i); 0 at distance 0.
+  // The gradient of expert e's distance is this times the difference n(u_i) - n(v_i); 0 at distance
+  // 0.
   const auto factor = [&](int64_t e) {
     const bool frobenius = in.reduction == DistanceReduction::kFrobenius;
     const float distance = frobenius ? statistics[at.distance() + e] : sqrtf(statistics[at.squared_distance(e) + i]);
@@ -648,81 +672,88 @@ __device__ inline void distance_gradient(const ExpertLossesBackward& params, int
   }
 }
 
-// --- what each block of a launch does ------------------------------------------------------------------------------------------
+// --- what each block of a launch does
+// ------------------------------------------------------------------------------------------
 
-// A launch's blocks: contrastive ones first, since they take longest, then those of the logits' rows, then those of the features'.
+// A launch's blocks: contrastive ones first, since they take longest, then those of the logits'
+// rows, then those of the features'.
 struct ExpertLossesGrid {
-  unsigned contrast, classify, distil;
+  unsigned contrastive, cross_entropy, distillation;
 
-  static ExpertLossesGrid of(const ExpertLossesInput& in, bool contrast, bool classify, bool distil, bool by_chunk, int warps) {
+  static ExpertLossesGrid of(const ExpertLossesInput& in, bool contrastive, bool cross_entropy, bool distillation,
+                             bool by_chunk, int warps) {
     const int64_t tiles = (in.rows + kAnchorTile - 1) / kAnchorTile;
     const int64_t chunks = by_chunk ? (in.projection_size + kSizeTile - 1) / kSizeTile : 1;
     const int64_t rows = in.experts * in.rows;
-    MF_CHECK(in.experts >= 1 && in.rows >= 0, "experts and rows are ", in.experts, " and ", in.rows, "; wanted at least 1 and 0");
-    MF_CHECK(rows * (chunks + 2) < INT32_MAX && in.projection_size < INT32_MAX / 2, "projections are [", in.experts, ", ", in.rows, ", ",
-             in.projection_size, "]; wanted fewer than 2^31 rows times tiles");
-    return {contrast ? static_cast<unsigned>(in.experts * tiles * chunks) : 0,
-            classify ? static_cast<unsigned>((rows + warps - 1) / warps) : 0,
-            distil ? static_cast<unsigned>((in.rows + warps - 1) / warps) : 0};
+    MF_CHECK(in.experts >= 1 && in.rows >= 0, "experts and rows are ", in.experts, " and ", in.rows,
+             "; wanted at least 1 and 0");
+    MF_CHECK(rows * (chunks + 2) < INT32_MAX && in.projection_size < INT32_MAX / 2, "projections are [", in.experts,
+             ", ", in.rows, ", ", in.projection_size, "]; wanted fewer than 2^31 rows times tiles");
+    return {contrastive ? static_cast<unsigned>(in.experts * tiles * chunks) : 0,
+            cross_entropy ? static_cast<unsigned>((rows + warps - 1) / warps) : 0,
+            distillation ? static_cast<unsigned>((in.rows + warps - 1) / warps) : 0};
   }
-  unsigned blocks() const { return contrast + classify + distil; }
+  unsigned blocks() const { return contrastive + cross_entropy + distillation; }
 };
 
 template <typename T, int kWarps>
-__device__ void expert_statistics_block(const ExpertLossesForward& params, const ExpertLossesGrid& grid, ContrastShared<T, kWarps>& shared) {
+__device__ void expert_statistics_block(const ExpertLossesForward& params, const ExpertLossesGrid& grid,
+                                        ContrastShared<T, kWarps>& shared) {
   const ExpertLossesInput& in = params.input;
   unsigned block = blockIdx.x;
   const unsigned warp = threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
   const auto rows = static_cast<unsigned>(in.rows);
-  if (block < grid.contrast) {
+  if (block < grid.contrastive) {
     const unsigned tiles = (rows + kAnchorTile - 1) / kAnchorTile;
     contrast_statistics<T, kWarps>(params, {block / tiles, block % tiles * kAnchorTile}, shared);
     return;
   }
-  block -= grid.contrast;
-  if (block < grid.classify) {
+  block -= grid.contrastive;
+  if (block < grid.cross_entropy) {
     const unsigned row = block * kWarps + warp;
     if (row < in.experts * rows) {
       classify_statistics(params, row / rows, row % rows, lane);
     }
     return;
   }
-  const unsigned row = (block - grid.classify) * kWarps + warp;
+  const unsigned row = (block - grid.cross_entropy) * kWarps + warp;
   if (row < rows) {
     distance_statistics(params, row, lane);
   }
 }
 
 template <typename T, int kWarps>
-__device__ void expert_gradient_block(const ExpertLossesBackward& params, const ExpertLossesGrid& grid, ContrastShared<T, kWarps>& shared) {
+__device__ void expert_gradient_block(const ExpertLossesBackward& params, const ExpertLossesGrid& grid,
+                                      ContrastShared<T, kWarps>& shared) {
   const ExpertLossesInput& in = params.input;
   unsigned block = blockIdx.x;
   const unsigned warp = threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
   const auto rows = static_cast<unsigned>(in.rows);
-  if (block < grid.contrast) {
+  if (block < grid.contrastive) {
     const unsigned tiles = (rows + kAnchorTile - 1) / kAnchorTile;
     const auto chunks = static_cast<unsigned>((in.projection_size + kSizeTile - 1) / kSizeTile);
     const unsigned tile = block / chunks;
     contrast_gradient<T, kWarps>(params, {tile / tiles, tile % tiles * kAnchorTile}, block % chunks, shared);
     return;
   }
-  block -= grid.contrast;
-  if (block < grid.classify) {
+  block -= grid.contrastive;
+  if (block < grid.cross_entropy) {
     const unsigned row = block * kWarps + warp;
     if (row < in.experts * rows) {
       classify_gradient(params, row / rows, row % rows, lane);
     }
     return;
   }
-  const unsigned row = (block - grid.classify) * kWarps + warp;
+  const unsigned row = (block - grid.cross_entropy) * kWarps + warp;
   if (row < rows) {
     distance_gradient(params, row, lane);
   }
 }
 
-// One block an expert adds up its rows: anchor losses, anchors, cross-entropies of the new and of the other rows, distances.
+// One block an expert adds up its rows: anchor losses, anchors, cross-entropies of the new and of
+// the other rows, distances.
 template <int kWarps>
 struct TermsShared {
   float sum[5][kWarps];
@@ -736,7 +767,7 @@ __device__ void expert_terms_block(const ExpertLossesForward& params, TermsShare
   auto* statistics = static_cast<float*>(params.statistics);
   const int64_t e = blockIdx.x;
   const bool frobenius = in.reduction == DistanceReduction::kFrobenius;
-  const int64_t split = in.current_classes != nullptr ? counts.fresh : counts.valid;
+  const int64_t split = in.current_classes != nullptr ? counts.new_rows : counts.valid;
   float sum[5] = {};
   for (int64_t i = threadIdx.x; i < counts.valid; i += kWarps * kLanes) {
     if (in.contrasts(e)) {
@@ -767,8 +798,11 @@ __device__ void expert_terms_block(const ExpertLossesForward& params, TermsShare
     }
     const bool masked = in.current_classes != nullptr;
     float cross_entropy = split > 0 ? total[2] * row_weight<float>(0, counts, masked, in.buffer_weight) : 0.0f;
-    cross_entropy += split < counts.valid ? total[3] * row_weight<float>(split, counts, masked, in.buffer_weight) : 0.0f;
-    const float distance = frobenius ? sqrtf(total[4]) : counts.valid > 0 ? total[4] / static_cast<float>(counts.valid) : 0.0f;
+    cross_entropy +=
+        split < counts.valid ? total[3] * row_weight<float>(split, counts, masked, in.buffer_weight) : 0.0f;
+    const float distance = frobenius          ? sqrtf(total[4])
+                           : counts.valid > 0 ? total[4] / static_cast<float>(counts.valid)
+                                              : 0.0f;
     auto* terms = static_cast<float*>(params.terms) + e * kTerms;
     terms[0] = total[0] / fmaxf(total[1], 1.0f);
     terms[1] = cross_entropy;

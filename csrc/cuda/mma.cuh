@@ -1,6 +1,7 @@
 // Warp-wide matrix instructions and asynchronous copies of sm_80 and later, one function each.
 //
-// In tests without a card csrc/emulated/cuda_on_cpu_mma.h, included before, defines MF_MMA_ON_CPU and the same functions.
+// In tests without a card csrc/emulated/cuda_on_cpu_mma.h, included before, defines MF_MMA_ON_CPU
+// and the same functions.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +13,8 @@ namespace mf::cuda {
 
 #if !defined(MF_MMA_ON_CPU)
 
-// d [16 x 8] += a [16 x 16] b [16 x 8], bfloat16 products summed in float32. With g = lane / 4 and t = lane % 4 a lane holds
+// d [16 x 8] += a [16 x 16] b [16 x 8], bfloat16 products summed in float32. With g = lane / 4 and
+// t = lane % 4 a lane holds
 //   a[0] = A[g][2t, 2t+1], a[1] = A[g+8][2t, 2t+1], a[2] = A[g][2t+8, 2t+9], a[3] = A[g+8][2t+8, 2t+9],
 //   b[0] = B[2t, 2t+1][g], b[1] = B[2t+8, 2t+9][g],
 //   d[0], d[1] = D[g][2t, 2t+1], d[2], d[3] = D[g+8][2t, 2t+1].
@@ -31,9 +33,9 @@ __device__ inline void mma_16x8x16_half(float (&d)[4], const uint32_t (&a)[4], c
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8 of matrix l / 8 and receives of
-// each matrix the elements [g][2t, 2t+1]: the operand a from rows of A, the operand b from rows of B transposed. Addresses: multiples
-// of 16.
+// Four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8
+// of matrix l / 8 and receives of each matrix the elements [g][2t, 2t+1]: the operand a from rows
+// of A, the operand b from rows of B transposed. Addresses: multiples of 16.
 __device__ inline void load_rows(uint32_t (&r)[4], const void* row) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
@@ -42,8 +44,9 @@ __device__ inline void load_rows(uint32_t (&r)[4], const void* row) {
                : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements from shared memory, transposed: lane l gives the address of row l % 8 of matrix l / 8 and
-// receives of each matrix the elements [2t, 2t+1][g], one below the other: the operand b of mma_16x8x16. Addresses: multiples of 16.
+// Four 8 x 8 matrices of 16-bit elements from shared memory, transposed: lane l gives the address
+// of row l % 8 of matrix l / 8 and receives of each matrix the elements [2t, 2t+1][g], one below
+// the other: the operand b of mma_16x8x16. Addresses: multiples of 16.
 __device__ inline void load_transposed(uint32_t (&r)[4], const void* row) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
@@ -52,20 +55,20 @@ __device__ inline void load_transposed(uint32_t (&r)[4], const void* row) {
                : "memory");
 }
 
-// Starts a copy of 16 aligned bytes from global to shared memory; it has arrived after wait_for_copies() of the same thread.
+// Starts a copy of 16 aligned bytes from global to shared memory; it has arrived after
+// wait_for_copies() of the same thread.
 __device__ inline void copy_16_bytes(void* shared, const void* global) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(address), "l"(global) : "memory");
 }
 
-__device__ inline void wait_for_copies() {
-  asm volatile("cp.async.wait_all;\n" ::: "memory");
-}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
 #endif
 
-// Two numbers as kParts pairs of bfloat16 (the first number in the low half) whose sums give them back: each part rounds what the
-// parts before it left. One part keeps 8 significant bits, two keep 16, three all 24 of a float32.
+// Two numbers as kParts pairs of bfloat16 (the first number in the low half) whose sums give them
+// back: each part rounds what the parts before it left. One part keeps 8 significant bits, two keep
+// 16, three all 24 of a float32.
 template <int kParts>
 struct Split {
   uint32_t part[kParts];

@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(kPoolThreads) norm_pool_kernel(const NormPoolF
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kPoolGradThreads) norm_pool_gradient_kernel(const NormPoolBackward params, int64_t state_blocks) {
+__global__ void __launch_bounds__(kPoolGradThreads)
+    norm_pool_gradient_kernel(const NormPoolBackward params, int64_t state_blocks) {
   MF_DYNAMIC_SHARED(shared);
   const auto block = static_cast<int64_t>(blockIdx.x);
   if (block < state_blocks) {
@@ -37,7 +38,8 @@ bool is_aligned(Pointers... pointers) {
 template <typename T, int kVector>
 void launch_forward(const NormPoolForward& params, Stream stream) {
   const int64_t parts = (params.input.channels / kVector + kPoolThreads - 1) / kPoolThreads;
-  MF_CHECK(parts <= 65535, "there are ", params.input.channels, " channels; wanted at most ", 65535 * kPoolThreads * kVector);
+  MF_CHECK(parts <= 65535, "there are ", params.input.channels, " channels; wanted at most ",
+           65535 * kPoolThreads * kVector);
   const dim3 blocks(static_cast<unsigned>(params.input.images), static_cast<unsigned>(parts));
   MF_LAUNCH((norm_pool_kernel<T, kVector>), blocks, kPoolThreads, 0, stream, params);
 }
@@ -56,15 +58,17 @@ void forward(const NormPoolForward& params, Stream stream) {
 template <typename T, int kVector>
 void launch_backward(const NormPoolBackward& params, Stream stream) {
   const NormPoolInput& in = params.input;
-  const int64_t state_blocks = params.dstate == nullptr ? 0 : (in.channels + kPoolStateChannels - 1) / kPoolStateChannels;
-  const int64_t parts = params.dx.data == nullptr ? 0 : (in.channels / kVector + kPoolGradVectors - 1) / kPoolGradVectors;
+  const int64_t state_blocks =
+      params.dstate == nullptr ? 0 : (in.channels + kPoolStateChannels - 1) / kPoolStateChannels;
+  const int64_t parts =
+      params.dx.data == nullptr ? 0 : (in.channels / kVector + kPoolGradVectors - 1) / kPoolGradVectors;
   const int64_t blocks = state_blocks + in.images * parts;
-  MF_CHECK(blocks <= INT32_MAX, "a map of ", in.images, " images and ", in.channels, " channels needs ", blocks, " blocks; wanted at most ",
-           INT32_MAX);
+  MF_CHECK(blocks <= INT32_MAX, "a map of ", in.images, " images and ", in.channels, " channels needs ", blocks,
+           " blocks; wanted at most ", INT32_MAX);
   if (blocks > 0) {
     constexpr size_t kSharedBytes = 2 * kPoolGradThreads * sizeof(float);
-    MF_LAUNCH((norm_pool_gradient_kernel<T, kVector>), static_cast<unsigned>(blocks), kPoolGradThreads, kSharedBytes, stream, params,
-              state_blocks);
+    MF_LAUNCH((norm_pool_gradient_kernel<T, kVector>), static_cast<unsigned>(blocks), kPoolGradThreads, kSharedBytes,
+              stream, params, state_blocks);
   }
 }
 

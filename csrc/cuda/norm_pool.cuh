@@ -1,8 +1,9 @@
 // Kernel bodies of the pooled norm; tests/cpp compiles them for the CPU too.
 //
-// The maps are small (16 pixels of 512 channels for an image) and read once: forward gives each thread one vector of channels of one
-// image and all its pixels, so that nothing has to be shared. Backward's first blocks sum the state's gradient over the images, in a
-// fixed order; the others write the map's gradient.
+// The maps are small (16 pixels of 512 channels for an image) and read once: forward gives each
+// thread one vector of channels of one image and all its pixels, so that nothing has to be shared.
+// Backward's first blocks sum the state's gradient over the images, in a fixed order; the others
+// write the map's gradient.
 #pragma once
 
 #include "api/norm_pool.h"
@@ -12,8 +13,10 @@ namespace mf::cuda {
 
 constexpr int kPoolThreads = 64;       // of a forward block: vectors of channels of one image
 constexpr int kPoolGradThreads = 256;  // of a backward block
-constexpr int kPoolGradVectors = 32;   // vectors of channels of one image in a backward block; its other threads take other pixels
-constexpr int kPoolStateChannels = 8;  // channels of a block that sums the state's gradient; its other threads take other images
+constexpr int kPoolGradVectors =
+    32;  // vectors of channels of one image in a backward block; its other threads take other pixels
+constexpr int kPoolStateChannels =
+    8;  // channels of a block that sums the state's gradient; its other threads take other images
 
 // What a thread needs of a norm: of kVector channels from `channel` on.
 template <int kVector>
@@ -56,7 +59,8 @@ __device__ void norm_pool_block(const NormPoolForward& params) {
       const Vector values = *reinterpret_cast<const Vector*>(x + pixel * in.channels);
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
-        const PooledElement element = pooled_element(to_float(values.value[k]), norm.mean[k], norm.scale[k], norm.shift[k]);
+        const PooledElement element =
+            pooled_element(to_float(values.value[k]), norm.mean[k], norm.scale[k], norm.shift[k]);
         total[k] += element.value;
         sum[k] += element.deviation;
         count[k] += element.kept;
@@ -130,7 +134,8 @@ __device__ void norm_pool_map_block(const NormPoolBackward& params, int64_t bloc
     of_kept.value[k] = zero;
   }
   if (!is_padding) {
-    const Vector grad = *reinterpret_cast<const Vector*>(static_cast<const T*>(params.grad) + image * in.channels + channel);
+    const Vector grad =
+        *reinterpret_cast<const Vector*>(static_cast<const T*>(params.grad) + image * in.channels + channel);
     float scale[kVector];
     for (int k = 0; k < kVector; ++k) {
       scale[k] = 1.0f;
@@ -160,7 +165,8 @@ __device__ void norm_pool_map_block(const NormPoolBackward& params, int64_t bloc
     Vector gradient;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      const PooledElement element = pooled_element(to_float(values.value[k]), norm.mean[k], norm.scale[k], norm.shift[k]);
+      const PooledElement element =
+          pooled_element(to_float(values.value[k]), norm.mean[k], norm.scale[k], norm.shift[k]);
       gradient.value[k] = element.kept != 0.0f ? of_kept.value[k] : zero;
     }
     *reinterpret_cast<Vector*>(dx + pixel * in.channels) = gradient;

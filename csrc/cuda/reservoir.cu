@@ -11,7 +11,8 @@ constexpr int kCopyThreads = 192;  // a 32x32 image is 192 words of 16 bytes
 constexpr int kDrawThreads = 1024;
 constexpr int kDigitBits = 9;
 constexpr int kSurvivors = 3072;
-static_assert(kSurvivors >= kMaxCudaDraw + 1024, "a draw stops at its first pass only if the k-th key's digit fits beside k keys");
+static_assert(kSurvivors >= kMaxCudaDraw + 1024,
+              "a draw stops at its first pass only if the k-th key's digit fits beside k keys");
 static_assert(kDrawThreads >= 1 << kDigitBits, "each digit is one thread's");
 using Shared = DrawShared<kDigitBits, kSurvivors>;
 static_assert(sizeof(Shared) <= 48 * 1024, "shared memory that a launch may ask for by itself");
@@ -31,8 +32,8 @@ __global__ void __launch_bounds__(kDrawThreads) reservoir_draw_kernel(const Rese
 }
 
 bool rows_are_aligned(const ReservoirInsertParams& params) {
-  const auto bits =
-      reinterpret_cast<uintptr_t>(params.images) | reinterpret_cast<uintptr_t>(params.x) | static_cast<uintptr_t>(params.row_bytes);
+  const auto bits = reinterpret_cast<uintptr_t>(params.images) | reinterpret_cast<uintptr_t>(params.x) |
+                    static_cast<uintptr_t>(params.row_bytes);
   return bits % sizeof(uint4) == 0;
 }
 
@@ -54,7 +55,8 @@ void reservoir_insert(const ReservoirInsertParams& params, Stream stream) {
 
 // A draw of nothing is launched too: it still advances the counter.
 void reservoir_draw(const ReservoirDrawParams& params, Stream stream) {
-  MF_CHECK(params.count >= 0 && params.count <= kMaxCudaDraw, "a draw on CUDA wants ", params.count, " slots; wanted 0 to ", kMaxCudaDraw);
+  MF_CHECK(params.count >= 0 && params.count <= kMaxCudaDraw, "a draw on CUDA wants ", params.count,
+           " slots; wanted 0 to ", kMaxCudaDraw);
   MF_CHECK(params.capacity <= INT32_MAX, "capacity is ", params.capacity, "; wanted at most ", INT32_MAX);
   MF_LAUNCH(reservoir_draw_kernel, 1, kDrawThreads, sizeof(Shared), stream, params);
 }

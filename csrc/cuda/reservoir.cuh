@@ -1,24 +1,28 @@
-// Kernel bodies of the replay memory; tests/cpp compiles them for the CPU too. Results equal csrc/cpu/reservoir.cpp bit for bit.
+// Kernel bodies of the replay memory; tests/cpp compiles them for the CPU too. Results equal
+// csrc/cpu/reservoir.cpp bit for bit.
 #pragma once
 
 #include "api/reservoir.h"
 
 namespace mf::cuda {
 
-// --- insert, first launch: what slot does each item claim? ------------------------------------------------------------------
-// Algorithm R decides for every item by itself (core/reservoir.h), so items need not know of one another. n_seen is only read.
+// --- insert, first launch: what slot does each item claim?
+// ------------------------------------------------------------------ Algorithm R decides for every
+// item by itself (core/reservoir.h), so items need not know of one another. n_seen is only read.
 __device__ inline void reservoir_claim_block(const ReservoirInsertParams& params) {
   const int64_t item = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (item < params.count) {
-    params.claims[item] = reservoir_slot(static_cast<uint64_t>(params.state[kSeed]), params.state[kSeen] + item, params.capacity);
+    params.claims[item] =
+        reservoir_slot(static_cast<uint64_t>(params.state[kSeed]), params.state[kSeen] + item, params.capacity);
   }
 }
 
-// --- insert, second launch: one block an item copies the row ----------------------------------------------------------------
-// In sequential order the last item that claims a slot stays. So an item copies only if no later item of the batch claims its
-// slot: every slot has one writer, and the result does not depend on the order of blocks. n_seen advances here, where no block
-// reads it. `Word` is 16 bytes where rows and addresses are aligned to 16, else a byte; neighbouring threads copy neighbouring
-// words.
+// --- insert, second launch: one block an item copies the row
+// ---------------------------------------------------------------- In sequential order the last
+// item that claims a slot stays. So an item copies only if no later item of the batch claims its
+// slot: every slot has one writer, and the result does not depend on the order of blocks. n_seen
+// advances here, where no block reads it. `Word` is 16 bytes where rows and addresses are aligned
+// to 16, else a byte; neighbouring threads copy neighbouring words.
 template <typename Word>
 __device__ void reservoir_copy_block(const ReservoirInsertParams& params) {
   const int64_t item = blockIdx.x;
@@ -49,16 +53,19 @@ __device__ void reservoir_copy_block(const ReservoirInsertParams& params) {
   }
 }
 
-// --- draw: one block selects and sorts ---------------------------------------------------------------------------------------
-// Wanted: the k eligible slots with the smallest (key, slot), in that order. Keys are 63 random bits.
-// 1. Radix selection from the top digit down. A pass counts the eligible keys whose leading digits equal `prefix`, digit by
-//    digit; the first digit at which the count, with the `below` keys under the prefix, reaches k extends the prefix. Keys are
-//    recomputed in each pass: a Philox call is cheaper than 8 bytes of memory traffic.
-// 2. It stops as soon as all keys up to and including the prefix fit into shared memory: after the first pass in practice, since
-//    5,000 random keys put 10, and 100,000 put 200 into each of 512 digits.
-// 3. These survivors are collected in any order and sorted, which makes the order irrelevant.
-// A prefix of all 63 bits that still does not fit would take kCapacity - k + 1 equal keys: with Philox a probability below
-// 2^-60000; the bound in step 3 keeps memory safe even then.
+// --- draw: one block selects and sorts
+// --------------------------------------------------------------------------------------- Wanted:
+// the k eligible slots with the smallest (key, slot), in that order. Keys are 63 random bits.
+// 1. Radix selection from the top digit down. A pass counts the eligible keys whose leading digits
+//    equal `prefix`, digit by digit; the first digit at which the count, with the `below` keys
+//    under the prefix, reaches k extends the prefix. Keys are recomputed in each pass: a Philox
+//    call is cheaper than 8 bytes of memory traffic.
+// 2. It stops as soon as all keys up to and including the prefix fit into shared memory: after the
+//    first pass in practice, since 5,000 random keys put 10, and 100,000 put 200 into each of 512
+//    digits.
+// 3. These survivors are collected in any order and sorted, which makes the order irrelevant. A
+//    prefix of all 63 bits that still does not fit would take kCapacity - k + 1 equal keys: with
+//    Philox a probability below 2^-60000; the bound in step 3 keeps memory safe even then.
 constexpr int kKeyBits = 63;
 
 template <int kDigitBits, int kCapacity>
@@ -73,8 +80,9 @@ struct DrawShared {
   unsigned survivors;
 };
 
-// Ascending bitonic sort of n pairs (key, slot), any n: every exchange puts the larger pair at the higher index, so that
-// positions from n up to the next power of two act as infinitely large pairs that never move.
+// Ascending bitonic sort of n pairs (key, slot), any n: every exchange puts the larger pair at the
+// higher index, so that positions from n up to the next power of two act as infinitely large pairs
+// that never move.
 template <typename Shared>
 __device__ void sort_survivors(Shared& shared, unsigned n) {
   const auto order = [&shared, n](unsigned low, unsigned high) {
@@ -152,7 +160,8 @@ __device__ void reservoir_draw_block(const ReservoirDrawParams& params, DrawShar
       }
       __syncthreads();
     }
-    // The first digit whose running sum reaches k, else (fewer eligible than wanted) the last digit, which keeps all.
+    // The first digit whose running sum reaches k, else (fewer eligible than wanted) the last
+    // digit, which keeps all.
     if (thread < kDigits) {
       const unsigned before = thread == 0 ? 0 : shared.count[thread - 1];
       const bool reaches = below + shared.count[thread] >= wanted || thread == kDigits - 1;
@@ -185,7 +194,8 @@ __device__ void reservoir_draw_block(const ReservoirDrawParams& params, DrawShar
     params.slots[i] = i < survivors ? shared.slot[i] : -1;
   }
   if (thread == 0) {
-    params.state[kCounter] = static_cast<int64_t>(counter + 1);  // every thread has read the state before the first barrier
+    params.state[kCounter] =
+        static_cast<int64_t>(counter + 1);  // every thread has read the state before the first barrier
   }
 }
 

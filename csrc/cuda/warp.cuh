@@ -1,4 +1,5 @@
-// Small pieces that kernels share: reductions within a warp, and numbers of any storage type as float32.
+// Small pieces that kernels share: reductions within a warp, and numbers of any storage type as
+// float32.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,16 +1,20 @@
-// Runs CUDA kernels on the CPU: for tests/cpp, which looks for indexing and synchronisation faults, and for the emulated card
-// (MOSE_FAST_BACKEND=emulated, docs/building.md), on which the whole package runs the kernels.
+// Runs CUDA kernels on the CPU: for tests/cpp, which looks for indexing and synchronisation faults,
+// and for the emulated card (MOSE_FAST_BACKEND=emulated, docs/building.md), on which the whole
+// package runs the kernels.
 //
-// One fiber stands for one CUDA thread. A fiber runs until it reaches a barrier or a warp collective or its end, and the schedule
-// says in which order the fibers (and the blocks) take their turns. Code that is synchronised correctly gives the same result
-// under every schedule; a missing barrier lets one schedule see what another does not, and ThreadSanitizer, which knows the fibers
-// as threads ordered by barriers and launches alone, reports the two accesses. Shared memory is a heap block of exact size, filled
-// with a poison, so that AddressSanitizer sees its bounds and reading before writing gives nonsense. A barrier that not all threads
-// reach, or a warp collective that not all lanes reach, ends the program.
+// One fiber stands for one CUDA thread. A fiber runs until it reaches a barrier or a warp
+// collective or its end, and the schedule says in which order the fibers (and the blocks) take
+// their turns. Code that is synchronised correctly gives the same result under every schedule; a
+// missing barrier lets one schedule see what another does not, and ThreadSanitizer, which knows the
+// fibers as threads ordered by barriers and launches alone, reports the two accesses. Shared memory
+// is a heap block of exact size, filled with a poison, so that AddressSanitizer sees its bounds and
+// reading before writing gives nonsense. A barrier that not all threads reach, or a warp collective
+// that not all lanes reach, ends the program.
 //
-// Included before every .cu file; those compile as they are if they launch by MF_LAUNCH and take shared memory by MF_DYNAMIC_SHARED
-// (csrc/cuda/launch.cuh). Bodies of .cuh files can be launched with other shapes by shim::launch. Types come from the toolkit's own
-// headers; only full warps and the full mask are supported. How to add a kernel's comparisons: tests/cpp/kernel_case.h.
+// Included before every .cu file; those compile as they are if they launch by MF_LAUNCH and take
+// shared memory by MF_DYNAMIC_SHARED (csrc/cuda/launch.cuh). Bodies of .cuh files can be launched
+// with other shapes by shim::launch. Types come from the toolkit's own headers; only full warps and
+// the full mask are supported. How to add a kernel's comparisons: tests/cpp/kernel_case.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -53,8 +57,9 @@
 #endif
 
 #if defined(__x86_64__)
-// Saves on the stack what a function must keep, leaves the stack's address in *from, and goes on where `to` was left.
-// swapcontext also saves the mask of signals, by a system call: some twenty times as slow.
+// Saves on the stack what a function must keep, leaves the stack's address in *from, and goes on
+// where `to` was left. swapcontext also saves the mask of signals, by a system call: some twenty
+// times as slow.
 extern "C" void mf_shim_switch(void** from, void* to);
 asm(R"(
   .pushsection .text
@@ -85,7 +90,8 @@ mf_shim_switch:
 namespace shim {
 
 enum class Schedule { kForward, kReverse, kRandom, kOtherRandom };
-inline constexpr Schedule kSchedules[] = {Schedule::kForward, Schedule::kReverse, Schedule::kRandom, Schedule::kOtherRandom};
+inline constexpr Schedule kSchedules[] = {Schedule::kForward, Schedule::kReverse, Schedule::kRandom,
+                                          Schedule::kOtherRandom};
 inline Schedule schedule = Schedule::kForward;  // of the launches to come
 inline int poison = 0xff;                       // byte of fresh shared memory: floats are NaN, integers -1
 
@@ -93,8 +99,8 @@ enum class Wait { kNothing, kBlock, kWarp };
 inline constexpr unsigned kWarpSize = 32;
 inline constexpr unsigned kMaxThreads = 1024;
 
-// Fibers and the scheduler share their state without what ThreadSanitizer calls synchronisation, so that every function a fiber enters
-// is kept from its sight.
+// Fibers and the scheduler share their state without what ThreadSanitizer calls synchronisation, so
+// that every function a fiber enters is kept from its sight.
 #if defined(SHIM_THREAD_SANITIZER)
 #define SHIM_RUNTIME __attribute__((no_sanitize("thread"), noinline))
 #else
@@ -115,9 +121,7 @@ class Context {
     }
     stack_ = words;
   }
-  SHIM_RUNTIME static void jump(Context& from, Context& to) {
-    mf_shim_switch(&from.stack_, to.stack_);
-  }
+  SHIM_RUNTIME static void jump(Context& from, Context& to) { mf_shim_switch(&from.stack_, to.stack_); }
 
  private:
   void* stack_ = nullptr;
@@ -129,9 +133,7 @@ class Context {
     context_.uc_link = nullptr;
     makecontext(&context_, entry, 0);
   }
-  SHIM_RUNTIME static void jump(Context& from, Context& to) {
-    swapcontext(&from.context_, &to.context_);
-  }
+  SHIM_RUNTIME static void jump(Context& from, Context& to) { swapcontext(&from.context_, &to.context_); }
 
  private:
   ucontext_t context_{};
@@ -139,7 +141,8 @@ class Context {
 };
 
 struct Fiber {
-  // No multiple of a page, so that the tops of the stacks, where the work is, do not all lie in the same sets of the caches.
+  // No multiple of a page, so that the tops of the stacks, where the work is, do not all lie in the
+  // same sets of the caches.
 #if defined(SHIM_ADDRESS_SANITIZER) || defined(SHIM_THREAD_SANITIZER)
   static constexpr size_t kStackBytes = (128 << 10) + 320;
 #else
@@ -172,10 +175,11 @@ inline dim3 block_size, grid_size;
 inline int vote_result = 0;
 inline unsigned char* shared_memory = nullptr;
 
-// What ThreadSanitizer knows of order: everything before a launch comes before its threads; a barrier orders what its threads did
-// before it and will do after it; everything in a launch comes before what follows the launch. Two tags take turns, because a
-// fast thread may reach the next barrier before a slow one has left this one.
-// ThreadSanitizer keeps the history of some 250 threads: with larger blocks it may forget the first of two accesses.
+// What ThreadSanitizer knows of order: everything before a launch comes before its threads; a
+// barrier orders what its threads did before it and will do after it; everything in a launch comes
+// before what follows the launch. Two tags take turns, because a fast thread may reach the next
+// barrier before a slow one has left this one. ThreadSanitizer keeps the history of some 250
+// threads: with larger blocks it may forget the first of two accesses.
 inline uint64_t launch_tag, done_tag, block_tags[2], warp_tags[kMaxThreads / kWarpSize][2];
 
 inline const char* sites_seen[256];  // of __syncthreads
@@ -200,7 +204,8 @@ SHIM_RUNTIME inline void leave_fiber() {
   __tsan_switch_to_fiber(scheduler_thread_sanitizer, __tsan_switch_to_fiber_no_sync);
 #endif
 #if defined(SHIM_ADDRESS_SANITIZER)
-  __sanitizer_start_switch_fiber(self->done ? nullptr : &self->address_sanitizer, scheduler_stack, scheduler_stack_bytes);
+  __sanitizer_start_switch_fiber(self->done ? nullptr : &self->address_sanitizer, scheduler_stack,
+                                 scheduler_stack_bytes);
 #endif
   Context::jump(self->context, scheduler);
 #if defined(SHIM_ADDRESS_SANITIZER)
@@ -230,7 +235,8 @@ SHIM_RUNTIME inline void resume(unsigned thread) {
   __tsan_switch_to_fiber(current->thread_sanitizer, __tsan_switch_to_fiber_no_sync);
 #endif
 #if defined(SHIM_ADDRESS_SANITIZER)
-  __sanitizer_start_switch_fiber(&scheduler_address_sanitizer, stacks + thread * Fiber::kStackBytes, Fiber::kStackBytes);
+  __sanitizer_start_switch_fiber(&scheduler_address_sanitizer, stacks + thread * Fiber::kStackBytes,
+                                 Fiber::kStackBytes);
 #endif
   Context::jump(scheduler, current->context);
 #if defined(SHIM_ADDRESS_SANITIZER)
@@ -238,9 +244,7 @@ SHIM_RUNTIME inline void resume(unsigned thread) {
 #endif
 }
 
-SHIM_RUNTIME inline unsigned thread_number() {
-  return static_cast<unsigned>(current - fibers);
-}
+SHIM_RUNTIME inline unsigned thread_number() { return static_cast<unsigned>(current - fibers); }
 
 SHIM_RUNTIME inline void remember_site(const char* site) {
   for (int i = 0; i < sites; ++i) {
@@ -279,8 +283,9 @@ SHIM_RUNTIME inline void warp_barrier(const char* site) {
   acquire(tag);
 }
 
-// The value that `lane` of this warp offers; lanes outside the warp give the own value, as on the device. One barrier is enough: who
-// writes a place again has passed the barrier of the exchange between, which the other lanes reached only after reading it.
+// The value that `lane` of this warp offers; lanes outside the warp give the own value, as on the
+// device. One barrier is enough: who writes a place again has passed the barrier of the exchange
+// between, which the other lanes reached only after reading it.
 template <typename T>
 SHIM_RUNTIME inline T exchange(const char* site, T value, unsigned lane) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "a shuffle moves up to 8 bytes");
@@ -307,9 +312,7 @@ SHIM_RUNTIME inline unsigned ballot(const char* site, bool predicate) {
   return mask;
 }
 
-SHIM_RUNTIME inline unsigned lane_number() {
-  return thread_number() % kWarpSize;
-}
+SHIM_RUNTIME inline unsigned lane_number() { return thread_number() % kWarpSize; }
 
 template <typename T>
 void arrange(std::vector<T>& order, std::mt19937& random) {
@@ -338,7 +341,8 @@ inline bool let_go(unsigned first, unsigned last, Wait wait) {
 }
 
 inline void map_stacks(unsigned threads, int flags) {
-  void* memory = mmap(stacks, threads * Fiber::kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
+  void* memory = mmap(stacks, threads * Fiber::kStackBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
   if (memory == MAP_FAILED) {
     std::perror("mmap of the fibers' stacks");
     std::exit(1);
@@ -349,7 +353,8 @@ inline void map_stacks(unsigned threads, int flags) {
 #endif
 }
 
-// Ends the program if a thread wrote to the lowest words of its stack, which are zero as long as nothing reaches them.
+// Ends the program if a thread wrote to the lowest words of its stack, which are zero as long as
+// nothing reaches them.
 inline void check_stacks(unsigned threads) {
   for (unsigned thread = 0; thread < threads; ++thread) {
     const auto* lowest = reinterpret_cast<const uint64_t*>(stacks + thread * Fiber::kStackBytes);
@@ -379,8 +384,9 @@ inline void run_block(unsigned threads, std::mt19937& random) {
   std::iota(order.begin(), order.end(), 0u);
   while (true) {
     arrange(order, random);
-    // In these schedules a warp runs on through its collectives before the next one begins, as far as block barriers let it: else no
-    // warp could pass one before all others have done what comes before theirs.
+    // In these schedules a warp runs on through its collectives before the next one begins, as far
+    // as block barriers let it: else no warp could pass one before all others have done what comes
+    // before theirs.
     const bool alone = schedule == Schedule::kForward || schedule == Schedule::kReverse;
     for (unsigned i = 0; i < threads; ++i) {
       if (!fibers[order[i]].done && fibers[order[i]].waits == Wait::kNothing) {
@@ -417,7 +423,8 @@ inline void run_block(unsigned threads, std::mt19937& random) {
 #endif
 }
 
-// Runs `kernel()` for every thread; each block gets its own `shared_bytes` of poisoned shared memory.
+// Runs `kernel()` for every thread; each block gets its own `shared_bytes` of poisoned shared
+// memory.
 template <typename Kernel>
 void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
   const std::lock_guard<std::mutex> lock(launching);  // more than one thread of a program may run ops
@@ -429,7 +436,8 @@ void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
   const unsigned count = threads.x * threads.y * threads.z;
   const size_t grid = size_t{blocks.x} * blocks.y * blocks.z;
   if (count == 0 || count > kMaxThreads || grid == 0) {
-    std::fprintf(stderr, "a launch of %zu blocks of %u threads; wanted at least 1 block and 1 to %u threads\n", grid, count, kMaxThreads);
+    std::fprintf(stderr, "a launch of %zu blocks of %u threads; wanted at least 1 block and 1 to %u threads\n", grid,
+                 count, kMaxThreads);
     std::exit(1);
   }
   std::mt19937 random(static_cast<unsigned>(schedule));
@@ -447,7 +455,8 @@ void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
   for (const unsigned block : order) {
     block_index = {block % blocks.x, block / blocks.x % blocks.y, block / (blocks.x * blocks.y)};
 #if defined(SHIM_THREAD_SANITIZER)
-    const bool fresh = true;  // blocks are not ordered among themselves, nor is the scheduler with them before their end
+    const bool fresh =
+        true;  // blocks are not ordered among themselves, nor is the scheduler with them before their end
 #else
     const bool fresh = used.empty();
 #endif
@@ -467,7 +476,8 @@ void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
   check_stacks(count);
 }
 
-// Atomics order memory here, so that a missing __threadfence is not noticed; a missing barrier around them is.
+// Atomics order memory here, so that a missing __threadfence is not noticed; a missing barrier
+// around them is.
 template <typename T>
 T atomic_add(T* target, T value) {
   return __atomic_fetch_add(target, value, __ATOMIC_ACQ_REL);
@@ -475,30 +485,21 @@ T atomic_add(T* target, T value) {
 
 inline unsigned atomic_inc(unsigned* target, unsigned last) {
   unsigned before = __atomic_load_n(target, __ATOMIC_ACQUIRE);
-  while (!__atomic_compare_exchange_n(target, &before, before >= last ? 0 : before + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+  while (!__atomic_compare_exchange_n(target, &before, before >= last ? 0 : before + 1, false, __ATOMIC_ACQ_REL,
+                                      __ATOMIC_ACQUIRE)) {
   }
   return before;
 }
 
-SHIM_RUNTIME inline uint3 get_thread_index() {
-  return thread_index;
-}
+SHIM_RUNTIME inline uint3 get_thread_index() { return thread_index; }
 
-SHIM_RUNTIME inline uint3 get_block_index() {
-  return block_index;
-}
+SHIM_RUNTIME inline uint3 get_block_index() { return block_index; }
 
-SHIM_RUNTIME inline dim3 get_block_size() {
-  return block_size;
-}
+SHIM_RUNTIME inline dim3 get_block_size() { return block_size; }
 
-SHIM_RUNTIME inline dim3 get_grid_size() {
-  return grid_size;
-}
+SHIM_RUNTIME inline dim3 get_grid_size() { return grid_size; }
 
-SHIM_RUNTIME inline unsigned char* get_shared_memory() {
-  return shared_memory;
-}
+SHIM_RUNTIME inline unsigned char* get_shared_memory() { return shared_memory; }
 
 }  // namespace shim
 
@@ -516,9 +517,12 @@ SHIM_RUNTIME inline unsigned char* get_shared_memory() {
 #define __syncthreads_or(vote) shim::block_barrier(SHIM_SITE, (vote) != 0)
 #define __syncwarp() shim::warp_barrier(SHIM_SITE)
 #define __shfl_sync(mask, value, lane) shim::exchange(SHIM_SITE, value, static_cast<unsigned>(lane))
-#define __shfl_xor_sync(mask, value, bits) shim::exchange(SHIM_SITE, value, shim::lane_number() ^ static_cast<unsigned>(bits))
-#define __shfl_down_sync(mask, value, distance) shim::exchange(SHIM_SITE, value, shim::lane_number() + static_cast<unsigned>(distance))
-#define __shfl_up_sync(mask, value, distance) shim::exchange(SHIM_SITE, value, shim::lane_number() - static_cast<unsigned>(distance))
+#define __shfl_xor_sync(mask, value, bits) \
+  shim::exchange(SHIM_SITE, value, shim::lane_number() ^ static_cast<unsigned>(bits))
+#define __shfl_down_sync(mask, value, distance) \
+  shim::exchange(SHIM_SITE, value, shim::lane_number() + static_cast<unsigned>(distance))
+#define __shfl_up_sync(mask, value, distance) \
+  shim::exchange(SHIM_SITE, value, shim::lane_number() - static_cast<unsigned>(distance))
 #define __ballot_sync(mask, predicate) shim::ballot(SHIM_SITE, (predicate) != 0)
 #define atomicAdd(target, value) shim::atomic_add(target, value)
 #define atomicInc(target, last) shim::atomic_inc(target, last)
@@ -526,10 +530,10 @@ SHIM_RUNTIME inline unsigned char* get_shared_memory() {
 #define __expf(x) std::exp(static_cast<float>(x))
 #define __fdividef(x, y) (static_cast<float>(x) / static_cast<float>(y))
 
-#define MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)                       \
-  do {                                                                                      \
-    static_cast<void>(stream);                                                              \
-    shim::launch(dim3(blocks), dim3(threads), shared_bytes, [&] { kernel(__VA_ARGS__); });  \
+#define MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)                      \
+  do {                                                                                     \
+    static_cast<void>(stream);                                                             \
+    shim::launch(dim3(blocks), dim3(threads), shared_bytes, [&] { kernel(__VA_ARGS__); }); \
   } while (false)
 #define MF_DYNAMIC_SHARED(name) unsigned char* name = shim::get_shared_memory()
 

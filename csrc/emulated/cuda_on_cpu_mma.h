@@ -1,4 +1,5 @@
-// The functions of csrc/cuda/mma.cuh for cuda_on_cpu.h, after the PTX manual's tables of which lane holds which element.
+// The functions of csrc/cuda/mma.cuh for cuda_on_cpu.h, after the PTX manual's tables of which lane
+// holds which element.
 #pragma once
 
 #define MF_MMA_ON_CPU
@@ -13,8 +14,9 @@
 
 namespace mf::cuda {
 
-// What the lanes of each warp hand to one instruction. Two sets take turns: a lane that writes one of them has passed the barrier of
-// the instruction before, which the other lanes reached only after reading that set. So one barrier an instruction is enough.
+// What the lanes of each warp hand to one instruction. Two sets take turns: a lane that writes one
+// of them has passed the barrier of the instruction before, which the other lanes reached only
+// after reading that set. So one barrier an instruction is enough.
 struct Lanes {
   uint32_t operands[shim::kWarpSize][6];
   const uint16_t* addresses[shim::kWarpSize];
@@ -36,7 +38,8 @@ SHIM_RUNTIME inline float float16_in(uint32_t pair, unsigned half) {
   const uint32_t bits = half == 0 ? pair & 0xffffu : pair >> 16;
   const int exponent = static_cast<int>(bits >> 10 & 0x1f);
   const float magnitude = static_cast<float>(bits & 0x3ff) + (exponent == 0 ? 0.0f : 1024.0f);
-  const float value = exponent == 31 ? ((bits & 0x3ff) == 0 ? INFINITY : NAN) : std::ldexp(magnitude, (exponent == 0 ? 1 : exponent) - 25);
+  const float value = exponent == 31 ? ((bits & 0x3ff) == 0 ? INFINITY : NAN)
+                                     : std::ldexp(magnitude, (exponent == 0 ? 1 : exponent) - 25);
   return bits >> 15 != 0 ? -value : value;
 }
 
@@ -55,7 +58,8 @@ SHIM_RUNTIME inline void multiply_16x8x16(float (&d)[4], const uint32_t (&a)[4],
     float sum = 0;
     for (unsigned k = 0; k < 16; ++k) {
       const unsigned holder = k % 8 / 2;
-      sum += kNumberIn(lanes[g * 4 + holder][i / 2 + k / 8 * 2], k % 2) * kNumberIn(lanes[column * 4 + holder][4 + k / 8], k % 2);
+      sum += kNumberIn(lanes[g * 4 + holder][i / 2 + k / 8 * 2], k % 2) *
+             kNumberIn(lanes[column * 4 + holder][4 + k / 8], k % 2);
     }
     d[i] += sum;
   }
@@ -77,9 +81,7 @@ SHIM_RUNTIME inline void collect_address(Lanes& lanes, const void* row) {
   lanes.addresses[shim::lane_number()] = static_cast<const uint16_t*>(row);
 }
 
-SHIM_RUNTIME inline const uint16_t* address_of(const Lanes& lanes, unsigned lane) {
-  return lanes.addresses[lane];
-}
+SHIM_RUNTIME inline const uint16_t* address_of(const Lanes& lanes, unsigned lane) { return lanes.addresses[lane]; }
 
 // The elements are read in sight of the sanitizers.
 inline void load_transposed(uint32_t (&r)[4], const void* row) {

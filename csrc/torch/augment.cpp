@@ -1,5 +1,5 @@
-// Glue of the views. Shapes and types are checked here; what rows, layout and codes hold is checked on the CPU, where reading them
-// costs nothing.
+// Glue of the views. Shapes and types are checked here; what rows, layout and codes hold is checked
+// on the CPU, where reading them costs nothing.
 #include "api/augment.h"
 
 #include <ATen/Parallel.h>
@@ -17,9 +17,11 @@
 namespace mf {
 namespace {
 
-void check(const at::Tensor& tensor, const char* name, at::ScalarType dtype, int64_t columns, const at::Device& device) {
+void check(const at::Tensor& tensor, const char* name, at::ScalarType dtype, int64_t columns,
+           const at::Device& device) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " has dtype ", tensor.scalar_type(), "; wanted ", dtype);
-  TORCH_CHECK_VALUE(tensor.device() == device, name, " is on ", tensor.device(), "; wanted ", device, ", where the first source is");
+  TORCH_CHECK_VALUE(tensor.device() == device, name, " is on ", tensor.device(), "; wanted ", device,
+                    ", where the first source is");
   const bool fits = columns == 0 ? tensor.dim() == 1 : tensor.dim() == 2 && tensor.size(1) == columns;
   TORCH_CHECK_VALUE(fits, name, " has shape ", tensor.sizes(), "; wanted ", columns == 0 ? "one dimension" : "[n, ",
                     columns == 0 ? "" : std::to_string(columns) + "]");
@@ -40,14 +42,15 @@ ViewType view_type(at::ScalarType dtype) {
 
 void check_contents(const AugmentParams& params, int64_t all_rows) {
   for (int64_t i = 0; i < params.row_count; ++i) {
-    TORCH_CHECK_INDEX(params.rows[i] >= -1 && params.rows[i] < all_rows, "rows[", i, "] is ", params.rows[i], "; wanted -1 to ",
-                      all_rows - 1, ", the rows of all sources");
+    TORCH_CHECK_INDEX(params.rows[i] >= -1 && params.rows[i] < all_rows, "rows[", i, "] is ", params.rows[i],
+                      "; wanted -1 to ", all_rows - 1, ", the rows of all sources");
   }
   for (int64_t view = 0; view < params.views; ++view) {
     const int32_t* entry = params.layout + view * AugmentParams::kLayout;
-    TORCH_CHECK_INDEX(entry[0] >= 0 && entry[0] < params.row_count, "layout[", view, ", 0] is ", entry[0], "; wanted a position in rows, 0 to ",
-                      params.row_count - 1);
-    TORCH_CHECK_VALUE(entry[1] >= 0 && entry[1] < 16, "layout[", view, ", 1] is ", entry[1], "; wanted an orientation code, 0 to 15");
+    TORCH_CHECK_INDEX(entry[0] >= 0 && entry[0] < params.row_count, "layout[", view, ", 0] is ", entry[0],
+                      "; wanted a position in rows, 0 to ", params.row_count - 1);
+    TORCH_CHECK_VALUE(entry[1] >= 0 && entry[1] < 16, "layout[", view, ", 1] is ", entry[1],
+                      "; wanted an orientation code, 0 to 15");
     TORCH_CHECK_VALUE((entry[1] >> 2) % 2 == 0 || params.height == params.width, "layout[", view, ", 1] is ", entry[1],
                       ", which turns images of ", params.height, "x", params.width, "; wanted square images");
     TORCH_CHECK_INDEX(entry[2] >= -1 && entry[2] < params.draws, "layout[", view, ", 2] is ", entry[2],
@@ -55,11 +58,11 @@ void check_contents(const AugmentParams& params, int64_t all_rows) {
   }
 }
 
-at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& rows_in, const at::Tensor& layout_in, const at::Tensor& codes_in,
-                   const at::Tensor& factors_in, const std::vector<double>& mean, const std::vector<double>& std, bool jitter_normalised,
-                   at::ScalarType dtype, int64_t channels) {
-  TORCH_CHECK_VALUE(!sources.empty() && sources.size() <= AugmentParams::kMaxSources, "sources has ", sources.size(), " tensors; wanted 1 to ",
-                    AugmentParams::kMaxSources);
+at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& rows_in, const at::Tensor& layout_in,
+                   const at::Tensor& codes_in, const at::Tensor& factors_in, const std::vector<double>& mean,
+                   const std::vector<double>& std, bool jitter_normalised, at::ScalarType dtype, int64_t channels) {
+  TORCH_CHECK_VALUE(!sources.empty() && sources.size() <= AugmentParams::kMaxSources, "sources has ", sources.size(),
+                    " tensors; wanted 1 to ", AugmentParams::kMaxSources);
   TORCH_CHECK_VALUE(channels == 3 || channels == 4 || channels == 8, "channels is ", channels, "; wanted 3, 4 or 8");
   TORCH_CHECK_VALUE(mean.size() == 3, "mean has ", mean.size(), " numbers; wanted 3");
   TORCH_CHECK_VALUE(std.size() == 3, "std has ", std.size(), " numbers; wanted 3");
@@ -68,25 +71,29 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   check(layout_in, "layout", at::kInt, AugmentParams::kLayout, device);
   check(codes_in, "codes", at::kInt, AugmentParameters::kCodes, device);
   check(factors_in, "factors", at::kFloat, AugmentParameters::kFactors, device);
-  TORCH_CHECK_VALUE(codes_in.size(0) == factors_in.size(0), "codes has shape ", codes_in.sizes(), " and factors ", factors_in.sizes(),
-                    "; wanted as many rows in both");
+  TORCH_CHECK_VALUE(codes_in.size(0) == factors_in.size(0), "codes has shape ", codes_in.sizes(), " and factors ",
+                    factors_in.sizes(), "; wanted as many rows in both");
 
   AugmentParams params{};
   std::vector<at::Tensor> kept;  // outlive the launch
   int64_t all_rows = 0;
   for (const at::Tensor& source : sources) {
-    TORCH_CHECK_TYPE(source.scalar_type() == at::kByte, "a source has dtype ", source.scalar_type(), "; wanted ", at::kByte);
-    TORCH_CHECK_VALUE(source.device() == device, "a source is on ", source.device(), "; wanted ", device, ", where the first source is");
-    TORCH_CHECK_VALUE(source.dim() == 4 && source.size(3) == 3 && source.sizes().slice(1) == sources[0].sizes().slice(1),
-                      "a source has shape ", source.sizes(), "; wanted [rows, H, W, 3] with the H and W of the first, ", sources[0].sizes());
+    TORCH_CHECK_TYPE(source.scalar_type() == at::kByte, "a source has dtype ", source.scalar_type(), "; wanted ",
+                     at::kByte);
+    TORCH_CHECK_VALUE(source.device() == device, "a source is on ", source.device(), "; wanted ", device,
+                      ", where the first source is");
+    TORCH_CHECK_VALUE(
+        source.dim() == 4 && source.size(3) == 3 && source.sizes().slice(1) == sources[0].sizes().slice(1),
+        "a source has shape ", source.sizes(), "; wanted [rows, H, W, 3] with the H and W of the first, ",
+        sources[0].sizes());
     kept.push_back(source.contiguous());
     params.source[params.sources++] = {kept.back().const_data_ptr<uint8_t>(), source.size(0)};
     all_rows += source.size(0);
   }
   const int64_t height = sources[0].size(1);
   const int64_t width = sources[0].size(2);
-  TORCH_CHECK_VALUE(height >= 1 && width >= 1 && height <= AugmentParams::kMaxSide && width <= AugmentParams::kMaxSide, "images are of ",
-                    height, "x", width, " pixels; wanted sides of 1 to ", AugmentParams::kMaxSide);
+  TORCH_CHECK_VALUE(height >= 1 && width >= 1 && height <= AugmentParams::kMaxSide && width <= AugmentParams::kMaxSide,
+                    "images are of ", height, "x", width, " pixels; wanted sides of 1 to ", AugmentParams::kMaxSide);
   const at::Tensor rows = rows_in.contiguous();
   const at::Tensor layout = layout_in.contiguous();
   const at::Tensor codes = codes_in.contiguous();
@@ -118,16 +125,18 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
     return views;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(device), "the first source is on ", device, "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(device), "the first source is on ", device, "; this build of mose_fast serves ",
+                              kDevices);
   check_contents(params, all_rows);
   cpu::augment(params, at::get_num_threads());
   return views;
 }
 
 at::Tensor augment_op(at::TensorList sources, const at::Tensor& rows, const at::Tensor& layout, const at::Tensor& codes,
-                      const at::Tensor& factors, at::ArrayRef<double> mean, at::ArrayRef<double> std, bool jitter_normalised,
-                      at::ScalarType dtype, int64_t channels) {
-  return augment(sources.vec(), rows, layout, codes, factors, mean.vec(), std.vec(), jitter_normalised, dtype, channels);
+                      const at::Tensor& factors, at::ArrayRef<double> mean, at::ArrayRef<double> std,
+                      bool jitter_normalised, at::ScalarType dtype, int64_t channels) {
+  return augment(sources.vec(), rows, layout, codes, factors, mean.vec(), std.vec(), jitter_normalised, dtype,
+                 channels);
 }
 
 }  // namespace
@@ -140,9 +149,9 @@ void register_augment(torch::Library& library) {
 }
 
 void bind_augment(py::module_& module) {
-  module.def("augment", &augment, py::arg("sources"), py::arg("rows"), py::arg("layout"), py::arg("codes"), py::arg("factors"),
-             py::arg("mean"), py::arg("std"), py::arg("jitter_normalised"), py::arg("dtype"), py::arg("channels"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def("augment", &augment, py::arg("sources"), py::arg("rows"), py::arg("layout"), py::arg("codes"),
+             py::arg("factors"), py::arg("mean"), py::arg("std"), py::arg("jitter_normalised"), py::arg("dtype"),
+             py::arg("channels"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace mf

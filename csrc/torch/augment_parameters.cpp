@@ -20,8 +20,9 @@ namespace mf {
 namespace {
 
 // `recipe` in the order of AugmentRecipe's members.
-std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recipe, int64_t seed, int64_t sequence, int64_t count,
-                                                      int64_t height, int64_t width, std::string device_name,
+std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recipe, int64_t seed, int64_t sequence,
+                                                      int64_t count, int64_t height, int64_t width,
+                                                      std::string device_name,
                                                       const std::optional<at::Tensor>& counter) {
   TORCH_CHECK_VALUE(recipe.size() == 9, "recipe has ", recipe.size(), " numbers; wanted 9");
   TORCH_CHECK(count >= 0 && count <= UINT32_MAX, "count is ", count, "; wanted 0 to ", UINT32_MAX);
@@ -29,23 +30,26 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recip
   TORCH_CHECK(width >= 1 && width <= INT32_MAX / 2, "width is ", width, "; wanted 1 to ", INT32_MAX / 2);
   at::Device device(device_name);
   if (counter) {
-    TORCH_CHECK_TYPE(counter->scalar_type() == at::kLong, "counter has dtype ", counter->scalar_type(), "; wanted ", at::kLong);
+    TORCH_CHECK_TYPE(counter->scalar_type() == at::kLong, "counter has dtype ", counter->scalar_type(), "; wanted ",
+                     at::kLong);
     TORCH_CHECK_VALUE(counter->numel() == 1, "counter has shape ", counter->sizes(), "; wanted one number");
-    TORCH_CHECK_VALUE(counter->device().type() == device.type() && (!device.has_index() || counter->device() == device), "counter is on ",
-                      counter->device(), "; wanted ", device, ", where the parameters are drawn");
+    TORCH_CHECK_VALUE(counter->device().type() == device.type() && (!device.has_index() || counter->device() == device),
+                      "counter is on ", counter->device(), "; wanted ", device, ", where the parameters are drawn");
     device = counter->device();
   }
   at::Tensor codes = at::empty({count, AugmentParameters::kCodes}, at::TensorOptions().dtype(at::kInt).device(device));
-  at::Tensor factors = at::empty({count, AugmentParameters::kFactors}, at::TensorOptions().dtype(at::kFloat).device(device));
-  const AugmentParametersParams params{{recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5], recipe[6], recipe[7], recipe[8]},
-                                       static_cast<uint64_t>(seed),
-                                       static_cast<uint64_t>(sequence),
-                                       counter ? counter->mutable_data_ptr<int64_t>() : nullptr,
-                                       count,
-                                       static_cast<int32_t>(height),
-                                       static_cast<int32_t>(width),
-                                       codes.mutable_data_ptr<int32_t>(),
-                                       factors.mutable_data_ptr<float>()};
+  at::Tensor factors =
+      at::empty({count, AugmentParameters::kFactors}, at::TensorOptions().dtype(at::kFloat).device(device));
+  const AugmentParametersParams params{
+      {recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5], recipe[6], recipe[7], recipe[8]},
+      static_cast<uint64_t>(seed),
+      static_cast<uint64_t>(sequence),
+      counter ? counter->mutable_data_ptr<int64_t>() : nullptr,
+      count,
+      static_cast<int32_t>(height),
+      static_cast<int32_t>(width),
+      codes.mutable_data_ptr<int32_t>(),
+      factors.mutable_data_ptr<float>()};
 #if defined(MOSE_FAST_WITH_CUDA)
   if (on_card(device)) {
     const DeviceGuard guard(codes.device());
@@ -60,8 +64,8 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recip
 
 }  // namespace
 
-// One function for every device: without a counter no tensor goes in that could tell it. The device is a text, since opcheck cannot
-// look into a Device beside an argument that is written.
+// One function for every device: without a counter no tensor goes in that could tell it. The device
+// is a text, since opcheck cannot look into a Device beside an argument that is written.
 void register_augment_parameters(torch::Library& library) {
   library.def(
       "augment_parameters(float[] recipe, int seed, int sequence, int count, int height, int width, str device, "
@@ -72,12 +76,12 @@ void register_augment_parameters(torch::Library& library) {
 void bind_augment_parameters(py::module_& module) {
   module.def(
       "augment_parameters",
-      [](const std::vector<double>& recipe, int64_t seed, int64_t sequence, int64_t count, int64_t height, int64_t width,
-         const std::string& device, const std::optional<at::Tensor>& counter) {
+      [](const std::vector<double>& recipe, int64_t seed, int64_t sequence, int64_t count, int64_t height,
+         int64_t width, const std::string& device, const std::optional<at::Tensor>& counter) {
         return augment_parameters(recipe, seed, sequence, count, height, width, device, counter);
       },
-      py::arg("recipe"), py::arg("seed"), py::arg("sequence"), py::arg("count"), py::arg("height"), py::arg("width"), py::arg("device"),
-      py::arg("counter"), py::call_guard<py::gil_scoped_release>());
+      py::arg("recipe"), py::arg("seed"), py::arg("sequence"), py::arg("count"), py::arg("height"), py::arg("width"),
+      py::arg("device"), py::arg("counter"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace mf

@@ -1,5 +1,6 @@
-// Glue of batch norm with add and ReLU; kernels for cards alone: on the CPU mose_fast/ops/batch_norm_act.py takes PyTorch's own operations.
-// Arguments are explained and checked there; what memory safety needs is checked here again.
+// Glue of batch norm with add and ReLU; kernels for cards alone: on the CPU
+// mose_fast/ops/batch_norm_act.py takes PyTorch's own operations. Arguments are explained and
+// checked there; what memory safety needs is checked here again.
 #include "api/batch_norm_act.h"
 
 #include <torch/csrc/utils/pybind.h>
@@ -25,13 +26,15 @@ namespace mf {
 namespace {
 
 void check_map(const at::Tensor& map, const char* name, const at::Tensor& x) {
-  TORCH_CHECK(map.device() == x.device() && on_card(map), name, " is on ", map.device(), "; wanted the card where x is");
-  TORCH_CHECK(map.sizes() == x.sizes() && map.scalar_type() == x.scalar_type(), name, " is ", map.scalar_type(), " ", map.sizes(), "; wanted ",
-              x.scalar_type(), " ", x.sizes(), ", as x is");
-  TORCH_CHECK(map.dim() == 4 && map.is_contiguous(at::MemoryFormat::ChannelsLast), name, " has shape ", map.sizes(), " and strides ",
-              map.strides(), "; wanted a map in channels_last memory");
-  TORCH_CHECK(map.size(1) % kGroup == 0 && reinterpret_cast<uintptr_t>(map.const_data_ptr()) % 16 == 0, name, " has ", map.size(1),
-              " channels from ", map.const_data_ptr(), "; wanted a multiple of ", kGroup, " from a multiple of 16 bytes");
+  TORCH_CHECK(map.device() == x.device() && on_card(map), name, " is on ", map.device(),
+              "; wanted the card where x is");
+  TORCH_CHECK(map.sizes() == x.sizes() && map.scalar_type() == x.scalar_type(), name, " is ", map.scalar_type(), " ",
+              map.sizes(), "; wanted ", x.scalar_type(), " ", x.sizes(), ", as x is");
+  TORCH_CHECK(map.dim() == 4 && map.is_contiguous(at::MemoryFormat::ChannelsLast), name, " has shape ", map.sizes(),
+              " and strides ", map.strides(), "; wanted a map in channels_last memory");
+  TORCH_CHECK(map.size(1) % kGroup == 0 && reinterpret_cast<uintptr_t>(map.const_data_ptr()) % 16 == 0, name, " has ",
+              map.size(1), " channels from ", map.const_data_ptr(), "; wanted a multiple of ", kGroup,
+              " from a multiple of 16 bytes");
 }
 
 // The kernels read states as words of 16 bytes.
@@ -51,8 +54,9 @@ at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
 }
 
 // [norms, 4, channels]; `mean_rest`: where the first norm's is written, or null.
-at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& other, const std::optional<Norm>& other_norm,
-                     const MaybeTensor& prologue, const MapShape& shape, float* mean_rest) {
+at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& other,
+                     const std::optional<Norm>& other_norm, const MaybeTensor& prologue, const MapShape& shape,
+                     float* mean_rest) {
   const int count = processors(x.device());
   const ChannelGrid grid = norm_grid(shape, count);
   const int norms = other_norm ? 2 : 1;
@@ -63,25 +67,29 @@ at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& o
   }
   const at::Tensor states = floats({norms, kNormRows, shape.channels}, x);
   const at::Tensor partials = floats({norms * grid.partials(NormStatistics::kFields)}, x);
-  const NormStatistics params{shape,
-                              float_type(x, "x"),
-                              count,
-                              norms,
-                              {x.const_data_ptr(), other ? other->const_data_ptr() : nullptr},
-                              {params_of(norm, x.size(1), x), other_norm ? params_of(*other_norm, x.size(1), x) : NormParams{}},
-                              prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr,
-                              states.mutable_data_ptr<float>(),
-                              mean_rest,
-                              partials.mutable_data_ptr<float>(),
-                              tickets(norms * grid.tickets())};
+  const NormStatistics params{
+      shape,
+      float_type(x, "x"),
+      count,
+      norms,
+      {x.const_data_ptr(), other ? other->const_data_ptr() : nullptr},
+      {params_of(norm, x.size(1), x), other_norm ? params_of(*other_norm, x.size(1), x) : NormParams{}},
+      prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr,
+      states.mutable_data_ptr<float>(),
+      mean_rest,
+      partials.mutable_data_ptr<float>(),
+      tickets(norms * grid.tickets())};
   cuda::norm_statistics(params, current_stream());
   return states;
 }
 
 // y, the mask [pixels, channels / 8] (empty if not wanted) and the states [1 or 2, 4, channels].
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& x, const Norm& norm, bool relu, const MaybeTensor& residual,
-                                                              const std::optional<Norm>& residual_norm, const MaybeTensor& prologue,
-                                                              const MaybeTensor& valid_tensor, std::optional<int64_t> valid, bool wants_mask) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& x, const Norm& norm, bool relu,
+                                                              const MaybeTensor& residual,
+                                                              const std::optional<Norm>& residual_norm,
+                                                              const MaybeTensor& prologue,
+                                                              const MaybeTensor& valid_tensor,
+                                                              std::optional<int64_t> valid, bool wants_mask) {
   const MapShape shape = shape_of(x, valid_tensor, valid);
   if (residual) {
     check_map(*residual, "residual", x);
@@ -90,7 +98,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& 
   const DeviceGuard guard(x.device());
   const at::Tensor states = states_of(x, norm, residual, residual_norm, prologue, shape, nullptr);
   const at::Tensor y = at::empty_like(x);
-  const at::Tensor mask = at::empty({wants_mask ? shape.pixels() * shape.channels / kGroup : 0}, x.options().dtype(at::kByte));
+  const at::Tensor mask =
+      at::empty({wants_mask ? shape.pixels() * shape.channels / kGroup : 0}, x.options().dtype(at::kByte));
   const BatchNormActForward params{shape,
                                    float_type(x, "x"),
                                    processors(x.device()),
@@ -117,18 +126,21 @@ void run_backward(BatchNormActBackward& params, const at::Tensor& x) {
   cuda::batch_norm_act_backward(params, current_stream());
 }
 
-// The gradients of x, of the residual and of the prologue (None where not wanted), and per norm the rows of NormGradRow.
+// The gradients of x, of the residual and of the prologue (None where not wanted), and per norm the
+// rows of NormGradRow.
 //   grads: at least one, like x; residual: given if it has a norm; wants: x, residual, prologue
 std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_backward(
-    const std::vector<at::Tensor>& grads, const MaybeTensor& mask, const at::Tensor& x, const Norm& norm, const MaybeTensor& residual,
-    const std::optional<Norm>& residual_norm, const at::Tensor& states, const MaybeTensor& prologue, const MaybeTensor& valid_tensor,
-    std::optional<int64_t> valid, std::tuple<bool, bool, bool> wants) {
+    const std::vector<at::Tensor>& grads, const MaybeTensor& mask, const at::Tensor& x, const Norm& norm,
+    const MaybeTensor& residual, const std::optional<Norm>& residual_norm, const at::Tensor& states,
+    const MaybeTensor& prologue, const MaybeTensor& valid_tensor, std::optional<int64_t> valid,
+    std::tuple<bool, bool, bool> wants) {
   const auto [wants_x, wants_residual, wants_prologue] = wants;
   const MapShape shape = shape_of(x, valid_tensor, valid);
   const int norms = residual_norm ? 2 : 1;
-  TORCH_CHECK(!grads.empty() && grads.size() <= BatchNormActBackward::kMostGrads, "there are ", grads.size(), " gradients; wanted 1 to ",
-              BatchNormActBackward::kMostGrads);
-  TORCH_CHECK(residual.has_value() == residual_norm.has_value(), "residual or residual_norm is None; wanted both or none");
+  TORCH_CHECK(!grads.empty() && grads.size() <= BatchNormActBackward::kMostGrads, "there are ", grads.size(),
+              " gradients; wanted 1 to ", BatchNormActBackward::kMostGrads);
+  TORCH_CHECK(residual.has_value() == residual_norm.has_value(),
+              "residual or residual_norm is None; wanted both or none");
   TORCH_CHECK(!prologue || !residual_norm, "prologue and residual_norm are both given; wanted at most one of them");
   BatchNormActBackward params{};
   params.shape = shape;
@@ -140,7 +152,8 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
     params.grads[params.grad_count++] = grad.const_data_ptr();
   }
   if (mask) {
-    TORCH_CHECK(mask->scalar_type() == at::kByte && mask->device() == x.device() && mask->numel() == shape.pixels() * shape.channels / kGroup,
+    TORCH_CHECK(mask->scalar_type() == at::kByte && mask->device() == x.device() &&
+                    mask->numel() == shape.pixels() * shape.channels / kGroup,
                 "mask does not fit; wanted what the forward call returned");
     params.mask = mask->const_data_ptr<uint8_t>();
   }
@@ -159,7 +172,8 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
   params.norm_grads = norm_grads.mutable_data_ptr<float>();
   params.partials = partials.mutable_data_ptr<float>();
   params.tickets = tickets(grid.tickets());
-  // Written once where it is a result itself, or where the second pass would have to add it up again.
+  // Written once where it is a result itself, or where the second pass would have to add it up
+  // again.
   const bool plain_residual = wants_residual && !residual_norm;
   MaybeTensor sum;
   if (plain_residual || grads.size() > 1) {
@@ -201,9 +215,10 @@ std::tuple<at::Tensor, at::Tensor> norm_state(const at::Tensor& x, const Norm& n
 }
 
 // The gradient of x (None if not wanted) and the rows of NormGradRow, from the state's gradient.
-std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, const at::Tensor& x, const Norm& norm, const at::Tensor& state,
-                                                        const at::Tensor& mean_rest, const MaybeTensor& valid_tensor,
-                                                        std::optional<int64_t> valid, bool wants_x) {
+std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, const at::Tensor& x, const Norm& norm,
+                                                        const at::Tensor& state, const at::Tensor& mean_rest,
+                                                        const MaybeTensor& valid_tensor, std::optional<int64_t> valid,
+                                                        bool wants_x) {
   const MapShape shape = shape_of(x, valid_tensor, valid);
   const int64_t count = kNormRows * shape.channels;
   const DeviceGuard guard(x.device());

@@ -1,4 +1,5 @@
-// What each csrc/torch/<stem>.cpp offers to module.cpp. A new op adds its two lines here and its two lines there.
+// What each csrc/torch/<stem>.cpp offers to module.cpp. A new op adds its two lines here and its
+// two lines there.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

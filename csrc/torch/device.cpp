@@ -13,10 +13,9 @@ namespace mf {
 
 #if defined(MOSE_FAST_EMULATED)
 
-// Few, so that every block walks several tiles, and odd, so that the tiles do not divide among them.
-int processors(const at::Device& /*device*/) {
-  return 5;
-}
+// Few, so that every block walks several tiles, and odd, so that the tiles do not divide among
+// them.
+int processors(const at::Device& /*device*/) { return 5; }
 
 void* allocate_zeroed(size_t bytes) {
   void* memory = std::calloc(bytes, 1);
@@ -26,9 +25,7 @@ void* allocate_zeroed(size_t bytes) {
   return memory;
 }
 
-std::pair<int, int64_t> current_stream_key() {
-  return {0, 0};
-}
+std::pair<int, int64_t> current_stream_key() { return {0, 0}; }
 
 void bind_device(py::module_& module) {
   module.def("emulate", [](bool on) { emulates = on; }, py::arg("on"));
@@ -44,7 +41,8 @@ int processors(const at::Device& device) {
   return count;
 }
 
-// Not from torch's allocator: while a graph is captured that would give memory of the graph's, zeroed at its replay alone.
+// Not from torch's allocator: while a graph is captured that would give memory of the graph's,
+// zeroed at its replay alone.
 void* allocate_zeroed(size_t bytes) {
   const c10::cuda::CUDAStreamCaptureModeGuard guard(cudaStreamCaptureModeRelaxed);
   void* memory = nullptr;

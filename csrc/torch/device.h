@@ -34,54 +34,38 @@ inline constexpr const char* kDevices = "cpu, as an emulated card";
 // Tests compare csrc/cuda with csrc/cpu, and switch the emulated card off for that.
 inline std::atomic<bool> emulates{true};
 
-inline bool on_card(const at::Device& device) {
-  return device.is_cpu() && emulates;
-}
+inline bool on_card(const at::Device& device) { return device.is_cpu() && emulates; }
 
 struct DeviceGuard {
   explicit DeviceGuard(const at::Device& /*device*/) {}
 };
 
-inline Stream current_stream() {
-  return nullptr;
-}
+inline Stream current_stream() { return nullptr; }
 
 #elif defined(MOSE_FAST_WITH_CUDA)
 
 inline constexpr const char* kDevices = "cpu and cuda";
 
-inline bool on_card(const at::Device& device) {
-  return device.is_cuda();
-}
+inline bool on_card(const at::Device& device) { return device.is_cuda(); }
 
 using DeviceGuard = c10::cuda::CUDAGuard;
 
-inline Stream current_stream() {
-  return c10::cuda::getCurrentCUDAStream();
-}
+inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
 #else
 
 inline constexpr const char* kDevices = "cpu";
 
-inline bool on_card(const at::Device& /*device*/) {
-  return false;
-}
+inline bool on_card(const at::Device& /*device*/) { return false; }
 
 #endif
 
-inline bool on_card(const at::Tensor& tensor) {
-  return on_card(tensor.device());
-}
+inline bool on_card(const at::Tensor& tensor) { return on_card(tensor.device()); }
 
 // Whether csrc/cpu serves the device.
-inline bool on_cpu(const at::Device& device) {
-  return device.is_cpu() && !on_card(device);
-}
+inline bool on_cpu(const at::Device& device) { return device.is_cpu() && !on_card(device); }
 
-inline bool on_cpu(const at::Tensor& tensor) {
-  return on_cpu(tensor.device());
-}
+inline bool on_cpu(const at::Tensor& tensor) { return on_cpu(tensor.device()); }
 
 #if defined(MOSE_FAST_WITH_CUDA)
 
@@ -96,7 +80,8 @@ std::pair<int, int64_t> current_stream_key();
 
 #endif
 
-// Registers one function, which asks on_card() itself, for tensors of every device that this build serves.
+// Registers one function, which asks on_card() itself, for tensors of every device that this build
+// serves.
 template <typename Function>
 void implement(torch::Library& library, const char* name, Function* function) {
   library.impl(name, c10::DispatchKey::CPU, function);

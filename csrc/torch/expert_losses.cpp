@@ -1,5 +1,5 @@
-// Glue of the expert losses. Arguments are explained and checked in mose_fast/ops/expert_losses.py; what memory safety needs is
-// checked here again.
+// Glue of the expert losses. Arguments are explained and checked in mose_fast/ops/expert_losses.py;
+// what memory safety needs is checked here again.
 #include "api/expert_losses.h"
 
 #include <ATen/Parallel.h>
@@ -38,58 +38,70 @@ FloatType float_type(const at::Tensor& tensor, const char* name) {
     case at::kHalf:
       return FloatType::kFloat16;
     default:
-      TORCH_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(), "; wanted float32, float64, bfloat16 or float16");
+      TORCH_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(),
+                       "; wanted float32, float64, bfloat16 or float16");
   }
 }
 
-// The inputs as the kernels want them (contiguous; on the CPU all of one type), owned while the kernels run, and their description.
+// The inputs as the kernels want them (contiguous; on the CPU all of one type), owned while the
+// kernels run, and their description.
 struct Inputs {
-  at::Tensor projections, logits, features, student, labels, current_classes, fresh, valid;
+  at::Tensor projections, logits, features, student, labels, current_classes, new_rows, valid;
   at::ScalarType type;  // of the terms and the statistics
   ExpertLossesInput params;
 
-  Inputs(const at::Tensor& projections_in, const at::Tensor& logits_in, const at::Tensor& features_in, const at::Tensor& student_in,
-         const at::Tensor& labels_in, const std::optional<at::Tensor>& classes_in, int64_t new_rows, int64_t valid_rows,
-         const std::optional<at::Tensor>& new_rows_tensor, const std::optional<at::Tensor>& valid_rows_tensor, double temperature,
-         double ce_buffer_weight, int64_t first_scl, int64_t first_ce, int64_t distil, int64_t reduction, int64_t student_index) {
+  Inputs(const at::Tensor& projections_in, const at::Tensor& logits_in, const at::Tensor& features_in,
+         const at::Tensor& student_in, const at::Tensor& labels_in, const std::optional<at::Tensor>& classes_in,
+         int64_t new_rows, int64_t valid_rows, const std::optional<at::Tensor>& new_rows_tensor,
+         const std::optional<at::Tensor>& valid_rows_tensor, double temperature, double buffer_weight,
+         int64_t first_contrastive, int64_t first_cross_entropy, int64_t distillation, int64_t reduction,
+         int64_t student_index) {
     const at::Device device = labels_in.device();
-    TORCH_CHECK(projections_in.dim() == 3 && logits_in.dim() == 3 && features_in.dim() == 3 && student_in.dim() == 2 && labels_in.dim() == 1,
-                "projections, logits and features have ", projections_in.dim(), ", ", logits_in.dim(), " and ", features_in.dim(),
-                " dimensions, student ", student_in.dim(), ", labels ", labels_in.dim(), "; wanted 3, 3, 3, 2 and 1");
+    TORCH_CHECK(projections_in.dim() == 3 && logits_in.dim() == 3 && features_in.dim() == 3 && student_in.dim() == 2 &&
+                    labels_in.dim() == 1,
+                "projections, logits and features have ", projections_in.dim(), ", ", logits_in.dim(), " and ",
+                features_in.dim(), " dimensions, student ", student_in.dim(), ", labels ", labels_in.dim(),
+                "; wanted 3, 3, 3, 2 and 1");
     const int64_t experts = projections_in.size(0);
     const int64_t rows = projections_in.size(1);
     const int64_t classes = logits_in.size(2);
-    TORCH_CHECK(experts >= 1 && logits_in.size(0) == experts && features_in.size(0) == experts && logits_in.size(1) == rows &&
-                    features_in.size(1) == rows && student_in.size(0) == rows && labels_in.size(0) == rows &&
-                    features_in.size(2) == student_in.size(1),
-                "projections ", projections_in.sizes(), ", logits ", logits_in.sizes(), ", features ", features_in.sizes(), ", student ",
-                student_in.sizes(), " and labels ", labels_in.sizes(), " do not fit one another");
+    TORCH_CHECK(experts >= 1 && logits_in.size(0) == experts && features_in.size(0) == experts &&
+                    logits_in.size(1) == rows && features_in.size(1) == rows && student_in.size(0) == rows &&
+                    labels_in.size(0) == rows && features_in.size(2) == student_in.size(1),
+                "projections ", projections_in.sizes(), ", logits ", logits_in.sizes(), ", features ",
+                features_in.sizes(), ", student ", student_in.sizes(), " and labels ", labels_in.sizes(),
+                " do not fit one another");
     TORCH_CHECK(labels_in.scalar_type() == at::kLong, "labels has dtype ", labels_in.scalar_type(), "; wanted int64");
-    TORCH_CHECK(!classes_in || (classes_in->scalar_type() == at::kBool && classes_in->dim() == 1 && classes_in->size(0) == classes),
+    TORCH_CHECK(!classes_in || (classes_in->scalar_type() == at::kBool && classes_in->dim() == 1 &&
+                                classes_in->size(0) == classes),
                 "current_classes does not fit; wanted bool [", classes, "]");
     for (const auto* scalar : {&new_rows_tensor, &valid_rows_tensor}) {
       TORCH_CHECK(!*scalar || ((*scalar)->scalar_type() == at::kInt && (*scalar)->numel() == 1),
                   "new_rows or valid_rows does not fit; wanted an int or an int32 scalar");
     }
     for (const at::Tensor* tensor : {&projections_in, &logits_in, &features_in, &student_in}) {
-      TORCH_CHECK(tensor->device() == device, "inputs are on ", tensor->device(), " and ", device, "; wanted one device");
+      TORCH_CHECK(tensor->device() == device, "inputs are on ", tensor->device(), " and ", device,
+                  "; wanted one device");
     }
     for (const auto* tensor : {&classes_in, &new_rows_tensor, &valid_rows_tensor}) {
-      TORCH_CHECK(!*tensor || (*tensor)->device() == device, "inputs are on ", (*tensor)->device(), " and ", device, "; wanted one device");
+      TORCH_CHECK(!*tensor || (*tensor)->device() == device, "inputs are on ", (*tensor)->device(), " and ", device,
+                  "; wanted one device");
     }
     TORCH_CHECK(temperature > 0, "temperature is ", temperature, "; wanted a number above 0");
     type = at::kFloat;
     for (const at::Tensor* tensor : {&projections_in, &logits_in, &features_in, &student_in}) {
       type = tensor->scalar_type() == at::kDouble ? at::kDouble : type;
     }
-    const auto prepared = [&](const at::Tensor& tensor) { return (on_cpu(device) ? tensor.to(type) : tensor).contiguous(); };
+    const auto prepared = [&](const at::Tensor& tensor) {
+      return (on_cpu(device) ? tensor.to(type) : tensor).contiguous();
+    };
     projections = prepared(projections_in);
     logits = prepared(logits_in);
     features = prepared(features_in);
     student = prepared(student_in);
     labels = labels_in.contiguous();
     current_classes = classes_in ? classes_in->contiguous() : at::Tensor();
-    fresh = new_rows_tensor.value_or(at::Tensor());
+    new_rows = new_rows_tensor.value_or(at::Tensor());
     valid = valid_rows_tensor.value_or(at::Tensor());
     params = {{projections.const_data_ptr(), float_type(projections, "projections")},
               {logits.const_data_ptr(), float_type(logits, "logits")},
@@ -102,31 +114,27 @@ struct Inputs {
               projections.size(2),
               classes,
               features.size(2),
-              fresh.defined() ? fresh.const_data_ptr<int32_t>() : nullptr,
+              new_rows.defined() ? new_rows.const_data_ptr<int32_t>() : nullptr,
               valid.defined() ? valid.const_data_ptr<int32_t>() : nullptr,
               new_rows,
               valid_rows < 0 ? rows : valid_rows,
               temperature,
-              ce_buffer_weight,
-              first_scl,
-              first_ce,
-              static_cast<Distillation>(distil),
+              buffer_weight,
+              first_contrastive,
+              first_cross_entropy,
+              static_cast<Distillation>(distillation),
               static_cast<DistanceReduction>(reduction),
               student_index};
     if (on_cpu(device)) {
       const int64_t v = valid.defined() ? *params.valid_pointer : params.valid;
-      const int64_t f = fresh.defined() ? *params.fresh_pointer : params.fresh;
+      const int64_t f = new_rows.defined() ? *params.new_rows_pointer : params.new_rows;
       TORCH_CHECK_VALUE(v >= 0 && v <= rows, "valid_rows is ", v, "; wanted 0 to ", rows, ", the rows of projections");
       TORCH_CHECK_VALUE(f >= 0 && f <= v, "new_rows is ", f, "; wanted 0 to ", v, ", the valid rows");
     }
   }
 
-  bool contrasts() const {
-    return params.contrasts(params.experts - 1);
-  }
-  at::Tensor empty(at::IntArrayRef sizes) const {
-    return at::empty(sizes, labels.options().dtype(type));
-  }
+  bool contrasts() const { return params.contrasts(params.experts - 1); }
+  at::Tensor empty(at::IntArrayRef sizes) const { return at::empty(sizes, labels.options().dtype(type)); }
 };
 
 template <typename Real>
@@ -151,14 +159,17 @@ at::Tensor forward_on_cpu(const Inputs& in, const ExpertLossesForward& params) {
   return similarity;
 }
 
-// terms [E, 3], the statistics that backward needs, and on the CPU the softmax [E, N, N] over the similarities of each anchor.
+// terms [E, 3], the statistics that backward needs, and on the CPU the softmax [E, N, N] over the
+// similarities of each anchor.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> expert_losses(
     const at::Tensor& projections, const at::Tensor& logits, const at::Tensor& features, const at::Tensor& student,
     const at::Tensor& labels, const std::optional<at::Tensor>& current_classes, int64_t new_rows, int64_t valid_rows,
-    const std::optional<at::Tensor>& new_rows_tensor, const std::optional<at::Tensor>& valid_rows_tensor, double temperature,
-    double ce_buffer_weight, int64_t first_scl, int64_t first_ce, int64_t distil, int64_t reduction, int64_t student_index) {
-  const Inputs in(projections, logits, features, student, labels, current_classes, new_rows, valid_rows, new_rows_tensor, valid_rows_tensor,
-                  temperature, ce_buffer_weight, first_scl, first_ce, distil, reduction, student_index);
+    const std::optional<at::Tensor>& new_rows_tensor, const std::optional<at::Tensor>& valid_rows_tensor,
+    double temperature, double buffer_weight, int64_t first_contrastive, int64_t first_cross_entropy,
+    int64_t distillation, int64_t reduction, int64_t student_index) {
+  const Inputs in(projections, logits, features, student, labels, current_classes, new_rows, valid_rows,
+                  new_rows_tensor, valid_rows_tensor, temperature, buffer_weight, first_contrastive,
+                  first_cross_entropy, distillation, reduction, student_index);
   const at::Tensor terms = in.empty({in.params.experts, kTerms});
   const at::Tensor statistics = in.empty({in.params.statistics().size()});
   const ExpertLossesForward params{in.params, terms.mutable_data_ptr(), statistics.mutable_data_ptr()};
@@ -169,8 +180,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> expert_losses(
     return {terms, statistics, in.empty({0, 0, 0})};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(labels), "labels is on ", labels.device(), "; this build of mose_fast serves ", kDevices);
-  return {terms, statistics, in.type == at::kDouble ? forward_on_cpu<double>(in, params) : forward_on_cpu<float>(in, params)};
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(labels), "labels is on ", labels.device(), "; this build of mose_fast serves ",
+                              kDevices);
+  return {terms, statistics,
+          in.type == at::kDouble ? forward_on_cpu<double>(in, params) : forward_on_cpu<float>(in, params)};
 }
 
 template <typename Real>
@@ -182,30 +195,35 @@ void backward_on_cpu(const Inputs& in, const ExpertLossesBackward& params, const
     directions = in.empty(in.projections.sizes());
     directions_of<Real>(in, directions);
     const at::Tensor pulls = in.empty(similarity.sizes());
-    cpu::expert_losses_pulls(params, similarity.const_data_ptr<Real>(), pulls.mutable_data_ptr<Real>(), at::get_num_threads());
+    cpu::expert_losses_pulls(params, similarity.const_data_ptr<Real>(), pulls.mutable_data_ptr<Real>(),
+                             at::get_num_threads());
     pulled = at::bmm(pulls, directions);
   }
   cpu::expert_losses_backward(params, directions.defined() ? directions.const_data_ptr<Real>() : nullptr,
                               pulled.defined() ? pulled.const_data_ptr<Real>() : nullptr, at::get_num_threads());
 }
 
-// The gradients of projections, logits, features and student, each in its input's type; an empty tensor where not wanted.
+// The gradients of projections, logits, features and student, each in its input's type; an empty
+// tensor where not wanted.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> expert_losses_backward(
     const at::Tensor& grad, const at::Tensor& statistics, const at::Tensor& similarity, std::array<bool, 4> wanted,
     const at::Tensor& projections, const at::Tensor& logits, const at::Tensor& features, const at::Tensor& student,
     const at::Tensor& labels, const std::optional<at::Tensor>& current_classes, int64_t new_rows, int64_t valid_rows,
-    const std::optional<at::Tensor>& new_rows_tensor, const std::optional<at::Tensor>& valid_rows_tensor, double temperature,
-    double ce_buffer_weight, int64_t first_scl, int64_t first_ce, int64_t distil, int64_t reduction, int64_t student_index) {
-  const Inputs in(projections, logits, features, student, labels, current_classes, new_rows, valid_rows, new_rows_tensor, valid_rows_tensor,
-                  temperature, ce_buffer_weight, first_scl, first_ce, distil, reduction, student_index);
-  TORCH_CHECK(grad.dim() == 2 && grad.size(0) == in.params.experts && grad.size(1) == kTerms && grad.scalar_type() == in.type &&
-                  grad.device() == labels.device(),
-              "grad is ", grad.scalar_type(), " ", grad.sizes(), " on ", grad.device(), "; wanted ", in.type, " [", in.params.experts, ", ",
-              kTerms, "] on ", labels.device());
-  TORCH_CHECK(statistics.numel() == in.params.statistics().size() && statistics.scalar_type() == in.type && statistics.is_contiguous() &&
-                  statistics.device() == labels.device(),
+    const std::optional<at::Tensor>& new_rows_tensor, const std::optional<at::Tensor>& valid_rows_tensor,
+    double temperature, double buffer_weight, int64_t first_contrastive, int64_t first_cross_entropy,
+    int64_t distillation, int64_t reduction, int64_t student_index) {
+  const Inputs in(projections, logits, features, student, labels, current_classes, new_rows, valid_rows,
+                  new_rows_tensor, valid_rows_tensor, temperature, buffer_weight, first_contrastive,
+                  first_cross_entropy, distillation, reduction, student_index);
+  TORCH_CHECK(grad.dim() == 2 && grad.size(0) == in.params.experts && grad.size(1) == kTerms &&
+                  grad.scalar_type() == in.type && grad.device() == labels.device(),
+              "grad is ", grad.scalar_type(), " ", grad.sizes(), " on ", grad.device(), "; wanted ", in.type, " [",
+              in.params.experts, ", ", kTerms, "] on ", labels.device());
+  TORCH_CHECK(statistics.numel() == in.params.statistics().size() && statistics.scalar_type() == in.type &&
+                  statistics.is_contiguous() && statistics.device() == labels.device(),
               "statistics does not fit; wanted what the forward call returned");
-  const int64_t similarities = on_cpu(labels) && in.contrasts() ? in.params.experts * in.params.rows * in.params.rows : 0;
+  const int64_t similarities =
+      on_cpu(labels) && in.contrasts() ? in.params.experts * in.params.rows * in.params.rows : 0;
   TORCH_CHECK(similarity.numel() == similarities && similarity.scalar_type() == in.type && similarity.is_contiguous(),
               "similarity does not fit; wanted what the forward call returned");
   wanted[0] = wanted[0] && in.contrasts();
@@ -231,28 +249,32 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> expert_losses_backwar
     return {grads[0], grads[1], grads[2], grads[3]};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(labels), "labels is on ", labels.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(labels), "labels is on ", labels.device(), "; this build of mose_fast serves ",
+                              kDevices);
   if (in.type == at::kDouble) {
     backward_on_cpu<double>(in, params, similarity);
   } else {
     backward_on_cpu<float>(in, params, similarity);
   }
-  return {grads[0].to(projections.scalar_type()), grads[1].to(logits.scalar_type()), grads[2].to(features.scalar_type()),
-          grads[3].to(student.scalar_type())};
+  return {grads[0].to(projections.scalar_type()), grads[1].to(logits.scalar_type()),
+          grads[2].to(features.scalar_type()), grads[3].to(student.scalar_type())};
 }
 
 constexpr const char* kInputs =
-    "Tensor projections, Tensor logits, Tensor features, Tensor student, Tensor labels, Tensor? current_classes, int new_rows, "
-    "int valid_rows, Tensor? new_rows_tensor, Tensor? valid_rows_tensor, float temperature, float ce_buffer_weight, int first_scl, "
-    "int first_ce, int distil, int reduction, int student_index";
+    "Tensor projections, Tensor logits, Tensor features, Tensor student, Tensor labels, Tensor? current_classes, int "
+    "new_rows, "
+    "int valid_rows, Tensor? new_rows_tensor, Tensor? valid_rows_tensor, float temperature, float buffer_weight, int "
+    "first_contrastive, "
+    "int first_cross_entropy, int distillation, int reduction, int student_index";
 
 }  // namespace
 
 void register_expert_losses(torch::Library& library) {
   library.def((std::string("expert_losses(") + kInputs + ") -> (Tensor, Tensor, Tensor)").c_str());
-  library.def((std::string("expert_losses_backward(Tensor grad, Tensor statistics, Tensor similarity, bool[4] wanted, ") + kInputs +
-               ") -> (Tensor, Tensor, Tensor, Tensor)")
-                  .c_str());
+  library.def(
+      (std::string("expert_losses_backward(Tensor grad, Tensor statistics, Tensor similarity, bool[4] wanted, ") +
+       kInputs + ") -> (Tensor, Tensor, Tensor, Tensor)")
+          .c_str());
   implement(library, "expert_losses", &expert_losses);
   implement(library, "expert_losses_backward", &expert_losses_backward);
 }

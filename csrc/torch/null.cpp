@@ -1,22 +1,25 @@
-// csrc/torch/<stem>.cpp: the glue. It checks, allocates, takes the device guard and the current stream, and calls csrc/api.
-// Slim headers only: torch/extension.h costs a minute a file, and ATen/cuda/CUDAContext.h needs toolkit parts that a bare
-// nvcc lacks.
+// csrc/torch/<stem>.cpp: the glue. It checks, allocates, takes the device guard and the current
+// stream, and calls csrc/api. Slim headers only: torch/extension.h costs a minute a file, and
+// ATen/cuda/CUDAContext.h needs toolkit parts that a bare nvcc lacks.
+#include "api/null.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include "api/null.h"
 #include "torch/bind.h"
 #include "torch/device.h"
 
 namespace mf {
 namespace {
 
-// One function serves both layers: torch's dispatcher (torch.compile, opcheck) and the direct pybind11 call (eager).
+// One function serves both layers: torch's dispatcher (torch.compile, opcheck) and the direct
+// pybind11 call (eager).
 at::Tensor null(const at::Tensor& input) {
-  // Named, so that the copy outlives the launch: `input.contiguous().data_ptr()` alone would dangle.
+  // Named, so that the copy outlives the launch: `input.contiguous().data_ptr()` alone would
+  // dangle.
   const at::Tensor source = input.contiguous();
   at::Tensor output = at::empty_like(source);
   const NullParams params{source.const_data_ptr(), output.mutable_data_ptr(), static_cast<int64_t>(source.nbytes())};
@@ -27,7 +30,8 @@ at::Tensor null(const at::Tensor& input) {
     return output;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(source), "x is on ", source.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(source), "x is on ", source.device(), "; this build of mose_fast serves ",
+                              kDevices);
   cpu::null(params, at::get_num_threads());
   return output;
 }

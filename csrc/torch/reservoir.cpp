@@ -1,4 +1,5 @@
-// Glue of the replay memory. Shapes and types are checked in mose_fast/ops/reservoir.py and, as far as memory safety needs it, here.
+// Glue of the replay memory. Shapes and types are checked in mose_fast/ops/reservoir.py and, as far
+// as memory safety needs it, here.
 #include "api/reservoir.h"
 
 #include <ATen/core/Tensor.h>
@@ -16,19 +17,22 @@ namespace {
 
 void check(const at::Tensor& tensor, const char* name, at::ScalarType dtype, int64_t rows, const at::Tensor& state) {
   TORCH_CHECK(tensor.scalar_type() == dtype, name, " has dtype ", tensor.scalar_type(), "; wanted ", dtype);
-  TORCH_CHECK(tensor.device() == state.device(), name, " is on ", tensor.device(), "; wanted ", state.device(), ", where state is");
+  TORCH_CHECK(tensor.device() == state.device(), name, " is on ", tensor.device(), "; wanted ", state.device(),
+              ", where state is");
   TORCH_CHECK(tensor.is_contiguous(), name, " is not contiguous; wanted rows that follow one another in memory");
-  TORCH_CHECK(tensor.dim() >= 1 && tensor.size(0) == rows, name, " has shape ", tensor.sizes(), "; wanted ", rows, " rows");
+  TORCH_CHECK(tensor.dim() >= 1 && tensor.size(0) == rows, name, " has shape ", tensor.sizes(), "; wanted ", rows,
+              " rows");
 }
 
-at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tasks, at::Tensor indices, at::Tensor state,
-                            const at::Tensor& x_in, const at::Tensor& y_in, int64_t task, const at::Tensor& index_in) {
+at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tasks, at::Tensor indices,
+                            at::Tensor state, const at::Tensor& x_in, const at::Tensor& y_in, int64_t task,
+                            const at::Tensor& index_in) {
   // Named, so that the copies outlive the launches.
   const at::Tensor x = x_in.contiguous();
   const at::Tensor y = y_in.contiguous();
   const at::Tensor index = index_in.contiguous();
-  TORCH_CHECK(images.dim() == 4 && x.dim() == 4 && images.sizes().slice(1) == x.sizes().slice(1), "x has shape ", x.sizes(),
-              "; wanted images like the memory's, of shape ", images.sizes());
+  TORCH_CHECK(images.dim() == 4 && x.dim() == 4 && images.sizes().slice(1) == x.sizes().slice(1), "x has shape ",
+              x.sizes(), "; wanted images like the memory's, of shape ", images.sizes());
   const int64_t capacity = images.size(0);
   const int64_t count = x.size(0);
   TORCH_CHECK(capacity >= 1, "images has shape ", images.sizes(), "; wanted at least one slot");
@@ -64,23 +68,30 @@ at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tas
     return slots;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(state), "state is on ", state.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(state), "state is on ", state.device(), "; this build of mose_fast serves ",
+                              kDevices);
   cpu::reservoir_insert(params);
   return slots;
 }
 
 at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, int64_t filter, int64_t task) {
   TORCH_CHECK(k >= 0, "k is ", k, "; wanted at least 0");
-  TORCH_CHECK(filter >= 0 && filter <= 2, "filter is ", filter, "; wanted 0 (all), 1 (only the task) or 2 (the other tasks)");
-  TORCH_CHECK(tasks.dim() == 1 && tasks.size(0) >= 1, "tasks has shape ", tasks.sizes(), "; wanted [slots] with at least one slot");
+  TORCH_CHECK(filter >= 0 && filter <= 2, "filter is ", filter,
+              "; wanted 0 (all), 1 (only the task) or 2 (the other tasks)");
+  TORCH_CHECK(tasks.dim() == 1 && tasks.size(0) >= 1, "tasks has shape ", tasks.sizes(),
+              "; wanted [slots] with at least one slot");
   const int64_t capacity = tasks.size(0);
   check(state, "state", at::kLong, kStateSize, state);
   check(tasks, "tasks", at::kLong, capacity, state);
 
   const at::Tensor slots = at::empty({std::min(k, capacity)}, state.options());
-  const ReservoirDrawParams params{
-      tasks.const_data_ptr<int64_t>(), state.mutable_data_ptr<int64_t>(), slots.mutable_data_ptr<int64_t>(), slots.size(0), capacity, task,
-      static_cast<SlotFilter>(filter)};
+  const ReservoirDrawParams params{tasks.const_data_ptr<int64_t>(),
+                                   state.mutable_data_ptr<int64_t>(),
+                                   slots.mutable_data_ptr<int64_t>(),
+                                   slots.size(0),
+                                   capacity,
+                                   task,
+                                   static_cast<SlotFilter>(filter)};
 #if defined(MOSE_FAST_WITH_CUDA)
   if (on_card(state)) {
     const DeviceGuard guard(state.device());
@@ -88,7 +99,8 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
     return slots;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(state), "state is on ", state.device(), "; this build of mose_fast serves ", kDevices);
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(state), "state is on ", state.device(), "; this build of mose_fast serves ",
+                              kDevices);
   cpu::reservoir_draw(params);
   return slots;
 }
@@ -97,7 +109,8 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
 
 void register_reservoir(torch::Library& library) {
   library.def(
-      "reservoir_insert(Tensor(a!) images, Tensor(b!) labels, Tensor(c!) tasks, Tensor(d!) indices, Tensor(e!) state, Tensor x, Tensor y, "
+      "reservoir_insert(Tensor(a!) images, Tensor(b!) labels, Tensor(c!) tasks, Tensor(d!) indices, Tensor(e!) state, "
+      "Tensor x, Tensor y, "
       "int task, Tensor index) -> Tensor");
   library.def("reservoir_draw(Tensor tasks, Tensor(a!) state, int k, int filter, int task) -> Tensor");
   implement(library, "reservoir_insert", &reservoir_insert);
@@ -105,10 +118,11 @@ void register_reservoir(torch::Library& library) {
 }
 
 void bind_reservoir(py::module_& module) {
-  module.def("reservoir_insert", &reservoir_insert, py::arg("images"), py::arg("labels"), py::arg("tasks"), py::arg("indices"),
-             py::arg("state"), py::arg("x"), py::arg("y"), py::arg("task"), py::arg("index"), py::call_guard<py::gil_scoped_release>());
-  module.def("reservoir_draw", &reservoir_draw, py::arg("tasks"), py::arg("state"), py::arg("k"), py::arg("filter"), py::arg("task"),
+  module.def("reservoir_insert", &reservoir_insert, py::arg("images"), py::arg("labels"), py::arg("tasks"),
+             py::arg("indices"), py::arg("state"), py::arg("x"), py::arg("y"), py::arg("task"), py::arg("index"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("reservoir_draw", &reservoir_draw, py::arg("tasks"), py::arg("state"), py::arg("k"), py::arg("filter"),
+             py::arg("task"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace mf

@@ -11,21 +11,24 @@ __all__ = ["cutmix"]
 
 
 def cutmix(views: Tensor, probability: float, seed: int, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces one box, the same in all images, by that box of a random partner; with ``1 - probability`` the box is empty.
+    """Replaces one box, the same in all images, by that box of a random partner; with ``1 -
+    probability`` the box is empty.
 
-    The box has the images' shape and a uniformly drawn share of their area (Beta(1, 1)) around a uniformly drawn centre, and is cut
-    off at the border.
+    The box has the images' shape and a uniformly drawn share of their area (Beta(1, 1)) around a
+    uniformly drawn centre, and is cut off at the border.
 
     Args:
         views: float [N, C, H, W].
         probability: With which the batch is mixed at all.
         seed: Of the run.
-        sequence: Number of the step; the same (seed, sequence) gives the same boxes on every device.
+        sequence: Number of the step; the same (seed, sequence) gives the same boxes on every
+            device.
 
     Returns:
         views: [N, C, H, W].
         partners: int64 [N].
-        share: float32 scalar, the share of its own pixels that each image keeps: the weight of its own label.
+        share: float32 scalar, the share of its own pixels that each image keeps: the weight of its
+            own label.
     """
     count, _, height, width = views.shape
     device = views.device

@@ -1,4 +1,6 @@
-"""Views from a DALI pipeline: rows in, matrices of crops and mirrors, grey and normalisation (craft.md section 5)."""
+"""Views from a DALI pipeline: rows in, matrices of crops and mirrors, grey and normalisation
+(craft.md section 5).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ __all__ = ["DaliLayout", "DaliViews"]
 #: Views that a pipeline takes at first; twice as many, and so on, where a step has more.
 _VIEWS = 512
 
-#: Bytes behind the pixels of a view in what the pipeline is fed: a 2x3 matrix and whether the view is grey, float32.
+#: Bytes behind the pixels of a view in what the pipeline is fed: a 2x3 matrix and whether the view
+#: is grey, float32.
 _PARAMETERS = 28
 
 # DALI loads its operators with the first pipeline of a process.
@@ -35,8 +38,10 @@ class DaliLayout(NamedTuple):
 
     Attributes:
         rows: int32 [V], the image.
-        mirrored: bool [V], whether the fixed orientation is the mirror, which the matrix then holds.
-        turned: First view, last view + 1 and orientation of each run of views in another orientation than that.
+        mirrored: bool [V], whether the fixed orientation is the mirror, which the matrix then
+        holds.
+        turned: First view, last view + 1 and orientation of each run of views in another
+        orientation than that.
         draws: int64 [V], the drawn parameters; -1 for none.
         padding: Views to add behind, which are zero.
     """
@@ -49,28 +54,39 @@ class DaliLayout(NamedTuple):
 
     @classmethod
     def of(cls, layout: Tensor, padding: int = 0) -> DaliLayout:
-        """Of a layout int32 [V, 3] on the host, as :func:`mose_fast.ops.augment.augment` takes it; its last ``padding`` views are zero."""
+        """Of a layout int32 [V, 3] on the host, as :func:`mose_fast.ops.augment.augment` takes it;
+        its last ``padding`` views are zero.
+        """
         rows, orientations, draws = np.ascontiguousarray(layout[: len(layout) - padding].numpy().T)
         ends = [*(np.flatnonzero(np.diff(orientations)) + 1).tolist(), len(orientations)]
         runs = zip([0, *ends[:-1]], ends, strict=True)
-        turned = tuple((first, last, int(orientations[first])) for first, last in runs if last and orientations[first] not in (0, MIRROR))
+        turned = tuple(
+            (first, last, int(orientations[first]))
+            for first, last in runs
+            if last and orientations[first] not in (0, MIRROR)
+        )
         return cls(rows, orientations == MIRROR, turned, draws.astype(np.int64), padding)
 
 
 class DaliViews:
-    """Makes views by DALI: the twin of :func:`mose_fast.ops.augment.augment` for recipes without colour jitter.
+    """Makes views by DALI: the twin of :func:`mose_fast.ops.augment.augment` for recipes without
+    colour jitter.
 
-    All that decides the views lies on the host, where the matrices are computed, too: the pipeline takes one array a call, of every
-    view's row with its matrix behind. It samples the drawn window bilinearly (a mirror is a negative width), normalises and makes
-    grey; half mirrors and quarter turns come before, by moving pixels. Every call gives the views of its own arguments: nothing is
+    All that decides the views lies on the host, where the matrices are computed, too: the pipeline
+    takes one array a call, of every view's row with its matrix behind. It samples the drawn window
+    bilinearly (a mirror is a negative width), normalises and makes grey; half mirrors and quarter
+    turns come before, by moving pixels. Every call gives the views of its own arguments: nothing is
     prefetched, so nothing is left over at an evaluation, a checkpoint or a resumed run.
 
-    On CUDA everything is in the order of torch's current stream: DALI copies its input on that stream, its result is handed to that
-    stream, and is copied out before anything else is asked of the pipeline. (DALI can take input without copying it, but does not wait
-    for the stream then.) The calling thread waits for DALI's launches, not for the device; a run therefore calls this from a thread of
-    its own, :class:`mose_fast.train.feeder.Feeder`. DALI lets other Python threads run meanwhile.
+    On CUDA everything is in the order of torch's current stream: DALI copies its input on that
+    stream, its result is handed to that stream, and is copied out before anything else is asked of
+    the pipeline. (DALI can take input without copying it, but does not wait for the stream then.)
+    The calling thread waits for DALI's launches, not for the device; a run therefore calls this
+    from a thread of its own, :class:`mose_fast.train.feeder.Feeder`. DALI lets other Python threads
+    run meanwhile.
 
-    The pipeline is built at the first call. One object serves one size of images at a time, from any thread, one call at a time.
+    The pipeline is built at the first call. One object serves one size of images at a time, from
+    any thread, one call at a time.
 
     Args:
         mean: Of images in [0, 1], by channel.
@@ -91,11 +107,14 @@ class DaliViews:
         Args:
             images: uint8 [R, H, W, 3], on the CPU or on a card.
             layout: What V views show of them. Orientations that turn need square images.
-            codes: int32 [D, 6] on the host, from :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`; no flag asks for jitter.
+            codes: int32 [D, 6] on the host, from
+                :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`; no flag asks for
+                jitter.
 
         Returns:
-            float32 [V + padding, 3, H, W], normalised, contiguous in channels_last order; within 1e-6 (1 + |value|) of exact arithmetic
-            where H and W are powers of two. Else DALI on the CPU is less exact, since it adds the step between two places again and
+            float32 [V + padding, 3, H, W], normalised, contiguous in channels_last order; within
+            1e-6 (1 + |value|) of exact arithmetic where H and W are powers of two. Else DALI on the
+            CPU is less exact, since it adds the step between two places again and
             again: within 1e-4 for sides up to 40, 5e-3 up to 224.
 
         Raises:
@@ -103,7 +122,9 @@ class DaliViews:
         """
         device, count, (height, width) = images.device, len(layout.rows), images.shape[1:3]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("views were asked of DALI while a CUDA graph is captured; wanted them made before, and copied in")
+            raise RuntimeError(
+                "views were asked of DALI while a CUDA graph is captured; wanted them made before, and copied in"
+            )
         views = torch.empty(count + layout.padding, height, width, 3, device=device)
         if count:
             packed = _packed(images, layout, codes)
@@ -156,7 +177,9 @@ class DaliViews:
 
 
 def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
-    """uint8 [V, H * W * 3 + 28], where the images are: the row that each view shows, oriented, and its matrix and grey behind."""
+    """uint8 [V, H * W * 3 + 28], where the images are: the row that each view shows, oriented, and
+    its matrix and grey behind.
+    """
     _, height, width, channels = images.shape
     # One upload: the parameters, then the row as int32.
     host = np.empty((len(layout.rows), _PARAMETERS // 4 + 1), np.float32)
@@ -171,11 +194,15 @@ def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
     return torch.cat([rows, numbers[:, :_PARAMETERS]], 1)
 
 
-def _fill_parameters(target: NDArray[np.float32], layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int) -> None:
-    """Where the pixels of each view come from, a 2x3 matrix, and whether it is grey, 0 or 1: float32 [V, 7].
+def _fill_parameters(
+    target: NDArray[np.float32], layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int
+) -> None:
+    """Where the pixels of each view come from, a 2x3 matrix, and whether it is grey, 0 or 1:
+    float32 [V, 7].
 
-    A window of w pixels whose centre lies at x = (W + offset) / 2 gives pixel x' of the view the place w / W x' + (W + offset - w) / 2,
-    corners counting from 0; a mirrored image has it at W minus that. Views without a draw show the whole image.
+    A window of w pixels whose centre lies at x = (W + offset) / 2 gives pixel x' of the view the
+    place w / W x' + (W + offset - w) / 2, corners counting from 0; a mirrored image has it at W
+    minus that. Views without a draw show the whole image.
     """
     whole = np.array([[0, width, height, 0, 0, 0]], np.int32)
     drawn = np.concatenate([whole, codes])[layout.draws + 1]
@@ -193,12 +220,15 @@ def _fill_parameters(target: NDArray[np.float32], layout: DaliLayout, codes: NDA
     target[:, 6] = flags & GRAY
 
 
-def _build(device: torch.device, size: tuple[int, int], views: int, mean: Sequence[float], std: Sequence[float]) -> Pipeline:
+def _build(
+    device: torch.device, size: tuple[int, int], views: int, mean: Sequence[float], std: Sequence[float]
+) -> Pipeline:
     # Not at the top: DALI is an extra, and its import takes half a second.
     from nvidia.dali import Pipeline, fn, types
 
     where = "gpu" if device.type == "cuda" else "cpu"
-    # Two sets of buffers, so that a run need not wait for the result before to be copied out; not pipelined: no run starts by itself.
+    # Two sets of buffers, so that a run need not wait for the result before to be copied out; not
+    # pipelined: no run starts by itself.
     pipeline = Pipeline(
         batch_size=views,
         num_threads=torch.get_num_threads(),
@@ -218,7 +248,9 @@ def _build(device: torch.device, size: tuple[int, int], views: int, mean: Sequen
         rows = fn.reinterpret(packed[:pixels], shape=[*size, 3], layout="HWC")
         matrices = fn.reinterpret(packed[pixels : pixels + 24], dtype=types.FLOAT, shape=[2, 3])
         grey = fn.reinterpret(packed[pixels + 24 :], dtype=types.FLOAT, shape=[1, 1, 1])
-        sampled = fn.warp_affine(rows, matrices, size=size, interp_type=types.INTERP_LINEAR, inverse_map=True, dtype=types.FLOAT)
+        sampled = fn.warp_affine(
+            rows, matrices, size=size, interp_type=types.INTERP_LINEAR, inverse_map=True, dtype=types.FLOAT
+        )
         coloured = (sampled * np.float32(1 / 255) - constant(means)) / constant(stds)
         weighted = fn.reductions.sum(coloured * constant(np.array(GREY_WEIGHTS, np.float32)), axes=2, keep_dims=True)
         pipeline.set_outputs(coloured * (np.float32(1) - grey) + weighted * grey)

@@ -1,4 +1,6 @@
-"""Which back end makes the views: the same parameters and the same pixels, from DALI, from the native op or from plain PyTorch."""
+"""Which back end makes the views: the same parameters and the same pixels, from DALI, from the
+native op or from plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ __all__ = ["choose_feed"]
 def choose_feed(wanted: str, device: torch.device, recipe: Recipe | None) -> Choice:
     """The back end that a configuration's ``feed`` means on a device.
 
-    ``auto`` is ``dali`` on CUDA where DALI can be imported, else ``fused``. Recipes with colour jitter are made by ``fused`` where
-    ``dali`` was meant: DALI turns hues in another colour space (YIQ, not HSV), so its pixels would differ.
+    ``auto`` is ``dali`` on CUDA where DALI can be imported, else ``fused``. Recipes with colour
+    jitter are made by ``fused`` where ``dali`` was meant: DALI turns hues in another colour space
+    (YIQ, not HSV), so its pixels would differ.
 
     Args:
         wanted: ``auto``, ``dali``, ``fused`` or ``torch``.

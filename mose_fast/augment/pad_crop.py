@@ -1,4 +1,6 @@
-"""The augmentation of DER++ and of most offline methods: a crop of the padded image, mirrored or not (baselines.md 12)."""
+"""The augmentation of DER++ and of most offline methods: a crop of the padded image, mirrored or
+not (baselines.md 12).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,14 @@ __all__ = ["pad_crop"]
 
 
 def pad_crop(images: Tensor, seed: int, sequence: int, *, mirror: bool, padding: int = 4) -> Tensor:
-    """Surrounds each image by black pixels and cuts out a window of its own size at a uniformly drawn place.
+    """Surrounds each image by black pixels and cuts out a window of its own size at a uniformly
+    drawn place.
 
     Args:
         images: uint8 [N, H, W, 3].
         seed: Of the run.
-        sequence: Number of the step; the same (seed, sequence) gives the same views on every device.
+        sequence: Number of the step; the same (seed, sequence) gives the same views on every
+        device.
         mirror: Also mirror each with probability 1/2.
         padding: Pixels on every side.
 

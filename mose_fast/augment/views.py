@@ -1,4 +1,6 @@
-"""From the raw rows of a step to its normalised views (mose.md section 5, paper section on data augmentation)."""
+"""From the raw rows of a step to its normalised views (mose.md section 5, paper section on data
+augmentation).
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ __all__ = ["RECIPES", "ViewInputs", "ViewMaker", "padded"]
 RECIPES: dict[str, Recipe | None] = {
     "ocm": Recipe(gray_p=0.25, area_low=0.3),
     "simclr": Recipe(mirror_p=0.5, gray_p=0.25, area_low=0.3),
-    "scr": Recipe(mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
+    "scr": Recipe(
+        mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1
+    ),
     "none": None,
 }
 
-#: Orientation codes of the fixed copies, by their number: the image; its mirror; each half mirrored or not; these in four quarter turns.
+#: Orientation codes of the fixed copies, by their number: the image; its mirror; each half mirrored
+#: or not; these in four quarter turns.
 _ORIENTATIONS = {1: (0,), 2: (0, MIRROR), 4: (0, 1, 2, 3), 16: tuple(range(16))}
 
 
@@ -51,7 +56,9 @@ class ViewInputs(NamedTuple):
 def _layout_on_host(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int
 ) -> tuple[Tensor, DaliLayout]:
-    """``layout`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows, and the same for DALI; never written."""
+    """``layout`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows, and
+    the same for DALI; never written.
+    """
     entries: list[tuple[int, int, int]] = []
     first, draw = 0, 0
     for size in sizes:
@@ -71,7 +78,9 @@ def _layout_on_host(
 def _layout(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows; never written."""
+    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to
+    ``capacity`` rows; never written.
+    """
     layout, _ = _layout_on_host(sizes, orientations, augmented, capacity)
     rows = torch.arange(capacity)
     rows[sum(sizes) :] = -1
@@ -79,15 +88,19 @@ def _layout(
 
 
 class ViewMaker:
-    """Makes the views of a step: every set of rows is copied in fixed orientations, then all of that once more, randomly augmented.
+    """Makes the views of a step: every set of rows is copied in fixed orientations, then all of
+    that once more, randomly augmented.
 
-    Views are made where the images are, contiguous in channels_last order. Three back ends (feeds) make the same pixels of the same
-    parameters: the native op :func:`mose_fast.ops.augment.augment`, its meaning in plain PyTorch, and DALI (:class:`DaliViews`).
+    Views are made where the images are, contiguous in channels_last order. Three back ends (feeds)
+    make the same pixels of the same
+    parameters: the native op :func:`mose_fast.ops.augment.augment`, its meaning in plain PyTorch,
+        and DALI (:class:`DaliViews`).
 
     Args:
         recipe: Name in :data:`RECIPES`.
         inner_views: Fixed copies of a row: 1, 2, 4 or 16.
-        mirror: False where mirroring changes the label: no fixed copies but the image itself, no random mirror.
+        mirror: False where mirroring changes the label: no fixed copies but the image itself, no
+        random mirror.
         mean: Of images in [0, 1], by channel.
         std: Alike.
         jitter_normalised: Colour jitter acts on normalised images, as released.
@@ -115,7 +128,10 @@ class ViewMaker:
         if feed not in ("fused", "torch", "dali"):
             raise ValueError(f"feed is {feed!r}; wanted fused, torch or dali")
         if feed == "dali" and drawn is not None and drawn.jitter_p > 0:
-            raise ValueError(f"feed is 'dali' for recipe {recipe!r}, whose colour jitter DALI computes otherwise; wanted fused or torch")
+            raise ValueError(
+                f"feed is 'dali' for recipe {recipe!r}, whose colour jitter DALI computes otherwise; wanted fused or"
+                " torch"
+            )
         if drawn is not None and not mirror:
             drawn = Recipe(**{**vars(drawn), "mirror_p": 0.0})
         self.recipe = drawn
@@ -124,31 +140,42 @@ class ViewMaker:
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
         self.feed = feed
         self._dali = DaliViews(self.mean, self.std) if feed == "dali" else None
-        # Its own, since an upload is in the order of the stream on which it was asked for, and other runs have other streams.
+        # Its own, since an upload is in the order of the stream on which it was asked for, and
+        # other runs have other streams.
         self._layout = lru_cache(maxsize=256)(_layout)
 
     @property
     def views_per_row(self) -> int:
-        """Views made of each row: fixed copies, doubled by the random augmentation unless the recipe is ``none``."""
+        """Views made of each row: fixed copies, doubled by the random augmentation unless the
+        recipe is ``none``.
+        """
         return len(self.orientations) * (1 if self.recipe is None else 2)
 
     @property
     def apart(self) -> bool:
-        """Whether views are made by :meth:`views` alone, from what the host knows, and so may be made ahead on a thread of their own."""
+        """Whether views are made by :meth:`views` alone, from what the host knows, and so may be
+        made ahead on a thread of their own.
+        """
         return self._dali is not None
 
     @property
     def capturable(self) -> bool:
-        """Whether :meth:`apply` can be captured in a CUDA graph: DALI runs outside of graphs, plain PyTorch waits for the host."""
+        """Whether :meth:`apply` can be captured in a CUDA graph: DALI runs outside of graphs, plain
+        PyTorch waits for the host.
+        """
         return self.feed == "fused" and _loader.card() == "cuda"
 
     def close(self) -> None:
-        """Frees what the feed holds beside tensors (DALI: threads and buffers); the next views build it again."""
+        """Frees what the feed holds beside tensors (DALI: threads and buffers); the next views
+        build it again.
+        """
         if self._dali is not None:
             self._dali.close()
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W], as evaluations need them: never by DALI, which has nothing to do there."""
+        """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W], as evaluations need them: never by
+        DALI, which has nothing to do there.
+        """
         rows = torch.arange(len(images), device=images.device)
         return self._op(images, rows, _plain_layout(len(images), images.device), *_nothing_drawn(images.device))
 
@@ -159,11 +186,13 @@ class ViewMaker:
             images: uint8 [R, H, W, 3], the rows of all sets, one set after the other.
             sizes: Rows of each set; their sum is R.
             seed: Of the run.
-            sequence: Number of this step; the same (seed, sequence) gives the same views on every device.
+            sequence: Number of this step; the same (seed, sequence) gives the same views on every
+                device.
 
         Returns:
-            views: float32 [V, 3, H, W] with V = R * views_per_row, normalised; a set's views lie together, sets in order: its
-                fixed copies, orientation by orientation, then the augmented copies of these.
+            views: float32 [V, 3, H, W] with V = R * views_per_row, normalised; a set's views lie
+                together, sets in order: its fixed copies, orientation by orientation, then the
+                augmented copies of these.
             rows: int64 [V], the row that each view shows.
         """
         return self.views(images, sizes, seed, sequence), self.shown(sizes, len(images), images.device).clone()
@@ -184,22 +213,28 @@ class ViewMaker:
         return self._dali(images, layout, codes)
 
     def shown(self, sizes: Sequence[int], rows: int, device: torch.device) -> Tensor:
-        """int64 [V], the row that each view of a step shows; what the sets leave of ``rows`` is padding. Never write to it."""
+        """int64 [V], the row that each view of a step shows; what the sets leave of ``rows`` is
+        padding. Never write to it.
+        """
         return self._layout(tuple(sizes), self.orientations, self.recipe is not None, rows, device)[2]
 
     def inputs(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> ViewInputs:
-        """All that :meth:`apply` needs beside the images; arguments as for :meth:`make`, but the sets may have fewer rows than there are.
+        """All that :meth:`apply` needs beside the images; arguments as for :meth:`make`, but the
+        sets may have fewer rows than there are.
 
-        What the sets do not fill is padding: its rows are never read, and its views, which come last, are zero. The other views are
-        the same as without padding.
+        What the sets do not fill is padding: its rows are never read, and its views, which come
+        last, are zero. The other views are the same as without padding.
         """
-        rows, layout, shown = self._layout(tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device)
+        rows, layout, shown = self._layout(
+            tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device
+        )
         codes, factors = self._draw(images, len(images) * len(self.orientations), seed, sequence, images.device)
         return ViewInputs(rows, layout, codes, factors, shown)
 
     def apply(self, images: Tensor, inputs: ViewInputs) -> Tensor:
-        """The views float32 [V, 3, H, W] that ``inputs`` decides, normalised. Nothing is drawn: where the feed is :attr:`capturable`, a
-        captured graph makes other views of other inputs in the same places.
+        """The views float32 [V, 3, H, W] that ``inputs`` decides, normalised. Nothing is drawn:
+        where the feed is :attr:`capturable`, a captured graph makes other views of other inputs in
+        the same places.
 
         Raises:
             ValueError: The views are made :attr:`apart`.
@@ -209,7 +244,8 @@ class ViewMaker:
         return self._op(images, inputs.rows, inputs.layout, inputs.codes, inputs.factors)
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
-        """One randomly augmented view of every image and no other; the images themselves for the recipe ``none``.
+        """One randomly augmented view of every image and no other; the images themselves for the
+        recipe ``none``.
 
         Args:
             images: uint8 [R, H, W, 3].
@@ -228,7 +264,9 @@ class ViewMaker:
             return self._dali(images, DaliLayout.of(layout), codes)
         return self._op(images, torch.arange(len(images), device=device), layout, codes, factors)
 
-    def _draw(self, images: Tensor, count: int, seed: int, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _draw(
+        self, images: Tensor, count: int, seed: int, sequence: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         if self.recipe is None:
             return _nothing_drawn(device)
         return draw_augment_parameters(self.recipe, seed, sequence, count, images.shape[1], images.shape[2], device)

@@ -1,7 +1,7 @@
 """Metrics of an accuracy matrix (mose.md section 8; paper, appendix on evaluation metrics).
 
-A matrix is float [T, T] with ``matrix[k, j]`` the accuracy on task j after task k, in [0, 1]; entries with j > k are 0. All functions
-take anything NumPy reads as such and leave it as it is.
+A matrix is float [T, T] with ``matrix[k, j]`` the accuracy on task j after task k, in [0, 1];
+entries with j > k are 0. All functions take anything NumPy reads as such and leave it as it is.
 """
 
 from __future__ import annotations
@@ -34,19 +34,25 @@ def average_accuracy(matrix: ArrayLike) -> float:
 
 
 def forgetting_paper(matrix: ArrayLike) -> float:
-    """AF of the paper: mean over the first T - 1 tasks of (best accuracy before the last task - accuracy after it). 0 for one task."""
+    """AF of the paper: mean over the first T - 1 tasks of (best accuracy before the last task -
+    accuracy after it). 0 for one task.
+    """
     a = _matrix(matrix)
     return float((a[:-1].max(axis=0) - a[-1])[:-1].mean()) if len(a) > 1 else 0.0
 
 
 def forgetting_released(matrix: ArrayLike) -> float:
-    """AF of the released code: mean over all T tasks of (best accuracy ever, the last included - accuracy after the last)."""
+    """AF of the released code: mean over all T tasks of (best accuracy ever, the last included -
+    accuracy after the last).
+    """
     a = _matrix(matrix)
     return float((a.max(axis=0) - a[-1]).mean())
 
 
 def backward_transfer(matrix: ArrayLike) -> float:
-    """BWT: mean over the first T - 1 tasks of (accuracy at the end - accuracy just after learning it). 0 for one task."""
+    """BWT: mean over the first T - 1 tasks of (accuracy at the end - accuracy just after learning
+    it). 0 for one task.
+    """
     a = _matrix(matrix)
     return float((a[-1] - a.diagonal())[:-1].mean()) if len(a) > 1 else 0.0
 
@@ -68,7 +74,8 @@ def average_anytime_accuracy(matrix: ArrayLike) -> float:
 
 
 def buffer_overfitting(buffer: ArrayLike, test: ArrayLike) -> NDArray[np.float64]:
-    """BOF of each task: (accuracy on its memory samples - accuracy on its test images) / accuracy on its test images (paper eq. BOF).
+    """BOF of each task: (accuracy on its memory samples - accuracy on its test images) / accuracy
+    on its test images (paper eq. BOF).
 
     Args:
         buffer: [T], NaN for a task without samples in the memory.

@@ -1,4 +1,6 @@
-"""Evaluates every classifier of every expert with one forward pass over the memory and one over the test images."""
+"""Evaluates every classifier of every expert with one forward pass over the memory and one over the
+test images.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ __all__ = ["TaskAccuracy", "evaluate_learner"]
 
 
 class TaskAccuracy(NamedTuple):
-    """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far, and what was taken for what.
+    """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far, and what
+    was taken for what.
 
     Attributes:
         test: On each task's test images.
         buffer: On each task's memory samples; None for a task that has none.
-        confusion: Of the classifier and expert of ``predict()``: a row for each task seen so far with the numbers of its test images
-            whose predicted class belongs to task 0, 1, ... of the stream.
-        confusion_by_class: Likewise, for each head index how many images of this class were taken for which head index (as text, since
-            JSON wants that of a key); without those that are 0.
+        confusion: Of the classifier and expert of ``predict()``: a row for each task seen so far
+            with the numbers of its test images whose predicted class belongs to task 0, 1, ... of
+            the stream.
+        confusion_by_class: Likewise, for each head index how many images of this class were taken
+            for which head index (as text, since JSON wants that of a key); without those that are
+            0.
     """
 
     test: dict[str, dict[str, list[float]]]
@@ -42,7 +47,8 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bo
         learner: With at least one stored sample.
         stream: The stream it was trained on.
         task: The last task to evaluate on; 0 ... ``task`` have been seen, later ones may have been.
-        prepare: False evaluates the network as it stands, even where the method trains it only for evaluations.
+        prepare: False evaluates the network as it stands, even where the method trains it only for
+            evaluations.
     """
     if prepare:
         learner.prepare_evaluation()
@@ -54,7 +60,8 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bo
     task_of_class = torch.empty(stream.classes, dtype=torch.int64)
     for t, classes in enumerate(stream.tasks):
         task_of_class[list(classes)] = t
-    # What was predicted goes to the host once for the memory and once for the test images, and is counted there.
+    # What was predicted goes to the host once for the memory and once for the test images, and is
+    # counted there.
     stored = memory.labels[:filled].cpu()
     buffer = _by_task(_on_host([classify(features, logits, means)]), stored, task_of_class[stored], task)
 
@@ -90,7 +97,9 @@ def _on_host(parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, T
     return predictions
 
 
-def _by_task(predictions: dict[str, dict[str, Tensor]], labels: Tensor, tasks: Tensor, task: int) -> dict[str, dict[str, list]]:
+def _by_task(
+    predictions: dict[str, dict[str, Tensor]], labels: Tensor, tasks: Tensor, task: int
+) -> dict[str, dict[str, list]]:
     # The memory may hold samples of later tasks.
     counts = torch.bincount(tasks, minlength=task + 1)[: task + 1]
 

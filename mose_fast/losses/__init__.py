@@ -1,6 +1,8 @@
-"""Losses as modules over :mod:`mose_fast.ops`: supervised contrastive, masked cross-entropy, reverse self-distillation."""
+"""Losses as modules over :mod:`mose_fast.ops`: supervised contrastive, masked cross-entropy,
+reverse self-distillation.
+"""
 
 from mose_fast.losses.expert_losses import ExpertLosses
-from mose_fast.ops.expert_losses import masked_cross_entropy, self_distillation, supcon_loss
+from mose_fast.ops.expert_losses import contrastive_loss, masked_cross_entropy, self_distillation
 
-__all__ = ["ExpertLosses", "masked_cross_entropy", "self_distillation", "supcon_loss"]
+__all__ = ["ExpertLosses", "contrastive_loss", "masked_cross_entropy", "self_distillation"]

@@ -16,8 +16,8 @@ class ExpertLosses(nn.Module):
     """All losses of one MOSE step (paper eq. for L_MOSE; mose.md section 5).
 
     Args:
-        options: The switches ``temperature``, ``ce``, ``scl``, ``distil``, ``rsd_reduction``, ``student``, ``separate_ce`` and
-            ``ce_buffer_weight``.
+        options: The switches ``temperature``, ``cross_entropy``, ``contrastive``, ``distillation``,
+            ``rsd_reduction``, ``student``, ``separate_cross_entropy`` and ``buffer_weight``.
     """
 
     def __init__(self, options: MoseOptions) -> None:
@@ -32,14 +32,17 @@ class ExpertLosses(nn.Module):
         current_classes: Tensor | None,
         valid_rows: Tensor | None = None,
     ) -> Tensor:
-        """A row (supervised contrastive, cross-entropy, distillation) per expert; training minimises their sum.
+        """A row (supervised contrastive, cross-entropy, distillation) per expert; training
+        minimises their sum.
 
         Args:
             outputs: Of the network, for N views.
             labels: int64 [N].
-            new_rows: The first rows, which are the new set; the others are the buffer set. May be an int32 scalar on the device.
+            new_rows: The first rows, which are the new set; the others are the buffer set. May be
+            an int32 scalar on the device.
             current_classes: bool [K]; None: one cross-entropy over all rows and classes.
-            valid_rows: int32 scalar on the device: rows from this one on are padding. None: there is none.
+            valid_rows: int32 scalar on the device: rows from this one on are padding. None: there
+                is none.
 
         Returns:
             float32 [E, 3].
@@ -54,13 +57,13 @@ class ExpertLosses(nn.Module):
                 outputs.student,
                 labels,
                 new_rows,
-                current_classes if o.separate_ce else None,
+                current_classes if o.separate_cross_entropy else None,
                 valid_rows=valid_rows,
                 temperature=o.temperature,
-                ce_buffer_weight=o.ce_buffer_weight,
-                ce=o.ce,
-                scl=o.scl,
-                distil=o.distil,
+                buffer_weight=o.buffer_weight,
+                cross_entropy=o.cross_entropy,
+                contrastive=o.contrastive,
+                distillation=o.distillation,
                 rsd_reduction=o.rsd_reduction,
                 student_index=o.student_index,
             )

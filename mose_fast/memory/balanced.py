@@ -1,4 +1,6 @@
-"""A replay memory that holds as many samples of every class as of any other (Prabhu et al., GDumb, ECCV 2020, algorithm 1)."""
+"""A replay memory that holds as many samples of every class as of any other (Prabhu et al., GDumb,
+ECCV 2020, algorithm 1).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ __all__ = ["BalancedMemory"]
 
 
 class BalancedMemory(ReplayMemory):
-    """Greedy class balance: an item is kept if its class is new or has less than its share; a random one of the largest class leaves.
+    """Greedy class balance: an item is kept if its class is new or has less than its share; a
+    random one of the largest class leaves.
 
-    The share of a class is M / classes stored, a fraction as in the paper: rounded down, the first classes would keep more than one
-    slot more than the last. A batch is decided as a whole, with the same counts as item by item up to ties between classes.
+    The share of a class is M / classes stored, a fraction as in the paper: rounded down, the first
+    classes would keep more than one slot more than the last. A batch is decided as a whole, with
+    the same counts as item by item up to ties between classes.
 
     Args:
         capacity: Slots M.
@@ -70,13 +74,16 @@ class BalancedMemory(ReplayMemory):
         earlier = (y[:, None] == y).tril(-1).sum(1)  # items of the same class before it in the batch
         new = (counts[y] == 0) & (earlier == 0)
         classes_before = (counts > 0).sum() + new.cumsum(0) - new.long()
-        # Shares only shrink, so that whoever is let in finds all earlier items of its class let in as well.
+        # Shares only shrink, so that whoever is let in finds all earlier items of its class let in
+        # as well.
         return new | ((counts[y] + earlier) * classes_before < self.capacity)
 
     def _keep_smallest(self, stored: Tensor, y: Tensor, accepted: Tensor) -> Tensor:
-        """Chooses M of the stored samples and the accepted items, bool [filled + B], by taking from the largest classes at random.
+        """Chooses M of the stored samples and the accepted items, bool [filled + B], by taking from
+        the largest classes at random.
 
-        Samples of a class are stacked in random order; what lies highest leaves, equal heights in random order.
+        Samples of a class are stacked in random order; what lies highest leaves, equal heights in
+        random order.
         """
         labels = torch.cat([stored, torch.where(accepted, y, self.classes)])
         within, between, _, _ = random_words(self.seed, self.seen, len(labels), Purpose.BALANCE, labels.device)

@@ -1,4 +1,6 @@
-"""A replay memory that keeps samples whose gradients differ (GSS-Greedy, Aljundi et al., NeurIPS 2019; baselines.md 4)."""
+"""A replay memory that keeps samples whose gradients differ (GSS-Greedy, Aljundi et al., NeurIPS
+2019; baselines.md 4).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ __all__ = ["GradientMemory"]
 
 
 class GradientMemory(ReplayMemory):
-    """Slots with a score each, the largest cosine similarity of a sample's gradient to those of others when it was stored: low is good.
+    """Slots with a score each, the largest cosine similarity of a sample's gradient to those of
+    others when it was stored: low is good.
 
-    The memory decides where samples go; whoever uses it computes their scores and stores them with :meth:`offer`. Arguments as for
-    :class:`ReplayMemory`.
+    The memory decides where samples go; whoever uses it computes their scores and stores them with
+    :meth:`offer`. Arguments as for :class:`ReplayMemory`.
     """
 
-    def __init__(self, capacity: int, image_size: tuple[int, int], *, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, capacity: int, image_size: tuple[int, int], *, seed: int, device: torch.device | str = "cpu"
+    ) -> None:
         super().__init__(capacity, image_size, seed=seed, device=device)
         self.scores = self.keep("scores")
 
@@ -30,7 +35,8 @@ class GradientMemory(ReplayMemory):
             size: Slots of a batch.
 
         Returns:
-            int64 [n, s]: s = min(size, filled), n the number of such batches that there are, at most ``count``.
+            int64 [n, s]: s = min(size, filled), n the number of such batches that there are, at
+            most ``count``.
         """
         size = min(size, self.filled)
         count = min(count, self.filled // size) if size else 0
@@ -38,11 +44,13 @@ class GradientMemory(ReplayMemory):
         return order[: count * size].view(count, size)
 
     def offer(self, x: Tensor, y: Tensor, task: int, index: Tensor, scores: Tensor) -> Tensor:
-        """Stores a batch with its scores: free slots are filled in order; in a full memory each item challenges one stored sample.
+        """Stores a batch with its scores: free slots are filled in order; in a full memory each
+        item challenges one stored sample.
 
-        While there is a free slot, items beyond the free ones are dropped. Challenged slots are drawn without replacement, with
-        probability proportional to their score above the least one; an item takes the slot with probability P_slot / (P_item +
-        P_slot), where P = (score + 1) / 2.
+        While there is a free slot, items beyond the free ones are dropped. Challenged slots are
+        drawn without replacement, with probability proportional to their score above the least one;
+        an item takes the slot with probability P_slot / (P_item + P_slot), where P = (score + 1) /
+        2.
 
         Args:
             x, y, task, index: As for :meth:`ReplayMemory.insert`.
@@ -65,8 +73,8 @@ class GradientMemory(ReplayMemory):
         stored = self.scores.double()
         weights = (stored - stored.min()) / (stored.max() - stored.min() + 0.01)
         high, low, *_ = random_words(self.seed, self.seen, self.capacity, Purpose.POLICY, device, lane=1)
-        # An exponential race: the first to arrive are a weighted draw without replacement. Slots of the least score have weight 0;
-        # a hair above it, they are drawn where there are no others.
+        # An exponential race: the first to arrive are a weighted draw without replacement. Slots of
+        # the least score have weight 0; a hair above it, they are drawn where there are no others.
         arrival = -torch.log1p(-unit(high)) / weights.clamp_min(1e-12)
         challenged = torch.sort(arrival, stable=True).indices[: len(scores)]
         item = (scores[: len(challenged)].double() + 1) / 2

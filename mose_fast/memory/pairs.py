@@ -1,4 +1,6 @@
-"""Retrieval of a positive and a negative for each anchor (Caccia et al., ICLR 2022; baselines.md 6)."""
+"""Retrieval of a positive and a negative for each anchor (Caccia et al., ICLR 2022; baselines.md
+6).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ from mose_fast.ops.draws import Purpose, random_words, unit
 __all__ = ["draw_pairs"]
 
 
-def draw_pairs(labels: Tensor, stored: Tensor, negatives: Tensor, seed: int, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws for each anchor one item of its own label and one of another, uniformly from the stored samples and all anchors.
+def draw_pairs(
+    labels: Tensor, stored: Tensor, negatives: Tensor, seed: int, sequence: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws for each anchor one item of its own label and one of another, uniformly from the stored
+    samples and all anchors.
 
     An anchor is never its own positive.
 
@@ -20,7 +25,8 @@ def draw_pairs(labels: Tensor, stored: Tensor, negatives: Tensor, seed: int, seq
         stored: int64 [F], labels of the samples in memory.
         negatives: bool [K], the labels that a negative may have.
         seed: Of the run.
-        sequence: Number of the step; the same (seed, sequence) gives the same draws on every device.
+        sequence: Number of the step; the same (seed, sequence) gives the same draws on every
+            device.
 
     Returns:
         anchors: int64 [n], the anchors for which there are both, n <= B.
@@ -38,7 +44,9 @@ def draw_pairs(labels: Tensor, stored: Tensor, negatives: Tensor, seed: int, seq
 
 
 def _choose(allowed: Tensor, words: Tensor) -> Tensor:
-    """The position of a uniformly drawn True in every row of ``allowed``, bool [n, P], each with at least one."""
+    """The position of a uniformly drawn True in every row of ``allowed``, bool [n, P], each with at
+    least one.
+    """
     rank = allowed.cumsum(1)
     chosen = (unit(words) * rank[:, -1]).to(torch.int64)
     return torch.searchsorted(rank, chosen[:, None] + 1).flatten()

@@ -29,11 +29,13 @@ class MemoryRecord(NamedTuple):
 
 
 class ReplayMemory:
-    """Slots of image, label, task and original stream index, each stream item kept with equal probability.
+    """Slots of image, label, task and original stream index, each stream item kept with equal
+    probability.
 
-    Its randomness is counter-based: decisions depend on (seed, counters) alone, so that every device makes the same ones and a
-    restored memory continues as if it had never stopped. On a card, neither :meth:`insert` nor :meth:`draw` waits for it: how many slots
-    qualify is known on the host, which makes the same decisions beside it.
+    Its randomness is counter-based: decisions depend on (seed, counters) alone, so that every
+    device makes the same ones and a restored memory continues as if it had never stopped. On a
+    card, neither :meth:`insert` nor :meth:`draw` waits for it: how many slots qualify is known on
+    the host, which makes the same decisions beside it.
 
     Args:
         capacity: Slots M.
@@ -42,20 +44,26 @@ class ReplayMemory:
         device: Where the slots live.
 
     Attributes:
-        images: uint8 [M, H, W, 3]; labels, tasks, indices: int64 [M]. The first ``filled`` slots hold samples.
+        images: uint8 [M, H, W, 3]; labels, tasks, indices: int64 [M]. The first ``filled`` slots
+        hold samples.
         state: int64 [3]: seed, number of draws so far, number of items seen.
         extras: What a method keeps beside each sample, by name, [M, ...]; see :meth:`keep`.
     """
 
-    def __init__(self, capacity: int, image_size: tuple[int, int], *, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, capacity: int, image_size: tuple[int, int], *, seed: int, device: torch.device | str = "cpu"
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; wanted a replay memory of at least 1 slot")
         self.capacity = capacity
         self.images = torch.zeros(capacity, *image_size, 3, dtype=torch.uint8, device=device)
-        self.labels, self.tasks, self.indices = (torch.full((capacity,), -1, dtype=torch.int64, device=device) for _ in range(3))
+        self.labels, self.tasks, self.indices = (
+            torch.full((capacity,), -1, dtype=torch.int64, device=device) for _ in range(3)
+        )
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64, device=device)
         self.extras: dict[str, Tensor] = {}
-        # What policies, the fill level and the number of drawn rows ask for lies on the host: on the CPU that is the memory itself.
+        # What policies, the fill level and the number of drawn rows ask for lies on the host: on
+        # the CPU that is the memory itself.
         self.seed, self.seen = seed, 0
         self.twin = HostTwin(capacity, seed) if torch.device(device).type == "cuda" else None
 
@@ -68,7 +76,8 @@ class ReplayMemory:
         """Offers a batch, item by item.
 
         Args:
-            x: uint8 [B, H, W, 3]; y: int64 [B]; index: int64 [B], positions in the original stream; all on the memory's device.
+            x: uint8 [B, H, W, 3]; y: int64 [B]; index: int64 [B], positions in the original stream;
+            all on the memory's device.
             task: The task they came in.
 
         Returns:
@@ -81,9 +90,11 @@ class ReplayMemory:
         return slots
 
     def write(self, slots: Tensor, x: Tensor, y: Tensor, task: int, index: Tensor) -> None:
-        """Stores a batch in slots that a policy has chosen; the counterpart of :meth:`insert` for policies other than reservoir sampling.
+        """Stores a batch in slots that a policy has chosen; the counterpart of :meth:`insert` for
+        policies other than reservoir sampling.
 
-        A policy must fill the slots in order: the first ``filled`` ones, and they alone, hold samples. On a card this waits for it.
+        A policy must fill the slots in order: the first ``filled`` ones, and they alone, hold
+        samples. On a card this waits for it.
 
         Args:
             slots: int64 [B], each slot at most once; -1 where an item is not kept.
@@ -100,7 +111,8 @@ class ReplayMemory:
         self.seen += len(x)
 
     def keep(self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-        """Reserves a tensor [M, *shape] of zeros that belongs to the slots: it is part of :meth:`tensors`.
+        """Reserves a tensor [M, *shape] of zeros that belongs to the slots: it is part of
+        :meth:`tensors`.
 
         Whoever inserts also writes it, with :meth:`write_extra`.
         """
@@ -108,7 +120,9 @@ class ReplayMemory:
         return self.extras[name]
 
     def write_extra(self, name: str, slots: Tensor, values: Tensor) -> None:
-        """Writes ``values`` [B, ...] beside the samples that :meth:`insert` put into ``slots`` (int64 [B], -1: not kept)."""
+        """Writes ``values`` [B, ...] beside the samples that :meth:`insert` put into ``slots``
+        (int64 [B], -1: not kept).
+        """
         kept = slots >= 0
         self.extras[name][slots[kept]] = values[kept].to(self.extras[name].dtype)
 
@@ -139,7 +153,8 @@ class ReplayMemory:
         return slots[: min(count, qualify)]
 
     def record(self, upcoming: int = 0) -> MemoryRecord:
-        """What :meth:`restore` needs to bring the memory back to what it is now, after any draws and one :meth:`insert`.
+        """What :meth:`restore` needs to bring the memory back to what it is now, after any draws
+        and one :meth:`insert`.
 
         Args:
             upcoming: Items that the insertion will offer.
@@ -152,7 +167,9 @@ class ReplayMemory:
         return MemoryRecord(tuple(state.tolist()), slots, contents)
 
     def restore(self, record: MemoryRecord) -> None:
-        """Undoes draws and the insertion since :meth:`record`; of several records the newest comes first."""
+        """Undoes draws and the insertion since :meth:`record`; of several records the newest comes
+        first.
+        """
         state = torch.tensor(record.state)
         slots = upload(record.slots, self.images.device)
         own = self.tensors()
@@ -166,7 +183,13 @@ class ReplayMemory:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a checkpoint must hold."""
-        own = {"images": self.images, "labels": self.labels, "tasks": self.tasks, "indices": self.indices, "state": self.state}
+        own = {
+            "images": self.images,
+            "labels": self.labels,
+            "tasks": self.tasks,
+            "indices": self.indices,
+            "state": self.state,
+        }
         return own | {f"extra/{name}": tensor for name, tensor in self.extras.items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:

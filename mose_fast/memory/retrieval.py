@@ -1,4 +1,6 @@
-"""Retrieval by value: of many candidates, the ones worth replaying (MIR, ASER; baselines.md 3, 5)."""
+"""Retrieval by value: of many candidates, the ones worth replaying (MIR, ASER; baselines.md 3,
+5).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A replay memory whose samples are worth what they contribute to a k-nearest-neighbour classifier (ASER, Shim et al., AAAI 2021;
-baselines.md 5)."""
+"""A replay memory whose samples are worth what they contribute to a k-nearest-neighbour classifier
+(ASER, Shim et al., AAAI 2021; baselines.md 5)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from mose_fast.ops.draws import Purpose, random_words, unit
 __all__ = ["ShapleyMemory", "adversarial_scores", "knn_shapley"]
 
 
-def knn_shapley(candidates: Tensor, candidate_labels: Tensor, points: Tensor, point_labels: Tensor, neighbours: int) -> Tensor:
-    """Shapley values of candidates for k-nearest-neighbour classification of evaluation points (Jia et al., VLDB 2019, theorem 1).
+def knn_shapley(
+    candidates: Tensor, candidate_labels: Tensor, points: Tensor, point_labels: Tensor, neighbours: int
+) -> Tensor:
+    """Shapley values of candidates for k-nearest-neighbour classification of evaluation points (Jia
+    et al., VLDB 2019, theorem 1).
 
-    A set of candidates is worth to a point the number of those with its label among the set's k nearest, divided by k. The recursion
-    is exact, also for fewer than k candidates.
+    A set of candidates is worth to a point the number of those with its label among the set's k
+    nearest, divided by k. The recursion is exact, also for fewer than k candidates.
 
     Args:
         candidates: float32 [N, D], features.
@@ -29,7 +32,8 @@ def knn_shapley(candidates: Tensor, candidate_labels: Tensor, points: Tensor, po
         neighbours: k.
 
     Returns:
-        float32 [E, N]: what each candidate contributes to each point; a row's sum is the worth of all candidates to its point.
+        float32 [E, N]: what each candidate contributes to each point; a row's sum is the worth of
+        all candidates to its point.
     """
     count = len(candidates)
     if count == 0:
@@ -41,18 +45,21 @@ def knn_shapley(candidates: Tensor, candidate_labels: Tensor, points: Tensor, po
     rank = torch.arange(1, count, device=points.device)
     gains = (matches[:, :-1] - matches[:, 1:]) / neighbours * (rank.clamp_max(neighbours) / rank)
     steps = torch.cat([gains, matches[:, -1:] / max(count, neighbours)], 1)
-    # Each value is the sum of its own step and all after it, by a matrix product: on a card, cumsum has no deterministic kernel.
+    # Each value is the sum of its own step and all after it, by a matrix product: on a card, cumsum
+    # has no deterministic kernel.
     values = steps @ torch.ones(count, count, device=points.device).tril()
     return torch.empty_like(values).scatter_(1, order, values)
 
 
 def adversarial_scores(cooperative: Tensor, adversarial: Tensor, kind: str) -> Tensor:
-    """Worth of replaying candidates: high for those that represent the memory and lie close to incoming rows of other classes.
+    """Worth of replaying candidates: high for those that represent the memory and lie close to
+    incoming rows of other classes.
 
     Args:
         cooperative: float32 [C, N], Shapley values of candidates for points from memory.
         adversarial: float32 [A, N], Shapley values of candidates for the incoming rows.
-        kind: ``asvm`` (mean of the first minus mean of the second) | ``asv`` (maximum minus minimum) | ``neg_sv`` (minus the second's sum).
+        kind: ``asvm`` (mean of the first minus mean of the second) | ``asv`` (maximum minus
+            minimum) | ``neg_sv`` (minus the second's sum).
 
     Returns:
         float32 [N]; a term without any point is 0.
@@ -66,13 +73,15 @@ def adversarial_scores(cooperative: Tensor, adversarial: Tensor, kind: str) -> T
 
 
 class ShapleyMemory(ReplayMemory):
-    """A memory that replays and keeps samples by their Shapley values in feature space. Until it is full it takes everything.
+    """A memory that replays and keeps samples by their Shapley values in feature space. Until it is
+    full it takes everything.
 
     Args:
         capacity, image_size, seed, device: As for :class:`ReplayMemory`.
         classes: Number of classes of the whole stream.
         neighbours: k of the nearest neighbours.
-        per_class: Samples drawn of each class; a fraction counts only for the candidates of an update, ``per_class`` x ``classes``.
+        per_class: Samples drawn of each class; a fraction counts only for the candidates of an
+            update, ``per_class`` x ``classes``.
     """
 
     def __init__(
@@ -120,7 +129,9 @@ class ShapleyMemory(ReplayMemory):
         per_class = int(self.per_class)
         candidates, cooperative = order[rank < per_class], order[(rank >= per_class) & (rank < 2 * per_class)]
         sizes = (len(candidates), len(cooperative), len(x))
-        found, points, incoming = features(torch.cat([self.images[candidates], self.images[cooperative], x])).split(sizes)
+        found, points, incoming = features(torch.cat([self.images[candidates], self.images[cooperative], x])).split(
+            sizes
+        )
         labels = self.labels[candidates]
         scores = adversarial_scores(
             knn_shapley(found, labels, points, self.labels[cooperative], self.neighbours),
@@ -130,11 +141,13 @@ class ShapleyMemory(ReplayMemory):
         return highest(candidates, scores, count)
 
     def offer(self, x: Tensor, y: Tensor, task: int, index: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
-        """Stores a batch: free slots are filled in order, further items compete with samples drawn from memory.
+        """Stores a batch: free slots are filled in order, further items compete with samples drawn
+        from memory.
 
-        The values are those for a class-balanced draw from memory and for incoming items of minority classes, whose share of the
-        memory is below a threshold drawn uniformly from [0, 1 / classes). Of the items and the drawn samples the best are kept; each
-        item among them takes the place of a sample that is not.
+        The values are those for a class-balanced draw from memory and for incoming items of
+        minority classes, whose share of the memory is below a threshold drawn uniformly from [0, 1
+        / classes). Of the items and the drawn samples the best are kept; each item among them takes
+        the place of a sample that is not.
 
         Args:
             x, y, task, index: As for :meth:`ReplayMemory.insert`.
@@ -187,7 +200,9 @@ class ShapleyMemory(ReplayMemory):
         return torch.argsort((a << 31) | (b >> 1), stable=True), torch.argsort((c << 31) | (d >> 1), stable=True)
 
     def _rank_in_class(self, order: Tensor) -> Tensor:
-        """How many slots of the same class come before each slot of an order; int64, as long as it."""
+        """How many slots of the same class come before each slot of an order; int64, as long as
+        it.
+        """
         labels, by_class = torch.sort(self.labels[order], stable=True)
         first = torch.searchsorted(labels, labels)
         rank = torch.empty_like(order)

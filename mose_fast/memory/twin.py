@@ -1,4 +1,6 @@
-"""What the host knows of a replay memory on a card without asking it: its decisions are functions of seed and counters alone."""
+"""What the host knows of a replay memory on a card without asking it: its decisions are functions
+of seed and counters alone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ __all__ = ["HostTwin"]
 
 
 class HostTwin:
-    """The tasks of all slots and the state of a reservoir memory, kept on the host by the same decisions as on the card.
+    """The tasks of all slots and the state of a reservoir memory, kept on the host by the same
+    decisions as on the card.
 
     Args:
         capacity: Slots M.
@@ -27,12 +30,16 @@ class HostTwin:
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64)
 
     def insert(self, count: int, task: int) -> Tensor:
-        """Decides where the next ``count`` items go and notes their task; returns int64 [count] as the memory's ``insert`` does."""
+        """Decides where the next ``count`` items go and notes their task; returns int64 [count] as
+        the memory's ``insert`` does.
+        """
         return decide(self.tasks, self.state, count, task)
 
 
 def decide(tasks: Tensor, state: Tensor, count: int, task: int) -> Tensor:
-    """Offers ``count`` items without images to slots: writes ``tasks`` int64 [M] and ``state``; int64 [count], -1 where not kept."""
+    """Offers ``count`` items without images to slots: writes ``tasks`` int64 [M] and ``state``;
+    int64 [count], -1 where not kept.
+    """
     slots, items = torch.empty(len(tasks), 0, 0, 3, dtype=torch.uint8), torch.empty(count, 0, 0, 3, dtype=torch.uint8)
     unused, labels = torch.empty_like(tasks), torch.zeros(count, dtype=torch.int64)
     return insert(slots, unused, tasks, torch.empty_like(tasks), state, items, labels, task, labels)

@@ -61,21 +61,28 @@ def create_learner(config: RunConfig | None = None, *, classes: int, **stream_or
     """Creates a learner that can be used without the loop.
 
     Args:
-        config: The settings; None builds them with :meth:`RunConfig.create` from the keywords that the learner does not take itself.
+        config: The settings; None builds them with :meth:`RunConfig.create` from the keywords that
+        the learner does not take itself.
         classes: Number of classes of the whole stream.
-        **stream_or_settings: What the learner must know of the stream, and without ``config`` the settings, all by name:
+        **stream_or_settings: What the learner must know of the stream, and without ``config`` the
+            settings, all by name:
 
             - ``image_size`` ((int, int), (32, 32)): height and width, multiples of 8.
             - ``mean``, ``std`` (three floats each): of the channels of images in [0, 1].
             - ``mirror_safe`` (bool): False where mirroring an image changes its label.
-            - ``method`` (str, ``"mose"``), ``preset`` (str), ``memory`` (int, 1000), ``width`` (int, 64), ``seed`` (int, 0),
-              ``device`` (str, ``"auto"``) and the other fields of :class:`RunConfig`.
-            - ``options`` (dict): switches of the method that differ from the preset; each may also be given by itself: ``lr=0.01``.
+            - ``method`` (str, ``"mose"``), ``preset`` (str), ``memory`` (int, 1000), ``width``
+              (int, 64), ``seed`` (int, 0), ``device`` (str, ``"auto"``) and the other fields of
+              :class:`RunConfig`.
+            - ``options`` (dict): switches of the method that differ from the preset; each may also
+              be given by itself: ``lr=0.01``.
 
     Raises:
-        ConfigError: An unknown method, an unusable setting, or a learner that does not fit into the free memory.
+        ConfigError: An unknown method, an unusable setting, or a learner that does not fit into the
+            free memory.
     """
-    stream = {k: stream_or_settings.pop(k) for k in ("image_size", "mean", "std", "mirror_safe") if k in stream_or_settings}
+    stream = {
+        k: stream_or_settings.pop(k) for k in ("image_size", "mean", "std", "mirror_safe") if k in stream_or_settings
+    }
     if config is None:
         config = RunConfig.create(**stream_or_settings)
     elif stream_or_settings:

@@ -1,4 +1,6 @@
-"""A-GEM: Averaged Gradient Episodic Memory (Chaudhry et al., "Efficient Lifelong Learning with A-GEM", ICLR 2019; baselines.md 1)."""
+"""A-GEM: Averaged Gradient Episodic Memory (Chaudhry et al., "Efficient Lifelong Learning with
+A-GEM", ICLR 2019; baselines.md 1).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ __all__ = ["Agem", "AgemOptions"]
 
 @dataclass(frozen=True)
 class AgemOptions(BaselineOptions):
-    """Switches of A-GEM. ``buffer_batch`` is the reference batch; incoming and reference rows always pass the network separately."""
+    """Switches of A-GEM. ``buffer_batch`` is the reference batch; incoming and reference rows
+    always pass the network separately.
+    """
 
     replay_from: str = knob(
         "others",
@@ -33,7 +37,8 @@ class AgemOptions(BaselineOptions):
     options=AgemOptions,
     presets={
         "table": table_preset(),
-        # Of the official code's ring memory for each class and its head for each task, neither makes sense in this protocol.
+        # Of the official code's ring memory for each class and its head for each task, neither
+        # makes sense in this protocol.
         "official": Preset(
             "facebookresearch/agem @ 4542149, its CIFAR settings",
             {"optimiser": "sgd", "lr": 0.03, "weight_decay": 0.0, "buffer_batch": 256, "augment": "none"},
@@ -44,7 +49,9 @@ class AgemOptions(BaselineOptions):
     cost=1.0,
 )
 class Agem(ReplayLearner):
-    """A-GEM: fine-tuning, but without the part of each gradient that would increase the loss on a batch from memory."""
+    """A-GEM: fine-tuning, but without the part of each gradient that would increase the loss on a
+    batch from memory.
+    """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
         ("replay_from", "others"): "has no reference batch and is plain fine-tuning",

@@ -22,13 +22,15 @@ class AserOptions(BaselineOptions):
     neighbours: int = knob(3, "k of the nearest neighbours", "repository", low=1)
     per_class: float = knob(
         2.0,
-        "samples of each class among candidates and evaluation points, rounded down; exactly for candidates of an update",
+        "samples of each class among candidates and evaluation points, rounded down; exactly for candidates of an"
+        " update",
         "the repository's configuration for CIFAR-100 (for the comparison an assumption); its README: 1.5",
         low=1,
     )
     score: str = knob(
         "asvm",
-        "asvm (mean value for the memory minus mean for incoming rows) | asv (maximum minus minimum) | neg_sv (minus the latter's sum)",
+        "asvm (mean value for the memory minus mean for incoming rows) | asv (maximum minus minimum) | neg_sv (minus"
+        " the latter's sum)",
         "repository's README",
         choices=("asvm", "asv", "neg_sv"),
     )
@@ -42,16 +44,26 @@ class AserOptions(BaselineOptions):
         # Images are normalised here, which that repository leaves out: its networks see [0, 1].
         "official": Preset(
             "RaptorMai/online-continual-learning @ 6175ca0, the command in its README for CIFAR-100",
-            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 0.0, "buffer_batch": 10, "per_class": 1.5, "augment": "none"},
+            {
+                "optimiser": "sgd",
+                "lr": 0.1,
+                "weight_decay": 0.0,
+                "buffer_batch": 10,
+                "per_class": 1.5,
+                "augment": "none",
+            },
         ),
     },
     year=2021,
     reference="Adversarial Shapley value Experience Replay, Shim et al., AAAI 2021",
-    # With 100 classes: 200 candidates, 200 points and 10 incoming rows forward, for the replay and once more for the update.
+    # With 100 classes: 200 candidates, 200 points and 10 incoming rows forward, for the replay and
+    # once more for the update.
     cost=(74 + 2 * 410 / 3) / 74,
 )
 class Aser(ReplayLearner):
-    """ASER: ER that replays and keeps samples by their Shapley value for a nearest-neighbour classifier on the network's features."""
+    """ASER: ER that replays and keeps samples by their Shapley value for a nearest-neighbour
+    classifier on the network's features.
+    """
 
     plan_depends_on_model: ClassVar[bool] = True
     memory: ShapleyMemory

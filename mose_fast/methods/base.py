@@ -48,7 +48,11 @@ def check_stream(
 
     if not integer(classes) or not 2 <= classes < 2**31:
         raise ConfigError(f"classes is {shown(classes)}; wanted an integer of at least 2 (and below 2**31)")
-    if not isinstance(image_size, Sequence) or len(image_size) != 2 or not all(integer(side) and 0 < side < 2**31 for side in image_size):
+    if (
+        not isinstance(image_size, Sequence)
+        or len(image_size) != 2
+        or not all(integer(side) and 0 < side < 2**31 for side in image_size)
+    ):
         raise ConfigError(f"image_size is {shown(image_size)}; wanted height and width in pixels, for example (32, 32)")
     for name, value in (("mean", mean), ("std", std)):
         try:
@@ -57,7 +61,9 @@ def check_stream(
             numbers = []
         if len(numbers) != 3 or not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
             above = " above 0" if name == "std" else ""
-            raise ConfigError(f"{name} is {shown(value)}; wanted three numbers{above}, one for each channel of images in [0, 1]")
+            raise ConfigError(
+                f"{name} is {shown(value)}; wanted three numbers{above}, one for each channel of images in [0, 1]"
+            )
     if not isinstance(mirror_safe, bool | np.bool_):
         raise ConfigError(f"mirror_safe is {shown(mirror_safe)}; wanted True or False")
     check_image_size(*image_size)
@@ -74,10 +80,16 @@ def resolve_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            why = "this torch was built without CUDA" if torch.version.cuda is None else "torch sees no GPU (is there a driver?)"
+            why = (
+                "this torch was built without CUDA"
+                if torch.version.cuda is None
+                else "torch sees no GPU (is there a driver?)"
+            )
             raise ConfigError(f"device is {name!r}, but {why}; wanted a machine with an NVIDIA GPU, or --device cpu")
         if (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} GPU(s); wanted a lower number")
+            raise ConfigError(
+                f"device is {name!r}, but this machine has {torch.cuda.device_count()} GPU(s); wanted a lower number"
+            )
     return device
 
 
@@ -99,8 +111,10 @@ class Prepared:
 
     Attributes:
         before: The state before the batch came, for :meth:`Learner.roll_back`.
-        plan: Of a learner that plans ahead, what its ``plan`` gave: None where the batch trains nothing.
-        incoming: Of the others, the arguments of :meth:`Learner.observe`, all of which is still to do.
+        plan: Of a learner that plans ahead, what its ``plan`` gave: None where the batch trains
+        nothing.
+        incoming: Of the others, the arguments of :meth:`Learner.observe`, all of which is still to
+        do.
         rehearsed: Of training on the final memory, the slots.
         inputs: The step's inputs as a captured step wants them, where there is one.
         views: The step's views, where they were made ahead: see :meth:`Learner.views_ahead`.
@@ -117,11 +131,12 @@ class Prepared:
 class Learner(ABC):
     """An online learner: sees each batch once, keeps a replay memory, predicts at any time.
 
-    Subclasses implement :meth:`train_batch`, :meth:`rehearse`, :meth:`outputs`, :meth:`costs`, :meth:`network_state` and
-    :meth:`load_network_state`.
+    Subclasses implement :meth:`train_batch`, :meth:`rehearse`, :meth:`outputs`, :meth:`costs`,
+    :meth:`network_state` and :meth:`load_network_state`.
 
-    The loop calls :meth:`prepare` and :meth:`consume`, which together do what :meth:`observe` does. Learners that plan ahead do in
-    :meth:`prepare` all that concerns data alone, so that it can run several batches before the model.
+    The loop calls :meth:`prepare` and :meth:`consume`, which together do what :meth:`observe` does.
+    Learners that plan ahead do in :meth:`prepare` all that concerns data alone, so that it can run
+    several batches before the model.
 
     Args:
         config: The run's settings.
@@ -137,29 +152,36 @@ class Learner(ABC):
         current: The labels of the current task seen so far, in order of appearance.
         steps: Training steps taken.
         mirrored: Whether images are mirrored, in fixed copies and at random.
-        kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became; None for learners without an :class:`ExpertNetwork`.
+        kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became; None for
+        learners without an :class:`ExpertNetwork`.
         evaluation_batch: Images a forward pass of an evaluation.
         precision: What the configuration's ``precision`` became, and why.
         stepping: What the configuration's ``step`` became, and why.
-        feed: What makes the views, and why; None for learners that make none by :mod:`mose_fast.augment`.
+        feed: What makes the views, and why; None for learners that make none by
+            :mod:`mose_fast.augment`.
     """
 
-    #: True where replay rows are chosen by looking at the model, so that batches cannot be planned ahead of training.
+    #: True where replay rows are chosen by looking at the model, so that batches cannot be planned
+    #: ahead of training.
     plan_depends_on_model: ClassVar[bool] = False
 
-    #: True where :meth:`prepare` plans the step, by ``plan(x, y)``, and fills the memory, and :meth:`consume` calls ``step`` with the
-    #: plan. Neither ``plan`` nor ``store`` may then look at the model or at what training changes.
+    #: True where :meth:`prepare` plans the step, by ``plan(x, y)``, and fills the memory, and
+    #: :meth:`consume` calls ``step`` with the plan. Neither ``plan`` nor ``store`` may then look at
+    #: the model or at what training changes.
     plans_ahead: ClassVar[bool] = False
 
-    #: True where the step can be captured as a CUDA graph besides, which asks for what :class:`mose_fast.train.captured.CapturedSteps`
-    #: calls. On a card, its losses are read only after later steps were launched.
+    #: True where the step can be captured as a CUDA graph besides, which asks for what
+    #: :class:`mose_fast.train.captured.CapturedSteps` calls. On a card, its losses are read only
+    #: after later steps were launched.
     capturable: ClassVar[bool] = False
 
-    #: True for the upper bound that sees the data of all tasks shuffled into one: the loop presents the stream as a single task.
+    #: True for the upper bound that sees the data of all tasks shuffled into one: the loop presents
+    #: the stream as a single task.
     joint_stream: ClassVar[bool] = False
 
-    #: What the method does where the whole stream is one task, by a switch and the value of it that needs task boundaries: the end of a
-    #: sentence about the method. The page of methods lists it, and a learner whose options have such a value warns.
+    #: What the method does where the whole stream is one task, by a switch and the value of it that
+    #: needs task boundaries: the end of a sentence about the method. The page of methods lists it,
+    #: and a learner whose options have such a value warns.
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
 
     #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
@@ -209,13 +231,16 @@ class Learner(ABC):
         return self.steps + self._ahead
 
     @property
-    def late(self) -> bool:
+    def reads_losses_late(self) -> bool:
         """Whether losses are read only after later steps were launched."""
         return self.capturable and self.device.type == "cuda"
 
     @property
     def diverged(self) -> bool:
-        """True once a loss was not finite: since then nothing is trained and nothing stored. On a card this waits for it."""
+        """True once a loss was not finite: since then nothing is trained and nothing stored.
+
+        On a card this waits for it.
+        """
         return False
 
     # The stream
@@ -248,12 +273,14 @@ class Learner(ABC):
             x: uint8 [B, H, W, 3], raw images.
             y: integers [B] in 0 ... K - 1.
             task: The task that the batch belongs to.
-            index: int64 [B], positions in the original stream, kept in the memory; None: counted from 0.
+            index: int64 [B], positions in the original stream, kept in the memory; None: counted
+            from 0.
             train: False only stores the batch.
             store: False leaves the memory as it is (every epoch after the first).
 
         Returns:
-            The step's losses by name, as scalars on the learner's device; None where nothing was trained.
+            The step's losses by name, as scalars on the learner's device; None where nothing was
+            trained.
 
         Raises:
             ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed then.
@@ -262,7 +289,7 @@ class Learner(ABC):
         losses = self.train_batch(x, y) if train else None
         self._means = None
         # Where losses are read late there is no time to ask.
-        if store and (self.late or losses is None or not self.diverged):
+        if store and (self.reads_losses_late or losses is None or not self.diverged):
             self.store(x, y, index)
         return losses
 
@@ -278,8 +305,9 @@ class Learner(ABC):
     ) -> Prepared:
         """Does all of :meth:`observe` that does not need the model; arguments and errors as there.
 
-        A learner that plans ahead chooses the step's rows and fills the memory here, and may prepare more batches before it consumes
-        this one. ``x`` may lie on the learner's device already; ``y`` on the host is read without waiting for a card.
+        A learner that plans ahead chooses the step's rows and fills the memory here, and may
+        prepare more batches before it consumes this one. ``x`` may lie on the learner's device
+        already; ``y`` on the host is read without waiting for a card.
         """
         x, y = self._check_batch(x, y)
         if not self.plans_ahead:
@@ -295,15 +323,20 @@ class Learner(ABC):
         return Prepared(before, plan)
 
     def prepare_rehearsal(self, slots: Tensor) -> Prepared:
-        """Prepares :meth:`rehearse`, which then is all left to do; no other batch may be prepared."""
+        """Prepares :meth:`rehearse`, which then is all left to do; no other batch may be
+        prepared.
+        """
         return Prepared(self._data_state(), rehearsed=slots)
 
-    def consume(self, prepared: Prepared, step: Callable[[Prepared], dict[str, Tensor]] | None = None) -> dict[str, Tensor] | None:
+    def consume(
+        self, prepared: Prepared, step: Callable[[Prepared], dict[str, Tensor]] | None = None
+    ) -> dict[str, Tensor] | None:
         """Does the rest of :meth:`observe` for the oldest batch that was prepared.
 
         Args:
             prepared: What :meth:`prepare` gave.
-            step: Takes the step of a learner that plans ahead; None: its own ``step`` with the plan.
+            step: Takes the step of a learner that plans ahead; None: its own ``step`` with the
+                plan.
 
         Returns:
             As :meth:`observe`.
@@ -312,7 +345,7 @@ class Learner(ABC):
             return self.observe(**prepared.incoming)
         if prepared.rehearsed is not None:
             losses = self.rehearse(prepared.rehearsed)
-            if self.late and self.diverged:
+            if self.reads_losses_late and self.diverged:
                 self.steps -= 1
             return losses
         self._means = None
@@ -324,10 +357,12 @@ class Learner(ABC):
         return self.step(prepared.plan) if prepared.views is None else self.step(prepared.plan, prepared.views)
 
     def views_ahead(self, prepared: Prepared) -> Callable[[], Tensor] | None:
-        """What makes the views of a prepared batch's step on another thread, before :meth:`consume`; None: the step makes them itself.
+        """What makes the views of a prepared batch's step on another thread, before
+        :meth:`consume`; None: the step makes them itself.
 
-        A learner that gives such a function finds its result in ``prepared.views``, and its ``step`` takes it as the second argument.
-        The function reads nothing but the plan and what never changes.
+        A learner that gives such a function finds its result in ``prepared.views``, and its
+        ``step`` takes it as the second argument. The function reads nothing but the plan and what
+        never changes.
         """
         return None
 
@@ -339,8 +374,8 @@ class Learner(ABC):
             consumed: Whether it was consumed as well.
 
         Returns:
-            Whether all is as before the batch. After a step that is so only if it changed nothing: its loss was not finite, and this was
-            seen before any weight changed.
+            Whether all is as before the batch. After a step that is so only if it changed nothing:
+            its loss was not finite, and this was seen before any weight changed.
         """
         values = dict(prepared.before.values)
         steps = values.pop("steps")
@@ -351,7 +386,7 @@ class Learner(ABC):
         elif prepared.incoming is None and prepared.rehearsed is None:
             exact = not planned or self.diverged
             # Where the host did not know that the step changed nothing, it was counted.
-            self.steps -= planned if self.late else 0
+            self.steps -= planned if self.reads_losses_late else 0
         else:
             exact = self.diverged and self.steps == steps
             self.steps = steps
@@ -366,7 +401,11 @@ class Learner(ABC):
         if self.device.type != "cuda":
             obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
         elif not self.capturable:
-            why = "looks at the network to plan a step" if self.plan_depends_on_model else "has no step that could be captured"
+            why = (
+                "looks at the network to plan a step"
+                if self.plan_depends_on_model
+                else "has no step that could be captured"
+            )
             obstacle = f"method {self.config.method!r} {why}"
         if wanted == "captured" and obstacle:
             raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")
@@ -385,9 +424,12 @@ class Learner(ABC):
                 self.seen.append(label)
             if label not in self.current:
                 self.current.append(label)
-        # Nobody said which classes the task has, so that it may be a constant. Of several equal tasks none has more than half of them.
+        # Nobody said which classes the task has, so that it may be a constant. Of several equal
+        # tasks none has more than half of them.
         if task == self.first_task and self.task_classes is None and 2 * len(self.current) > self.classes:
-            self.warn_of_boundaries(f"{len(self.current)} of {self.classes} classes came in task {task}, the only one so far")
+            self.warn_of_boundaries(
+                f"{len(self.current)} of {self.classes} classes came in task {task}, the only one so far"
+            )
         return upload(x, self.device), upload(y, self.device), upload(index, self.device).to(torch.int64)
 
     def warn_of_boundaries(self, found: str) -> None:
@@ -400,36 +442,44 @@ class Learner(ABC):
             if not self._warned_boundaries and getattr(self.config.options, switch, None) == value:
                 self._warned_boundaries = True
                 warnings.warn(
-                    f"options.{switch} of method {self.config.method!r} is {value!r}, which needs several tasks, but {found}: "
-                    f"without task boundaries the method {effect} (said once)",
+                    f"options.{switch} of method {self.config.method!r} is {value!r}, which needs several tasks, but"
+                    f" {found}: without task boundaries the method {effect} (said once)",
                     stacklevel=4,
                 )
 
     def _data_state(self, upcoming: int = 0) -> DataState:
-        return DataState({name: copy.copy(getattr(self, name)) for name in self.remembered}, self.memory.record(upcoming))
+        return DataState(
+            {name: copy.copy(getattr(self, name)) for name in self.remembered}, self.memory.record(upcoming)
+        )
 
     def end_task(self) -> None:  # noqa: B027 - most methods have nothing to do here
         """Ends the current task."""
 
     def prepare_evaluation(self) -> None:  # noqa: B027 - most methods are ready at any time
-        """Called before every evaluation and prediction; methods that train only when asked do it here.
+        """Called before every evaluation and prediction; methods that train only when asked do it
+        here.
 
-        Calling it again before the next batch changes nothing. Methods that train here call :meth:`after_step` after every step.
+        Calling it again before the next batch changes nothing. Methods that train here call
+        :meth:`after_step` after every step.
         """
 
     def after_step(self) -> None:  # noqa: B027 - whoever does not watch puts nothing here
-        """Called after each step of what takes many at once: an evaluation, a training for it, a review at the end of a task.
+        """Called after each step of what takes many at once: an evaluation, a training for it, a
+        review at the end of a task.
 
-        Whoever drives the learner may put a function in its place, to watch it or to stop it by raising; the state from before is then
-        what counts.
+        Whoever drives the learner may put a function in its place, to watch it or to stop it by
+        raising; the state from before is then what counts.
         """
 
     def build_memory(self) -> ReplayMemory:
-        """The empty replay memory; methods with another policy or with more to keep for each slot override it."""
+        """The empty replay memory; methods with another policy or with more to keep for each slot
+        override it.
+        """
         return ReplayMemory(self.config.memory, self.image_size, seed=self.config.seed, device=self.device)
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """Offers a batch to the memory after its training step; arguments as those of :meth:`observe`, checked and on the device.
+        """Offers a batch to the memory after its training step; arguments as those of
+        :meth:`observe`, checked and on the device.
 
         Returns:
             int64 [B]: the slot in which each item lies now, -1 where it was not kept.
@@ -438,7 +488,9 @@ class Learner(ABC):
 
     @abstractmethod
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
-        """One training step on a checked batch on the device; labels are registered already, the memory does not hold the batch yet."""
+        """One training step on a checked batch on the device; labels are registered already, the
+        memory does not hold the batch yet.
+        """
 
     def describe(self, prepared: Prepared) -> str:
         """How large a step is, for messages."""
@@ -452,7 +504,9 @@ class Learner(ABC):
 
     @contextmanager
     def precise(self) -> Iterator[None]:
-        """Makes fp32 mean fp32: cuDNN's convolutions use TF32 (10 bits of mantissa) on their own, unlike PyTorch's matrix products."""
+        """Makes fp32 mean fp32: cuDNN's convolutions use TF32 (10 bits of mantissa) on their own,
+        unlike PyTorch's matrix products.
+        """
         before = torch.backends.cudnn.allow_tf32
         torch.backends.cudnn.allow_tf32 = self.precision.name == "tf32"
         try:
@@ -464,7 +518,9 @@ class Learner(ABC):
 
     @abstractmethod
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3], in evaluation mode."""
+        """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3],
+        in evaluation mode.
+        """
 
     def class_means(self, features: Tensor | None = None) -> ClassMeans:
         """The prototypes that the memory gives now; computed once between two batches.
@@ -483,8 +539,9 @@ class Learner(ABC):
                 self._warned_missing = True
                 shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
                 warnings.warn(
-                    f"{len(missing)} of {len(self.seen)} classes seen have no sample in the memory of {self.memory.capacity} ({shown}); "
-                    "the nearest-class-mean classifier cannot predict them (said once)",
+                    f"{len(missing)} of {len(self.seen)} classes seen have no sample in the memory of"
+                    f" {self.memory.capacity} ({shown}); the nearest-class-mean classifier cannot predict them (said"
+                    " once)",
                     stacklevel=2,
                 )
         return self._means
@@ -495,8 +552,8 @@ class Learner(ABC):
         Args:
             x: uint8 [N, H, W, 3].
             classifier: ``ncm`` | ``linear``; None: the configuration's.
-            expert: ``1`` ... | ``last`` | ``mean``, or a name of the results (``mean_distance``, ``mean_logit``); None: the
-                configuration's.
+            expert: ``1`` ... | ``last`` | ``mean``, or a name of the results (``mean_distance``,
+                ``mean_logit``); None: the configuration's.
 
         Returns:
             int64 [N], on the CPU.
@@ -514,7 +571,9 @@ class Learner(ABC):
         return classify(features, logits, self.class_means())[classifier][expert].cpu()
 
     def resolve_expert(self, classifier: str | None = None, expert: str | int | None = None) -> tuple[str, str]:
-        """The names under which the results hold the classifier and expert asked for; None means the configuration's."""
+        """The names under which the results hold the classifier and expert asked for; None means
+        the configuration's.
+        """
         o = self.config.options
         classifier = o.classifier if classifier is None else classifier
         if expert is None:
@@ -528,12 +587,16 @@ class Learner(ABC):
         expert = mean if expert == "mean" else expert
         known = [*(str(e + 1) for e in range(o.experts)), mean]
         if expert not in known:
-            raise ValueError(f"expert is {expert!r} for classifier {classifier!r}; known: last, mean, {', '.join(known)}")
+            raise ValueError(
+                f"expert is {expert!r} for classifier {classifier!r}; known: last, mean, {', '.join(known)}"
+            )
         return classifier, expert
 
     @abstractmethod
     def costs(self) -> tuple[Cost, Cost]:
-        """Parameters and multiply-accumulates an image of the network in training, and of what :meth:`predict` needs by default."""
+        """Parameters and multiply-accumulates an image of the network in training, and of what
+        :meth:`predict` needs by default.
+        """
 
     # State
 
@@ -546,13 +609,16 @@ class Learner(ABC):
         """Takes over what :meth:`network_state` gave."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that must be restored to continue exactly: tensors by name, and plain values for JSON."""
+        """Everything that must be restored to continue exactly: tensors by name, and plain values
+        for JSON.
+        """
         tensors = self.network_state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
         values = {name: copy.copy(getattr(self, name)) for name in self.remembered}
         return tensors, values | {"precision": self.precision.name}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Takes over what :meth:`state` gave. Where the configuration leaves the precision open, it is that of the state from now on.
+        """Takes over what :meth:`state` gave. Where the configuration leaves the precision open, it
+        is that of the state from now on.
 
         Raises:
             ValueError: The state belongs to another network or memory.
@@ -569,7 +635,10 @@ class Learner(ABC):
         self._means = None
 
     def change_precision(self, precision: Choice) -> None:
-        """Computes in another precision from now on. What the learner has learned may be lost: a state is loaded next."""
+        """Computes in another precision from now on.
+
+        What the learner has learned may be lost: a state is loaded next.
+        """
         self.precision = precision
 
     def weights_hash(self) -> str:
@@ -587,7 +656,9 @@ class Learner(ABC):
         x = torch.as_tensor(x)
         if x.dtype != torch.uint8:
             nan = x.is_floating_point() and bool(x.isnan().any())
-            raise ValueError(f"x has dtype {x.dtype}{' and holds NaN' if nan else ''}; wanted raw images in uint8, 0 to 255")
+            raise ValueError(
+                f"x has dtype {x.dtype}{' and holds NaN' if nan else ''}; wanted raw images in uint8, 0 to 255"
+            )
         wanted = f"[N, {self.image_size[0]}, {self.image_size[1]}, 3]"
         if x.ndim != 4 or tuple(x.shape[1:]) != (*self.image_size, 3):
             hint = " (channels come last)" if x.ndim == 4 and x.shape[1] == 3 else ""
@@ -606,6 +677,7 @@ class Learner(ABC):
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= self.classes:
             raise ValueError(
-                f"y holds {low if low < 0 else high}; wanted labels of 0 to {self.classes - 1}, since classes is {self.classes}"
+                f"y holds {low if low < 0 else high}; wanted labels of 0 to {self.classes - 1}, since classes is"
+                f" {self.classes}"
             )
         return x, y

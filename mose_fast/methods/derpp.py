@@ -22,12 +22,17 @@ class DerppOptions(BaselineOptions):
 
     augment: str = knob(
         "pad_crop",
-        "pad_crop (4 black pixels around; flip) | simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | none",
+        "pad_crop (4 black pixels around; flip) | simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip,"
+        " jitter, gray) | none",
         "aimagelab/mammoth; the comparison keeps it (paper 5.1)",
         choices=("pad_crop", "simclr", "ocm", "scr", "none"),
     )
-    alpha: float = knob(0.1, "weight of the distillation from stored logits", "mammoth's best on CIFAR; for table a choice", low=0)
-    beta: float = knob(0.5, "weight of the cross-entropy on replayed rows", "mammoth's best on CIFAR; for table a choice", low=0)
+    alpha: float = knob(
+        0.1, "weight of the distillation from stored logits", "mammoth's best on CIFAR; for table a choice", low=0
+    )
+    beta: float = knob(
+        0.5, "weight of the cross-entropy on replayed rows", "mammoth's best on CIFAR; for table a choice", low=0
+    )
 
 
 @method(
@@ -46,7 +51,9 @@ class DerppOptions(BaselineOptions):
     cost=138 / 74,
 )
 class Derpp(ReplayLearner):
-    """DER++: keeps each sample's logits, draws replayed rows to their old logits, and others to their labels."""
+    """DER++: keeps each sample's logits, draws replayed rows to their old logits, and others to
+    their labels.
+    """
 
     def build_memory(self) -> ReplayMemory:
         memory = super().build_memory()
@@ -56,7 +63,8 @@ class Derpp(ReplayLearner):
     def plan(self, x: Tensor, y: Tensor) -> Rows:
         o = self.config.options
         none = y[:0]
-        # A term without weight draws nothing, so that it leaves batch norm's statistics and the other draw alone as well.
+        # A term without weight draws nothing, so that it leaves batch norm's statistics and the
+        # other draw alone as well.
         distilled = self.retrieve(x, y) if o.alpha else none
         replayed = self.retrieve(x, y) if o.beta else none
         return self.rows(x, y, distilled, replayed)
@@ -82,14 +90,18 @@ class Derpp(ReplayLearner):
         return super().observe(x, y, task, **how)
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """The logits beside the samples are those of the step before its update; of a batch that trained nothing, the network's own."""
+        """The logits beside the samples are those of the step before its update; of a batch that
+        trained nothing, the network's own.
+        """
         logits = self.outputs(x)[1][0] if self._incoming_logits is None else self._incoming_logits
         slots = super().store(x, y, index)
         self.memory.write_extra("logits", slots, logits)
         return slots
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One step of cross-entropy on memory slots: their logits are those of the network before it was trained."""
+        """One step of cross-entropy on memory slots: their logits are those of the network before
+        it was trained.
+        """
         self._means = None
         none = slots[:0]
         return self.step(self.rows(self.memory.images[none], self.memory.labels[none], none, slots))

@@ -1,4 +1,6 @@
-"""ER: Experience Replay (Chaudhry et al., "On Tiny Episodic Memories in Continual Learning", 2019; baselines.md 2)."""
+"""ER: Experience Replay (Chaudhry et al., "On Tiny Episodic Memories in Continual Learning", 2019;
+baselines.md 2).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class ErOptions(BaselineOptions):
     cost=1.0,
 )
 class Er(ReplayLearner):
-    """ER: cross-entropy on the incoming batch and on rows drawn uniformly from a reservoir memory."""
+    """ER: cross-entropy on the incoming batch and on rows drawn uniformly from a reservoir
+    memory.
+    """
 
     def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
         if self.config.options.reduction == "pooled_mean":

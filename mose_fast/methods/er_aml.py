@@ -1,5 +1,5 @@
-"""ER-AML: Experience Replay with Asymmetric Metric Learning (Caccia et al., "New Insights on Reducing Abrupt Representation Change in
-Online Continual Learning", ICLR 2022; baselines.md 6)."""
+"""ER-AML: Experience Replay with Asymmetric Metric Learning (Caccia et al., "New Insights on
+Reducing Abrupt Representation Change in Online Continual Learning", ICLR 2022; baselines.md 6)."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ class ErAmlOptions(BaselineOptions):
         "pclucas14/AML: batch in its task-free form, task in the other; a choice",
         choices=("batch", "task"),
     )
-    temperature: float = knob(0.1, "temperature of the metric loss", "pclucas14/AML: its best on CIFAR-100; for table a choice", above=0)
+    temperature: float = knob(
+        0.1, "temperature of the metric loss", "pclucas14/AML: its best on CIFAR-100; for table a choice", above=0
+    )
     head: str = knob("cosine", "classifier: cosine (scale 10) | linear", "pclucas14/AML", choices=("cosine", "linear"))
 
 
-def metric_loss(anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labels: Tensor, temperature: float) -> Tensor:
+def metric_loss(
+    anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labels: Tensor, temperature: float
+) -> Tensor:
     """Supervised contrastive loss of anchors against a set of other vectors, in float32.
 
     Args:
@@ -53,7 +57,8 @@ def metric_loss(anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labe
         temperature: tau.
 
     Returns:
-        -(tau / 0.07) times the mean over anchors of the mean log-probability of the vectors with the anchor's label.
+        -(tau / 0.07) times the mean over anchors of the mean log-probability of the vectors with
+        the anchor's label.
     """
     similarities = directions(anchors) @ directions(contrast).T / temperature
     same = labels[:, None] == contrast_labels
@@ -66,7 +71,8 @@ def metric_loss(anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labe
     options=ErAmlOptions,
     presets={
         "table": table_preset(),
-        # Its images are scaled to [-1, 1] and those of the very first batch not augmented; here as in all methods.
+        # Its images are scaled to [-1, 1] and those of the very first batch not augmented; here as
+        # in all methods.
         "official": Preset(
             "pclucas14/AML @ 7c92936, its augmented CIFAR settings",
             {
@@ -84,20 +90,27 @@ def metric_loss(anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labe
     cost=94 / 74,
 )
 class ErAml(ReplayLearner):
-    """ER-AML: incoming rows are told apart from each other only, by a metric loss, which leaves the features of old classes alone."""
+    """ER-AML: incoming rows are told apart from each other only, by a metric loss, which leaves the
+    features of old classes alone.
+    """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
         **ReplayLearner.without_boundaries,
-        ("negatives", "task"): "draws negatives from every class seen, so that incoming rows move the features of old classes too",
+        (
+            "negatives",
+            "task",
+        ): "draws negatives from every class seen, so that incoming rows move the features of old classes too",
     }
 
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear
 
     def plan(self, x: Tensor, y: Tensor) -> Rows | None:
-        """Incoming rows, their positives, their negatives, replayed rows; the first two sets of equal size, or no pairs at all.
+        """Incoming rows, their positives, their negatives, replayed rows; the first two sets of
+        equal size, or no pairs at all.
 
-        Incoming rows that lack a positive or a negative are left out. With an empty memory all are trained on by cross-entropy.
+        Incoming rows that lack a positive or a negative are left out. With an empty memory all are
+        trained on by cross-entropy.
         """
         o = self.config.options
         memory, none = self.memory, y[:0]

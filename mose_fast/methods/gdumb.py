@@ -26,30 +26,50 @@ _LARGEST_NORM = 10.0
 
 @dataclass(frozen=True)
 class GdumbOptions(MethodOptions):
-    """Switches of GDumb. It has its own optimiser: SGD with momentum 0.9, gradients of at most norm 10."""
+    """Switches of GDumb.
+
+    It has its own optimiser: SGD with momentum 0.9, gradients of at most norm 10.
+    """
 
     augment: str = knob(
         "simclr",
-        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | pad_crop (4 black pixels around; flip) | none",
+        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | pad_crop (4 black pixels"
+        " around; flip) | none",
         "paper 5.1: the shared one; official: pad_crop",
         choices=("simclr", "ocm", "scr", "pad_crop", "none"),
     )
-    buffer_batch: int = knob(16, "images a step of the training on the memory", "drimpossible/GDumb; for table a choice", low=1)
+    buffer_batch: int = knob(
+        16, "images a step of the training on the memory", "drimpossible/GDumb; for table a choice", low=1
+    )
     lr: float = knob(0.05, "highest learning rate", "drimpossible/GDumb; for table a choice", above=0)
-    lr_low: float = knob(5e-4, "learning rate towards which each cycle falls", "drimpossible/GDumb; for table a choice", above=0)
-    weight_decay: float = knob(1e-6, "weight decay, added to the gradient", "drimpossible/GDumb; for table a choice", low=0)
-    cutmix: float = knob(0.5, "probability with which a step mixes its images by CutMix", "drimpossible/GDumb; for table a choice", low=0)
+    lr_low: float = knob(
+        5e-4, "learning rate towards which each cycle falls", "drimpossible/GDumb; for table a choice", above=0
+    )
+    weight_decay: float = knob(
+        1e-6, "weight decay, added to the gradient", "drimpossible/GDumb; for table a choice", low=0
+    )
+    cutmix: float = knob(
+        0.5, "probability with which a step mixes its images by CutMix", "drimpossible/GDumb; for table a choice", low=0
+    )
     passes: int = knob(
-        64, "passes over the memory for an evaluation once all classes were seen", "official: 256; table: a choice, a quarter of it", low=1
+        64,
+        "passes over the memory for an evaluation once all classes were seen",
+        "official: 256; table: a choice, a quarter of it",
+        low=1,
     )
     passes_before: int = knob(
-        16, "passes for an evaluation while classes are still to come", "official: 256; table: a choice, a sixteenth of it", low=1
+        16,
+        "passes for an evaluation while classes are still to come",
+        "official: 256; table: a choice, a sixteenth of it",
+        low=1,
     )
     classifier: str = knob("linear", "linear | ncm (nearest class mean)", "GDumb", choices=("linear", "ncm"))
 
 
 def learning_rate(number: int, low: float, high: float) -> float:
-    """The learning rate of a pass, counted from 0: a tenth of the highest, the highest, then cosine cycles of 2, 4, 8, ... passes."""
+    """The learning rate of a pass, counted from 0: a tenth of the highest, the highest, then cosine
+    cycles of 2, 4, 8, ... passes.
+    """
     if number < 2:
         return high * (0.1, 1.0)[number]
     length = 1 << (number.bit_length() - 1)
@@ -68,11 +88,14 @@ def learning_rate(number: int, low: float, high: float) -> float:
     },
     year=2020,
     reference="GDumb, Prabhu et al., ECCV 2020",
-    # Of a whole run, since its steps train nothing: (9 * 16 + 64) passes over 1,000 slots against ER's 5,000 * 74 images (CIFAR-100).
+    # Of a whole run, since its steps train nothing: (9 * 16 + 64) passes over 1,000 slots against
+    # ER's 5,000 * 74 images (CIFAR-100).
     cost=0.56,
 )
 class Gdumb(ReplayLearner):
-    """GDumb: keeps a class-balanced memory, and trains a new network on nothing else for each evaluation."""
+    """GDumb: keeps a class-balanced memory, and trains a new network on nothing else for each
+    evaluation.
+    """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
 
@@ -85,7 +108,9 @@ class Gdumb(ReplayLearner):
 
     def build_memory(self) -> BalancedMemory:
         config = self.config
-        return BalancedMemory(config.memory, self.image_size, classes=self.classes, seed=config.seed, device=self.device)
+        return BalancedMemory(
+            config.memory, self.image_size, classes=self.classes, seed=config.seed, device=self.device
+        )
 
     def build_optimiser(self) -> torch.optim.Optimizer:
         o = self.config.options
@@ -97,7 +122,8 @@ class Gdumb(ReplayLearner):
     def prepare_evaluation(self) -> None:
         """Trains a new network on the memory, unless this was done since the last batch.
 
-        What comes out depends on the seed and on what was seen, not on how often there was an evaluation before.
+        What comes out depends on the seed and on what was seen, not on how often there was an
+        evaluation before.
         """
         o = self.config.options
         if self.fitted == self.memory.seen or self.memory.filled == 0:
@@ -117,7 +143,9 @@ class Gdumb(ReplayLearner):
         self.fitted = self.memory.seen
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One step on memory slots at the highest learning rate; the network that comes of such steps is what is evaluated."""
+        """One step on memory slots at the highest learning rate; the network that comes of such
+        steps is what is evaluated.
+        """
         self._means = None
         self.fitted = self.memory.seen
         return self.step(self._memory_rows(slots, self.steps))
@@ -126,10 +154,14 @@ class Gdumb(ReplayLearner):
         return Rows(self.memory.images[slots], self.memory.labels[slots], (0, len(slots)), slots, sequence)
 
     def step(self, rows: Rows) -> dict[str, Tensor]:
-        views, partners, share = cutmix(self.make_views(rows), self.config.options.cutmix, self.config.seed, rows.sequence)
+        views, partners, share = cutmix(
+            self.make_views(rows), self.config.options.cutmix, self.config.seed, rows.sequence
+        )
         with self.precise(), self.statistics.undone_if(self.latch):
             logits = self.forward(views).logits
-            loss = share * cross_entropy(logits, rows.labels) + (1 - share) * cross_entropy(logits, rows.labels[partners])
+            loss = share * cross_entropy(logits, rows.labels) + (1 - share) * cross_entropy(
+                logits, rows.labels[partners]
+            )
             self.update(loss)
         return {"loss": self.reported(loss)}
 

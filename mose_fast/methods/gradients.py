@@ -11,12 +11,15 @@ __all__ = ["flat_gradient", "flatten", "project", "write_gradient"]
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """The elements of all tensors, one after the other: float32 [n], whatever their precision and memory format."""
+    """The elements of all tensors, one after the other: float32 [n], whatever their precision and
+    memory format.
+    """
     return torch.cat([tensor.float().reshape(-1) for tensor in tensors])
 
 
 def flat_gradient(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The gradient of a loss as one vector, float32 [n]; zero for parameters that the loss does not depend on.
+    """The gradient of a loss as one vector, float32 [n]; zero for parameters that the loss does not
+    depend on.
 
     The parameters' ``grad`` stays as it is.
     """
@@ -31,14 +34,16 @@ def write_gradient(parameters: Sequence[nn.Parameter], gradient: Tensor) -> None
 
 
 def project(gradient: Tensor, reference: Tensor) -> Tensor:
-    """Removes from a gradient the component that opposes a reference gradient (A-GEM, eq. for the projection).
+    """Removes from a gradient the component that opposes a reference gradient (A-GEM, eq. for the
+    projection).
 
     Args:
         gradient: float32 [n].
         reference: float32 [n].
 
     Returns:
-        g - (<g, r> / <r, r>) r where <g, r> is negative, so that their inner product becomes 0; else g itself.
+        g - (<g, r> / <r, r>) r where <g, r> is negative, so that their inner product becomes 0;
+        else g itself.
     """
     opposed = torch.dot(gradient, reference).clamp_max(0)
     # A reference gradient of zero opposes nothing: 0 / tiny is 0.

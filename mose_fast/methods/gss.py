@@ -1,4 +1,6 @@
-"""GSS: Gradient-based Sample Selection, greedy variant (Aljundi et al., NeurIPS 2019; baselines.md 4)."""
+"""GSS: Gradient-based Sample Selection, greedy variant (Aljundi et al., NeurIPS 2019; baselines.md
+4).
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,15 @@ _FIRST_SCORE = 0.1
 class GssOptions(BaselineOptions):
     """Switches of GSS."""
 
-    reference_batches: int = knob(10, "memory batches whose gradients incoming samples are compared with", "repository", low=1)
+    reference_batches: int = knob(
+        10, "memory batches whose gradients incoming samples are compared with", "repository", low=1
+    )
     reference_batch: int = knob(10, "rows of each of them", "repository: as many as it replays, 10", low=1)
     threshold: float = knob(
-        0.0, "a full memory takes nothing of a batch whose gradient is at least this similar to one of them", "repository", low=-1
+        0.0,
+        "a full memory takes nothing of a batch whose gradient is at least this similar to one of them",
+        "repository",
+        low=-1,
     )
     iterations: int = knob(1, "training steps on each incoming batch", "paper 5.1: one; repository: 10", low=1)
     steps: str = knob(
@@ -62,7 +69,9 @@ class GssOptions(BaselineOptions):
     cost=(74 + 100 + 20) / 74,
 )
 class Gss(ReplayLearner):
-    """GSS: ER with a memory that prefers samples whose gradients differ from those of what it holds."""
+    """GSS: ER with a memory that prefers samples whose gradients differ from those of what it
+    holds.
+    """
 
     plan_depends_on_model: ClassVar[bool] = True
     memory: GradientMemory
@@ -83,7 +92,9 @@ class Gss(ReplayLearner):
         return losses
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """Scores the batch by the network after its step, in evaluation mode and on images as they are, and offers it to the memory."""
+        """Scores the batch by the network after its step, in evaluation mode and on images as they
+        are, and offers it to the memory.
+        """
         o, memory = self.config.options, self.memory
         if not memory.filled:
             return memory.offer(x, y, self.task, index, torch.full((len(y),), _FIRST_SCORE, device=self.device))
@@ -101,7 +112,8 @@ class Gss(ReplayLearner):
     def gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Gradients of the mean cross-entropy of many batches, in float32 and evaluation mode.
 
-        Ops give way to PyTorch's operations here, whatever the run's kernels: vmap cannot look into native code.
+        Ops give way to PyTorch's operations here, whatever the run's kernels: vmap cannot look into
+        native code.
 
         Args:
             x: uint8 [G, n, H, W, 3], raw images of G batches.

@@ -27,10 +27,13 @@ class MirOptions(BaselineOptions):
     candidates: int = knob(
         200,
         "rows drawn uniformly, of which buffer_batch are replayed",
-        "choice (baselines.md 3), since the repository's 50 are fewer than the comparison's 64 replayed rows; repository: 50",
+        "choice (baselines.md 3), since the repository's 50 are fewer than the comparison's 64 replayed rows;"
+        " repository: 50",
         low=1,
     )
-    virtual_lr: float = knob(0.1, "learning rate of the virtual step, which is plain SGD", "repository: its learning rate", above=0)
+    virtual_lr: float = knob(
+        0.1, "learning rate of the virtual step, which is plain SGD", "repository: its learning rate", above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +69,9 @@ class MirOptions(BaselineOptions):
     cost=(74 + 10 + 2 * 200 / 3) / 74,
 )
 class Mir(ReplayLearner):
-    """MIR: ER, but of many rows drawn from memory it replays those whose loss a step on the incoming batch alone would raise most."""
+    """MIR: ER, but of many rows drawn from memory it replays those whose loss a step on the
+    incoming batch alone would raise most.
+    """
 
     plan_depends_on_model: ClassVar[bool] = True
 
@@ -78,10 +83,12 @@ class Mir(ReplayLearner):
         return highest(candidates, self.interference(x, y, candidates), o.buffer_batch)
 
     def interference(self, x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
-        """How much a virtual SGD step on the incoming batch alone raises the loss of each candidate.
+        """How much a virtual SGD step on the incoming batch alone raises the loss of each
+        candidate.
 
-        The incoming batch is seen in the views that the step itself will use, candidates as they are stored. Batch norm uses the
-        statistics of each pass and leaves its running ones alone; the network's weights are not touched or copied.
+        The incoming batch is seen in the views that the step itself will use, candidates as they
+        are stored. Batch norm uses the statistics of each pass and leaves its running ones alone;
+        the network's weights are not touched or copied.
 
         Args:
             x: uint8 [B, H, W, 3]; y: int64 [B].
@@ -98,7 +105,8 @@ class Mir(ReplayLearner):
             gradients = torch.autograd.grad(cross_entropy(self.forward(incoming).logits, y), parameters)
             with torch.no_grad():
                 stepped = [p - self.config.options.virtual_lr * g for p, g in zip(parameters, gradients, strict=True)]
-                # In float32 whatever the run's precision: the differences are small beside the losses.
+                # In float32 whatever the run's precision: the differences are small beside the
+                # losses.
                 before = self.network(images).logits[0]
                 after = functional_call(self.network, dict(zip(names, stepped, strict=True)), (images,)).logits[0]
         return F.cross_entropy(after, labels, reduction="none") - F.cross_entropy(before, labels, reduction="none")
@@ -106,8 +114,12 @@ class Mir(ReplayLearner):
 
 @contextmanager
 def batch_statistics(network: nn.Module) -> Iterator[None]:
-    """Lets batch norm in training mode use each batch's statistics without taking them into its running ones."""
-    tracking = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d) and module.track_running_stats]
+    """Lets batch norm in training mode use each batch's statistics without taking them into its
+    running ones.
+    """
+    tracking = [
+        module for module in network.modules() if isinstance(module, nn.BatchNorm2d) and module.track_running_stats
+    ]
     for norm in tracking:
         norm.track_running_stats = False
     try:

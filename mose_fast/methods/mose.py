@@ -21,11 +21,13 @@ from mose_fast.nn import ExpertNetwork
 
 __all__ = ["Composition", "Mose", "StepInputs", "StepPlan"]
 
-_LOSSES = ("loss", "supcon", "cross_entropy", "distillation")
+_LOSSES = ("loss", "contrastive", "cross_entropy", "distillation")
 
 
 class Composition(NamedTuple):
-    """Rows of a step by where they come from: the new set is ``incoming`` and ``current``, the buffer set ``copies`` and ``old``."""
+    """Rows of a step by where they come from: the new set is ``incoming`` and ``current``, the
+    buffer set ``copies`` and ``old``.
+    """
 
     incoming: int
     current: int
@@ -36,13 +38,15 @@ class Composition(NamedTuple):
 class StepPlan(NamedTuple):
     """A step's data, chosen without looking at the model.
 
-    It holds copies, never slots of the memory, which later plans may overwrite before the step is taken.
+    It holds copies, never slots of the memory, which later plans may overwrite before the step is
+    taken.
 
     Attributes:
         images: uint8 [R, H, W, 3]: the rows of the new set, then those of the buffer set.
         labels: int64 [R].
         composition: How many rows come from where; R is their sum.
-        current_classes: bool [K], the current task's classes; None: one cross-entropy over all rows and classes.
+        current_classes: bool [K], the current task's classes; None: one cross-entropy over all rows
+        and classes.
         sequence: Number of the step among those that draw views.
     """
 
@@ -59,15 +63,18 @@ class StepPlan(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """All that :meth:`Mose.train_on` reads beside the model: tensors of one shape for every step of a kind, once they are padded.
+    """All that :meth:`Mose.train_on` reads beside the model: tensors of one shape for every step of
+    a kind, once they are padded.
 
     Attributes:
-        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding. Or float32 [V, 3, H, W], the views themselves. None where
-            these are made apart and are still to be put here.
-        views: What decides the views of uint8 images; those of padding come last. None where the images are views already.
+        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding. Or float32 [V, 3, H,
+            W], the views themselves. None where these are made apart and are still to be put here.
+        views: What decides the views of uint8 images; those of padding come last. None where the
+        images are views already.
         labels: int64 [V], by view; 0 for padding.
         current_classes: As in :class:`StepPlan`.
-        new_views: Views of the new set, which come first; an int32 scalar on the device where the inputs are padded.
+        new_views: Views of the new set, which come first; an int32 scalar on the device where the
+        inputs are padded.
         valid_views: Views that are not padding, likewise; None where none is.
     """
 
@@ -91,13 +98,18 @@ class StepInputs(NamedTuple):
     cost=5.3,
 )
 class Mose(NetworkLearner):
-    """Nested experts with supervised contrastive loss and cross-entropy each, and reverse self-distillation into the student."""
+    """Nested experts with supervised contrastive loss and cross-entropy each, and reverse
+    self-distillation into the student.
+    """
 
     plans_ahead: ClassVar[bool] = True
     capturable: ClassVar[bool] = True
     uses_shadows: ClassVar[bool] = True
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        ("first_task", "joint"): "trains as in the first task to the end: one set of rows, one cross-entropy over all classes",
+        (
+            "first_task",
+            "joint",
+        ): "trains as in the first task to the end: one set of rows, one cross-entropy over all classes",
         ("replay_from", "others"): "has no row of an old class in its buffer set",
     }
 
@@ -132,7 +144,8 @@ class Mose(NetworkLearner):
         """Chooses the rows of the step for an incoming batch; None where the batch trains nothing.
 
         Args:
-            x: uint8 [B, H, W, 3] on the learner's device; y: int64 [B], registered in ``seen`` and ``current``.
+            x: uint8 [B, H, W, 3] on the learner's device; y: int64 [B], registered in ``seen`` and
+                ``current``.
         """
         o = self.config.options
         if o.skip_first_batch and self.memory.seen == 0:
@@ -152,7 +165,9 @@ class Mose(NetworkLearner):
             mask = None
         else:
             extra = self.memory.draw(o.new_extra, only=self.task) if o.new_extra else none
-            copies = min(o.buffer_batch * len(current) // len(self.seen), o.buffer_batch, len(x)) if o.incoming_copies else 0
+            copies = (
+                min(o.buffer_batch * len(current) // len(self.seen), o.buffer_batch, len(x)) if o.incoming_copies else 0
+            )
             wanted = o.buffer_batch - copies
             if o.per_class_cap is not None:
                 wanted = min(wanted, o.per_class_cap * len(self.seen))
@@ -179,7 +194,7 @@ class Mose(NetworkLearner):
 
     def count_step(self) -> None:
         """Counts a step that :meth:`train_on` took, as far as the host knows."""
-        self.steps += int(self.late or not self.diverged)
+        self.steps += int(self.reads_losses_late or not self.diverged)
 
     def describe(self, prepared: Prepared) -> str:
         if prepared.plan is None:
@@ -195,12 +210,15 @@ class Mose(NetworkLearner):
         return dict(zip(_LOSSES, losses.unbind(), strict=True))
 
     def step_inputs(self, plan: StepPlan, rows: int | None = None, *, ready: bool = False) -> StepInputs:
-        """What the step of a plan reads; nothing of it is drawn anew, so that the same plan always gives the same step.
+        """What the step of a plan reads; nothing of it is drawn anew, so that the same plan always
+        gives the same step.
 
         Args:
             plan: Of :meth:`plan`.
-            rows: Pad to so many rows, so that steps of different sizes have inputs of the same shapes; None: as many as there are.
-            ready: Make the views here, for a feed that cannot be captured. Those that are made apart are left out in any case.
+            rows: Pad to so many rows, so that steps of different sizes have inputs of the same
+            shapes; None: as many as there are.
+            ready: Make the views here, for a feed that cannot be captured. Those that are made
+                apart are left out in any case.
         """
         sizes, count = plan.sizes, len(plan.labels) if rows is None else rows
         labels = padded(plan.labels, count)[self.views.shown(sizes, count, self.device)]
@@ -218,7 +236,9 @@ class Mose(NetworkLearner):
         return StepInputs(images, views, labels, plan.current_classes, new_views, valid_views)
 
     def make_views(self, plan: StepPlan, rows: int | None = None) -> Tensor:
-        """The views of a plan's step, float32 [V, 3, H, W], of as many rows as :meth:`step_inputs` was asked for."""
+        """The views of a plan's step, float32 [V, 3, H, W], of as many rows as :meth:`step_inputs`
+        was asked for.
+        """
         return self.views.views(plan.images, plan.sizes, self.config.seed, plan.sequence, rows)
 
     def views_ahead(self, prepared: Prepared) -> Callable[[], Tensor] | None:
@@ -228,7 +248,8 @@ class Mose(NetworkLearner):
         return partial(self.make_views, prepared.plan, rows)
 
     def padded_rows(self, plan: StepPlan) -> int | None:
-        """Rows that a step of this kind has at most, to which a captured step pads; None where it cannot be padded.
+        """Rows that a step of this kind has at most, to which a captured step pads; None where it
+        cannot be padded.
 
         Padding wants norms that do not count it, and a batch no larger than the stream's.
         """
@@ -237,11 +258,12 @@ class Mose(NetworkLearner):
         return rows if self.kernels == "fused" and len(plan.images) <= rows else None
 
     def train_on(self, inputs: StepInputs) -> Tensor:
-        """Views, forward, losses, backward and optimiser: all that a captured step captures. Counts nothing.
+        """Views, forward, losses, backward and optimiser: all that a captured step captures. Counts
+        nothing.
 
         Returns:
-            float32 [4]: the loss and its three parts, each summed over the experts. Once the run has diverged, the loss is NaN or
-            infinite in every step.
+            float32 [4]: the loss and its three parts, each summed over the experts. Once the run
+            has diverged, the loss is NaN or infinite in every step.
         """
         ready = inputs.images.is_floating_point()
         views = inputs.images if ready else self.views.apply(inputs.images, inputs.views)
@@ -250,14 +272,17 @@ class Mose(NetworkLearner):
             # Without padding, as before there was any: PyTorch's own norms know nothing of it.
             padded = {} if inputs.valid_views is None else {"valid_rows": inputs.valid_views}
             views = views.contiguous(memory_format=torch.channels_last)
-            outputs = self.run_network(views, self.config.options.distil == "sd", **padded)
+            outputs = self.run_network(views, self.config.options.distillation == "sd", **padded)
             terms = self.losses(outputs, inputs.labels, inputs.new_views, inputs.current_classes, inputs.valid_views)
             loss = terms.sum()
             self.minimise(loss)
         return torch.cat([self.reported(loss)[None], terms.detach().sum(0)])
 
     def _mask_of(self, classes: list[int]) -> Tensor:
-        """bool [K] on the device. A new one is made only where the classes have changed, and none is ever written to again."""
+        """bool [K] on the device.
+
+        A new one is made only where the classes have changed, and none is ever written to again.
+        """
         if self._mask is None or self._masked != classes:
             mask = torch.zeros(self.classes, dtype=torch.bool)
             mask[classes] = True
@@ -265,7 +290,9 @@ class Mose(NetworkLearner):
         return self._mask
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One step on memory slots alone: they are the buffer set, with one cross-entropy over all classes."""
+        """One step on memory slots alone: they are the buffer set, with one cross-entropy over all
+        classes.
+        """
         images, labels = self.memory.images[slots], self.memory.labels[slots]
         self._means = None
         return self.step(StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.sequence))

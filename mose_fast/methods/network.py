@@ -29,10 +29,12 @@ _PYTORCH_RANDOM_STATE = threading.Lock()
 
 
 def padded_size(images: int, batch: int) -> int:
-    """The size that so many images are padded to for a forward pass: ``batch``, or the smallest of its halves that holds them.
+    """The size that so many images are padded to for a forward pass: ``batch``, or the smallest of
+    its halves that holds them.
 
-    On a card, cuDNN looks for plans of all convolutions whenever it meets a batch size for the first time. The last parts of evaluations
-    have another size each time; padded they have one of a few.
+    On a card, cuDNN looks for plans of all convolutions whenever it meets a batch size for the
+    first time. The last parts of evaluations have another size each time; padded they have one of a
+    few.
     """
     while images <= -(-batch // 2) < batch:
         batch = -(-batch // 2)
@@ -64,10 +66,12 @@ class NetworkLearner(Learner):
         optimiser: Its optimiser.
         views: Makes views of raw images.
         statistics: The network's running statistics.
-        latch: bool scalar on the device, set by the first loss that is not finite: from then on no weight and no statistic changes.
+        latch: bool scalar on the device, set by the first loss that is not finite: from then on no
+            weight and no statistic changes.
     """
 
-    #: True where every forward pass in training goes through :meth:`run_network`, so that the weights may have shadows in bf16.
+    #: True where every forward pass in training goes through :meth:`run_network`, so that the
+    #: weights may have shadows in bf16.
     uses_shadows: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
@@ -77,8 +81,11 @@ class NetworkLearner(Learner):
         self.views = self.build_views(config.options.augment)
 
     def start_afresh(self) -> None:
-        """Gives the learner an untrained network, the same for the same seed, and an optimiser for it."""
-        # The weights depend on their seed alone, not on the device or on what the program drew before.
+        """Gives the learner an untrained network, the same for the same seed, and an optimiser for
+        it.
+        """
+        # The weights depend on their seed alone, not on the device or on what the program drew
+        # before.
         seed = self.config.seed if self.config.init_seed is None else self.config.init_seed
         with _PYTORCH_RANDOM_STATE, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -93,7 +100,7 @@ class NetworkLearner(Learner):
             self.latch = torch.zeros((), dtype=torch.bool, device=self.device)
         # PyTorch's own way to skip a step by what the card finds, made for gradient scaling.
         self._skip = torch.zeros((), device=self.device)
-        if self.late and not isinstance(self.optimiser, FlatAdam):
+        if self.reads_losses_late and not isinstance(self.optimiser, FlatAdam):
             self.optimiser.found_inf = self._skip
 
     def change_precision(self, precision: Choice) -> None:
@@ -118,18 +125,22 @@ class NetworkLearner(Learner):
                 shadow_dtype=torch.bfloat16 if self.shadowed else None,
             )
         # PyTorch's fused Adam can skip a step without the host knowing.
-        how = {"fused": True, "capturable": True} if self.late else {}
+        how = {"fused": True, "capturable": True} if self.reads_losses_late else {}
         return torch.optim.Adam(
             self.network.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, **how
         )
 
     @property
     def shadowed(self) -> bool:
-        """Whether forward passes run on copies of the weights in bf16, which the optimiser keeps."""
+        """Whether forward passes run on copies of the weights in bf16, which the optimiser
+        keeps.
+        """
         return self.uses_shadows and self.kernels == "fused" and self.precision.name == "bf16"
 
     def build_views(self, recipe: str) -> ViewMaker:
-        """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`; sets :attr:`feed`."""
+        """What makes views of raw images by a recipe of :data:`mose_fast.augment.views.RECIPES`;
+        sets :attr:`feed`.
+        """
         self.feed = choose_feed(self.config.feed, self.device, RECIPES[recipe])
         return ViewMaker(
             recipe,
@@ -156,7 +167,9 @@ class NetworkLearner(Learner):
         return bool(self.latch)
 
     def run_network(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The network's forward pass in the run's precision: on the bf16 shadows of its weights where the optimiser keeps some."""
+        """The network's forward pass in the run's precision: on the bf16 shadows of its weights
+        where the optimiser keeps some.
+        """
         if self.shadowed:
             names = [name for name, _ in self.network.named_parameters()]
             weights = dict(zip(names, self.optimiser.leaves, strict=True))
@@ -173,7 +186,8 @@ class NetworkLearner(Learner):
         """:meth:`update` without counting the step: in a captured step, this is what is captured.
 
         Returns:
-            Whether the step was taken, as far as the host knows: a learner whose losses are read late always says so.
+            Whether the step was taken, as far as the host knows: a learner whose losses are read
+            late always says so.
         """
         if not self.accepts(loss):
             return False
@@ -183,15 +197,19 @@ class NetworkLearner(Learner):
         return True
 
     def accepts(self, loss: Tensor) -> bool:
-        """Sets the latch unless the loss is finite; False where the host knows that it is set, and nothing must be changed by the step."""
+        """Sets the latch unless the loss is finite; False where the host knows that it is set, and
+        nothing must be changed by the step.
+        """
         self.latch.logical_or_(loss.detach().isfinite().logical_not_())
-        if self.late:
+        if self.reads_losses_late:
             self._skip.copy_(self.latch)
             return True
         return not self.diverged
 
     def reported(self, loss: Tensor) -> Tensor:
-        """A step's loss as it is told: not finite once the run has diverged, though the frozen network's loss may be."""
+        """A step's loss as it is told: not finite once the run has diverged, though the frozen
+        network's loss may be.
+        """
         return torch.where(self.latch & loss.detach().isfinite(), torch.nan, loss.detach())
 
     @torch.no_grad()
@@ -211,14 +229,20 @@ class NetworkLearner(Learner):
             self.after_step()
         if not features:
             e = self.network.experts
-            return torch.empty(e, 0, self.network.feature_size, device=self.device), torch.empty(e, 0, self.classes, device=self.device)
+            return torch.empty(e, 0, self.network.feature_size, device=self.device), torch.empty(
+                e, 0, self.classes, device=self.device
+            )
         return torch.cat(features, 1), torch.cat(logits, 1)
 
     def costs(self) -> tuple[Cost, Cost]:
         network, last = copy.deepcopy(self.network), str(self.network.experts)
         # Modules are what is counted, so each must run.
         network.use_kernels("torch")
-        deployed = network.deepest_feature if self.resolve_expert() == ("ncm", last) else lambda x: network.classify(network.features(x))
+        deployed = (
+            network.deepest_feature
+            if self.resolve_expert() == ("ncm", last)
+            else lambda x: network.classify(network.features(x))
+        )
         return count_cost(network, network, self.image_size), count_cost(network, deployed, self.image_size)
 
     def network_state(self) -> dict[str, Tensor]:

@@ -1,4 +1,6 @@
-"""Where methods are entered and found: by name, by entry point, or in a file outside the package (docs/adding_a_method.md)."""
+"""Where methods are entered and found: by name, by entry point, or in a file outside the package
+(docs/adding_a_method.md).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from mose_fast.config import METHOD_SETTINGS, ConfigError, MethodOptions, Method
 from mose_fast.method_list import ENTRY_POINTS
 from mose_fast.methods.base import Learner
 
-__all__ = ["ENTRY_POINTS", "METHODS", "About", "Preset", "find_method", "method", "method_names", "warn_of_other_protocol"]
+__all__ = [
+    "ENTRY_POINTS",
+    "METHODS",
+    "About",
+    "Preset",
+    "find_method",
+    "method",
+    "method_names",
+    "warn_of_other_protocol",
+]
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -42,7 +54,8 @@ class About:
     Attributes:
         year: Of publication.
         reference: Authors' title, or what the method is called, and where it appeared.
-        cost: Of a step, in units of ER's 74 images forward and backward; a forward pass alone counts a third.
+        cost: Of a step, in units of ER's 74 images forward and backward; a forward pass alone
+        counts a third.
         presets: By name; the first is the default.
     """
 
@@ -72,13 +85,16 @@ def method(
         cost: Alike.
 
     Raises:
-        ConfigError: The class is no learner, lacks a function that every learner has, or the name belongs to another class.
+        ConfigError: The class is no learner, lacks a function that every learner has, or the name
+            belongs to another class.
     """
 
     def enter(learner: T) -> T:
         check_learner(learner, f"method {name!r}")
         if name in METHODS:
-            raise ConfigError(f"method {name!r} is entered already, by {METHODS[name].__module__}.{METHODS[name].__qualname__}")
+            raise ConfigError(
+                f"method {name!r} is entered already, by {METHODS[name].__module__}.{METHODS[name].__qualname__}"
+            )
         learner.about = About(year, reference, cost, presets)
         METHODS[name] = learner
         METHOD_SETTINGS[name] = MethodSettings(options, {preset: values.changes for preset, values in presets.items()})
@@ -96,13 +112,19 @@ def check_learner(learner: Any, owner: str) -> None:
     if not isinstance(learner, type) or not issubclass(learner, Learner):
         lacking = [name for name in sorted(Learner.__abstractmethods__) if not hasattr(learner, name)]
         lacks = f", which lacks {', '.join(lacking)}" if lacking else ""
-        raise ConfigError(f"{owner} is {learner!r}{lacks}; wanted a subclass of mose_fast.methods.Learner or of one of its subclasses")
+        raise ConfigError(
+            f"{owner} is {learner!r}{lacks}; wanted a subclass of mose_fast.methods.Learner or of one of its subclasses"
+        )
     if inspect.isabstract(learner):
-        raise ConfigError(f"{owner} lacks {', '.join(sorted(learner.__abstractmethods__))}; wanted {learner.__qualname__} to define it")
+        raise ConfigError(
+            f"{owner} lacks {', '.join(sorted(learner.__abstractmethods__))}; wanted {learner.__qualname__} to"
+            " define it"
+        )
 
 
 def find_method(name: str) -> type[Learner] | None:
-    """The learner of a name, of an entry point's name or of ``path/to/file.py:Name``; None where there is none.
+    """The learner of a name, of an entry point's name or of ``path/to/file.py:Name``; None where
+    there is none.
 
     Raises:
         ConfigError: The file or entry point cannot be used.
@@ -137,7 +159,10 @@ def warn_of_other_protocol(config: RunConfig) -> None:
     if config.epochs != preset.epochs and config.train_on == "stream":
         wrong.append(f"epochs is {config.epochs}, the preset's {preset.epochs}")
     if wrong:
-        warnings.warn(f"preset {config.preset!r} of {config.method!r} is meant for another protocol: {'; '.join(wrong)}", stacklevel=3)
+        warnings.warn(
+            f"preset {config.preset!r} of {config.method!r} is meant for another protocol: {'; '.join(wrong)}",
+            stacklevel=3,
+        )
 
 
 def _from_file(name: str, path: Path, attribute: str) -> type[Learner]:
@@ -155,9 +180,13 @@ def _from_file(name: str, path: Path, attribute: str) -> type[Learner]:
             del sys.modules[module_name]
             if isinstance(error, ConfigError | KeyboardInterrupt | SystemExit):
                 raise
-            raise ConfigError(f"method is {name!r}, but {path} cannot be imported: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"method is {name!r}, but {path} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
     if not hasattr(module, attribute):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type) and value.__module__ == module_name]
+        classes = [
+            key for key, value in vars(module).items() if isinstance(value, type) and value.__module__ == module_name
+        ]
         raise ConfigError(f"method is {name!r}, but {path} has no {attribute!r}{near_matches(attribute, classes)}")
     return _under_another_name(name, getattr(module, attribute))
 
@@ -174,11 +203,15 @@ def _from_entry_point(entry: EntryPoint) -> type[Learner]:
 
 
 def _under_another_name(name: str, learner: Any) -> type[Learner]:
-    """Enters a learner under the name by which it was found, beside the one that its decorator gave it."""
+    """Enters a learner under the name by which it was found, beside the one that its decorator gave
+    it.
+    """
     check_learner(learner, f"method {name!r}")
     own = next((known for known, entered in METHODS.items() if entered is learner), None)
     if own is None:
-        raise ConfigError(f"method {name!r} has no options and presets; wanted the decorator @mose_fast.methods.method(...) on its class")
+        raise ConfigError(
+            f"method {name!r} has no options and presets; wanted the decorator @mose_fast.methods.method(...) on its"
+            " class"
+        )
     METHODS[name], METHOD_SETTINGS[name] = learner, METHOD_SETTINGS[own]
     return learner
-

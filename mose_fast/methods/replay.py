@@ -1,4 +1,6 @@
-"""What the baselines share: one network, incoming rows and rows replayed from memory in one forward pass (baselines.md 0.2, 0.3)."""
+"""What the baselines share: one network, incoming rows and rows replayed from memory in one forward
+pass (baselines.md 0.2, 0.3).
+"""
 
 from __future__ import annotations
 
@@ -20,28 +22,41 @@ from mose_fast.nn import ExpertNetwork
 __all__ = ["TABLE", "BaselineOptions", "Outputs", "ReplayLearner", "Rows", "cross_entropy", "table_preset"]
 
 #: Source of the preset ``table``.
-TABLE = "MOSE, section 5.1: one protocol for all baselines; what it leaves open as recommended in the method's file (a choice)"
+TABLE = (
+    "MOSE, section 5.1: one protocol for all baselines; what it leaves open as recommended in the method's file (a"
+    " choice)"
+)
 
 
 def table_preset(**changes: object) -> Preset:
-    """The preset ``table`` of a baseline: the shared protocol, which the options' defaults hold, and what the method sets beside it."""
+    """The preset ``table`` of a baseline: the shared protocol, which the options' defaults hold,
+    and what the method sets beside it.
+    """
     return Preset(TABLE, changes)
 
 
 @dataclass(frozen=True)
 class BaselineOptions(MethodOptions):
-    """Switches that all baselines have. The defaults are the shared protocol of the MOSE comparison."""
+    """Switches that all baselines have.
+
+    The defaults are the shared protocol of the MOSE comparison.
+    """
 
     augment: str = knob(
         "simclr",
-        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | pad_crop (4 black pixels around; flip) | none",
+        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | pad_crop (4 black pixels"
+        " around; flip) | none",
         "paper 5.1: flip, gray and crop for all but SCR and DER++",
         choices=("simclr", "ocm", "scr", "pad_crop", "none"),
     )
     lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0)
     weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0)
-    classifier: str = knob("linear", "linear | ncm (nearest class mean)", "the methods' own papers", choices=("linear", "ncm"))
-    optimiser: str = knob("adam", "adam | sgd (without momentum)", "paper 5.1: Adam for all; repositories: SGD", choices=("adam", "sgd"))
+    classifier: str = knob(
+        "linear", "linear | ncm (nearest class mean)", "the methods' own papers", choices=("linear", "ncm")
+    )
+    optimiser: str = knob(
+        "adam", "adam | sgd (without momentum)", "paper 5.1: Adam for all; repositories: SGD", choices=("adam", "sgd")
+    )
     passes: str = knob(
         "joint",
         "sets of rows pass the network: joint (batch norm sees all of them) | separate (one set after the other)",
@@ -60,7 +75,8 @@ class Rows(NamedTuple):
     """The rows of a step.
 
     Attributes:
-        images: uint8 [R, H, W, 3], raw: the incoming batch, then one set of replayed rows after the other.
+        images: uint8 [R, H, W, 3], raw: the incoming batch, then one set of replayed rows after the
+        other.
         labels: int64 [R].
         sizes: Rows of each set; R is their sum.
         slots: int64 [R - sizes[0]]: where in the memory the replayed rows lie.
@@ -75,7 +91,9 @@ class Rows(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the network gives for the V views of a step: ``logits`` [V, K], ``features`` [V, D], ``projections`` [V, P]."""
+    """What the network gives for the V views of a step: ``logits`` [V, K], ``features`` [V, D],
+    ``projections`` [V, P].
+    """
 
     logits: Tensor
     features: Tensor
@@ -88,18 +106,22 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class ReplayLearner(NetworkLearner):
-    """A learner that trains on the incoming batch and on rows drawn from memory, each seen in one augmented view.
+    """A learner that trains on the incoming batch and on rows drawn from memory, each seen in one
+    augmented view.
 
-    A method overrides what it does differently: :meth:`retrieve` chooses the replayed rows, :meth:`losses` what is minimised;
-    beyond these :meth:`plan` (which sets of rows there are), :meth:`make_views`, :meth:`projection_head`,
-    :meth:`classification_head` and :meth:`step`. All of them start from the same weights for the same seed.
+    A method overrides what it does differently: :meth:`retrieve` chooses the replayed rows,
+    :meth:`losses` what is minimised; beyond these :meth:`plan` (which sets of rows there are),
+    :meth:`make_views`, :meth:`projection_head`, :meth:`classification_head` and :meth:`step`. All
+    of them start from the same weights for the same seed.
     """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {("replay_from", "others"): "replays nothing"}
 
     def build_network(self) -> ExpertNetwork:
         o = self.config.options
-        network = ExpertNetwork(self.classes, width=self.config.width, experts=1, attention=False, adapter=False, init=o.init)
+        network = ExpertNetwork(
+            self.classes, width=self.config.width, experts=1, attention=False, adapter=False, init=o.init
+        )
         network.classifier1 = self.classification_head(network.classifier1)
         network.projection1 = self.projection_head(network.feature_size)
         return network
@@ -109,7 +131,9 @@ class ReplayLearner(NetworkLearner):
         return linear
 
     def projection_head(self, feature_size: int) -> nn.Module:
-        """What maps features to the projections of a contrastive loss; methods without such a loss have none."""
+        """What maps features to the projections of a contrastive loss; methods without such a loss
+        have none.
+        """
         return nn.Identity()
 
     def build_views(self, recipe: str) -> ViewMaker:
@@ -131,12 +155,15 @@ class ReplayLearner(NetworkLearner):
         """The rows of the step for an incoming batch; None where it trains nothing.
 
         Args:
-            x: uint8 [B, H, W, 3] on the learner's device; y: int64 [B], registered in ``seen`` and ``current``.
+            x: uint8 [B, H, W, 3] on the learner's device; y: int64 [B], registered in ``seen`` and
+                ``current``.
         """
         return self.rows(x, y, self.retrieve(x, y))
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
-        """Slots of the rows to replay beside an incoming batch, int64 [at most ``buffer_batch``]: uniform without replacement."""
+        """Slots of the rows to replay beside an incoming batch, int64 [at most ``buffer_batch``]:
+        uniform without replacement.
+        """
         o = self.config.options
         return self.memory.draw(o.buffer_batch, others=self.task if o.replay_from == "others" else None)
 
@@ -152,8 +179,14 @@ class ReplayLearner(NetworkLearner):
         views = self.make_views(rows)
         with self.precise(), self.statistics.undone_if(self.latch):
             separate = self.config.options.passes == "separate"
-            outputs = [self.forward(part) for part in (views.split(self.view_sizes(rows)) if separate else [views]) if len(part)]
-            terms = self.losses(Outputs(*map(torch.cat, zip(*outputs, strict=True))) if len(outputs) > 1 else outputs[0], rows)
+            outputs = [
+                self.forward(part)
+                for part in (views.split(self.view_sizes(rows)) if separate else [views])
+                if len(part)
+            ]
+            terms = self.losses(
+                Outputs(*map(torch.cat, zip(*outputs, strict=True))) if len(outputs) > 1 else outputs[0], rows
+            )
             loss = torch.stack(list(terms.values())).sum()
             self.update(loss)
         return {"loss": self.reported(loss), **{name: term.detach() for name, term in terms.items()}}
@@ -167,7 +200,9 @@ class ReplayLearner(NetworkLearner):
         return self.views.augmented(rows.images, seed, rows.sequence)
 
     def view_sizes(self, rows: Rows) -> tuple[int, ...]:
-        """How the views divide into those that pass the network together where ``passes`` is ``separate``: by default, set by set."""
+        """How the views divide into those that pass the network together where ``passes`` is
+        ``separate``: by default, set by set.
+        """
         return rows.sizes
 
     def forward(self, views: Tensor) -> Outputs:
@@ -175,14 +210,17 @@ class ReplayLearner(NetworkLearner):
         self.network.train()
         count = len(views)
         if count == 1:
-            # Batch norm in training refuses a single value a channel, which one 8x8 image leaves in the last stage.
+            # Batch norm in training refuses a single value a channel, which one 8x8 image leaves in
+            # the last stage.
             views = torch.cat([views, views])
         with self.forward_precision():
             features = self.network.features(views.contiguous(memory_format=torch.channels_last))[:, :count]
             return Outputs(self.network.classify(features)[0], features[0], self.network.project(features)[0])
 
     def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
-        """The terms whose sum is minimised, float32 scalars by name: a mean cross-entropy for every set of rows that is not empty."""
+        """The terms whose sum is minimised, float32 scalars by name: a mean cross-entropy for every
+        set of rows that is not empty.
+        """
         names = ("incoming", "replayed")
         parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
         return {name: cross_entropy(logits, labels) for name, logits, labels in parts if len(labels)}

@@ -22,7 +22,8 @@ _BYTES_BESIDE_AN_IMAGE = 24
 
 
 def least_bytes(config: RunConfig, image_size: tuple[int, int]) -> tuple[int, int]:
-    """Bytes that a learner takes at least: of its replay memory, and of its network with gradients and moments.
+    """Bytes that a learner takes at least: of its replay memory, and of its network with gradients
+    and moments.
 
     Activations and what a method keeps besides are not counted.
     """
@@ -59,7 +60,8 @@ def check_room(config: RunConfig, image_size: tuple[int, int]) -> None:
         return f"{count / 1e9:,.1f} GB"
 
     raise ConfigError(
-        f"{name} is {getattr(config, name)}, which does not fit: the replay memory of {config.memory} images takes {gigabytes(memory)}, "
-        f"the network of width {config.width} at least {gigabytes(network)}, and {gigabytes(free)} are free on "
-        f"{'the card' if device.type == 'cuda' else 'this machine'}; wanted a smaller {name}"
+        f"{name} is {getattr(config, name)}, which does not fit: the replay memory of {config.memory} images takes"
+        f" {gigabytes(memory)}, the network of width {config.width} at least {gigabytes(network)}, and"
+        f" {gigabytes(free)} are free on {'the card' if device.type == 'cuda' else 'this machine'}; wanted a smaller"
+        f" {name}"
     )

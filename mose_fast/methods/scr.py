@@ -13,7 +13,7 @@ from mose_fast.config import RunConfig, knob
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, table_preset
 from mose_fast.ops.draws import Purpose, permutation
-from mose_fast.ops.expert_losses import supcon_loss
+from mose_fast.ops.expert_losses import contrastive_loss
 
 __all__ = ["Scr", "ScrOptions"]
 
@@ -27,15 +27,22 @@ class ScrOptions(BaselineOptions):
 
     augment: str = knob(
         "scr",
-        "second view: scr (crop, flip, jitter, gray) | simclr (flip, gray, crop) | ocm (gray, crop) | pad_crop (padded crop, flip) | none",
+        "second view: scr (crop, flip, jitter, gray) | simclr (flip, gray, crop) | ocm (gray, crop) | pad_crop (padded"
+        " crop, flip) | none",
         "RaptorMai/online-continual-learning; the comparison keeps it (paper 5.1)",
         choices=("scr", "simclr", "ocm", "pad_crop", "none"),
     )
-    classifier: str = knob("ncm", "ncm (nearest class mean) | linear (which is never trained)", "SCR", choices=("ncm", "linear"))
-    head: str = knob("mlp", "projection: mlp (two layers) | linear", "SCR: mlp; MOSE repository: linear", choices=("mlp", "linear"))
+    classifier: str = knob(
+        "ncm", "ncm (nearest class mean) | linear (which is never trained)", "SCR", choices=("ncm", "linear")
+    )
+    head: str = knob(
+        "mlp", "projection: mlp (two layers) | linear", "SCR: mlp; MOSE repository: linear", choices=("mlp", "linear")
+    )
     projection: int = knob(128, "width of the contrastive projection", "SCR", low=1)
     temperature: float = knob(0.07, "temperature of the contrastive loss", "SCR's README; paper 5.1", above=0)
-    review: bool = knob(False, "at the end of a task, once through the memory with the same loss", "SCR's README: off; its configs: on")
+    review: bool = knob(
+        False, "at the end of a task, once through the memory with the same loss", "SCR's README: off; its configs: on"
+    )
 
 
 @method(
@@ -54,7 +61,9 @@ class ScrOptions(BaselineOptions):
     cost=2.0,
 )
 class Scr(ReplayLearner):
-    """SCR: trains the representation alone, contrasting two views of incoming and replayed rows; the nearest class mean classifies."""
+    """SCR: trains the representation alone, contrasting two views of incoming and replayed rows;
+    the nearest class mean classifies.
+    """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
         **ReplayLearner.without_boundaries,
@@ -82,10 +91,17 @@ class Scr(ReplayLearner):
         return len(rows.images), len(rows.images)
 
     def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
-        return {"supcon": self._weight * supcon_loss(outputs.projections, rows.labels.repeat(2), self.config.options.temperature)}
+        return {
+            "contrastive": (
+                self._weight
+                * contrastive_loss(outputs.projections, rows.labels.repeat(2), self.config.options.temperature)
+            )
+        }
 
     def end_task(self) -> None:
-        """The review: one epoch over the memory in batches of ``buffer_batch``, of which an incomplete last one is left out."""
+        """The review: one epoch over the memory in batches of ``buffer_batch``, of which an
+        incomplete last one is left out.
+        """
         config = self.config
         if not config.options.review or config.train_on == "final_memory":
             return

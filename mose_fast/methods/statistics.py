@@ -1,4 +1,6 @@
-"""The running statistics of a network in one piece, so that a step can be undone for all of them at once."""
+"""The running statistics of a network in one piece, so that a step can be undone for all of them at
+once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class RunningStatistics:
     """All buffers of a network as views of one flat tensor for each dtype.
 
     Args:
-        network: Its buffers are replaced by the views, with equal values. Moving it to another device or dtype later breaks the tie.
+        network: Its buffers are replaced by the views, with equal values. Moving it to another
+            device or dtype later breaks the tie.
 
     Attributes:
         flat: The tensors behind the buffers.
@@ -35,14 +38,16 @@ class RunningStatistics:
             flat = torch.zeros(sum(sizes), dtype=dtype, device=buffers[0][2].device)
             for (module, name, buffer), part in zip(buffers, flat.split(sizes), strict=True):
                 view = part[: buffer.numel()].view(buffer.shape)
-                # As ``data``, each counts its own changes: autograd would otherwise take a change of one for a change of all.
+                # As ``data``, each counts its own changes: autograd would otherwise take a change
+                # of one for a change of all.
                 setattr(module, name, view.copy_(buffer).data)
             self.flat.append(flat)
         self._before = [torch.empty_like(flat) for flat in self.flat]
 
     @contextmanager
     def undone_if(self, latch: Tensor) -> Iterator[None]:
-        """Brings the statistics back to what they were at the start if ``latch``, a bool scalar beside them, is set at the end.
+        """Brings the statistics back to what they were at the start if ``latch``, a bool scalar
+        beside them, is set at the end.
 
         The host does not look at the latch, so that this can be part of a captured graph.
         """

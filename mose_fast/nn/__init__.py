@@ -1,4 +1,6 @@
-"""The network: backbone, alignment modules, attention gates, experts with their heads, nearest-class-mean classifier."""
+"""The network: backbone, alignment modules, attention gates, experts with their heads,
+nearest-class-mean classifier.
+"""
 
 from mose_fast.nn.alignment import AlignmentModule, AttentionGate, DownBlock
 from mose_fast.nn.backbone import BasicBlock, Stem

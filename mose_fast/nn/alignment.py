@@ -1,4 +1,6 @@
-"""Alignment modules and attention gates: what turns a shallow feature map into a vector of the deepest one's size."""
+"""Alignment modules and attention gates: what turns a shallow feature map into a vector of the
+deepest one's size.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ __all__ = ["AlignmentModule", "AttentionGate", "DownBlock"]
 
 
 class DownBlock(nn.Module):
-    """Halves a map: depthwise 3x3 (stride 2), pointwise, norm, ReLU, depthwise 3x3, pointwise, norm, ReLU.
+    """Halves a map: depthwise 3x3 (stride 2), pointwise, norm, ReLU, depthwise 3x3, pointwise,
+    norm, ReLU.
 
-    The "similar block" of the paper's table of alignment modules; 18c + c^2 + cc' + 2c + 2c' parameters for c -> c' channels.
+    The "similar block" of the paper's table of alignment modules; 18c + c^2 + cc' + 2c + 2c'
+    parameters for c -> c' channels.
     """
 
     def __init__(self, channels: int, out_channels: int) -> None:
@@ -59,25 +63,33 @@ class DownBlock(nn.Module):
             valid_rows=valid_rows,
         )
         return align_conv(
-            aligned.y, self.depthwise2.weight, self.pointwise2.weight, Norm.of(self.norm2), prologue=aligned.state, valid_rows=valid_rows
+            aligned.y,
+            self.depthwise2.weight,
+            self.pointwise2.weight,
+            Norm.of(self.norm2),
+            prologue=aligned.state,
+            valid_rows=valid_rows,
         )
 
 
 class AlignmentModule(nn.Sequential):
-    """The paper's a_i (section 4.1): down blocks ``down1``, ``down2``, ... until the deepest stage's width is reached.
+    """The paper's a_i (section 4.1): down blocks ``down1``, ``down2``, ... until the deepest
+    stage's width is reached.
 
-    Maps [N, C, H, W] to [N, D] with D = C * 2**blocks; the average pool comes last, so every entry is at least 0.
-    With no blocks it is the average pool alone.
+    Maps [N, C, H, W] to [N, D] with D = C * 2**blocks; the average pool comes last, so every entry
+    is at least 0. With no blocks it is the average pool alone.
 
     Args:
         channels: C.
         blocks: Down blocks, each halves the map and doubles its channels.
-        kernels: ``torch``: PyTorch's modules one by one. ``fused``: native ops where there are any (mose_fast.ops); the same values up to
-            rounding, the same ``state_dict``.
+        kernels: ``torch``: PyTorch's modules one by one. ``fused``: native ops where there are any
+            (mose_fast.ops); the same values up to rounding, the same ``state_dict``.
     """
 
     def __init__(self, channels: int, blocks: int, *, kernels: str = "torch") -> None:
-        super().__init__(OrderedDict((f"down{i + 1}", DownBlock(channels << i, channels << (i + 1))) for i in range(blocks)))
+        super().__init__(
+            OrderedDict((f"down{i + 1}", DownBlock(channels << i, channels << (i + 1))) for i in range(blocks))
+        )
         self.kernels = check_kernels(kernels)
 
     def forward(self, x: Tensor, *, gate: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
@@ -85,12 +97,16 @@ class AlignmentModule(nn.Sequential):
 
         Args:
             x: [N, C, H, W].
-            gate: [N, C, H / 2, W / 2], of :meth:`AttentionGate.fused`; multiplies ``x`` by sigmoid(its up-sampling). Fused only.
-            valid_rows: Images from this one on are padding: zero in the result, not counted by any norm. Fused only.
+            gate: [N, C, H / 2, W / 2], of :meth:`AttentionGate.fused`; multiplies ``x`` by
+            sigmoid(its up-sampling). Fused only.
+            valid_rows: Images from this one on are padding: zero in the result, not counted by any
+                norm. Fused only.
         """
         if self.kernels == "torch":
             if gate is not None or valid_rows is not None:
-                raise ValueError("kernels is 'torch', which has no gate and no valid_rows; wanted AlignmentModule(kernels='fused')")
+                raise ValueError(
+                    "kernels is 'torch', which has no gate and no valid_rows; wanted AlignmentModule(kernels='fused')"
+                )
             return super().forward(x).mean(dim=(2, 3))
         state = None
         for block in self:
@@ -102,7 +118,8 @@ class AlignmentModule(nn.Sequential):
 class AttentionGate(nn.Module):
     """Multiplies a map elementwise by a gate in (0, 1) computed from the map at half resolution.
 
-    Not in the paper's text, but in the released code and in its printed parameter count (mose.md section 2).
+    Not in the paper's text, but in the released code and in its printed parameter count (mose.md
+    section 2).
     """
 
     def __init__(self, channels: int) -> None:
@@ -115,6 +132,8 @@ class AttentionGate(nn.Module):
         return x * gate.sigmoid()
 
     def fused(self, x: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
-        """The gate [N, C, H / 2, W / 2] before up-sampling and sigmoid, which whoever multiplies by it does while loading."""
+        """The gate [N, C, H / 2, W / 2] before up-sampling and sigmoid, which whoever multiplies by
+        it does while loading.
+        """
         aligned = self.down.fused(x, valid_rows=valid_rows)
         return batch_norm_act(aligned.y, Norm.of(self.norm), prologue=aligned.state, valid_rows=valid_rows)

@@ -1,4 +1,6 @@
-"""ResNet-18 for small images: the backbone that all experts share (mose.md section 2, paper section 5.1)."""
+"""ResNet-18 for small images: the backbone that all experts share (mose.md section 2, paper section
+5.1).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ STAGE_STRIDES = (1, 2, 2, 2)
 
 
 def backbone_parameters(width: int) -> int:
-    """Number of parameters of the backbone whose first stage has ``width`` channels: 11,168,832 at width 64."""
+    """Number of parameters of the backbone whose first stage has ``width`` channels: 11,168,832 at
+    width 64.
+    """
     count, channels = 3 * 9 * width + 2 * width, width
     for stage in range(len(STAGE_STRIDES)):
         out = width << stage
@@ -52,8 +56,9 @@ class PointwiseConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         stride = self.stride[0]
         if x.device.type == "cpu" and stride > 1:
-            # The same numbers from the pixels that the stride leaves. With more than one thread, the CPU's weight gradient of a strided
-            # 1x1 convolution writes beyond its memory for an odd number of more than 64 images and fewer than 16 channels (torch 2.14.1).
+            # The same numbers from the pixels that the stride leaves. With more than one thread,
+            # the CPU's weight gradient of a strided 1x1 convolution writes beyond its memory for an
+            # odd number of more than 64 images and fewer than 16 channels (torch 2.14.1).
             return F.conv2d(x[:, :, ::stride, ::stride], self.weight)
         return super().forward(x)
 
@@ -86,11 +91,14 @@ class BasicBlock(nn.Module):
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
-    def fused(self, x: Sequence[Tensor], consumers: int, valid_rows: int | Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    def fused(
+        self, x: Sequence[Tensor], consumers: int, valid_rows: int | Tensor | None
+    ) -> Tensor | tuple[Tensor, ...]:
         """The same by fused ops.
 
         Args:
-            x: The input twice, each with a gradient of its own: for the first convolution, and for the residual path.
+            x: The input twice, each with a gradient of its own: for the first convolution, and for
+            the residual path.
             consumers: How often the result is wanted, once for each module that reads it.
             valid_rows: Images from this one on are padding.
         """

@@ -10,15 +10,18 @@ __all__ = ["BatchNormAct2d"]
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` that also adds a residual and rectifies, for any model; parameters, buffers and state_dict are the same.
+    """``nn.BatchNorm2d`` that also adds a residual and rectifies, for any model; parameters,
+    buffers and state_dict are the same.
 
     Args:
         channels: C.
         relu: Without, the norm and the add alone.
         eps: Added to the variance.
-        momentum: Share of a batch's statistics in the running ones; a cumulative average (None) is refused.
+        momentum: Share of a batch's statistics in the running ones; a cumulative average (None) is
+        refused.
         affine: Whether there are a weight and a bias.
-        track_running_stats: Whether there are running statistics; without, evaluation uses the batch's too.
+        track_running_stats: Whether there are running statistics; without, evaluation uses the
+            batch's too.
 
     Raises:
         ValueError: ``momentum`` is None.
@@ -49,7 +52,8 @@ class BatchNormAct2d(nn.BatchNorm2d):
         consumers: int = 1,
         valid_rows: int | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """relu(norm(x) + residual), or + residual_norm(residual); :func:`mose_fast.ops.batch_norm_act.batch_norm_act` says more.
+        """relu(norm(x) + residual), or + residual_norm(residual);
+        :func:`mose_fast.ops.batch_norm_act.batch_norm_act` says more.
 
         ``residual_norm`` is a module whose own forward is then not called.
         """

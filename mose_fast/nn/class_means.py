@@ -12,10 +12,12 @@ __all__ = ["ClassMeans"]
 class ClassMeans:
     """The prototypes of all experts: for each class the normalised mean of its normalised features.
 
-    A class without a sample has no prototype and is never predicted (the released code draws a random one).
+    A class without a sample has no prototype and is never predicted (the released code draws a
+    random one).
 
     Args:
-        features: float [E, N, D], the experts' aligned features of the replay memory, evaluation mode.
+        features: float [E, N, D], the experts' aligned features of the replay memory, evaluation
+        mode.
         labels: int64 [N].
         classes: Number of classes K.
 
@@ -41,7 +43,8 @@ class ClassMeans:
         Returns:
             float64 [E, N, K]; infinite for classes without a prototype.
         """
-        # In float64, since prototypes of an untrained network lie within 1e-4 of each other: |a|^2 + |m|^2 - 2am would cancel.
+        # In float64, since prototypes of an untrained network lie within 1e-4 of each other: |a|^2
+        # + |m|^2 - 2am would cancel.
         features, means = F.normalize(features.float(), dim=-1).double(), self.means.double()
         squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1).unsqueeze(1)
         return (squares - 2 * features @ means.transpose(1, 2)).masked_fill(~self.known, float("inf"))
@@ -59,6 +62,9 @@ class ClassMeans:
             ValueError: No class has a prototype.
         """
         if not self._any_known:
-            raise ValueError("the replay memory is empty, so no class has a mean; wanted at least one stored sample before predicting")
+            raise ValueError(
+                "the replay memory is empty, so no class has a mean; wanted at least one stored sample before"
+                " predicting"
+            )
         distances = self.distances(features)
         return torch.cat([distances, distances.mean(0, keepdim=True)]).argmin(-1)

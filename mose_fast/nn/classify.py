@@ -9,7 +9,8 @@ from mose_fast.nn.class_means import ClassMeans
 
 __all__ = ["CLASSIFIERS", "MEAN_OF_EXPERTS", "classify"]
 
-#: The classifiers, and what their mean of experts averages: squared distances to the class means, or logits.
+#: The classifiers, and what their mean of experts averages: squared distances to the class means,
+#: or logits.
 MEAN_OF_EXPERTS = {"ncm": "mean_distance", "linear": "mean_logit"}
 CLASSIFIERS = tuple(MEAN_OF_EXPERTS)
 
@@ -22,7 +23,8 @@ def classify(features: Tensor, logits: Tensor, means: ClassMeans) -> dict[str, d
         means: The class means of the replay memory.
 
     Returns:
-        ``{"ncm": {"1": ..., "mean_distance": ...}, "linear": {"1": ..., "mean_logit": ...}}`` with int64 [N] each.
+        ``{"ncm": {"1": ..., "mean_distance": ...}, "linear": {"1": ..., "mean_logit": ...}}`` with
+        int64 [N] each.
     """
     experts = [str(e + 1) for e in range(len(features))]
     logits = logits.float()

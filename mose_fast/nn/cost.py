@@ -14,7 +14,9 @@ __all__ = ["Cost", "count_cost"]
 
 
 class Cost(NamedTuple):
-    """``parameters`` of the modules that ran, ``macs``: multiply-accumulates of their convolutions, linear and cosine layers an image."""
+    """``parameters`` of the modules that ran, ``macs``: multiply-accumulates of their convolutions,
+    linear and cosine layers an image.
+    """
 
     parameters: int
     macs: int
@@ -23,7 +25,8 @@ class Cost(NamedTuple):
 def count_cost(network: nn.Module, forward: Callable[[Tensor], object], image_size: tuple[int, int]) -> Cost:
     """Counts what ``forward`` uses of ``network`` for one image [1, 3, H, W].
 
-    Norms, of maps or vectors, activations, pooling and up-sampling count no multiply-accumulates. The network's state does not change.
+    Norms, of maps or vectors, activations, pooling and up-sampling count no multiply-accumulates.
+    The network's state does not change.
 
     Args:
         network: Owner of the modules.

@@ -17,7 +17,8 @@ from mose_fast.nn.kernels import check_kernels
 
 __all__ = ["BRANCH_POINTS", "ExpertNetwork", "ExpertOutputs", "check_image_size"]
 
-#: Blocks (1 to 8) after which an expert branches off, by number of experts (mose.md 9.16). The last is always the whole network.
+#: Blocks (1 to 8) after which an expert branches off, by number of experts (mose.md 9.16). The last
+#: is always the whole network.
 BRANCH_POINTS = {
     1: (8,),
     2: (2, 8),
@@ -31,7 +32,9 @@ BRANCH_POINTS = {
 
 
 class ExpertOutputs(NamedTuple):
-    """What one training forward gives: ``projections`` [E, N, P], ``logits`` [E, N, K], ``features`` [E, N, D], ``student`` [N, D]."""
+    """What one training forward gives: ``projections`` [E, N, P], ``logits`` [E, N, K],
+    ``features`` [E, N, D], ``student`` [N, D].
+    """
 
     projections: Tensor
     logits: Tensor
@@ -40,30 +43,36 @@ class ExpertOutputs(NamedTuple):
 
 
 def check_image_size(height: int, width: int) -> None:
-    """Raises ValueError unless both sides are multiples of 8: three halvings, each undone by a gate's up-sampling, must come out even."""
+    """Raises ValueError unless both sides are multiples of 8: three halvings, each undone by a
+    gate's up-sampling, must come out even.
+    """
     if height % 8 or width % 8 or min(height, width) < 8:
         raise ValueError(
-            f"image size is {height}x{width}; wanted sides that are multiples of 8 (pad or resize, for example 28x28 to 32x32)"
+            f"image size is {height}x{width}; wanted sides that are multiples of 8 (pad or resize, for example 28x28 to"
+            " 32x32)"
         )
 
 
 class ExpertNetwork(nn.Module):
     """ResNet-18 backbone with an alignment module, a classifier and a projection per expert.
 
-    Parameters are named ``stem``, ``stage{1..4}.block{0,1}``, ``gate{e}``, ``align{e}``, ``classifier{e}``, ``projection{e}``
-    and ``adapter``, experts counted from 1, the shallowest first.
+    Parameters are named ``stem``, ``stage{1..4}.block{0,1}``, ``gate{e}``, ``align{e}``,
+    ``classifier{e}``, ``projection{e}`` and ``adapter``, experts counted from 1, the shallowest
+    first.
 
     Args:
         classes: Number of classes K.
         width: Channels of the first stage; the last has D = 8 * width.
         experts: Number of branch points, 1 to 8; 4 are the ends of the four stages.
-        attention: Attention gates before the alignment modules of the first three stages (released code only).
+        attention: Attention gates before the alignment modules of the first three stages (released
+        code only).
         adapter: ``Linear(D, D)`` on the student's feature before distillation (released code only).
         projection: Width P of the contrastive projections.
         student: Position of the expert that is distilled into, from 0; None: the deepest.
         init: ``kaiming_fan_out`` (released) or ``default`` (PyTorch's), for convolutions only.
-        kernels: ``torch``: PyTorch's modules one by one, the reference. ``fused``: norms, alignment path, pools and heads by the ops of
-            :mod:`mose_fast.ops`, native where there is a library; the same ``state_dict``, the same values up to rounding.
+        kernels: ``torch``: PyTorch's modules one by one, the reference. ``fused``: norms, alignment
+            path, pools and heads by the ops of :mod:`mose_fast.ops`, native where there is a
+            library; the same ``state_dict``, the same values up to rounding.
     """
 
     def __init__(
@@ -116,12 +125,15 @@ class ExpertNetwork(nn.Module):
             for module in self.modules():
                 if isinstance(module, nn.Conv2d):
                     nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        #: CUDA streams for the branches of all experts but the last, with fused kernels; empty: they run one after the other.
+        #: CUDA streams for the branches of all experts but the last, with fused kernels; empty:
+        #: they run one after the other.
         self.side_streams: Sequence[torch.cuda.Stream] = ()
         self.use_kernels(kernels)
 
     def use_kernels(self, kernels: str) -> None:
-        """Switches the network, and the alignment modules in it, to other ``kernels``; weights stay as they are."""
+        """Switches the network, and the alignment modules in it, to other ``kernels``; weights stay
+        as they are.
+        """
         self.kernels = check_kernels(kernels)
         for module in self.modules():
             if isinstance(module, AlignmentModule):
@@ -132,8 +144,9 @@ class ExpertNetwork(nn.Module):
 
         Args:
             x: float [N, 3, H, W]; H and W multiples of 8.
-            valid_rows: Images from this one on are padding, which wants to be zero: their features are zero and no norm counts them. An
-                int, or an int32 scalar beside ``x``. Only with ``kernels`` ``fused``.
+            valid_rows: Images from this one on are padding, which wants to be zero: their features
+                are zero and no norm counts them. An int, or an int32 scalar beside ``x``. Only with
+                ``kernels`` ``fused``.
 
         Returns:
             [E, N, D], every entry at least 0.
@@ -142,7 +155,9 @@ class ExpertNetwork(nn.Module):
         if self.kernels == "fused":
             return self._fused_features(x, valid_rows)
         if valid_rows is not None:
-            raise ValueError("valid_rows is given, but kernels is 'torch', whose norms count every row; wanted kernels 'fused'")
+            raise ValueError(
+                "valid_rows is given, but kernels is 'torch', whose norms count every row; wanted kernels 'fused'"
+            )
         pooled = AlignmentModule(self.feature_size, 0)
         h = self.stem(x)
         features = []
@@ -155,8 +170,9 @@ class ExpertNetwork(nn.Module):
 
     def _fused_features(self, x: Tensor, valid_rows: int | Tensor | None) -> Tensor:
         pooled = AlignmentModule(self.feature_size, 0, kernels="fused")
-        # A map with several readers is handed out once to each, so that the norm before it sums their gradients: the next block reads it
-        # twice, for its first convolution and for its residual path, the gate once, the alignment module once.
+        # A map with several readers is handed out once to each, so that the norm before it sums
+        # their gradients: the next block reads it twice, for its first convolution and for its
+        # residual path, the gate once, the alignment module once.
         inputs = self.stem.fused(x, 2, valid_rows)
         features = []
         for block, module in self._blocks():
@@ -177,7 +193,9 @@ class ExpertNetwork(nn.Module):
 
     @contextmanager
     def _side_stream(self, expert: int, maps: Sequence[Tensor]) -> Iterator[None]:
-        """Runs an expert's branch on a stream of its own where there are any; ``maps`` are what it reads."""
+        """Runs an expert's branch on a stream of its own where there are any; ``maps`` are what it
+        reads.
+        """
         if not self.side_streams or expert == self.experts:
             yield
             return
@@ -198,7 +216,9 @@ class ExpertNetwork(nn.Module):
         return getattr(self, f"gate{expert}", None), getattr(self, f"align{expert}", pooled)
 
     def deepest_feature(self, x: Tensor) -> Tensor:
-        """The last expert's feature [N, D] alone: the deployed network, without alignment modules and heads."""
+        """The last expert's feature [N, D] alone: the deployed network, without alignment modules
+        and heads.
+        """
         check_image_size(*x.shape[2:])
         h = self.stem(x)
         for stage in range(1, 5):
@@ -211,7 +231,9 @@ class ExpertNetwork(nn.Module):
         return self._heads("classifier", features)
 
     def project(self, features: Tensor) -> Tensor:
-        """Contrastive projections [E, N, P] for ``features`` [E, N, D]; not normalised, the loss does that."""
+        """Contrastive projections [E, N, P] for ``features`` [E, N, D]; not normalised, the loss
+        does that.
+        """
         return self._heads("projection", features)
 
     def _heads(self, name: str, features: Tensor) -> Tensor:
@@ -226,9 +248,11 @@ class ExpertNetwork(nn.Module):
 
         Args:
             x: Normalised images, float [N, 3, H, W].
-            detach_student: Let no gradient through the adapter into the network; forward self-distillation (SD) wants that, since
-                there the adapted feature teaches (mose.md 9.17).
-            valid_rows: As for :meth:`features`. Projections, logits and student of padding are those of zero features.
+            detach_student: Let no gradient through the adapter into the network; forward
+                self-distillation (SD) wants that, since there the adapted feature teaches (mose.md
+                9.17).
+            valid_rows: As for :meth:`features`. Projections, logits and student of padding are
+                those of zero features.
         """
         features = self.features(x, valid_rows)
         student = features[self.student]
@@ -238,4 +262,3 @@ class ExpertNetwork(nn.Module):
         else:
             student = self.adapter(student)
         return ExpertOutputs(self.project(features), self.classify(features), features, student)
-

@@ -13,8 +13,9 @@ __all__ = ["batched_linear", "linears"]
 def batched_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """One linear map per expert, x_e W_e^T + b_e, as a single batched product.
 
-    Equal to ``F.linear`` of each expert within rounding. Weights and biases of another dtype than ``x`` are cast to it; their gradients
-    come in their own. Under autocast the product runs in autocast's dtype, as ``F.linear`` would.
+    Equal to ``F.linear`` of each expert within rounding. Weights and biases of another dtype than
+    ``x`` are cast to it; their gradients come in their own. Under autocast the product runs in
+    autocast's dtype, as ``F.linear`` would.
 
     Args:
         x: [E, N, D].
@@ -28,12 +29,16 @@ def batched_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
         ValueError: There are not as many weights and biases as experts.
     """
     if not len(x) == len(weights) == len(biases):
-        raise ValueError(f"there are {len(x)} experts, {len(weights)} weights and {len(biases)} biases; wanted as many of each")
+        raise ValueError(
+            f"there are {len(x)} experts, {len(weights)} weights and {len(biases)} biases; wanted as many of each"
+        )
     weight = torch.stack([w.to(x.dtype) for w in weights])
     bias = torch.stack([b.to(x.dtype) for b in biases])
     return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
 
 
 def linears(modules: Sequence[nn.Linear], x: Tensor) -> Tensor:
-    """:func:`batched_linear` with the parameters of E modules of one size, each with a bias: [E, N, D] to [E, N, K]."""
+    """:func:`batched_linear` with the parameters of E modules of one size, each with a bias: [E, N,
+    D] to [E, N, K].
+    """
     return batched_linear(x, [m.weight for m in modules], [m.bias for m in modules])

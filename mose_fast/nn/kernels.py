@@ -8,7 +8,8 @@ from mose_fast import _loader
 
 __all__ = ["KERNELS", "check_kernels", "choose_kernels"]
 
-#: ``torch``: PyTorch's own modules, one by one. ``fused``: the ops of :mod:`mose_fast.ops`, native where there is a library.
+#: ``torch``: PyTorch's own modules, one by one. ``fused``: the ops of :mod:`mose_fast.ops`, native
+#: where there is a library.
 KERNELS = ("torch", "fused")
 
 
@@ -20,7 +21,8 @@ def check_kernels(kernels: str) -> str:
 
 
 def choose_kernels(wanted: str, device: torch.device) -> str:
-    """The kernels that a configuration's ``kernels`` means on a device: ``auto`` is ``fused`` where CUDA kernels run.
+    """The kernels that a configuration's ``kernels`` means on a device: ``auto`` is ``fused`` where
+    CUDA kernels run.
 
     Args:
         wanted: ``auto``, ``fused`` or ``torch``.

@@ -1,7 +1,9 @@
-"""One step of Adam over flat buffers: every parameter, its half-precision copy and its moments in one pass, nothing waits for the host.
+"""One step of Adam over flat buffers: every parameter, its half-precision copy and its moments in
+one pass, nothing waits for the host.
 
-Native code serves CPU and CUDA. On CUDA a call is one small launch (what freezes, counts of steps, bias corrections) and one launch for
-every 108 tensors; gradients are read where they lie. :class:`mose_fast.optim.FlatAdam` is the optimiser.
+Native code serves CPU and CUDA. On CUDA a call is one small launch (what freezes, counts of steps,
+bias corrections) and one launch for every 108 tensors; gradients are read where they lie.
+:class:`mose_fast.optim.FlatAdam` is the optimiser.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SHADOWS = (torch.bfloat16, torch.float16)
 
 
-def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None, device: torch.device) -> None:
+def _check(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None, device: torch.device
+) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {tensor!r}; wanted a torch.Tensor")
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; wanted {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}")
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}; wanted"
+            f" {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}"
+        )
     if shape is not None and tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {shape}")
     if tensor.device != device:
@@ -37,7 +44,9 @@ def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tu
 def _check_buffer(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], size: int, device: torch.device) -> None:
     _check(name, tensor, dtypes, (size,), device)
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}; wanted contiguous memory, since it is changed in place")
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}; wanted contiguous memory, since it is changed in place"
+        )
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -69,15 +78,18 @@ def adam_step(
     loss: Tensor | None = None,
     latch: Tensor | None = None,
 ) -> None:
-    """One step of Adam with coupled weight decay, in place, by the formulas of ``torch.optim.Adam`` (mose_fast/reference/adam.py).
+    """One step of Adam with coupled weight decay, in place, by the formulas of ``torch.optim.Adam``
+    (mose_fast/reference/adam.py).
 
     Args:
         master: float32 [P], the weights.
         exp_avg: float32 [P], the first moments.
         exp_avg_sq: float32 [P], the second moments.
-        gradients: One for each parameter, float32, bfloat16 or float16, of any shape, dense: it is read in the order in which it lies
-            in memory. None: the parameter, its moments and its count of steps stay as they are.
-        offsets: Where each parameter starts in the flat buffers, ascending; parameters do not overlap. What lies between stays as it is.
+        gradients: One for each parameter, float32, bfloat16 or float16, of any shape, dense: it is
+            read in the order in which it lies in memory. None: the parameter, its moments and its
+            count of steps stay as they are.
+        offsets: Where each parameter starts in the flat buffers, ascending; parameters do not
+        overlap. What lies between stays as it is.
         steps: float32, one for each parameter: steps done so far; each advances by 1.
         lr: float32 scalar.
         beta1: Decay of the first moments, in [0, 1).
@@ -90,8 +102,8 @@ def adam_step(
 
     Raises:
         TypeError: A dtype is not the one above.
-        ValueError: A shape, a device, an offset or a number does not fit, a gradient is not dense, or there are more than
-            :data:`MOST_TENSORS` parameters.
+        ValueError: A shape, a device, an offset or a number does not fit, a gradient is not dense,
+            or there are more than :data:`MOST_TENSORS` parameters.
     """
     device = master.device if isinstance(master, Tensor) else torch.device("cpu")
     size = master.numel() if isinstance(master, Tensor) else 0
@@ -100,7 +112,10 @@ def adam_step(
     if shadow is not None:
         _check_buffer("shadow", shadow, _SHADOWS, size, device)
     if len(gradients) != len(offsets) or len(gradients) > MOST_TENSORS:
-        raise ValueError(f"there are {len(gradients)} gradients and {len(offsets)} offsets; wanted as many of both, at most {MOST_TENSORS}")
+        raise ValueError(
+            f"there are {len(gradients)} gradients and {len(offsets)} offsets; wanted as many of both, at most"
+            f" {MOST_TENSORS}"
+        )
     _check_buffer("steps", steps, (torch.float32,), len(gradients), device)
     _check("lr", lr, (torch.float32,), (), device)
     if latch is not None:
@@ -118,7 +133,9 @@ def adam_step(
     end = 0
     for position, (gradient, start) in enumerate(zip(gradients, offsets, strict=True)):
         if start < end:
-            raise ValueError(f"offsets[{position}] is {start}; wanted at least {end}, where the parameter before it ends")
+            raise ValueError(
+                f"offsets[{position}] is {start}; wanted at least {end}, where the parameter before it ends"
+            )
         end = start
         if gradient is None:
             continue
@@ -128,9 +145,18 @@ def adam_step(
             raise ValueError(f"parameter {position} ends at {end}; wanted at most {size}, the size of master")
         if not _is_dense(gradient):
             raise ValueError(
-                f"gradients[{position}] has shape {tuple(gradient.shape)} and strides {gradient.stride()}; wanted dense memory"
+                f"gradients[{position}] has shape {tuple(gradient.shape)} and strides {gradient.stride()}; wanted dense"
+                " memory"
             )
-    options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "shadow": shadow, "loss": loss, "latch": latch}
+    options = {
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "shadow": shadow,
+        "loss": loss,
+        "latch": latch,
+    }
     with torch.no_grad():
         if _loader.serves(master):
             _loader.native.adam_step(master, exp_avg, exp_avg_sq, list(gradients), list(offsets), steps, lr, **options)

@@ -1,6 +1,8 @@
-"""Depthwise 3x3 and pointwise 1x1 convolution that read the norm before them and leave behind the statistics of the norm after them.
+"""Depthwise 3x3 and pointwise 1x1 convolution that read the norm before them and leave behind the
+statistics of the norm after them.
 
-What the alignment modules and attention gates are made of: a chain of ``align_conv`` writes neither a normalised nor a gated map.
+What the alignment modules and attention gates are made of: a chain of ``align_conv`` writes neither
+a normalised nor a gated map.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ __all__ = ["AlignedMap", "Norm", "align_conv"]
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+def _check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {tensor!r}; wanted a torch.Tensor")
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; wanted {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}")
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}; wanted {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+        )
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {shape}")
     if tensor.device != device:
@@ -38,7 +44,9 @@ def _check_rows(valid_rows: int | Tensor | None, rows: int, device: torch.device
         return
     if isinstance(valid_rows, Tensor):
         if valid_rows.dtype != torch.int32 or valid_rows.dim() != 0:
-            raise TypeError(f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted an int or an int32 scalar")
+            raise TypeError(
+                f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted an int or an int32 scalar"
+            )
         if valid_rows.device != device:
             raise ValueError(f"valid_rows is on {valid_rows.device}; wanted {device}, where x is")
     elif isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= rows:
@@ -58,7 +66,9 @@ def _check(
     if not isinstance(x, Tensor):
         raise TypeError(f"x is {x!r}; wanted a torch.Tensor")
     if x.dtype not in _FLOATS or x.layout != torch.strided:
-        raise TypeError(f"x has dtype {x.dtype} and layout {x.layout}; wanted float32, float64, bfloat16 or float16, strided")
+        raise TypeError(
+            f"x has dtype {x.dtype} and layout {x.layout}; wanted float32, float64, bfloat16 or float16, strided"
+        )
     if x.dim() != 4:
         raise ValueError(f"x has shape {tuple(x.shape)}; wanted [images, channels, height, width]")
     rows, channels, height, width = x.shape
@@ -70,7 +80,9 @@ def _check(
         raise ValueError(f"x has sides {height} x {width}; wanted even ones for stride 2")
     _check_tensor("depthwise", depthwise, (channels, 1, 3, 3), _FLOATS, x.device)
     if not isinstance(pointwise, Tensor) or pointwise.dim() != 4:
-        raise ValueError(f"pointwise is {getattr(pointwise, 'shape', pointwise)!r}; wanted [out_channels, {channels}, 1, 1]")
+        raise ValueError(
+            f"pointwise is {getattr(pointwise, 'shape', pointwise)!r}; wanted [out_channels, {channels}, 1, 1]"
+        )
     out_channels = len(pointwise)
     if out_channels < 1:
         raise ValueError("pointwise has no rows; wanted at least one channel to put out")
@@ -109,43 +121,61 @@ def align_conv(
     gate: Tensor | None = None,
     valid_rows: int | Tensor | None = None,
 ) -> AlignedMap:
-    """y = pointwise(depthwise(x')) without biases, and the state of ``norm`` over y (paper's alignment modules; mose.md section 2).
+    """y = pointwise(depthwise(x')) without biases, and the state of ``norm`` over y (paper's
+    alignment modules; mose.md section 2).
 
-    x' is ``x``, or with ``prologue`` relu(scale (x - mean) + shift), with ``gate`` times sigmoid(up(gate)), where ``up`` doubles both
-    sides bilinearly (corners not aligned). Neither x' nor norm(y) is written: the next ``align_conv`` takes ``state`` as its prologue.
-    Both results are differentiable, once, towards x, both weights, the norm's weight and bias, prologue and gate. In training the running
-    statistics are updated in place. Autocast changes nothing; sums are in float32 (float64) and in a fixed order.
+    x' is ``x``, or with ``prologue`` relu(scale (x - mean) + shift), with ``gate`` times
+    sigmoid(up(gate)), where ``up`` doubles both sides bilinearly (corners not aligned). Neither x'
+    nor norm(y) is written: the next ``align_conv`` takes ``state`` as its prologue. Both results
+    are differentiable, once, towards x, both weights, the norm's weight and bias, prologue and
+    gate. In training the running statistics are updated in place. Autocast changes nothing; sums
+    are in float32 (float64) and in a fixed order.
 
     Args:
-        x: [N, C, H, W], float32, bfloat16, float16 or (on the CPU) float64; kernels want channels_last memory.
-        depthwise: [C, 1, 3, 3], padding 1. A weight of another type than ``x`` is cast to it; its gradient comes in its own.
+        x: [N, C, H, W], float32, bfloat16, float16 or (on the CPU) float64; kernels want
+        channels_last memory.
+        depthwise: [C, 1, 3, 3], padding 1. A weight of another type than ``x`` is cast to it; its
+        gradient comes in its own.
         pointwise: [O, C, 1, 1].
         norm: Of y; vectors [O] in float32 (float64 beside float64).
         stride: Of the depthwise convolution, 1 or 2; 2 wants even H and W.
-        prologue: [4, C], the state of the norm over ``x`` (``AlignedMap.state`` or ``norm_state``), float32 (float64); None: x' = x.
+        prologue: [4, C], the state of the norm over ``x`` (``AlignedMap.state`` or ``norm_state``),
+        float32 (float64); None: x' = x.
         gate: [N, C, H/2, W/2] in the type of ``x``; wants even H and W.
-        valid_rows: Images from this one on are padding: never read, zero in y and in every gradient, not counted. None, an int, or an
-            int32 scalar tensor beside ``x``, which the kernel alone reads, at each call (and replay), cut to [0, N].
+        valid_rows: Images from this one on are padding: never read, zero in y and in every
+            gradient, not counted. None, an int, or an int32 scalar tensor beside ``x``, which the
+            kernel alone reads, at each call (and replay), cut to [0, N].
 
     Returns:
-        AlignedMap(y [N, O, H/stride, W/stride] in the type of ``x``, state [4, O] in float32 or float64).
+        AlignedMap(y [N, O, H/stride, W/stride] in the type of ``x``, state [4, O] in float32 or
+        float64).
 
     Raises:
         TypeError: A dtype or layout does not fit.
-        ValueError: A shape, a device, ``stride`` or ``valid_rows`` does not fit; one element a channel in training, PyTorch's own error.
+        ValueError: A shape, a device, ``stride`` or ``valid_rows`` does not fit; one element a
+            channel in training, PyTorch's own error.
     """
     _check(x, depthwise, pointwise, norm, stride, prologue, gate, valid_rows)
     if not _has_kernels(x, len(pointwise)):
         return reference.align_conv(
-            x, depthwise, pointwise, norm, stride=stride, prologue=prologue, gate=gate, valid_rows=valid_rows,
-        )  # fmt: skip
+            x,
+            depthwise,
+            pointwise,
+            norm,
+            stride=stride,
+            prologue=prologue,
+            gate=gate,
+            valid_rows=valid_rows,
+        )
     tensors = (x, depthwise, pointwise, norm.weight, norm.bias, prologue, gate)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return AlignedMap(*_AlignConv.apply(*tensors, norm, stride, valid_rows, trains))
 
 
 def _has_kernels(x: Tensor, out_channels: int) -> bool:
-    """Kernels are for cards; PyTorch's convolutions serve the CPU, float64 and channels that are no multiple of 8."""
+    """Kernels are for cards; PyTorch's convolutions serve the CPU, float64 and channels that are no
+    multiple of 8.
+    """
     if x.dtype == torch.float64 or not _loader.on_card(x):
         return False
     if x.shape[1] % 8 or out_channels % 8 or out_channels > 2048:
@@ -159,16 +189,26 @@ def _has_kernels(x: Tensor, out_channels: int) -> bool:
 
 def _is_fused_back(dtype: torch.dtype, channels: int, out_channels: int) -> bool:
     """Whether the product with the gradient of y is taken where that gradient is summed up."""
-    return dtype != torch.float32 and channels % 8 == 0 and channels <= 128 and out_channels % 16 == 0 and out_channels <= 128
+    return (
+        dtype != torch.float32
+        and channels % 8 == 0
+        and channels <= 128
+        and out_channels % 16 == 0
+        and out_channels <= 128
+    )
 
 
 def _is_fused(dtype: torch.dtype, channels: int, out_channels: int) -> bool:
-    """Whether one kernel does both convolutions and the statistics; else the product with the pointwise weights is cuBLAS's."""
+    """Whether one kernel does both convolutions and the statistics; else the product with the
+    pointwise weights is cuBLAS's.
+    """
     return dtype != torch.float32 and channels % 16 == 0 and channels <= 128 and out_channels <= 256
 
 
 def _in_channels_last(name: str, x: Tensor) -> Tensor:
-    if x.numel() and not x.is_contiguous(memory_format=torch.channels_last):  # a map of no images may have lost its layout on the way
+    if x.numel() and not x.is_contiguous(
+        memory_format=torch.channels_last
+    ):  # a map of no images may have lost its layout on the way
         say_once(f"{name} of align_conv is not in channels_last memory and is copied into it, each time")
     return aligned(x)
 
@@ -179,7 +219,9 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _as_map(rows: Tensor, like: Tensor) -> Tensor:
-    """The map [N, channels of ``rows``, H, W] whose pixels ``rows`` holds, with the sides of ``like``."""
+    """The map [N, channels of ``rows``, H, W] whose pixels ``rows`` holds, with the sides of
+    ``like``.
+    """
     images, _, height, width = like.shape
     return rows.view(images, height, width, rows.shape[1]).permute(0, 3, 1, 2)
 
@@ -245,7 +287,7 @@ class _AlignConv(torch.autograd.Function):
             norm = ctx.norm._replace(weight=weight)
             of_state = None if grad_state is None else aligned_row(grad_state)
             factor = matrix if any(wants) and _is_fused_back(x.dtype, *matrix.shape[::-1]) else None
-            results = native.align_conv_total(total, of_state, y, state, mean_rest, norm, factor, *valid)
+            results = native.align_conv_grad_y(total, of_state, y, state, mean_rest, norm, factor, *valid)
             total, of_map, grads[3], grads[4] = results
         with torch.autocast(x.device.type, enabled=False):
             if wants_pointwise:

@@ -1,4 +1,6 @@
-"""The views of a step in one pass: rows gathered from uint8 sources, turned, augmented by drawn parameters, normalised."""
+"""The views of a step in one pass: rows gathered from uint8 sources, turned, augmented by drawn
+parameters, normalised.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, columns: int | None, d
     if tensor.dtype != dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; wanted {dtype}")
     if tensor.dim() != (1 if columns is None else 2) or (columns is not None and tensor.shape[1] != columns):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {'[n]' if columns is None else f'[n, {columns}]'}")
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; wanted {'[n]' if columns is None else f'[n, {columns}]'}"
+        )
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; wanted {device}, where the first source is")
 
@@ -40,7 +44,10 @@ def _check_sources(sources: Sequence[Tensor]) -> None:
         if source.dim() != 4 or source.shape[3] != 3:
             raise ValueError(f"{name} has shape {tuple(source.shape)}; wanted [rows, H, W, 3]")
         if source.shape[1:] != sources[0].shape[1:]:
-            raise ValueError(f"{name} has shape {tuple(source.shape)}; wanted images like those of sources[0], {tuple(sources[0].shape)}")
+            raise ValueError(
+                f"{name} has shape {tuple(source.shape)}; wanted images like those of sources[0],"
+                f" {tuple(sources[0].shape)}"
+            )
         if source.device != sources[0].device:
             raise ValueError(f"{name} is on {source.device}; wanted {sources[0].device}, where the first source is")
     height, width = sources[0].shape[1:3]
@@ -62,21 +69,28 @@ def augment(
     channels: int = 3,
     plain: bool = False,
 ) -> Tensor:
-    """Makes views of images (mose.md section 5): one launch on CUDA, one pass over the views on the CPU.
+    """Makes views of images (mose.md section 5): one launch on CUDA, one pass over the views on the
+    CPU.
 
-    A view shows one row in one of sixteen fixed orientations. If it has a draw, it is then mirrored, cropped and resized (bilinear,
-    reflection at the borders), colour-jittered (before normalisation, or after it as released), normalised and made grey as the draw
-    says; else it is only normalised. Arithmetic is fp32 and rounded once to ``dtype``; autocast does not change that. Nothing is
-    differentiated. Before that rounding, native code is within 1e-5 (1 + |value|) of :func:`mose_fast.reference.augment.augment` in
-    float64. The reference in float32, which serves where there is no native code and with ``plain``, is within
-    max(1e-5, 2**-21 side / std) (1 + |value|), for the longer side and the smallest std: PyTorch rounds the positions at which a crop
-    samples, by a few units in the last place of the side, and from pixel to pixel a normalised value changes by up to 1 / std.
+    A view shows one row in one of sixteen fixed orientations. If it has a draw, it is then
+    mirrored, cropped and resized (bilinear, reflection at the borders), colour-jittered (before
+    normalisation, or after it as released), normalised and made grey as the draw says; else it is
+    only normalised. Arithmetic is fp32 and rounded once to ``dtype``; autocast does not change
+    that. Nothing is differentiated. Before that rounding, native code is within 1e-5 (1 + |value|)
+    of :func:`mose_fast.reference.augment.augment` in float64. The reference in float32, which
+    serves where there is no native code and with ``plain``, is within max(1e-5, 2**-21 side / std)
+    (1 + |value|), for the longer side and the smallest std: PyTorch rounds the positions at which a
+    crop samples, by a few units in the last place of the side, and from pixel to pixel a normalised
+    value changes by up to 1 / std.
 
     Args:
-        sources: 1 to 4 tensors uint8 [rows, H, W, 3] on one device, such as stream buffer and replay memory; H, W up to 1,024.
-        rows: int64 [R], the rows of the step, numbered through all sources, those of the first source first; -1: padding.
+        sources: 1 to 4 tensors uint8 [rows, H, W, 3] on one device, such as stream buffer and
+        replay memory; H, W up to 1,024.
+        rows: int64 [R], the rows of the step, numbered through all sources, those of the first
+        source first; -1: padding.
         layout: int32 [V, 3], what each view shows: position in ``rows``, orientation code (see
-            :func:`mose_fast.reference.augment.orient`), row of ``codes`` and ``factors`` or -1 for a view that is not augmented.
+            :func:`mose_fast.reference.augment.orient`), row of ``codes`` and ``factors`` or -1 for
+            a view that is not augmented.
         codes: int32 [D, 6] from :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`.
         factors: float32 [D, 4] from there.
         mean: Of images in [0, 1], by channel.
@@ -92,8 +106,9 @@ def augment(
     Raises:
         TypeError: A dtype is not the one above.
         ValueError: A shape, a device, an orientation code or ``channels`` does not fit.
-        IndexError: A number in ``rows`` or ``layout`` is out of range. On CUDA, where looking would wait for the card, such a view
-            is all NaN instead, and so is every loss computed from it.
+        IndexError: A number in ``rows`` or ``layout`` is out of range. On CUDA, where looking would
+            wait for the card, such a view is all NaN instead, and so is every loss computed from
+            it.
     """
     _check_sources(sources)
     device = sources[0].device
@@ -102,7 +117,9 @@ def augment(
     _check("codes", codes, torch.int32, 6, device)
     _check("factors", factors, torch.float32, 4, device)
     if len(codes) != len(factors):
-        raise ValueError(f"codes has shape {tuple(codes.shape)} and factors {tuple(factors.shape)}; wanted as many rows in both")
+        raise ValueError(
+            f"codes has shape {tuple(codes.shape)} and factors {tuple(factors.shape)}; wanted as many rows in both"
+        )
     for name, numbers in (("mean", mean), ("std", std)):
         if len(numbers) != 3:
             raise ValueError(f"{name} is {numbers!r}; wanted 3 numbers")

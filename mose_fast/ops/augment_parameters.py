@@ -1,4 +1,6 @@
-"""The random parameters of augmented views, drawn once per image and the same on every device; back ends only apply them."""
+"""The random parameters of augmented views, drawn once per image and the same on every device; back
+ends only apply them.
+"""
 
 from __future__ import annotations
 
@@ -54,30 +56,36 @@ def draw_augment_parameters(
 ) -> tuple[Tensor, Tensor]:
     """Draws one view's parameters for each of ``count`` images of ``height`` x ``width`` pixels.
 
-    Crops: up to ten trials; area uniform in the recipe's share of the image, log aspect ratio uniform in (log 3/4, log 4/3), both
-    sides rounded to pixels; the first trial inside the image counts, else the whole image. Offsets are uniform integers.
+    Crops: up to ten trials; area uniform in the recipe's share of the image, log aspect ratio
+    uniform in (log 3/4, log 4/3), both sides rounded to pixels; the first trial inside the image
+    counts, else the whole image. Offsets are uniform integers.
 
     Args:
         recipe: Probabilities and ranges.
         seed: Of the run, in [0, 2**63).
-        sequence: Number of this draw, in [0, 2**63); the same (seed, sequence) gives the same views.
+        sequence: Number of this draw, in [0, 2**63); the same (seed, sequence) gives the same
+        views.
         count: Views, below 2**32.
         height: Pixels.
         width: Pixels.
         device: Where the parameters are drawn and returned.
-        counter: None, or int64 of one element on ``device``, at least 0: its value is added to ``sequence``, then it is advanced by 1 in
-            place. So a captured CUDA graph draws other views at each replay, the same as calls outside a graph would.
+        counter: None, or int64 of one element on ``device``, at least 0: its value is added to
+            ``sequence``, then it is advanced by 1 in place. So a captured CUDA graph draws other
+            views at each replay, the same as calls outside a graph would.
 
     Returns:
-        codes: int32 [count, 6]: mirror (0 or 1), crop width, crop height, offset x, offset y in pixels, flags (:data:`GRAY`,
-            :data:`JITTER`, :data:`CONTRAST_FIRST`: contrast before hue, saturation and value; without meaning unless jittered).
-            Offsets lie in [width - W, W - width] and alike: twice the distance from the image's centre to the crop's, so that
+        codes: int32 [count, 6]: mirror (0 or 1), crop width, crop height, offset x, offset y in
+            pixels, flags (:data:`GRAY`, :data:`JITTER`, :data:`CONTRAST_FIRST`: contrast before
+            hue, saturation and value; without meaning unless jittered). Offsets lie in [width - W,
+            W - width] and alike: twice the distance from the image's centre to the crop's, so that
             offset / W is the centre in half image sizes.
-        factors: float32 [count, 4]: hue (units of the released code), saturation, value, contrast; 0, 1, 1, 1 where not jittered.
+        factors: float32 [count, 4]: hue (units of the released code), saturation, value, contrast;
+            0, 1, 1, 1 where not jittered.
 
     Raises:
         TypeError: ``counter`` is not int64.
-        ValueError: A number or a field of the recipe is outside its range; ``counter`` has another shape or device.
+        ValueError: A number or a field of the recipe is outside its range; ``counter`` has another
+            shape or device.
     """
     _check_recipe(recipe)
     _check("seed", seed, 0, _BELOW)
@@ -89,7 +97,16 @@ def draw_augment_parameters(
     if counter is not None:
         _check_counter(counter, device)
         device = counter.device
-    arguments = ([float(x) for x in dataclasses.astuple(recipe)], seed, sequence, count, height, width, str(device), counter)
+    arguments = (
+        [float(x) for x in dataclasses.astuple(recipe)],
+        seed,
+        sequence,
+        count,
+        height,
+        width,
+        str(device),
+        counter,
+    )
     if not _loader.serves(torch.empty(0, device=device)):
         first = sequence if counter is None else sequence + counter
         drawn = reference.draw_augment_parameters(recipe, seed, first, count, height, width, device)

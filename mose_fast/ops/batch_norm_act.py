@@ -1,8 +1,11 @@
-"""Batch norm with what surrounds it in a residual network: an add and a ReLU behind, the norm and ReLU of another layer before.
+"""Batch norm with what surrounds it in a residual network: an add and a ReLU behind, the norm and
+ReLU of another layer before.
 
-The statistics and everything else are computed in float32 (float64 for float64 maps), whatever autocast says. On a card kernels serve
-maps of float32, bfloat16 and float16 with a multiple of 8 channels, in channels_last memory (others are copied into it); everything else,
-the CPU and torch.compile get PyTorch's operations. The kernels' sums have a fixed order, so that two runs agree bit for bit.
+The statistics and everything else are computed in float32 (float64 for float64 maps), whatever
+autocast says. On a card kernels serve maps of float32, bfloat16 and float16 with a multiple of 8
+channels, in channels_last memory (others are copied into it); everything else, the CPU and
+torch.compile get PyTorch's operations. The kernels' sums have a fixed order, so that two runs agree
+bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
     for part in ("weight", "bias", "running_mean", "running_var"):
         vector = getattr(norm, part)
         if vector is not None and tuple(vector.shape) != (x.shape[1],):
-            raise ValueError(f"{name}.{part} has shape {tuple(vector.shape)}; wanted ({x.shape[1]},), the map's channels")
+            raise ValueError(
+                f"{name}.{part} has shape {tuple(vector.shape)}; wanted ({x.shape[1]},), the map's channels"
+            )
         if vector is not None and vector.device != x.device:
             raise ValueError(f"{name}.{part} is on {vector.device}; wanted {x.device}, where the map is")
     if not norm.training and (norm.running_mean is None or norm.running_var is None):
@@ -52,10 +57,14 @@ def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
 def _check_rows(valid_rows: int | Tensor | None, x: Tensor) -> None:
     if isinstance(valid_rows, Tensor):
         if valid_rows.dtype != torch.int32 or valid_rows.dim() != 0:
-            raise TypeError(f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted None, an int or an int32 scalar")
+            raise TypeError(
+                f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted None, an int or an int32 scalar"
+            )
         if valid_rows.device != x.device:
             raise ValueError(f"valid_rows is on {valid_rows.device}; wanted {x.device}, where x is")
-    elif valid_rows is not None and (isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= len(x)):
+    elif valid_rows is not None and (
+        isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= len(x)
+    ):
         raise ValueError(f"valid_rows is {valid_rows!r}; wanted 0 to {len(x)}, the images of x")
 
 
@@ -86,7 +95,9 @@ def _serves(x: Tensor, *norms: Norm) -> bool:
 
 def _input_map(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.is_contiguous(memory_format=torch.channels_last):
-        say_once("a map is copied into channels_last memory at every call; keep the network and its input in channels_last")
+        say_once(
+            "a map is copied into channels_last memory at every call; keep the network and its input in channels_last"
+        )
     return aligned(x.to(dtype))
 
 
@@ -111,20 +122,25 @@ def batch_norm_act(
     consumers: int = 1,
     valid_rows: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """y = relu(norm(x') + r), with batch norm as Ioffe and Szegedy 2015 define it (running statistics as PyTorch's).
+    """y = relu(norm(x') + r), with batch norm as Ioffe and Szegedy 2015 define it (running
+    statistics as PyTorch's).
 
     Args:
         x: [N, C, H, W], float32, bfloat16 or float16; float64 is computed by the reference.
         norm: Parameters and running statistics; in training the latter are updated in place.
         relu: Without, y = norm(x') + r.
         residual: r, of the shape of ``x``; another dtype is cast to that of ``x``.
-        residual_norm: r is this norm of ``residual``: the two norms of a block that changes the shape, in one pass.
-        prologue: The state [4, C], float32, of the norm of the layer before: x' = relu(scale (x - mean) + shift) instead of x,
-            computed while ``x`` is read and never rounded to its dtype. Not together with ``residual``.
-        consumers: How many results are wanted, 1 to 8. They are the same values in the same memory; autograd sends each its own
-            gradient, and the backward pass adds them up while it loads them. Do not change one in place.
-        valid_rows: Images from this one on are padding: never read, never counted, zero in the result and in every gradient. None: there
-            is none. An int32 scalar on the device of ``x`` is read by the kernel alone, at each call (and replay), cut to [0, N].
+        residual_norm: r is this norm of ``residual``: the two norms of a block that changes the
+        shape, in one pass.
+        prologue: The state [4, C], float32, of the norm of the layer before: x' = relu(scale (x -
+            mean) + shift) instead of x, computed while ``x`` is read and never rounded to its
+            dtype. Not together with ``residual``.
+        consumers: How many results are wanted, 1 to 8. They are the same values in the same memory;
+            autograd sends each its own gradient, and the backward pass adds them up while it loads
+            them. Do not change one in place.
+        valid_rows: Images from this one on are padding: never read, never counted, zero in the
+            result and in every gradient. None: there is none. An int32 scalar on the device of
+            ``x`` is read by the kernel alone, at each call (and replay), cut to [0, N].
 
     Returns:
         y, of the shape and dtype of ``x``; a tuple of them if ``consumers`` is not 1.
@@ -141,7 +157,8 @@ def batch_norm_act(
         _check_map("residual", residual)
         if residual.shape != x.shape or residual.device != x.device:
             raise ValueError(
-                f"residual has shape {tuple(residual.shape)} on {residual.device}; wanted {tuple(x.shape)} on {x.device}, as x has"
+                f"residual has shape {tuple(residual.shape)} on {residual.device}; wanted {tuple(x.shape)} on"
+                f" {x.device}, as x has"
             )
     if residual_norm is not None:
         if residual is None:
@@ -154,7 +171,8 @@ def batch_norm_act(
             raise TypeError(f"prologue is {getattr(prologue, 'dtype', prologue)}; wanted a state of {wide}")
         if tuple(prologue.shape) != (4, x.shape[1]) or prologue.device != x.device:
             raise ValueError(
-                f"prologue has shape {tuple(prologue.shape)} on {prologue.device}; wanted (4, {x.shape[1]}) on {x.device}"
+                f"prologue has shape {tuple(prologue.shape)} on {prologue.device}; wanted (4, {x.shape[1]}) on"
+                f" {x.device}"
             )
         if residual is not None:
             raise ValueError("prologue and residual are both given; wanted at most one of them")
@@ -184,7 +202,8 @@ def batch_norm_act(
 
 
 def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) -> Tensor:
-    """The statistics' half alone: the state that :func:`batch_norm_act` and the alignment ops take as a prologue.
+    """The statistics' half alone: the state that :func:`batch_norm_act` and the alignment ops take
+    as a prologue.
 
     Args:
         x: [N, C, H, W], float32, bfloat16 or float16; float64 is computed by the reference.
@@ -192,7 +211,8 @@ def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
         valid_rows: As in :func:`batch_norm_act`.
 
     Returns:
-        float32 (float64) [4, C]: mean, inverse deviation, scale (weight x inverse deviation), shift (bias). Differentiable.
+        float32 (float64) [4, C]: mean, inverse deviation, scale (weight x inverse deviation), shift
+        (bias). Differentiable.
 
     Raises:
         TypeError: A dtype does not fit.
@@ -237,10 +257,18 @@ class _BatchNormAct(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            x, weight, None if residual_norm is None else residual, second_weight, prologue, valid_tensor, mask if relu else None, states
+            x,
+            weight,
+            None if residual_norm is None else residual,
+            second_weight,
+            prologue,
+            valid_tensor,
+            mask if relu else None,
+            states,
         )
         ctx.norms, ctx.valid = (_for_backward(norm), _for_backward(residual_norm)), valid
-        # Results of their own, so that each receives its own gradient; not views, which autograd would tie to one another.
+        # Results of their own, so that each receives its own gradient; not views, which autograd
+        # would tie to one another.
         return (y, *(y.detach() for _ in range(consumers - 1)))
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""Counter-based random numbers for methods: functions of their arguments alone, so that resumed runs and other devices draw the same."""
+"""Counter-based random numbers for methods: functions of their arguments alone, so that resumed
+runs and other devices draw the same.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ def random_words(
         lane: Further words for the same items and purpose.
 
     Returns:
-        Four int64 tensors [count] with values in [0, 2**32); :func:`unit` and :func:`uniform_below32` make use of them.
+        Four int64 tensors [count] with values in [0, 2**32); :func:`unit` and
+        :func:`uniform_below32` make use of them.
     """
     items = torch.arange(count, device=device)
     return philox(torch.full_like(items, seed), torch.full_like(items, sequence), items, purpose, lane)
 
 
 def permutation(seed: int, sequence: int, count: int, purpose: Purpose, device: torch.device | str = "cpu") -> Tensor:
-    """A uniform random order of ``count`` things, int64 [count]; arguments as for :func:`random_words`."""
+    """A uniform random order of ``count`` things, int64 [count]; arguments as for
+    :func:`random_words`.
+    """
     high, low, *_ = random_words(seed, sequence, count, purpose, device)
     return torch.argsort((high << 31) | (low >> 1), stable=True)

@@ -1,8 +1,10 @@
-"""The losses of one step, all experts at once, and the same code's single losses for use without MOSE.
+"""The losses of one step, all experts at once, and the same code's single losses for use without
+MOSE.
 
-Native code serves float32, bfloat16 and float16, each input in its own type, and float64 on the CPU; everything is computed in float32
-(float64 if any input is), and each gradient comes in its input's type. Autocast changes nothing: there is nothing in here that may
-run in a lower precision. The sums have a fixed order, so that two runs agree bit for bit.
+Native code serves float32, bfloat16 and float16, each input in its own type, and float64 on the
+CPU; everything is computed in float32 (float64 if any input is), and each gradient comes in its
+input's type. Autocast changes nothing: there is nothing in here that may run in a lower precision.
+The sums have a fixed order, so that two runs agree bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 from mose_fast import _loader
 from mose_fast.reference import expert_losses as reference
 
-__all__ = ["expert_losses", "masked_cross_entropy", "self_distillation", "supcon_loss"]
+__all__ = ["contrastive_loss", "expert_losses", "masked_cross_entropy", "self_distillation"]
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DISTILLATIONS = ("off", "rsd", "sd")
@@ -30,7 +32,9 @@ def _check_floats(name: str, tensor: Tensor, wanted: str, sizes: tuple[int | Non
         raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32, float64, bfloat16 or float16")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; wanted torch.strided")
-    if tensor.dim() != len(sizes) or any(size is not None and size != given for size, given in zip(sizes, tensor.shape, strict=True)):
+    if tensor.dim() != len(sizes) or any(
+        size is not None and size != given for size, given in zip(sizes, tensor.shape, strict=True)
+    ):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {wanted}")
 
 
@@ -97,7 +101,9 @@ def _check_classes(labels: Tensor, new_rows: int, mask: Tensor | None, classes: 
 
 
 def _serves(*tensors: Tensor) -> bool:
-    return _loader.serves(*tensors) and (not _loader.on_card(*tensors) or all(t.dtype != torch.float64 for t in tensors))
+    return _loader.serves(*tensors) and (
+        not _loader.on_card(*tensors) or all(t.dtype != torch.float64 for t in tensors)
+    )
 
 
 def expert_losses(
@@ -111,59 +117,80 @@ def expert_losses(
     *,
     valid_rows: int | Tensor | None = None,
     temperature: float = 0.07,
-    ce_buffer_weight: float = 2.0,
-    ce: str = "all",
-    scl: str = "all",
-    distil: str = "rsd",
+    buffer_weight: float = 2.0,
+    cross_entropy: str = "all",
+    contrastive: str = "all",
+    distillation: str = "rsd",
     rsd_reduction: str = "frobenius",
     student_index: int | None = None,
 ) -> Tensor:
-    """All losses of one step (paper eq. for L_MOSE; mose.md section 5): a row per expert; training minimises their sum.
+    """All losses of one step (paper eq. for L_MOSE; mose.md section 5): a row per expert; training
+    minimises their sum.
 
-    The terms are a supervised contrastive loss over all rows, a cross-entropy over the current classes for the new rows plus a weighted
-    one over all classes for the others, and the distance between the student's and the expert's features on the unit sphere.
+    The terms are a supervised contrastive loss over all rows, a cross-entropy over the current
+    classes for the new rows plus a weighted one over all classes for the others, and the distance
+    between the student's and the expert's features on the unit sphere.
     mose_fast/reference/expert_losses.py holds the formulas.
 
-    On the CPU a wrong label is an error. On CUDA nothing can be raised without waiting for the card: a label that is no class, or a
-    new row's label outside ``current_classes``, makes its experts' cross-entropy NaN. The term is the flag: whoever next reads the
-    terms (and so waits) sees it, and no earlier call does.
+    On the CPU a wrong label is an error. On CUDA nothing can be raised without waiting for the
+    card: a label that is no class, or a new row's label outside ``current_classes``, makes its
+    experts' cross-entropy NaN. The term is the flag: whoever next reads the terms (and so waits)
+    sees it, and no earlier call does.
 
     Args:
         projections: [E, N, P], not normalised.
         logits: [E, N, K].
-        features: [E, N, D], the aligned features a_i: teachers without gradient under ``rsd``, students under ``sd``.
-        student: [N, D]: for ``rsd`` u(a_s); for ``sd`` the same map u of the detached a_s, which then is the teacher.
+        features: [E, N, D], the aligned features a_i: teachers without gradient under ``rsd``,
+        students under ``sd``.
+        student: [N, D]: for ``rsd`` u(a_s); for ``sd`` the same map u of the detached a_s, which
+        then is the teacher.
         labels: int64 [N]; below K where there is a cross-entropy.
-        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set. An int, or an int32 scalar tensor beside the
-            other inputs, whose value a captured graph reads anew at each replay.
-        current_classes: bool [K], the current task's classes, over which the new rows' softmax runs. None: one cross-entropy over all
-            rows and all classes with weight 1.
-        valid_rows: Rows from this one on are padding: they get zero gradient and count nowhere, whatever they and their labels hold.
-            None: every row is valid. An int or an int32 scalar, as ``new_rows``; on CUDA a scalar's value is cut to [0, N].
+        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set. An int, or
+            an int32 scalar tensor beside the other inputs, whose value a captured graph reads anew
+            at each replay.
+        current_classes: bool [K], the current task's classes, over which the new rows' softmax
+            runs. None: one cross-entropy over all rows and all classes with weight 1.
+        valid_rows: Rows from this one on are padding: they get zero gradient and count nowhere,
+            whatever they and their labels hold. None: every row is valid. An int or an int32
+            scalar, as ``new_rows``; on CUDA a scalar's value is cut to [0, N].
         temperature: Of the contrastive loss.
-        ce_buffer_weight: Weight of the buffer rows' cross-entropy.
-        ce: Experts with cross-entropy: ``off``, ``last`` or ``all``.
-        scl: Experts with the contrastive loss, alike.
-        distil: ``rsd`` | ``sd`` | ``off``.
-        rsd_reduction: ``frobenius``: one norm over all rows (released code); ``mean_of_norms``: mean of the rows' norms (paper).
-        student_index: Position s of the student, from 0; None: the last. Its own distillation term is 0.
+        buffer_weight: Weight of the buffer rows' cross-entropy.
+        cross_entropy: Experts with cross-entropy: ``off``, ``last`` or ``all``.
+        contrastive: Experts with the contrastive loss, alike.
+        distillation: ``rsd`` | ``sd`` | ``off``.
+        rsd_reduction: ``frobenius``: one norm over all rows (released code); ``mean_of_norms``:
+        mean of the rows' norms (paper).
+        student_index: Position s of the student, from 0; None: the last. Its own distillation term
+            is 0.
 
     Returns:
-        [E, 3] (contrastive, cross-entropy weighted, distillation), float32 (float64 if any input is); terms that are switched off
-        are 0. It can be differentiated once. Anchors without a positive, rows of norm 0 and rows at distance 0 get zero gradient
-        from the term concerned.
+        [E, 3] (contrastive, cross-entropy weighted, distillation), float32 (float64 if any input
+        is); terms that are switched off are 0. It can be differentiated once. Anchors without a
+        positive, rows of norm 0 and rows at distance 0 get zero gradient from the term concerned.
 
     Raises:
         TypeError: A dtype or layout is not one of the above.
         ValueError: A shape, device, number or (on the CPU) label does not fit.
         RuntimeError: The result is differentiated twice.
     """
-    _check_floats("projections", projections, "[experts, rows, projection size] with at least one expert", (None, None, None))
+    _check_floats(
+        "projections", projections, "[experts, rows, projection size] with at least one expert", (None, None, None)
+    )
     experts, rows, _ = projections.shape
     if experts < 1:
         raise ValueError(f"projections has shape {tuple(projections.shape)}; wanted at least one expert")
-    _check_floats("logits", logits, f"({experts}, {rows}, classes), as projections {tuple(projections.shape)}", (experts, rows, None))
-    _check_floats("features", features, f"({experts}, {rows}, size), as projections {tuple(projections.shape)}", (experts, rows, None))
+    _check_floats(
+        "logits",
+        logits,
+        f"({experts}, {rows}, classes), as projections {tuple(projections.shape)}",
+        (experts, rows, None),
+    )
+    _check_floats(
+        "features",
+        features,
+        f"({experts}, {rows}, size), as projections {tuple(projections.shape)}",
+        (experts, rows, None),
+    )
     size = features.shape[2]
     _check_floats("student", student, f"({rows}, {size}), as features {tuple(features.shape)}", (rows, size))
     device = projections.device
@@ -175,9 +202,9 @@ def expert_losses(
         _check_count("valid_rows", valid_rows, rows, device)
     _check_count("new_rows", new_rows, valid_rows if isinstance(valid_rows, int) else rows, device)
     _check_temperature(temperature)
-    _check_choice("ce", ce, _WHICH)
-    _check_choice("scl", scl, _WHICH)
-    _check_choice("distil", distil, _DISTILLATIONS)
+    _check_choice("cross_entropy", cross_entropy, _WHICH)
+    _check_choice("contrastive", contrastive, _WHICH)
+    _check_choice("distillation", distillation, _DISTILLATIONS)
     _check_choice("rsd_reduction", rsd_reduction, _REDUCTIONS)
     if student_index is None:
         student_index = experts - 1
@@ -185,27 +212,54 @@ def expert_losses(
         raise ValueError(f"student_index is {student_index!r}; wanted 0 to {experts - 1} or None")
 
     if not _serves(projections, logits, features, student):
-        if device.type == "cpu" and ce != "off" and not torch.compiler.is_compiling():
+        if device.type == "cpu" and cross_entropy != "off" and not torch.compiler.is_compiling():
             valid = rows if valid_rows is None else int(valid_rows)
             _check_classes(labels[:valid], int(new_rows), current_classes, logits.shape[2])
         with torch.autocast(device.type, enabled=False):
             return reference.expert_losses(
-                projections, logits, features, student, labels, new_rows, current_classes, valid_rows=valid_rows, temperature=temperature,
-                ce_buffer_weight=ce_buffer_weight, ce=ce, scl=scl, distil=distil, rsd_reduction=rsd_reduction, student_index=student_index,
-            )  # fmt: skip
+                projections,
+                logits,
+                features,
+                student,
+                labels,
+                new_rows,
+                current_classes,
+                valid_rows=valid_rows,
+                temperature=temperature,
+                buffer_weight=buffer_weight,
+                cross_entropy=cross_entropy,
+                contrastive=contrastive,
+                distillation=distillation,
+                rsd_reduction=rsd_reduction,
+                student_index=student_index,
+            )
     first = {"all": 0, "last": experts - 1, "off": experts}
     return _native(
-        projections, logits, features, student, labels, current_classes,
-        new_rows=new_rows, valid_rows=valid_rows, temperature=temperature, ce_buffer_weight=ce_buffer_weight, first_scl=first[scl],
-        first_ce=first[ce], distil=distil, reduction=rsd_reduction, student_index=student_index,
-    )  # fmt: skip
+        projections,
+        logits,
+        features,
+        student,
+        labels,
+        current_classes,
+        new_rows=new_rows,
+        valid_rows=valid_rows,
+        temperature=temperature,
+        buffer_weight=buffer_weight,
+        first_contrastive=first[contrastive],
+        first_cross_entropy=first[cross_entropy],
+        distillation=distillation,
+        reduction=rsd_reduction,
+        student_index=student_index,
+    )
 
 
-def supcon_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Supervised contrastive loss over one batch of views (Khosla et al. 2020, L_out), for use without MOSE too.
+def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Supervised contrastive loss over one batch of views (Khosla et al. 2020, L_out), for use
+    without MOSE too.
 
-    The mean over the anchors that have a positive; an anchor's loss is the mean over its positives p, the other rows of its label, of
-    -log of p's share in the softmax over the cosine similarities / temperature to all other rows. 0 without any positive.
+    The mean over the anchors that have a positive; an anchor's loss is the mean over its positives
+    p, the other rows of its label, of -log of p's share in the softmax over the cosine similarities
+    / temperature to all other rows. 0 without any positive.
 
     Args:
         features: [N, P], not normalised.
@@ -224,21 +278,26 @@ def supcon_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
     _check_temperature(temperature)
     if not _serves(features):
         with torch.autocast(features.device.type, enabled=False):
-            return reference.supcon_loss(features, labels, temperature)
+            return reference.contrastive_loss(features, labels, temperature)
     nothing = features.detach()[None, :, :0]
-    return _native(features[None], nothing, nothing, nothing[0], labels, None, temperature=temperature, first_scl=0)[0, 0]
+    return _native(
+        features[None], nothing, nothing, nothing[0], labels, None, temperature=temperature, first_contrastive=0
+    )[0, 0]
 
 
 def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy with the softmax over the classes of a mask (paper eq. for L_ce,new), for use without MOSE too.
+    """Mean cross-entropy with the softmax over the classes of a mask (paper eq. for L_ce,new), for
+    use without MOSE too.
 
     Args:
         logits: [N, K].
-        labels: int64 [N], inside the mask. On CUDA a label that is not makes the loss NaN; on the CPU it is an error.
+        labels: int64 [N], inside the mask. On CUDA a label that is not makes the loss NaN; on the
+        CPU it is an error.
         classes: bool [K] on the logits' device; None: all classes.
 
     Returns:
-        A scalar, float32 (float64 for float64 logits); 0 with zero gradient for N = 0; native code serves it differentiated once.
+        A scalar, float32 (float64 for float64 logits); 0 with zero gradient for N = 0; native code
+        serves it differentiated once.
 
     Raises:
         TypeError: A dtype or layout does not fit.
@@ -254,7 +313,9 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None 
         with torch.autocast(logits.device.type, enabled=False):
             return reference.masked_cross_entropy(logits, labels, classes)
     nothing = logits.detach()[None, :, :0]
-    return _native(nothing, logits[None], nothing, nothing[0], labels, classes, new_rows=rows, first_ce=0)[0, 1]
+    return _native(nothing, logits[None], nothing, nothing[0], labels, classes, new_rows=rows, first_cross_entropy=0)[
+        0, 1
+    ]
 
 
 def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
@@ -263,11 +324,12 @@ def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tenso
     Args:
         student: [N, D].
         teacher: [N, D]. Neither side is detached here.
-        reduction: ``frobenius``: the norm of the whole difference (released code); ``mean_of_norms``: the mean of the rows' norms
-            (paper).
+        reduction: ``frobenius``: the norm of the whole difference (released code);
+            ``mean_of_norms``: the mean of the rows' norms (paper).
 
     Returns:
-        A scalar, float32 (float64 if an input is); at distance 0 its gradient is 0; native code serves it differentiated once.
+        A scalar, float32 (float64 if an input is); at distance 0 its gradient is 0; native code
+        serves it differentiated once.
 
     Raises:
         TypeError: A dtype or layout does not fit.
@@ -283,7 +345,9 @@ def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tenso
     nothing = student.detach()[None, :, :0]
     labels = torch.empty(len(student), dtype=torch.int64, device=student.device)  # read by the other two terms only
     # The one expert is not the student, and sd sends gradient to both sides.
-    return _native(nothing, nothing, teacher[None], student, labels, None, distil="sd", reduction=reduction, student_index=1)[0, 2]
+    return _native(
+        nothing, nothing, teacher[None], student, labels, None, distillation="sd", reduction=reduction, student_index=1
+    )[0, 2]
 
 
 def _native(
@@ -291,14 +355,16 @@ def _native(
     new_rows: int | Tensor = 0,
     valid_rows: int | Tensor | None = None,
     temperature: float = 1.0,
-    ce_buffer_weight: float = 1.0,
-    first_scl: int = 1,
-    first_ce: int = 1,
-    distil: str = "off",
+    buffer_weight: float = 1.0,
+    first_contrastive: int = 1,
+    first_cross_entropy: int = 1,
+    distillation: str = "off",
     reduction: str = "frobenius",
     student_index: int = 0,
 ) -> Tensor:
-    """Calls the library with ``tensors`` = projections, logits, features, student, labels, current_classes; see the schema."""
+    """Calls the library with ``tensors`` = projections, logits, features, student, labels,
+    current_classes; see the schema.
+    """
     arguments = (
         *tensors,
         0 if isinstance(new_rows, Tensor) else new_rows,
@@ -306,10 +372,10 @@ def _native(
         new_rows if isinstance(new_rows, Tensor) else None,
         valid_rows if isinstance(valid_rows, Tensor) else None,
         float(temperature),
-        float(ce_buffer_weight),
-        first_scl,
-        first_ce,
-        _DISTILLATIONS.index(distil),
+        float(buffer_weight),
+        first_contrastive,
+        first_cross_entropy,
+        _DISTILLATIONS.index(distillation),
         _REDUCTIONS.index(reduction),
         student_index,
     )
@@ -384,12 +450,29 @@ def _backward_of_op(ctx: Any, grad: Tensor, *_: Any) -> tuple:
 if _loader.native is not None:
 
     @torch.library.register_fake("mose_fast::expert_losses")
-    def _fake(projections, logits, features, student, labels, current_classes, new_rows, valid_rows, new_rows_tensor, valid_rows_tensor,
-              temperature, ce_buffer_weight, first_scl, first_ce, distil, reduction, student_index):  # fmt: skip
+    def _fake(
+        projections,
+        logits,
+        features,
+        student,
+        labels,
+        current_classes,
+        new_rows,
+        valid_rows,
+        new_rows_tensor,
+        valid_rows_tensor,
+        temperature,
+        buffer_weight,
+        first_contrastive,
+        first_cross_entropy,
+        distillation,
+        reduction,
+        student_index,
+    ):
         experts, rows, _ = projections.shape
         is_double = any(t.dtype == torch.float64 for t in (projections, logits, features, student))
         options = {"dtype": torch.float64 if is_double else torch.float32, "device": labels.device}
-        side = (0, 0, 0) if _loader.on_card(labels) or first_scl >= experts else (experts, rows, rows)
+        side = (0, 0, 0) if _loader.on_card(labels) or first_contrastive >= experts else (experts, rows, rows)
         return (
             torch.empty(experts, 3, **options),
             torch.empty((11 * experts + 1) * rows + 2 * experts, **options),  # ExpertStatistics::size() of csrc/core
@@ -397,12 +480,34 @@ if _loader.native is not None:
         )
 
     @torch.library.register_fake("mose_fast::expert_losses_backward")
-    def _fake_backward(grad, statistics, similarity, wanted, projections, logits, features, student, labels, current_classes, new_rows,
-                       valid_rows, new_rows_tensor, valid_rows_tensor, temperature, ce_buffer_weight, first_scl, first_ce, distil,
-                       reduction, student_index):  # fmt: skip
+    def _fake_backward(
+        grad,
+        statistics,
+        similarity,
+        wanted,
+        projections,
+        logits,
+        features,
+        student,
+        labels,
+        current_classes,
+        new_rows,
+        valid_rows,
+        new_rows_tensor,
+        valid_rows_tensor,
+        temperature,
+        buffer_weight,
+        first_contrastive,
+        first_cross_entropy,
+        distillation,
+        reduction,
+        student_index,
+    ):
         shapes = [x.shape if w else (0,) for x, w in zip((projections, logits, features, student), wanted, strict=True)]
         inputs = (projections, logits, features, student)
-        return tuple(torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, inputs, strict=True))
+        return tuple(
+            torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, inputs, strict=True)
+        )
 
     torch.library.register_autograd("mose_fast::expert_losses", _backward_of_op, setup_context=_set_up)
     torch.library.register_autograd("mose_fast::expert_losses_backward", _refuse)

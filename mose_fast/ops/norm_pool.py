@@ -1,7 +1,8 @@
 """A norm, its ReLU and the global average pool in one pass: the normalised map is never written.
 
-Native code serves float32, bfloat16 and float16; it computes in float32 and rounds once. Autocast changes nothing. Sums have a fixed
-order, so that two runs agree bit for bit. float64, and everything where no library was built, is the reference's.
+Native code serves float32, bfloat16 and float16; it computes in float32 and rounds once. Autocast
+changes nothing. Sums have a fixed order, so that two runs agree bit for bit. float64, and
+everything where no library was built, is the reference's.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
-    """The mean over the pixels of relu(scale (x - mean) + shift): last norm, ReLU and pool of the network (paper section 4.1).
+    """The mean over the pixels of relu(scale (x - mean) + shift): last norm, ReLU and pool of the
+    network (paper section 4.1).
 
     Args:
-        x: [N, C, H, W], best in channels_last memory; other memory is copied first, which is said once.
-        state: float32 [4, C] (float64 beside float64), rows mean, inverse deviation, scale and shift, as
-            :func:`mose_fast.reference.batch_norm.norm_state` gives them. Its gradient flows; the inverse deviation's is 0.
-            None: the mean of ``x`` itself.
-        valid_rows: Images from this one on are padding: zero in the result and in every gradient, never read. An int, or an int32
-            scalar on the device of ``x``, read there at each call (and replay), cut to [0, N]. None: every image is valid.
+        x: [N, C, H, W], best in channels_last memory; other memory is copied first, which is said
+        once.
+        state: float32 [4, C] (float64 beside float64), rows mean, inverse deviation, scale and
+            shift, as :func:`mose_fast.reference.batch_norm.norm_state` gives them. Its gradient
+            flows; the inverse deviation's is 0. None: the mean of ``x`` itself.
+        valid_rows: Images from this one on are padding: zero in the result and in every gradient,
+            never read. An int, or an int32 scalar on the device of ``x``, read there at each call
+            (and replay), cut to [0, N]. None: every image is valid.
 
     Returns:
         [N, C] in the dtype of ``x``; native code serves it differentiated once.
@@ -54,16 +58,23 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
         _check_device("state", state, x)
     if isinstance(valid_rows, Tensor):
         if valid_rows.dtype != torch.int32 or valid_rows.dim() != 0:
-            raise TypeError(f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted an int or an int32 scalar")
+            raise TypeError(
+                f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted an int or an int32 scalar"
+            )
         _check_device("valid_rows", valid_rows, x)
-    elif valid_rows is not None and (isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= len(x)):
+    elif valid_rows is not None and (
+        isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= len(x)
+    ):
         raise ValueError(f"valid_rows is {valid_rows!r}; wanted 0 to {len(x)}")
 
     if x.dtype == torch.float64 or not _loader.serves(x):
         with torch.autocast(x.device.type, enabled=False):
             return reference.norm_pool(x, state, valid_rows)
     if x.numel() > 0 and not x.is_contiguous(memory_format=torch.channels_last):
-        say_once("a map is copied into channels_last memory at every call; keep the network and its input in channels_last", stacklevel=3)
+        say_once(
+            "a map is copied into channels_last memory at every call; keep the network and its input in channels_last",
+            stacklevel=3,
+        )
     return _NormPool.apply(x, state, valid_rows)
 
 
@@ -94,4 +105,6 @@ class _NormPool(torch.autograd.Function):
             shape, dtype, device = ctx.plain
             x = torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
             state = counts = sums = None
-        return *_loader.native.norm_pool_backward(grad, x, state, counts, sums, *ctx.rows, *ctx.needs_input_grad[:2]), None
+        return *_loader.native.norm_pool_backward(
+            grad, x, state, counts, sums, *ctx.rows, *ctx.needs_input_grad[:2]
+        ), None

@@ -1,7 +1,8 @@
-"""Template op: an identity that copies. It does nothing useful; docs/adding_an_op.md walks through it.
+"""Template op: an identity that copies. It does nothing useful; docs/adding_an_op.md walks through
+it.
 
-``mose_fast/ops/<stem>.py`` is the public face of a native op: it checks what the user gave, picks the native code or the
-reference, and makes the op known to autograd and to ``torch.compile``.
+``mose_fast/ops/<stem>.py`` is the public face of a native op: it checks what the user gave, picks
+the native code or the reference, and makes the op known to autograd and to ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def null(x: torch.Tensor) -> torch.Tensor:
         x: Any shape, dtype, layout of strides and device; it is not changed.
 
     Returns:
-        A new contiguous tensor with the shape, dtype, device and values of ``x``; its gradient is the gradient of ``x``.
+        A new contiguous tensor with the shape, dtype, device and values of ``x``; its gradient is
+        the gradient of ``x``.
 
     Raises:
         TypeError: ``x`` is not a tensor.

@@ -1,7 +1,8 @@
 """The replay memory's two operations: offer a batch (Algorithm R) and draw replay rows.
 
-Both are decided by counter-based randomness, so that CPU, CUDA and the reference make identical decisions bit for bit. The state is
-int64[3] = {seed, counter, n_seen} and lives where the memory lives; a memory of M slots has filled the first min(n_seen, M).
+Both are decided by counter-based randomness, so that CPU, CUDA and the reference make identical
+decisions bit for bit. The state is int64[3] = {seed, counter, n_seen} and lives where the memory
+lives; a memory of M slots has filled the first min(n_seen, M).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 def _check_slots(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     _check(name, tensor, dtype, shape, device)
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}; wanted contiguous memory, since it is changed in place")
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}; wanted contiguous memory, since it is changed in place"
+        )
 
 
 def _check_int(name: str, value: int, low: int | None = None) -> None:
@@ -42,12 +45,21 @@ def _check_int(name: str, value: int, low: int | None = None) -> None:
 
 
 def insert(
-    images: Tensor, labels: Tensor, tasks: Tensor, indices: Tensor, state: Tensor, x: Tensor, y: Tensor, task: int, index: Tensor
+    images: Tensor,
+    labels: Tensor,
+    tasks: Tensor,
+    indices: Tensor,
+    state: Tensor,
+    x: Tensor,
+    y: Tensor,
+    task: int,
+    index: Tensor,
 ) -> Tensor:
     """Offers a batch of the stream to the memory, item by item, by Algorithm R (Vitter 1985).
 
-    The item at position t of the stream, counted from 0, goes to slot t while t < M; later it replaces a uniformly drawn slot with
-    probability M / (t + 1), else it is rejected. Of two items of one batch in one slot the later one stays.
+    The item at position t of the stream, counted from 0, goes to slot t while t < M; later it
+    replaces a uniformly drawn slot with probability M / (t + 1), else it is rejected. Of two items
+    of one batch in one slot the later one stays.
 
     Args:
         images: uint8 [M, H, W, 3], changed in place, as are the next four.
@@ -61,15 +73,19 @@ def insert(
         index: int64 [B].
 
     Returns:
-        int64 [B]: the slot where each item lies after the call, -1 if it was rejected or overwritten by a later item of the batch.
+        int64 [B]: the slot where each item lies after the call, -1 if it was rejected or
+        overwritten by a later item of the batch.
 
     Raises:
         TypeError: A dtype is not the one above.
-        ValueError: A shape, a device or ``task`` does not fit, or a memory tensor is not contiguous.
+        ValueError: A shape, a device or ``task`` does not fit, or a memory tensor is not
+            contiguous.
     """
     _check_slots("state", state, torch.int64, (3,), state.device if isinstance(state, Tensor) else torch.device("cpu"))
     if not isinstance(images, Tensor) or images.dim() != 4 or len(images) < 1:
-        raise ValueError(f"images has shape {tuple(getattr(images, 'shape', ()))}; wanted [slots, H, W, 3] with at least one slot")
+        raise ValueError(
+            f"images has shape {tuple(getattr(images, 'shape', ()))}; wanted [slots, H, W, 3] with at least one slot"
+        )
     capacity, *image = images.shape
     if not isinstance(x, Tensor) or x.dim() != 4:
         raise ValueError(f"x has shape {tuple(getattr(x, 'shape', ()))}; wanted [images, {', '.join(map(str, image))}]")
@@ -92,7 +108,8 @@ def insert(
 def draw(tasks: Tensor, state: Tensor, k: int, filter: SlotFilter, task: int) -> Tensor:
     """Draws filled slots uniformly without replacement, in random order.
 
-    Every draw advances the counter, so that two draws of one state differ; a draw of nothing or from nothing advances it too.
+    Every draw advances the counter, so that two draws of one state differ; a draw of nothing or
+    from nothing advances it too.
 
     Args:
         tasks: int64 [M], the task of each slot.

@@ -1,4 +1,6 @@
-"""Adam whose weights, moments and half-precision copies lie in flat buffers, stepped in two or three launches."""
+"""Adam whose weights, moments and half-precision copies lie in flat buffers, stepped in two or
+three launches.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +22,38 @@ _NOT_SERVED = ("amsgrad", "maximize", "decoupled_weight_decay", "differentiable"
 
 
 def _strides_in_memory(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape whose elements lie in the order of this tensor's."""
+    """The strides of a dense tensor of this shape whose elements lie in the order of this
+    tensor's.
+    """
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def _lies_alike(gradient: Tensor, leaf: Tensor) -> bool:
-    """Whether the elements of both lie in the same order; where a dimension has size 1, its stride means nothing."""
+    """Whether the elements of both lie in the same order; where a dimension has size 1, its stride
+    means nothing.
+    """
     pairs = zip(gradient.shape, gradient.stride(), leaf.stride(), strict=True)
     return all(size == 1 or ours == wanted for size, ours, wanted in pairs)
 
 
 class FlatAdam(torch.optim.Optimizer):
-    """``torch.optim.Adam`` (weight decay added to the gradient) over flat buffers, with half-precision copies of the weights.
+    """``torch.optim.Adam`` (weight decay added to the gradient) over flat buffers, with
+    half-precision copies of the weights.
 
-    On construction every parameter's ``data`` becomes a view of one flat float32 buffer, in its own memory format: a channels_last
-    weight stays channels_last. Build it after the network has been moved to its device and format, and do not move it later. Weights
-    loaded by ``load_state_dict`` of the network are copied into those views; call :meth:`refresh_shadows` afterwards.
+    On construction every parameter's ``data`` becomes a view of one flat float32 buffer, in its own
+    memory format: a channels_last weight stays channels_last. Build it after the network has been
+    moved to its device and format, and do not move it later. Weights loaded by ``load_state_dict``
+    of the network are copied into those views; call :meth:`refresh_shadows` afterwards.
 
-    A forward pass uses :attr:`leaves` in place of the parameters: a parameter of more than one dimension has a *shadow*, a leaf tensor
-    of ``shadow_dtype`` that is rewritten by every step, so that no weight is cast in the forward pass; norms' weights and biases stay
-    float32 and are their own leaves. Gradients gather in the leaves' ``grad``.
+    A forward pass uses :attr:`leaves` in place of the parameters: a parameter of more than one
+    dimension has a *shadow*, a leaf tensor of ``shadow_dtype`` that is rewritten by every step, so
+    that no weight is cast in the forward pass; norms' weights and biases stay float32 and are their
+    own leaves. Gradients gather in the leaves' ``grad``.
 
-    A step reads the learning rate, the counts of steps and the latch on the device and never waits: it can be captured in a CUDA graph.
-    The learning rate is a tensor in ``param_groups[0]["lr"]``, which PyTorch's schedulers fill in place, also for a captured step; a
-    number put there instead is taken over by the next call of :meth:`step` (not by a replay).
+    A step reads the learning rate, the counts of steps and the latch on the device and never waits:
+    it can be captured in a CUDA graph. The learning rate is a tensor in ``param_groups[0]["lr"]``,
+    which PyTorch's schedulers fill in place, also for a captured step; a number put there instead
+    is taken over by the next call of :meth:`step` (not by a replay).
 
     Args:
         params: Parameters, or pairs of name and parameter: float32, on one device; one group.
@@ -56,11 +66,13 @@ class FlatAdam(torch.optim.Optimizer):
     Attributes:
         leaves: What a forward pass should use for each parameter, in order.
         shadows: The shadow of each parameter, None where it has none.
-        latch: bool scalar. Once set, by a ``loss`` that is not finite or by the caller, no step writes anything until it is cleared.
+        latch: bool scalar. Once set, by a ``loss`` that is not finite or by the caller, no step
+            writes anything until it is cleared.
 
     Raises:
         TypeError: A parameter is not float32, or ``shadow_dtype`` is another dtype.
-        ValueError: There is no parameter, parameters lie on several devices, ``lr`` is negative, or more than one group is given.
+        ValueError: There is no parameter, parameters lie on several devices, ``lr`` is negative, or
+            more than one group is given.
     """
 
     def __init__(
@@ -84,7 +96,9 @@ class FlatAdam(torch.optim.Optimizer):
             if parameter.dtype != torch.float32:
                 raise TypeError(f"parameter {position} has dtype {parameter.dtype}; wanted float32")
             if parameter.device != device:
-                raise ValueError(f"parameter {position} is on {parameter.device}; wanted {device}, where the first one is")
+                raise ValueError(
+                    f"parameter {position} is on {parameter.device}; wanted {device}, where the first one is"
+                )
         self._offsets = []
         size = 0
         for parameter in self._parameters:
@@ -103,25 +117,36 @@ class FlatAdam(torch.optim.Optimizer):
             for position, parameter in enumerate(self._parameters):
                 strides = _strides_in_memory(parameter)
 
-                def view(buffer: Tensor, parameter: Tensor = parameter, strides: tuple = strides, start: int = self._offsets[position]):
+                def view(
+                    buffer: Tensor,
+                    parameter: Tensor = parameter,
+                    strides: tuple = strides,
+                    start: int = self._offsets[position],
+                ):
                     return buffer.as_strided(parameter.shape, strides, start)
 
                 parameter.data = view(self._master).copy_(parameter)
                 moments = {"exp_avg": view(self._exp_avg), "exp_avg_sq": view(self._exp_avg_sq)}
                 self._moments.append({"step": self._steps[position], **moments})
                 has_shadow = self._shadow is not None and parameter.dim() > 1
-                self.shadows.append(view(self._shadow).detach().requires_grad_(parameter.requires_grad) if has_shadow else None)
+                self.shadows.append(
+                    view(self._shadow).detach().requires_grad_(parameter.requires_grad) if has_shadow else None
+                )
         self.leaves: list[Tensor] = [p if s is None else s for p, s in zip(self._parameters, self.shadows, strict=True)]
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self.refresh_shadows()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
-            raise ValueError("a second group of parameters was given; wanted one group, whose buffers have a fixed size")
+            raise ValueError(
+                "a second group of parameters was given; wanted one group, whose buffers have a fixed size"
+            )
         super().add_param_group(param_group)
 
     def refresh_shadows(self) -> None:
-        """Rounds the weights into the shadows, after the weights were changed by anything but :meth:`step`."""
+        """Rounds the weights into the shadows, after the weights were changed by anything but
+        :meth:`step`.
+        """
         if self._shadow is not None:
             self._shadow.copy_(self._master)
 
@@ -140,41 +165,61 @@ class FlatAdam(torch.optim.Optimizer):
         """One step; the shadows hold the new weights afterwards.
 
         Args:
-            gradients: One for each parameter, in order, of its shape, float32, bfloat16 or float16; None stands for a parameter
-                that is left as it is. By default each leaf's ``grad``.
-            loss: float32, one element: where it is not finite, :attr:`latch` is set and nothing is written.
+            gradients: One for each parameter, in order, of its shape, float32, bfloat16 or float16;
+                None stands for a parameter that is left as it is. By default each leaf's ``grad``.
+            loss: float32, one element: where it is not finite, :attr:`latch` is set and nothing is
+                written.
 
         Raises:
-            RuntimeError: A parameter's ``data`` was replaced since construction, for example by ``network.to(...)``.
+            RuntimeError: A parameter's ``data`` was replaced since construction, for example by
+            ``network.to(...)``.
             ValueError: A gradient does not fit its parameter.
         """
         group = self.param_groups[0]
         self._take_over_lr()
         if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
             raise RuntimeError(
-                "a parameter's data was replaced after FlatAdam had taken it over; wanted a network that is moved before, and weights "
-                "that are copied into it"
+                "a parameter's data was replaced after FlatAdam had taken it over; wanted a network that is moved"
+                " before, and weights that are copied into it"
             )
         if gradients is None:
             gradients = [leaf.grad for leaf in self.leaves]
         elif len(gradients) != len(self._parameters):
-            raise ValueError(f"there are {len(gradients)} gradients; wanted {len(self._parameters)}, one for each parameter")
+            raise ValueError(
+                f"there are {len(gradients)} gradients; wanted {len(self._parameters)}, one for each parameter"
+            )
         prepared: list[Tensor | None] = []
         for position, (gradient, leaf) in enumerate(zip(gradients, self.leaves, strict=True)):
             if gradient is not None:
                 if gradient.shape != leaf.shape:
-                    raise ValueError(f"gradient {position} has shape {tuple(gradient.shape)}; wanted {tuple(leaf.shape)}")
+                    raise ValueError(
+                        f"gradient {position} has shape {tuple(gradient.shape)}; wanted {tuple(leaf.shape)}"
+                    )
                 if not _lies_alike(gradient, leaf):
-                    gradient = torch.empty_strided(leaf.shape, leaf.stride(), dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+                    gradient = torch.empty_strided(
+                        leaf.shape, leaf.stride(), dtype=gradient.dtype, device=gradient.device
+                    ).copy_(gradient)
                 self._keep_moments(position)
             prepared.append(gradient)
         beta1, beta2 = group["betas"]
         adam_step(
-            self._master, self._exp_avg, self._exp_avg_sq, prepared, self._offsets, self._steps, self._lr,
-            beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"],
-            shadow=self._shadow, loss=loss, latch=self.latch,
-        )  # fmt: skip
-        # Native code writes behind autograd's back: a backward pass that still needs the old weights must fail, not use the new ones.
+            self._master,
+            self._exp_avg,
+            self._exp_avg_sq,
+            prepared,
+            self._offsets,
+            self._steps,
+            self._lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            shadow=self._shadow,
+            loss=loss,
+            latch=self.latch,
+        )
+        # Native code writes behind autograd's back: a backward pass that still needs the old
+        # weights must fail, not use the new ones.
         increment_version([leaf for leaf, gradient in zip(self.leaves, prepared, strict=True) if gradient is not None])
 
     def _take_over_lr(self) -> None:
@@ -184,13 +229,17 @@ class FlatAdam(torch.optim.Optimizer):
             group["lr"] = self._lr
 
     def _keep_moments(self, position: int) -> None:
-        """Shows the moments of a parameter in ``state``: from its first gradient on, as torch.optim.Adam does."""
+        """Shows the moments of a parameter in ``state``: from its first gradient on, as
+        torch.optim.Adam does.
+        """
         parameter = self._parameters[position]
         if parameter not in self.state:
             self.state[parameter] = self._moments[position]
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Adam``'s, which can load it: the learning rate is a number, tensors are views of the buffers, not copies."""
+        """As ``torch.optim.Adam``'s, which can load it: the learning rate is a number, tensors are
+        views of the buffers, not copies.
+        """
         self._take_over_lr()
         state = super().state_dict()
         state["param_groups"][0]["lr"] = self._lr.item()
@@ -198,13 +247,16 @@ class FlatAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state of this class or of ``torch.optim.Adam``, by copying: captured graphs go on with it.
+        """Takes over a state of this class or of ``torch.optim.Adam``, by copying: captured graphs
+        go on with it.
 
-        Parameters without a state start afresh. The shadows are rewritten, :attr:`latch` is left as it is.
+        Parameters without a state start afresh. The shadows are rewritten, :attr:`latch` is left as
+        it is.
 
         Raises:
-            ValueError: The state is of another number of parameters or groups, a tensor has another shape, or it wants what this class
-                does not do (amsgrad, maximize, decoupled weight decay).
+            ValueError: The state is of another number of parameters or groups, a tensor has another
+                shape, or it wants what this class does not do (amsgrad, maximize, decoupled weight
+                decay).
         """
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
@@ -218,7 +270,8 @@ class FlatAdam(torch.optim.Optimizer):
             for name in _MOMENTS if values else ():
                 if values[name].shape != parameter.shape:
                     raise ValueError(
-                        f"{name} of parameter {position} has shape {tuple(values[name].shape)}; wanted {tuple(parameter.shape)}"
+                        f"{name} of parameter {position} has shape {tuple(values[name].shape)}; wanted"
+                        f" {tuple(parameter.shape)}"
                     )
         self._lr.fill_(float(groups[0]["lr"]))
         group = self.param_groups[0]

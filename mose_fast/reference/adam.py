@@ -1,7 +1,8 @@
 """Adam over flat buffers in plain PyTorch: the meaning of the native step.
 
-The formulas are those of ``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1, with weight decay added to the gradient). For a
-parameter w with moments m and v, gradient g and its own count of steps t, after t <- t + 1 and g <- g + weight_decay w:
+The formulas are those of ``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1, with weight decay
+added to the gradient). For a parameter w with moments m and v, gradient g and its own count of
+steps t, after t <- t + 1 and g <- g + weight_decay w:
 
     m <- m + (1 - beta1) (g - m),    v <- beta2 v + (1 - beta2) g^2,
     w <- w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
@@ -34,7 +35,10 @@ def adam_step(
     loss: Tensor | None = None,
     latch: Tensor | None = None,
 ) -> None:
-    """One step in place; :func:`mose_fast.ops.adam.adam_step` describes the arguments. Never waits for a device."""
+    """One step in place; :func:`mose_fast.ops.adam.adam_step` describes the arguments.
+
+    Never waits for a device.
+    """
     frozen = torch.zeros((), dtype=torch.bool, device=master.device) if latch is None else latch.clone()
     if loss is not None:
         frozen |= ~loss.reshape(()).isfinite()

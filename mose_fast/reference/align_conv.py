@@ -14,7 +14,9 @@ __all__ = ["AlignedMap", "align_conv"]
 
 
 class AlignedMap(NamedTuple):
-    """A convolution's result before its norm, [N, O, H', W'], and the state [4, O] of that norm: what the next one's prologue takes."""
+    """A convolution's result before its norm, [N, O, H', W'], and the state [4, O] of that norm:
+    what the next one's prologue takes.
+    """
 
     y: Tensor
     state: Tensor
@@ -31,10 +33,11 @@ def align_conv(
     gate: Tensor | None = None,
     valid_rows: int | Tensor | None = None,
 ) -> AlignedMap:
-    """y = pointwise(depthwise(x')), x' = relu(prologue(x)) sigmoid(up(gate)) without the factors that are None, and the state of norm(y).
+    """y = pointwise(depthwise(x')), x' = relu(prologue(x)) sigmoid(up(gate)) without the factors
+    that are None, and the state of norm(y).
 
-    Norms, up-sampling and sigmoid are computed in float32 (float64 for float64); x' and y are rounded to the type of ``x``, as they
-    are under autocast.
+    Norms, up-sampling and sigmoid are computed in float32 (float64 for float64); x' and y are
+    rounded to the type of ``x``, as they are under autocast.
     """
     with torch.autocast(x.device.type, enabled=False):
         given = without_padding(x, valid_rows)

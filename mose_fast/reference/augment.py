@@ -1,7 +1,8 @@
 """Views of images in plain PyTorch: applies parameters that were drawn before (mose.md section 5).
 
-Everything acts on float images [N, 3, H, W]. An orientation code is an int: bit 0 mirrors the upper half of the image left-right,
-bit 1 the lower half (3 is the ordinary mirror), bits 2 and 3 count quarter turns, counter-clockwise, applied afterwards.
+Everything acts on float images [N, 3, H, W]. An orientation code is an int: bit 0 mirrors the upper
+half of the image left-right, bit 1 the lower half (3 is the ordinary mirror), bits 2 and 3 count
+quarter turns, counter-clockwise, applied afterwards.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ def orient(images: Tensor, code: int) -> Tensor:
         images = torch.cat([upper.flip(3), lower] if code & 1 else [upper, lower.flip(3)], dim=2)
     turns = code >> 2
     if turns % 2 and images.shape[2] != images.shape[3]:
-        raise ValueError(f"orientation code {code} turns images of {images.shape[2]}x{images.shape[3]}; wanted square images")
+        raise ValueError(
+            f"orientation code {code} turns images of {images.shape[2]}x{images.shape[3]}; wanted square images"
+        )
     return images.rot90(turns, dims=(2, 3)) if turns else images
 
 
 def crop(images: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Resized crop: bilinear sampling of a window, stretched to the image's own size, reflection beyond the border.
+    """Resized crop: bilinear sampling of a window, stretched to the image's own size, reflection
+    beyond the border.
 
     Args:
         images: [N, 3, H, W].
@@ -63,7 +67,10 @@ def grayscale(images: Tensor) -> Tensor:
 
 
 def _to_hsv(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Hue in turns, saturation, value. The hue is the angle in the chromaticity plane (as released), not the piecewise linear one."""
+    """Hue in turns, saturation, value.
+
+    The hue is the angle in the chromaticity plane (as released), not the piecewise linear one.
+    """
     red, green, blue = images.unbind(1)
     value, low = images.amax(1), images.amin(1)
     turns = torch.atan2(math.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * math.pi)
@@ -84,7 +91,8 @@ def jitter(images: Tensor, factors: Tensor, contrast_first: Tensor) -> Tensor:
 
     Args:
         images: [N, 3, H, W].
-        factors: [N, 4]: hue in units of 255/360 turns (as released), then factors of saturation, value and contrast.
+        factors: [N, 4]: hue in units of 255/360 turns (as released), then factors of saturation,
+        value and contrast.
         contrast_first: bool [N]: contrast before hue, saturation and value, or after them.
     """
 
@@ -113,16 +121,19 @@ def apply_views(
 ) -> Tensor:
     """Augments images by parameters drawn with ``draw_augment_parameters`` and normalises them.
 
-    Order: mirror, crop, jitter (before normalisation, or after it as released), normalise, grey. Crop and mirror act on pixels
-    before normalisation, which is the same since both only average pixels of one channel.
+    Order: mirror, crop, jitter (before normalisation, or after it as released), normalise, grey.
+    Crop and mirror act on pixels before normalisation, which is the same since both only average
+    pixels of one channel.
 
     Args:
         images: float [N, 3, H, W] in [0, 1].
-        codes: int32 [N, 6]: mirror, crop width, crop height, offset x, offset y (pixels; offsets are in half pixels of the
-            image, see ``crop``), flags (bit 0 grey, bit 1 jitter, bit 2 contrast first).
+        codes: int32 [N, 6]: mirror, crop width, crop height, offset x, offset y (pixels; offsets
+            are in half pixels of the image, see ``crop``), flags (bit 0 grey, bit 1 jitter, bit 2
+            contrast first).
         factors: float32 [N, 4], see :func:`jitter`.
         mean: float [3], std: float [3]: of images in [0, 1].
-        jitter_normalised: Jitter the normalised images, clamping them to [0, 1], as the released code does.
+        jitter_normalised: Jitter the normalised images, clamping them to [0, 1], as the released
+            code does.
 
     Returns:
         float [N, 3, H, W], normalised.
@@ -142,7 +153,9 @@ def apply_views(
 
 
 def _gather(sources: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """uint8 [R, H, W, 3]: the rows with these numbers, counted through all sources; zeros for -1."""
+    """uint8 [R, H, W, 3]: the rows with these numbers, counted through all sources; zeros for
+    -1.
+    """
     images = sources[0].new_zeros(len(rows), *sources[0].shape[1:])
     first = 0
     for source in sources:
@@ -150,7 +163,9 @@ def _gather(sources: Sequence[Tensor], rows: Tensor) -> Tensor:
         images[inside] = source[rows[inside] - first]
         first += len(source)
     if len(rows) and not -1 <= rows.min() <= rows.max() < first:
-        raise IndexError(f"rows holds numbers from {rows.min()} to {rows.max()}; wanted -1 to {first - 1}, the rows of all sources")
+        raise IndexError(
+            f"rows holds numbers from {rows.min()} to {rows.max()}; wanted -1 to {first - 1}, the rows of all sources"
+        )
     return images
 
 
@@ -168,7 +183,8 @@ def augment(
 ) -> Tensor:
     """Makes views of rows of uint8 sources; see :func:`mose_fast.ops.augment.augment`.
 
-    Works in float32 and rounds to ``dtype``; in float64 if that is ``dtype``, as the truth that others are compared with.
+    Works in float32 and rounds to ``dtype``; in float64 if that is ``dtype``, as the truth that
+    others are compared with.
 
     Raises:
         IndexError: A number in ``rows`` or ``layout`` is out of range.
@@ -187,7 +203,9 @@ def augment(
         if code:
             turned = layout[:, 1] == code
             images[turned] = orient(images[turned], code)
-    mean_tensor, std_tensor = (torch.tensor(numbers, dtype=torch.float32, device=images.device).to(work) for numbers in (mean, std))
+    mean_tensor, std_tensor = (
+        torch.tensor(numbers, dtype=torch.float32, device=images.device).to(work) for numbers in (mean, std)
+    )
     draws = layout[:, 2].to(torch.int64)
     plain, drawn = (draws < 0).nonzero()[:, 0], (draws >= 0).nonzero()[:, 0]
     views = images.new_zeros(len(images), channels, *images.shape[2:]).contiguous(memory_format=torch.channels_last)

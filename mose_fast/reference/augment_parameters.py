@@ -1,7 +1,9 @@
-"""The random parameters of augmented views in PyTorch: the meaning of ``csrc/core/augment_parameters.h``.
+"""The random parameters of augmented views in PyTorch: the meaning of
+``csrc/core/augment_parameters.h``.
 
-The order of the float64 operations is part of the law. PyTorch rounds after every operation, as the native code does; constants
-meet tensors by ``+``, ``-`` and ``*`` only, because CUDA's PyTorch divides by a constant through its reciprocal.
+The order of the float64 operations is part of the law. PyTorch rounds after every operation, as the
+native code does; constants meet tensors by ``+``, ``-`` and ``*`` only, because CUDA's PyTorch
+divides by a constant through its reciprocal.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Recipe:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """exp(x) for |x| <= 0.3, within 2 ulp: the Taylor polynomial of degree 13 by Horner's rule, float64 [...]."""
+    """exp(x) for |x| <= 0.3, within 2 ulp: the Taylor polynomial of degree 13 by Horner's rule,
+    float64 [...].
+    """
     p = torch.full_like(x, 1.0 / math.factorial(13))
     for k in range(12, -1, -1):
         p = p * x + 1.0 / math.factorial(k)
@@ -61,7 +65,14 @@ def exponential(x: Tensor) -> Tensor:
 
 def _draw_crops(recipe: Recipe, seed: Tensor, sequence: Tensor, items: Tensor, height: int, width: int) -> Tensor:
     """int64 [4, count]: width, height, offset_x, offset_y of each crop, in pixels."""
-    crops = torch.stack([torch.full_like(items, width), torch.full_like(items, height), torch.zeros_like(items), torch.zeros_like(items)])
+    crops = torch.stack(
+        [
+            torch.full_like(items, width),
+            torch.full_like(items, height),
+            torch.zeros_like(items),
+            torch.zeros_like(items),
+        ]
+    )
     if recipe.area_low >= 1:
         return crops
     found = torch.zeros_like(items, dtype=torch.bool)
@@ -83,7 +94,9 @@ def _draw_crops(recipe: Recipe, seed: Tensor, sequence: Tensor, items: Tensor, h
 def draw_augment_parameters(
     recipe: Recipe, seed: int, sequence: int | Tensor, count: int, height: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Draws one view's parameters for each of ``count`` images; see :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`."""
+    """Draws one view's parameters for each of ``count`` images; see
+    :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`.
+    """
     key = torch.tensor(seed, device=device)
     step = torch.as_tensor(sequence, device=device).reshape(())
     items = torch.arange(count, device=device)
@@ -93,7 +106,9 @@ def draw_augment_parameters(
     jitter = unit(words[2]) < recipe.jitter_p
     contrast_first = words[3] >> 31
     flags = GRAY * gray.to(torch.int64) + JITTER * jitter.to(torch.int64) + CONTRAST_FIRST * contrast_first
-    codes = torch.stack([mirror.to(torch.int64), *_draw_crops(recipe, key, step, items, height, width), flags], dim=1).to(torch.int32)
+    codes = torch.stack(
+        [mirror.to(torch.int64), *_draw_crops(recipe, key, step, items, height, width), flags], dim=1
+    ).to(torch.int32)
 
     hue, saturation, value, contrast = (2.0 * unit(word) - 1.0 for word in philox(key, step, items, Purpose.VIEW, 1))
     drawn = torch.stack(

@@ -1,7 +1,9 @@
-"""Batch norm in two halves, in plain PyTorch: the state that statistics leave behind, and its use while a map is read.
+"""Batch norm in two halves, in plain PyTorch: the state that statistics leave behind, and its use
+while a map is read.
 
-A state is [4, C]: mean, inverse deviation, scale (weight x inverse deviation) and shift (bias), float32 or the map's float64;
-norm(y) = scale (y - mean) + shift. csrc/core/batch_norm.h says how kernels combine the two halves.
+A state is [4, C]: mean, inverse deviation, scale (weight x inverse deviation) and shift (bias),
+float32 or the map's float64; norm(y) = scale (y - mean) + shift. csrc/core/batch_norm.h says how
+kernels combine the two halves.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ __all__ = ["Norm", "norm_state", "normalised", "valid_mask", "without_padding"]
 
 
 class Norm(NamedTuple):
-    """A batch norm's parameters and running statistics, each [C] in float32 (float64 beside float64 maps); None where it has none.
+    """A batch norm's parameters and running statistics, each [C] in float32 (float64 beside float64
+    maps); None where it has none.
 
-    ``training``: use the batch's statistics and let them enter the running ones; else use the running ones as they are.
+    ``training``: use the batch's statistics and let them enter the running ones; else use the
+    running ones as they are.
     """
 
     weight: Tensor | None
@@ -34,11 +38,13 @@ class Norm(NamedTuple):
     def of(cls, module: nn.BatchNorm2d) -> Norm:
         """What a PyTorch module would compute with at this moment, by its own settings.
 
-        In training: the batch's statistics, which enter the running ones unless ``track_running_stats`` is False, as it may be set for a
-        while. In evaluation (``eval()``): the running statistics, or the batch's where the module has none.
+        In training: the batch's statistics, which enter the running ones unless
+        ``track_running_stats`` is False, as it may be set for a while. In evaluation (``eval()``):
+        the running statistics, or the batch's where the module has none.
 
         Raises:
-            ValueError: It updates its running statistics and its momentum is None (a cumulative average).
+            ValueError: It updates its running statistics and its momentum is None (a cumulative
+                average).
         """
         tracks = module.training and module.track_running_stats
         if tracks and module.momentum is None:
@@ -63,25 +69,39 @@ def valid_mask(y: Tensor, valid_rows: int | Tensor) -> Tensor:
 
 
 def without_padding(y: Tensor, valid_rows: int | Tensor | None) -> Tensor:
-    """``y`` with its padded rows zero, whatever they held: no NaN comes through, forward or backward."""
+    """``y`` with its padded rows zero, whatever they held: no NaN comes through, forward or
+    backward.
+    """
     return y if valid_rows is None else torch.where(valid_mask(y, valid_rows), y, 0)
 
 
 def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) -> Tensor:
-    """The state [4, C] of a norm over a map [N, C, H, W], differentiable; updates the running statistics in training as PyTorch does.
+    """The state [4, C] of a norm over a map [N, C, H, W], differentiable; updates the running
+    statistics in training as PyTorch does.
 
-    Statistics are those of ``y`` as it is stored, computed in float32 (float64 for float64). Padded rows do not count.
+    Statistics are those of ``y`` as it is stored, computed in float32 (float64 for float64). Padded
+    rows do not count.
 
     Raises:
         ValueError: One element a channel in training, PyTorch's own error.
     """
     wide = without_padding(y, valid_rows).to(torch.float64 if y.dtype == torch.float64 else torch.float32)
     if norm.training:
-        rows = len(y) if valid_rows is None else valid_rows.clamp(0, len(y)) if isinstance(valid_rows, Tensor) else valid_rows
+        rows = (
+            len(y)
+            if valid_rows is None
+            else valid_rows.clamp(0, len(y))
+            if isinstance(valid_rows, Tensor)
+            else valid_rows
+        )
         count = rows * wide.shape[2] * wide.shape[3]
         if not isinstance(count, Tensor) and count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
-        mean = wide.sum(dim=(0, 2, 3)) / max(count, 1) if not isinstance(count, Tensor) else wide.sum(dim=(0, 2, 3)) / count.clamp(min=1)
+        mean = (
+            wide.sum(dim=(0, 2, 3)) / max(count, 1)
+            if not isinstance(count, Tensor)
+            else wide.sum(dim=(0, 2, 3)) / count.clamp(min=1)
+        )
         deviations = without_padding(wide - mean.view(1, -1, 1, 1), valid_rows)
         squares = deviations.square().sum(dim=(0, 2, 3))
         total = torch.as_tensor(count, device=y.device)
@@ -102,7 +122,9 @@ def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
 
 
 def normalised(y: Tensor, state: Tensor, *, relu: bool = True) -> Tensor:
-    """norm(y), rectified if ``relu``, in the state's dtype: float32 or float64, not rounded to that of ``y``."""
+    """norm(y), rectified if ``relu``, in the state's dtype: float32 or float64, not rounded to that
+    of ``y``.
+    """
     mean, _, scale, shift = (row.view(1, -1, 1, 1) for row in state)
     z = (y.to(state.dtype) - mean) * scale + shift
     return F.relu(z) if relu else z

@@ -1,4 +1,6 @@
-"""Batch norm, residual add and ReLU in plain PyTorch: the meaning of ``mose_fast.ops.batch_norm_act``."""
+"""Batch norm, residual add and ReLU in plain PyTorch: the meaning of
+``mose_fast.ops.batch_norm_act``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def _plain(x: Tensor, norm: Norm) -> Tensor:
     """What ``nn.BatchNorm2d`` computes."""
     if norm.training and norm.batches_tracked is not None:
         norm.batches_tracked.add_(1)
-    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps)
+    return F.batch_norm(
+        x, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps
+    )
 
 
 def batch_norm_act(
@@ -30,8 +34,9 @@ def batch_norm_act(
 ) -> Tensor | tuple[Tensor, ...]:
     """y = relu(norm(x') + residual), see the op.
 
-    Without ``prologue`` and ``valid_rows`` these are PyTorch's own operations, each rounded to the map's dtype, so that a network gives
-    the same bits as one of ``nn.BatchNorm2d``; else everything is computed in float32 (float64) and rounded once.
+    Without ``prologue`` and ``valid_rows`` these are PyTorch's own operations, each rounded to the
+    map's dtype, so that a network gives the same bits as one of ``nn.BatchNorm2d``; else everything
+    is computed in float32 (float64) and rounded once.
     """
     residual = None if residual is None else residual.to(x.dtype)
     if prologue is None and valid_rows is None:
@@ -45,6 +50,10 @@ def batch_norm_act(
         z = normalised(inner, norm_state(inner, norm, valid_rows), relu=False)
         if residual is not None:
             other = without_padding(residual, valid_rows)
-            z = z + (other if residual_norm is None else normalised(other, norm_state(other, residual_norm, valid_rows), relu=False))
+            z = z + (
+                other
+                if residual_norm is None
+                else normalised(other, norm_state(other, residual_norm, valid_rows), relu=False)
+            )
         y = without_padding(F.relu(z) if relu else z, valid_rows).to(x.dtype)
     return y if consumers == 1 else (y,) * consumers

@@ -1,7 +1,8 @@
 """The losses of MOSE in plain PyTorch: the definition that every kernel is tested against.
 
-Half-precision inputs are computed in float32, float64 stays float64. Notation as in mose.md: n(v) = v / max(||v||, 1e-12). A row
-with ||v|| <= 1e-12 has no direction: it gets zero gradient through n (the formula's would be 1e12 times the incoming one).
+Half-precision inputs are computed in float32, float64 stays float64. Notation as in mose.md: n(v) =
+v / max(||v||, 1e-12). A row with ||v|| <= 1e-12 has no direction: it gets zero gradient through n
+(the formula's would be 1e12 times the incoming one).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["expert_losses", "masked_cross_entropy", "self_distillation", "supcon_loss"]
+__all__ = ["contrastive_loss", "expert_losses", "masked_cross_entropy", "self_distillation"]
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -23,12 +24,13 @@ def _normalise(x: Tensor) -> Tensor:
     return F.normalize(torch.where(without_direction, constant, x), dim=1)
 
 
-def supcon_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Supervised contrastive loss over one batch of views (paper eq. for L_scl; Khosla et al. 2020).
+def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Supervised contrastive loss over one batch of views (paper eq. for L_scl; Khosla et al.
+    2020).
 
-    For an anchor i with positives P(i) = {j != i, y_j = y_i}: -(1/|P(i)|) sum_p (s_ip - log sum_{j != i} exp s_ij), with
-    s_ij = n(z_i) . n(z_j) / temperature; the mean over the anchors that have a positive. Without any positive the loss is 0 with
-    zero gradient.
+    For an anchor i with positives P(i) = {j != i, y_j = y_i}: -(1/|P(i)|) sum_p (s_ip - log sum_{j
+    != i} exp s_ij), with s_ij = n(z_i) . n(z_j) / temperature; the mean over the anchors that have
+    a positive. Without any positive the loss is 0 with zero gradient.
 
     Args:
         features: [N, P], not normalised.
@@ -79,8 +81,8 @@ def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tenso
     Args:
         student: [N, D].
         teacher: [N, D]. Neither side is detached here.
-        reduction: ``frobenius``: the norm of the whole difference, sqrt(sum_b d_b^2) (released code);
-            ``mean_of_norms``: mean_b d_b (paper).
+        reduction: ``frobenius``: the norm of the whole difference, sqrt(sum_b d_b^2) (released
+            code); ``mean_of_norms``: mean_b d_b (paper).
 
     Returns:
         A scalar; at distance 0 its gradient is 0.
@@ -90,7 +92,11 @@ def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tenso
     difference = _normalise(_at_least_float32(student)) - _normalise(_at_least_float32(teacher))
     if len(difference) == 0:
         return difference.sum() * 0
-    return torch.linalg.vector_norm(difference) if reduction == "frobenius" else torch.linalg.vector_norm(difference, dim=1).mean()
+    return (
+        torch.linalg.vector_norm(difference)
+        if reduction == "frobenius"
+        else torch.linalg.vector_norm(difference, dim=1).mean()
+    )
 
 
 def expert_losses(
@@ -104,33 +110,40 @@ def expert_losses(
     *,
     valid_rows: int | Tensor | None = None,
     temperature: float = 0.07,
-    ce_buffer_weight: float = 2.0,
-    ce: str = "all",
-    scl: str = "all",
-    distil: str = "rsd",
+    buffer_weight: float = 2.0,
+    cross_entropy: str = "all",
+    contrastive: str = "all",
+    distillation: str = "rsd",
     rsd_reduction: str = "frobenius",
     student_index: int | None = None,
 ) -> Tensor:
-    """All losses of one step: a row (supervised contrastive, cross-entropy, distillation) per expert; training minimises their sum.
+    """All losses of one step: a row (supervised contrastive, cross-entropy, distillation) per
+    expert; training minimises their sum.
 
     Args:
         projections: [E, N, P].
         logits: [E, N, K].
-        features: [E, N, D], the aligned features a_i: teachers under ``rsd``, students under ``sd``.
-        student: [N, D]: for ``rsd`` u(a_s); for ``sd`` the same map u of the detached a_s, which then is the teacher.
+        features: [E, N, D], the aligned features a_i: teachers under ``rsd``, students under
+        ``sd``.
+        student: [N, D]: for ``rsd`` u(a_s); for ``sd`` the same map u of the detached a_s, which
+        then is the teacher.
         labels: int64 [N].
-        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set. An int or an integer scalar on any device.
-        current_classes: bool [K], the current task's classes, over which the new rows' softmax runs. None: one cross-entropy
-            over all rows and all classes with weight 1 (task 0 of the released code; no separate cross-entropy).
-        valid_rows: Rows from this one on are padding: they get zero gradient and count nowhere, whatever they and their labels hold.
-            None: every row is valid. An int or an integer scalar on any device.
+        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set. An int or
+        an integer scalar on any device.
+        current_classes: bool [K], the current task's classes, over which the new rows' softmax
+            runs. None: one cross-entropy over all rows and all classes with weight 1 (task 0 of the
+            released code; no separate cross-entropy).
+        valid_rows: Rows from this one on are padding: they get zero gradient and count nowhere,
+            whatever they and their labels hold. None: every row is valid. An int or an integer
+            scalar on any device.
         temperature: Of the contrastive loss.
-        ce_buffer_weight: Weight of the buffer rows' cross-entropy.
-        ce: Experts with cross-entropy: ``off``, ``last`` or ``all``.
-        scl: Experts with the contrastive loss, alike.
-        distil: ``rsd`` | ``sd`` | ``off``.
+        buffer_weight: Weight of the buffer rows' cross-entropy.
+        cross_entropy: Experts with cross-entropy: ``off``, ``last`` or ``all``.
+        contrastive: Experts with the contrastive loss, alike.
+        distillation: ``rsd`` | ``sd`` | ``off``.
         rsd_reduction: See :func:`self_distillation`.
-        student_index: Position s of the student, from 0; None: the last. Its own distillation term is 0.
+        student_index: Position s of the student, from 0; None: the last. Its own distillation term
+            is 0.
 
     Returns:
         [E, 3], float32 (float64 for float64 inputs); terms that are switched off are 0.
@@ -146,19 +159,19 @@ def expert_losses(
     zero = _at_least_float32(logits).new_zeros(())
     rows = []
     for e in range(experts):
-        contrastive = supcon_loss(projections[e], labels, temperature) if e >= first[scl] else zero
-        if e < first[ce]:
-            cross_entropy = zero
+        supervised = contrastive_loss(projections[e], labels, temperature) if e >= first[contrastive] else zero
+        if e < first[cross_entropy]:
+            classified = zero
         elif current_classes is None:
-            cross_entropy = masked_cross_entropy(logits[e], labels)
+            classified = masked_cross_entropy(logits[e], labels)
         else:
             new = masked_cross_entropy(logits[e, :new_rows], labels[:new_rows], current_classes)
-            cross_entropy = new + ce_buffer_weight * masked_cross_entropy(logits[e, new_rows:], labels[new_rows:])
-        if distil == "off" or e == student_index:
-            distance = zero
-        elif distil == "rsd":
-            distance = self_distillation(student, features[e].detach(), rsd_reduction)
+            classified = new + buffer_weight * masked_cross_entropy(logits[e, new_rows:], labels[new_rows:])
+        if distillation == "off" or e == student_index:
+            distilled = zero
+        elif distillation == "rsd":
+            distilled = self_distillation(student, features[e].detach(), rsd_reduction)
         else:
-            distance = self_distillation(features[e], student, rsd_reduction)
-        rows.append(torch.stack([contrastive, cross_entropy, distance]))
+            distilled = self_distillation(features[e], student, rsd_reduction)
+        rows.append(torch.stack([supervised, classified, distilled]))
     return torch.stack(rows)

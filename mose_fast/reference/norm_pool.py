@@ -17,7 +17,8 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
 
     Args:
         x: [N, C, H, W].
-        state: A norm's, [4, C] (:mod:`mose_fast.reference.batch_norm`); None: ``x`` is pooled as it is.
+        state: A norm's, [4, C] (:mod:`mose_fast.reference.batch_norm`); None: ``x`` is pooled as it
+        is.
         valid_rows: Rows from this one on are padding, zero in the result.
 
     Returns:

@@ -1,4 +1,6 @@
-"""What the template op means, in pure PyTorch: the definition that every back end is tested against."""
+"""What the template op means, in pure PyTorch: the definition that every back end is tested
+against.
+"""
 
 from __future__ import annotations
 
@@ -8,5 +10,7 @@ __all__ = ["null"]
 
 
 def null(x: torch.Tensor) -> torch.Tensor:
-    """Returns a new contiguous tensor with the values of ``x``; differentiable any number of times."""
+    """Returns a new contiguous tensor with the values of ``x``; differentiable any number of
+    times.
+    """
     return x.clone(memory_format=torch.contiguous_format)

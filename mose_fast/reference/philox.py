@@ -1,8 +1,9 @@
 """Counter-based randomness: Philox4x32-10 in PyTorch, the meaning of ``csrc/core/philox.h``.
 
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A word is a pure function of (seed, sequence, item,
-purpose, lane), so any device computes any draw in any order. Words are held as int64 in ``[0, 2**32)``; sums and products wrap
-modulo ``2**64`` as in C, and :func:`_high` is the logical shift that int64 lacks.
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A word is a pure function of
+(seed, sequence, item, purpose, lane), so any device computes any draw in any order. Words are held
+as int64 in ``[0, 2**32)``; sums and products wrap modulo ``2**64`` as in C, and :func:`_high` is
+the logical shift that int64 lacks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What a draw is for: no two purposes ever share a counter. Saved runs depend on these numbers."""
+    """What a draw is for: no two purposes ever share a counter.
+
+    Saved runs depend on these numbers.
+    """
 
     RESERVOIR = 1
     DRAW = 2
@@ -80,7 +84,8 @@ def philox(seed: Tensor, sequence: Tensor, item: Tensor, purpose: Purpose, lane:
 
 
 def uniform_below(high: Tensor, low: Tensor, n: Tensor) -> Tensor:
-    """Uniform integers in ``[0, n)`` from 64 random bits: the high half of the 128-bit product ``(high * 2**32 + low) * n``.
+    """Uniform integers in ``[0, n)`` from 64 random bits: the high half of the 128-bit product
+    ``(high * 2**32 + low) * n``.
 
     Args:
         high: int64 words in ``[0, 2**32)``.
@@ -94,7 +99,9 @@ def uniform_below(high: Tensor, low: Tensor, n: Tensor) -> Tensor:
 
 
 def uniform_below32(word: Tensor, n: Tensor) -> Tensor:
-    """Uniform integers in ``[0, n)`` from one word, for small ``n`` (int64, at most ``2**31``): ``word * n >> 32``."""
+    """Uniform integers in ``[0, n)`` from one word, for small ``n`` (int64, at most ``2**31``):
+    ``word * n >> 32``.
+    """
     return word * n >> 32
 
 

@@ -43,13 +43,22 @@ def reservoir_slots(seed: Tensor, positions: Tensor, capacity: int) -> Tensor:
 
 
 def insert(
-    images: Tensor, labels: Tensor, tasks: Tensor, indices: Tensor, state: Tensor, x: Tensor, y: Tensor, task: int, index: Tensor
+    images: Tensor,
+    labels: Tensor,
+    tasks: Tensor,
+    indices: Tensor,
+    state: Tensor,
+    x: Tensor,
+    y: Tensor,
+    task: int,
+    index: Tensor,
 ) -> Tensor:
     """Offers a batch to the memory; see :func:`mose_fast.ops.reservoir.insert`."""
     capacity, count = len(images), len(x)
     order = torch.arange(count, device=x.device)
     slots = reservoir_slots(state[SEED], state[SEEN] + order, capacity)
-    # In sequential order the last item that claims a slot stays. Rejected items claim a slot beyond the last.
+    # In sequential order the last item that claims a slot stays. Rejected items claim a slot beyond
+    # the last.
     claimed = torch.where(slots >= 0, slots, capacity)
     last = torch.full((capacity + 1,), -1, device=x.device).scatter_reduce_(0, claimed, order, "amax")
     slots = torch.where(last[claimed] == order, slots, -1)

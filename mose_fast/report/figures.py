@@ -1,4 +1,6 @@
-"""The figures of a report, in matplotlib. Accuracies are in percent; bands and bars are 95 % t intervals over the seeds of a setting."""
+"""The figures of a report, in matplotlib. Accuracies are in percent; bands and bars are 95 % t
+intervals over the seeds of a setting.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CURVES", "PANELS", "Picture", "figures"]
 
-#: Curves in a panel, panels in a figure, and bars in one, at most: beyond, the settings with the highest ACC are shown.
+#: Curves in a panel, panels in a figure, and bars in one, at most: beyond, the settings with the
+#: highest ACC are shown.
 CURVES, PANELS, BARS = 8, 12, 24
 
 # Okabe-Ito: told apart by colour-blind readers; markers and dashes tell the curves apart in print.
@@ -82,7 +85,14 @@ def figures(groups: Sequence[Group]) -> list[Picture]:
     from matplotlib import rc_context
 
     with rc_context(_STYLE), lettering(g.name for g in groups):
-        made = (_curves(groups), _new_and_overfitted(groups), _tradeoffs(groups), _matrices(groups), _confusions(groups), _times(groups))
+        made = (
+            _curves(groups),
+            _new_and_overfitted(groups),
+            _tradeoffs(groups),
+            _matrices(groups),
+            _confusions(groups),
+            _times(groups),
+        )
         return [picture for picture in made if picture is not None]
 
 
@@ -96,7 +106,10 @@ def _looks(groups: Sequence[Group]) -> dict[str, _Look]:
     labels = dict.fromkeys(g.label for g in groups)
     n = len(_COLOURS)
     # Beyond eight labels colours repeat, but with other markers and dashes.
-    return {label: _Look(_COLOURS[i % n], _MARKERS[(i + i // n) % n], _DASHES[(i + i // n) % n]) for i, label in enumerate(labels)}
+    return {
+        label: _Look(_COLOURS[i % n], _MARKERS[(i + i // n) % n], _DASHES[(i + i // n) % n])
+        for i, label in enumerate(labels)
+    }
 
 
 def _curves(groups: Sequence[Group]) -> Picture | None:
@@ -119,8 +132,8 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
     _label_left(axes, "accuracy on the tasks seen (%)")
     _legend(figure, axes)
     caption = (
-        "Mean accuracy over the tasks seen so far, after each task, by the classifier of predict(), one panel for each memory size. "
-        f"{_band_text(groups)} Dotted: chance, where all tasks have as many classes.{left_out}"
+        "Mean accuracy over the tasks seen so far, after each task, by the classifier of predict(), one panel for each"
+        f" memory size. {_band_text(groups)} Dotted: chance, where all tasks have as many classes.{left_out}"
     )
     return _picture("accuracy", "Accuracy against task", caption, figure)
 
@@ -144,9 +157,10 @@ def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
         bof.set(title=f"buffer overfitting, M = {memory}", xlabel="task", ylabel="BOF after the last task")
     _legend(figure, axes)
     caption = (
-        "Left: accuracy on each task just after it was learned (plasticity). Right: buffer overfitting of each task after the last one, "
-        "(accuracy on its samples in the memory - accuracy on its test images) / accuracy on its test images; a task without samples, or "
-        f"with a test accuracy of 0, has none. Classifier of predict(). {_band_text(groups)}{left_out}"
+        "Left: accuracy on each task just after it was learned (plasticity). Right: buffer overfitting of each task"
+        " after the last one, (accuracy on its samples in the memory - accuracy on its test images) / accuracy on its"
+        " test images; a task without samples, or with a test accuracy of 0, has none. Classifier of predict()."
+        f" {_band_text(groups)}{left_out}"
     )
     return _picture("new-task-and-bof", "New tasks and buffer overfitting", caption, figure)
 
@@ -168,7 +182,9 @@ def _tradeoffs(groups: Sequence[Group]) -> Picture:
         for g, at, y, (low, high) in zip(groups, x, acc, ends, strict=True):
             look = looks[g.label]
             # Side by side where all settings share few memory sizes.
-            aside = 5 * (labels.index(g.label) - (len(labels) - 1) / 2) if axis is axes[2] and len(labels) <= CURVES else 0
+            aside = (
+                5 * (labels.index(g.label) - (len(labels) - 1) / 2) if axis is axes[2] and len(labels) <= CURVES else 0
+            )
             place = axis.transData + ScaledTranslation(aside / 72, 0, figure.dpi_scale_trans)
             axis.plot([at, at], [low, high], color=look.colour, linewidth=1, alpha=0.5, transform=place)
             size = 6.0 if axis is axes[2] else 4 + 5 * sizes.index(g.memory) / max(1, len(sizes) - 1)
@@ -201,10 +217,10 @@ def _tradeoffs(groups: Sequence[Group]) -> Picture:
     _label_left(axes, "ACC (%)")
     machines = {run.row["card"] or run.row["processor"] for g in groups for run in g.runs}
     caption = (
-        f"ACC (classifier of predict()) against what a run costs: {counted(len(groups), 'setting')}, means over n = {seeds(groups)}; "
-        "vertical lines are 95 % t intervals, larger markers larger replay memories. The grey steps join the settings that no other beats "
-        f"at lower cost (Pareto front). Computed on {', '.join(sorted(machines))}"
-        f"{'' if len(machines) == 1 else '; times of different machines do not compare'}."
+        f"ACC (classifier of predict()) against what a run costs: {counted(len(groups), 'setting')}, means over n ="
+        f" {seeds(groups)}; vertical lines are 95 % t intervals, larger markers larger replay memories. The grey steps"
+        " join the settings that no other beats at lower cost (Pareto front). Computed on"
+        f" {', '.join(sorted(machines))}{'' if len(machines) == 1 else '; times of different machines do not compare'}."
     )
     return _picture("tradeoffs", "Accuracy against cost", caption, figure)
 
@@ -213,10 +229,15 @@ def _matrices(groups: Sequence[Group]) -> Picture | None:
     shown, left_out = _best([g for g in groups if all(run.complete for run in g.runs) and g.runs[0].tasks > 1], PANELS)
     if not shown:
         return None
-    figure = _maps([(g, 100 * np.mean([run.matrix for run in g.runs], axis=0)) for g in shown], "after task", "accuracy (%)", triangle=True)
+    figure = _maps(
+        [(g, 100 * np.mean([run.matrix for run in g.runs], axis=0)) for g in shown],
+        "after task",
+        "accuracy (%)",
+        triangle=True,
+    )
     caption = (
-        "Accuracy matrix by the classifier of predict(): row k holds the accuracy on each task after learning task k, mean over n seeds. "
-        f"The diagonal shows new tasks; fading down a column is forgetting.{left_out}"
+        "Accuracy matrix by the classifier of predict(): row k holds the accuracy on each task after learning task k,"
+        f" mean over n seeds. The diagonal shows new tasks; fading down a column is forgetting.{left_out}"
     )
     return _picture("accuracy-matrix", "Accuracy matrix", caption, figure)
 
@@ -231,9 +252,9 @@ def _confusions(groups: Sequence[Group]) -> Picture | None:
         parts.append((g, 100 * counts / counts.sum(1, keepdims=True)))
     figure = _maps(parts, "task", "share of the task's test images (%)", across="task of the predicted class")
     caption = (
-        "Confusion by task after the last one, classifier of predict(): of the test images of each task (row), the share whose predicted "
-        "class belongs to each task (column), counted over all n seeds. Mass in the last columns is a bias to recent tasks; the diagonal "
-        f"bounds the accuracy.{left_out}"
+        "Confusion by task after the last one, classifier of predict(): of the test images of each task (row), the"
+        " share whose predicted class belongs to each task (column), counted over all n seeds. Mass in the last"
+        f" columns is a bias to recent tasks; the diagonal bounds the accuracy.{left_out}"
     )
     return _picture("confusion", "Confusion by task", caption, figure)
 
@@ -243,9 +264,20 @@ def _times(groups: Sequence[Group]) -> Picture:
     figure, (axis,) = _grid(1, width=7.5, height=0.9 + 0.32 * len(shown))
     left = np.zeros(len(shown))
     for phase, (colour, hatch) in _PHASES.items():
-        told = [[run.row[f"seconds_{phase}"] for run in g.runs if run.row[f"seconds_{phase}"] is not None] for g in shown]
+        told = [
+            [run.row[f"seconds_{phase}"] for run in g.runs if run.row[f"seconds_{phase}"] is not None] for g in shown
+        ]
         seconds = np.array([_mean(values or [0.0]) for values in told])
-        axis.barh(range(len(shown)), seconds, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, label=phase)
+        axis.barh(
+            range(len(shown)),
+            seconds,
+            left=left,
+            color=colour,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0.5,
+            label=phase,
+        )
         left += seconds
     axis.set_yticks(range(len(shown)), [f"{g.name} (n = {g.n})" for g in shown])
     axis.invert_yaxis()
@@ -253,19 +285,28 @@ def _times(groups: Sequence[Group]) -> Picture:
     axis.grid(axis="y", visible=False)
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     caption = (
-        f"Wall-clock seconds of a run by phase, mean over {seeds(groups)}: training steps, capturing them as graphs, evaluations, "
-        f"writing checkpoints, and what is in no phase: imports, data, listeners, files (not told by runs of older versions).{left_out}"
+        f"Wall-clock seconds of a run by phase, mean over {seeds(groups)}: training steps, capturing them as graphs,"
+        " evaluations, writing checkpoints, and what is in no phase: imports, data, listeners, files (not told by runs"
+        f" of older versions).{left_out}"
     )
     return _picture("time", "Where the time goes", caption, figure)
 
 
 def _maps(
-    parts: Sequence[tuple[Group, NDArray[np.float64]]], down: str, unit: str, *, across: str = "task", triangle: bool = False
+    parts: Sequence[tuple[Group, NDArray[np.float64]]],
+    down: str,
+    unit: str,
+    *,
+    across: str = "task",
+    triangle: bool = False,
 ) -> Figure:
-    """Heat maps of [T, T] values in percent on one scale; with ``triangle``, only entries at or below the diagonal exist."""
+    """Heat maps of [T, T] values in percent on one scale; with ``triangle``, only entries at or
+    below the diagonal exist.
+    """
     columns = min(4, len(parts))
     figure, axes = _grid(len(parts), columns=columns, width=2.7 * columns + 0.6, height=3.0, share=False)
-    # One scale for all panels, and one hue from light to dark, for print and for colour-blind readers.
+    # One scale for all panels, and one hue from light to dark, for print and for colour-blind
+    # readers.
     top = max(float(values.max()) for _, values in parts) or 1.0
     picture = None
     for axis, (g, values) in zip(axes, parts, strict=True):
@@ -283,9 +324,14 @@ def _maps(
             for row, column in zip(*np.nonzero(np.tri(tasks) if triangle else np.ones((tasks, tasks))), strict=True):
                 value = values[row, column]
                 axis.text(
-                    column, row, f"{value:.0f}", ha="center", va="center", fontsize=7 if tasks <= 6 else 5.5,
+                    column,
+                    row,
+                    f"{value:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7 if tasks <= 6 else 5.5,
                     color="white" if value > 0.6 * top else "black",
-                )  # fmt: skip
+                )
     figure.colorbar(picture, ax=axes, label=unit, shrink=0.8 if len(parts) <= columns else 0.5)
     return figure
 
@@ -314,9 +360,15 @@ def _band(axis: Axes, x: NDArray[np.int64], values: NDArray[np.float64], look: _
     ends = np.array([_ends(column) for column in columns])
     at = x[kept]
     axis.plot(
-        at, [_mean(column) for column in columns], color=look.colour, linestyle=look.dashes, marker=look.marker if len(at) <= 25 else None,
-        markersize=4, linewidth=1.5, label=label,
-    )  # fmt: skip
+        at,
+        [_mean(column) for column in columns],
+        color=look.colour,
+        linestyle=look.dashes,
+        marker=look.marker if len(at) <= 25 else None,
+        markersize=4,
+        linewidth=1.5,
+        label=label,
+    )
     if not np.isnan(ends).all():
         axis.fill_between(at, ends[:, 0], ends[:, 1], color=look.colour, alpha=0.15, linewidth=0)
 
@@ -342,7 +394,9 @@ def _by_memory(groups: Sequence[Group]) -> tuple[dict[int, list[Group]], str]:
     sizes = sorted({g.memory for g in groups})[:PANELS]
     panels = {memory: _ranked([g for g in groups if g.memory == memory], CURVES) for memory in sizes}
     left_out = len(groups) - sum(map(len, panels.values()))
-    return panels, _left_out(left_out, f"up to {CURVES} settings a panel, those with the highest ACC, and up to {PANELS} memory sizes")
+    return panels, _left_out(
+        left_out, f"up to {CURVES} settings a panel, those with the highest ACC, and up to {PANELS} memory sizes"
+    )
 
 
 def _best(groups: Sequence[Group], most: int) -> tuple[list[Group], str]:

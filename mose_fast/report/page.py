@@ -1,4 +1,6 @@
-"""The page of a report: one HTML file that needs no other file and no network, written beside its tables and figures."""
+"""The page of a report: one HTML file that needs no other file and no network, written beside its
+tables and figures.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ _OWN_FILES = '<meta name="mose-fast-files" content="{}">'
 # Rows of a table that a reader scrolls past without being asked, and sentences that one reads.
 _LONG, _SENTENCES = 100, 24
 
-# On a narrow screen figures keep their size, at which their letters are those of the page, and scroll as tables do.
+# On a narrow screen figures keep their size, at which their letters are those of the page, and
+# scroll as tables do.
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
-body { overflow-wrap: break-word; }
-h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
+body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; overflow-wrap: break-word; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem; }
+h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
 nav a { margin-right: 1rem; } a { color: #0050a0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
@@ -50,24 +54,31 @@ th.number { text-align: right; }
 summary { cursor: pointer; color: #0050a0; }
 @media screen and (max-width: 1100px) { figure img { max-width: none; } }
 @media screen and (max-width: 600px) { body { margin: 1rem auto; padding: 0 .6rem; } }
-@media print { body { margin: 0; max-width: none; font-size: 10pt; } nav { display: none; } figure, tr { break-inside: avoid; }
+@media print { body { margin: 0; max-width: none; font-size: 10pt; } nav { display: none; }
+  figure, tr { break-inside: avoid; }
   .wide { overflow: visible; } td { white-space: normal; } }
 """
 
 
-def write_report(folders: Iterable[str | Path], out: str | Path | None = None, *, force: bool = False) -> tuple[Path, list[Skipped]]:
-    """Reads finished runs and writes ``report.html``, ``tables/*.csv``, ``.md`` and ``.tex``, and ``figures/*.pdf`` and ``.svg``.
+def write_report(
+    folders: Iterable[str | Path], out: str | Path | None = None, *, force: bool = False
+) -> tuple[Path, list[Skipped]]:
+    """Reads finished runs and writes ``report.html``, ``tables/*.csv``, ``.md`` and ``.tex``, and
+    ``figures/*.pdf`` and ``.svg``.
 
     Args:
         folders: Run folders, or folders that hold some at any depth, such as a sweep's.
-        out: Folder of the report; an earlier report in it is replaced, all other files stay. None: ``report`` in the first of ``folders``.
-        force: Put runs of different problems into the same tables, and say so on the page, instead of refusing.
+        out: Folder of the report; an earlier report in it is replaced, all other files stay. None:
+        ``report`` in the first of ``folders``.
+        force: Put runs of different problems into the same tables, and say so on the page, instead
+            of refusing.
 
     Returns:
         The page, and the folders that were skipped, which it names too.
 
     Raises:
-        RunError: A folder does not exist, there is no finished run, or the report cannot be written.
+        RunError: A folder does not exist, there is no finished run, or the report cannot be
+        written.
         IncomparableRuns: The runs are of different problems and ``force`` is False.
     """
     folders = [Path(folder) for folder in folders]
@@ -100,18 +111,21 @@ def write_report(folders: Iterable[str | Path], out: str | Path | None = None, *
 
 
 def _remove_earlier(out: Path, contents: Mapping[str, bytes]) -> None:
-    """Deletes the files that the report in ``out`` names as its own, and refuses to replace any other."""
+    """Deletes the files that the report in ``out`` names as its own, and refuses to replace any
+    other.
+    """
     page = out / _PAGE
     own: list[str] = []
     if page.exists():
-        found = re.search(_OWN_FILES.format("([^\"]*)"), page.read_text(encoding="utf-8", errors="replace"))
+        found = re.search(_OWN_FILES.format('([^"]*)'), page.read_text(encoding="utf-8", errors="replace"))
         if found is None:
             raise RunError(f"{page} is no report of this version of mose-fast; choose another --out, or move it away")
         own = [name for name in html.unescape(found[1]).split() if re.fullmatch(r"(tables|figures)/[\w.-]+", name)]
     foreign = [name for name in contents if name != _PAGE and name not in own and (out / name).exists()]
     if foreign:
         raise RunError(
-            f"{out} holds {', '.join(foreign[:5])}, which no report wrote and this one would replace; choose another --out"
+            f"{out} holds {', '.join(foreign[:5])}, which no report wrote and this one would replace; choose another"
+            " --out"
         )
     for name in own:
         (out / name).unlink(missing_ok=True)
@@ -119,7 +133,9 @@ def _remove_earlier(out: Path, contents: Mapping[str, bytes]) -> None:
         remove_leftovers(folder, {re.escape(Path(name).name) for name in (*own, *contents)})
 
 
-def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: Sequence[str]) -> tuple[str, list[Table], list[Picture]]:
+def render_page(
+    groups: Sequence[Group], skipped: Sequence[Skipped], warnings: Sequence[str]
+) -> tuple[str, list[Table], list[Picture]]:
     """The HTML of a report, and the tables and figures in it.
 
     Args:
@@ -134,7 +150,10 @@ def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: S
         by_name["comparisons"] = comparison_table(found)
     notes = [f"{w[:1].upper()}{w[1:]}." for w in warnings]
     if few := sum(len(c.seeds) < FEW_SEEDS for _, c in found):
-        notes.append(f"{few} of {counted(len(found), 'comparison')} rest on fewer than {FEW_SEEDS} common seeds, which show little.")
+        notes.append(
+            f"{few} of {counted(len(found), 'comparison')} rest on fewer than {FEW_SEEDS} common seeds, which show"
+            " little."
+        )
     notes += _notes(groups)
     told = [sentence(memory, c) for memory, c in found[:_SENTENCES]]
     told += [f"And {len(found) - len(told)} more in the table."] if len(found) > len(told) else []
@@ -144,29 +163,40 @@ def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: S
     sections = [
         ("results", "Results", [by_name["main"].html(), _folded_if_long(by_name["estimates"])]),
         ("comparison", "Comparison", compared),
-        *((p.name, p.title, [figure[p.name]]) for p in pictures if p.name in ("accuracy", "new-task-and-bof", "tradeoffs")),
+        *(
+            (p.name, p.title, [figure[p.name]])
+            for p in pictures
+            if p.name in ("accuracy", "new-task-and-bof", "tradeoffs")
+        ),
         ("per-expert", "Experts", [_folded_if_long(by_name["experts"])]),
         ("per-task", "Accuracy by task", [_folded_if_long(by_name["tasks"])]),
         *((p.name, p.title, [figure[p.name]]) for p in pictures if p.name in ("accuracy-matrix", "confusion", "time")),
         ("costs", "Cost", [_folded_if_long(by_name["cost"])]),
-        ("all-runs", "Runs", [_fold(f"All {counted(sum(g.n for g in groups), 'run')}", by_name["runs"].html()), _skipped(skipped)]),
+        (
+            "all-runs",
+            "Runs",
+            [_fold(f"All {counted(sum(g.n for g in groups), 'run')}", by_name["runs"].html()), _skipped(skipped)],
+        ),
     ]
     sections = [(name, title, parts) for name, title, parts in sections if parts]
     heading = f"Report on {streams(groups)}"
     lead = (
-        f"{counted(sum(g.n for g in groups), 'run')} in {counted(len(groups), 'setting')}, {seeds(groups)} each. Accuracies are percent "
-        "of test images; tasks count from 1. ACC: mean accuracy over all tasks after the last one; AF: average forgetting. Every table is "
-        f"in tables/ as {', '.join(FORMATS)}, every figure in figures/ as pdf and svg. mose-fast {__version__}."
+        f"{counted(sum(g.n for g in groups), 'run')} in {counted(len(groups), 'setting')}, {seeds(groups)} each."
+        " Accuracies are percent of test images; tasks count from 1. ACC: mean accuracy over all tasks after the last"
+        f" one; AF: average forgetting. Every table is in tables/ as {', '.join(FORMATS)}, every figure in figures/ as"
+        f" pdf and svg. mose-fast {__version__}."
     )
     links = " ".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title, _ in sections)
     body = "\n".join(
-        f'<section id="{name}"><h2>{html.escape(title)}</h2>\n' + "\n".join(parts) + "</section>" for name, title, parts in sections
+        f'<section id="{name}"><h2>{html.escape(title)}</h2>\n' + "\n".join(parts) + "</section>"
+        for name, title, parts in sections
     )
     own = [f"tables/{name}.{ending}" for name in by_name for ending in FORMATS]
     own += [f"figures/{picture.name}.{ending}" for picture in pictures for ending in ("svg", "pdf")]
     own_files = _OWN_FILES.format(html.escape(" ".join(own)))
     page = (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
+        f' content="width=device-width">'
         f"{own_files}<title>{html.escape(heading)}</title><style>{_STYLE}</style></head>\n<body><h1>{html.escape(heading)}</h1>\n"
         f"<p>{html.escape(lead)}</p>\n<nav>{links}</nav>\n{_box('Cautions', notes)}\n{body}\n</body></html>\n"
     )
@@ -182,16 +212,27 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     counts = sorted({g.n for g in groups})
     if len(counts) > 1:
         notes.append(f"The settings do not have equally many seeds: {counts[0]} to {counts[-1]}; the column n tells.")
-    untaught = [g.name for g in groups if _mean(g.values("acc", g.view)) <= _mean({r.seed: r.untrained[g.view] for r in g.runs})]
+    untaught = [
+        g.name for g in groups if _mean(g.values("acc", g.view)) <= _mean({r.seed: r.untrained[g.view] for r in g.runs})
+    ]
     if untaught:
-        notes.append(f"Training gained nothing over the untrained network with the same memory (column untrained): {_some(untaught)}.")
+        notes.append(
+            "Training gained nothing over the untrained network with the same memory (column untrained):"
+            f" {_some(untaught)}."
+        )
     if any(run.config["train_on"] != "stream" for g in groups for run in g.runs):
-        notes.append("Runs that trained on the final memory were evaluated once, so they have no forgetting, curves or accuracy matrix.")
+        notes.append(
+            "Runs that trained on the final memory were evaluated once, so they have no forgetting, curves or accuracy"
+            " matrix."
+        )
     departing: dict[str, list[str]] = {}
     for g in groups:
         if differing := deviations(g):
             departing.setdefault(", ".join(differing), []).append(g.name)
-    notes += [f"Not the protocol of the paper's numbers ({differing}): {_some(names)}." for differing, names in departing.items()]
+    notes += [
+        f"Not the protocol of the paper's numbers ({differing}): {_some(names)}."
+        for differing, names in departing.items()
+    ]
     return notes
 
 

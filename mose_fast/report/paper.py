@@ -1,8 +1,9 @@
 """The paper's numbers, to be shown beside one's own.
 
-Source: Yan et al., "Orchestrate Latent Expertise: Advancing Online Continual Learning with Multi-Level Supervision and Reverse
-Self-Distillation", CVPR 2024: table 1 (methods), the small buffers, the table of experts and that of classifiers; means of 15 runs
-of one pass in batches of 10 over Split CIFAR-100 (10 tasks) and Split Tiny-ImageNet (100 tasks). All in percent.
+Source: Yan et al., "Orchestrate Latent Expertise: Advancing Online Continual Learning with
+Multi-Level Supervision and Reverse Self-Distillation", CVPR 2024: table 1 (methods), the small
+buffers, the table of experts and that of classifiers; means of 15 runs of one pass in batches of 10
+over Split CIFAR-100 (10 tasks) and Split Tiny-ImageNet (100 tasks). All in percent.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _ACC_SD = {"MOSE": (0.4, 0.3, 0.4, 0.5, 0.8, 0.4), "MOE-MOSE": (0.3, 0.4, 0.4, 0
 _AF = {"MOSE": (36.9, 25.4, 13.5, 45.7, 29.5, 15.5), "MOE-MOSE": (34.7, 23.6, 12.7, 40.6, 26.3, 13.9)}
 _AF_SD = {"MOSE": (0.3, 0.4, 0.5, 1.0, 0.8, 0.3), "MOE-MOSE": (0.3, 0.4, 0.4, 0.6, 0.5, 0.6)}
 
-# MOSE with small memories; Tiny-ImageNet in 10 tasks here, which is another protocol than the table's 100.
+# MOSE with small memories; Tiny-ImageNet in 10 tasks here, which is another protocol than the
+# table's 100.
 _SMALL = {"split-cifar100": {200: Published(20.2, 0.5), 500: Published(28.3, 0.7)}}
 
 # By name of our methods: the paper's name of the method by the expert that classifies.
@@ -79,7 +81,8 @@ def dataset(config: Mapping[str, Any]) -> str | None:
 
 
 def deviations(config: Mapping[str, Any], tasks: int) -> list[str]:
-    """How a run's protocol differs from the paper's, ``name value instead of value``; empty where the numbers can be compared.
+    """How a run's protocol differs from the paper's, ``name value instead of value``; empty where
+    the numbers can be compared.
 
     Args:
         config: Of a run, as in ``results.json``, on one of the paper's data sets.
@@ -90,7 +93,9 @@ def deviations(config: Mapping[str, Any], tasks: int) -> list[str]:
     return [f"{name} {found[name]} instead of {value}" for name, value in wanted.items() if found[name] != value]
 
 
-def lookup(method: str, classifier: str, expert: str, data: str, memory: int) -> tuple[str, Published | None, Published | None] | None:
+def lookup(
+    method: str, classifier: str, expert: str, data: str, memory: int
+) -> tuple[str, Published | None, Published | None] | None:
     """The paper's name, ACC and AF for one of our classifiers.
 
     Args:
@@ -129,10 +134,16 @@ def methods(data: str) -> dict[str, dict[int, tuple[Published, Published | None]
 
 
 def experts(data: str, memory: int) -> dict[str, float] | None:
-    """ACC by expert of nearest-class-mean classifiers and of their mean, for MOSE with reverse self-distillation."""
+    """ACC by expert of nearest-class-mean classifiers and of their mean, for MOSE with reverse
+    self-distillation.
+    """
     return dict(_EXPERTS) if (data, memory) == ("split-cifar100", 5000) else None
 
 
 def linear(data: str, memory: int) -> dict[str, float] | None:
     """ACC of the linear classifier: of the last expert and of the mean of experts."""
-    return dict(zip(("last", "mean"), _LINEAR[memory], strict=True)) if data == "split-cifar100" and memory in _LINEAR else None
+    return (
+        dict(zip(("last", "mean"), _LINEAR[memory], strict=True))
+        if data == "split-cifar100" and memory in _LINEAR
+        else None
+    )

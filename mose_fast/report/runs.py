@@ -19,10 +19,21 @@ __all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
 
 # Where and how fast a run computes, but not what: no reason to keep two runs apart.
 _NO_SETTING = (
-    "seed", "device", "feed", "kernels", "step", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
-    "stream.decoder", "stream.tasks", "stream.fingerprint",
-)  # fmt: skip
-# What the data made of the settings: equal names may stand for different data. (So may the machine: precision auto.)
+    "seed",
+    "device",
+    "feed",
+    "kernels",
+    "step",
+    "deterministic",
+    "evaluation_batch",
+    "checkpoint_every",
+    "stream.data_dir",
+    "stream.decoder",
+    "stream.tasks",
+    "stream.fingerprint",
+)
+# What the data made of the settings: equal names may stand for different data. (So may the machine:
+# precision auto.)
 _DATA = ("tasks", "classes", "image_size", "class_order")
 # Shown in columns of their own, or by the preset.
 _SHOWN_APART = ("method", "preset", "memory", "class_order")
@@ -48,7 +59,8 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What a report needs of ``results.json``: of 100 tasks, the whole would be a hundred times as large.
+    """What a report needs of ``results.json``: of 100 tasks, the whole would be a hundred times as
+    large.
 
     Attributes:
         folder: Of the run.
@@ -60,7 +72,8 @@ class Run:
         view: Classifier and expert of ``predict()``.
         views: Every classifier and expert.
         final: Accuracy of each task after the last one by view, [T] each.
-        running: Mean accuracy over the tasks seen by view, [T] each; NaN where nothing was evaluated.
+        running: Mean accuracy over the tasks seen by view, [T] each; NaN where nothing was
+        evaluated.
         matrix: Accuracy matrix of ``view``, [T, T].
         bof: Buffer overfitting by view, [T] each; NaN where undefined.
         untrained: ACC before training by view.
@@ -106,7 +119,8 @@ class Group:
     """Runs that differ in their seed alone.
 
     Attributes:
-        label: Method, preset and the settings in which it differs from other groups of the report; without the memory's size.
+        label: Method, preset and the settings in which it differs from other groups of the report;
+        without the memory's size.
         memory: Slots of the replay memory.
         runs: By seed, ascending.
     """
@@ -130,9 +144,13 @@ class Group:
         return self.runs[0].view
 
     def shown_views(self) -> list[View]:
-        """The last expert, and the mean of experts where there are several, of the classifier of ``predict()``."""
+        """The last expert, and the mean of experts where there are several, of the classifier of
+        ``predict()``.
+        """
         return [
-            v for v in self.runs[0].views if v.classifier == self.view.classifier and v.expert in (self.last, self.mean, self.view.expert)
+            v
+            for v in self.runs[0].views
+            if v.classifier == self.view.classifier and v.expert in (self.last, self.mean, self.view.expert)
         ]
 
     @property
@@ -161,7 +179,8 @@ def read_folders(folders: Iterable[str | Path]) -> tuple[list[Run], list[Skipped
         folders: Run folders, or folders that hold some at any depth.
 
     Returns:
-        The runs in the order of their folders' names, and the folders that hold none that can be used, each with the reason.
+        The runs in the order of their folders' names, and the folders that hold none that can be
+        used, each with the reason.
 
     Raises:
         RunError: A folder does not exist, or there is no finished run at all.
@@ -196,23 +215,35 @@ def group_runs(runs: Iterable[Run]) -> tuple[list[Group], list[Skipped]]:
     runs = list(runs)
     several = len({run.row["data"] for run in runs} - {None}) > len({run.row["stream"] for run in runs})
     for run in runs:
-        # Where a stream's data have changed, which a report shows only when forced, they keep the runs apart.
+        # Where a stream's data have changed, which a report shows only when forced, they keep the
+        # runs apart.
         flat = {**_flat(run), "data": run.row["data"]} if several else _flat(run)
         key = json.dumps(flat, sort_keys=True)
         settings[key] = flat
         same = members.setdefault(key, {})
         if run.seed in same:
-            skipped.append(Skipped(run.folder, f"has the same settings and seed as {same[run.seed].folder}, which is shown"))
+            skipped.append(
+                Skipped(run.folder, f"has the same settings and seed as {same[run.seed].folder}, which is shown")
+            )
         else:
             same[run.seed] = run
     labels = _labels({key: (settings[key], next(iter(same.values()))) for key, same in members.items()})
-    groups = [Group(labels[key], settings[key]["memory"], [same[seed] for seed in sorted(same)]) for key, same in members.items()]
+    groups = [
+        Group(labels[key], settings[key]["memory"], [same[seed] for seed in sorted(same)])
+        for key, same in members.items()
+    ]
     return sorted(groups, key=lambda g: (g.label, g.memory)), skipped
 
 
 _FACTS = (
-    "acc", "af_paper", "af_released", "bwt", "average_anytime_accuracy", "new_task_accuracy", "evaluated_after",
-)  # fmt: skip
+    "acc",
+    "af_paper",
+    "af_released",
+    "bwt",
+    "average_anytime_accuracy",
+    "new_task_accuracy",
+    "evaluated_after",
+)
 
 
 def _read(folder: Path) -> Run:
@@ -272,16 +303,24 @@ def _flat(run: Run) -> dict[str, Any]:
     """All settings that make two runs different experiments, by dotted name."""
     config = dict(run.config)
     stream, options = config.pop("stream"), config.pop("options")
-    flat = {**config, **{f"stream.{k}": v for k, v in stream.items()}, **{f"options.{k}": v for k, v in options.items()}}
+    flat = {
+        **config,
+        **{f"stream.{k}": v for k, v in stream.items()},
+        **{f"options.{k}": v for k, v in options.items()},
+    }
     flat = {name: value for name, value in flat.items() if name not in _NO_SETTING}
     return flat | {name: run.row[name] for name in (*_DATA, "precision")}
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
-    """Method, preset, and what else tells a group from the others; options as changes from the preset."""
+    """Method, preset, and what else tells a group from the others; options as changes from the
+    preset.
+    """
     own: dict[str, dict[str, Any]] = {}
     for key, (flat, run) in groups.items():
-        plain = {name: value for name, value in flat.items() if not name.startswith("options.") and name not in _SHOWN_APART}
+        plain = {
+            name: value for name, value in flat.items() if not name.startswith("options.") and name not in _SHOWN_APART
+        }
         own[key] = {**plain, **{f"options.{name}": value for name, value in run.changes.items()}}
     names = sorted({name for values in own.values() for name in values})
     varying = [name for name in names if len({json.dumps(values.get(name, "preset's")) for values in own.values()}) > 1]

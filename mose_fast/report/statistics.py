@@ -1,7 +1,9 @@
-"""Statistics over seeds: what a mean is worth, whether one setting beats another, and whether two runs may be compared at all.
+"""Statistics over seeds: what a mean is worth, whether one setting beats another, and whether two
+runs may be compared at all.
 
-Everything works on plain numbers by seed and on rows of the store (:mod:`mose_fast.sweep.store`), in whatever unit they come; the
-sentences take fractions in [0, 1] and speak of points, which are percent of all images. scipy does the mathematics.
+Everything works on plain numbers by seed and on rows of the store (:mod:`mose_fast.sweep.store`),
+in whatever unit they come; the sentences take fractions in [0, 1] and speak of points, which are
+percent of all images. scipy does the mathematics.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ __all__ = [
     "summarise",
 ]
 
-#: Below this many common seeds a comparison carries a warning: with fewer than six, the Wilcoxon test cannot fall below 0.05.
+#: Below this many common seeds a comparison carries a warning: with fewer than six, the Wilcoxon
+#: test cannot fall below 0.05.
 FEW_SEEDS = 6
 
-#: Columns of the store that say which problem was solved: runs that differ in one of them belong in different tables.
+#: Columns of the store that say which problem was solved: runs that differ in one of them belong in
+#: different tables.
 TASK: dict[str, str] = {
     "stream": "the stream differs",
     "tasks": "the number of tasks differs",
@@ -73,8 +77,9 @@ class Summary:
         mean: Of the values.
         sd: Sample standard deviation (n - 1); NaN for one value.
         t_interval: Ends of the interval of the mean by Student's t; NaN for one value.
-        bootstrap_interval: Ends of the bias-corrected and accelerated bootstrap interval of the mean; NaN for one value or where none
-            was asked for, both the mean where all values are equal.
+        bootstrap_interval: Ends of the bias-corrected and accelerated bootstrap interval of the
+            mean; NaN for one value or where none was asked for, both the mean where all values are
+            equal.
     """
 
     n: int
@@ -95,11 +100,13 @@ class Comparison:
         difference: Mean of a - b.
         interval: Ends of the t interval of the difference; NaN with fewer than two seeds.
         t_p: Two-sided p value of the paired t test; NaN with fewer than two seeds.
-        wilcoxon_p: Two-sided p value of Wilcoxon's signed-rank test, exact for up to 50 differences without ties or zeros; NaN with
-            fewer than two seeds.
-        effect_size: Cohen's d of the paired differences: their mean over their standard deviation; infinite where they are all the
-            same and not 0; NaN with fewer than three seeds, since two differences hardly tell their deviation.
-        holm_p: ``t_p`` after Holm's correction over the comparisons of one table; equal to ``t_p`` for a comparison alone.
+        wilcoxon_p: Two-sided p value of Wilcoxon's signed-rank test, exact for up to 50 differences
+            without ties or zeros; NaN with fewer than two seeds.
+        effect_size: Cohen's d of the paired differences: their mean over their standard deviation;
+            infinite where they are all the same and not 0; NaN with fewer than three seeds, since
+            two differences hardly tell their deviation.
+        holm_p: ``t_p`` after Holm's correction over the comparisons of one table; equal to ``t_p``
+        for a comparison alone.
         confidence: Of ``interval``.
         warnings: What a reader must know before believing it, each a sentence.
     """
@@ -117,10 +124,11 @@ class Comparison:
     warnings: tuple[str, ...] = ()
 
     def sentence(self, *, smaller_is_better: bool = False) -> str:
-        """The comparison in words: ``"better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"``.
+        """The comparison in words: ``"better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common
+        seeds"``.
 
-        Where :attr:`holm_p` is not below 1 - ``confidence``, the sentence says that there is no clear difference: of many comparisons,
-        some intervals miss 0 by chance.
+        Where :attr:`holm_p` is not below 1 - ``confidence``, the sentence says that there is no
+        clear difference: of many comparisons, some intervals miss 0 by chance.
 
         Args:
             smaller_is_better: For forgetting, where the lower value wins.
@@ -135,7 +143,10 @@ class Comparison:
         level = f"{100 * self.confidence:g} % interval"
         if 1 - self.holm_p <= self.confidence:
             corrected = f", p {self.holm_p:.4f} after Holm's correction" if self.holm_p != self.t_p else ""
-            return f"no clear difference ({100 * self.difference:+.1f} points, {level} {low:.1f} to {high:.1f}{corrected}, {counted})"
+            return (
+                f"no clear difference ({100 * self.difference:+.1f} points, {level} {low:.1f} to {high:.1f}{corrected},"
+                f" {counted})"
+            )
         verdict = "better" if (self.difference > 0) != smaller_is_better else "worse"
         if self.difference < 0:
             low, high = -high, -low
@@ -165,7 +176,12 @@ def summarise(values: Iterable[float], *, confidence: float = 0.95, resamples: i
     bootstrap = (mean, mean) if resamples else (math.nan, math.nan)
     if resamples and np.ptp(x) > 0:
         found = stats.bootstrap(
-            (x,), np.mean, confidence_level=confidence, n_resamples=resamples, vectorized=True, rng=np.random.default_rng(0)
+            (x,),
+            np.mean,
+            confidence_level=confidence,
+            n_resamples=resamples,
+            vectorized=True,
+            rng=np.random.default_rng(0),
         ).confidence_interval
         bootstrap = (float(found.low), float(found.high))
     return Summary(len(x), mean, sd, _t_interval(x, confidence), bootstrap)
@@ -186,7 +202,8 @@ def compare(
         b: Value by seed.
         names: Of the two.
         confidence: Of the interval.
-        warnings: To carry along; one about few seeds is added where there are fewer than :data:`FEW_SEEDS`.
+        warnings: To carry along; one about few seeds is added where there are fewer than
+            :data:`FEW_SEEDS`.
 
     Raises:
         ValueError: A value is not finite.
@@ -197,11 +214,15 @@ def compare(
         notes.append(f"{names[0]} and {names[1]} have {len(seeds)} seeds in common; fewer than {FEW_SEEDS} show little")
     nothing = (math.nan, math.nan)
     if not seeds:
-        return Comparison(*names, seeds, math.nan, nothing, math.nan, math.nan, math.nan, math.nan, confidence, tuple(notes))
+        return Comparison(
+            *names, seeds, math.nan, nothing, math.nan, math.nan, math.nan, math.nan, confidence, tuple(notes)
+        )
     differences = _finite(a[s] for s in seeds) - _finite(b[s] for s in seeds)
     mean = float(differences.mean())
     if len(seeds) == 1:
-        return Comparison(*names, seeds, mean, nothing, math.nan, math.nan, math.nan, math.nan, confidence, tuple(notes))
+        return Comparison(
+            *names, seeds, mean, nothing, math.nan, math.nan, math.nan, math.nan, confidence, tuple(notes)
+        )
     if np.ptp(differences) == 0:
         # No spread: Student's t is 0 / 0 or infinite.
         t_p, effect = (1.0, 0.0) if mean == 0 else (0.0, math.copysign(math.inf, mean))
@@ -221,7 +242,8 @@ def compare_all(
     confidence: float = 0.95,
     warnings: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Comparison]:
-    """Compares settings, each with a baseline or with every other, and corrects their p values over the whole table by Holm's method.
+    """Compares settings, each with a baseline or with every other, and corrects their p values over
+    the whole table by Holm's method.
 
     Args:
         groups: Value by seed, by name.
@@ -242,7 +264,9 @@ def compare_all(
     )
     notes = warnings or {}
     found = [
-        compare(groups[a], groups[b], names=(a, b), confidence=confidence, warnings=[*notes.get(a, ()), *notes.get(b, ())])
+        compare(
+            groups[a], groups[b], names=(a, b), confidence=confidence, warnings=[*notes.get(a, ()), *notes.get(b, ())]
+        )
         for a, b in pairs
     ]
     return [replace(c, holm_p=p) for c, p in zip(found, holm([c.t_p for c in found]), strict=True)]
@@ -251,8 +275,8 @@ def compare_all(
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down correction (Scand. J. Statist. 6, 1979).
 
-    The k-th smallest of m is multiplied by m - k + 1; none is smaller than the one before it or above 1. NaN stays NaN and does not
-    count.
+    The k-th smallest of m is multiplied by m - k + 1; none is smaller than the one before it or
+    above 1. NaN stays NaN and does not count.
     """
     counted = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
     adjusted = [math.nan] * len(p_values)
@@ -273,7 +297,9 @@ def protocol_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] =
     return _differences(rows, PROTOCOL, varied)
 
 
-def check_comparable(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = (), *, force: bool = False) -> list[str]:
+def check_comparable(
+    rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = (), *, force: bool = False
+) -> list[str]:
     """Refuses to put runs of different problems into one table, and tells what else differs.
 
     Args:
@@ -285,8 +311,8 @@ def check_comparable(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = 
         Warnings, each a sentence; empty where the runs were made alike.
 
     Raises:
-        IncomparableRuns: A column of :data:`TASK` or the data behind a stream differ and ``force`` is False; the message names what, its
-            values and a run of each.
+        IncomparableRuns: A column of :data:`TASK` or the data behind a stream differ and ``force``
+            is False; the message names what, its values and a run of each.
     """
     rows = list(rows)
     differing = _differences(rows, TASK, varied) + _data_differences(rows)
@@ -300,7 +326,11 @@ def check_comparable(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = 
 
 def _differences(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], varied: Iterable[str]) -> list[str]:
     rows, expected = list(rows), set(varied)
-    return [f"{meaning}: {shown}" for column, meaning in columns.items() if column not in expected and (shown := _values(rows, column))]
+    return [
+        f"{meaning}: {shown}"
+        for column, meaning in columns.items()
+        if column not in expected and (shown := _values(rows, column))
+    ]
 
 
 def _data_differences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -309,15 +339,20 @@ def _data_differences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         if _data(row):
             by_stream.setdefault(row["stream"], []).append(row)
-    return [f"the data of stream {stream!r} differ: {shown}" for stream, same in by_stream.items() if (shown := _values(same, "data"))]
+    return [
+        f"the data of stream {stream!r} differ: {shown}"
+        for stream, same in by_stream.items()
+        if (shown := _values(same, "data"))
+    ]
 
 
 def _unknown_data(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     unknown = sum(not _data(row) for row in rows)
     known = len(rows) - unknown
-    return [f"{unknown} of {len(rows)} runs noted no fingerprint of their data: whether it is that of the others is not known"] * bool(
-        unknown and known
-    )
+    return [
+        f"{unknown} of {len(rows)} runs noted no fingerprint of their data: whether it is that of the others is not"
+        " known"
+    ] * bool(unknown and known)
 
 
 def _data(row: Mapping[str, Any]) -> str | None:

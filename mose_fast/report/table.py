@@ -49,7 +49,8 @@ class Table:
         caption: What it shows, of how many runs, in which unit.
         columns: Headings.
         rows: A cell for each column; None where there is nothing to tell.
-        spreads: The columns that may hold a :class:`Spread`. They have two columns in the CSV, whatever the rows hold.
+        spreads: The columns that may hold a :class:`Spread`. They have two columns in the CSV,
+        whatever the rows hold.
         intervals: Those that may hold an :class:`Interval`.
     """
 
@@ -63,11 +64,17 @@ class Table:
     def html(self) -> str:
         """As an HTML ``table`` in a ``figure`` with a caption."""
         kinds = ["" if text else " class=number" for text in self._textual()]
-        head = "".join(f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(self.columns, kinds, strict=True))
+        head = "".join(
+            f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(self.columns, kinds, strict=True)
+        )
         lines = [
-            # Not a caption element, which would be no wider than a narrow table. The table alone scrolls, by the keyboard, too.
+            # Not a caption element, which would be no wider than a narrow table. The table alone
+            # scrolls, by the keyboard, too.
             f'<figure><figcaption id="about-{html.escape(self.name)}">{html.escape(self.caption)}</figcaption>',
-            f'<div class="wide" tabindex="0"><table id="{html.escape(self.name)}" aria-describedby="about-{html.escape(self.name)}">',
+            (
+                f'<div class="wide" tabindex="0"><table id="{html.escape(self.name)}"'
+                f' aria-describedby="about-{html.escape(self.name)}">'
+            ),
             f"<thead><tr>{head}</tr></thead>",
             "<tbody>",
         ]
@@ -108,15 +115,18 @@ class Table:
         )
 
     def csv(self) -> str:
-        """As CSV: a column a number, so that a spread gives two (``ACC``, ``ACC sd``) and an interval two (``... low``, ``... high``).
+        """As CSV: a column a number, so that a spread gives two (``ACC``, ``ACC sd``) and an
+        interval two (``... low``, ``... high``).
 
         Numbers have no separators of thousands here.
 
         Raises:
-            ValueError: A column holds a spread or an interval that :attr:`spreads` and :attr:`intervals` do not name.
+            ValueError: A column holds a spread or an interval that :attr:`spreads` and
+                :attr:`intervals` do not name.
         """
         suffixes = [
-            ("", " sd") if name in self.spreads else (" low", " high") if name in self.intervals else ("",) for name in self.columns
+            ("", " sd") if name in self.spreads else (" low", " high") if name in self.intervals else ("",)
+            for name in self.columns
         ]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -126,7 +136,9 @@ class Table:
             for name, cell, ends in zip(self.columns, row, suffixes, strict=True):
                 parts = _numbers(cell)
                 if len(parts) > len(ends):
-                    raise ValueError(f"column {name!r} of table {self.name!r} holds {cell!r}; wanted it among spreads or intervals")
+                    raise ValueError(
+                        f"column {name!r} of table {self.name!r} holds {cell!r}; wanted it among spreads or intervals"
+                    )
                 values += parts + [""] * (len(ends) - len(parts))
             writer.writerow(values)
         return text.getvalue()
@@ -163,12 +175,25 @@ def _text(cell: Cell) -> str:
 
 
 _LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "<": "$<$", ">": "$>$",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "<": "$<$",
+    ">": "$>$",
+}
 
 
 def _latex(text: str) -> str:
     # A hyphen before a digit at the start of a word is a minus sign.
     escaped = "".join(_LATEX.get(c, c) for c in text)
-    return " ".join(f"$-${word[1:]}" if word[:1] == "-" and word[1:2].isdigit() else word for word in escaped.split(" "))
+    return " ".join(
+        f"$-${word[1:]}" if word[:1] == "-" and word[1:2].isdigit() else word for word in escaped.split(" ")
+    )

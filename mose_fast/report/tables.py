@@ -1,4 +1,6 @@
-"""The tables of a report. Accuracies and forgetting are in percent; statistics come from :mod:`mose_fast.report.statistics`."""
+"""The tables of a report. Accuracies and forgetting are in percent; statistics come from
+:mod:`mose_fast.report.statistics`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ WIDE = 20
 
 _SECONDS = ("train", "capture", "evaluate", "checkpoint", "other", "wall")
 _METRICS = {"acc": "ACC", "af_paper": "AF"}
-_NO_METRICS = "A dash marks what a run without an evaluation after every task does not have, or what the paper does not give."
+_NO_METRICS = (
+    "A dash marks what a run without an evaluation after every task does not have, or what the paper does not give."
+)
 
 
 def tables(groups: Sequence[Group]) -> list[Table]:
@@ -29,13 +33,19 @@ def tables(groups: Sequence[Group]) -> list[Table]:
 
 
 def _main(groups: Sequence[Group]) -> Table:
-    """ACC and AF by method and memory in the paper's form, the paper's own rows below where there are any for the stream."""
+    """ACC and AF by method and memory in the paper's form, the paper's own rows below where there
+    are any for the stream.
+    """
     data = _paper_data(groups)
     sizes = sorted({g.memory for g in groups})
     table = Table(
         "main",
         f"ACC and AF (the paper's definition) in percent by memory M, mean ± standard deviation over {seeds(groups)}. "
-        + ("Rows 'paper' are the paper's numbers, means of 15 runs" if data else f"The paper has no numbers for {streams(groups)}")
+        + (
+            "Rows 'paper' are the paper's numbers, means of 15 runs"
+            if data
+            else f"The paper has no numbers for {streams(groups)}"
+        )
         + (
             "; its MOSE is the NCM classifier of the last expert, its MOE-MOSE that of the mean of experts. "
             if any(g.runs[0].config["method"] == "mose" for g in groups)
@@ -51,7 +61,9 @@ def _main(groups: Sequence[Group]) -> Table:
     for label, by_memory in by_label.items():
         views = dict.fromkeys(v for g in by_memory.values() for v in g.shown_views())
         for view in views:
-            cells = [_spread(by_memory[m], metric, view) if m in by_memory else None for metric in _METRICS for m in sizes]
+            cells = [
+                _spread(by_memory[m], metric, view) if m in by_memory else None for metric in _METRICS for m in sizes
+            ]
             table.rows.append([label, str(view), *cells])
     if data:
         for name, by_size in paper.methods(data).items():
@@ -65,26 +77,50 @@ def _estimates(groups: Sequence[Group]) -> Table:
     data = _paper_data(groups)
     table = Table(
         "estimates",
-        f"Each mean with its 95 % intervals by Student's t and by bootstrap over n seeds ({seeds(groups)}), in percent. AF released: over "
-        "all T tasks with the last included, as the released code counts. Anytime: ACC averaged over time. Untrained: ACC of the network "
-        "before training, with the same memory. "
-        + ("Paper: its numbers for the same data set and memory; difference: ours minus its ACC, where protocols agree. " if data else "")
+        f"Each mean with its 95 % intervals by Student's t and by bootstrap over n seeds ({seeds(groups)}), in percent."
+        " AF released: over all T tasks with the last included, as the released code counts. Anytime: ACC averaged"
+        " over time. Untrained: ACC of the network before training, with the same memory. "
+        + (
+            "Paper: its numbers for the same data set and memory; difference: ours minus its ACC, where protocols"
+            " agree. "
+            if data
+            else ""
+        )
         + _NO_METRICS,
         [
-            "method", "classifier", "M", "n", "ACC", "ACC 95 % t", "ACC 95 % bootstrap", "AF", "AF 95 % t", "AF released", "anytime",
-            "untrained", *(("paper ACC", "paper AF", "difference") if data else ()),
+            "method",
+            "classifier",
+            "M",
+            "n",
+            "ACC",
+            "ACC 95 % t",
+            "ACC 95 % bootstrap",
+            "AF",
+            "AF 95 % t",
+            "AF released",
+            "anytime",
+            "untrained",
+            *(("paper ACC", "paper AF", "difference") if data else ()),
         ],
         spreads=("ACC", "AF", "AF released", "anytime", "untrained", "paper ACC", "paper AF"),
         intervals=("ACC 95 % t", "ACC 95 % bootstrap", "AF 95 % t"),
-    )  # fmt: skip
+    )
     for g in groups:
         for view in g.shown_views():
             acc, af = g.values("acc", view), g.values("af_paper", view)
             row: list[Cell] = [
-                g.label, str(view), g.memory, g.n, _spread(g, "acc", view), *_intervals(acc.values()), _spread(g, "af_paper", view),
-                _intervals(af.values())[0], _spread(g, "af_released", view), _spread(g, "average_anytime_accuracy", view),
+                g.label,
+                str(view),
+                g.memory,
+                g.n,
+                _spread(g, "acc", view),
+                *_intervals(acc.values()),
+                _spread(g, "af_paper", view),
+                _intervals(af.values())[0],
+                _spread(g, "af_released", view),
+                _spread(g, "average_anytime_accuracy", view),
                 _spread_of(run.untrained[view] for run in g.runs),
-            ]  # fmt: skip
+            ]
             if data:
                 _, theirs, their_af = _lookup(g, view) or (None, None, None)
                 fair = theirs is not None and not deviations(g)
@@ -100,18 +136,23 @@ def _experts(groups: Sequence[Group]) -> Table:
     headings = [f"{kind} {what}" for kind in ("NCM", "linear") for what in (*(f"E{e}" for e in names), "MOE")]
     table = Table(
         "experts",
-        f"ACC in percent of every expert alone (E1 the shallowest) and of the mean of experts (MOE), for nearest-class-mean (NCM) and "
-        f"linear classifiers; mean ± standard deviation over {seeds(groups)}. A dash marks experts that a method does not have.",
+        "ACC in percent of every expert alone (E1 the shallowest) and of the mean of experts (MOE), for"
+        f" nearest-class-mean (NCM) and linear classifiers; mean ± standard deviation over {seeds(groups)}. A dash"
+        " marks experts that a method does not have.",
         ["method", "M", "n", *headings],
         spreads=headings,
     )
     theirs: dict[int, list[Cell]] = {}
     for g in groups:
         views = [
-            *(View("ncm", e) for e in names), View("ncm", "mean_distance"),
-            *(View("linear", e) for e in names), View("linear", "mean_logit"),
-        ]  # fmt: skip
-        table.rows.append([g.label, g.memory, g.n, *(_spread(g, "acc", v) if v in g.runs[0].views else None for v in views)])
+            *(View("ncm", e) for e in names),
+            View("ncm", "mean_distance"),
+            *(View("linear", e) for e in names),
+            View("linear", "mean_logit"),
+        ]
+        table.rows.append(
+            [g.label, g.memory, g.n, *(_spread(g, "acc", v) if v in g.runs[0].views else None for v in views)]
+        )
         if cells := _paper_experts(g, names):
             theirs[g.memory] = cells
     table.rows += [["MOSE, paper", memory, paper.RUNS, *cells] for memory, cells in sorted(theirs.items())]
@@ -131,14 +172,16 @@ def _paper_experts(g: Group, names: Sequence[str]) -> list[Cell]:
 
 
 def _tasks(groups: Sequence[Group]) -> Table:
-    """Accuracy by task of every expert, the best of them and their mean: the paper's task-wise table."""
+    """Accuracy by task of every expert, the best of them and their mean: the paper's task-wise
+    table.
+    """
     rows: dict[str, dict[str, np.ndarray]] = {g.name: _by_task(g) for g in groups}
     most = max(g.runs[0].tasks for g in groups)
     table = Table(
         "tasks",
-        f"Accuracy in percent on each task after the last one, means over {seeds(groups)}, classifiers of the kind that predict() uses. E: "
-        "each expert alone; MAX: the best single expert of each task and seed; MOE: the mean of experts; new: the classifier of predict() "
-        "just after the task was learned.",
+        f"Accuracy in percent on each task after the last one, means over {seeds(groups)}, classifiers of the kind that"
+        " predict() uses. E: each expert alone; MAX: the best single expert of each task and seed; MOE: the mean of"
+        " experts; new: the classifier of predict() just after the task was learned.",
         ["method", "M", "n"],
     )
     if most <= WIDE:
@@ -146,7 +189,9 @@ def _tasks(groups: Sequence[Group]) -> Table:
         for g in groups:
             for expert, values in rows[g.name].items():
                 cells = [Number(float(v)) for v in values]
-                table.rows.append([g.label, g.memory, g.n, expert, *cells[:-1], *[None] * (most + 1 - len(cells)), cells[-1]])
+                table.rows.append(
+                    [g.label, g.memory, g.n, expert, *cells[:-1], *[None] * (most + 1 - len(cells)), cells[-1]]
+                )
     else:
         experts = list(dict.fromkeys(expert for by_expert in rows.values() for expert in by_expert))
         table.columns = [*table.columns, "task", *experts]
@@ -174,10 +219,10 @@ def _cost(groups: Sequence[Group]) -> Table:
     measured = [*(f"{part} s" for part in _SECONDS), "steps/s", "host MiB", "card MiB"]
     table = Table(
         "cost",
-        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, in no phase (other) and of the whole (wall; "
-        "both unknown for runs of older versions), steps a second of training, peak memory in "
-        f"MiB of the process and on the card as torch allocates it, parameters in training and of the deployed model, "
-        "multiply-accumulates an image in training.",
+        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, in no phase (other) and"
+        " of the whole (wall; both unknown for runs of older versions), steps a second of training, peak memory in MiB"
+        " of the process and on the card as torch allocates it, parameters in training and of the deployed model,"
+        " multiply-accumulates an image in training.",
         ["method", "M", "n", *measured, "parameters", "deployed", "MACs", "computed on"],
         spreads=measured,
     )
@@ -187,20 +232,32 @@ def _cost(groups: Sequence[Group]) -> Table:
         phases = (_plain(seconds for seconds in part if seconds is not None) for part in told)
         speed = _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0)
         on_card = _plain(row["peak_bytes_device"] / 2**20 for row in rows if row["peak_bytes_device"] is not None)
-        where = dict.fromkeys(row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
+        where = dict.fromkeys(
+            row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows
+        )
         table.rows.append(
             [
-                g.label, g.memory, g.n, *phases, speed, _plain(row["peak_bytes"] / 2**20 for row in rows), on_card,
-                rows[0]["parameters"], rows[0]["parameters_deployed"], rows[0]["macs"], ", ".join(where),
+                g.label,
+                g.memory,
+                g.n,
+                *phases,
+                speed,
+                _plain(row["peak_bytes"] / 2**20 for row in rows),
+                on_card,
+                rows[0]["parameters"],
+                rows[0]["parameters_deployed"],
+                rows[0]["macs"],
+                ", ".join(where),
             ]
-        )  # fmt: skip
+        )
     return table
 
 
 def _runs(groups: Sequence[Group]) -> Table:
     table = Table(
         "runs",
-        f"The {sum(g.n for g in groups)} runs behind this page: ACC and AF in percent of the classifier of predict(), folders as given.",
+        f"The {sum(g.n for g in groups)} runs behind this page: ACC and AF in percent of the classifier of predict(),"
+        " folders as given.",
         ["method", "M", "seed", "ACC", "AF", "seconds", "resumed", "torch", "mose-fast", "commit", "folder"],
     )
     for g in groups:
@@ -209,16 +266,25 @@ def _runs(groups: Sequence[Group]) -> Table:
             af = row["af_paper"]
             table.rows.append(
                 [
-                    g.label, g.memory, str(run.seed), Number(100 * row["acc"]), None if af is None else Number(100 * af),
-                    Number(row["seconds_wall"] or row["seconds_total"]), row["resumed"], row["torch"], row["mose_fast"],
-                    (row["commit_id"] or "")[:12] or None, str(run.folder),
+                    g.label,
+                    g.memory,
+                    str(run.seed),
+                    Number(100 * row["acc"]),
+                    None if af is None else Number(100 * af),
+                    Number(row["seconds_wall"] or row["seconds_total"]),
+                    row["resumed"],
+                    row["torch"],
+                    row["mose_fast"],
+                    (row["commit_id"] or "")[:12] or None,
+                    str(run.folder),
                 ]
-            )  # fmt: skip
+            )
     return table
 
 
 def comparisons(groups: Sequence[Group]) -> list[tuple[int, Comparison]]:
-    """At each memory, every setting against the one with the highest mean ACC, over common seeds and by the classifier of predict().
+    """At each memory, every setting against the one with the highest mean ACC, over common seeds
+    and by the classifier of predict().
 
     Holm's correction is over all of them, since they stand in one table.
     """
@@ -240,28 +306,45 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
     """What :func:`comparisons` gives, as a table."""
     table = Table(
         "comparisons",
-        "At each memory, every setting against the one with the highest mean ACC: difference in points over the common seeds (n), its "
-        "95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t test after Holm's correction over "
-        "this table; effect size: Cohen's d of the paired differences, from three seeds on. The best was chosen by these same "
-        "runs, so a small lead of it means little.",
-        ["M", "setting", "against", "n", "difference", "95 % interval", "p (t)", "p (Wilcoxon)", "p (Holm)", "effect size"],
+        "At each memory, every setting against the one with the highest mean ACC: difference in points over the common"
+        " seeds (n), its 95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t"
+        " test after Holm's correction over this table; effect size: Cohen's d of the paired differences, from three"
+        " seeds on. The best was chosen by these same runs, so a small lead of it means little.",
+        [
+            "M",
+            "setting",
+            "against",
+            "n",
+            "difference",
+            "95 % interval",
+            "p (t)",
+            "p (Wilcoxon)",
+            "p (Holm)",
+            "effect size",
+        ],
         intervals=("95 % interval",),
     )
     for memory, c in found:
         several = len(c.seeds) > 1
         table.rows.append(
             [
-                memory, c.a, c.b, len(c.seeds), Number(100 * c.difference) if c.seeds else None,
+                memory,
+                c.a,
+                c.b,
+                len(c.seeds),
+                Number(100 * c.difference) if c.seeds else None,
                 Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
                 *(Number(p, 4) if several else None for p in (c.t_p, c.wilcoxon_p, c.holm_p)),
                 None if math.isnan(c.effect_size) else Number(c.effect_size, 2),
             ]
-        )  # fmt: skip
+        )
     return table
 
 
 def deviations(g: Group) -> list[str]:
-    """How a group's protocol and options differ from those behind the paper's numbers; empty on a data set the paper has none for."""
+    """How a group's protocol and options differ from those behind the paper's numbers; empty on a
+    data set the paper has none for.
+    """
     run = g.runs[0]
     if paper.dataset(run.config) is None:
         return []

@@ -1,8 +1,8 @@
 """The tables and figures that ``mose-fast paper`` knows, by name.
 
-Each is made for a preset of MOSE. What both leave open is as in the submission: views of ``simclr`` (flip, gray, crop), which the
-paper describes and the code then had; the code's default of today leaves the flip out (mose.md, section 5). Standard deviations are
-the paper's, over 15 runs.
+Each is made for a preset of MOSE. What both leave open is as in the submission: views of ``simclr``
+(flip, gray, crop), which the paper describes and the code then had; the code's default of today
+leaves the flip out (mose.md, section 5). Standard deviations are the paper's, over 15 runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def describe(name: str, preset: str = "released") -> Reproduction:
     return REPRODUCTIONS[name](preset)
 
 
-def _mose(preset: str, memory: int, stream: str = _CIFAR, *, tasks: int | None = None, **options: Any) -> dict[str, Any]:
+def _mose(
+    preset: str, memory: int, stream: str = _CIFAR, *, tasks: int | None = None, **options: Any
+) -> dict[str, Any]:
     """Settings of MOSE: the preset, with the submission's views unless ``options`` names others."""
     changes: dict[str, Any] = {"preset": preset, "stream.name": stream, "memory": memory}
     if tasks is not None:
@@ -62,7 +64,11 @@ def _thousands(memory: int) -> str:
 
 
 def _by_task(
-    row: str, runs: dict[str, Any], metric: Callable[[int], Metric], average: Metric, numbers: Sequence[float] | None = None
+    row: str,
+    runs: dict[str, Any],
+    metric: Callable[[int], Metric],
+    average: Metric,
+    numbers: Sequence[float] | None = None,
 ) -> list[Entry]:
     """A row of a table by task: ten tasks and their average, with the paper's eleven numbers."""
     theirs = [None] * (_TASKS + 1) if numbers is None else [Published(value) for value in numbers]
@@ -70,7 +76,9 @@ def _by_task(
     return [*entries, Entry(row, "average", runs, average, theirs[-1])]
 
 
-def _final_by_task(row: str, runs: dict[str, Any], classifier: str, expert: str, numbers: Sequence[float] | None = None) -> list[Entry]:
+def _final_by_task(
+    row: str, runs: dict[str, Any], classifier: str, expert: str, numbers: Sequence[float] | None = None
+) -> list[Entry]:
     return _by_task(
         row,
         runs,
@@ -81,11 +89,13 @@ def _final_by_task(row: str, runs: dict[str, Any], classifier: str, expert: str,
 
 
 def _main_rows(preset: str, stream: str, memories: Iterable[int], augment: str) -> tuple[Entry, ...]:
-    """MOSE, and MOE-MOSE after training with and without reverse self-distillation: ACC and AF by memory."""
+    """MOSE, and MOE-MOSE after training with and without reverse self-distillation: ACC and AF by
+    memory.
+    """
     rows = (
         ("MOSE", "last", {}),
         ("MOE-MOSE, with RSD", "mean", {}),
-        ("MOE-MOSE, without RSD", "mean", {"distil": "off"}),
+        ("MOE-MOSE, without RSD", "mean", {"distillation": "off"}),
     )
     entries = []
     for row, expert, options in rows:
@@ -101,9 +111,9 @@ def _main_rows(preset: str, stream: str, memories: Iterable[int], augment: str) 
 
 
 _MOE_NOTE = (
-    "Section 5.2 says that MOE-MOSE is run without reverse self-distillation (RSD); tab:moe_acc has 55.72 without and 55.59 with it at "
-    "M = 5k, where tab:acc_af prints 55.6. Both are shown, each beside the same numbers. The mean of experts averages squared distances to "
-    "class means, as the released code does."
+    "Section 5.2 says that MOE-MOSE is run without reverse self-distillation (RSD); tab:moe_acc has 55.72 without and"
+    " 55.59 with it at M = 5k, where tab:acc_af prints 55.6. Both are shown, each beside the same numbers. The mean of"
+    " experts averages squared distances to class means, as the released code does."
 )
 
 
@@ -113,7 +123,10 @@ def _table1_cifar(preset: str) -> Reproduction:
         views["ocm"] = "gray, crop (ocm): the released code's default today"
     return Reproduction(
         "MOSE and MOE-MOSE on Split CIFAR-100 (tab:acc_af)",
-        tuple(Part(title, "tab:acc_af", _main_rows(preset, _CIFAR, _MAIN_MEMORIES, views), 1) for views, title in views.items()),
+        tuple(
+            Part(title, "tab:acc_af", _main_rows(preset, _CIFAR, _MAIN_MEMORIES, views), 1)
+            for views, title in views.items()
+        ),
         (_MOE_NOTE,),
     )
 
@@ -135,30 +148,44 @@ def _small_buffers(preset: str) -> Reproduction:
         Entry("MOSE", f"{names[stream]} {_thousands(memory)}", _mose(preset, memory, stream, tasks=tasks), acc, number)
         for stream, memory, tasks, number in [*cifar, *tiny]
     ]
-    return Reproduction("MOSE with small memories, both data sets in 10 tasks (tab:small)", (Part("ACC", "tab:small", tuple(entries), 1),))
+    return Reproduction(
+        "MOSE with small memories, both data sets in 10 tasks (tab:small)",
+        (Part("ACC", "tab:small", tuple(entries), 1),),
+    )
 
 
 def _ablation(preset: str) -> Reproduction:
     entries = []
-    for (ce, scl, rsd), acc in published.ABLATION.items():
-        options: dict[str, Any] = {} if rsd else {"distil": "off"}
-        multi_level = "all" in (ce, scl)
+    for (cross_entropy, contrastive, rsd), acc in published.ABLATION.items():
+        options: dict[str, Any] = {} if rsd else {"distillation": "off"}
+        multi_level = "all" in (cross_entropy, contrastive)
         if not multi_level:
             options["experts"] = 1  # the last layer alone is supervised: the others need not be there
-        options |= {name: "off" for name, value in (("ce", ce), ("scl", scl)) if value == "off"}
-        losses = [name for name, used in (("CE", ce != "off"), ("SCL", scl != "off"), ("RSD", rsd)) if used]
+        options |= {
+            name: "off"
+            for name, value in (("cross_entropy", cross_entropy), ("contrastive", contrastive))
+            if value == "off"
+        }
+        losses = [
+            name for name, used in (("CE", cross_entropy != "off"), ("SCL", contrastive != "off"), ("RSD", rsd)) if used
+        ]
         row = f"{'w/' if multi_level else 'w/o'} MLS: {', '.join(losses)}"
         entries.append(Entry(row, "ACC", _mose(preset, 5000, **options), metrics.average_accuracy(), Published(acc)))
     return Reproduction(
         "Building blocks of MOSE, Split CIFAR-100, M = 5k (tab:ablation)",
         (Part("ACC of the last expert", "tab:ablation", tuple(entries)),),
-        ("All rows are classified by the nearest class mean, also those without a contrastive loss; the paper names no other for them.",),
+        (
+            (
+                "All rows are classified by the nearest class mean, also those without a contrastive loss; the paper"
+                " names no other for them."
+            ),
+        ),
     )
 
 
 def _taskwise(preset: str) -> Reproduction:
     parts = []
-    for title, options in (("w/o RSD", {"distil": "off"}), ("w/ RSD", {})):
+    for title, options in (("w/o RSD", {"distillation": "off"}), ("w/ RSD", {})):
         runs = _mose(preset, 5000, **options)
         numbers = published.TASKWISE[title]
         entries: list[Entry] = []
@@ -176,8 +203,10 @@ def _taskwise(preset: str) -> Reproduction:
 
 def _sd_vs_rsd(preset: str) -> Reproduction:
     entries = [
-        Entry(direction.upper(), _thousands(memory), _mose(preset, memory, **options), metrics.average_accuracy(), number)
-        for direction, options in (("sd", {"distil": "sd"}), ("rsd", {}))
+        Entry(
+            direction.upper(), _thousands(memory), _mose(preset, memory, **options), metrics.average_accuracy(), number
+        )
+        for direction, options in (("sd", {"distillation": "sd"}), ("rsd", {}))
         for memory, number in published.SD[direction].items()
     ]
     return Reproduction(
@@ -196,7 +225,9 @@ def _student(preset: str) -> Reproduction:
             entries += _final_by_task(f"E{student}", runs, "ncm", student, published.STUDENT[memory][student])
             moe += _final_by_task(f"E{student}", runs, "ncm", "mean")
         parts.append(Part(f"{_thousands(memory)}: the student", "tab:rsd_final", tuple(entries)))
-        figures.append(Part(f"{_thousands(memory)}: the mean of experts (MOE), by student", "fig:rsd_final", tuple(moe)))
+        figures.append(
+            Part(f"{_thousands(memory)}: the mean of experts (MOE), by student", "fig:rsd_final", tuple(moe))
+        )
     return Reproduction(
         "Reverse self-distillation into another expert, Split CIFAR-100 (tab:rsd_final, fig:rsd_final)",
         (*parts, *figures),
@@ -212,15 +243,19 @@ def _experts(preset: str) -> Reproduction:
             for experts in range(1, 9):
                 options: dict[str, Any] = {} if experts == 4 else {"experts": experts}
                 if experts == 1:
-                    options["distil"] = "off"  # there is nobody to learn from
+                    options["distillation"] = "off"  # there is nobody to learn from
                 entries.append(Entry(_thousands(memory), f"n = {experts}", _mose(preset, memory, **options), metric))
-        parts.append(Part(f"{metric.name} of the last expert by number of experts", "fig:num_of_exp", tuple(entries), 1))
+        parts.append(
+            Part(f"{metric.name} of the last expert by number of experts", "fig:num_of_exp", tuple(entries), 1)
+        )
     return Reproduction(
         "Number of experts, Split CIFAR-100 (fig:num_of_exp)",
         tuple(parts),
         (
-            f"fig:num_of_exp: {_NO_NUMBER} It has four memory sizes without naming them; ours are those of tab:sd_vs_rsd. Its text: "
-            '"n = 4 balances both sides, w/o increasing too much complexity or cost".',
+            (
+                f"fig:num_of_exp: {_NO_NUMBER} It has four memory sizes without naming them; ours are those of"
+                ' tab:sd_vs_rsd. Its text: "n = 4 balances both sides, w/o increasing too much complexity or cost".'
+            ),
         ),
     )
 
@@ -241,14 +276,22 @@ def _augmentation(preset: str) -> Reproduction:
         "Augmentation and the fixed mirrored copy of every row, Split CIFAR-100 (tab:da_final)",
         tuple(parts),
         (
-            "w/o flip: without the fixed mirrored copy that doubles the rows (inner_views = 1). SCR: with the colour jitter that clamps "
-            "normalised images, as in the code behind the paper's numbers (jitter_domain = normalised); unit would be the repaired one.",
+            (
+                "w/o flip: without the fixed mirrored copy that doubles the rows (inner_views = 1). SCR: with the"
+                " colour jitter that clamps normalised images, as in the code behind the paper's numbers (jitter_domain"
+                " = normalised); unit would be the repaired one."
+            ),
         ),
     )
 
 
 def _classifier(preset: str) -> Reproduction:
-    views = {"linear": ("linear", "last"), "NCM": ("ncm", "last"), "linear(MOE)": ("linear", "mean"), "NCM(MOE)": ("ncm", "mean")}
+    views = {
+        "linear": ("linear", "last"),
+        "NCM": ("ncm", "last"),
+        "linear(MOE)": ("linear", "mean"),
+        "NCM(MOE)": ("ncm", "mean"),
+    }
     parts = []
     for memory in _MAIN_MEMORIES:
         runs = _mose(preset, memory)
@@ -260,23 +303,35 @@ def _classifier(preset: str) -> Reproduction:
 
 
 def _cost(preset: str) -> Reproduction:
-    settings = {"SCR+CE": {"experts": 1, "distil": "off"}, "w/ MLS": {"distil": "off"}, "w/ MLS, RSD": {}}
+    settings = {"SCR+CE": {"experts": 1, "distillation": "off"}, "w/ MLS": {"distillation": "off"}, "w/ MLS, RSD": {}}
     entries = []
     for row, numbers in published.COST.items():
         large, small = (_mose(preset, memory, **settings[row]) for memory in (5000, 1000))
         columns = (
-            (large, metrics.minutes()), (large, metrics.parameters()), (large, metrics.macs()),
-            (small, metrics.average_accuracy()), (small, metrics.forgetting()),
-        )  # fmt: skip
+            (large, metrics.minutes()),
+            (large, metrics.parameters()),
+            (large, metrics.macs()),
+            (small, metrics.average_accuracy()),
+            (small, metrics.forgetting()),
+        )
         for (runs, metric), number in zip(columns, numbers, strict=True):
             entries.append(Entry(row, metric.name, runs, metric, number))
     return Reproduction(
         "What the components cost, Split CIFAR-100 (tab:cost)",
-        (Part("minutes, parameters and multiply-accumulates at M = 5k, ACC and AF at M = 1k", "tab:cost", tuple(entries)),),
         (
-            "The caption says M = 5k, but ACC and AF of the last row are those of MOSE at M = 1k in tab:acc_af, so ACC and AF are of runs "
-            "with M = 1k. The paper's minutes are of an RTX 3090; they are shown, not judged. Its floating-point operations come from a "
-            "profiler that counts more than the multiply-accumulates of convolutions and linear layers, which ours are.",
+            Part(
+                "minutes, parameters and multiply-accumulates at M = 5k, ACC and AF at M = 1k",
+                "tab:cost",
+                tuple(entries),
+            ),
+        ),
+        (
+            (
+                "The caption says M = 5k, but ACC and AF of the last row are those of MOSE at M = 1k in tab:acc_af, so"
+                " ACC and AF are of runs with M = 1k. The paper's minutes are of an RTX 3090; they are shown, not"
+                " judged. Its floating-point operations come from a profiler that counts more than the"
+                " multiply-accumulates of convolutions and linear layers, which ours are."
+            ),
         ),
     )
 
@@ -299,7 +354,12 @@ def _dilemma(preset: str) -> Reproduction:
     parts = []
     for title, task in panels:
         entries = [
-            Entry(row, f"epochs {epochs}", _baseline(method, 1000, epochs, **options), metrics.accuracy_after(1, task, *views[row]))
+            Entry(
+                row,
+                f"epochs {epochs}",
+                _baseline(method, 1000, epochs, **options),
+                metrics.accuracy_after(1, task, *views[row]),
+            )
             for row, (method, options) in learners.items()
             for epochs in _EPOCHS
         ]
@@ -319,10 +379,15 @@ def _dilemma(preset: str) -> Reproduction:
         "The overfitting-underfitting dilemma, Split CIFAR-100, M = 1k (section 3.3, fig:epoch_acc_plot)",
         tuple(parts),
         (
-            f"{_NO_NUMBER} It names the epochs 1, 2 and 8 in the text; 4 is ours. Runs go through all ten tasks, of which the first two "
-            "are read. BOF: mean over the tasks.",
-            'What the text says of it: with more epochs ER does better on the current task and worse on the first one, "even with '
-            'augmentation, replaying exemplars from a fixed buffer only twice (epoch=2) yields a substantial BOF".',
+            (
+                f"{_NO_NUMBER} It names the epochs 1, 2 and 8 in the text; 4 is ours. Runs go through all ten tasks, of"
+                " which the first two are read. BOF: mean over the tasks."
+            ),
+            (
+                "What the text says of it: with more epochs ER does better on the current task and worse on the first"
+                ' one, "even with augmentation, replaying exemplars from a fixed buffer only twice (epoch=2) yields a'
+                ' substantial BOF".'
+            ),
         ),
     )
 
@@ -330,10 +395,14 @@ def _dilemma(preset: str) -> Reproduction:
 def _bof(preset: str) -> Reproduction:
     def rows(row: str, runs: dict[str, Any], classifier: str, expert: str) -> tuple[list[Entry], list[Entry]]:
         new = _by_task(
-            row, runs, lambda task: metrics.new_task_accuracy(task, classifier, expert), metrics.new_task_accuracy(None, classifier, expert)
+            row,
+            runs,
+            lambda task: metrics.new_task_accuracy(task, classifier, expert),
+            metrics.new_task_accuracy(None, classifier, expert),
         )
         old = [
-            Entry(row, f"task {after + 1}", runs, metrics.overfitting_of_old_tasks(after, classifier, expert)) for after in range(1, _TASKS)
+            Entry(row, f"task {after + 1}", runs, metrics.overfitting_of_old_tasks(after, classifier, expert))
+            for after in range(1, _TASKS)
         ]
         return new, [*old, Entry(row, "average", runs, metrics.overfitting_of_old_tasks(None, classifier, expert))]
 
@@ -351,7 +420,7 @@ def _bof(preset: str) -> Reproduction:
     )
     add("M = 1k, MOSE and baselines", ("fig:test", "fig:bof"), [rows(*arguments) for arguments in methods])
     for memory in _MAIN_MEMORIES:
-        for title, options in (("without RSD", {"distil": "off"}), ("with RSD", {})):
+        for title, options in (("without RSD", {"distillation": "off"}), ("with RSD", {})):
             runs = _mose(preset, memory, **options)
             experts = [rows(f"E{expert}", runs, "ncm", expert) for expert in ("1", "2", "3", "4")]
             add(f"{_thousands(memory)}, {title}", ("fig:new_expert", "fig:bof_expert"), experts)
@@ -359,10 +428,14 @@ def _bof(preset: str) -> Reproduction:
         "New tasks and buffer overfitting, Split CIFAR-100 (fig:over-under, fig:new_expert, fig:bof_expert)",
         tuple(parts),
         (
-            f"{_NO_NUMBER} BOF: (accuracy on the samples in memory - accuracy on test images) / accuracy on test images, mean over the "
-            "old tasks.",
-            'What the text says of it: deeper experts learn new tasks better, shallower ones overfit less, and "the average BOF value of '
-            'the last expert E4 is significantly improved with the help of RSD".',
+            (
+                f"{_NO_NUMBER} BOF: (accuracy on the samples in memory - accuracy on test images) / accuracy on test"
+                " images, mean over the old tasks."
+            ),
+            (
+                'What the text says of it: deeper experts learn new tasks better, shallower ones overfit less, and "the'
+                ' average BOF value of the last expert E4 is significantly improved with the help of RSD".'
+            ),
         ),
     )
 

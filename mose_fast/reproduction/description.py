@@ -1,4 +1,6 @@
-"""How a table of the paper is described: which runs, which number of them, and what the paper has in its place."""
+"""How a table of the paper is described: which runs, which number of them, and what the paper has
+in its place.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ __all__ = ["RULE", "Entry", "Part", "Reproduction", "Verdict", "judge", "target"
 
 #: The one rule of pass and miss, for readers; :func:`target` and :func:`judge` follow it.
 RULE = (
-    "An accuracy passes where its mean over the seeds is at most 1 point below the paper's; a forgetting where it is at most 1 point "
-    "above; a count of parameters or multiply-accumulates where it is at most 1 % above. Seconds and what the paper gives no number for "
-    'are not judged. "not sure": the 95 % interval of the mean holds the target, or a single seed has no interval.'
+    "An accuracy passes where its mean over the seeds is at most 1 point below the paper's; a forgetting where it is"
+    " at most 1 point above; a count of parameters or multiply-accumulates where it is at most 1 % above. Seconds and"
+    ' what the paper gives no number for are not judged. "not sure": the 95 % interval of the mean holds the target, or'
+    " a single seed has no interval."
 )
 
 _POINT = 1.0
@@ -80,7 +83,8 @@ class Entry:
     Attributes:
         row: Its heading.
         column: Its heading.
-        runs: Settings by dotted name in which the runs behind it differ from the defaults; there is one run a seed.
+        runs: Settings by dotted name in which the runs behind it differ from the defaults; there is
+        one run a seed.
         metric: What is read off the runs.
         paper: The paper's number, None where it gives none.
     """

@@ -1,7 +1,8 @@
 """What the paper's tables count, read off the ``results.json`` of a setting's runs.
 
-Accuracies and forgetting are in percent. Tasks count from 0. Experts are named ``1`` ..., ``last`` and ``mean``; the mean of nearest
-class mean classifiers averages squared distances, that of linear ones logits.
+Accuracies and forgetting are in percent. Tasks count from 0. Experts are named ``1`` ..., ``last``
+and ``mean``; the mean of nearest class mean classifiers averages squared distances, that of linear
+ones logits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ __all__ = [
 #: Contents of a ``results.json``.
 Results = Mapping[str, Any]
 
-#: What decides how a metric is judged: larger is better, smaller is better, the same for every seed, or nothing.
+#: What decides how a metric is judged: larger is better, smaller is better, the same for every
+#: seed, or nothing.
 KINDS = ("accuracy", "forgetting", "size", "free")
 
 
@@ -79,7 +81,8 @@ def final_accuracy(task: int, classifier: str = "ncm", expert: str = "last") -> 
 
 
 def best_final_accuracy(task: int | None = None, classifier: str = "ncm") -> Metric:
-    """The paper's MAX: accuracy on a task after the last one, of the single expert with the highest mean over the seeds there.
+    """The paper's MAX: accuracy on a task after the last one, of the single expert with the highest
+    mean over the seeds there.
 
     Args:
         task: None: the mean over all tasks, each with its best expert.
@@ -91,7 +94,9 @@ def best_final_accuracy(task: int | None = None, classifier: str = "ncm") -> Met
             return [None] * len(runs)
         mean = _mean_of_experts(classifier)
         # [experts, seeds, tasks]
-        final = np.array([[_matrix(run, classifier, e)[-1] for run in runs] for e in runs[0]["accuracy"][classifier] if e != mean])
+        final = np.array(
+            [[_matrix(run, classifier, e)[-1] for run in runs] for e in runs[0]["accuracy"][classifier] if e != mean]
+        )
         best = final.mean(1).argmax(0)
         chosen = 100 * np.take_along_axis(final, best[None, None, :], 0)[0]
         return list(map(float, chosen.mean(1) if task is None else chosen[:, task]))
@@ -132,7 +137,8 @@ def new_task_accuracy(task: int | None, classifier: str = "ncm", expert: str = "
 
 
 def overfitting_of_old_tasks(after: int | None, classifier: str = "ncm", expert: str = "last") -> Metric:
-    """Mean BOF of the tasks before ``after``, once that is learned; None: the mean over all such times.
+    """Mean BOF of the tasks before ``after``, once that is learned; None: the mean over all such
+    times.
 
     A task without samples in the memory, or with a test accuracy of 0, has no BOF and is left out.
     """

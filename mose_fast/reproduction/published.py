@@ -1,7 +1,8 @@
 """Numbers of the paper's side tables, means of 15 runs; accuracies in percent.
 
-Source: Yan et al., CVPR 2024, as :mod:`mose_fast.report.paper`, which holds the main table. The LaTeX label of each table stands
-beside it. A row of eleven numbers is the accuracy on each of ten tasks after the last one, then their average.
+Source: Yan et al., CVPR 2024, as :mod:`mose_fast.report.paper`, which holds the main table. The
+LaTeX label of each table stands beside it. A row of eleven numbers is the accuracy on each of ten
+tasks after the last one, then their average.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from mose_fast.report.paper import Published
 
 __all__ = ["ABLATION", "AUGMENTATION", "CLASSIFIER", "COST", "SD", "SMALL_TINY", "STUDENT", "TASKWISE"]
 
-#: tab:small: ACC by memory on Tiny-ImageNet in 10 tasks; its other half is in mose_fast.report.paper.
+#: tab:small: ACC by memory on Tiny-ImageNet in 10 tasks; its other half is in
+#: mose_fast.report.paper.
 SMALL_TINY: dict[int, Published] = {500: Published(15.2, 0.7), 1000: Published(20.2, 0.9)}
 
-#: tab:ablation, M = 5,000: ACC by the experts with cross-entropy and with contrastive loss, and whether there is self-distillation.
+#: tab:ablation, M = 5,000: ACC by the experts with cross-entropy and with contrastive loss, and
+#: whether there is self-distillation.
 ABLATION: dict[tuple[str, str, bool], float] = {
     ("last", "off", False): 36.89,
     ("off", "last", False): 39.36,
@@ -26,19 +29,31 @@ ABLATION: dict[tuple[str, str, bool], float] = {
 
 #: tab:sd_vs_rsd: ACC by direction of the distillation and memory.
 SD: dict[str, dict[int, Published]] = {
-    "sd": {200: Published(11.9, 0.8), 500: Published(22.0, 0.8), 1000: Published(30.6, 0.7), 2000: Published(41.9, 0.4)},
-    "rsd": {200: Published(20.2, 0.5), 500: Published(28.3, 0.7), 1000: Published(35.1, 0.4), 2000: Published(45.1, 0.3)},
+    "sd": {
+        200: Published(11.9, 0.8),
+        500: Published(22.0, 0.8),
+        1000: Published(30.6, 0.7),
+        2000: Published(41.9, 0.4),
+    },
+    "rsd": {
+        200: Published(20.2, 0.5),
+        500: Published(28.3, 0.7),
+        1000: Published(35.1, 0.4),
+        2000: Published(45.1, 0.3),
+    },
 }
 
-#: tab:cost: minutes on an RTX 3090, millions of parameters, millions of floating-point operations, ACC and AF. Its caption says
-#: M = 5k; its ACC and AF of MOSE are those that the main table has at M = 1k.
+#: tab:cost: minutes on an RTX 3090, millions of parameters, millions of floating-point operations,
+#: ACC and AF. Its caption says M = 5k; its ACC and AF of MOSE are those that the main table has at
+#: M = 1k.
 COST: dict[str, tuple[Published, ...]] = {
     "SCR+CE": (Published(8.8), Published(11.29), Published(558.55), Published(22.3, 0.4), Published(45.8, 0.2)),
     "w/ MLS": (Published(17.3), Published(12.81), Published(586.78), Published(31.6, 0.8), Published(39.1, 1.2)),
     "w/ MLS, RSD": (Published(17.5), Published(12.81), Published(590.64), Published(35.1, 0.4), Published(36.9, 0.3)),
 }
 
-#: tab:moe_acc, M = 5,000: without and with reverse self-distillation, by expert; MAX: the expert that is best on the task.
+#: tab:moe_acc, M = 5,000: without and with reverse self-distillation, by expert; MAX: the expert
+#: that is best on the task.
 TASKWISE: dict[str, dict[str, tuple[float, ...]]] = {
     "w/o RSD": {
         "1": (50.54, 42.85, 51.54, 41.55, 46.36, 50.33, 48.43, 45.51, 50.70, 50.16, 47.80),
@@ -80,7 +95,8 @@ STUDENT: dict[int, dict[str, tuple[float, ...]]] = {
     },
 }
 
-#: tab:da_final: by memory and augmentation; "w/o flip": without the fixed mirrored copy of every row.
+#: tab:da_final: by memory and augmentation; "w/o flip": without the fixed mirrored copy of every
+#: row.
 AUGMENTATION: dict[int, dict[str, tuple[float, ...]]] = {
     1000: {
         "SCR w/o flip": (23.88, 17.66, 29.56, 18.64, 24.34, 32.18, 32.00, 32.98, 43.30, 66.36, 32.09),

@@ -27,11 +27,22 @@ from mose_fast.train.results import precision_of
 
 __all__ = ["Plan", "reproduce"]
 
-# Settings that say where and how fast a run computes, or which of several equal runs it is: no departure from the paper's protocol.
+# Settings that say where and how fast a run computes, or which of several equal runs it is: no
+# departure from the paper's protocol.
 _FREE = (
-    "seed", "device", "feed", "precision", "kernels", "step", "deterministic", "evaluation_batch", "checkpoint_every", "stream.data_dir",
-    "stream.decoder", "stream.fingerprint",
-)  # fmt: skip
+    "seed",
+    "device",
+    "feed",
+    "precision",
+    "kernels",
+    "step",
+    "deterministic",
+    "evaluation_batch",
+    "checkpoint_every",
+    "stream.data_dir",
+    "stream.decoder",
+    "stream.fingerprint",
+)
 
 
 @dataclass(frozen=True)
@@ -56,49 +67,68 @@ class Plan:
         name: Of the reproduction.
         seeds: Of the runs.
         preset: Of MOSE.
-        changes: Settings by dotted name that all runs get, whatever the paper says; those that a method does not have are left out for
-            its runs.
+        changes: Settings by dotted name that all runs get, whatever the paper says; those that a
+            method does not have are left out for its runs.
 
     Attributes:
         description: What is reproduced.
-        departures: How the runs differ from the paper's protocol, ``name value instead of value``; empty where they may be judged.
+        departures: How the runs differ from the paper's protocol, ``name value instead of value``;
+        empty where they may be judged.
         command: That makes this plan, where the folder is left out.
-        stem: Name of its files: that of the table, the preset unless it is the default, and ``trial`` where the runs depart.
+        stem: Name of its files: that of the table, the preset unless it is the default, and
+            ``trial`` where the runs depart.
 
     Raises:
         ConfigError: The name is unknown, or a setting is unusable.
     """
 
-    def __init__(self, name: str, seeds: Sequence[int], preset: str = "released", changes: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, name: str, seeds: Sequence[int], preset: str = "released", changes: Mapping[str, Any] | None = None
+    ) -> None:
         self.name, self.seeds, changes = name, tuple(seeds), dict(changes or {})
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"seeds are {list(self.seeds)}; wanted at least one, and each once")
         for setting in ("method", "preset", "seed"):
             if setting in changes:
-                raise ConfigError(f"{setting} is set to {changes[setting]!r} for all runs of {name}, whose description says it")
+                raise ConfigError(
+                    f"{setting} is set to {changes[setting]!r} for all runs of {name}, whose description says it"
+                )
         self.description: Reproduction = describe(name, preset)
         departures: dict[str, None] = {}
         self._cells: dict[str, list[Cell]] = {}
         for runs in {_key(entry.runs): entry.runs for entry in self.description.entries}.values():
             wanted = with_changes(None, runs)
             known = setting_types(wanted.method)
-            config = with_absolute_paths(with_changes(None, {**runs, **{n: value for n, value in changes.items() if n in known}}))
+            config = with_absolute_paths(
+                with_changes(None, {**runs, **{n: value for n, value in changes.items() if n in known}})
+            )
             departures |= dict.fromkeys(_departures(config, wanted))
-            # Named by what sets it apart from the method's preset, so that tables share the runs that they have in common.
+            # Named by what sets it apart from the method's preset, so that tables share the runs
+            # that they have in common.
             values = {"stream.name": config.stream.name, "memory": config.memory, **_differences(config)}
             self._cells[_key(runs)] = [
-                Cell(folder_name({**values, "seed": seed}), dataclasses.replace(config, seed=seed), {**values, "seed": seed})
+                Cell(
+                    folder_name({**values, "seed": seed}),
+                    dataclasses.replace(config, seed=seed),
+                    {**values, "seed": seed},
+                )
                 for seed in self.seeds
             ]
         self.departures = list(departures)
-        self.stem = "-".join([name, *([preset] if preset != RunConfig.preset else []), *(["trial"] if departures else [])])
+        self.stem = "-".join(
+            [name, *([preset] if preset != RunConfig.preset else []), *(["trial"] if departures else [])]
+        )
         settings = [part for setting, value in changes.items() for part in ("--set", f"{setting}={_text(value)}")]
-        self.command = shlex.join(["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset, *settings])
+        self.command = shlex.join(
+            ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset, *settings]
+        )
 
     @property
     def cells(self) -> list[Cell]:
         """All runs, each once. The seed varies slowest, so that every setting is seen early."""
-        return list({cells[i].name: cells[i] for i in range(len(self.seeds)) for cells in self._cells.values()}.values())
+        return list(
+            {cells[i].name: cells[i] for i in range(len(self.seeds)) for cells in self._cells.values()}.values()
+        )
 
     def cells_of(self, runs: Mapping[str, Any]) -> list[Cell]:
         """The runs behind an entry with these settings, by seed."""
@@ -106,16 +136,27 @@ class Plan:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives the runs other names, by the ones that they have: those of their folders."""
-        self._cells = {key: [dataclasses.replace(cell, name=names[cell.name]) for cell in cells] for key, cells in self._cells.items()}
+        self._cells = {
+            key: [dataclasses.replace(cell, name=names[cell.name]) for cell in cells]
+            for key, cells in self._cells.items()
+        }
 
-    def finished(self, runs: Mapping[str, Any], folder: SweepFolder, without: Collection[str]) -> list[tuple[Cell, Results]]:
-        """Those of :meth:`cells_of` that are finished, but those of some names, with their results."""
-        there = [c for c in self.cells_of(runs) if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()]
+    def finished(
+        self, runs: Mapping[str, Any], folder: SweepFolder, without: Collection[str]
+    ) -> list[tuple[Cell, Results]]:
+        """Those of :meth:`cells_of` that are finished, but those of some names, with their
+        results.
+        """
+        there = [
+            c for c in self.cells_of(runs) if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()
+        ]
         return [(cell, read_run(folder.run(cell.name))[1]) for cell in there]
 
     def told_departures(self) -> list[str]:
         """A line for a trial, none for a reproduction."""
-        return [f"departs from the protocol: {', '.join(self.departures)}; nothing is judged"] if self.departures else []
+        return (
+            [f"departs from the protocol: {', '.join(self.departures)}; nothing is judged"] if self.departures else []
+        )
 
     def __str__(self) -> str:
         """The paper's cells, for people."""
@@ -137,24 +178,28 @@ def reproduce(
     wandb: str | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[Path | None, tuple[Failure, ...]]:
-    """Runs what stands behind a table of the paper, or goes on with it, and writes ``NAME.md`` and ``NAME.csv``.
+    """Runs what stands behind a table of the paper, or goes on with it, and writes ``NAME.md`` and
+    ``NAME.csv``.
 
-    Where the runs depart from the paper's protocol, nothing is judged and the files are called ``NAME-trial``. With another preset than
-    the default, its name stands in them, too.
+    Where the runs depart from the paper's protocol, nothing is judged and the files are called
+    ``NAME-trial``. With another preset than the default, its name stands in them, too.
 
     Args:
         name: Of the table: a key of :data:`mose_fast.reproduction.catalogue.REPRODUCTIONS`.
-        out: Folder of the tables and, as of a sweep, of the runs. Tables in the same folder share the runs that they have in common.
+        out: Folder of the tables and, as of a sweep, of the runs. Tables in the same folder share
+        the runs that they have in common.
         seeds: Of the runs; the paper has 15.
         preset: Of MOSE.
-        changes: Settings by dotted name that all runs get; with one that the paper's protocol has otherwise, nothing is judged.
+        changes: Settings by dotted name that all runs get; with one that the paper's protocol has
+        otherwise, nothing is judged.
         place: Where to compute.
         dry_run: Say the paper's cells and the forecast, and stop; nothing is written.
         wandb: Project of Weights & Biases to log to; None: no.
         say: Takes the plan and the final lines.
 
     Returns:
-        Path of the first file, None after a dry run, and the runs that could not be finished; the table then has the others.
+        Path of the first file, None after a dry run, and the runs that could not be finished; the
+        table then has the others.
 
     Raises:
         ConfigError: The name or a setting is unusable; nothing has started.
@@ -188,7 +233,9 @@ def _refuse_foreign(page: Path, plan: Plan) -> None:
     except (FileNotFoundError, NotADirectoryError):
         ours = not table.exists()
     if not ours:
-        raise RunError(f"{page} or {table.name} beside it is not of this reproduction, and would be replaced; choose another --out")
+        raise RunError(
+            f"{page} or {table.name} beside it is not of this reproduction, and would be replaced; choose another --out"
+        )
 
 
 def _render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tuple[str, str]:
@@ -214,12 +261,18 @@ def _render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tup
     lines += [f"**{line[:1].upper()}{line[1:]}.**\n" for line in plan.told_departures()]
     if verdicts:
         passed, unsure = sum(v.passed for v in verdicts), sum(not v.sure for v in verdicts)
-        lines += [f"{passed} of {len(verdicts)} judged cells pass; {unsure} of these verdicts are not sure with these seeds.", ""]
+        lines += [
+            f"{passed} of {len(verdicts)} judged cells pass; {unsure} of these verdicts are not sure with these seeds.",
+            "",
+        ]
     for part, cells in zip(parts, measured, strict=True):
         lines += [f"## {part.title}", "", _table(part, cells).markdown()]
     lines += ["## Notes", "", *(f"- {note}" for note in plan.description.notes)]
     lines += [] if plan.departures else [f"- {RULE}"]
-    lines += [f"- Ours: mean ± standard deviation over the seeds, and 95 % interval of the mean by Student's t; the paper's: {RUNS} runs."]
+    lines += [
+        "- Ours: mean ± standard deviation over the seeds, and 95 % interval of the mean by Student's t; the paper's:"
+        f" {RUNS} runs."
+    ]
     lines += [f"- Not finished: {failure.name}: {failure.reason}" for failure in failures]
     lines += ["", "## Runs", "", _runs_table(runs).markdown(), *_provenance([run for _, run in runs])]
     return "\n".join(lines) + "\n", _long_table(parts, measured).csv()
@@ -244,7 +297,9 @@ def _paper_table(part: Part) -> Table:
 
 
 def _table(part: Part, measured: Mapping[tuple[str, str], Measured]) -> Table:
-    """Ours, its interval, the paper's, and the verdict: a line each for every row of the paper's table, where there is any."""
+    """Ours, its interval, the paper's, and the verdict: a line each for every row of the paper's
+    table, where there is any.
+    """
     numbers = any(entry.paper is not None for entry in part.entries)
     about = f"The paper's numbers: {part.source}." if numbers else f"{part.source} has no numbers."
     table = Table(part.title, about, ["", "", *part.columns])
@@ -263,7 +318,20 @@ def _table(part: Part, measured: Mapping[tuple[str, str], Measured]) -> Table:
 
 def _long_table(parts: Sequence[Part], measured: Sequence[Mapping[tuple[str, str], Measured]]) -> Table:
     """A row a cell."""
-    columns = ("part", "source", "row", "column", "metric", "n", "ours", "interval", "paper", "difference", "to pass", "verdict")
+    columns = (
+        "part",
+        "source",
+        "row",
+        "column",
+        "metric",
+        "n",
+        "ours",
+        "interval",
+        "paper",
+        "difference",
+        "to pass",
+        "verdict",
+    )
     table = Table("cells", "", columns, spreads=("ours", "paper"), intervals=("interval",))
     for part, cells in zip(parts, measured, strict=True):
         digits = part.digits + 1
@@ -271,13 +339,20 @@ def _long_table(parts: Sequence[Part], measured: Sequence[Mapping[tuple[str, str
             m = cells[entry.row, entry.column]
             table.rows.append(
                 [
-                    part.title, part.source, entry.row, entry.column, entry.metric.name, m.ours.n if m.ours else 0,
-                    _spread(m.ours, digits), _interval(m.ours, digits),
+                    part.title,
+                    part.source,
+                    entry.row,
+                    entry.column,
+                    entry.metric.name,
+                    m.ours.n if m.ours else 0,
+                    _spread(m.ours, digits),
+                    _interval(m.ours, digits),
                     Spread(entry.paper.mean, entry.paper.sd, part.digits) if entry.paper else None,
                     Number(m.ours.mean - entry.paper.mean, digits) if m.ours and entry.paper else None,
-                    _to_pass(entry, part.digits), str(m.verdict) if m.verdict else None,
+                    _to_pass(entry, part.digits),
+                    str(m.verdict) if m.verdict else None,
                 ]
-            )  # fmt: skip
+            )
     return table
 
 
@@ -314,7 +389,9 @@ def _runs_table(runs: Sequence[tuple[Cell, Results]]) -> Table:
     by_setting: dict[str, list[tuple[Cell, Results]]] = {}
     for cell, results in runs:
         by_setting.setdefault(cell.label, []).append((cell, results))
-    about = "Settings that differ from the method's preset; each run lies in the folder that is named by them and its seed."
+    about = (
+        "Settings that differ from the method's preset; each run lies in the folder that is named by them and its seed."
+    )
     table = Table("runs", about, ["setting", "seeds", "minutes a run"])
     for label, same in by_setting.items():
         minutes = summarise([results["seconds"]["total"] / 60 for _, results in same], resamples=0)
@@ -336,7 +413,8 @@ def _provenance(runs: Sequence[Results]) -> list[str]:
     return [
         f"- computed on: {told(place)}",
         f"- commit: {told(lambda run: run['commit'])}; native library: {told(lambda run: run['native_backend'])}",
-        "- versions: " + "; ".join(f"{name} {told(lambda run, name=name: run['versions'][name])}" for name in runs[0]["versions"]),
+        "- versions: "
+        + "; ".join(f"{name} {told(lambda run, name=name: run['versions'][name])}" for name in runs[0]["versions"]),
         f"- data: {told(lambda run: run['config']['stream'].get('fingerprint') or 'of runs before fingerprints')}",
         f"- precision: {told(precision_of)}; deterministic: {told(lambda run: run['config']['deterministic'])}",
     ]
@@ -347,10 +425,14 @@ def _key(runs: Mapping[str, Any]) -> str:
 
 
 def _differences(config: RunConfig) -> dict[str, Any]:
-    """What sets a configuration apart from its method's preset, from the default method, and from the method's first preset."""
+    """What sets a configuration apart from its method's preset, from the default method, and from
+    the method's first preset.
+    """
     usual = dotted(RunConfig.create(config.preset, method=config.method).to_dict())
     usual |= {"method": RunConfig.method, "preset": method_settings(config.method).preset(None)}
-    return {name: value for name, value in dotted(config.to_dict()).items() if name not in _FREE and value != usual[name]}
+    return {
+        name: value for name, value in dotted(config.to_dict()).items() if name not in _FREE and value != usual[name]
+    }
 
 
 def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:

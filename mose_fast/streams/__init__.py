@@ -1,4 +1,6 @@
-"""What arrives: data sets, their split into tasks, the class order, and streams of your own images."""
+"""What arrives: data sets, their split into tasks, the class order, and streams of your own
+images.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from mose_fast.config import near_matches
-from mose_fast.streams.stream import CLASS_ORDER, NORMALISATIONS, Normalisation, Stream, StreamError, draw_order, fingerprint
+from mose_fast.streams.stream import (
+    CLASS_ORDER,
+    NORMALISATIONS,
+    Normalisation,
+    Stream,
+    StreamError,
+    draw_order,
+    fingerprint,
+)
 
 __all__ = ["assemble", "check_images", "check_labels", "from_arrays", "from_batches"]
 
@@ -24,7 +32,8 @@ def check_images(x: Any, what: str) -> np.ndarray:
         what: How messages name it, for example ``x_train`` or a file.
 
     Raises:
-        StreamError: The type, number of channels or size cannot be used; the message says how to convert.
+        StreamError: The type, number of channels or size cannot be used; the message says how to
+            convert.
     """
     if isinstance(x, Tensor):
         x = _numpy(x)
@@ -38,7 +47,10 @@ def check_images(x: Any, what: str) -> np.ndarray:
     if x.ndim == 4 and shape[3] != 3:
         hint = ""
         if shape[1] == 3:
-            hint = "; it looks channels-first: x.transpose(0, 2, 3, 1) (numpy) or x.permute(0, 2, 3, 1) (torch) converts it"
+            hint = (
+                "; it looks channels-first: x.transpose(0, 2, 3, 1) (numpy) or x.permute(0, 2, 3, 1) (torch)"
+                " converts it"
+            )
         elif shape[3] == 4:
             hint = "; [..., :3] drops the alpha channel"
         elif 1 in (shape[1], shape[3]):
@@ -48,7 +60,9 @@ def check_images(x: Any, what: str) -> np.ndarray:
         raise StreamError(f"{what} holds no images")
     height, width = shape[1:3]
     if not height or not width or height % 8 or width % 8:
-        raise StreamError(f"{what} holds images of {height}x{width}; wanted sides divisible by 8: pad them (numpy.pad) or resize them")
+        raise StreamError(
+            f"{what} holds images of {height}x{width}; wanted sides divisible by 8: pad them (numpy.pad) or resize them"
+        )
     if x.ndim == 3:
         x = np.repeat(x[..., None], 3, axis=3)
     return x
@@ -99,10 +113,12 @@ def assemble(
     class_names: Sequence[str] | None = None,
     source: str = "",
 ) -> Stream:
-    """Checks the four arrays and splits them into tasks; :func:`from_arrays` documents the arguments.
+    """Checks the four arrays and splits them into tasks; :func:`from_arrays` documents the
+    arguments.
 
     Args:
-        labels: All labels that the data set knows, sorted; None takes those that occur in ``y_train``.
+        labels: All labels that the data set knows, sorted; None takes those that occur in
+        ``y_train``.
         class_names: Names in the order of ``labels``; None writes the labels.
         source: The file they come from, for messages.
     """
@@ -111,7 +127,8 @@ def assemble(
     x_test, y_test = _pair(x_test, y_test, f"{prefix}x_test", f"{prefix}y_test")
     if x_train.shape[1:] != x_test.shape[1:]:
         raise StreamError(
-            f"{prefix}x_train holds images of {_size(x_train)} and x_test of {_size(x_test)}; wanted one size for training and test"
+            f"{prefix}x_train holds images of {_size(x_train)} and x_test of {_size(x_test)}; wanted one size for"
+            " training and test"
         )
     for what, value in (("tasks", tasks), ("batch", batch), ("limit_per_task", limit_per_task)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -121,9 +138,13 @@ def assemble(
     _refuse_unknown(y_train, known, f"{prefix}y_train", "the data set")
     _refuse_unknown(y_test, known, f"{prefix}y_test", "the data set" if labels is not None else "y_train")
     for label in np.setdiff1d(known, y_train):
-        raise StreamError(f"{prefix}y_train has no image of class {label}; wanted training images of all {len(known)} classes")
+        raise StreamError(
+            f"{prefix}y_train has no image of class {label}; wanted training images of all {len(known)} classes"
+        )
     if len(known) < 2:
-        raise StreamError(f"{prefix}y_train holds one class alone, {known[0]}; wanted at least two classes to tell apart")
+        raise StreamError(
+            f"{prefix}y_train holds one class alone, {known[0]}; wanted at least two classes to tell apart"
+        )
     names = _names(class_names, known)
     # Before the class order and the limit, which are settings and no property of the data.
     of_data = fingerprint((x_train, y_train, x_test, y_test), names)
@@ -132,12 +153,15 @@ def assemble(
     if len(known) % tasks:
         possible = ", ".join(str(t) for t in range(1, len(known) + 1) if len(known) % t == 0)
         raise StreamError(
-            f"tasks is {tasks}, and the {len(known)} classes of {source or name} cannot be split into {tasks} equal tasks; "
-            f"wanted tasks to be one of {possible}"
+            f"tasks is {tasks}, and the {len(known)} classes of {source or name} cannot be split into {tasks} equal"
+            f" tasks; wanted tasks to be one of {possible}"
         )
     each = len(known) // tasks
     if limit_per_task is not None and limit_per_task < each:
-        raise StreamError(f"limit_per_task is {limit_per_task}, fewer than the {each} classes of a task; wanted at least one image a class")
+        raise StreamError(
+            f"limit_per_task is {limit_per_task}, fewer than the {each} classes of a task; wanted at least one image a"
+            " class"
+        )
 
     order = np.arange(len(known)) if class_order_seed is None else draw_order(len(known), class_order_seed, CLASS_ORDER)
     head = np.argsort(order)
@@ -185,24 +209,34 @@ def from_arrays(
         y_train: Labels, any integers [N]. Sorted, they are the natural class order.
         x_test: Test images of the same size.
         y_test: Their labels, all of which occur in ``y_train``.
-        tasks: Number of equal tasks; None splits into as many as give each at least two classes (10 classes: 5 tasks).
+        tasks: Number of equal tasks; None splits into as many as give each at least two classes (10
+        classes: 5 tasks).
         name: What to call the stream.
         batch: Incoming images a step.
         class_order_seed: Draws the order of classes; None keeps the natural one.
         normalisation: A name of :data:`NORMALISATIONS` or your own constants; None is ``half``.
         mirror_safe: False where mirroring an image changes its label.
-        limit_per_task: Keep at most this many training images a task, balanced over its classes: the first of every
-            class, then the second, and so on in data order, whatever the seeds.
+        limit_per_task: Keep at most this many training images a task, balanced over its classes:
+            the first of every class, then the second, and so on in data order, whatever the seeds.
         class_names: Names in the order of the sorted labels; None writes the labels.
 
     Raises:
         StreamError: Something in the arrays or arguments cannot be used.
     """
     return assemble(
-        x_train, y_train, x_test, y_test,
-        name=name, mirror_safe=mirror_safe, normalisation=normalisation or "half", tasks=tasks, batch=batch,
-        class_order_seed=class_order_seed, limit_per_task=limit_per_task, class_names=class_names,
-    )  # fmt: skip
+        x_train,
+        y_train,
+        x_test,
+        y_test,
+        name=name,
+        mirror_safe=mirror_safe,
+        normalisation=normalisation or "half",
+        tasks=tasks,
+        batch=batch,
+        class_order_seed=class_order_seed,
+        limit_per_task=limit_per_task,
+        class_names=class_names,
+    )
 
 
 def from_batches(
@@ -220,18 +254,20 @@ def from_batches(
     Classes are numbered task by task, within a task by label; a class belongs to one task.
 
     Args:
-        tasks: An iterable of tasks, each an iterable of batches ``(x, y)`` with x as in :func:`from_arrays`. With
-            ``class_tasks``: one flat iterable of batches. It is read once, and each batch is copied.
+        tasks: An iterable of tasks, each an iterable of batches ``(x, y)`` with x as in
+            :func:`from_arrays`. With ``class_tasks``: one flat iterable of batches. It is read
+            once, and each batch is copied.
         test: Test images and labels ``(x, y)``, or an iterable of such batches.
-        class_tasks: The labels of each task. A batch joins the task that holds its labels; tasks follow one another even
-            where their batches alternate.
+        class_tasks: The labels of each task. A batch joins the task that holds its labels; tasks
+            follow one another even where their batches alternate.
         name: What to call the stream.
         normalisation: A name of :data:`NORMALISATIONS` or your own constants; None is ``half``.
         mirror_safe: False where mirroring an image changes its label.
         class_names: Names in the order of the sorted labels; None writes the labels.
 
     Raises:
-        StreamError: A batch cannot be used, mixes tasks, or a task has no images; the message counts tasks and batches from 0.
+        StreamError: A batch cannot be used, mixes tasks, or a task has no images; the message
+            counts tasks and batches from 0.
     """
     recorded = _record_tasks(tasks) if class_tasks is None else _record_flat(tasks, class_tasks)
     for t, batches in enumerate(recorded):
@@ -248,7 +284,10 @@ def from_batches(
     everything = [*(b for batches in recorded for b in batches), *tested]
     for x, _ in everything:
         if x.shape[1:] != everything[0][0].shape[1:]:
-            raise StreamError(f"batches hold images of {_size(everything[0][0])} and of {_size(x)}; wanted one size for training and test")
+            raise StreamError(
+                f"batches hold images of {_size(everything[0][0])} and of {_size(x)}; wanted one size for training and"
+                " test"
+            )
 
     seen: dict[int, int] = {}
     split = []
@@ -256,7 +295,9 @@ def from_batches(
         labels = np.unique(np.concatenate([y for _, y in batches])).tolist()
         for label in labels:
             if label in seen:
-                raise StreamError(f"label {label} occurs in tasks {seen[label]} and {t}; wanted every class in one task")
+                raise StreamError(
+                    f"label {label} occurs in tasks {seen[label]} and {t}; wanted every class in one task"
+                )
         split.append(tuple(range(len(seen), len(seen) + len(labels))))
         seen.update(dict.fromkeys(labels, t))
     class_order = np.array(list(seen))
@@ -296,7 +337,9 @@ def _record_tasks(tasks: Iterable) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     recorded = []
     for t, task in enumerate(_iterate(tasks, "tasks")):
         if _is_batch(task):
-            raise StreamError(f"task {t} is a batch (x, y), not an iterable of batches; a flat iterable of batches needs class_tasks")
+            raise StreamError(
+                f"task {t} is a batch (x, y), not an iterable of batches; a flat iterable of batches needs class_tasks"
+            )
         recorded.append([_record(b, f"task {t}, batch {i}") for i, b in enumerate(_iterate(task, f"task {t}"))])
     return recorded
 
@@ -315,12 +358,16 @@ def _record_flat(batches: Iterable, class_tasks: Sequence[Sequence[int]]) -> lis
                 raise StreamError(f"batch {i} holds label {label}, which class_tasks does not name")
         owners = sorted({task_of[label] for label in y.tolist()})
         if len(owners) > 1:
-            raise StreamError(f"batch {i} mixes labels of tasks {', '.join(map(str, owners))}; wanted the labels of one task")
+            raise StreamError(
+                f"batch {i} mixes labels of tasks {', '.join(map(str, owners))}; wanted the labels of one task"
+            )
         recorded[owners[0]].append((x, y))
     arrived = {label for batches in recorded for _, y in batches for label in y.tolist()}
     for label, t in task_of.items():
         if label not in arrived:
-            raise StreamError(f"label {label} of class_tasks[{t}] occurs in no batch; wanted at least one image of every class")
+            raise StreamError(
+                f"label {label} of class_tasks[{t}] occurs in no batch; wanted at least one image of every class"
+            )
     return recorded
 
 
@@ -397,7 +444,9 @@ def _normalisation(value: str | Normalisation) -> Normalisation:
     if isinstance(value, Normalisation):
         return value
     if value not in NORMALISATIONS:
-        raise StreamError(f"normalisation is {value!r}, which is unknown{near_matches(str(value), list(NORMALISATIONS))}")
+        raise StreamError(
+            f"normalisation is {value!r}, which is unknown{near_matches(str(value), list(NORMALISATIONS))}"
+        )
     return NORMALISATIONS[value]
 
 
@@ -405,17 +454,25 @@ def _refuse_unknown(y: np.ndarray, known: np.ndarray, what: str, where: str) -> 
     wrong = np.flatnonzero(~np.isin(y, known))
     if len(wrong):
         few = ", ".join(map(str, known[:10])) + (f", ... {known[-1]}" if len(known) > 10 else "")
-        raise StreamError(f"{what} holds label {y[wrong[0]]} (row {wrong[0]}), which is outside the classes of {where}: {few}")
+        raise StreamError(
+            f"{what} holds label {y[wrong[0]]} (row {wrong[0]}), which is outside the classes of {where}: {few}"
+        )
 
 
-def _refuse_untested(y_test: np.ndarray, split: Sequence[tuple[int, ...]], class_order: np.ndarray, prefix: str) -> None:
+def _refuse_untested(
+    y_test: np.ndarray, split: Sequence[tuple[int, ...]], class_order: np.ndarray, prefix: str
+) -> None:
     for heads in split:
         if not np.isin(y_test, heads).any():
-            raise StreamError(f"{prefix}the task of labels {', '.join(str(class_order[h]) for h in heads)} has no test images")
+            raise StreamError(
+                f"{prefix}the task of labels {', '.join(str(class_order[h]) for h in heads)} has no test images"
+            )
 
 
 def _limit(y: np.ndarray, classes_per_task: int, limit: int) -> np.ndarray:
-    """Rows to keep, in data order: of each task the first image of every class, then the second, up to ``limit``."""
+    """Rows to keep, in data order: of each task the first image of every class, then the second, up
+    to ``limit``.
+    """
     rank = np.empty(len(y), np.int64)
     for head in range(int(y.max()) + 1):
         rows = np.flatnonzero(y == head)

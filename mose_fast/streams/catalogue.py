@@ -1,4 +1,6 @@
-"""The registered streams by name, with a line on each; apart from what reads them, since a list of names needs no torch."""
+"""The registered streams by name, with a line on each; apart from what reads them, since a list of
+names needs no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The data sets behind the registered streams: where their files lie, and how to read or download them."""
+"""The data sets behind the registered streams: where their files lie, and how to read or download
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,136 @@ import numpy as np
 from mose_fast.streams.files import read_npz
 from mose_fast.streams.stream import StreamError
 
-__all__ = ["CIFAR10_NAMES", "CIFAR100_NAMES", "cifar", "default_data_dir", "digits", "locate_cifar", "locate_mnist", "mnist"]
+__all__ = [
+    "CIFAR10_NAMES",
+    "CIFAR100_NAMES",
+    "cifar",
+    "default_data_dir",
+    "digits",
+    "locate_cifar",
+    "locate_mnist",
+    "mnist",
+]
 
 CIFAR10_NAMES = (
-    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
-)  # fmt: skip
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 
 #: The fine labels, in the standard order.
 CIFAR100_NAMES = (
-    "apple", "aquarium_fish", "baby", "bear", "beaver", "bed", "bee", "beetle", "bicycle", "bottle", "bowl", "boy", "bridge", "bus",
-    "butterfly", "camel", "can", "castle", "caterpillar", "cattle", "chair", "chimpanzee", "clock", "cloud", "cockroach", "couch",
-    "crab", "crocodile", "cup", "dinosaur", "dolphin", "elephant", "flatfish", "forest", "fox", "girl", "hamster", "house", "kangaroo",
-    "keyboard", "lamp", "lawn_mower", "leopard", "lion", "lizard", "lobster", "man", "maple_tree", "motorcycle", "mountain", "mouse",
-    "mushroom", "oak_tree", "orange", "orchid", "otter", "palm_tree", "pear", "pickup_truck", "pine_tree", "plain", "plate", "poppy",
-    "porcupine", "possum", "rabbit", "raccoon", "ray", "road", "rocket", "rose", "sea", "seal", "shark", "shrew", "skunk", "skyscraper",
-    "snail", "snake", "spider", "squirrel", "streetcar", "sunflower", "sweet_pepper", "table", "tank", "telephone", "television",
-    "tiger", "tractor", "train", "trout", "tulip", "turtle", "wardrobe", "whale", "willow_tree", "wolf", "woman", "worm",
-)  # fmt: skip
+    "apple",
+    "aquarium_fish",
+    "baby",
+    "bear",
+    "beaver",
+    "bed",
+    "bee",
+    "beetle",
+    "bicycle",
+    "bottle",
+    "bowl",
+    "boy",
+    "bridge",
+    "bus",
+    "butterfly",
+    "camel",
+    "can",
+    "castle",
+    "caterpillar",
+    "cattle",
+    "chair",
+    "chimpanzee",
+    "clock",
+    "cloud",
+    "cockroach",
+    "couch",
+    "crab",
+    "crocodile",
+    "cup",
+    "dinosaur",
+    "dolphin",
+    "elephant",
+    "flatfish",
+    "forest",
+    "fox",
+    "girl",
+    "hamster",
+    "house",
+    "kangaroo",
+    "keyboard",
+    "lamp",
+    "lawn_mower",
+    "leopard",
+    "lion",
+    "lizard",
+    "lobster",
+    "man",
+    "maple_tree",
+    "motorcycle",
+    "mountain",
+    "mouse",
+    "mushroom",
+    "oak_tree",
+    "orange",
+    "orchid",
+    "otter",
+    "palm_tree",
+    "pear",
+    "pickup_truck",
+    "pine_tree",
+    "plain",
+    "plate",
+    "poppy",
+    "porcupine",
+    "possum",
+    "rabbit",
+    "raccoon",
+    "ray",
+    "road",
+    "rocket",
+    "rose",
+    "sea",
+    "seal",
+    "shark",
+    "shrew",
+    "skunk",
+    "skyscraper",
+    "snail",
+    "snake",
+    "spider",
+    "squirrel",
+    "streetcar",
+    "sunflower",
+    "sweet_pepper",
+    "table",
+    "tank",
+    "telephone",
+    "television",
+    "tiger",
+    "tractor",
+    "train",
+    "trout",
+    "tulip",
+    "turtle",
+    "wardrobe",
+    "whale",
+    "willow_tree",
+    "wolf",
+    "woman",
+    "worm",
+)
 
-# Sizes in bytes of the unpacked MNIST files: header and pixels or labels. torchvision does not check these files.
+# Sizes in bytes of the unpacked MNIST files: header and pixels or labels. torchvision does not
+# check these files.
 MNIST_SIZES = {
     "train-images-idx3-ubyte": 16 + 60000 * 784,
     "train-labels-idx1-ubyte": 8 + 60000,
@@ -44,9 +157,11 @@ def default_data_dir() -> Path:
 
 
 def digits() -> dict[str, np.ndarray]:
-    """scikit-learn's 1,797 handwritten digits as 32x32 RGB; every fifth image of each digit is a test image.
+    """scikit-learn's 1,797 handwritten digits as 32x32 RGB; every fifth image of each digit is a
+    test image.
 
-    The 8x8 pictures (values 0 to 16) are enlarged bilinearly with pixel centres aligned, in integers: exact on every machine.
+    The 8x8 pictures (values 0 to 16) are enlarged bilinearly with pixel centres aligned, in
+    integers: exact on every machine.
 
     Returns:
         The four arrays of a stream, images uint8 [N, 32, 32, 3], labels int64.
@@ -76,7 +191,8 @@ def locate_cifar(classes: int, data_dir: Path) -> Path | None:
 
 
 def cifar(classes: int, data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
-    """Reads CIFAR-10 or CIFAR-100 (fine labels): ``cifar10.npz`` or ``cifar100.npz``, else through torchvision, downloading it if absent.
+    """Reads CIFAR-10 or CIFAR-100 (fine labels): ``cifar10.npz`` or ``cifar100.npz``, else through
+    torchvision, downloading it if absent.
 
     Returns:
         The four arrays of a stream, and the file or folder they come from.
@@ -98,7 +214,12 @@ def cifar(classes: int, data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
         else:
             reason = f"CIFAR-{classes} is not in {data_dir} and cannot be downloaded"
         raise StreamError(f"{reason} ({_one_line(error)}); {wanted}") from error
-    arrays = {"x_train": train.data, "y_train": np.array(train.targets), "x_test": test.data, "y_test": np.array(test.targets)}
+    arrays = {
+        "x_train": train.data,
+        "y_train": np.array(train.targets),
+        "x_test": test.data,
+        "y_test": np.array(test.targets),
+    }
     return arrays, data_dir / dataset.base_folder
 
 
@@ -111,10 +232,12 @@ def locate_mnist(data_dir: Path) -> Path | None:
 
 
 def mnist(data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
-    """Reads MNIST, padded from 28x28 to 32x32: ``mnist.npz``, else through torchvision, downloading it if absent.
+    """Reads MNIST, padded from 28x28 to 32x32: ``mnist.npz``, else through torchvision, downloading
+    it if absent.
 
     Returns:
-        The four arrays of a stream, images grey uint8 [N, 32, 32], and the file or folder they come from.
+        The four arrays of a stream, images grey uint8 [N, 32, 32], and the file or folder they come
+        from.
 
     Raises:
         StreamError: Files are damaged, or absent and cannot be downloaded.
@@ -131,16 +254,20 @@ def mnist(data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
         _refuse_damaged_mnist(raw)
         try:
             train, test = MNIST(str(data_dir), train=True, download=True), MNIST(str(data_dir), train=False)
-        except Exception as error:  # the network, the file system, the archives and their contents all fail in their own ways
+        except (
+            Exception
+        ) as error:  # the network, the file system, the archives and their contents all fail in their own ways
             _refuse_damaged_mnist(raw)
             raise StreamError(
                 f"MNIST is not in {raw} and cannot be downloaded ({_one_line(error)}); "
                 f"place {', '.join(f'{n}.gz' for n in MNIST_SIZES)} there, or a mnist.npz in {data_dir}"
             ) from error
         arrays = {
-            "x_train": train.data.numpy(), "y_train": train.targets.numpy(),
-            "x_test": test.data.numpy(), "y_test": test.targets.numpy(),
-        }  # fmt: skip
+            "x_train": train.data.numpy(),
+            "y_train": train.targets.numpy(),
+            "x_test": test.data.numpy(),
+            "y_test": test.targets.numpy(),
+        }
     for part in ("x_train", "x_test"):
         if arrays[part].shape[1:] != (28, 28):
             raise StreamError(f"{source}: {part} has shape {list(arrays[part].shape)}; wanted [N, 28, 28]")

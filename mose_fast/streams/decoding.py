@@ -33,7 +33,8 @@ class Decoding:
     """How image files become pixels.
 
     Attributes:
-        decoder: ``pil``, ``dali``, or ``auto``: DALI where it is installed and there are many files.
+        decoder: ``pil``, ``dali``, or ``auto``: DALI where it is installed and there are many
+        files.
         watch: Told how many images are decoded so far.
     """
 
@@ -42,7 +43,8 @@ class Decoding:
 
 
 def decode_image(data: bytes, what: str) -> np.ndarray:
-    """Decodes a JPEG, PNG or BMP file to uint8 [H, W, 3]; grey and palette images become RGB, alpha is dropped.
+    """Decodes a JPEG, PNG or BMP file to uint8 [H, W, 3]; grey and palette images become RGB, alpha
+    is dropped.
 
     What Pillow warns of is told with the name of the file.
 
@@ -61,7 +63,9 @@ def _decode(data: bytes, what: str) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(data)) as image:
             if image.mode.startswith(("I", "F")):
-                raise StreamError(f"{what} holds pixels of mode {image.mode}; wanted 8 bits a channel: convert it first")
+                raise StreamError(
+                    f"{what} holds pixels of mode {image.mode}; wanted 8 bits a channel: convert it first"
+                )
             if image.mode == "P" and "transparency" in image.info:
                 # The same colours as straight to RGB, of which Pillow warns.
                 image = image.convert("RGBA")
@@ -75,15 +79,17 @@ def _decode(data: bytes, what: str) -> np.ndarray:
 def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: Decoding) -> Iterator[np.ndarray]:
     """Decodes files in order, uint8 [H, W, 3] each.
 
-    DALI decodes JPEG files only, on the host, where it uses the same algorithm as Pillow: one image of every batch is decoded by both, and
-    must be the same in every pixel. So the decoder changes how long it takes and nothing else.
+    DALI decodes JPEG files only, on the host, where it uses the same algorithm as Pillow: one image
+    of every batch is decoded by both, and must be the same in every pixel. So the decoder changes
+    how long it takes and nothing else.
 
     Args:
         files: Name of each, for messages, and what reads its bytes.
         decoding: By what, and who is told of the progress.
 
     Raises:
-        StreamError: A file is damaged; DALI is asked for and cannot be used, or decodes a file differently.
+        StreamError: A file is damaged; DALI is asked for and cannot be used, or decodes a file
+            differently.
     """
     decoder = decoding.decoder
     if decoder == "dali":

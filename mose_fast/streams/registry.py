@@ -1,4 +1,6 @@
-"""Streams by name: what :class:`mose_fast.config.StreamConfig` asks for, made from the files that hold it."""
+"""Streams by name: what :class:`mose_fast.config.StreamConfig` asks for, made from the files that
+hold it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ __all__ = ["check_fingerprint", "create", "locate"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A registered stream: how it is split by default, how its data is read, and where that lies."""
+    """A registered stream: how it is split by default, how its data is read, and where that
+    lies.
+    """
 
     tasks: int
     normalisation: str
@@ -103,7 +107,8 @@ _STREAMS: dict[str, _Entry] = {
 
 
 def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
-    """Whether the data of a registered stream is found, and where, or what to do about it. Nothing is read or downloaded.
+    """Whether the data of a registered stream is found, and where, or what to do about it. Nothing
+    is read or downloaded.
 
     Args:
         name: A registered stream.
@@ -118,24 +123,29 @@ def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
         return True, entry.obtain
     folder = _data_dir(data_dir)
     if data_dir is not None and not folder.is_dir():
-        raise StreamError(f"data_dir is {str(data_dir)!r}, which is no folder; wanted the folder with the data sets' files")
+        raise StreamError(
+            f"data_dir is {str(data_dir)!r}, which is no folder; wanted the folder with the data sets' files"
+        )
     found = entry.find(folder)
     return (True, str(found)) if found else (False, f"not in {folder}: {entry.obtain}")
 
 
 def create(config: StreamConfig, watch: Watch | None = None) -> Stream:
-    """Makes the stream that a configuration asks for: a registered one, an image folder, or an ``.npz`` file.
+    """Makes the stream that a configuration asks for: a registered one, an image folder, or an
+    ``.npz`` file.
 
-    Folders and ``.npz`` files are described in docs/own_data.md; they take the normalisation ``half`` and count as safe to
-    mirror unless told otherwise, and ``tasks`` None splits them as :func:`from_arrays` does.
+    Folders and ``.npz`` files are described in docs/own_data.md; they take the normalisation
+    ``half`` and count as safe to mirror unless told otherwise, and ``tasks`` None splits them as
+    :func:`from_arrays` does.
 
     Args:
         config: What is asked for.
-        watch: Called with the number of image files decoded so far and of all, where there are some to decode.
+        watch: Called with the number of image files decoded so far and of all, where there are some
+            to decode.
 
     Raises:
-        StreamError: The name is unknown, the data is missing or damaged, has another fingerprint than asked for, or cannot be split as
-            asked.
+        StreamError: The name is unknown, the data is missing or damaged, has another fingerprint
+            than asked for, or cannot be split as asked.
     """
     stream = _make(config, watch)
     check_fingerprint(config, stream)
@@ -150,9 +160,9 @@ def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
     """
     if config.fingerprint not in (None, stream.fingerprint):
         raise StreamError(
-            f"the data of stream {config.name!r} have changed: their fingerprint is {stream.fingerprint}, and was {config.fingerprint} "
-            "when the run began. Put the earlier data back, or begin a new run in another folder (with --config: "
-            "--set stream.fingerprint=null takes the data that are there now)"
+            f"the data of stream {config.name!r} have changed: their fingerprint is {stream.fingerprint}, and was"
+            f" {config.fingerprint} when the run began. Put the earlier data back, or begin a new run in another folder"
+            " (with --config: --set stream.fingerprint=null takes the data that are there now)"
         )
 
 
@@ -166,9 +176,13 @@ def _make(config: StreamConfig, watch: Watch | None) -> Stream:
     if config.name in _STREAMS:
         entry = _STREAMS[config.name]
         return assemble(
-            **entry.read(_data_dir(config.data_dir), decoding), **settings, name=config.name, mirror_safe=entry.mirror_safe,
-            tasks=entry.tasks if config.tasks is None else config.tasks, normalisation=config.normalisation or entry.normalisation,
-        )  # fmt: skip
+            **entry.read(_data_dir(config.data_dir), decoding),
+            **settings,
+            name=config.name,
+            mirror_safe=entry.mirror_safe,
+            tasks=entry.tasks if config.tasks is None else config.tasks,
+            normalisation=config.normalisation or entry.normalisation,
+        )
     path = Path(config.name).expanduser()
     if path.suffix.lower() == ".npz":
         contents: dict[str, Any] = dict(read_npz(path, ARRAYS))
@@ -176,13 +190,24 @@ def _make(config: StreamConfig, watch: Watch | None) -> Stream:
         contents, class_names = read_folder(path, decoding)
         contents = {**contents, "class_names": class_names}
     elif os.sep in config.name or path.exists():
-        raise StreamError(f"stream {config.name!r} is no folder and no .npz file; wanted a folder with train and test, or an .npz file")
+        raise StreamError(
+            f"stream {config.name!r} is no folder and no .npz file; wanted a folder with train and test, or an .npz"
+            " file"
+        )
     else:
-        raise StreamError(f"stream {config.name!r} is unknown{near_matches(config.name, names())}; own data: a folder, or an .npz file")
+        raise StreamError(
+            f"stream {config.name!r} is unknown{near_matches(config.name, names())}; own data: a folder, or an .npz"
+            " file"
+        )
     return assemble(
-        **contents, **settings, source=str(path), name=path.stem if path.is_file() else path.resolve().name, mirror_safe=True,
-        tasks=config.tasks, normalisation=config.normalisation or "half",
-    )  # fmt: skip
+        **contents,
+        **settings,
+        source=str(path),
+        name=path.stem if path.is_file() else path.resolve().name,
+        mirror_safe=True,
+        tasks=config.tasks,
+        normalisation=config.normalisation or "half",
+    )
 
 
 def _data_dir(data_dir: str | Path | None) -> Path:

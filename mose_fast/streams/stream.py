@@ -17,20 +17,25 @@ __all__ = ["NORMALISATIONS", "Normalisation", "Stream", "StreamError", "draw_ord
 
 
 class StreamError(MoseFastError, ValueError):
-    """The data of a stream cannot be used; the message names the file or argument, what it was and what was wanted."""
+    """The data of a stream cannot be used; the message names the file or argument, what it was and
+    what was wanted.
+    """
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Constants that turn images in [0, 1] into network input: ``(image - mean) / std`` per colour channel."""
+    """Constants that turn images in [0, 1] into network input: ``(image - mean) / std`` per colour
+    channel.
+    """
 
     name: str
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
 
-#: Normalisations by name. ``cifar10`` is what the released code uses for CIFAR-100 as well (mose.md, section 3), ``cifar100``
-#: and ``digits`` are the statistics of their own training images, ``mnist`` those of the 28x28 training images before padding.
+#: Normalisations by name. ``cifar10`` is what the released code uses for CIFAR-100 as well
+#: (mose.md, section 3), ``cifar100`` and ``digits`` are the statistics of their own training
+#: images, ``mnist`` those of the 28x28 training images before padding.
 NORMALISATIONS: dict[str, Normalisation] = {
     n.name: n
     for n in (
@@ -43,16 +48,18 @@ NORMALISATIONS: dict[str, Normalisation] = {
     )
 }
 
-# Second word of the generator's key. Orders within a task use task * 2**32 + epoch, far below it, so that no seed makes the
-# order of classes and the order of images one draw.
+# Second word of the generator's key. Orders within a task use task * 2**32 + epoch, far below it,
+# so that no seed makes the order of classes and the order of images one draw.
 CLASS_ORDER = 2**63
 
 
 def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
-    """Draws an order of ``n`` things: int64 [n], a permutation that depends on the three arguments alone.
+    """Draws an order of ``n`` things: int64 [n], a permutation that depends on the three arguments
+    alone.
 
-    The raw words of the counter-based generator Philox4x64-10 with key (seed, purpose) are sorted. numpy keeps the raw words
-    of its bit generators across versions, which it does not promise for ``Generator.permutation``.
+    The raw words of the counter-based generator Philox4x64-10 with key (seed, purpose) are sorted.
+    numpy keeps the raw words of its bit generators across versions, which it does not promise for
+    ``Generator.permutation``.
 
     Raises:
         StreamError: The seed does not fit into 64 bits.
@@ -64,7 +71,8 @@ def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
 
 
 def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
-    """16 hex digits (of a SHA-256) that change with any pixel, any label, their order and the names of the classes.
+    """16 hex digits (of a SHA-256) that change with any pixel, any label, their order and the names
+    of the classes.
 
     Args:
         arrays: Images and labels; their types and shapes count, too.
@@ -81,8 +89,8 @@ def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
 class Stream:
     """A class-incremental image stream.
 
-    Labels are *head indices*: the position of the class in the class order, so index i is the i-th class that the learner
-    meets and a task's classes are neighbours.
+    Labels are *head indices*: the position of the class in the class order, so index i is the i-th
+    class that the learner meets and a task's classes are neighbours.
 
     Attributes:
         name: What the user called it.
@@ -96,10 +104,11 @@ class Stream:
         normalisation: Constants for the network's input.
         mirror_safe: False where mirroring an image changes its label (digits).
         batch: Incoming images a step.
-        fingerprint: Of the data that the stream was made of, 16 hex digits; see :func:`fingerprint`. Streams of the same data have the same
-            one, whatever their tasks, class order and limits are. Empty: of the stream's own images.
-        arrival: Of a stream recorded from batches, each task's batches as int64 indices into ``x_train``; None where each
-            pass over a task is shuffled.
+        fingerprint: Of the data that the stream was made of, 16 hex digits; see
+            :func:`fingerprint`. Streams of the same data have the same one, whatever their tasks,
+            class order and limits are. Empty: of the stream's own images.
+        arrival: Of a stream recorded from batches, each task's batches as int64 indices into
+            ``x_train``; None where each pass over a task is shuffled.
     """
 
     name: str
@@ -148,10 +157,12 @@ class Stream:
         return self._rows(self.y_test, task)
 
     def batches(self, task: int, *, seed: int, epoch: int = 0) -> list[Tensor]:
-        """The task's batches in the order of their arrival, as int64 indices into ``x_train``; the last may be smaller.
+        """The task's batches in the order of their arrival, as int64 indices into ``x_train``; the
+        last may be smaller.
 
-        Images are shuffled within the task by (seed, task, epoch) alone, so that any batch can be found again after a
-        restart. A stream recorded from batches keeps its own batches in every epoch.
+        Images are shuffled within the task by (seed, task, epoch) alone, so that any batch can be
+        found again after a restart. A stream recorded from batches keeps its own batches in every
+        epoch.
 
         Raises:
             IndexError: There is no such task.
@@ -173,11 +184,14 @@ class Stream:
         return -(-rows // self.batch) if self.arrival is None else len(self.arrival[task])
 
     def to(self, device: torch.device) -> Stream:
-        """The stream with its images on a device; labels stay on the host, where they are looked at."""
+        """The stream with its images on a device; labels stay on the host, where they are looked
+        at.
+        """
         return dataclasses.replace(self, x_train=self.x_train.to(device), x_test=self.x_test.to(device))
 
     def original_label(self, y: Tensor | int) -> Tensor | int:
-        """Inverts the class order: the data set's label of a head index, for an int or an integer tensor of any shape.
+        """Inverts the class order: the data set's label of a head index, for an int or an integer
+        tensor of any shape.
 
         Raises:
             StreamError: A head index is outside the classes.
@@ -187,11 +201,15 @@ class Stream:
                 raise StreamError(f"head index is {y}; wanted 0 to {self.classes - 1}")
             return self.class_order[y]
         if y.numel() and (int(y.min()) < 0 or int(y.max()) >= self.classes):
-            raise StreamError(f"head indices reach from {int(y.min())} to {int(y.max())}; wanted 0 to {self.classes - 1}")
+            raise StreamError(
+                f"head indices reach from {int(y.min())} to {int(y.max())}; wanted 0 to {self.classes - 1}"
+            )
         return torch.tensor(self.class_order, dtype=torch.int64, device=y.device)[y.long()]
 
     def describe(self) -> str:
-        """The stream as a table for the user: exact counts and the data set's labels of every task."""
+        """The stream as a table for the user: exact counts and the data set's labels of every
+        task.
+        """
         height, width = self.image_size
         train = torch.bincount(self.y_train, minlength=self.classes).tolist()
         test = torch.bincount(self.y_test, minlength=self.classes).tolist()
@@ -199,7 +217,11 @@ class Stream:
             f"{self.name}: {len(self.tasks)} tasks, {self.classes} classes, "
             f"{len(self.x_train)} training and {len(self.x_test)} test images of {height}x{width}",
             f"normalisation {self.normalisation.name}, mirroring {'keeps' if self.mirror_safe else 'changes'} labels, "
-            + (f"batches of {self.batch}, shuffled within a task" if self.arrival is None else "batches as they arrived"),
+            + (
+                f"batches of {self.batch}, shuffled within a task"
+                if self.arrival is None
+                else "batches as they arrived"
+            ),
             f"{'task':>4} {'train':>7} {'test':>7} {'steps':>7}  label (train, test)",
         ]
         for t, heads in enumerate(self.tasks):

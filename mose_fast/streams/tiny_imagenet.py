@@ -35,7 +35,9 @@ SOURCE = f"{ZIP} from the Tiny-ImageNet page of Stanford's course CS231n"
 
 @dataclass(frozen=True)
 class _Files:
-    """The data set's files by their path in the official layout, whether they lie in a folder or in the zip."""
+    """The data set's files by their path in the official layout, whether they lie in a folder or in
+    the zip.
+    """
 
     root: Path
     stamps: dict[str, str]  # path -> size and date, to see whether the decoded copy is still of these files
@@ -51,7 +53,9 @@ class _Files:
 
 
 def find(data_dir: Path) -> Path | None:
-    """Where the data lies: ``data_dir`` itself, its folder ``tiny-imagenet-200``, its zip, or nowhere (None)."""
+    """Where the data lies: ``data_dir`` itself, its folder ``tiny-imagenet-200``, its zip, or
+    nowhere (None).
+    """
     for folder in (data_dir, data_dir / FOLDER):
         if (folder / "wnids.txt").is_file():
             return folder
@@ -59,20 +63,22 @@ def find(data_dir: Path) -> Path | None:
 
 
 def read(data_dir: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Reads the training images and, as test data, the validation images (the official test set has no labels).
+    """Reads the training images and, as test data, the validation images (the official test set has
+    no labels).
 
-    Labels number the WordNet ids in sorted order: ``wnids.txt`` lists them in no order that means anything, and sorted
-    is what every reader of class folders produces, so that label i is the same class with all of them. A subset of the
-    classes works alike. The decoded arrays are kept in an ``.npz`` beside the data where that folder is writable, and
-    made anew when the files have changed or the copy is damaged.
+    Labels number the WordNet ids in sorted order: ``wnids.txt`` lists them in no order that means
+    anything, and sorted is what every reader of class folders produces, so that label i is the same
+    class with all of them. A subset of the classes works alike. The decoded arrays are kept in an
+    ``.npz`` beside the data where that folder is writable, and made anew when the files have
+    changed or the copy is damaged.
 
     Args:
         data_dir: Folder of the data; see :func:`find`.
         decoding: What decodes the images.
 
     Returns:
-        The four arrays of a stream (images uint8 [N, 64, 64, 3]; training images by class, validation images in the order
-        of ``val_annotations.txt``) and the WordNet ids by label.
+        The four arrays of a stream (images uint8 [N, 64, 64, 3]; training images by class,
+        validation images in the order of ``val_annotations.txt``) and the WordNet ids by label.
 
     Raises:
         StreamError: Files are missing or damaged.
@@ -80,7 +86,8 @@ def read(data_dir: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], lis
     root = find(data_dir)
     if root is None:
         raise StreamError(
-            f"Tiny-ImageNet is not in {data_dir}: neither {FOLDER}/wnids.txt nor {ZIP} is there; get {SOURCE} and place it in {data_dir}"
+            f"Tiny-ImageNet is not in {data_dir}: neither {FOLDER}/wnids.txt nor {ZIP} is there; get {SOURCE} and place"
+            f" it in {data_dir}"
         )
     if root.is_dir():
         return _read_cached(_folder_files(root), root / CACHE, decoding)
@@ -147,7 +154,9 @@ def _decode(files: _Files, decoding: Decoding) -> tuple[dict[str, np.ndarray], l
             train[match[1]].append((int(match[2]), path))
     for wnid, found in train.items():
         if not found:
-            raise StreamError(f"{files.root / 'train' / wnid / 'images'} holds no images, but wnids.txt names {wnid}; get {SOURCE}")
+            raise StreamError(
+                f"{files.root / 'train' / wnid / 'images'} holds no images, but wnids.txt names {wnid}; get {SOURCE}"
+            )
     train_paths = [path for wnid in wnids for _, path in sorted(train[wnid])]
     y_train = [label_of[wnid] for wnid in wnids for _ in train[wnid]]
 
@@ -179,13 +188,17 @@ def _images(files: _Files, paths: list[str], decoding: Decoding) -> np.ndarray:
     sources = [(str(files.root / path), partial(files.read, path)) for path in paths]
     for i, (path, image) in enumerate(zip(paths, decode_images(sources, decoding), strict=True)):
         if image.shape != (64, 64, 3):
-            raise StreamError(f"{files.root / path} is {image.shape[0]}x{image.shape[1]}; wanted 64x64 as in the official data")
+            raise StreamError(
+                f"{files.root / path} is {image.shape[0]}x{image.shape[1]}; wanted 64x64 as in the official data"
+            )
         images[i] = image
     return images
 
 
 def _write(cache: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes the decoded copy in one step, or not at all where the folder is read-only or the disk full."""
+    """Writes the decoded copy in one step, or not at all where the folder is read-only or the disk
+    full.
+    """
     temporary = cache.with_name(f".{CACHE}.{os.getpid()}")
     with contextlib.suppress(OSError):
         try:
@@ -199,7 +212,8 @@ def _write(cache: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Deletes the unfinished copies of processes that were killed while they wrote them: the lock of one that lives holds its copy.
+    """Deletes the unfinished copies of processes that were killed while they wrote them: the lock
+    of one that lives holds its copy.
 
     Where the file system has no locks, those that have not grown for a day.
     """

@@ -105,10 +105,14 @@ class Display:
         elapsed = time.monotonic() - self.start
         now = self.done - (self.total - len(self.forecast.costs))
         rate = f", {3600 * now / elapsed:.1f} runs an hour" if now else ""
-        return f"{self.done} of {self.total} runs done, {self.failed} failed; {duration(elapsed)} for {now} of them{rate}"
+        return (
+            f"{self.done} of {self.total} runs done, {self.failed} failed; {duration(elapsed)} for {now} of them{rate}"
+        )
 
     def left(self) -> float:
-        """Seconds until the end: the forecast, scaled by how well it fitted the runs that are done."""
+        """Seconds until the end: the forecast, scaled by how well it fitted the runs that are
+        done.
+        """
         scale = self.taken / self.forecast_of_taken if self.forecast_of_taken else 1.0
         seconds = [
             self.forecast.costs[name].seconds * (1 - (run.batch / run.batches if run and run.batches else 0.0))

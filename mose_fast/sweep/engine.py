@@ -25,7 +25,9 @@ class Engine(Protocol):
         """Starts a command of :mod:`mose_fast.sweep.worker`."""
 
     def events(self, timeout: float) -> list[dict[str, Any]]:
-        """What has happened, after at most ``timeout`` seconds; for each command, exactly one event ends it."""
+        """What has happened, after at most ``timeout`` seconds; for each command, exactly one event
+        ends it.
+        """
 
     def stop(self) -> None:
         """Has every run write a checkpoint and stop."""
@@ -62,7 +64,9 @@ def worker_command(threads: int, *, together: bool) -> list[str]:
 
 
 def worker_environment(threads: int, card: str | None) -> dict[str, str]:
-    """The environment of a worker process: its threads are counted before torch starts, and it finds this very package."""
+    """The environment of a worker process: its threads are counted before torch starts, and it
+    finds this very package.
+    """
     environment = dict(os.environ)
     environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     # Of NumPy alone, whose products no run needs; its threads would stand in the way of forking.
@@ -75,13 +79,15 @@ def worker_environment(threads: int, card: str | None) -> dict[str, str]:
 
 
 class LocalEngine:
-    """Worker processes on this machine, each started with its first command; one that dies is replaced.
+    """Worker processes on this machine, each started with its first command; one that dies is
+    replaced.
 
     Args:
         slots: A worker process each.
         threads: Of the CPU, for each run.
         logs: Folder for what workers print outside of runs.
-        lock: File descriptor that they inherit, to hold the sweep's lock as long as they live; None: none.
+        lock: File descriptor that they inherit, to hold the sweep's lock as long as they live;
+            None: none.
     """
 
     def __init__(self, slots: Sequence[Slot], threads: int, logs: Path, lock: int | None = None) -> None:
@@ -91,11 +97,17 @@ class LocalEngine:
         self.stopping = False
 
     def free(self) -> int:
-        return sum(slot.runs - (len(worker.cells) if worker else 0) for slot, worker in zip(self.slots, self.workers, strict=True))
+        return sum(
+            slot.runs - (len(worker.cells) if worker else 0)
+            for slot, worker in zip(self.slots, self.workers, strict=True)
+        )
 
     def start(self, command: dict[str, Any]) -> None:
         # The emptiest worker, so that cards are filled evenly.
-        number = max(range(len(self.slots)), key=lambda i: self.slots[i].runs - (len(self.workers[i].cells) if self.workers[i] else 0))
+        number = max(
+            range(len(self.slots)),
+            key=lambda i: self.slots[i].runs - (len(self.workers[i].cells) if self.workers[i] else 0),
+        )
         worker = self.workers[number] = self.workers[number] or self._launch(self.slots[number])
         worker.cells.add(command["cell"])
         self._send(worker, command)
@@ -158,9 +170,13 @@ class LocalEngine:
             pass  # it has died; events() will tell
 
     def _buried(self, worker: _Worker) -> list[dict[str, Any]]:
-        """A worker has ended by itself: its runs have died with it, and the next command starts another."""
+        """A worker has ended by itself: its runs have died with it, and the next command starts
+        another.
+        """
         self.selector.unregister(worker.process.stdout)
         worker.process.stdout.close()
         status = worker.process.wait()
         self.workers[self.workers.index(worker)] = None
-        return [{"event": "died", "cell": cell, "signal": -status if status < 0 else None} for cell in sorted(worker.cells)]
+        return [
+            {"event": "died", "cell": cell, "signal": -status if status < 0 else None} for cell in sorted(worker.cells)
+        ]

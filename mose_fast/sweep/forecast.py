@@ -20,7 +20,9 @@ __all__ = ["Forecast", "cost_key", "duration", "measured_costs", "stored_costs"]
 
 
 def cost_key(config: RunConfig) -> str:
-    """Equal for configurations whose runs take the same time and memory: the seeds and the numbers that only scale do not matter."""
+    """Equal for configurations whose runs take the same time and memory: the seeds and the numbers
+    that only scale do not matter.
+    """
     values = config.to_dict()
     for name in ("seed", "checkpoint_every", "deterministic"):
         del values[name]
@@ -32,7 +34,9 @@ def cost_key(config: RunConfig) -> str:
 
 
 def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
-    """Costs by :func:`cost_key` of the runs in the folder's table that had this many threads; empty without a table."""
+    """Costs by :func:`cost_key` of the runs in the folder's table that had this many threads; empty
+    without a table.
+    """
     if not (folder / STORE).is_file():
         return {}
     rows: dict[str, list[Any]] = {}
@@ -51,7 +55,8 @@ def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
 
 
 def measured_costs(configs: Mapping[str, RunConfig], engine: Engine) -> dict[str, Cost]:
-    """Measures a run of each configuration in the workers, as many at a time as the sweep's runs will be: they slow each other down.
+    """Measures a run of each configuration in the workers, as many at a time as the sweep's runs
+    will be: they slow each other down.
 
     Args:
         configs: By :func:`cost_key`.
@@ -74,7 +79,10 @@ def measured_costs(configs: Mapping[str, RunConfig], engine: Engine) -> dict[str
             elif event["event"] == "done":
                 running.discard(event["cell"])
             else:
-                reason = event.get("error") or f"its process was killed by signal {event.get('signal')}, perhaps for lack of memory"
+                reason = (
+                    event.get("error")
+                    or f"its process was killed by signal {event.get('signal')}, perhaps for lack of memory"
+                )
                 raise RunError(f"the first steps of a run cannot be measured: {reason}")
     return costs
 
@@ -125,8 +133,8 @@ class Forecast:
         """
         if self.bytes > self.available:
             raise ConfigError(
-                f"{self.runs} runs at a time need {_gigabytes(self.bytes)} of memory, and {_gigabytes(self.available)} are free; "
-                f"wanted at most {self.fitting} (--workers, --per-gpu)"
+                f"{self.runs} runs at a time need {_gigabytes(self.bytes)} of memory, and {_gigabytes(self.available)}"
+                f" are free; wanted at most {self.fitting} (--workers, --per-gpu)"
             )
 
     def __str__(self) -> str:
@@ -145,9 +153,10 @@ class Forecast:
                 line += f"  ({costs[0].source})"
             lines.append(line)
         lines.append(
-            f"  {len(self.costs)} of {len(self.cells)} runs to do: {duration(self.compute_seconds)} of computing, about "
-            f"{duration(self.seconds)} with {self.runs} at a time on {self.threads} thread{'' if self.threads == 1 else 's'} each; "
-            f"memory {_gigabytes(self.bytes)}, {_gigabytes(self.available)} free"
+            f"  {len(self.costs)} of {len(self.cells)} runs to do: {duration(self.compute_seconds)} of computing, about"
+            f" {duration(self.seconds)} with {self.runs} at a time on {self.threads}"
+            f" thread{'' if self.threads == 1 else 's'} each; memory {_gigabytes(self.bytes)},"
+            f" {_gigabytes(self.available)} free"
         )
         return "\n".join(lines)
 

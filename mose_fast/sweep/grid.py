@@ -39,7 +39,10 @@ class Cell:
     @property
     def label(self) -> str:
         """What the grid sets beside the seed, for people."""
-        return " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in self.values.items() if name != "seed") or "all alike"
+        return (
+            " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in self.values.items() if name != "seed")
+            or "all alike"
+        )
 
 
 @dataclass(frozen=True)
@@ -60,21 +63,28 @@ class Grid:
         """All runs. The seed varies slowest, so that every setting is seen early.
 
         Raises:
-            ConfigError: The grid is empty, names one setting twice, or holds a value that a run cannot use; nothing has started then.
+            ConfigError: The grid is empty, names one setting twice, or holds a value that a run
+                cannot use; nothing has started then.
         """
         if not self.axes:
-            raise ConfigError("the grid is empty; wanted a setting with values: --grid NAME=V1,V2, --seeds 0-4, or [grid] in the file")
+            raise ConfigError(
+                "the grid is empty; wanted a setting with values: --grid NAME=V1,V2, --seeds 0-4, or [grid] in the file"
+            )
         for name, values in self.axes.items():
             if not values:
                 raise ConfigError(f"the grid has no values for {name}; wanted at least one")
             if name in self.changes:
-                raise ConfigError(f"{name} is set to {self.changes[name]!r} and is in the grid, too; wanted one of them")
+                raise ConfigError(
+                    f"{name} is set to {self.changes[name]!r} and is in the grid, too; wanted one of them"
+                )
             repeated = [value for i, value in enumerate(values) if value in values[:i]]
             if repeated:
                 raise ConfigError(f"the grid has {name} = {repeated[0]!r} twice; wanted each value once")
         for name in ("device", "feed", "kernels", "step", "checkpoint_every", "stream.decoder", "stream.fingerprint"):
             if name in self.axes:
-                raise ConfigError(f"{name} is in the grid; wanted it the same for all runs, since it must not change their results")
+                raise ConfigError(
+                    f"{name} is in the grid; wanted it the same for all runs, since it must not change their results"
+                )
         runs = math.prod(map(len, self.axes.values()))
         if runs > _MOST_RUNS:
             sizes = ", ".join(f"{name} {len(values):,}" for name, values in self.axes.items())
@@ -108,8 +118,8 @@ def read_axes(texts: Iterable[str], methods: Sequence[str]) -> dict[str, tuple[A
         name, values = assignment(text, "--grid")
         if any(mark in values for mark in "[]{}\"'") or ("," in values and os.path.exists(values)):
             raise ConfigError(
-                f"--grid {name} is {values!r}; wanted plain values between commas: a value that itself has a comma, a bracket or a quote "
-                "goes into a table [grid] of a .toml file, mose-fast sweep FILE (docs/sweeps.md)"
+                f"--grid {name} is {values!r}; wanted plain values between commas: a value that itself has a comma, a"
+                " bracket or a quote goes into a table [grid] of a .toml file, mose-fast sweep FILE (docs/sweeps.md)"
             )
         _add_axis(axes, name, [value.strip() for value in values.split(",") if value.strip()], methods, "--grid")
     return axes
@@ -135,7 +145,8 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings and the table ``grid`` of a ``.toml`` or ``.json`` file; the settings are those of ``run --config``.
+    """The settings and the table ``grid`` of a ``.toml`` or ``.json`` file; the settings are those
+    of ``run --config``.
 
     Raises:
         ConfigError: The file cannot be read or is no TOML or JSON; the message names it.
@@ -149,7 +160,8 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def axes_of(grid: Mapping[str, Any], methods: Sequence[str], owner: str) -> dict[str, tuple[Any, ...]]:
-    """Axes from a mapping of names to values. Texts are read as on the command line; for the seed, ranges serve, too.
+    """Axes from a mapping of names to values. Texts are read as on the command line; for the seed,
+    ranges serve, too.
 
     Args:
         grid: Values by name, dotted or not.
@@ -165,7 +177,9 @@ def axes_of(grid: Mapping[str, Any], methods: Sequence[str], owner: str) -> dict
             for inner, inner_values in values.items():
                 _add_axis(axes, f"{name}.{inner}", inner_values, methods, owner)
         else:
-            _add_axis(axes, name, read_seeds(values) if name == "seed" and isinstance(values, str) else values, methods, owner)
+            _add_axis(
+                axes, name, read_seeds(values) if name == "seed" and isinstance(values, str) else values, methods, owner
+            )
     return axes
 
 
@@ -198,11 +212,15 @@ def folder_name(values: Mapping[str, Any]) -> str:
 
 
 def _with_unique_names(cells: list[Cell]) -> list[Cell]:
-    """Cells whose names are the same, as of two folders of the same name, get the position of their values behind it."""
+    """Cells whose names are the same, as of two folders of the same name, get the position of their
+    values behind it.
+    """
     counts = Counter(cell.name for cell in cells)
     used: Counter[str] = Counter()
     unique = []
     for cell in cells:
         used[cell.name] += 1
-        unique.append(Cell(f"{cell.name}_{used[cell.name]}", cell.config, cell.values) if counts[cell.name] > 1 else cell)
+        unique.append(
+            Cell(f"{cell.name}_{used[cell.name]}", cell.config, cell.values) if counts[cell.name] > 1 else cell
+        )
     return unique

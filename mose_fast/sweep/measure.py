@@ -1,4 +1,6 @@
-"""What a run will cost, from a few of its steps: measured in a process of its own, as the run would be."""
+"""What a run will cost, from a few of its steps: measured in a process of its own, as the run would
+be.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from mose_fast.streams import Stream
 
 __all__ = ["Cost", "measure"]
 
-# Batches of a skipped task that are only stored, so that the memory is as full and as varied as late in a run.
+# Batches of a skipped task that are only stored, so that the memory is as full and as varied as
+# late in a run.
 _STORED = 100
 
 
@@ -43,9 +46,11 @@ class Cost:
 
 
 def measure(config: RunConfig, budget: float = 2.0) -> Cost:
-    """Times steps early and late in the stream and a part of an evaluation, and reckons the whole run from them.
+    """Times steps early and late in the stream and a part of an evaluation, and reckons the whole
+    run from them.
 
-    Steps grow with the classes seen; the ones between are taken to grow evenly. A run shorter than the budget is trained to its end.
+    Steps grow with the classes seen; the ones between are taken to grow evenly. A run shorter than
+    the budget is trained to its end.
 
     Args:
         config: Of the run; its stream is loaded.
@@ -55,7 +60,12 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
     stream = streams.create(config.stream)
     n = stream.normalisation
     learner = create_learner(
-        config, classes=stream.classes, image_size=stream.image_size, mean=n.mean, std=n.std, mirror_safe=stream.mirror_safe
+        config,
+        classes=stream.classes,
+        image_size=stream.image_size,
+        mean=n.mean,
+        std=n.std,
+        mirror_safe=stream.mirror_safe,
     )
     if learner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(learner.device)
@@ -69,7 +79,9 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
 
 
 def own_bytes() -> int:
-    """Peak memory of this process without the pages of files, such as libraries, that it shares with its siblings."""
+    """Peak memory of this process without the pages of files, such as libraries, that it shares
+    with its siblings.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -80,7 +92,11 @@ def own_bytes() -> int:
 
 
 def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float) -> float:
-    presented = dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None) if learner.joint_stream else stream
+    presented = (
+        dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None)
+        if learner.joint_stream
+        else stream
+    )
     batches = [presented.batches(task, seed=config.seed) for task in range(len(presented.tasks))]
 
     def observe(task: int, rows: Tensor, *, train: bool) -> None:
@@ -130,7 +146,9 @@ def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float
 
 
 def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
-    """All evaluations: after every task over the memory and the test images of the tasks seen, and once more untrained."""
+    """All evaluations: after every task over the memory and the test images of the tasks seen, and
+    once more untrained.
+    """
     images = stream.x_test[: learner.evaluation_batch]
     times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
     tested = [len(stream.test_rows(task)) for task in range(len(stream.tasks))]

@@ -1,7 +1,7 @@
 """Where the runs of a sweep compute: a Ray cluster (``pip install 'mose-fast[ray]'``).
 
-Each run is a Ray task that starts an ordinary worker process for it, so it computes as on one machine. The sweep's folder must be on a
-file system that all machines share.
+Each run is a Ray task that starts an ordinary worker process for it, so it computes as on one
+machine. The sweep's folder must be on a file system that all machines share.
 """
 
 from __future__ import annotations
@@ -51,24 +51,31 @@ class RayEngine:
     """
 
     def __init__(self, address: str, runs: int | None, threads: int, cards: float, folder: Path) -> None:
-        # Read when Ray is imported: something else may listen at the address, and 20 tries would take half a minute.
+        # Read when Ray is imported: something else may listen at the address, and 20 tries would
+        # take half a minute.
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
         try:
             import ray
             from ray.util.queue import Queue
         except ImportError as error:
-            raise ConfigError("engine is 'ray', but Ray is not installed; first: pip install 'mose-fast[ray]'") from error
+            raise ConfigError(
+                "engine is 'ray', but Ray is not installed; first: pip install 'mose-fast[ray]'"
+            ) from error
         self.ray = ray
         _check_reachable(address)
-        settings: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False} if address == "local" else {"log_to_driver": False}
+        settings: dict[str, Any] = (
+            {"log_to_driver": False, "include_dashboard": False} if address == "local" else {"log_to_driver": False}
+        )
         if address == "local":
             settings["num_cpus"] = usable_cores()
         on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, logging_level="error", **settings)
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, on_terminate)  # Ray puts a handler of its own there, which ends this process
+                signal.signal(
+                    signal.SIGTERM, on_terminate
+                )  # Ray puts a handler of its own there, which ends this process
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunError(f"cannot reach a Ray cluster at {address}: {error}") from error
         resources = ray.cluster_resources()
@@ -79,8 +86,8 @@ class RayEngine:
         if fitting < 1:
             ray.shutdown()
             raise RunError(
-                f"the Ray cluster at {address} has {resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs; "
-                f"one run wants {threads} and {cards:g}"
+                f"the Ray cluster at {address} has {resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g}"
+                f" GPUs; one run wants {threads} and {cards:g}"
             )
         self.runs = fitting if runs is None else min(runs, fitting)
         self.threads = threads
@@ -140,10 +147,13 @@ def _check_reachable(address: str) -> None:
 
 
 def _run_on_this_machine(command: dict[str, Any], threads: int, token: str, queue: Any) -> None:
-    """A Ray task: one worker process for one command; cancelling it makes the run write a checkpoint and stop."""
+    """A Ray task: one worker process for one command; cancelling it makes the run write a
+    checkpoint and stop.
+    """
     if command["do"] == "run" and not Path(token).is_file():
         raise RunError(
-            f"machine {socket.gethostname()} does not see {token}; wanted the sweep's folder on a file system that all machines share"
+            f"machine {socket.gethostname()} does not see {token}; wanted the sweep's folder on a file system that all"
+            " machines share"
         )
     worker = subprocess.Popen(  # its log of the run lies in the sweep's folder
         worker_command(threads, together=False),

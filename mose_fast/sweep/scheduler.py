@@ -1,4 +1,6 @@
-"""Runs the cells of a grid until all are done: skips, resumes, retries, reports; survives its own death."""
+"""Runs the cells of a grid until all are done: skips, resumes, retries, reports; survives its own
+death.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +81,11 @@ class Outcome:
     """What a sweep has come to.
 
     Attributes:
-        table: A row a finished cell, as :func:`mose_fast.sweep.store.read_store` gives it; None after a dry run.
+        table: A row a finished cell, as :func:`mose_fast.sweep.store.read_store` gives it; None
+        after a dry run.
         failures: Cells without a result.
-        folders: Name of the run folder by name of the cell as it was given: an earlier grid may have named it otherwise.
+        folders: Name of the run folder by name of the cell as it was given: an earlier grid may
+            have named it otherwise.
     """
 
     table: pandas.DataFrame | None
@@ -94,7 +98,8 @@ class Place:
     """Where a sweep computes.
 
     Attributes:
-        workers: Runs at a time on the CPU; with Ray, at most this many anywhere. None: what cores, memory and cluster allow.
+        workers: Runs at a time on the CPU; with Ray, at most this many anywhere. None: what cores,
+        memory and cluster allow.
         per_gpu: Runs at a time on each card; None: 2.
         gpus: Names of cards as in CUDA_VISIBLE_DEVICES; None: all.
         engine: ``local`` or ``ray``.
@@ -162,7 +167,9 @@ class SweepFolder:
         for cell in cells:
             file = self.config(cell.name)
             if file.exists() and not is_configuration(file):
-                raise RunError(f"{file} is no configuration of a run, and would be replaced; choose another --out, or move it away")
+                raise RunError(
+                    f"{file} is no configuration of a run, and would be replaced; choose another --out, or move it away"
+                )
         try:
             remove_leftovers(self.path, [re.escape(self.plan.name), re.escape(STORE)])
             remove_leftovers(self.configs, [r".+\.json"])
@@ -179,9 +186,13 @@ class SweepFolder:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            raise RunError(f"cannot read the plan {self.plan}: {error}; delete it to plan anew, the runs stay") from error
+            raise RunError(
+                f"cannot read the plan {self.plan}: {error}; delete it to plan anew, the runs stay"
+            ) from error
         if not isinstance(plan, dict) or not plan.keys() >= {"cells", "threads", "measured"}:
-            raise RunError(f"{self.plan} is not the plan of a sweep, and would be replaced; choose another --out, or move it away")
+            raise RunError(
+                f"{self.plan} is not the plan of a sweep, and would be replaced; choose another --out, or move it away"
+            )
         return plan
 
 
@@ -201,7 +212,8 @@ def run_sweep(
     """Runs every combination of some settings' values; what is done already is not done again.
 
     Args:
-        grid: Values by name, dotted or not: ``{"memory": [1000, 2000], "student": [2, 4], "seed": range(15)}``.
+        grid: Values by name, dotted or not: ``{"memory": [1000, 2000], "student": [2, 4], "seed":
+        range(15)}``.
         out: Folder of the sweep; a run folder a cell below it.
         workers: Runs at a time on the CPU; None: as many as there are cores, cells and memory.
         per_gpu: Runs at a time on each card.
@@ -213,8 +225,9 @@ def run_sweep(
         **settings: Of all runs: the other fields of :class:`RunConfig`.
 
     Returns:
-        A row a finished run, ordered by folder: the columns of :data:`mose_fast.sweep.store.COLUMNS`, and one for each name in the grid
-        that is none of them. Failed cells are left out, with a warning that names them.
+        A row a finished run, ordered by folder: the columns of
+        :data:`mose_fast.sweep.store.COLUMNS`, and one for each name in the grid that is none of
+        them. Failed cells are left out, with a warning that names them.
 
     Raises:
         ConfigError: A setting or a value is unusable; nothing has started.
@@ -255,7 +268,8 @@ def run_grid(
     """Plans and runs a sweep, or goes on with it.
 
     Args:
-        grid: What to run: all combinations of a grid, or the cells themselves, with different names.
+        grid: What to run: all combinations of a grid, or the cells themselves, with different
+        names.
         out: Folder of the sweep.
         place: Where to compute.
         dry_run: Stop after the plan; nothing is written.
@@ -272,7 +286,12 @@ def run_grid(
 
 
 def _run_grid(
-    grid: Grid | Sequence[Cell], out: str | Path, place: Place, dry_run: bool, wandb: str | None, say: Callable[[str], None]
+    grid: Grid | Sequence[Cell],
+    out: str | Path,
+    place: Place,
+    dry_run: bool,
+    wandb: str | None,
+    say: Callable[[str], None],
 ) -> Outcome:
     cells = grid.cells() if isinstance(grid, Grid) else list(grid)
     # Loads, and downloads, once, and refuses what does not exist.
@@ -335,7 +354,9 @@ class _Sweep:
         place = self.place
         if self.device == "cuda" and place.engine == "local":
             if place.workers is not None:
-                raise ConfigError(f"workers is {place.workers}, which is for the CPU; wanted --per-gpu for runs on a card")
+                raise ConfigError(
+                    f"workers is {place.workers}, which is for the CPU; wanted --per-gpu for runs on a card"
+                )
             per_card = place.per_gpu or _PER_GPU
             # What is one switch for all runs of a process.
             shared = {
@@ -344,7 +365,9 @@ class _Sweep:
             }
             for name, values in shared.items():
                 if per_card > 1 and len(values) > 1:
-                    raise ConfigError(f"{name} is in the grid, and runs that share a process share it; wanted --per-gpu 1")
+                    raise ConfigError(
+                        f"{name} is in the grid, and runs that share a process share it; wanted --per-gpu 1"
+                    )
             return len(self.cards) * per_card
         if place.per_gpu is not None and self.device == "cpu":
             raise ConfigError(f"per_gpu is {place.per_gpu}, but the runs compute on the CPU; wanted --workers")
@@ -378,8 +401,9 @@ class _Sweep:
                 data = found.stream.fingerprint
                 if data not in (None, cell.config.stream.fingerprint):
                     raise RunError(
-                        f"{files.path} holds a run on other data: the fingerprint of stream {found.stream.name!r} was {data} and is "
-                        f"{cell.config.stream.fingerprint} now; put the earlier data back, or choose another --out"
+                        f"{files.path} holds a run on other data: the fingerprint of stream {found.stream.name!r} was"
+                        f" {data} and is {cell.config.stream.fingerprint} now; put the earlier data back, or choose"
+                        " another --out"
                     )
                 if files.results.is_file():
                     self.unknown_data += data is None
@@ -399,8 +423,8 @@ class _Sweep:
         self.done = self._find_done()
         if self.unknown_data:
             self.say(
-                f"caution: {self.unknown_data} finished run(s) here are of a version that noted no fingerprint of the data; whether these "
-                "are still the same is not known"
+                f"caution: {self.unknown_data} finished run(s) here are of a version that noted no fingerprint of the"
+                " data; whether these are still the same is not known"
             )
         given_up = {failure.name for failure in self.failures}
         self.waiting = [cell for cell in self.cells if cell.name not in self.done | given_up]
@@ -440,8 +464,8 @@ class _Sweep:
         per_card = self.runs // len(self.cards)
         if per_card * needed > total:
             raise ConfigError(
-                f"per_gpu is {per_card}, which needs {per_card * needed / 1e9:.1f} GB on a card of {total / 1e9:.1f} GB; "
-                f"wanted at most {total // needed}"
+                f"per_gpu is {per_card}, which needs {per_card * needed / 1e9:.1f} GB on a card of {total / 1e9:.1f}"
+                f" GB; wanted at most {total // needed}"
             )
 
     def _engine(self, logs: Path, lock: int | None) -> Engine:
@@ -449,7 +473,9 @@ class _Sweep:
             cards = 1 / (self.place.per_gpu or 1) if self.device == "cuda" else 0.0
             return RayEngine(self.place.address, self.place.workers, self.threads, cards, self.folder.path)
         if self.cards:
-            return LocalEngine([Slot(self.runs // len(self.cards), card) for card in self.cards], self.threads, logs, lock)
+            return LocalEngine(
+                [Slot(self.runs // len(self.cards), card) for card in self.cards], self.threads, logs, lock
+            )
         return LocalEngine([Slot()] * self.runs, self.threads, logs, lock)
 
     def run(self, lock: int, wandb: str | None) -> tuple[pandas.DataFrame, tuple[Failure, ...]]:
@@ -498,7 +524,9 @@ class _Sweep:
         return Failure(name, reason, "\n".join(lines), command)
 
     def _schedule(self, engine: Engine, store: Store, display: Display, wandb: str | None, stop: StopRequest) -> bool:
-        """Runs what is waiting; returns whether all of it has come to an end, which it has not where a signal ends the sweep."""
+        """Runs what is waiting; returns whether all of it has come to an end, which it has not
+        where a signal ends the sweep.
+        """
         waiting = deque(self.waiting)
         deaths: Counter[str] = Counter()
         failed: Counter[str] = Counter()
@@ -535,7 +563,9 @@ class _Sweep:
             display.say(str(failure))
 
         def on_end(name: str, event: Mapping[str, Any]) -> None:
-            """A run that failed is tried once more: from its checkpoint, or afresh if that is where it came from."""
+            """A run that failed is tried once more: from its checkpoint, or afresh if that is where
+            it came from.
+            """
             del display.running[name]
             if event["event"] == "done":
                 try:
@@ -557,7 +587,10 @@ class _Sweep:
                 deaths[name] = 1 if progressed else deaths[name] + 1
                 how = f"killed by signal {event['signal']}" if event["signal"] else "ended without a word"
                 if deaths[name] >= _DEATHS:
-                    give_up(name, f"its process was {how} {_DEATHS} times without getting further; does it have enough memory?")
+                    give_up(
+                        name,
+                        f"its process was {how} {_DEATHS} times without getting further; does it have enough memory?",
+                    )
                 else:
                     display.say(f"{name}: its process was {how}; it goes on from its last checkpoint")
                     waiting.appendleft(self.by_name[name])
@@ -572,7 +605,9 @@ class _Sweep:
                     return
                 if resumed[name]:
                     afresh.add(name)
-                display.say(f"{name}: {event['error']}; it is tried once more{', from its start' if resumed[name] else ''}")
+                display.say(
+                    f"{name}: {event['error']}; it is tried once more{', from its start' if resumed[name] else ''}"
+                )
                 waiting.append(self.by_name[name])
 
         while display.running or (waiting and not stopping):
@@ -632,7 +667,8 @@ def _on_data(cell: Cell, fingerprint: str) -> Cell:
 def _with_known_names(cells: Sequence[Cell], folder: Path) -> list[Cell]:
     """The cells, those that have a run folder already under its name.
 
-    A cell's name depends on all of the grid; what it sets does not. So a larger grid finds what a smaller one has done.
+    A cell's name depends on all of the grid; what it sets does not. So a larger grid finds what a
+    smaller one has done.
     """
     there: dict[tuple[str, int], list[str]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:

@@ -1,7 +1,9 @@
-"""The table of runs: one SQLite file beside the run folders, a row a finished run, rows only ever added.
+"""The table of runs: one SQLite file beside the run folders, a row a finished run, rows only ever
+added.
 
-The run folders are the truth; :func:`collect` builds the table from them at any time. :data:`COLUMNS` is the format. A row is added
-in one transaction on disk, so a crash leaves it whole or leaves none.
+The run folders are the truth; :func:`collect` builds the table from them at any time.
+:data:`COLUMNS` is the format. A row is added in one transaction on disk, so a crash leaves it whole
+or leaves none.
 """
 
 from __future__ import annotations
@@ -26,7 +28,18 @@ from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["COLUMNS", "FORMAT", "STORE", "RunDamaged", "Store", "collect", "find_runs", "read_run", "read_store", "setting_id"]
+__all__ = [
+    "COLUMNS",
+    "FORMAT",
+    "STORE",
+    "RunDamaged",
+    "Store",
+    "collect",
+    "find_runs",
+    "read_run",
+    "read_store",
+    "setting_id",
+]
 
 #: Name of the table's file in a sweep's folder.
 STORE = "runs.sqlite"
@@ -34,11 +47,17 @@ STORE = "runs.sqlite"
 #: Version of the table's format, SQLite's ``user_version``; a reader refuses others.
 FORMAT = 2
 
-#: Every column of the table ``runs``: SQLite type and meaning. Metrics are fractions and those of predict()'s classifier and expert;
-#: ``metrics`` holds them for all.
+#: Every column of the table ``runs``: SQLite type and meaning. Metrics are fractions and those of
+#: predict()'s classifier and expert; ``metrics`` holds them for all.
 COLUMNS: dict[str, tuple[str, str]] = {
-    "folder": ("TEXT NOT NULL", "run folder, relative to the table's; results.json there holds matrices, curves and confusion"),
-    "setting": ("TEXT NOT NULL", "12 hex digits; equal for runs whose configurations differ in nothing but the seed and the data"),
+    "folder": (
+        "TEXT NOT NULL",
+        "run folder, relative to the table's; results.json there holds matrices, curves and confusion",
+    ),
+    "setting": (
+        "TEXT NOT NULL",
+        "12 hex digits; equal for runs whose configurations differ in nothing but the seed and the data",
+    ),
     "method": ("TEXT NOT NULL", "name of the method"),
     "preset": ("TEXT NOT NULL", "its preset"),
     "changes": ("TEXT NOT NULL", "JSON table: options that differ from the preset"),
@@ -68,7 +87,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "bwt": ("REAL", "backward transfer, alike"),
     "average_anytime_accuracy": ("REAL", "mean over time of the accuracy on the tasks seen, alike"),
     "untrained_acc": ("REAL NOT NULL", "ACC of the untrained network with the same final memory"),
-    "metrics": ("TEXT NOT NULL", "JSON: metrics[classifier][expert] = {acc, af_paper, af_released, bwt, average_anytime_accuracy}"),
+    "metrics": (
+        "TEXT NOT NULL",
+        "JSON: metrics[classifier][expert] = {acc, af_paper, af_released, bwt, average_anytime_accuracy}",
+    ),
     "parameters": ("INTEGER NOT NULL", "of the trained model"),
     "parameters_deployed": ("INTEGER NOT NULL", "of the deployed model"),
     "macs": ("INTEGER NOT NULL", "multiply-accumulates an image, trained model"),
@@ -105,18 +127,22 @@ class RunDamaged(RunError):
 
 
 def setting_id(config: RunConfig) -> str:
-    """12 hex digits that are equal for configurations which differ in nothing but the seed and the data that they found."""
+    """12 hex digits that are equal for configurations which differ in nothing but the seed and the
+    data that they found.
+    """
     values = config.to_dict()
     del values["seed"], values["stream"]["fingerprint"]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A finished run: its row (:data:`COLUMNS`, with ``folder`` as given) and the contents of its ``results.json``.
+    """A finished run: its row (:data:`COLUMNS`, with ``folder`` as given) and the contents of its
+    ``results.json``.
 
     Raises:
-        RunDamaged: A file is missing or unreadable, or the files contradict each other: ``config.json`` against the configuration in
-            ``results.json``, ``accuracy.csv`` and the metrics against the accuracy matrices.
+        RunDamaged: A file is missing or unreadable, or the files contradict each other:
+            ``config.json`` against the configuration in ``results.json``, ``accuracy.csv`` and the
+            metrics against the accuracy matrices.
     """
     files = RunFolder(folder)
 
@@ -124,7 +150,9 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return RunDamaged(f"{files.path}: {what}")
 
     if not files.results.is_file():
-        raise damaged(f"not finished (no {files.results.name})" if files.config.is_file() else f"no run (no {files.config.name})")
+        raise damaged(
+            f"not finished (no {files.results.name})" if files.config.is_file() else f"no run (no {files.config.name})"
+        )
     try:
         raw = files.results.read_bytes()
         results = json.loads(raw)
@@ -179,7 +207,9 @@ def _row(files: RunFolder, results: dict[str, Any], fingerprint: str) -> dict[st
     config = RunConfig.from_dict(results["config"])
     resolved, seconds, peak = results["resolved"], results["seconds"], results["peak_memory_bytes"]
     classifier, expert = resolved["classifier"], resolved["expert"]
-    metrics = {c: {e: {m: results[m][c][e] for m in _METRICS} for e in experts} for c, experts in results["acc"].items()}
+    metrics = {
+        c: {e: {m: results[m][c][e] for m in _METRICS} for e in experts} for c, experts in results["acc"].items()
+    }
     row = {
         "folder": str(files.path),
         "setting": setting_id(config),
@@ -230,7 +260,9 @@ def _row(files: RunFolder, results: dict[str, Any], fingerprint: str) -> dict[st
         "config": config.to_json(),
         "weights_sha256": results["weights_sha256"],
         "results_sha256": fingerprint,
-        "finished_at": datetime.fromtimestamp(files.results.stat().st_mtime, timezone.utc).isoformat(timespec="seconds"),
+        "finished_at": (
+            datetime.fromtimestamp(files.results.stat().st_mtime, timezone.utc).isoformat(timespec="seconds")
+        ),
     }
     return {column: row[column] for column in COLUMNS}
 
@@ -252,7 +284,8 @@ class Store:
             _prepare(database, self.path)
 
     def add(self, folder: str | Path) -> dict[str, Any]:
-        """Adds the finished run in ``folder``, or does nothing where the table holds this very result; returns its row.
+        """Adds the finished run in ``folder``, or does nothing where the table holds this very
+        result; returns its row.
 
         Raises:
             RunDamaged: The folder holds no finished, unharmed run.
@@ -275,21 +308,26 @@ class Store:
                 database.execute("PRAGMA synchronous = FULL")
                 yield database
         except sqlite3.Error as error:
-            raise RunError(f"cannot write the table of runs {self.path}: {error}; the run folders beside it are untouched") from error
+            raise RunError(
+                f"cannot write the table of runs {self.path}: {error}; the run folders beside it are untouched"
+            ) from error
 
 
 def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
-    """Rebuilds the table of a folder from the run folders below it; the old table is replaced in one move.
+    """Rebuilds the table of a folder from the run folders below it; the old table is replaced in
+    one move.
 
     Args:
         folder: Of a sweep, or any folder above run folders.
 
     Returns:
-        The table as :func:`read_store` gives it, and for each folder that was skipped a line that names it and says why.
+        The table as :func:`read_store` gives it, and for each folder that was skipped a line that
+        names it and says why.
 
     Raises:
-        RunError: The folder does not exist, there is neither a run nor a table in it, its ``runs.sqlite`` is a database of something
-            else, or the table cannot be written; what was there is untouched then.
+        RunError: The folder does not exist, there is neither a run nor a table in it, its
+            ``runs.sqlite`` is a database of something else, or the table cannot be written; what
+            was there is untouched then.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -318,12 +356,16 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
         finally:
             Path(name).unlink(missing_ok=True)
     except (OSError, sqlite3.Error) as error:
-        raise RunError(f"cannot write the table of runs {target}: {error}; what was there before is untouched") from error
+        raise RunError(
+            f"cannot write the table of runs {target}: {error}; what was there before is untouched"
+        ) from error
     return read_store(folder), skipped
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Every run folder at or below ``folder``, in order: those with a ``config.json`` or a ``results.json``."""
+    """Every run folder at or below ``folder``, in order: those with a ``config.json`` or a
+    ``results.json``.
+    """
     found = []
     for path, below, files in os.walk(folder):
         below.sort()
@@ -334,7 +376,8 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def read_store(folder: str | Path) -> pandas.DataFrame:
-    """The table as a data frame with the columns :data:`COLUMNS`: the newest row of each run folder, ordered by folder.
+    """The table as a data frame with the columns :data:`COLUMNS`: the newest row of each run
+    folder, ordered by folder.
 
     Args:
         folder: That holds ``runs.sqlite``, or that file.
@@ -354,11 +397,13 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as database:
             _check_format(database, path)
             rows = database.execute(
-                f"SELECT {columns} FROM runs JOIN (SELECT MAX(rowid) AS newest FROM runs GROUP BY folder) ON runs.rowid = newest "
-                "ORDER BY folder"
+                f"SELECT {columns} FROM runs JOIN (SELECT MAX(rowid) AS newest FROM runs GROUP BY folder) ON runs.rowid"
+                " = newest ORDER BY folder"
             ).fetchall()
     except sqlite3.Error as error:
-        raise RunError(f"the table of runs {path} cannot be read: {error}; rebuild it with: mose-fast collect {path.parent}") from error
+        raise RunError(
+            f"the table of runs {path} cannot be read: {error}; rebuild it with: mose-fast collect {path.parent}"
+        ) from error
     frame = pandas.DataFrame(rows, columns=list(COLUMNS))
     types = {"TEXT": "object", "INTEGER": "Int64", "REAL": "float64"}
     return frame.astype({name: types[kind.split()[0]] for name, (kind, _) in COLUMNS.items()})
@@ -374,7 +419,10 @@ def _refuse_foreign(path: Path) -> None:
     except sqlite3.Error:
         return
     if tables and tables != {"runs"}:
-        raise RunError(f"{path} is a database of something else (it holds {', '.join(sorted(tables))}); move it away, and collect again")
+        raise RunError(
+            f"{path} is a database of something else (it holds {', '.join(sorted(tables))}); move it away, and collect"
+            " again"
+        )
 
 
 def _prepare(database: sqlite3.Connection, path: Path) -> None:
@@ -388,11 +436,17 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
 def _check_format(database: sqlite3.Connection, path: Path) -> None:
     found = database.execute("PRAGMA user_version").fetchone()[0]
     if found != FORMAT:
-        raise RunError(f"the table of runs {path} has format {found}; wanted {FORMAT}. Rebuild it with: mose-fast collect {path.parent}")
+        raise RunError(
+            f"the table of runs {path} has format {found}; wanted {FORMAT}. Rebuild it with: mose-fast collect"
+            f" {path.parent}"
+        )
 
 
 def _insert(database: sqlite3.Connection, row: Mapping[str, Any]) -> None:
-    database.execute(f"INSERT INTO runs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})", [row[name] for name in COLUMNS])
+    database.execute(
+        f"INSERT INTO runs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})",
+        [row[name] for name in COLUMNS],
+    )
 
 
 def _relative(run: Path, folder: Path) -> str:

@@ -1,16 +1,19 @@
-"""The worker process of a sweep: takes runs as JSON lines on stdin, tells what happens as JSON lines on stdout.
+"""The worker process of a sweep: takes runs as JSON lines on stdin, tells what happens as JSON
+lines on stdout.
 
-A worker imports everything once and forks a child for each run, so that every run starts as clean as ``mose-fast run`` does, without
-its seconds of imports. With ``--together`` it holds several runs in threads instead: on a card, separate processes only share time,
-while one process can compute them side by side on streams of their own.
+A worker imports everything once and forks a child for each run, so that every run starts as clean
+as ``mose-fast run`` does, without its seconds of imports. With ``--together`` it holds several runs
+in threads instead: on a card, separate processes only share time, while one process can compute
+them side by side on streams of their own.
 
-Nobody is left behind: when stdin closes, because the sweep ended or was killed, the worker kills its child and ends; the checkpoints
-are there. When a worker is killed, the kernel kills its child.
+Nobody is left behind: when stdin closes, because the sweep ended or was killed, the worker kills
+its child and ends; the checkpoints are there. When a worker is killed, the kernel kills its child.
 
-Commands: ``{"do": "run", "cell", "config", "out", "log", "afresh", "wandb"}``, ``{"do": "measure", "cell", "config"}``,
-``{"do": "stop"}``. Events: ``{"event": "ready"}``, and with the ``cell`` they belong to ``progress`` (``batch``, ``batches``),
-``task`` (``task``, ``tasks``, ``accuracy``), ``measured`` (``cost``), and exactly one of ``done``, ``stopped``, ``failed``
-(``error``) and ``died`` (``signal``) at the end.
+Commands: ``{"do": "run", "cell", "config", "out", "log", "afresh", "wandb"}``, ``{"do": "measure",
+"cell", "config"}``, ``{"do": "stop"}``. Events: ``{"event": "ready"}``, and with the ``cell`` they
+belong to ``progress`` (``batch``, ``batches``), ``task`` (``task``, ``tasks``, ``accuracy``),
+``measured`` (``cost``), and exactly one of ``done``, ``stopped``, ``failed`` (``error``) and
+``died`` (``signal``) at the end.
 """
 
 from __future__ import annotations
@@ -80,7 +83,14 @@ class _Report(Listener):
         if accuracy is not None:
             classifier, expert = self.main
             row = accuracy.test[classifier][expert]
-            self.emit({"event": "task", "task": min(task, self.tasks - 1), "tasks": self.tasks, "accuracy": sum(row) / len(row)})
+            self.emit(
+                {
+                    "event": "task",
+                    "task": min(task, self.tasks - 1),
+                    "tasks": self.tasks,
+                    "accuracy": sum(row) / len(row),
+                }
+            )
 
 
 def run_cell(command: dict[str, Any], emit: Emit, stop: threading.Event, listeners: list[Listener]) -> None:
@@ -96,7 +106,8 @@ def run_cell(command: dict[str, Any], emit: Emit, stop: threading.Event, listene
     listeners = [*listeners, _Report(emit, stop)]
     try:
         config = RunConfig.load(command["config"])
-        # Runs set TF32 while they compute and put it back; that switch is the process's, so here it stays what all of its runs want.
+        # Runs set TF32 while they compute and put it back; that switch is the process's, so here it
+        # stays what all of its runs want.
         torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
         if command["wandb"] is not None:
             listeners.append(WeightsAndBiases(command["wandb"], folder.path))
@@ -184,7 +195,9 @@ class _Forking:
         _, status = os.waitpid(self.child, 0)
         self.child = None
         if not self.ended:
-            _say({"event": "died", "cell": self.cell, "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None})
+            _say(
+                {"event": "died", "cell": self.cell, "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None}
+            )
 
     def signal(self, number: int) -> None:
         if self.child is not None:
@@ -216,7 +229,9 @@ class _Forking:
 
 
 class _Together:
-    """Runs cells side by side in threads of this process, each on a stream of its own where there is a card."""
+    """Runs cells side by side in threads of this process, each on a stream of its own where there
+    is a card.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -247,7 +262,9 @@ class _Together:
                 if command["do"] == "stop":
                     self.stop.set()
                 else:
-                    self.running.append(threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True))
+                    self.running.append(
+                        threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True)
+                    )
                     self.running[-1].start()
         os._exit(0)  # threads in the middle of a step are left behind; their checkpoints are there
 
@@ -293,7 +310,9 @@ def _say(event: dict[str, Any]) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends (Linux; elsewhere the end of the pipes must do)."""
+    """Has the kernel kill this process when its parent ends (Linux; elsewhere the end of the pipes
+    must do).
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
@@ -310,7 +329,8 @@ def main() -> None:
     # Events own the pipe; what libraries print goes to stderr.
     _events = os.dup(1)
     os.dup2(2, 1)
-    # Ctrl-C is for the sweep, which tells its workers. What ends a job or a container comes to every process.
+    # Ctrl-C is for the sweep, which tells its workers. What ends a job or a container comes to
+    # every process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals, sent = os.pipe()
     os.set_blocking(sent, False)

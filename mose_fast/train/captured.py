@@ -1,4 +1,6 @@
-"""Steps as CUDA graphs: what one step launches is recorded once and replayed for all later steps of the same shape."""
+"""Steps as CUDA graphs: what one step launches is recorded once and replayed for all later steps of
+the same shape.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,26 @@ class _Graph(NamedTuple):
     losses: Tensor
 
 
-# Graphs whose capture was broken off: PyTorch's allocator of pinned memory may go on asking them (see capture).
+# Graphs whose capture was broken off: PyTorch's allocator of pinned memory may go on asking them
+# (see capture).
 _BROKEN: list[torch.cuda.CUDAGraph] = []
 
 
 class CapturedSteps:
     """Takes the steps of a learner on a card, from graphs where it can and may.
 
-    With kernels that know padding, steps are padded to the most rows of their kind, so that two graphs serve a run: one for the first
-    task, one for all later ones. Without, there is a graph for each shape that comes twice. The first step of a shape is a real eager
-    one, which makes everything that outlives a step (the optimiser's moments, the libraries' handles). The second is captured, which
-    executes nothing, and then replayed like all later ones. All graphs share one pool of memory, and all steps one stream, which must
-    not be the default one: it is current wherever this is called.
+    With kernels that know padding, steps are padded to the most rows of their kind, so that two
+    graphs serve a run: one for the first task, one for all later ones. Without, there is a graph
+    for each shape that comes twice. The first step of a shape is a real eager one, which makes
+    everything that outlives a step (the optimiser's moments, the libraries' handles). The second is
+    captured, which executes nothing, and then replayed like all later ones. All graphs share one
+    pool of memory, and all steps one stream, which must not be the default one: it is current
+    wherever this is called.
 
-    A step that cannot be captured, for lack of memory or for whatever reason, is taken eagerly, and so are all later ones; a warning
-    tells the reason once, with its traceback. Nothing is lost, since a capture changes no tensor, and PyTorch's allocator is left as
-    if there had been no capture.
+    A step that cannot be captured, for lack of memory or for whatever reason, is taken eagerly, and
+    so are all later ones; a warning tells the reason once, with its traceback. Nothing is lost,
+    since a capture changes no tensor, and PyTorch's allocator is left as if there had been no
+    capture.
 
     Args:
         learner: On a card.
@@ -49,7 +55,8 @@ class CapturedSteps:
         graphs: How many graphs there are.
         seconds: What capturing took.
         obstacle: Why nothing is captured any more, in a line; empty while it is.
-        traceback: All that is known about it: every error with its traceback, the first one first; empty where nothing failed.
+        traceback: All that is known about it: every error with its traceback, the first one first;
+            empty where nothing failed.
     """
 
     def __init__(self, learner: Mose, *, capture: bool = True) -> None:
@@ -114,28 +121,36 @@ class CapturedSteps:
     def _give_up(self, error: Exception) -> None:
         # They lie in the pool of the graph that came to nothing.
         self.learner.optimiser.zero_grad(set_to_none=True)
-        # An error inside breaks the capture, whose end then raises another: what matters is the first.
+        # An error inside breaks the capture, whose end then raises another: what matters is the
+        # first.
         first: BaseException = error
         while (earlier := first.__cause__ or first.__context__) is not None:
             first = earlier
         self.obstacle = (str(first).strip() or repr(first)).splitlines()[0]
         self.traceback = "".join(traceback.format_exception(error))
-        self.learner.stepping = self.learner.stepping._replace(name="eager", reason=f"no graph could be captured: {self.obstacle}")
+        self.learner.stepping = self.learner.stepping._replace(
+            name="eager", reason=f"no graph could be captured: {self.obstacle}"
+        )
         warnings.warn(
-            f"no CUDA graph of a step could be captured ({self.obstacle}); the run goes on with eager steps\n{self.traceback}", stacklevel=4
+            f"no CUDA graph of a step could be captured ({self.obstacle}); the run goes on with eager"
+            f" steps\n{self.traceback}",
+            stacklevel=4,
         )
 
 
 @contextmanager
 def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
-    """Captures what is launched inside into a graph, as :class:`torch.cuda.graph` does, and leaves nothing open where that fails.
+    """Captures what is launched inside into a graph, as :class:`torch.cuda.graph` does, and leaves
+    nothing open where that fails.
 
-    Up to 2.11, PyTorch returns from a broken capture without telling its allocator (pytorch/pytorch#180395): that goes on as if it were
-    capturing, never frees what two streams have used, and fails in ``empty_cache``.
+    Up to 2.11, PyTorch returns from a broken capture without telling its allocator
+    (pytorch/pytorch#180395): that goes on as if it were capturing, never frees what two streams
+    have used, and fails in ``empty_cache``.
 
     Args:
         stream: Not the default one; what is captured must have run on it before.
-        pool: Of :func:`torch.cuda.graph_pool_handle`, for graphs that share their memory; None: one of its own.
+        pool: Of :func:`torch.cuda.graph_pool_handle`, for graphs that share their memory; None: one
+            of its own.
     """
     # Known before the capture, since a graph tells its pool only after one that went well.
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -151,13 +166,16 @@ def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.
         else:
             graph.reset()
             torch._C._cuda_releasePool(stream.device_index, pool)
-            # The allocator of pinned memory cannot be told: it keeps a function that asks this very graph whether a stream is its own.
+            # The allocator of pinned memory cannot be told: it keeps a function that asks this very
+            # graph whether a stream is its own.
             _BROKEN.append(graph)
         raise
 
 
 def layout_of(inputs: StepInputs) -> Hashable:
-    """What must be equal for two steps to have one graph: shapes and dtypes of all tensors, and all that is no tensor."""
+    """What must be equal for two steps to have one graph: shapes and dtypes of all tensors, and all
+    that is no tensor.
+    """
     return tuple((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in _parts(inputs))
 
 

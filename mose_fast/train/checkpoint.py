@@ -1,4 +1,6 @@
-"""Checkpoints: one safetensors file each, which holds arrays and JSON text and can execute nothing."""
+"""Checkpoints: one safetensors file each, which holds arrays and JSON text and can execute
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from torch import Tensor
 
 from mose_fast.train.files import RunError, checkpoint_files, write_atomically
 
-__all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "Snapshot", "latest", "load_checkpoint", "save_checkpoint", "serialised"]
+__all__ = [
+    "FORMAT",
+    "CheckpointError",
+    "CheckpointWriter",
+    "Snapshot",
+    "latest",
+    "load_checkpoint",
+    "save_checkpoint",
+    "serialised",
+]
 
 #: Version of the checkpoint format; a reader refuses newer ones.
 FORMAT = 1
@@ -29,9 +40,17 @@ _UNSIGNED = "0" * 64
 
 # The names that safetensors files have for dtypes.
 _DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class CheckpointError(RunError):
@@ -39,7 +58,9 @@ class CheckpointError(RunError):
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in a :class:`Snapshot`: in which flat tensor, from which element on, and how."""
+    """Where a tensor lies in a :class:`Snapshot`: in which flat tensor, from which element on, and
+    how.
+    """
 
     flat: int
     start: int
@@ -50,8 +71,9 @@ class _Place(NamedTuple):
 class Snapshot:
     """A copy of tensors in a few flat ones, one for each dtype and device.
 
-    The state of a learner is hundreds of tensors, most of them views of a few buffers. What lies in one piece of memory is copied in one
-    piece, so that a copy on a card takes a few launches, and a copy to the host a few transfers; the tensors are cut out of it there.
+    The state of a learner is hundreds of tensors, most of them views of a few buffers. What lies in
+    one piece of memory is copied in one piece, so that a copy on a card takes a few launches, and a
+    copy to the host a few transfers; the tensors are cut out of it there.
 
     Args:
         tensors: By name, on any devices. The copy is made in the order of the current stream.
@@ -61,18 +83,24 @@ class Snapshot:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # Of each piece of memory that tensors lie in: its kind, the first element used and the first beyond; elements count from its start.
+        # Of each piece of memory that tensors lie in: its kind, the first element used and the
+        # first beyond; elements count from its start.
         extents: dict[tuple[Any, ...], tuple[int, int, Tensor]] = {}
         keys = {}
         for name, tensor in tensors.items():
             key = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
             keys[name] = key
             start = tensor.storage_offset()
-            end = start + (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0)
+            end = start + (
+                1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+                if tensor.numel()
+                else 0
+            )
             known = extents.get(key, (start, end, tensor))
             extents[key] = (min(start, known[0]), max(end, known[1]), known[2])
         pieces: dict[tuple[Any, ...], list[Tensor]] = {}
-        # Of each piece: the flat tensor that it goes into, and what to add to an element's number in its memory.
+        # Of each piece: the flat tensor that it goes into, and what to add to an element's number
+        # in its memory.
         moved: dict[tuple[Any, ...], tuple[int, int]] = {}
         sizes: list[int] = []
         order: dict[tuple[Any, ...], int] = {}
@@ -91,9 +119,14 @@ class Snapshot:
             self._places[name] = _Place(flat, tensor.storage_offset() + shift, tuple(tensor.shape), tensor.stride())
 
     def not_finite(self) -> str | None:
-        """The name of a tensor that holds NaN or infinity, None where there is none. On a card the host waits for it."""
+        """The name of a tensor that holds NaN or infinity, None where there is none.
+
+        On a card the host waits for it.
+        """
         # Both are NaN where a NaN is; unlike isfinite, this keeps no map of all elements.
-        extremes = [torch.stack(torch.aminmax(flat)) for flat in self.flats if flat.is_floating_point() and flat.numel()]
+        extremes = [
+            torch.stack(torch.aminmax(flat)) for flat in self.flats if flat.is_floating_point() and flat.numel()
+        ]
         if all(math.isfinite(value) for extreme in extremes for value in extreme.tolist()):
             return None
         return next((name for name, tensor in self.tensors().items() if not tensor.isfinite().all()), None)
@@ -103,12 +136,17 @@ class Snapshot:
         return {name: self.flats[p.flat].as_strided(p.shape, p.strides, p.start) for name, p in self._places.items()}
 
     def on_host(self) -> Snapshot:
-        """The same on the host, in pinned memory where it lay on a card. Waits for the current stream, without the interpreter's lock."""
+        """The same on the host, in pinned memory where it lay on a card.
+
+        Waits for the current stream, without the interpreter's lock.
+        """
         host = copy.copy(self)
         host.flats = []
         for flat in self.flats:
             if flat.is_cuda:
-                host.flats.append(torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True))
+                host.flats.append(
+                    torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+                )
             else:
                 host.flats.append(flat)
         for device in {flat.device for flat in self.flats if flat.is_cuda}:
@@ -119,8 +157,9 @@ class Snapshot:
 def serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> np.ndarray:
     """Tensors on the host as a safetensors file: uint8 [bytes].
 
-    Other threads run meanwhile: each tensor is put into its place by one copy of PyTorch's, which does not hold the interpreter's lock.
-    ``safetensors.torch.save`` holds it while it puts the whole file together, and the steps that are launched then wait.
+    Other threads run meanwhile: each tensor is put into its place by one copy of PyTorch's, which
+    does not hold the interpreter's lock. ``safetensors.torch.save`` holds it while it puts the
+    whole file together, and the steps that are launched then wait.
     """
     # Wide elements first, so that each tensor starts at a multiple of its own element.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -167,8 +206,8 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
 class CheckpointWriter:
     """Writes checkpoints one after the other; those of a run on a card while it goes on.
 
-    There, a thread takes the copy of the state to the host and into the file, on one stream of its own. What goes wrong then is raised by
-    the next call.
+    There, a thread takes the copy of the state to the host and into the file, on one stream of its
+    own. What goes wrong then is raised by the next call.
 
     Args:
         folder: Of the checkpoints.
@@ -179,12 +218,15 @@ class CheckpointWriter:
         self.folder, self.device = folder, device
         on_card = device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "checkpoint") if on_card else None
-        # One for all checkpoints: PyTorch hands out 32 streams in turn, so that one a checkpoint would come round to the steps' own.
+        # One for all checkpoints: PyTorch hands out 32 streams in turn, so that one a checkpoint
+        # would come round to the steps' own.
         self._stream = torch.cuda.Stream(device) if on_card else None
         self._writing: Future | None = None
 
     def write(self, step: int, snapshot: Snapshot, values: dict[str, Any]) -> None:
-        """Like :func:`save_checkpoint`, of a copy that the writer may keep; waits for the one before, so that at most two exist."""
+        """Like :func:`save_checkpoint`, of a copy that the writer may keep; waits for the one
+        before, so that at most two exist.
+        """
         if self._thread is None:
             save_checkpoint(self.folder, step, snapshot.tensors(), values)
             return
@@ -203,7 +245,10 @@ class CheckpointWriter:
             writing.result()
 
     def close(self) -> None:
-        """Waits for the thread and ends it. What went wrong since the last call is not raised: the run has ended by then."""
+        """Waits for the thread and ends it.
+
+        What went wrong since the last call is not raised: the run has ended by then.
+        """
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -215,11 +260,12 @@ class CheckpointWriter:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values. The content's hash is checked, where there is one: older
-    versions wrote none.
+    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values. The content's hash is
+    checked, where there is one: older versions wrote none.
 
     Raises:
-        CheckpointError: The file is missing, damaged, not a checkpoint of this program, or of a newer format.
+        CheckpointError: The file is missing, damaged, not a checkpoint of this program, or of a
+            newer format.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -228,7 +274,9 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"the checkpoint {path} is truncated, damaged or no checkpoint at all ({error}){_instead(path)}") from error
+        raise CheckpointError(
+            f"the checkpoint {path} is truncated, damaged or no checkpoint at all ({error}){_instead(path)}"
+        ) from error
     if "mose_fast_checkpoint" not in metadata:
         raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of mose-fast{_instead(path)}")
     try:
@@ -240,12 +288,18 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 raise ValueError(f"its values are a {type(values).__name__}")
             # What says which run it is came with the hash.
             if not intact or ("identity" in values and "sha256" not in metadata):
-                raise CheckpointError(f"the checkpoint {path} is damaged: its content does not have the hash in its header{_instead(path)}")
+                raise CheckpointError(
+                    f"the checkpoint {path} is damaged: its content does not have the hash in its"
+                    f" header{_instead(path)}"
+                )
             return tensors, values
     except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"the checkpoint {path} is damaged: its header is unreadable ({error}){_instead(path)}") from error
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged: its header is unreadable ({error}){_instead(path)}"
+        ) from error
     raise CheckpointError(
-        f"the checkpoint {path} has format {found}, newer than {FORMAT}, the newest that this version of mose-fast reads; update mose-fast"
+        f"the checkpoint {path} has format {found}, newer than {FORMAT}, the newest that this version of mose-fast"
+        " reads; update mose-fast"
     )
 
 
@@ -255,7 +309,9 @@ def latest(folder: Path) -> Path | None:
 
 
 def _sign(file: np.ndarray) -> None:
-    """Writes the SHA-256 of a file into its header, in the place of 64 zeros that it is taken with."""
+    """Writes the SHA-256 of a file into its header, in the place of 64 zeros that it is taken
+    with.
+    """
     digest = hashlib.sha256(file.data).hexdigest()
     header = int.from_bytes(file[:8].tobytes(), "little")
     start = file[: 8 + header].tobytes().index(_signature(_UNSIGNED)) + len(_signature("")) - 1

@@ -21,11 +21,13 @@ PHASES = ("train", "evaluate", "checkpoint", "capture")
 class Clock:
     """Wall-clock seconds of a run, by phase and in all.
 
-    Time that is in no phase (imports, loading and uploading of data, listeners, files) is ``other``. A run that is continued adds to the
-    times of its checkpoint; what it lost is in none of them.
+    Time that is in no phase (imports, loading and uploading of data, listeners, files) is
+    ``other``. A run that is continued adds to the times of its checkpoint; what it lost is in none
+    of them.
 
     Args:
-        whole_process: The whole began with this process, not now; where the system does not say when that was, it begins now, too.
+        whole_process: The whole began with this process, not now; where the system does not say
+            when that was, it begins now, too.
 
     Attributes:
         seconds: By phase.
@@ -62,13 +64,22 @@ class Clock:
         return {**self.seconds, "other": max(self.wall - sum(self.seconds.values()), 0.0)}
 
     def results(self) -> dict[str, float | str]:
-        """What the results say: seconds by phase, their sum ``total``, ``other``, the ``wall`` time of all, and since when it counts."""
+        """What the results say: seconds by phase, their sum ``total``, ``other``, the ``wall`` time
+        of all, and since when it counts.
+        """
         phases = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
         wall, total = round(self.wall, 3), round(sum(self.seconds.values()), 3)
-        return {**phases, "total": total, "other": round(max(wall - total, 0.0), 3), "wall": max(wall, total), "wall_since": self.since}
+        return {
+            **phases,
+            "total": total,
+            "other": round(max(wall - total, 0.0), 3),
+            "wall": max(wall, total),
+            "wall_since": self.since,
+        }
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Takes over what :meth:`state` gave to a checkpoint, to which the time since this clock's own start is added.
+        """Takes over what :meth:`state` gave to a checkpoint, to which the time since this clock's
+        own start is added.
 
         Older checkpoints have no ``other``, and the oldest no ``capture``.
         """
@@ -77,9 +88,11 @@ class Clock:
 
 
 class Stopwatch:
-    """Seconds between marks: on a card by events in the current stream, which neither wait nor make it wait; else by the host's clock.
+    """Seconds between marks: on a card by events in the current stream, which neither wait nor make
+    it wait; else by the host's clock.
 
-    What is marked on a card runs there without a gap, as long as the host launches faster than it runs.
+    What is marked on a card runs there without a gap, as long as the host launches faster than it
+    runs.
 
     Args:
         device: Where the work runs.
@@ -106,11 +119,14 @@ class Stopwatch:
 
 
 def process_start() -> float | None:
-    """When this process started, as :func:`time.perf_counter` would have told it, to 10 ms; None where the system does not say."""
+    """When this process started, as :func:`time.perf_counter` would have told it, to 10 ms; None
+    where the system does not say.
+    """
     if not sys.platform.startswith("linux"):
         return None
     try:
-        # Fields after the command, which stands in parentheses and may hold anything; the 22nd of all is the start since boot, in ticks.
+        # Fields after the command, which stands in parentheses and may hold anything; the 22nd of
+        # all is the start since boot, in ticks.
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

@@ -1,4 +1,6 @@
-"""Makes the views of planned steps on a thread of its own, so that the thread that launches steps need not."""
+"""Makes the views of planned steps on a thread of its own, so that the thread that launches steps
+need not.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ class Views(NamedTuple):
 
 
 class Feeder:
-    """Calls functions that make views, in order, on one thread; on a card also on one stream, which waits for each function's input.
+    """Calls functions that make views, in order, on one thread; on a card also on one stream, which
+    waits for each function's input.
 
-    Every function gives the views of one step alone, whatever came before: what is dropped leaves nothing behind. The thread starts
-    with the first function and ends with :meth:`close`, or when nobody holds the feeder any more.
+    Every function gives the views of one step alone, whatever came before: what is dropped leaves
+    nothing behind. The thread starts with the first function and ends with :meth:`close`, or when
+    nobody holds the feeder any more.
 
     Args:
         device: Where the views are made.
@@ -57,7 +61,8 @@ class Feeder:
         return self._thread.submit(self._make, make, torch.cuda.current_stream(self._device).record_event())
 
     def take(self, views: Future[Views]) -> Tensor:
-        """The views, ready for use on the current stream; the host waits until their making is launched, on the CPU until they are made.
+        """The views, ready for use on the current stream; the host waits until their making is
+        launched, on the CPU until they are made.
 
         Raises:
             BaseException: Whatever making them raised.

@@ -18,7 +18,8 @@ _MARKERS = "osD^vP*X"
 
 
 def accuracy_figure(results: dict[str, Any]) -> bytes:
-    """A PNG: the mean accuracy over the tasks seen so far, after each task, for every expert and their mean, one panel a classifier.
+    """A PNG: the mean accuracy over the tasks seen so far, after each task, for every expert and
+    their mean, one panel a classifier.
 
     Args:
         results: As :func:`mose_fast.train.results.build_results` gives them.
@@ -59,7 +60,8 @@ def _drawn(results: dict[str, Any], title: str) -> bytes:
         if len(ticks) <= 20:
             axis.set_xticks(ticks)
         axis.grid(alpha=0.3, linewidth=0.5)
-    # From 0, and with room above the highest curve, which may be low: 100 classes and a small network.
+    # From 0, and with room above the highest curve, which may be low: 100 classes and a small
+    # network.
     highest = max(axis.dataLim.ymax for axis in axes)
     axes[0].set_ylim(0, min(100, 1.1 * highest) if highest > 0 else 100)
     axes[0].set_ylabel("accuracy on the tasks seen (%)")

@@ -1,4 +1,6 @@
-"""The files of a run folder: written atomically, so that a crash leaves either the old or the new content."""
+"""The files of a run folder: written atomically, so that a crash leaves either the old or the new
+content.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from pathlib import Path
 
 from mose_fast.errors import MoseFastError
 
-__all__ = ["LOCK", "RunError", "RunFolder", "checkpoint_files", "is_configuration", "remove_leftovers", "write_atomically"]
+__all__ = [
+    "LOCK",
+    "RunError",
+    "RunFolder",
+    "checkpoint_files",
+    "is_configuration",
+    "remove_leftovers",
+    "write_atomically",
+]
 
 #: Name of the file by which a process holds a folder (:class:`mose_fast.train.lock.FolderLock`).
 LOCK = ".mose_fast.lock"
@@ -58,7 +68,8 @@ def _temporary_prefix(name: str) -> str:
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Deletes the unfinished files that :func:`write_atomically` leaves in ``folder`` when it is killed, for some names of its files.
+    """Deletes the unfinished files that :func:`write_atomically` leaves in ``folder`` when it is
+    killed, for some names of its files.
 
     The caller holds the folder, so nobody is writing them. Names are regular expressions.
 
@@ -73,7 +84,9 @@ def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
 
 
 def is_configuration(file: Path) -> bool:
-    """Whether a file is the configuration of a run, of this version or another: so the files beside it are a run's."""
+    """Whether a file is the configuration of a run, of this version or another: so the files beside
+    it are a run's.
+    """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -119,25 +132,27 @@ class RunFolder:
         self.events = self.path / "tensorboard"
 
     def create(self, *, overwrite: bool) -> None:
-        """Makes the folder ready for a new run, whose configuration the caller writes next. The caller holds the folder's lock.
+        """Makes the folder ready for a new run, whose configuration the caller writes next. The
+        caller holds the folder's lock.
 
         Args:
             overwrite: Delete what an earlier run left here; all other files stay.
 
         Raises:
-            RunError: The folder is in use and ``overwrite`` is False, holds files with a run's names that no run of ours wrote, or cannot
-                be written.
+            RunError: The folder is in use and ``overwrite`` is False, holds files with a run's
+                names that no run of ours wrote, or cannot be written.
         """
         try:
             used = any(path.name != LOCK for path in self.path.iterdir())
             if used and not overwrite:
                 raise RunError(
-                    f"the output folder {self.path} is already used; choose another --out, pass --overwrite to replace the run in it, "
-                    f"or continue it with: mose-fast resume {self.path}"
+                    f"the output folder {self.path} is already used; choose another --out, pass --overwrite to replace"
+                    f" the run in it, or continue it with: mose-fast resume {self.path}"
                 )
             if not is_configuration(self.config):
                 self._refuse_foreign_files()
-            # The configuration stays until the new one replaces it: it is what tells that the other files are a run's.
+            # The configuration stays until the new one replaces it: it is what tells that the other
+            # files are a run's.
             files = [self.results, self.accuracy, self.figure, *checkpoint_files(self.checkpoints)]
             for file in [*files, *self.events.glob("events.out.tfevents.*")]:
                 file.unlink(missing_ok=True)
@@ -157,7 +172,8 @@ class RunFolder:
             raise self._cannot_write(error) from error
 
     def reopen(self) -> None:
-        """Makes the folder ready to continue the run in it: deletes what a killed run had half written.
+        """Makes the folder ready to continue the run in it: deletes what a killed run had half
+        written.
 
         Raises:
             RunError: It cannot be written.
@@ -170,12 +186,19 @@ class RunFolder:
     def _refuse_foreign_files(self) -> None:
         """Where there is no configuration of ours, files with a run's names are somebody else's."""
         files = [file for file in (self.config, self.results, self.accuracy, self.figure) if file.exists()]
-        files += [file for folder in (self.checkpoints, self.events) for file in _listed(folder) if not file.name.startswith(".")]
+        files += [
+            file
+            for folder in (self.checkpoints, self.events)
+            for file in _listed(folder)
+            if not file.name.startswith(".")
+        ]
         if files:
-            shown = ", ".join(str(file.relative_to(self.path)) for file in files[:5]) + (", ..." if len(files) > 5 else "")
+            shown = ", ".join(str(file.relative_to(self.path)) for file in files[:5]) + (
+                ", ..." if len(files) > 5 else ""
+            )
             raise RunError(
-                f"the output folder {self.path} holds {shown}, but no {self.config.name} of a run of mose-fast: these files are not a "
-                "run's, and nothing was deleted. Choose another --out, or move them away"
+                f"the output folder {self.path} holds {shown}, but no {self.config.name} of a run of mose-fast: these"
+                " files are not a run's, and nothing was deleted. Choose another --out, or move them away"
             )
 
     def _cannot_write(self, error: OSError) -> RunError:
@@ -183,5 +206,7 @@ class RunFolder:
 
     def _prepare(self) -> None:
         self.checkpoints.mkdir(exist_ok=True)
-        remove_leftovers(self.path, [re.escape(file.name) for file in (self.config, self.results, self.accuracy, self.figure)])
+        remove_leftovers(
+            self.path, [re.escape(file.name) for file in (self.config, self.results, self.accuracy, self.figure)]
+        )
         remove_leftovers(self.checkpoints, [_CHECKPOINT])

@@ -48,8 +48,8 @@ def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpo
     afresh = f"begin the run again with: mose-fast run --config {folder / 'config.json'} --out {folder} --overwrite"
     if found is None:
         raise RunError(
-            f"the checkpoint {checkpoint} was written by a version of mose-fast that did not note which run it belongs to; go on with that "
-            f"version, or {afresh}"
+            f"the checkpoint {checkpoint} was written by a version of mose-fast that did not note which run it belongs"
+            f" to; go on with that version, or {afresh}"
         )
     before, now = dotted(found["config"]), dotted(wanted["config"])
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in _FREE]
@@ -58,15 +58,19 @@ def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpo
     if differing:
         shown = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r} now" for name in differing[:5])
         raise RunError(
-            f"the checkpoint {checkpoint} does not belong to the configuration beside it: {shown}. Set it back, or {afresh}"
+            f"the checkpoint {checkpoint} does not belong to the configuration beside it: {shown}. Set it back, or"
+            f" {afresh}"
         )
     if found["code"] != wanted["code"]:
         versions = [f"{each['version']}, commit {each['commit'] or 'unknown'}" for each in (found, wanted)]
         raise RunError(
-            f"the checkpoint {checkpoint} was written by other code (mose-fast {versions[0]}) than that which is running ({versions[1]}), "
-            f"and the results would be of neither; go on with that code, or {afresh}"
+            f"the checkpoint {checkpoint} was written by other code (mose-fast {versions[0]}) than that which is"
+            f" running ({versions[1]}), and the results would be of neither; go on with that code, or {afresh}"
         )
     before, now = found["machine"], wanted["machine"]
     differing = [f"{name} was {before[name]} and is {now[name]} now" for name in now if before[name] != now[name]]
     if differing:
-        warnings.warn(f"{'; '.join(differing)}: the last digits of the results will differ from those of an unbroken run", stacklevel=2)
+        warnings.warn(
+            f"{'; '.join(differing)}: the last digits of the results will differ from those of an unbroken run",
+            stacklevel=2,
+        )

@@ -1,4 +1,6 @@
-"""Letters of figures: names of streams and methods may be in a script that matplotlib's own font lacks."""
+"""Letters of figures: names of streams and methods may be in a script that matplotlib's own font
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ __all__ = ["lettering"]
 def lettering(texts: Iterable[str]) -> Iterator[None]:
     """Within it, matplotlib takes the letters that its font lacks from other fonts of the machine.
 
-    Where no font has a letter, a figure shows a box for it, and one warning says which letters these are.
+    Where no font has a letter, a figure shows a box for it, and one warning says which letters
+    these are.
 
     Args:
         texts: All that figures will show and that users have named.
@@ -24,8 +27,8 @@ def lettering(texts: Iterable[str]) -> Iterator[None]:
     families, missing = _families({letter for text in texts for letter in text if not letter.isspace()})
     if missing:
         warnings.warn(
-            f"no font of this machine has the letters {''.join(sorted(missing)[:20])}, so figures show boxes for them; install one that "
-            "has, for example fonts-noto-cjk, and write the figures again",
+            f"no font of this machine has the letters {''.join(sorted(missing)[:20])}, so figures show boxes for them;"
+            " install one that has, for example fonts-noto-cjk, and write the figures again",
             stacklevel=3,
         )
     # Fonts for other scripts are often of a kind that type 42 cannot hold.
@@ -44,12 +47,14 @@ def _families(letters: set[str]) -> tuple[list[str], set[str]]:
     families: list[str] = []
     if not missing:
         return families, missing
-    # One font may lack few letters of a script, so all are tried: upright ones of usual weight, in a fixed order. Matplotlib's own
-    # Last Resort has a box for every letter.
+    # One font may lack few letters of a script, so all are tried: upright ones of usual weight, in
+    # a fixed order. Matplotlib's own Last Resort has a box for every letter.
     candidates = {
         font.name: font.fname
         for font in sorted(fontManager.ttflist, key=lambda font: (font.name, font.fname))
-        if font.style == "normal" and font.weight in (400, "normal", "regular", "book") and not font.name.startswith("Last Resort")
+        if font.style == "normal"
+        and font.weight in (400, "normal", "regular", "book")
+        and not font.name.startswith("Last Resort")
     }
     for name, path in candidates.items():
         left = _lacking(path, missing)

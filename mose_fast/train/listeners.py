@@ -23,7 +23,10 @@ class Listener:
     """Base class; every method may be overridden and does nothing here."""
 
     def on_decode(self, done: int, images: int) -> None:
-        """Before the start: ``done`` of so many image files are decoded. Not called for data that are no image files, or kept decoded."""
+        """Before the start: ``done`` of so many image files are decoded.
+
+        Not called for data that are no image files, or kept decoded.
+        """
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         """The run starts or continues.
@@ -42,13 +45,16 @@ class Listener:
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         """Batch number ``batch`` (from 1) is done; ``losses`` is None where nothing was trained.
 
-        Raise :class:`mose_fast.train.Interrupted` to stop here as Ctrl-C does: the run writes a checkpoint and can be resumed.
+        Raise :class:`mose_fast.train.Interrupted` to stop here as Ctrl-C does: the run writes a
+        checkpoint and can be resumed.
         """
 
     def on_step(self) -> None:
-        """A step is done that belongs to no batch of the stream: of an evaluation, of a training for it (GDumb), of a review (SCR).
+        """A step is done that belongs to no batch of the stream: of an evaluation, of a training
+        for it (GDumb), of a review (SCR).
 
-        It may raise :class:`mose_fast.train.Interrupted`, as :meth:`on_batch` may; all that ends the task is then done again.
+        It may raise :class:`mose_fast.train.Interrupted`, as :meth:`on_batch` may; all that ends
+        the task is then done again.
         """
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
@@ -64,8 +70,9 @@ class Listener:
 class TensorBoard(Listener):
     """Writes TensorBoard events: losses every ``every`` batches, accuracies after every task.
 
-    Events are an extra: where they cannot be written (a full disk), one warning says so and the run goes on without them. So they are
-    written here and not by PyTorch's ``SummaryWriter``, whose thread shows a traceback then.
+    Events are an extra: where they cannot be written (a full disk), one warning says so and the run
+    goes on without them. So they are written here and not by PyTorch's ``SummaryWriter``, whose
+    thread shows a traceback then.
 
     Args:
         folder: Of the event files.
@@ -86,7 +93,8 @@ class TensorBoard(Listener):
             name = f"events.out.tfevents.{time.time_ns() / 1e9:.9f}.{socket.gethostname()}.{os.getpid()}"
             # Unbuffered, so that nothing is left to fail when the file is closed.
             self._writer = RecordWriter((self.folder / name).open("xb", buffering=0))
-        # What a killed run wrote beyond its last checkpoint is purged, since those batches are repeated.
+        # What a killed run wrote beyond its last checkpoint is purged, since those batches are
+        # repeated.
         self._write(step=batch + 1, file_version="brain.Event:2")
         self._write(step=batch + 1, session_log=SessionLog(status=SessionLog.START))
 
@@ -130,5 +138,6 @@ class TensorBoard(Listener):
                 self._writer.close()
             self._writer = None
             warnings.warn(
-                f"cannot write TensorBoard events into {self.folder} ({error.strerror}); the run goes on without them", stacklevel=4
+                f"cannot write TensorBoard events into {self.folder} ({error.strerror}); the run goes on without them",
+                stacklevel=4,
             )

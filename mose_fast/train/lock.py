@@ -31,8 +31,9 @@ class FolderLocked(RunError):
 class FolderLock:
     """Holds a folder for this process and for the children that inherit :attr:`descriptor`.
 
-    The kernel drops the lock when the last of them ends, however it ends, so no child of a killed sweep can still write when the next
-    sweep starts. Where the file system has no locks, a warning says so; a holder on this machine that still lives is refused even then.
+    The kernel drops the lock when the last of them ends, however it ends, so no child of a killed
+    sweep can still write when the next sweep starts. Where the file system has no locks, a warning
+    says so; a holder on this machine that still lives is refused even then.
 
     Args:
         folder: Exists.
@@ -59,7 +60,9 @@ class FolderLock:
     def __enter__(self) -> FolderLock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
 
     def release(self) -> None:
@@ -68,7 +71,8 @@ class FolderLock:
 
     def remove(self) -> None:
         """Lets go and takes the file away, for a holder without children."""
-        # While it is held: whoever opened the file before finds that it is gone and opens a new one.
+        # While it is held: whoever opened the file before finds that it is gone and opens a new
+        # one.
         with contextlib.suppress(OSError):
             self.path.unlink()
         self._close()
@@ -78,7 +82,9 @@ class FolderLock:
         try:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise RunError(f"cannot write into the folder {self.path.parent}: {error.strerror}; choose another --out") from error
+            raise RunError(
+                f"cannot write into the folder {self.path.parent}: {error.strerror}; choose another --out"
+            ) from error
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -91,8 +97,8 @@ class FolderLock:
                 self._close()
                 raise self._refusal(holder) from error
             warnings.warn(
-                f"the file system of {self.path.parent} has no file locks ({error.strerror}); nothing keeps a second run, sweep or export "
-                "out of this folder: let only one machine work in it",
+                f"the file system of {self.path.parent} has no file locks ({error.strerror}); nothing keeps a second"
+                " run, sweep or export out of this folder: let only one machine work in it",
                 stacklevel=4,
             )
             return True
@@ -117,8 +123,8 @@ class FolderLock:
         who = f"process {holder['process']} on {holder['machine']}" if holder else "another process"
         work = holder.get("work", self.work) if holder else self.work
         return FolderLocked(
-            f"{'an' if work[0] in 'aeiou' else 'a'} {work} works in {self.path.parent} already ({who}); wait for its end, stop it, or "
-            "choose another --out"
+            f"{'an' if work[0] in 'aeiou' else 'a'} {work} works in {self.path.parent} already ({who}); wait for its"
+            " end, stop it, or choose another --out"
         )
 
 

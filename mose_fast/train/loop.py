@@ -40,7 +40,8 @@ from mose_fast.train.results import accuracy_csv, build_results
 
 __all__ = ["TrainingDiverged", "resume", "run"]
 
-# Purpose word of the order in which the final memory is rehearsed: above those of the tasks' orders, below the class order's.
+# Purpose word of the order in which the final memory is rehearsed: above those of the tasks'
+# orders, below the class order's.
 _REHEARSAL_ORDER = 2**62
 
 # Losses that a message on divergence shows.
@@ -63,35 +64,46 @@ def run(
     whole_process: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Trains a learner on a stream in one pass, evaluates it after every task and returns the results.
+    """Trains a learner on a stream in one pass, evaluates it after every task and returns the
+    results.
 
     Args:
         config: The settings; None builds them from ``settings`` with :meth:`RunConfig.create`.
-        out: Folder for configuration, checkpoints, results, table, figure and TensorBoard events; None writes nothing.
-        stream: With ``config``: a :class:`Stream` made by hand, used instead of the one that ``config.stream`` names. Without:
-            such a stream, or the name or the settings of one: ``"digits"``, a folder or an ``.npz`` file of yours.
+        out: Folder for configuration, checkpoints, results, table, figure and TensorBoard events;
+        None writes nothing.
+        stream: With ``config``: a :class:`Stream` made by hand, used instead of the one that
+            ``config.stream`` names. Without: such a stream, or the name or the settings of one:
+            ``"digits"``, a folder or an ``.npz`` file of yours.
         overwrite: Replace an earlier run in ``out``.
         listeners: Are told what happens.
-        whole_process: The wall time in the results begins with this process, imports included, not with this call.
-        **settings: Without ``config``: the fields of :class:`RunConfig` and of the method's options. The main ones:
+        whole_process: The wall time in the results begins with this process, imports included, not
+        with this call.
+        **settings: Without ``config``: the fields of :class:`RunConfig` and of the method's
+            options. The main ones:
 
-            - ``method`` (str, ``"mose"``): a name of ``mose_fast.METHODS``, or ``path/to/file.py:Name``.
-            - ``preset`` (str): one of the method's; MOSE has ``released`` (as the authors' code does it) and ``paper`` (the text).
+            - ``method`` (str, ``"mose"``): a name of ``mose_fast.METHODS``, or
+              ``path/to/file.py:Name``.
+            - ``preset`` (str): one of the method's; MOSE has ``released`` (as the authors' code
+              does it) and ``paper`` (the text).
             - ``memory`` (int, 1000): images that the replay memory holds.
             - ``width`` (int, 64): channels of the first stage; 64 is the full ResNet-18.
             - ``seed`` (int, 0): of weights, order within tasks, memory and views.
             - ``epochs`` (int, 1): passes over each task.
-            - ``device`` (str, ``"auto"``): ``cpu``, ``cuda`` or ``cuda:N``; auto takes the card where there is one.
-            - ``options`` (dict): switches of the method that differ from the preset: :class:`MoseOptions` has those of MOSE. Each may
-              also be given by itself: ``lr=0.01``, ``temperature=0.1``, ``augment="simclr"``.
+            - ``device`` (str, ``"auto"``): ``cpu``, ``cuda`` or ``cuda:N``; auto takes the card
+              where there is one.
+            - ``options`` (dict): switches of the method that differ from the preset:
+              :class:`MoseOptions` has those of MOSE. Each may also be given by itself: ``lr=0.01``,
+              ``temperature=0.1``, ``augment="simclr"``.
 
     Returns:
-        The contents of ``results.json``; ``results["acc"]["ncm"]["4"]`` is the paper's ACC of MOSE, in [0, 1].
+        The contents of ``results.json``; ``results["acc"]["ncm"]["4"]`` is the paper's ACC of MOSE,
+        in [0, 1].
 
     Raises:
         ConfigError: A setting is unusable.
         StreamError: The data are missing or unusable.
-        RunError: The folder is in use, holds files that are not a run's, or cannot be written, or training diverged.
+        RunError: The folder is in use, holds files that are not a run's, or cannot be written, or
+        training diverged.
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the next batch; continue with :func:`resume`.
     """
     clock = Clock(whole_process=whole_process)
@@ -107,7 +119,9 @@ def run(
     if stream is None:
         stream = _load(config, listeners)
     elif isinstance(stream, Stream):
-        config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch))
+        config = dataclasses.replace(
+            config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch)
+        )
     else:
         raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
     check_fingerprint(config.stream, stream)
@@ -139,12 +153,16 @@ def resume(
         whole_process: As for :func:`run`.
 
     Raises:
-        RunError: There is no run in the folder, it is finished already, another process works in it, or its checkpoint cannot be read.
+        RunError: There is no run in the folder, it is finished already, another process works in
+            it, or its checkpoint cannot be read.
     """
     clock = Clock(whole_process=whole_process)
     folder = RunFolder(out)
     if not folder.config.is_file():
-        raise RunError(f"there is no run in {folder.path} (no {folder.config.name}); start one with: mose-fast run --out {folder.path}")
+        raise RunError(
+            f"there is no run in {folder.path} (no {folder.config.name}); start one with: mose-fast run --out"
+            f" {folder.path}"
+        )
     with FolderLock(folder.path, "run"):
         return _resume(folder, stream, list(listeners), clock)
 
@@ -157,7 +175,9 @@ def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener],
         try:
             stream = _load(config, listeners)
         except StreamError as error:
-            raise StreamError(f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))") from error
+            raise StreamError(
+                f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))"
+            ) from error
     check_fingerprint(config.stream, stream)
     learner = _learner(config, stream)
     loop = _Loop(config, stream, learner, folder, listeners, clock)
@@ -187,15 +207,23 @@ def _facts(stream: Stream) -> dict[str, Any]:
     """What a learner must know of its stream."""
     n = stream.normalisation
     return {
-        "classes": stream.classes, "image_size": stream.image_size, "mean": n.mean, "std": n.std, "mirror_safe": stream.mirror_safe,
-    }  # fmt: skip
+        "classes": stream.classes,
+        "image_size": stream.image_size,
+        "mean": n.mean,
+        "std": n.std,
+        "mirror_safe": stream.mirror_safe,
+    }
 
 
 def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
-    """Warns of a memory that is thin for the stream's classes, or that holds all of the stream, so that nothing need be forgotten."""
+    """Warns of a memory that is thin for the stream's classes, or that holds all of the stream, so
+    that nothing need be forgotten.
+    """
     images = sum(len(stream.train_rows(task)) for task in range(len(stream.tasks)))
     if config.memory < 2 * stream.classes:
-        text = f"fewer than two for each of the {stream.classes} classes: some may have no sample, and then no class mean"
+        text = (
+            f"fewer than two for each of the {stream.classes} classes: some may have no sample, and then no class mean"
+        )
     elif config.memory > images:
         text = f"more than the stream has images, {images}: nothing is ever replaced, and methods hardly differ"
     else:
@@ -204,7 +232,10 @@ def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
 
 
 class _Loop:
-    """One run in progress. ``position`` and ``records`` are all it must remember beside the learner."""
+    """One run in progress.
+
+    ``position`` and ``records`` are all it must remember beside the learner.
+    """
 
     def __init__(
         self,
@@ -218,11 +249,13 @@ class _Loop:
         self.config, self.stream, self.learner, self.folder = config, resident(stream, learner.device), learner, folder
         self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
         self.joint = config.train_on == "final_memory"
-        #: The stream as the learner meets it: the upper bound gets the images of all tasks shuffled into one.
+        #: The stream as the learner meets it: the upper bound gets the images of all tasks shuffled
+        #: into one.
         self.presented = self.stream
         if learner.joint_stream:
             self.presented = dataclasses.replace(self.stream, tasks=(tuple(range(stream.classes)),), arrival=None)
-        #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the whole run.
+        #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the
+        #: whole run.
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
         self.records |= {"confusion": [], "confusion_by_class": []}
@@ -262,7 +295,9 @@ class _Loop:
         epochs = self.config.epochs if rehearsing or not self.joint else 1
         for epoch in range(self.position["epoch"], epochs):
             if rehearsing:
-                order = torch.from_numpy(draw_order(self.learner.memory.filled, self.config.seed, _REHEARSAL_ORDER + epoch))
+                order = torch.from_numpy(
+                    draw_order(self.learner.memory.filled, self.config.seed, _REHEARSAL_ORDER + epoch)
+                )
                 batches = list(upload(order, self.learner.device).split(self.config.options.buffer_batch))
             else:
                 batches = self.presented.batches(task, seed=self.config.seed, epoch=epoch)
@@ -270,8 +305,13 @@ class _Loop:
             self.position |= {"epoch": epoch + 1, "batch": 0}
 
     def _learn(self, task: int, epoch: int, batches: list[Tensor], rehearsing: bool, stop: StopRequest) -> None:
-        """Learns from batches, rows of the stream or slots of the memory. No plan passes a checkpoint."""
-        contents = batches if rehearsing else incoming(self.stream, task, batches, train=not self.joint, store=epoch == 0)
+        """Learns from batches, rows of the stream or slots of the memory.
+
+        No plan passes a checkpoint.
+        """
+        contents = (
+            batches if rehearsing else incoming(self.stream, task, batches, train=not self.joint, store=epoch == 0)
+        )
         every = self.config.checkpoint_every
         while contents:
             count = len(contents) if every is None else min(len(contents), every - self.position["done"] % every)
@@ -292,7 +332,7 @@ class _Loop:
             # On a card, more steps may have been taken since the one that a listener was told of.
             while self.pipeline.reader:
                 with suppress(Interrupted):
-                    for taken, losses in self.pipeline.told(wait=True):
+                    for taken, losses in self.pipeline.drain(wait=True):
                         self._tell(taken, losses)
             self._save(wait=True)
             raise
@@ -306,17 +346,21 @@ class _Loop:
             listener.on_batch(self.position["done"], losses)
 
     def _diverge(self, taken: Taken, losses: dict[str, float]) -> None:
-        """Goes back to before a step whose loss is not finite, leaves a checkpoint of that and raises."""
+        """Goes back to before a step whose loss is not finite, leaves a checkpoint of that and
+        raises.
+        """
         exact = self.pipeline.undo(taken)
         self.position = taken.position
         shown = ", ".join(f"{name} {value:g}" for name, value in losses.items())
         earlier = ", ".join(f"{value:g}" for value in self.last_losses) or "none"
         message = (
-            f"the loss is not finite at batch {taken.position['done'] + 1} (task {taken.position['task'] + 1}): {shown}; the step had "
-            f"{self.learner.describe(taken.prepared)}; losses before it: {earlier}; {_AGAINST_DIVERGENCE}"
+            f"the loss is not finite at batch {taken.position['done'] + 1} (task {taken.position['task'] + 1}):"
+            f" {shown}; the step had {self.learner.describe(taken.prepared)}; losses before it: {earlier};"
+            f" {_AGAINST_DIVERGENCE}"
         )
         if exact and self.folder is not None:
-            # Weights may be broken although the loss before was finite; then the message is still this one.
+            # Weights may be broken although the loss before was finite; then the message is still
+            # this one.
             with suppress(TrainingDiverged):
                 self._save(wait=True)
                 message += " The newest is the state before this batch."
@@ -325,7 +369,7 @@ class _Loop:
     def _finish_task(self, task: int, stop: StopRequest) -> None:
         last = len(self.presented.tasks) - 1
         accuracy = None
-        self.pipeline.ring.settle()
+        self.pipeline.ring.synchronise()
         with self._stoppable(stop):
             if task <= last:
                 self.learner.end_task()
@@ -353,7 +397,8 @@ class _Loop:
 
     @contextmanager
     def _stoppable(self, stop: StopRequest) -> Iterator[None]:
-        """Lets what ends a task, which may train and evaluate for minutes, be stopped between two of its steps.
+        """Lets what ends a task, which may train and evaluate for minutes, be stopped between two
+        of its steps.
 
         It is done again from its beginning then, so the checkpoint is of the state before it.
         """
@@ -402,9 +447,14 @@ class _Loop:
         return results
 
     def _untrained(self) -> dict[str, dict[str, list[float]]]:
-        """Accuracies of the same seed's untrained network with the same final memory: what training must beat."""
-        # Not by create_learner, which may refuse for want of memory: at the end of a run that must not happen.
-        untrained = type(self.learner)(dataclasses.replace(self.config, precision=self.learner.precision.name), **_facts(self.stream))
+        """Accuracies of the same seed's untrained network with the same final memory: what training
+        must beat.
+        """
+        # Not by create_learner, which may refuse for want of memory: at the end of a run that must
+        # not happen.
+        untrained = type(self.learner)(
+            dataclasses.replace(self.config, precision=self.learner.precision.name), **_facts(self.stream)
+        )
         untrained.memory, untrained.seen = self.learner.memory, self.learner.seen
         with warnings.catch_warnings():
             # The trained learner has warned about the same memory already.
@@ -415,7 +465,9 @@ class _Loop:
         stream = sum(map(self.presented.count_batches, range(len(self.presented.tasks))))
         if not self.joint:
             return stream * self.config.epochs
-        filled = min(self.config.memory, sum(len(self.presented.train_rows(task)) for task in range(len(self.presented.tasks))))
+        filled = min(
+            self.config.memory, sum(len(self.presented.train_rows(task)) for task in range(len(self.presented.tasks)))
+        )
         return stream + self.config.epochs * -(-filled // self.config.options.buffer_batch)
 
     def _save(self, *, wait: bool = False) -> None:
@@ -425,16 +477,29 @@ class _Loop:
         self._write(*self._state(), wait=wait)
 
     def _state(self) -> tuple[int, Snapshot, dict[str, Any]]:
-        """What a checkpoint of now is made of, independent of what comes after: its number, the tensors and the values."""
+        """What a checkpoint of now is made of, independent of what comes after: its number, the
+        tensors and the values.
+        """
         with self.clock.timed("checkpoint"):
-            self.pipeline.ring.settle()
+            self.pipeline.ring.synchronise()
             tensors, values = self.learner.state()
             snapshot = Snapshot(tensors)
             broken = snapshot.not_finite()
             if broken is not None:
-                raise TrainingDiverged(f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}")
-            values = {"learner": values, "position": self.position, "records": self.records, "seconds": self.clock.state()}
-            return self.position["done"] + self.position["task"], snapshot, copy.deepcopy(values) | {"identity": self.identity}
+                raise TrainingDiverged(
+                    f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}"
+                )
+            values = {
+                "learner": values,
+                "position": self.position,
+                "records": self.records,
+                "seconds": self.clock.state(),
+            }
+            return (
+                self.position["done"] + self.position["task"],
+                snapshot,
+                copy.deepcopy(values) | {"identity": self.identity},
+            )
 
     def _write(self, step: int, snapshot: Snapshot, values: dict[str, Any], *, wait: bool) -> None:
         with self.clock.timed("checkpoint"):
@@ -451,7 +516,9 @@ class _Loop:
             self.position, self.records = values["position"], values["records"]
             self.clock.load(values["seconds"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}") from error
+            raise RunError(
+                f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}"
+            ) from error
         self.records["resumed"] += 1
 
 

@@ -13,7 +13,8 @@ from mose_fast.methods import Learner, Prepared
 
 __all__ = ["OUTSTANDING", "LossReader", "Taken"]
 
-#: Steps whose losses may be on their way. It bounds how far the host runs ahead of a card, and so how long Ctrl-C takes.
+#: Steps whose losses may be on their way. It bounds how far the host runs ahead of a card, and so
+#: how long Ctrl-C takes.
 OUTSTANDING = 8
 
 # Losses of a step, at most.
@@ -42,14 +43,15 @@ class _Waiting(NamedTuple):
 class LossReader:
     """Reads losses in the order of their steps.
 
-    Those of a learner whose losses are late travel to pinned memory while later steps are launched; all others are read at once.
+    Those of a learner whose losses are late travel to pinned memory while later steps are launched;
+    all others are read at once.
 
     Args:
         learner: Takes the steps.
     """
 
     def __init__(self, learner: Learner) -> None:
-        self._device = learner.device if learner.late else None
+        self._device = learner.device if learner.reads_losses_late else None
         self._waiting: deque[_Waiting] = deque()
         if self._device is not None:
             self._host = torch.empty(OUTSTANDING, _WIDTH, pin_memory=True)
@@ -68,9 +70,11 @@ class LossReader:
             values = self._host[self._row][: len(losses)]
             self._row = (self._row + 1) % OUTSTANDING
             values.copy_(torch.stack(list(losses.values())), non_blocking=True)
-            self._waiting.append(_Waiting(taken, tuple(losses), values, torch.cuda.current_stream(self._device).record_event()))
+            self._waiting.append(
+                _Waiting(taken, tuple(losses), values, torch.cuda.current_stream(self._device).record_event())
+            )
 
-    def told(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
+    def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
         """The steps whose losses have arrived, the oldest first, each once.
 
         Args:

@@ -1,4 +1,7 @@
-"""From batches to losses: planned ahead, stepped in order, read late. What trains, and what measures training, goes through here."""
+"""From batches to losses: planned ahead, stepped in order, read late.
+
+What trains, and what measures training, goes through here.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ class Batch(NamedTuple):
 
     Attributes:
         position: Where a run stands before it; it comes back in :class:`Taken`.
-        content: Of the stream: gives the arguments of :meth:`mose_fast.methods.Learner.prepare`; called on the stream that plans. Of the
-            final memory: its slots.
+        content: Of the stream: gives the arguments of :meth:`mose_fast.methods.Learner.prepare`;
+            called on the stream that plans. Of the final memory: its slots.
     """
 
     position: dict[str, int]
@@ -35,16 +38,19 @@ class Batch(NamedTuple):
 
 
 class Pipeline:
-    """Takes the steps of a learner: a ring of planned batches, graphs of steps where there can be some, a reader of losses, a clock.
+    """Takes the steps of a learner: a ring of planned batches, graphs of steps where there can be
+    some, a reader of losses, a clock.
 
-    On a card the stream that is current must not be the default one, see :func:`mose_fast.device.own_stream`, and the same in all calls.
+    On a card the stream that is current must not be the default one, see
+    :func:`mose_fast.device.own_stream`, and the same in all calls.
 
     Args:
         learner: Takes the steps.
         clock: Counts them to its phases ``train`` and ``capture``; None: one of its own.
 
     Attributes:
-        captured: Takes the steps of a learner on a card whose losses are read late; None for others.
+        captured: Takes the steps of a learner on a card whose losses are read late; None for
+        others.
         ring: Plans ahead.
         reader: Waits for losses.
     """
@@ -53,15 +59,19 @@ class Pipeline:
         self.learner = learner
         self.clock = Clock() if clock is None else clock
         # On a card, eager steps go the same way, so that both give the same bits.
-        self.captured = CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.late else None
+        self.captured = (
+            CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.reads_losses_late else None
+        )
         self.ring = Ring(learner, None if self.captured is None else self.captured.inputs)
         self.reader = LossReader(learner)
         self._planned: deque[dict[str, int]] = deque()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Learns from batches of the stream in order, and tells of each step once its losses have arrived; at the end, of all.
+        """Learns from batches of the stream in order, and tells of each step once its losses have
+        arrived; at the end, of all.
 
-        Steps are taken while this is iterated. Plans reach no further than these batches, so that none is left at the end.
+        Steps are taken while this is iterated. Plans reach no further than these batches, so that
+        none is left at the end.
 
         Args:
             batches: In order.
@@ -69,7 +79,7 @@ class Pipeline:
         Yields:
             What was taken, and its losses by name; None where the batch trained nothing.
         """
-        self.ring.settle()
+        self.ring.synchronise()
         coming = iter(batches)
         more = True
         while True:
@@ -84,21 +94,23 @@ class Pipeline:
                 if not len(self.ring):
                     break
                 self._take(self.ring.take(), self._planned.popleft())
-            yield from self.told()
-        yield from self.told(wait=True)
+            yield from self.drain()
+        yield from self.drain(wait=True)
 
     def rehearse(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
         """Like :meth:`run` for slots of the final memory, on which nothing is planned ahead."""
-        self.ring.settle()
+        self.ring.synchronise()
         for batch in batches:
             with self.clock.timed("train"):
                 self._take(self.learner.prepare_rehearsal(batch.content), batch.position)
-            yield from self.told()
-        yield from self.told(wait=True)
+            yield from self.drain()
+        yield from self.drain(wait=True)
 
-    def told(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """The steps whose losses have arrived and were not told yet; ``wait`` for all that were taken. Waiting counts as training."""
-        arriving = self.reader.told(wait=wait)
+    def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
+        """The steps whose losses have arrived and were not told yet; ``wait`` for all that were
+        taken. Waiting counts as training.
+        """
+        arriving = self.reader.drain(wait=wait)
         while True:
             with self.clock.timed("train"):
                 arrived = next(arriving, None)
@@ -107,7 +119,9 @@ class Pipeline:
             yield arrived
 
     def stop(self) -> None:
-        """Undoes all plans whose step was not taken; to be called where :meth:`run` is left before its end."""
+        """Undoes all plans whose step was not taken; to be called where :meth:`run` is left before
+        its end.
+        """
         self.ring.roll_back()
         self._planned.clear()
 
@@ -147,13 +161,19 @@ def incoming(
     """
     if not batches:
         return []
-    # The images' numbers where the images are, in one transfer: one a batch would wait for the card each time.
+    # The images' numbers where the images are, in one transfer: one a batch would wait for the card
+    # each time.
     numbers = upload(torch.cat(list(batches)), stream.x_train.device).split([len(rows) for rows in batches])
-    return [partial(_arguments, stream, task, rows, there, train, store) for rows, there in zip(batches, numbers, strict=True)]
+    return [
+        partial(_arguments, stream, task, rows, there, train, store)
+        for rows, there in zip(batches, numbers, strict=True)
+    ]
 
 
 def resident(stream: Stream, device: torch.device) -> Stream:
-    """The stream with its images on the card, uploaded once, where they leave half of the free memory to the run."""
+    """The stream with its images on the card, uploaded once, where they leave half of the free
+    memory to the run.
+    """
     if device.type != "cuda":
         return stream
     size = stream.x_train.nbytes + stream.x_test.nbytes
@@ -161,4 +181,11 @@ def resident(stream: Stream, device: torch.device) -> Stream:
 
 
 def _arguments(stream: Stream, task: int, rows: Tensor, numbers: Tensor, train: bool, store: bool) -> dict[str, Any]:
-    return {"x": stream.x_train[numbers], "y": stream.y_train[rows], "task": task, "index": numbers, "train": train, "store": store}
+    return {
+        "x": stream.x_train[numbers],
+        "y": stream.y_train[rows],
+        "task": task,
+        "index": numbers,
+        "train": train,
+        "store": store,
+    }

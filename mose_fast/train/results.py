@@ -1,4 +1,6 @@
-"""What a run leaves: ``results.json`` (described by ``results.schema.json``) and ``accuracy.csv``."""
+"""What a run leaves: ``results.json`` (described by ``results.schema.json``) and
+``accuracy.csv``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ __all__ = ["SCHEMA_VERSION", "accuracy_csv", "build_results", "precision_of", "s
 
 SCHEMA_VERSION = 1
 
-#: Accuracies by classifier, expert, after_task: [classifier][expert] -> rows over time, each a list over the tasks seen.
+#: Accuracies by classifier, expert, after_task: [classifier][expert] -> rows over time, each a list
+#: over the tasks seen.
 Matrices = dict[str, dict[str, list[list[float | None]]]]
 
 
@@ -61,7 +64,8 @@ def build_results(
         confusion: Test images by task and predicted task, after the last evaluation.
         confusion_by_class: Likewise by class and predicted class, without zeros.
         evaluated_after: Tasks after which there was an evaluation, in order.
-        untrained: Accuracy by classifier, expert and task of the network before training, on the same final memory.
+        untrained: Accuracy by classifier, expert and task of the network before training, on the
+        same final memory.
         clock: Of the run; it is read last.
         interruptions: How often the run was resumed.
     """
@@ -81,7 +85,10 @@ def build_results(
     buffer_accuracy = over_all(lambda rows: square(rows, None), buffer)
     bof = {
         c: {
-            e: [None if math.isnan(v) else v for v in evaluate.buffer_overfitting(_nan(buffer_accuracy[c][e][-1]), accuracy[c][e][-1])]
+            e: [
+                None if math.isnan(v) else v
+                for v in evaluate.buffer_overfitting(_nan(buffer_accuracy[c][e][-1]), accuracy[c][e][-1])
+            ]
             for e in experts
         }
         for c, experts in accuracy.items()
@@ -109,11 +116,19 @@ def build_results(
             "precision": learner.precision.name,
             "reasons": {
                 name: choice.reason
-                for name, choice in (("feed", learner.feed), ("step", learner.stepping), ("precision", learner.precision))
+                for name, choice in (
+                    ("feed", learner.feed),
+                    ("step", learner.stepping),
+                    ("precision", learner.precision),
+                )
                 if choice is not None and choice.reason
             },
             "mirror": learner.mirrored,
-            "normalisation": {"name": normalisation.name, "mean": list(normalisation.mean), "std": list(normalisation.std)},
+            "normalisation": {
+                "name": normalisation.name,
+                "mean": list(normalisation.mean),
+                "std": list(normalisation.std),
+            },
             "classifier": classifier,
             "expert": expert,
         },
@@ -163,12 +178,16 @@ def build_results(
 
 
 def precision_of(results: dict[str, Any]) -> str:
-    """The precision that a run had: ``fp32``, ``tf32`` or ``bf16``. Results from before there was ``auto`` hold what was asked for only."""
+    """The precision that a run had: ``fp32``, ``tf32`` or ``bf16``.
+
+    Results from before there was ``auto`` hold what was asked for only.
+    """
     return results["resolved"].get("precision", results["config"]["precision"])
 
 
 def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> str:
-    """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy (empty: no samples in the memory).
+    """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy
+    (empty: no samples in the memory).
 
     Tasks count from 0.
     """
@@ -184,23 +203,25 @@ def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -
 
 
 def summary(results: dict[str, Any]) -> str:
-    """A table of ACC (mean over tasks), sample ACC (mean over test images) and forgetting for people, in percent."""
+    """A table of ACC (mean over tasks), sample ACC (mean over test images) and forgetting for
+    people, in percent.
+    """
 
     def percent(value: float | None) -> str:
         return "    -" if value is None else f"{100 * value:5.1f}"
 
     lines = [
-        f"{'classifier':<11} {'expert':<14} {'ACC':>5} {'sample ACC':>11} {'AF paper':>9} {'AF released':>12} {'untrained ACC':>14}   "
-        "(percent)"
+        f"{'classifier':<11} {'expert':<14} {'ACC':>5} {'sample ACC':>11} {'AF paper':>9} {'AF released':>12}"
+        f" {'untrained ACC':>14}   (percent)"
     ]
     for classifier, experts in results["acc"].items():
         for expert, acc in experts.items():
             main = (classifier, expert) == (results["resolved"]["classifier"], results["resolved"]["expert"])
             lines.append(
-                f"{classifier:<11} {expert:<14} {percent(acc)} {percent(results['sample_acc'][classifier][expert]):>11} "
-                f"{percent(results['af_paper'][classifier][expert]):>9} "
-                f"{percent(results['af_released'][classifier][expert]):>12} {percent(results['untrained']['acc'][classifier][expert]):>14}"
-                f"{'   <- predict()' if main else ''}"
+                f"{classifier:<11} {expert:<14} {percent(acc)} {percent(results['sample_acc'][classifier][expert]):>11}"
+                f" {percent(results['af_paper'][classifier][expert]):>9}"
+                f" {percent(results['af_released'][classifier][expert]):>12}"
+                f" {percent(results['untrained']['acc'][classifier][expert]):>14}{'   <- predict()' if main else ''}"
             )
     return "\n".join(lines)
 

@@ -17,7 +17,8 @@ from mose_fast.train.feeder import Feeder, Views
 
 __all__ = ["DEPTH", "Ring"]
 
-#: Batches that are planned ahead, at most. A plan takes a fraction of a step, so that a few hide it.
+#: Batches that are planned ahead, at most. A plan takes a fraction of a step, so that a few hide
+#: it.
 DEPTH = 4
 
 
@@ -30,11 +31,13 @@ class _Waiting(NamedTuple):
 class Ring:
     """Prepares batches in order and hands them out in order, as many ahead as its depth.
 
-    On a card, a learner that plans ahead does so on a stream of its own; :meth:`take` makes the current stream wait for what it takes,
-    by an event outside any graph, and the host for nothing. Replay memory and class masks then belong to that stream: whoever else
-    reads or writes them calls :meth:`settle` first.
+    On a card, a learner that plans ahead does so on a stream of its own; :meth:`take` makes the
+    current stream wait for what it takes, by an event outside any graph, and the host for nothing.
+    Replay memory and class masks then belong to that stream: whoever else reads or writes them
+    calls :meth:`synchronise` first.
 
-    Views that a step does not make by itself (those of DALI) are made meanwhile by a :class:`Feeder`, ahead as far as the plans.
+    Views that a step does not make by itself (those of DALI) are made meanwhile by a
+    :class:`Feeder`, ahead as far as the plans.
 
     Args:
         learner: Prepares the batches; one that does not plan ahead gets one at a time.
@@ -47,8 +50,9 @@ class Ring:
         self.depth = depth if learner.plans_ahead else 1
         self._waiting: deque[_Waiting] = deque()
         self._feeder = Feeder(learner.device)
-        self._stream = torch.cuda.Stream(learner.device) if learner.late else None
-        # Whether the stream goes its own way, or waits for what the current one has launched before it does anything.
+        self._stream = torch.cuda.Stream(learner.device) if learner.reads_losses_late else None
+        # Whether the stream goes its own way, or waits for what the current one has launched before
+        # it does anything.
         self._apart = False
 
     def __len__(self) -> int:
@@ -63,7 +67,8 @@ class Ring:
         """Prepares a batch.
 
         Args:
-            batch: Gives the arguments of :meth:`mose_fast.methods.Learner.prepare`; called on the ring's stream.
+            batch: Gives the arguments of :meth:`mose_fast.methods.Learner.prepare`; called on the
+                ring's stream.
         """
         with self._on_stream():
             prepared = self.learner.prepare(**batch())
@@ -95,14 +100,19 @@ class Ring:
                 self.learner.roll_back(prepared)
 
     def undo(self, taken: Prepared) -> bool:
-        """Undoes a batch that was consumed, see :meth:`mose_fast.methods.Learner.roll_back`; the newest first, after the others."""
-        # It asks the model whether the step changed anything, and later steps may be on their way on the current stream.
-        self.settle()
+        """Undoes a batch that was consumed, see :meth:`mose_fast.methods.Learner.roll_back`; the
+        newest first, after the others.
+        """
+        # It asks the model whether the step changed anything, and later steps may be on their way
+        # on the current stream.
+        self.synchronise()
         with self._on_stream():
             return self.learner.roll_back(taken, consumed=True)
 
-    def settle(self) -> None:
-        """Lets the current stream see all that was prepared, and what is prepared next wait for the current stream."""
+    def synchronise(self) -> None:
+        """Lets the current stream see all that was prepared, and what is prepared next wait for the
+        current stream.
+        """
         if self._stream is not None:
             torch.cuda.current_stream(self.learner.device).wait_stream(self._stream)
             self._apart = False

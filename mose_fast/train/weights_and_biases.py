@@ -20,10 +20,12 @@ __all__ = ["WeightsAndBiases"]
 
 
 class WeightsAndBiases(Listener):
-    """Logs a run to Weights & Biases: losses every ``every`` batches, accuracies after every task, ACC and forgetting at the end.
+    """Logs a run to Weights & Biases: losses every ``every`` batches, accuracies after every task,
+    ACC and forgetting at the end.
 
-    A run never depends on it: whatever goes wrong there (no network, no account, a full disk) is one warning, and the run goes on.
-    Without WANDB_MODE and without an API key it works offline; ``wandb sync`` uploads later.
+    A run never depends on it: whatever goes wrong there (no network, no account, a full disk) is
+    one warning, and the run goes on. Without WANDB_MODE and without an API key it works offline;
+    ``wandb sync`` uploads later.
 
     Args:
         project: Name of the project there.
@@ -38,7 +40,9 @@ class WeightsAndBiases(Listener):
         try:
             import wandb
         except ImportError as error:
-            raise RunError("Weights & Biases is asked for, but wandb is not installed. First: pip install 'mose-fast[wandb]'") from error
+            raise RunError(
+                "Weights & Biases is asked for, but wandb is not installed. First: pip install 'mose-fast[wandb]'"
+            ) from error
         self.wandb = wandb
         self.project, self.folder, self.every = project, Path(folder), every
         self._run: Any = None
@@ -95,4 +99,7 @@ class WeightsAndBiases(Listener):
             action()
         except Exception as error:
             self._run = None
-            warnings.warn(f"Weights & Biases does not work ({type(error).__name__}: {error}); the run goes on without it", stacklevel=4)
+            warnings.warn(
+                f"Weights & Biases does not work ({type(error).__name__}: {error}); the run goes on without it",
+                stacklevel=4,
+            )

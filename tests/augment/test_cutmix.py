@@ -41,8 +41,9 @@ def test_a_box_has_the_images_shape_and_a_uniform_share_where_the_border_does_no
         if min(rows[0], columns[0]) > 0 and rows[-1] < 199 and columns[-1] < 99:
             assert abs(len(rows) - 2 * len(columns)) <= 4
             sizes.append(len(rows) * len(columns) / 20000)
-    # A box with the share s of the area is whole with probability (1 - sqrt(s))^2, so the mean share of whole ones is
-    # integral(s (1 - sqrt(s))^2) / integral((1 - sqrt(s))^2) = (1/30) / (1/6) = 0.2.
+    # A box with the share s of the area is whole with probability (1 - sqrt(s))^2, so the mean
+    # share of whole ones is integral(s (1 - sqrt(s))^2) / integral((1 - sqrt(s))^2) = (1/30) /
+    # (1/6) = 0.2.
     assert len(sizes) > 15 and abs(sum(sizes) / len(sizes) - 0.2) < 0.12
 
 

@@ -1,4 +1,7 @@
-"""Three feeds make the same views of the same parameters: plain PyTorch, the native op, DALI. Which one a run takes, and what it says."""
+"""Three feeds make the same views of the same parameters: plain PyTorch, the native op, DALI.
+
+Which one a run takes, and what it says.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def images(request, real_data) -> torch.Tensor:
 
 
 def noise(count: int, height: int = 32, width: int = 32, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (count, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (count, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def maker(feed: str, recipe: str = "simclr", inner: int = 2, mirror: bool = True) -> ViewMaker:
@@ -50,7 +55,9 @@ def truth(made: ViewMaker, images: torch.Tensor, sizes: tuple[int, ...], monkeyp
     """The views that a maker should make of step 9 of seed 5, in float64."""
 
     def in_float64(sources, rows, layout, codes, factors, mean, std, *, jitter_normalised, plain):
-        return reference.augment(sources, rows, layout, codes, factors, list(mean), list(std), jitter_normalised, torch.float64, 3)
+        return reference.augment(
+            sources, rows, layout, codes, factors, list(mean), list(std), jitter_normalised, torch.float64, 3
+        )
 
     with monkeypatch.context() as patched:
         patched.setattr("mose_fast.augment.views.augment", in_float64)
@@ -69,7 +76,9 @@ def worst(ours: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("inner", [1, 2, 4])
 @pytest.mark.parametrize("recipe", ["none", "ocm", "simclr"])
 def test_every_feed_is_within_rounding_of_the_views_in_float64(images, recipe, inner, mirror, feed, monkeypatch):
-    """1e-6, plain PyTorch 2e-5: its grid_sample takes coordinates in half image sizes, whose rounding shifts every pixel a little."""
+    """1e-6, plain PyTorch 2e-5: its grid_sample takes coordinates in half image sizes, whose
+    rounding shifts every pixel a little.
+    """
     made = maker(feed, recipe, inner, mirror)
     views, rows = made.make(images, (25, 15), 5, 9)
     assert views.is_contiguous(memory_format=torch.channels_last)
@@ -81,10 +90,19 @@ def test_every_feed_is_within_rounding_of_the_views_in_float64(images, recipe, i
 @needs_dali
 @pytest.mark.parametrize(
     ("height", "width", "inner", "bound"),
-    [(8, 8, 16, 1e-6), (32, 32, 16, 1e-6), (24, 16, 4, 1e-4), (16, 24, 2, 1e-4), (40, 40, 2, 1e-4), (224, 224, 1, 5e-3)],
+    [
+        (8, 8, 16, 1e-6),
+        (32, 32, 16, 1e-6),
+        (24, 16, 4, 1e-4),
+        (16, 24, 2, 1e-4),
+        (40, 40, 2, 1e-4),
+        (224, 224, 1, 5e-3),
+    ],
 )
 def test_dali_turns_and_samples_other_sizes(height, width, inner, bound, monkeypatch):
-    """Less exactly where a side is no power of two: DALI on the CPU adds the step between two places again and again."""
+    """Less exactly where a side is no power of two: DALI on the CPU adds the step between two
+    places again and again.
+    """
     x, made = noise(9, height, width), maker("dali", inner=inner)
     assert worst(made.make(x, (9,), 5, 9)[0], truth(made, x, (9,), monkeypatch)) < bound
 
@@ -106,7 +124,9 @@ def test_one_view_of_each_image_and_none(feed):
     x = noise(7)
     wanted = maker("fused").augmented(x, 3, 4)
     torch.testing.assert_close(maker(feed).augmented(x, 3, 4), wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(maker(feed, "none").augmented(x, 3, 4), maker("fused").normalise(x), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        maker(feed, "none").augmented(x, 3, 4), maker("fused").normalise(x), rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(maker(feed).normalise(x), maker("fused").normalise(x), rtol=1e-6, atol=1e-6)
     assert maker(feed).augmented(x[:0], 3, 4).shape == (0, 3, 32, 32)
 
@@ -133,7 +153,9 @@ def test_views_made_apart_are_not_applied_from_inputs():
 
 @needs_dali
 def test_dali_gives_the_views_of_each_call_whatever_came_before():
-    """Steps of all sizes, beyond the first pipeline's too: no call returns another's views, and the same call the same bits."""
+    """Steps of all sizes, beyond the first pipeline's too: no call returns another's views, and the
+    same call the same bits.
+    """
     made, fresh = maker("dali"), maker("dali")
     for sequence, count in enumerate([10, 96, 0, 1, 300, 96, 10]):
         x = noise(count, seed=sequence)
@@ -145,7 +167,9 @@ def test_dali_gives_the_views_of_each_call_whatever_came_before():
     x = noise(96, seed=1)
     assert torch.equal(made.make(x, (96,), 1, 1)[0], fresh.make(x, (96,), 1, 1)[0])
     # Another size of images, and a use after the end.
-    torch.testing.assert_close(made.make(noise(5, 64, 64), (5,), 1, 1)[0], maker("fused").make(noise(5, 64, 64), (5,), 1, 1)[0])
+    torch.testing.assert_close(
+        made.make(noise(5, 64, 64), (5,), 1, 1)[0], maker("fused").make(noise(5, 64, 64), (5,), 1, 1)[0]
+    )
     made.close()
     made.close()
     assert torch.equal(made.make(x, (96,), 1, 1)[0], fresh.make(x, (96,), 1, 1)[0])
@@ -168,7 +192,9 @@ def test_a_call_that_broke_off_leaves_nothing_behind(error, monkeypatch):
         with pytest.raises(error):
             made.make(noise(20, seed=1), (20,), 1, 1)
     x = noise(20, seed=2)
-    torch.testing.assert_close(made.make(x, (20,), 1, 2)[0], maker("fused").make(x, (20,), 1, 2)[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        made.make(x, (20,), 1, 2)[0], maker("fused").make(x, (20,), 1, 2)[0], rtol=1e-6, atol=1e-6
+    )
 
 
 @needs_dali
@@ -189,7 +215,9 @@ def test_input_is_not_written_and_need_not_be_contiguous():
     before = wide.clone()
     views = maker("dali").make(wide[:, :, ::2], (12,), 1, 1)[0]
     assert torch.equal(wide, before)
-    torch.testing.assert_close(views, maker("fused").make(wide[:, :, ::2].contiguous(), (12,), 1, 1)[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        views, maker("fused").make(wide[:, :, ::2].contiguous(), (12,), 1, 1)[0], rtol=1e-6, atol=1e-6
+    )
 
 
 @needs_dali
@@ -202,7 +230,9 @@ def test_two_threads_with_a_maker_each_and_with_one_together():
         try:
             for s in sequences:
                 for made in (own, shared):
-                    torch.testing.assert_close(made.make(noise(30, seed=s), (30,), 1, s)[0], wanted[s], rtol=1e-6, atol=1e-6)
+                    torch.testing.assert_close(
+                        made.make(noise(30, seed=s), (30,), 1, s)[0], wanted[s], rtol=1e-6, atol=1e-6
+                    )
         except BaseException as error:
             failures.append(error)
 
@@ -223,7 +253,9 @@ def test_a_program_ends_with_a_pipeline_open():
         "print(made.make(torch.zeros(4, 32, 32, 3, dtype=torch.uint8), (4,), 0, 0)[0].shape[0])"
     )
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["16"]), done.stderr
 
 
@@ -314,13 +346,24 @@ def test_plain_is_the_reference_itself():
 
 def learner(method: str, feed: str, recipe: str):
     return create_learner(
-        method=method, classes=4, image_size=(32, 32), width=2, memory=40, device="cpu", feed=feed, seed=3,
-        options={"buffer_batch": 10, "augment": recipe}, mean=MEAN, std=STD,
-    )  # fmt: skip
+        method=method,
+        classes=4,
+        image_size=(32, 32),
+        width=2,
+        memory=40,
+        device="cpu",
+        feed=feed,
+        seed=3,
+        options={"buffer_batch": 10, "augment": recipe},
+        mean=MEAN,
+        std=STD,
+    )
 
 
 def train(method: str, feed: str, recipe: str, steps: int = 4) -> list[float]:
-    """Losses of the first steps on noise around a brightness that tells the class; the first batch may only be stored."""
+    """Losses of the first steps on noise around a brightness that tells the class; the first batch
+    may only be stored.
+    """
     made = learner(method, feed, recipe)
     losses = []
     for step in range(steps):
@@ -337,7 +380,9 @@ def train(method: str, feed: str, recipe: str, steps: int = 4) -> list[float]:
     ("method", "recipe"), [("mose", "ocm"), ("mose", "none"), ("mose", "scr"), ("er", "simclr"), ("derpp", "pad_crop")]
 )
 def test_losses_of_three_steps_are_the_same_by_every_feed(method, recipe, feed):
-    """Within 1e-4 of each loss: Adam's first steps divide gradients by their own size, which carries rounding on."""
+    """Within 1e-4 of each loss: Adam's first steps divide gradients by their own size, which
+    carries rounding on.
+    """
     fused = train(method, "fused", recipe)
     assert len(fused) >= 3
     other = train(method, feed, recipe)

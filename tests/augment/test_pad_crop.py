@@ -24,7 +24,12 @@ def places(cropped: torch.Tensor) -> list[tuple[int, int, bool]]:
     middle = cropped.shape[1] // 2
     down = cropped[:, middle, middle, 0].int() - middle - 1
     step = cropped[:, middle, middle + 1, 1].int() - cropped[:, middle, middle, 1].int()
-    left = torch.where(step > 0, cropped[:, middle, middle, 1].int() - middle, cropped[:, middle, middle, 1].int() - middle + 1) - 1
+    left = (
+        torch.where(
+            step > 0, cropped[:, middle, middle, 1].int() - middle, cropped[:, middle, middle, 1].int() - middle + 1
+        )
+        - 1
+    )
     return list(zip(down.tolist(), left.tolist(), (step < 0).tolist(), strict=True))
 
 

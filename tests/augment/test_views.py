@@ -1,4 +1,6 @@
-"""Views: orientations, the order of copies, recipes and the path from uint8 to normalised floats."""
+"""Views: orientations, the order of copies, recipes and the path from uint8 to normalised
+floats.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,13 @@ def test_orientations_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("inner", "mirror", "codes"), [(1, True, [0]), (2, True, [0, 3]), (4, True, [0, 1, 2, 3]), (2, False, [0]), (16, False, [0])]
+    ("inner", "mirror", "codes"),
+    [(1, True, [0]), (2, True, [0, 3]), (4, True, [0, 1, 2, 3]), (2, False, [0]), (16, False, [0])],
 )
 def test_order_of_the_views(inner, mirror, codes):
-    """Two sets: each set's fixed copies, orientation by orientation, then as many augmented ones, before the next set begins."""
+    """Two sets: each set's fixed copies, orientation by orientation, then as many augmented ones,
+    before the next set begins.
+    """
     x = images(5)
     views, rows = maker(inner=inner, mirror=mirror).make(x, (3, 2), seed=1, sequence=0)
     assert len(views) == 5 * len(codes) * 2 == 5 * maker(inner=inner, mirror=mirror).views_per_row
@@ -59,7 +64,9 @@ def test_order_of_the_views(inner, mirror, codes):
         block = [row for _ in codes for row in part]
         assert rows[start : start + 2 * len(block)].tolist() == block * 2
         fixed = torch.cat([augment.orient(x[list(part)].permute(0, 3, 1, 2), code) for code in codes])
-        torch.testing.assert_close(views[start : start + len(block)], normalised(fixed.permute(0, 2, 3, 1).numpy()), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            views[start : start + len(block)], normalised(fixed.permute(0, 2, 3, 1).numpy()), rtol=0, atol=1e-5
+        )
         start += 2 * len(block)
 
 
@@ -121,22 +128,29 @@ def test_without_mirroring_no_view_is_mirrored():
 
 
 def test_crop_samples_its_window():
-    """A window of exactly half the image in the upper left corner doubles each pixel, bilinearly: checked against interpolation."""
+    """A window of exactly half the image in the upper left corner doubles each pixel, bilinearly:
+    checked against interpolation.
+    """
     x = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     cropped = augment.crop(x, torch.tensor([[0.5, 0.5]]), torch.tensor([[-0.5, -0.5]]))
     expected = F.interpolate(x[:, :, :9, :9], scale_factor=2, mode="bilinear", align_corners=False)
-    # Away from the right and lower border, where interpolation has no neighbour; there the image's next pixel counts.
+    # Away from the right and lower border, where interpolation has no neighbour; there the image's
+    # next pixel counts.
     torch.testing.assert_close(cropped[:, :, :15, :15], expected[:, :, :15, :15], rtol=0, atol=1e-5)
     whole = augment.crop(x, torch.ones(1, 2), torch.zeros(1, 2))
     torch.testing.assert_close(whole, x, rtol=0, atol=1e-5)
 
 
 def test_jitter_by_hand():
-    """Pure red: a third of a turn makes it green; saturation 0.5 makes it pink; value 0.5 halves it; contrast 0 gives the channel means."""
+    """Pure red: a third of a turn makes it green; saturation 0.5 makes it pink; value 0.5 halves
+    it; contrast 0 gives the channel means.
+    """
     red = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1).expand(1, 3, 2, 2)
     no = torch.tensor([False])
 
-    def pixel(hue: float = 0, saturation: float = 1, value: float = 1, contrast: float = 1, x: torch.Tensor = red) -> list[float]:
+    def pixel(
+        hue: float = 0, saturation: float = 1, value: float = 1, contrast: float = 1, x: torch.Tensor = red
+    ) -> list[float]:
         return augment.jitter(x, torch.tensor([[hue, saturation, value, contrast]]), no)[0, :, 0, 0].tolist()
 
     assert pixel() == pytest.approx([1, 0, 0], abs=1e-6)
@@ -149,7 +163,9 @@ def test_jitter_by_hand():
 
 
 def test_jitter_before_normalisation_and_as_released():
-    """The released jitter clamps normalised values to [0, 1], so dark pixels, which normalise below 0, become 0 in every channel."""
+    """The released jitter clamps normalised values to [0, 1], so dark pixels, which normalise below
+    0, become 0 in every channel.
+    """
     n = 400
     dark = torch.full((n, 8, 8, 3), 20, dtype=torch.uint8)
     released = maker("scr", inner=1, jitter_normalised=True).make(dark, (n,), seed=0, sequence=0)[0][n:]

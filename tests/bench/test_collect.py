@@ -25,7 +25,9 @@ def test_an_op_with_everything(root):
 
 
 def test_each_missing_thing_is_named(root):
-    assert missing(root, ["sort"], [], ["bench/bench_sort.py::bench_sort[native-cpu-384]", "bench/bench_sort_all.py::x[cuda]"]) == [
+    assert missing(
+        root, ["sort"], [], ["bench/bench_sort.py::bench_sort[native-cpu-384]", "bench/bench_sort_all.py::x[cuda]"]
+    ) == [
         "sort: no test in tests/gpu imports mose_fast.ops.sort",
         "sort: no benchmark on a card; wanted bench/bench_sort.py",
     ]

@@ -29,7 +29,10 @@ def test_the_first_classes_two_a_task():
 
 
 def test_figures():
-    results = {"resolved": {"classifier": "ncm", "expert": "4"}, "acc": {"linear": {"4": 0.1}, "ncm": {"1": 0.2, "4": 0.3}}}
+    results = {
+        "resolved": {"classifier": "ncm", "expert": "4"},
+        "acc": {"linear": {"4": 0.1}, "ncm": {"1": 0.2, "4": 0.3}},
+    }
     assert own_score(results, "acc") == 0.3
     # By hand: mean 20, deviations -10, 0, 10, squares' sum over n - 1 is 100.
     assert mean_and_spread([0.1, 0.2, 0.3]) == "20.0 ± 10.0" and mean_and_spread([0.123]) == "12.3"

@@ -43,4 +43,7 @@ def test_one_miss_is_measured_again(monkeypatch, capsys):
 def test_the_gates_are_the_issue_s():
     wanted = {("expert_losses", "forward+backward"), ("augment", "forward")}
     assert {(case.op, case.direction) for case, _, _ in gate.GATES} == wanted
-    assert all((case.device, case.dtype, case.shape["N"], least) == ("cpu", torch.float32, 384, 1.5) for case, _, least in gate.GATES)
+    assert all(
+        (case.device, case.dtype, case.shape["N"], least) == ("cpu", torch.float32, 384, 1.5)
+        for case, _, least in gate.GATES
+    )

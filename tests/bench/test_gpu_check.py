@@ -1,4 +1,6 @@
-"""bench/gpu_check.sh with stand-ins for a card's machine: order, choice of steps, failures, time limits, what lies in OUT when."""
+"""bench/gpu_check.sh with stand-ins for a card's machine: order, choice of steps, failures, time
+limits, what lies in OUT when.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,24 @@ from mose_fast import _loader
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not shutil.which("timeout"), reason="needs timeout of GNU coreutils")
-FIRST = ["library", "kernel_check", "smoke", "captured", "tests", "step", "kernel_times", "run", "loop", "norms", "alignment"]
+FIRST = [
+    "library",
+    "kernel_check",
+    "smoke",
+    "captured",
+    "tests",
+    "step",
+    "kernel_times",
+    "run",
+    "loop",
+    "norms",
+    "alignment",
+]
 FIRST += ["memcheck", "compare_step"]
 LATER = ["bench_a", "bench_b", "bench", "compiled", "racecheck", "initcheck"]
 
-# Each stand-in notes its call; FAIL and SLEEP hold words, and a call that contains one fails or takes too long. python is the real one
-# where REAL names it.
+# Each stand-in notes its call; FAIL and SLEEP hold words, and a call that contains one fails or
+# takes too long. python is the real one where REAL names it.
 STAND_IN = """#!/bin/bash
 call="$(basename "$0") $*"
 echo "$call" >>"$CALLS"
@@ -38,7 +52,8 @@ case "$call" in
     case "$call" in
       *bench_step.py*) rows=${call##*--rows=} && echo "op,impl" >"${rows%% *}/nvidia-h100-80gb-hbm3.csv" ;;
       *bench.store*) echo "op  native us" ;;
-      *"mose_fast run"*) cd build/gpu_check && mkdir -p run && echo "{}" >run/results.json && echo "a" >run/accuracy.csv ;;
+      *"mose_fast run"*) cd build/gpu_check && mkdir -p run && echo "{}" >run/results.json
+                      echo "a" >run/accuracy.csv ;;
     esac ;;
 esac
 """
@@ -56,14 +71,23 @@ class Machine:
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
         self.calls.write_text("")
-        given = {"CALLS": str(self.calls), "PYTHON": "python", "PATH": f"{self.tools}:{os.environ['PATH']}", "OUT": str(self.out)}
+        given = {
+            "CALLS": str(self.calls),
+            "PYTHON": "python",
+            "PATH": f"{self.tools}:{os.environ['PATH']}",
+            "OUT": str(self.out),
+        }
         # pytest-benchmark measures nothing where it believes to be a worker of pytest-xdist.
         left_out = ("LIMIT", "MOSE_FAST_NATIVE", "PYTEST_XDIST")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         return subprocess.Popen(
-            [self.tree / "bench" / "gpu_check.sh", *arguments], env={**inherited, **given, **environment}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [self.tree / "bench" / "gpu_check.sh", *arguments],
+            env={**inherited, **given, **environment},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def run(self, *arguments: str, **environment: str) -> tuple[int, str, list[str]]:
         """Exit status, output, calls of stand-ins; keywords are environment variables."""
@@ -108,13 +132,29 @@ def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
     places = [
         text.index(words)
         for words in (
-            "nvidia-smi", "cmake --build build/card --target kernel_check", "python -W error", "kernel_check \n", "bench.smoke",
-            "pytest tests/gpu/test_captured.py", "pytest tests/gpu --ignore", "bench/bench_step.py", "bench.kernel_times",
-            "bench/bench_run.py", "bench_loop and", "bench/bench_batch_norm_act.py", "bench/bench_align_conv.py", "--tool memcheck",
-            "bench.compare_step", "bench/bench_a.py", "bench/bench_b.py", "mose_fast bench", "-k compiled", "--tool racecheck",
+            "nvidia-smi",
+            "cmake --build build/card --target kernel_check",
+            "python -W error",
+            "kernel_check \n",
+            "bench.smoke",
+            "pytest tests/gpu/test_captured.py",
+            "pytest tests/gpu --ignore",
+            "bench/bench_step.py",
+            "bench.kernel_times",
+            "bench/bench_run.py",
+            "bench_loop and",
+            "bench/bench_batch_norm_act.py",
+            "bench/bench_align_conv.py",
+            "--tool memcheck",
+            "bench.compare_step",
+            "bench/bench_a.py",
+            "bench/bench_b.py",
+            "mose_fast bench",
+            "-k compiled",
+            "--tool racecheck",
             "--tool initcheck",
         )
-    ]  # fmt: skip
+    ]
     assert places == sorted(places)
     assert "bench_script" not in text
     assert "-m pip install --no-build-isolation --no-deps" in text and "-DMOSE_FAST_ARCHS_WANTED=9.0" in text
@@ -123,7 +163,12 @@ def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
     assert list(machine.summary()) == ["build", *FIRST, *LATER]
     rows = machine.out / "nvidia-h100-80gb-hbm3.csv"
     assert output.endswith(f"op  native us\nto keep these rows: python -m bench.store {rows}\n")
-    assert {path.name for path in machine.out.iterdir()} == {"log.txt", "summary.txt", rows.name, "nvidia-h100-80gb-hbm3.txt"}
+    assert {path.name for path in machine.out.iterdir()} == {
+        "log.txt",
+        "summary.txt",
+        rows.name,
+        "nvidia-h100-80gb-hbm3.txt",
+    }
 
 
 def test_the_whole_run_is_on_cifar100_where_there_is_some(machine):
@@ -188,7 +233,12 @@ def test_a_prebuilt_library_is_looked_at_and_taken(machine):
 def test_a_step_starts_only_if_there_is_time_for_it_and_the_next_call_is_named(machine):
     status, output, _ = machine.run("--prebuilt", "/built", "--data", "/there", LIMIT="79")
     assert status == 1
-    assert list(machine.summary()) == ["library", "kernel_check", "smoke", "captured"]  # the next one, tests, is expected to take 80 s
+    assert list(machine.summary()) == [
+        "library",
+        "kernel_check",
+        "smoke",
+        "captured",
+    ]  # the next one, tests, is expected to take 80 s
     told = (machine.out / "summary.txt").read_text().splitlines()[-2:]
     assert told[0].startswith("not run for lack of time: tests step kernel_times")
     assert told[1] == "next: bench/gpu_check.sh --after captured --prebuilt /built --data /there" and told[1] in output
@@ -197,7 +247,9 @@ def test_a_step_starts_only_if_there_is_time_for_it_and_the_next_call_is_named(m
 
 
 def test_a_step_that_runs_out_of_time(machine):
-    status, output, calls = machine.run("--device", "cpu", "--only", "smoke,captured,step", SLEEP="test_captured", LIMIT="4")
+    status, output, calls = machine.run(
+        "--device", "cpu", "--only", "smoke,captured,step", SLEEP="test_captured", LIMIT="4"
+    )
     assert status == 1
     assert machine.summary()["smoke"] == "ok" and machine.summary()["captured"] == "FAILED: out of time"
     assert "halfway" in output and "not run for lack of time: step" in output
@@ -262,7 +314,9 @@ def test_the_plan_of_this_tree_fits_two_calls(machine):
 
 @pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
 def test_every_step_works_on_a_stand_in_card(tmp_path):
-    """The real modules on the CPU at small sizes, one step failing, one out of time, and a kill in the middle of the next call."""
+    """The real modules on the CPU at small sizes, one step failing, one out of time, and a kill in
+    the middle of the next call.
+    """
     machine = Machine(tmp_path)
     machine.tree = ROOT
     prebuilt, data = tmp_path / "prebuilt", tmp_path / "data"
@@ -278,7 +332,9 @@ def test_every_step_works_on_a_stand_in_card(tmp_path):
     given = {"REAL": sys.executable, "OMP_NUM_THREADS": "1", "LIMIT": "380"}
     status, output, _ = machine.run(*options, "--only", steps, FAIL="racecheck", **given)
     assert status == 1
-    assert machine.summary() == dict.fromkeys(["library", *steps.split(",")], "ok") | {"racecheck": "FAILED: exit status 3"}, output
+    assert machine.summary() == dict.fromkeys(["library", *steps.split(",")], "ok") | {
+        "racecheck": "FAILED: exit status 3"
+    }, output
     found = {path.name for path in machine.out.iterdir()}
     assert found == {"log.txt", "summary.txt", "kernels.csv", "cpu.csv", "cpu.txt", "run.json", "run.csv"}
     with open(machine.out / "cpu.csv") as file:

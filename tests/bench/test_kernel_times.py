@@ -32,7 +32,12 @@ def test_rows_sum_up_by_op():
     assert by_kernel[next(iter(KERNELS))]["predicted_us"] == "760"
     norms = next(row for row in found if row["op"] == "batch_norm_act")
     # 800 MB at 4 TB/s take 200 us.
-    assert (norms["needed_mb"], norms["moved_mb"], norms["floor_us"], norms["predicted_us"]) == ("800.0", "1000.0", "200.0", "1400-1650")
+    assert (norms["needed_mb"], norms["moved_mb"], norms["floor_us"], norms["predicted_us"]) == (
+        "800.0",
+        "1000.0",
+        "200.0",
+        "1400-1650",
+    )
     assert all(row["predicted_us"] == "" for row in rows("torch", KERNELS, {}, None))
     text = table(found)
     assert "sm90_xmma_fprop" in text and "Memcpy" not in text  # below a thousandth of the step
@@ -60,8 +65,15 @@ def test_every_kernel_of_ours_belongs_to_an_op():
     names = [line.split()[0] for line in budget.read_text().splitlines() if line and not line.startswith("#")]
     assert len(names) > 20
     assert {op_of(f"void mose::{name}<float>(Params)") for name in names} == {
-        "batch_norm_act", "align_conv", "norm_pool", "expert_losses", "adam", "augment", "reservoir", "other",
-    }  # fmt: skip
+        "batch_norm_act",
+        "align_conv",
+        "norm_pool",
+        "expert_losses",
+        "adam",
+        "augment",
+        "reservoir",
+        "other",
+    }
     assert [name for name in names if op_of(name) == "other"] == ["null_kernel"]  # not in a step
 
 
@@ -72,8 +84,9 @@ def test_bytes_of_a_network_by_hand():
     with counted_bytes() as found, torch.no_grad():
         network(torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last))
     elements = [2 * 8 * 32 * 32 // 2**stage for stage in range(4)]
-    # Maps moved: plain 8 with one reader, residual 11 and two norms 15 with two. The first stage: the stem with two readers (each gradient
-    # is read twice: 10), two plain, two residual; each later one: two plain, one of two norms, one residual; the last has one reader (10).
+    # Maps moved: plain 8 with one reader, residual 11 and two norms 15 with two. The first stage:
+    # the stem with two readers (each gradient is read twice: 10), two plain, two residual; each
+    # later one: two plain, one of two norms, one residual; the last has one reader (10).
     maps = [10 + 2 * 8 + 2 * 11, 2 * 8 + 15 + 11, 2 * 8 + 15 + 11, 2 * 8 + 15 + 10]
     masks = [3 + 2 * 3 + 2 * 2, 2 * 3 + 3 + 2, 2 * 3 + 3 + 2, 2 * 3 + 3 + 2]  # bits an element
     wanted = sum(n * (4 * m + bits / 8) for n, m, bits in zip(elements, maps, masks, strict=True))

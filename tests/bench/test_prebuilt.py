@@ -57,7 +57,8 @@ echo "$(basename "$0") $*" >>"$CALLS"
 case "$(basename "$0") $*" in
   python*version*) echo "torch2.11.0+cu130-cpython-312" ;;
   python*) [[ -z $FAIL ]] ;;
-  cmake*--build*) mkdir -p "$2/mose_fast" && touch "$2/mose_fast/_C.new.so" "$2/mose_fast/_build.json" "$2/kernel_check" ;;
+  cmake*--build*) mkdir -p "$2/mose_fast"
+                     touch "$2/mose_fast/_C.new.so" "$2/mose_fast/_build.json" "$2/kernel_check" ;;
 esac
 """
 

@@ -1,4 +1,6 @@
-"""The store keeps every measured number, in the file of its card, and the table says what the rows say."""
+"""The store keeps every measured number, in the file of its card, and the table says what the rows
+say.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def make_row(**changes: str) -> dict[str, str]:
     row = dict.fromkeys(COLUMNS, "")
-    row.update(op="sort", impl="native", direction="forward", shape="N=384 K=100", dtype="float32", device="cpu", median_us="20.0")
+    row.update(
+        op="sort",
+        impl="native",
+        direction="forward",
+        shape="N=384 K=100",
+        dtype="float32",
+        device="cpu",
+        median_us="20.0",
+    )
     row.update(p20_us="19.0", p80_us="22.5", card="A, B (R) CPU", torch="2.14", cuda="13.0", python="3.11", threads="2")
     return {**row, "commit": "abc", "date": "2026-01-02", **changes}
 
@@ -29,12 +39,21 @@ def make_json(*rows: dict[str, str]) -> str:
 
 def test_a_run_of_the_benchmarks_ends_in_the_store(tmp_path):
     written = tmp_path / "bench.json"
-    chosen = ["bench/bench_null.py", "-k", "reference and 40", "--devices=cpu", "--compiled=off", f"--benchmark-json={written}"]
+    chosen = [
+        "bench/bench_null.py",
+        "-k",
+        "reference and 40",
+        "--devices=cpu",
+        "--compiled=off",
+        f"--benchmark-json={written}",
+    ]
     chosen.append(f"--rows={tmp_path / 'at-once'}")
     # pytest-benchmark measures nothing where it believes to be a worker of pytest-xdist.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment = inherited | {"MOSE_FAST_COMMIT": "feed", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], cwd=ROOT, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], cwd=ROOT, env=environment, check=True
+    )
     assert main([str(written), "--results", str(tmp_path / "results")]) == 0
     with open(tmp_path / "results" / "cpu.csv") as file:
         rows = list(csv.DictReader(file))
@@ -75,7 +94,10 @@ def test_rows_are_added_and_never_lost(tmp_path):
 def test_each_card_has_its_file(tmp_path):
     card = make_row(device="cuda", card="NVIDIA H100 80GB HBM3", launches="4")
     assert file_name(card) == "nvidia-h100-80gb-hbm3.csv"
-    assert sorted(path.name for path in append([card, make_row()], tmp_path)) == ["cpu.csv", "nvidia-h100-80gb-hbm3.csv"]
+    assert sorted(path.name for path in append([card, make_row()], tmp_path)) == [
+        "cpu.csv",
+        "nvidia-h100-80gb-hbm3.csv",
+    ]
 
 
 def test_a_file_with_other_columns_is_left_alone(tmp_path):
@@ -114,9 +136,15 @@ def test_read_rows_refuses(text, message):
 def test_table():
     rows = [
         make_row(
-            device="cuda", median_us="50", target_us="40", launches="4", peak_bytes="2048", bytes_needed="30000000", bytes_moved="45000000",
+            device="cuda",
+            median_us="50",
+            target_us="40",
+            launches="4",
+            peak_bytes="2048",
+            bytes_needed="30000000",
+            bytes_moved="45000000",
             copy_bytes_per_us="1000000",
-        ),  # fmt: skip - a copy of 30 MB would take 30 us
+        ),  # a copy of 30 MB would take 30 us
         make_row(device="cuda", median_us="120", impl="compiled"),
         make_row(device="cuda", median_us="999", impl="reference"),
         make_row(device="cuda", median_us="250", impl="reference"),

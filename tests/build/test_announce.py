@@ -48,7 +48,9 @@ def test_what_a_build_will_be_follows_from_toolkit_and_driver():
     assert "MOSE_FAST_BACKEND=cpu" in without_driver
     assert "MOSE_FAST_BACKEND" not in native_build(CSRC, {}, True, toolkit, [])[0]
     looked = ["CUDA_HOME=/nowhere: no bin/nvcc in /nowhere", "CUDA_PATH: not set"]
-    assert native_build(CSRC, {}, True, toolkit, looked)[0].endswith("CUDA_HOME=/nowhere: no bin/nvcc in /nowhere, so it is ignored")
+    assert native_build(CSRC, {}, True, toolkit, looked)[0].endswith(
+        "CUDA_HOME=/nowhere: no bin/nvcc in /nowhere, so it is ignored"
+    )
 
 
 def test_files_compiled_before_are_not_counted(tmp_path):

@@ -22,7 +22,9 @@ def test_cmake_lines_quote_values_and_join_lists():
 
 def test_cmake_is_told_that_setup_py_builds_an_emulated_card(monkeypatch, tmp_path):
     monkeypatch.setattr(describe, "decide", lambda *torch: describe.Build("emulated", None, [], "", {}))
-    with pytest.raises(BuildError, match=r"MOSE_FAST_BACKEND=emulated is built by setup\.py alone: see docs/building\.md"):
+    with pytest.raises(
+        BuildError, match=r"MOSE_FAST_BACKEND=emulated is built by setup\.py alone: see docs/building\.md"
+    ):
         describe._describe(tmp_path, with_torch=True)
 
 
@@ -62,7 +64,9 @@ def test_build_info_of_a_loaded_library():
 
 def test_build_info_where_the_library_is_refused_keeps_the_recorded_commit(monkeypatch):
     monkeypatch.setattr(_loader, "native", None)
-    monkeypatch.setattr(_loader, "record", {"commit": "recorded", "backend": "cuda", "archs": ["9.0"], "torch": "2.3.0", "cuda": "12.1"})
+    monkeypatch.setattr(
+        _loader, "record", {"commit": "recorded", "backend": "cuda", "archs": ["9.0"], "torch": "2.3.0", "cuda": "12.1"}
+    )
     monkeypatch.setattr("mose_fast._build_info.git_commit", lambda folder: None)
     info = mose_fast.build_info()
     assert info["commit"] == "recorded"

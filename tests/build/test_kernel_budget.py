@@ -1,4 +1,6 @@
-"""The budget check reads what ptxas really says, and complains about spills, growth, and lines or kernels without the other."""
+"""The budget check reads what ptxas really says, and complains about spills, growth, and lines or
+kernels without the other.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def test_parse_budget():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a 32", "line 1 is 'a 32'"), ("a 32 -1", "line 1 is"), ("a 8 0\na 9 0", "line 2: a has a line")]
+    ("text", "message"),
+    [("a 32", "line 1 is 'a 32'"), ("a 32 -1", "line 1 is"), ("a 8 0\na 9 0", "line 2: a has a line")],
 )
 def test_parse_budget_refuses(text, message):
     with pytest.raises(ValueError, match=message):
@@ -68,8 +71,12 @@ def test_parse_budget_refuses(text, message):
 def test_compare():
     good = [Usage("a", "80", 32, 0, 0), Usage("a", "90", 30, 16, 0)]
     assert compare(good, {"a": Budget(32, 16)}) == []
-    assert compare(good, {"a": Budget(31, 16)}) == ["a takes 32 registers and 16 bytes of stack; granted are 31 and 16. Needed: a 32 16"]
-    assert compare(good, {"a": Budget(32, 8)}) == ["a takes 32 registers and 16 bytes of stack; granted are 32 and 8. Needed: a 32 16"]
+    assert compare(good, {"a": Budget(31, 16)}) == [
+        "a takes 32 registers and 16 bytes of stack; granted are 31 and 16. Needed: a 32 16"
+    ]
+    assert compare(good, {"a": Budget(32, 8)}) == [
+        "a takes 32 registers and 16 bytes of stack; granted are 32 and 8. Needed: a 32 16"
+    ]
     assert compare([Usage("a", "80", 33, 0, 0)], {}) == ["a has no line; needed: a 40 0"]
     assert compare([Usage("a", "90", 8, 0, 4)], {"a": Budget(255, 999)}) == ["a spills 4 bytes on sm_90; wanted none"]
     assert compare([], {"gone": Budget(8, 0)}) == ["gone has a line, but there is no such kernel"]

@@ -1,4 +1,6 @@
-"""The package works without its native library and says why, in processes of their own; a foreign library is never loaded."""
+"""The package works without its native library and says why, in processes of their own; a foreign
+library is never loaded.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,29 @@ assert torch.equal(null(x), x)
 print(mose_fast.build_info()["backend"], "mose_fast._C" in sys.modules)
 """
 RECORD = {
-    "commit": None, "sources": source_hash(ROOT), "backend": "cpu", "archs": [],
-    "torch": torch.__version__, "torch_cuda": torch.version.cuda, "cuda": None,
-}  # fmt: skip
+    "commit": None,
+    "sources": source_hash(ROOT),
+    "backend": "cpu",
+    "archs": [],
+    "torch": torch.__version__,
+    "torch_cuda": torch.version.cuda,
+    "cuda": None,
+}
 needs_library = pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
 
 
 def use(native: str | Path | None, path: Path = ROOT) -> tuple[str, str]:
-    """Imports and uses the package found in ``path`` in a new process; returns what it printed and its warnings."""
-    environment = {name: value for name, value in os.environ.items() if name != "MOSE_FAST_NATIVE"} | {"PYTHONPATH": str(path)}
+    """Imports and uses the package found in ``path`` in a new process; returns what it printed and
+    its warnings.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "MOSE_FAST_NATIVE"} | {
+        "PYTHONPATH": str(path)
+    }
     if native is not None:
         environment["MOSE_FAST_NATIVE"] = str(native)
-    done = subprocess.run([sys.executable, "-c", USE], env=environment, cwd=path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", USE], env=environment, cwd=path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout.strip(), done.stderr
@@ -68,7 +81,9 @@ def test_the_library_is_loaded_without_a_warning():
 
 
 def test_a_copy_of_the_package_without_library_warns_once_and_works(tmp_path):
-    shutil.copytree(ROOT / "mose_fast", tmp_path / "mose_fast", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__"))
+    shutil.copytree(
+        ROOT / "mose_fast", tmp_path / "mose_fast", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__")
+    )
     printed, stderr = use(None, tmp_path)
     assert printed == "None False"
     (warning,) = warnings_in(stderr)
@@ -134,10 +149,14 @@ def test_a_library_without_a_sound_record_is_not_loaded(second, record):
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A folder with a library of another program and a record that fits it, as a build writes it."""
+    """A folder with a library of another program and a record that fits it, as a build writes
+    it.
+    """
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ to make a library with")
-    (tmp_path / "empty.cpp").write_text("int nothing;\n" + "".join(f"int f{i}() {{ return {i}; }}\n" for i in range(200)))
+    (tmp_path / "empty.cpp").write_text(
+        "int nothing;\n" + "".join(f"int f{i}() {{ return {i}; }}\n" for i in range(200))
+    )
     library = tmp_path / "_C.so"
     subprocess.run(["g++", "-shared", "-fPIC", "-o", library, tmp_path / "empty.cpp"], check=True)
     (tmp_path / "_build.json").write_text(json.dumps(RECORD | {"library": file_facts(library)}))
@@ -226,7 +245,9 @@ def test_serves_wants_one_device_that_the_library_has_code_for(monkeypatch):
 
 
 def test_no_op_asks_whether_a_device_is_cuda():
-    """Kernels take what is on a card, and on an emulated card that is what lies on the CPU: _loader.on_card() alone says so."""
+    """Kernels take what is on a card, and on an emulated card that is what lies on the CPU:
+    _loader.on_card() alone says so.
+    """
     asks = re.compile(r"type (==|!=|in) [^\n]*cuda|\bis_(cuda|cpu)\b")
     files = [path.name for path in (ROOT / "mose_fast" / "ops").glob("*.py") if asks.search(path.read_text())]
     assert files == []

@@ -36,7 +36,11 @@ def test_cpu_wins_over_a_toolkit():
 
 @pytest.mark.parametrize(
     ("torch_cuda", "toolkits", "reason"),
-    [("13.0", [], "no CUDA 13 toolkit"), ("13.0", [CUDA_12], "no CUDA 13 toolkit"), (None, [CUDA_13], "is a CPU build")],
+    [
+        ("13.0", [], "no CUDA 13 toolkit"),
+        ("13.0", [CUDA_12], "no CUDA 13 toolkit"),
+        (None, [CUDA_13], "is a CPU build"),
+    ],
 )
 def test_what_auto_does_without_is_an_error_for_cuda_and_says_where_it_looked(torch_cuda, toolkits, reason):
     backend, toolkit, text = choose_backend("auto", torch_cuda, toolkits, LOOKED, CLANG)
@@ -58,13 +62,18 @@ def test_an_unknown_backend_is_refused():
 def test_an_emulated_card_takes_the_headers_of_any_toolkit_whatever_torch_is(torch_cuda):
     backend, toolkit, reason = choose_backend("emulated", torch_cuda, [CUDA_12, CUDA_13], LOOKED, CLANG)
     assert backend == "emulated" and toolkit is CUDA_12
-    assert reason == "emulated build: the kernels compiled for the CPU by /usr/bin/clang++-19, headers of /opt/cuda-12.8"
+    assert (
+        reason == "emulated build: the kernels compiled for the CPU by /usr/bin/clang++-19, headers of /opt/cuda-12.8"
+    )
 
 
 def test_an_emulated_card_without_clang_or_headers_is_an_error_that_says_what_to_install():
     with pytest.raises(BuildError) as error:
         choose_backend("emulated", "13.0", [CUDA_13], [], None)
-    assert str(error.value) == "MOSE_FAST_BACKEND=emulated, but there is no clang++-19 on PATH. To go on: apt-get install clang-19"
+    assert (
+        str(error.value)
+        == "MOSE_FAST_BACKEND=emulated, but there is no clang++-19 on PATH. To go on: apt-get install clang-19"
+    )
     with pytest.raises(BuildError, match="no CUDA toolkit") as error:
         choose_backend("emulated", "13.0", [], LOOKED, CLANG)
     assert all(line in str(error.value) for line in LOOKED)
@@ -103,7 +112,10 @@ def test_available_memory_is_the_machines_or_the_containers():
 
 def fake_torch(site: Path, version: str, cuda: str | None) -> None:
     (site / "torch").mkdir(parents=True)
-    lines = f"from typing import Optional\n__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\nhip: Optional[str] = None\n"
+    lines = (
+        f"from typing import Optional\n__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\nhip: Optional[str] ="
+        " None\n"
+    )
     (site / "torch" / "version.py").write_text(lines)
     info = site / f"torch-{version.split('+')[0]}.dist-info"
     info.mkdir()
@@ -139,9 +151,14 @@ def test_another_torch_is_an_error_that_says_what_to_do(target):
 def test_record_tells_the_toolkit_that_compiled_not_only_torchs():
     record = build_record("cuda", "abc", "0123", "2.14.1+cu130", "13.0", Toolkit(Path("/opt/cuda"), (13, 1)), ["9.0"])
     assert record == {
-        "commit": "abc", "sources": "0123", "backend": "cuda", "archs": ["9.0"],
-        "torch": "2.14.1+cu130", "torch_cuda": "13.0", "cuda": "13.1",
-    }  # fmt: skip
+        "commit": "abc",
+        "sources": "0123",
+        "backend": "cuda",
+        "archs": ["9.0"],
+        "torch": "2.14.1+cu130",
+        "torch_cuda": "13.0",
+        "cuda": "13.1",
+    }
     assert build_record("cpu", None, None, "2.14.1+cu130", "13.0", None, [])["backend"] == "cpu"
 
 

@@ -1,4 +1,6 @@
-"""setup.py and the build back end on machines that lack something, in processes of their own; nothing is compiled."""
+"""setup.py and the build back end on machines that lack something, in processes of their own;
+nothing is compiled.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,18 @@ def bare_environment(tmp_path: Path, **changes: str) -> dict[str, str]:
     tools.mkdir(exist_ok=True)
     if shutil.which("git"):
         (tools / "git").symlink_to(shutil.which("git"))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "MOSE_FAST", "TORCH_CUDA", "MAX_JOBS"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("CUDA", "MOSE_FAST", "TORCH_CUDA", "MAX_JOBS"))
+    }
     return kept | {"PATH": str(tools)} | changes
 
 
 def run_setup(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "setup.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "setup.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_version_needs_no_cuda(tmp_path):
@@ -47,7 +55,11 @@ def test_an_emulated_card_without_its_compiler_is_one_clear_line(tmp_path):
     done = run_setup(["--version"], bare_environment(tmp_path, MOSE_FAST_BACKEND="emulated"))
     assert done.returncode != 0
     lines = done.stderr.strip().splitlines()
-    assert lines[-1] == "mose_fast: MOSE_FAST_BACKEND=emulated, but there is no clang++-19 on PATH. To go on: apt-get install clang-19"
+    assert (
+        lines[-1]
+        == "mose_fast: MOSE_FAST_BACKEND=emulated, but there is no clang++-19 on PATH. To go on: apt-get install"
+        " clang-19"
+    )
 
 
 def test_version_needs_no_torch(tmp_path):
@@ -83,9 +95,14 @@ def test_a_wrong_setting_is_one_clear_line(tmp_path, changes, message):
 
 
 def test_an_isolated_build_asks_for_the_torch_that_is_installed():
-    ask = "from build_tools import backend; print(backend.get_requires_for_build_wheel(), backend.get_requires_for_build_editable())"
+    ask = (
+        "from build_tools import backend; print(backend.get_requires_for_build_wheel(),"
+        " backend.get_requires_for_build_editable())"
+    )
     environment = {**os.environ, "MOSE_FAST_BACKEND": "cpu"}
-    done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ask], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"'torch=={torch.__version__.split('+')[0]}'") == 2
     assert done.stdout.count("'ninja'") == 2

@@ -11,11 +11,18 @@ import pytest
 from build_tools.sources import emulated_sources, parse_lists, read_sources
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = {"MOSE_FAST_CPU_SOURCES": "cpu/*.cpp", "MOSE_FAST_CUDA_SOURCES": "cuda/*.cu", "MOSE_FAST_TORCH_SOURCES": "torch/*.cpp"}
+ROOMS = {
+    "MOSE_FAST_CPU_SOURCES": "cpu/*.cpp",
+    "MOSE_FAST_CUDA_SOURCES": "cuda/*.cu",
+    "MOSE_FAST_TORCH_SOURCES": "torch/*.cpp",
+}
 
 
 def test_parse_lists():
-    text = "# set(IGNORED x)\nset(A\n  cpu/a.cpp\n  # a comment\n  cpu/b.cpp\n)\nset(FLAGS -O3 -Xcompiler=-Wall,-fopenmp)\n"
+    text = (
+        "# set(IGNORED x)\nset(A\n  cpu/a.cpp\n  # a comment\n  cpu/b.cpp\n)\nset(FLAGS -O3"
+        " -Xcompiler=-Wall,-fopenmp)\n"
+    )
     assert parse_lists(text) == {"A": ["cpu/a.cpp", "cpu/b.cpp"], "FLAGS": ["-O3", "-Xcompiler=-Wall,-fopenmp"]}
 
 
@@ -32,9 +39,15 @@ def test_a_kernels_emulated_source_is_written_once(tmp_path):
 
 
 def test_one_file_of_the_glue_alone_knows_what_a_card_is():
-    """Every other one asks csrc/torch/device.h, so that an emulated card needs no edit of theirs."""
-    knows = re.compile(r"c10/cuda|ATen/cuda|c10::cuda|at::cuda|DispatchKey::(CUDA|CPU)|is_cuda\(\)|is_cpu\(\)|MOSE_FAST_EMULATED")
-    files = [path for path in (ROOT / "csrc" / "torch").iterdir() if knows.search(re.sub(r"//.*", "", path.read_text()))]
+    """Every other one asks csrc/torch/device.h, so that an emulated card needs no edit of
+    theirs.
+    """
+    knows = re.compile(
+        r"c10/cuda|ATen/cuda|c10::cuda|at::cuda|DispatchKey::(CUDA|CPU)|is_cuda\(\)|is_cpu\(\)|MOSE_FAST_EMULATED"
+    )
+    files = [
+        path for path in (ROOT / "csrc" / "torch").iterdir() if knows.search(re.sub(r"//.*", "", path.read_text()))
+    ]
     assert sorted(path.name for path in files) == ["device.cpp", "device.h"]
 
 
@@ -61,7 +74,9 @@ def test_every_source_on_disk_is_listed_once(name):
 def test_no_torch_header_in_the_torch_free_rooms(room):
     files = [path for path in (ROOT / "csrc" / room).rglob("*") if path.is_file()]
     assert files
-    offenders = [str(path) for path in files if re.search(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11)/", path.read_text())]
+    offenders = [
+        str(path) for path in files if re.search(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11)/", path.read_text())
+    ]
     assert offenders == []
 
 
@@ -69,12 +84,19 @@ def test_the_glue_includes_slim_headers_only():
     text = "\n".join(path.read_text() for path in (ROOT / "csrc" / "torch").iterdir())
     includes = re.findall(r"#\s*include\s*[<\"]([^>\"]+)", text)
     assert includes
-    assert not {"torch/extension.h", "torch/all.h", "torch/torch.h", "ATen/ATen.h", "ATen/cuda/CUDAContext.h"} & set(includes)
+    assert not {"torch/extension.h", "torch/all.h", "torch/torch.h", "ATen/ATen.h", "ATen/cuda/CUDAContext.h"} & set(
+        includes
+    )
 
 
 def test_build_scripts_ask_for_no_stable_abi_and_no_standard_of_their_own():
     # pybind11 does not compile against the limited API, and the C++ standard is torch's to choose.
-    scripts = [ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "csrc" / "sources.cmake", *(ROOT / "build_tools").glob("*.py")]
+    scripts = [
+        ROOT / "setup.py",
+        ROOT / "pyproject.toml",
+        ROOT / "csrc" / "sources.cmake",
+        *(ROOT / "build_tools").glob("*.py"),
+    ]
     text = "\n".join(path.read_text() for path in scripts)
     code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     assert "CUDAExtension" in code

@@ -1,4 +1,6 @@
-"""Bad input ends with exit code 2 and one message that names the argument, its value and what is wanted; nothing is lost."""
+"""Bad input ends with exit code 2 and one message that names the argument, its value and what is
+wanted; nothing is lost.
+"""
 
 import dataclasses
 import os
@@ -48,7 +50,10 @@ def contents(folder):
         (("--set", "temprature=1"), ("temprature is not a setting", "did you mean 'temperature'")),
         (("--set", "temperature=0"), ("options.temperature is 0", "wanted a number above 0")),
         (("--memory", "0"), ("memory is 0", "wanted an integer of at least 1")),
-        (("--memory", "63"), ("memory is 63, smaller than options.buffer_batch, 64", "wanted a memory of at least one buffer batch")),
+        (
+            ("--memory", "63"),
+            ("memory is 63, smaller than options.buffer_batch, 64", "wanted a memory of at least one buffer batch"),
+        ),
         (("--set", "buffer_batch=65"), ("memory is 64, smaller than options.buffer_batch, 65")),
         (("--memory", "many"), ("argument --memory: invalid int value: 'many'",)),
         (("--width", "-1"), ("width is -1",)),
@@ -63,12 +68,24 @@ def contents(folder):
         (("--augment", "simclr"), ("feed is 'simclr', which is a recipe", "--set augment=simclr")),
         (("--decoder", "turbo"), ("stream.decoder is 'turbo'", "'pil'")),
         (("--checkpoint-every", "0"), ("checkpoint_every is 0",)),
-        (("--seed", DIGITS), ("seed is an integer of about 400 digits", "wanted an integer of at least 0 and below 2**63")),
-        (("--memory", DIGITS), ("memory is an integer of about 400 digits", "wanted an integer of at least 1 and below 2**63")),
-        (("--set", f"lr={DIGITS}"), ("options.lr is an integer of about 400 digits", "wanted a number above 0 and below 1e+32")),
+        (
+            ("--seed", DIGITS),
+            ("seed is an integer of about 400 digits", "wanted an integer of at least 0 and below 2**63"),
+        ),
+        (
+            ("--memory", DIGITS),
+            ("memory is an integer of about 400 digits", "wanted an integer of at least 1 and below 2**63"),
+        ),
+        (
+            ("--set", f"lr={DIGITS}"),
+            ("options.lr is an integer of about 400 digits", "wanted a number above 0 and below 1e+32"),
+        ),
         (("--set", "lr=1e300"), ("options.lr is 1e+300", "wanted a number above 0 and below 1e+32")),
         (("--set", "lr=1e31", "--set", "beta1=0.99999999"), ("options.lr is 1e+31 with options.beta1 0.99999999",)),
-        (("--set", f"jitter_domain={'[' * 100_000}"), ("options.jitter_domain is", "(100,002 characters)", "wanted one of")),
+        (
+            ("--set", f"jitter_domain={'[' * 100_000}"),
+            ("options.jitter_domain is", "(100,002 characters)", "wanted one of"),
+        ),
         (("--device", "cuda:99999999999"), ("device is 'cuda:99999999999'", "wanted auto, cpu, cuda or cuda:N")),
         (("--stream", "x" * 5000), ("stream.name is 'xxx", "wanted the name of a stream")),
         (("--data-dir", "x" * 300), ("stream.data_dir is", "wanted a folder")),
@@ -92,11 +109,23 @@ def test_unusable_setting(call, tiny, tmp_path, arguments, says):
         ("--set", "projection=1000000000000", ("does not fit",)),
     ],
 )
-def test_what_does_not_fit_into_the_memory_is_refused_before_anything_is_deleted(call, tiny, finished, tmp_path, flag, value, says):
+def test_what_does_not_fit_into_the_memory_is_refused_before_anything_is_deleted(
+    call, tiny, finished, tmp_path, flag, value, says
+):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     before = contents(folder)
-    refused(call, "run", *tiny, flag, value, "--out", folder, "--overwrite", says=(*says, "GB are free on", "wanted a smaller"))
+    refused(
+        call,
+        "run",
+        *tiny,
+        flag,
+        value,
+        "--out",
+        folder,
+        "--overwrite",
+        says=(*says, "GB are free on", "wanted a smaller"),
+    )
     assert contents(folder) == before
     refused(call, "sweep", *tiny, flag, value, "--seeds", "0-1", "--out", tmp_path / "sweep", says=says)
     assert not (tmp_path / "sweep").exists()
@@ -106,7 +135,9 @@ def test_the_estimate_of_the_memory_is_that_of_the_real_learner(tiny):
     config = RunConfig.create(width=2, memory=100, options={"projection": 16})
     learner = create_learner(config, classes=10, image_size=(16, 8))
     memory, network = least_bytes(config, (16, 8))
-    assert memory == sum(t.numel() * t.element_size() for name, t in learner.memory.tensors().items() if name != "state")
+    assert memory == sum(
+        t.numel() * t.element_size() for name, t in learner.memory.tensors().items() if name != "state"
+    )
     backbone = sum(p.numel() for name, p in learner.network.named_parameters() if name.startswith(("stem.", "stage")))
     assert backbone == backbone_parameters(2)
     assert network == 16 * (backbone + 4 * 16 * 16)  # four projections to 16 from a feature of 8 * 2
@@ -121,15 +152,35 @@ def test_too_many_seeds_are_refused(call, tiny, tmp_path, seeds):
 
 
 def test_too_large_a_grid_is_refused(call, tiny, tmp_path):
-    grid = ("--seeds", "0-999", "--grid", "lr=" + ",".join(f"0.{n}" for n in range(1, 9)), "--grid", "temperature=0.1,0.2")
-    refused(call, "sweep", *tiny, *grid, "--out", tmp_path / "sweep", says=("the grid has 16,000 runs", "wanted at most 10,000"))
+    grid = (
+        "--seeds",
+        "0-999",
+        "--grid",
+        "lr=" + ",".join(f"0.{n}" for n in range(1, 9)),
+        "--grid",
+        "temperature=0.1,0.2",
+    )
+    refused(
+        call,
+        "sweep",
+        *tiny,
+        *grid,
+        "--out",
+        tmp_path / "sweep",
+        says=("the grid has 16,000 runs", "wanted at most 10,000"),
+    )
     assert not (tmp_path / "sweep").exists()
 
 
 def test_paths_that_the_system_refuses(call, tiny, finished, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for path in ("x" * 300, tmp_path / "loop" / "run"):
-        for command in (("run", *tiny, "--out", path), ("resume", path), ("export", finished, "--out", path), ("report", path)):
+        for command in (
+            ("run", *tiny, "--out", path),
+            ("resume", path),
+            ("export", finished, "--out", path),
+            ("report", path),
+        ):
             refused(call, *command, says=(path,))
     assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
@@ -173,7 +224,16 @@ def test_dali_is_asked_for_and_missing(call, tiny, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu(call, tiny, tmp_path):
-    refused(call, "run", *tiny, "--device", "cuda", "--out", tmp_path / "run", says=("device is 'cuda'", "wanted", "--device cpu"))
+    refused(
+        call,
+        "run",
+        *tiny,
+        "--device",
+        "cuda",
+        "--out",
+        tmp_path / "run",
+        says=("device is 'cuda'", "wanted", "--device cpu"),
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -203,14 +263,28 @@ def test_file_in_the_way_of_the_folder(call, tiny, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
     for folder in (file, file / "run"):
-        refused(call, "run", *tiny, "--out", folder, says=(f"cannot write into the output folder {folder}", "choose another --out"))
+        refused(
+            call,
+            "run",
+            *tiny,
+            "--out",
+            folder,
+            says=(f"cannot write into the output folder {folder}", "choose another --out"),
+        )
     assert file.read_text() == "mine"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="a read-only folder does not stop root")
 def test_read_only_folder(call, tiny, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
-    refused(call, "run", *tiny, "--out", tmp_path / "locked" / "run", says=("cannot write into the output folder", "Permission denied"))
+    refused(
+        call,
+        "run",
+        *tiny,
+        "--out",
+        tmp_path / "locked" / "run",
+        says=("cannot write into the output folder", "Permission denied"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,7 +330,17 @@ def test_missing_and_damaged_data(call, tmp_path):
     tiny_imagenet = ("run", "--stream", "split-tiny-imagenet", "--data-dir", empty, "--out", out)
     refused(call, *tiny_imagenet, says=(empty, "tiny-imagenet-200", "CS231n"))
     (empty / "cifar100.npz").write_bytes(b"PK\3\4 cut off")
-    refused(call, "run", "--stream", "split-cifar100", "--data-dir", empty, "--out", out, says=(empty / "cifar100.npz", "damaged"))
+    refused(
+        call,
+        "run",
+        "--stream",
+        "split-cifar100",
+        "--data-dir",
+        empty,
+        "--out",
+        out,
+        says=(empty / "cifar100.npz", "damaged"),
+    )
     images, labels = np.zeros((8, 32, 32, 3), np.float32), np.arange(8) % 2
     np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
     refused(call, "run", "--stream", tmp_path / "own.npz", "--out", out, says=("x_train is float32", "wanted uint8"))
@@ -302,7 +386,12 @@ def test_resume_of_another_networks_checkpoint(call, tiny, finished, tmp_path):
     values["identity"]["config"]["width"] = 2
     (folder / "config.json").write_text(dataclasses.replace(config, width=2).to_json())
     save_checkpoint(folder / "checkpoints", 999, tensors, values)
-    message = refused(call, "resume", folder, says=("step-000000999.safetensors", "another network", "has shape", "more tensors differ"))
+    message = refused(
+        call,
+        "resume",
+        folder,
+        says=("step-000000999.safetensors", "another network", "has shape", "more tensors differ"),
+    )
     assert len(message.splitlines()) == 1
 
 
@@ -363,7 +452,16 @@ def test_resume_with_a_broken_configuration(call, finished, tmp_path):
 
 
 def test_diverged_training_is_said(call, tiny, tmp_path):
-    refused(call, "run", *tiny, "--set", "lr=1e30", "--out", tmp_path / "run", says=("the loss is not finite at batch", "lower options.lr"))
+    refused(
+        call,
+        "run",
+        *tiny,
+        "--set",
+        "lr=1e30",
+        "--out",
+        tmp_path / "run",
+        says=("the loss is not finite at batch", "lower options.lr"),
+    )
 
 
 def test_unexpected_error_keeps_its_traceback(tiny, tmp_path):

@@ -49,7 +49,17 @@ def test_everything_missing_has_a_fix(tmp_path):
         assert finding.found
         assert bool(finding.fix) == (finding.mark != "ok"), finding
     found = by_thing(findings)
-    for thing in ("Python", "torch", "packages", "CUDA of torch", "NVIDIA driver", "native library", "C++ compiler", "ninja", "nvcc"):
+    for thing in (
+        "Python",
+        "torch",
+        "packages",
+        "CUDA of torch",
+        "NVIDIA driver",
+        "native library",
+        "C++ compiler",
+        "ninja",
+        "nvcc",
+    ):
         assert thing in found
     assert found["Python"].found.startswith(".".join(map(str, sys.version_info[:2])))
     assert torch.__version__ in found["torch"].found
@@ -93,7 +103,10 @@ def test_missing_package_makes_a_run_impossible(call, monkeypatch):
 
 def test_doctor_works_where_a_package_is_missing():
     # None in sys.modules makes an import fail as a package that is not installed does.
-    code = "import sys; sys.modules.update(sklearn=None, tensorboard=None); from mose_fast.cli import main; sys.exit(main(['doctor']))"
+    code = (
+        "import sys; sys.modules.update(sklearn=None, tensorboard=None); from mose_fast.cli import main;"
+        " sys.exit(main(['doctor']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
     assert done.returncode == 1, done.stdout
@@ -115,7 +128,9 @@ def test_bare_environment_names_what_building_needs(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
 def test_a_variable_that_names_no_toolkit_is_named(tmp_path, variable):
-    (found,) = [line for line in doctor._build_tools({variable: str(tmp_path / "none"), "PATH": ""}) if line.thing == variable]
+    (found,) = [
+        line for line in doctor._build_tools({variable: str(tmp_path / "none"), "PATH": ""}) if line.thing == variable
+    ]
     assert found.mark == "--"
     assert "which is ignored: it has no bin/nvcc and no include/cuda_runtime.h" in found.found
 
@@ -163,7 +178,13 @@ def test_cards_are_held_against_the_compiled_archs(monkeypatch):
 
 
 def test_native_library(monkeypatch):
-    record = {"backend": "cuda", "cuda": "13.0", "archs": ["9.0"], "torch": "2.14.1+cu130", "commit": "0123456789abcdef"}
+    record = {
+        "backend": "cuda",
+        "cuda": "13.0",
+        "archs": ["9.0"],
+        "torch": "2.14.1+cu130",
+        "commit": "0123456789abcdef",
+    }
     monkeypatch.setattr(_loader, "native", SimpleNamespace())
     monkeypatch.setattr(_loader, "record", record)
     assert doctor._native() == Finding(
@@ -171,12 +192,16 @@ def test_native_library(monkeypatch):
     )
     monkeypatch.setattr(_loader, "record", {**record, "backend": "cpu", "cuda": None, "archs": [], "commit": None})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert doctor._native() == Finding("ok", "native library", "cpu, compiled against torch 2.14.1+cu130, commit unknown")
+    assert doctor._native() == Finding(
+        "ok", "native library", "cpu, compiled against torch 2.14.1+cu130, commit unknown"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "MOSE_FAST_BACKEND=cuda" in doctor._native().fix
     monkeypatch.setattr(_loader, "record", {**record, "backend": "emulated", "cuda": None, "archs": []})
     monkeypatch.setenv("MOSE_FAST_NATIVE", "build/emulated/mose_fast")
-    found = "emulated, compiled against torch 2.14.1+cu130, commit 0123456789ab; runs the CUDA kernels on the CPU, slowly"
+    found = (
+        "emulated, compiled against torch 2.14.1+cu130, commit 0123456789ab; runs the CUDA kernels on the CPU, slowly"
+    )
     assert doctor._native() == Finding("--", "native library", found, "for tests alone; unset MOSE_FAST_NATIVE")
     monkeypatch.delenv("MOSE_FAST_NATIVE")
     assert doctor._native().fix == f"for tests alone; {_loader.REBUILD}"
@@ -185,10 +210,14 @@ def test_native_library(monkeypatch):
 @pytest.mark.parametrize("switched_off", [True, False])
 def test_missing_native_library_says_why(tmp_path, switched_off):
     environment = {**os.environ, "MOSE_FAST_NATIVE": "0" if switched_off else str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", "mose_fast", "doctor"], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "mose_fast", "doctor"], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     reason = "it is switched off by MOSE_FAST_NATIVE=0" if switched_off else f"there is no native library in {tmp_path}"
-    assert re.search(rf"^--    native library +not used: {re.escape(reason)}; pure PyTorch serves", done.stdout, re.MULTILINE)
+    assert re.search(
+        rf"^--    native library +not used: {re.escape(reason)}; pure PyTorch serves", done.stdout, re.MULTILINE
+    )
     assert ("-> unset MOSE_FAST_NATIVE" in done.stdout) == switched_off
 
 

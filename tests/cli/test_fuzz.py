@@ -1,6 +1,8 @@
-"""Five hundred generated bad inputs: none ends in a traceback, and none changes a folder that was there.
+"""Five hundred generated bad inputs: none ends in a traceback, and none changes a folder that was
+there.
 
-Inputs are valid ones, changed at random by a seed. Those that turn out valid are stopped where the command would first write.
+Inputs are valid ones, changed at random by a seed. Those that turn out valid are stopped where the
+command would first write.
 """
 
 import contextlib
@@ -27,25 +29,146 @@ from mose_fast.streams import from_arrays
 TINY = ("--stream", "digits", "--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu")
 
 FLAGS = (
-    "--stream", "--data-dir", "--tasks", "--class-order-seed", "--limit-per-task", "--batch", "--normalisation", "--decoder", "--method",
-    "--preset", "--memory", "--width", "--epochs", "--seed", "--device", "--augment", "--precision", "--kernels", "--step",
-    "--checkpoint-every", "--config",
-)  # fmt: skip
+    "--stream",
+    "--data-dir",
+    "--tasks",
+    "--class-order-seed",
+    "--limit-per-task",
+    "--batch",
+    "--normalisation",
+    "--decoder",
+    "--method",
+    "--preset",
+    "--memory",
+    "--width",
+    "--epochs",
+    "--seed",
+    "--device",
+    "--augment",
+    "--precision",
+    "--kernels",
+    "--step",
+    "--checkpoint-every",
+    "--config",
+)
 SETTINGS = (
-    "lr", "temperature", "augment", "buffer_batch", "student", "expert", "beta1", "eps", "evaluation_batch", "init_seed", "per_class_cap",
-)  # fmt: skip
+    "lr",
+    "temperature",
+    "augment",
+    "buffer_batch",
+    "student",
+    "expert",
+    "beta1",
+    "eps",
+    "evaluation_batch",
+    "init_seed",
+    "per_class_cap",
+)
 TEXTS = (
-    "", " ", "-1", "0", "1", "3", "007", "1e3", "1e300", "-1e300", "nan", "inf", "null", "true", "[1, 2]", "{}", '"a', "9" * 30, "9" * 400,
-    "9" * 5000, "x" * 300, "x" * 5000, "[" * 100_000, "../nowhere", ".", "nowhere/at/all", "file.npz", "file.py:Name", "auto", "none",
-    "mosse", "er", "gdumb", "paper", "cuda", "cuda:0", "cuda:-1", "cuda:²", "²", "日本", "a=b=c", "--", "%s %d {}", "0-", "0-3", "3-0",
-    "0-99999999999", "a,b", ",", "0.1,0.1",
-)  # fmt: skip
+    "",
+    " ",
+    "-1",
+    "0",
+    "1",
+    "3",
+    "007",
+    "1e3",
+    "1e300",
+    "-1e300",
+    "nan",
+    "inf",
+    "null",
+    "true",
+    "[1, 2]",
+    "{}",
+    '"a',
+    "9" * 30,
+    "9" * 400,
+    "9" * 5000,
+    "x" * 300,
+    "x" * 5000,
+    "[" * 100_000,
+    "../nowhere",
+    ".",
+    "nowhere/at/all",
+    "file.npz",
+    "file.py:Name",
+    "auto",
+    "none",
+    "mosse",
+    "er",
+    "gdumb",
+    "paper",
+    "cuda",
+    "cuda:0",
+    "cuda:-1",
+    "cuda:²",
+    "²",
+    "日本",
+    "a=b=c",
+    "--",
+    "%s %d {}",
+    "0-",
+    "0-3",
+    "3-0",
+    "0-99999999999",
+    "a,b",
+    ",",
+    "0.1,0.1",
+)
 VALUES = (
-    None, True, False, -1, 0, 1, 2, 3, 3.5, -0.0, 1e-320, 1e300, float("nan"), float("inf"), -float("inf"), 2**31, 2**63, -(2**63), 10**400,
-    "", " ", "1", "auto", "mose", "er", "last", "x" * 300, "a\0b", "\ud800", "日本", "../no", "cuda:999", [], {}, [1], [[[]]], {"a": 1},
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    3.5,
+    -0.0,
+    1e-320,
+    1e300,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    2**31,
+    2**63,
+    -(2**63),
+    10**400,
+    "",
+    " ",
+    "1",
+    "auto",
+    "mose",
+    "er",
+    "last",
+    "x" * 300,
+    "a\0b",
+    "\ud800",
+    "日本",
+    "../no",
+    "cuda:999",
+    [],
+    {},
+    [1],
+    [[[]]],
+    {"a": 1},
     {"name": "digits"},
-)  # fmt: skip
-OBJECTS = (*VALUES, b"bytes", object(), np.zeros(3), np.float64(1.5), np.int64(2), torch.zeros(2), lambda: 1, 1j, range(3), 10**5000)
+)
+OBJECTS = (
+    *VALUES,
+    b"bytes",
+    object(),
+    np.zeros(3),
+    np.float64(1.5),
+    np.int64(2),
+    torch.zeros(2),
+    lambda: 1,
+    1j,
+    range(3),
+    10**5000,
+)
 
 
 class Accepted(BaseException):
@@ -64,7 +187,9 @@ def house(finished, tmp_path_factory):
     shutil.copytree(finished, house / "unfinished")
     (house / "unfinished" / "results.json").unlink()
     assert main(["export", str(house / "finished"), "--out", str(house / "export")]) == 0
-    config = RunConfig.create(stream={"name": "digits", "limit_per_task": 20}, width=1, memory=64, device="cpu", options={})
+    config = RunConfig.create(
+        stream={"name": "digits", "limit_per_task": 20}, width=1, memory=64, device="cpu", options={}
+    )
     (house / "run.json").write_text(config.to_json())
     (house / "run.toml").write_text(config.to_toml())
     rng = np.random.default_rng(0)
@@ -79,11 +204,18 @@ def house(finished, tmp_path_factory):
 
 @pytest.fixture
 def case(house, tmp_path, monkeypatch):
-    """Runs a command, or a function, and notes what is wrong with its end; valid input is stopped before anything is written."""
+    """Runs a command, or a function, and notes what is wrong with its end; valid input is stopped
+    before anything is written.
+    """
     for place in (
-        "train.loop.RunFolder.make", "train.loop._Loop.run", "sweep.scheduler.SweepFolder.create", "report.page.render_page",
-        "benchmark.benchmark", "export._write", "sweep.store.tempfile.mkstemp",
-    ):  # fmt: skip
+        "train.loop.RunFolder.make",
+        "train.loop._Loop.run",
+        "sweep.scheduler.SweepFolder.create",
+        "report.page.render_page",
+        "benchmark.benchmark",
+        "export._write",
+        "sweep.store.tempfile.mkstemp",
+    ):
         monkeypatch.setattr(f"mose_fast.{place}", accept)
     # The same on every machine, and small, so that valid networks are small, too.
     monkeypatch.setattr("mose_fast.methods.room._ALWAYS", 0)
@@ -92,7 +224,10 @@ def case(house, tmp_path, monkeypatch):
     before = contents(house)
 
     def run(action, folder=None):
-        """Gives ``refused``, ``accepted`` or ``done``; fails otherwise. ``folder`` must stay as it is beside the house."""
+        """Gives ``refused``, ``accepted`` or ``done``; fails otherwise.
+
+        ``folder`` must stay as it is beside the house.
+        """
         own = {} if folder is None else contents(folder)
         out, err = io.StringIO(), io.StringIO()
         code = None
@@ -131,7 +266,9 @@ def contents(folder):
 
 
 def check(name, cases, make, case, least):
-    """Runs ``make(random)`` for so many seeds; at least ``least`` of them are to be refused, else they are no bad input."""
+    """Runs ``make(random)`` for so many seeds; at least ``least`` of them are to be refused, else
+    they are no bad input.
+    """
     failures, ends = [], []
     for number in range(cases):
         action, folder = make(random.Random(f"{name} {number}"), number)
@@ -140,7 +277,11 @@ def check(name, cases, make, case, least):
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            shown = [text if len(text) < 200 else f"{text[:200]}..." for text in map(str, action)] if isinstance(action, list) else action
+            shown = (
+                [text if len(text) < 200 else f"{text[:200]}..." for text in map(str, action)]
+                if isinstance(action, list)
+                else action
+            )
             trace = "".join(traceback.format_exception(error)[-4:])
             failures.append(f"{name} {number}: {shown}\n{trace[-1500:]}")
     assert not failures, f"{len(failures)} of {cases}:\n" + "\n".join(failures[:10])
@@ -153,7 +294,9 @@ def garbled(rng, text):
         return text
     start = rng.randrange(len(text))
     end = min(len(text), start + rng.choice((1, 1, 2, 5, 40)))
-    middle = rng.choice(("", text[start:end] * 2, rng.choice(string.printable), "[" * 3000, "9" * 400, '"', "\n", "日本"))
+    middle = rng.choice(
+        ("", text[start:end] * 2, rng.choice(string.printable), "[" * 3000, "9" * 400, '"', "\n", "日本")
+    )
     return text[:start] + middle + text[end:]
 
 
@@ -187,16 +330,33 @@ def test_flags(house, case):
             return [flag, rng.choice(files if flag == "--config" and rng.random() < 0.5 else TEXTS)]
 
         more = [part for _ in range(rng.choice((1, 1, 2, 3))) for part in some()]
-        command = rng.choice(("run", "run", "run", "sweep", "resume", "export", "predict", "report", "collect", "bench", "list", "noise"))
+        command = rng.choice(
+            ("run", "run", "run", "sweep", "resume", "export", "predict", "report", "collect", "bench", "list", "noise")
+        )
         if command == "run":
             action = ["run", *TINY, *more, *used]
         elif command == "sweep":
             flag, text = rng.choice((("--seeds", ""), ("--grid", f"{rng.choice(SETTINGS)}="), ("--grid", "")))
             vary = [flag, text + rng.choice(TEXTS)]
-            place = rng.choice(([], ["--workers", rng.choice(TEXTS)], ["--per-gpu", rng.choice(TEXTS)], ["--engine", rng.choice(TEXTS)]))
+            place = rng.choice(
+                (
+                    [],
+                    ["--workers", rng.choice(TEXTS)],
+                    ["--per-gpu", rng.choice(TEXTS)],
+                    ["--engine", rng.choice(TEXTS)],
+                )
+            )
             action = ["sweep", *TINY, *vary, *place, *(more if rng.random() < 0.5 else []), "--out", house / "finished"]
         elif command == "bench":
-            action = ["bench", "--width", "1", "--seconds", rng.choice(TEXTS), "--set", f"{rng.choice(SETTINGS)}={rng.choice(TEXTS)}"]
+            action = [
+                "bench",
+                "--width",
+                "1",
+                "--seconds",
+                rng.choice(TEXTS),
+                "--set",
+                f"{rng.choice(SETTINGS)}={rng.choice(TEXTS)}",
+            ]
         elif command == "noise":
             tokens = ["run", *TINY, *used]
             place = rng.randrange(len(tokens))
@@ -241,9 +401,15 @@ def test_configuration_files(house, case, tmp_path):
 
 def test_data_files(house, case, tmp_path):
     def arrays(rng):
-        shape = rng.choice(((8, 8), (8, 8, 8, 3), (8, 8, 8, 1), (8, 3, 8, 8), (8, 9, 8, 3), (0, 8, 8, 3), (8, 0, 0, 3), (8,), ()))
+        shape = rng.choice(
+            ((8, 8), (8, 8, 8, 3), (8, 8, 8, 1), (8, 3, 8, 8), (8, 9, 8, 3), (0, 8, 8, 3), (8, 0, 0, 3), (8,), ())
+        )
         x = np.zeros(shape, rng.choice((np.uint8, np.uint8, np.float32, np.int64, bool, object, "U3", "M8[s]")))
-        y = np.arange(8).astype(rng.choice((np.int64, np.float64, np.uint64, "U3", object))).reshape(rng.choice(((8,), (8, 1), (2, 4))))
+        y = (
+            np.arange(8)
+            .astype(rng.choice((np.int64, np.float64, np.uint64, "U3", object)))
+            .reshape(rng.choice(((8,), (8, 1), (2, 4))))
+        )
         if y.dtype == np.float64 and rng.random() < 0.5:
             y[..., 0] = np.nan
         good = {"x_train": np.zeros((8, 8, 8, 3), np.uint8), "y_train": np.arange(8) % 2}
@@ -263,7 +429,17 @@ def test_data_files(house, case, tmp_path):
             np.savez(stream, **arrays(rng))
             if rng.random() < 0.4:
                 stream.write_bytes(damaged(rng, stream.read_bytes()))
-            return ["run", *TINY, "--stream", stream, "--memory", "64", "--out", house / "finished", "--overwrite"], None
+            return [
+                "run",
+                *TINY,
+                "--stream",
+                stream,
+                "--memory",
+                "64",
+                "--out",
+                house / "finished",
+                "--overwrite",
+            ], None
         stream = tmp_path / str(number)
         shutil.copytree(house / "pets", stream)
         file = rng.choice(sorted(stream.rglob("*.png")))
@@ -309,7 +485,11 @@ def test_checkpoints_and_other_files_of_a_folder(house, case, tmp_path):
             file.write_bytes(damaged(rng, file.read_bytes()))
         commands = {
             "unfinished": [["resume", folder]],
-            "finished": [["export", folder, "--out", tmp_path / "e"], ["report", folder, "--out", tmp_path / "r"], ["resume", folder]],
+            "finished": [
+                ["export", folder, "--out", tmp_path / "e"],
+                ["report", folder, "--out", tmp_path / "r"],
+                ["resume", folder],
+            ],
             "export": [["predict", folder, house / "pets" / "train" / "cat"]],
         }
         return rng.choice(commands[of]), folder
@@ -320,8 +500,26 @@ def test_checkpoints_and_other_files_of_a_folder(house, case, tmp_path):
 def test_arguments_in_python(house, case):
     classifier = Classifier.load(house / "export")
     learner = mose_fast.create_learner(classes=2, width=1, memory=64, device="cpu", image_size=(8, 8))
-    names = ("memory", "width", "epochs", "seed", "init_seed", "device", "feed", "precision", "kernels", "step", "deterministic",
-             "evaluation_batch", "checkpoint_every", "method", "preset", "stream", "options", "train_on")  # fmt: skip
+    names = (
+        "memory",
+        "width",
+        "epochs",
+        "seed",
+        "init_seed",
+        "device",
+        "feed",
+        "precision",
+        "kernels",
+        "step",
+        "deterministic",
+        "evaluation_batch",
+        "checkpoint_every",
+        "method",
+        "preset",
+        "stream",
+        "options",
+        "train_on",
+    )
 
     def make(rng, number):
         value = rng.choice(OBJECTS)
@@ -329,7 +527,9 @@ def test_arguments_in_python(house, case):
         if rng.random() < 0.3:
             settings["options"] = {rng.choice(SETTINGS[:8]): value}
         elif rng.random() < 0.3:
-            settings["stream"] = {rng.choice(("name", "data_dir", "tasks", "batch", "limit_per_task", "normalisation", "decoder")): value}
+            settings["stream"] = {
+                rng.choice(("name", "data_dir", "tasks", "batch", "limit_per_task", "normalisation", "decoder")): value
+            }
         images, labels = np.zeros((8, 8, 8, 3), np.uint8), np.arange(8) % 2
         unseen = rng.choice((images.astype(float), images[:, :4], images[0], images[..., :1], np.zeros(3, np.uint8)))
 
@@ -338,7 +538,15 @@ def test_arguments_in_python(house, case):
             mose_fast.create_learner(width=1, memory=64, device="cpu", **given)
 
         def stream_of_arrays():
-            given = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels, "tasks": 1, "batch": 2, "mirror_safe": True}
+            given = {
+                "x_train": images,
+                "y_train": labels,
+                "x_test": images,
+                "y_test": labels,
+                "tasks": 1,
+                "batch": 2,
+                "mirror_safe": True,
+            }
             from_arrays(**{**given, rng.choice(sorted(given)): value})
 
         def documented(call):
@@ -354,7 +562,9 @@ def test_arguments_in_python(house, case):
             learner_of_settings,
             stream_of_arrays,
             lambda: documented(lambda: learner.predict(unseen)),
-            lambda: documented(lambda: learner.observe(images, rng.choice((labels - 1, labels + 1, labels[:3], labels / 2)), task=0)),
+            lambda: documented(
+                lambda: learner.observe(images, rng.choice((labels - 1, labels + 1, labels[:3], labels / 2)), task=0)
+            ),
             lambda: documented(lambda: classifier.predict(unseen)),
         )
         return rng.choice((*calls, *calls[:4])), None

@@ -10,11 +10,17 @@ import pytest
         (("run", "--lr", "0.1"), "mose-fast run: --lr is not an argument; wanted --set lr=VALUE"),
         (("run", "--lr=0.1"), "mose-fast run: --lr is not an argument; wanted --set lr=VALUE"),
         (("run", "--learning-rate", "0.1"), "mose-fast run: --learning-rate is not an argument; wanted --set lr=VALUE"),
-        (("sweep", "--out", "x", "--learning_rate", "1"), "mose-fast sweep: --learning_rate is not an argument; wanted --set lr=VALUE"),
+        (
+            ("sweep", "--out", "x", "--learning_rate", "1"),
+            "mose-fast sweep: --learning_rate is not an argument; wanted --set lr=VALUE",
+        ),
         (("run", "--mem", "100"), "mose-fast run: --mem is not an argument; did you mean --memory?"),
         (("run", "--batch-size", "10"), "mose-fast run: --batch-size is not an argument; did you mean --batch?"),
         (("run", "--dataset", "digits"), "mose-fast run: --dataset is not an argument; did you mean --stream?"),
-        (("run", "--temprature", "1"), "mose-fast run: --temprature is not an argument; wanted --set temperature=VALUE"),
+        (
+            ("run", "--temprature", "1"),
+            "mose-fast run: --temprature is not an argument; wanted --set temperature=VALUE",
+        ),
         (("run", "--overwite"), "mose-fast run: --overwite is not an argument; did you mean --overwrite?"),
         (("resume", "x", "--lr", "1"), "mose-fast resume: --lr is not an argument"),
         (("resume", "x", "y"), "mose-fast resume: y is not an argument"),
@@ -31,7 +37,12 @@ def test_a_wrong_flag_takes_a_line(call, arguments, line):
 
 @pytest.mark.parametrize(
     ("assigned", "meant"),
-    [("learning_rate=1", "lr"), ("batch_size=5", "stream.batch"), ("mem_size=5", "memory"), ("dataset=x", "stream.name")],
+    [
+        ("learning_rate=1", "lr"),
+        ("batch_size=5", "stream.batch"),
+        ("mem_size=5", "memory"),
+        ("dataset=x", "stream.name"),
+    ],
 )
 def test_names_of_other_software_are_known(call, assigned, meant):
     code, _, err = call("run", "--set", assigned)
@@ -43,7 +54,10 @@ def test_names_of_other_software_are_known(call, assigned, meant):
 def test_values_of_a_grid_that_are_not_plain_point_to_a_file(call, tmp_path, values):
     code, _, err = call("sweep", "--grid", f"per_class_cap={values}", "--out", tmp_path / "sweep")
     assert code == 2
-    assert err.startswith(f"mose-fast: --grid per_class_cap is {values!r}; wanted plain values") and "[grid] of a .toml file" in err
+    assert (
+        err.startswith(f"mose-fast: --grid per_class_cap is {values!r}; wanted plain values")
+        and "[grid] of a .toml file" in err
+    )
     assert not (tmp_path / "sweep").exists()
 
 
@@ -56,8 +70,14 @@ def test_a_path_with_a_comma_in_a_grid_points_to_a_file(call, tmp_path):
 @pytest.mark.parametrize(
     ("labels", "told"),
     [
-        (np.array(["cat", "dog"] * 4), "is <U3; wanted integer labels: names, y = numpy.unique(y, return_inverse=True) numbers names"),
-        (np.array([0, 1, np.nan, 1, 0, np.nan, 0, 1]), "contains NaN, first at row 2 (2 in all); wanted integer labels: leave these"),
+        (
+            np.array(["cat", "dog"] * 4),
+            "is <U3; wanted integer labels: names, y = numpy.unique(y, return_inverse=True) numbers names",
+        ),
+        (
+            np.array([0, 1, np.nan, 1, 0, np.nan, 0, 1]),
+            "contains NaN, first at row 2 (2 in all); wanted integer labels: leave these",
+        ),
         (np.array([0.0, 1.0] * 4), "is float64; wanted integer labels: y.astype('int64') converts whole numbers"),
         (np.full(8, 3), "y_train holds one class alone, 3; wanted at least two classes"),
     ],

@@ -1,4 +1,6 @@
-"""What a person waits for without need: help, lists and messages on wrong flags must not import torch, pandas or scipy."""
+"""What a person waits for without need: help, lists and messages on wrong flags must not import
+torch, pandas or scipy.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,27 @@ print("imported:", *(name for name in {_HEAVY} if name in sys.modules))
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--help", "--version", "run --help", "sweep --help", "paper --help", "bench --help", "no-such-command", "run --no-such-flag",
-        "run --memory many", "run --memory 0", "run --set nothing", "run --set no_such_setting=1", "list methods", "list streams",
+        "--help",
+        "--version",
+        "run --help",
+        "sweep --help",
+        "paper --help",
+        "bench --help",
+        "no-such-command",
+        "run --no-such-flag",
+        "run --memory many",
+        "run --memory 0",
+        "run --set nothing",
+        "run --set no_such_setting=1",
+        "list methods",
+        "list streams",
         "list papers",
     ],
-)  # fmt: skip
+)
 def test_answers_without_heavy_imports(arguments):
-    done = subprocess.run([sys.executable, "-c", _SCRIPT, *arguments.split()], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, *arguments.split()], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "imported:", done.stdout + done.stderr
 
 

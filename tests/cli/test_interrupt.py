@@ -1,4 +1,6 @@
-"""Signals in a real run: an exit code, a line that says how to continue, and the same result in the end."""
+"""Signals in a real run: an exit code, a line that says how to continue, and the same result in the
+end.
+"""
 
 import os
 import signal
@@ -39,7 +41,9 @@ def test_signal_and_resume_give_the_unbroken_result(tmp_path, tiny, finished, ca
     folder = tmp_path / "a run"
     command = [sys.executable, "-c", _PROGRAM, "run", *tiny, "--out", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         for line in process.stdout:
             if line == "batch 5\n":
                 break

@@ -1,4 +1,6 @@
-"""What is shown never stops what is computed: output that is closed, full, or cannot write a letter."""
+"""What is shown never stops what is computed: output that is closed, full, or cannot write a
+letter.
+"""
 
 import io
 import json
@@ -53,7 +55,21 @@ def data(tmp_path_factory):
 
 
 def arguments(data, out):
-    return ["run", "--stream", str(data), "--tasks", "2", "--width", "1", "--memory", "64", "--device", "cpu", "--out", str(out)]
+    return [
+        "run",
+        "--stream",
+        str(data),
+        "--tasks",
+        "2",
+        "--width",
+        "1",
+        "--memory",
+        "64",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
@@ -80,7 +96,9 @@ def test_a_command_whose_output_is_its_result_fails_where_that_is_lost(monkeypat
     monkeypatch.setattr(sys, "stdout", stream)
     assert main(["list", "streams"]) == code
     monkeypatch.undo()
-    assert capsys.readouterr().err == ("mose-fast: standard output cannot be written: No space left on device\n" if code == 2 else "")
+    assert capsys.readouterr().err == (
+        "mose-fast: standard output cannot be written: No space left on device\n" if code == 2 else ""
+    )
 
 
 def test_help_into_a_pipe_that_closes(monkeypatch):
@@ -128,6 +146,9 @@ def test_closed_descriptors_are_not_handed_to_files(data, tmp_path):
         os.close(2)
 
     command = [sys.executable, "-c", program, *arguments(data, tmp_path)]
-    assert subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=close, check=False).returncode == 0
+    assert (
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=close, check=False).returncode
+        == 0
+    )
     assert json.loads((tmp_path / "results.json").read_text())["steps"] >= 1
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"xxxxx" in path.read_bytes()]

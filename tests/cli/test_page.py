@@ -23,7 +23,18 @@ def test_page_tells_the_defaults():
     assert {name: str(settings[name]) for name in told if name not in ("data-dir", "limit-per-task")} == {
         name: value for name, value in told.items() if name not in ("data-dir", "limit-per-task")
     }
-    assert set(told) >= {"stream", "batch", "method", "preset", "memory", "width", "epochs", "seed", "device", "precision"}
+    assert set(told) >= {
+        "stream",
+        "batch",
+        "method",
+        "preset",
+        "memory",
+        "width",
+        "epochs",
+        "seed",
+        "device",
+        "precision",
+    }
 
 
 def test_examples_of_set_are_settings():

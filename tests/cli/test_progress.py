@@ -51,7 +51,9 @@ def test_table_of_many_tasks_shows_the_newest_and_the_worst_old_one():
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Makes stderr a terminal of some width; returns a function that gives what was written to it."""
+    """Makes stderr a terminal of some width; returns a function that gives what was written to
+    it.
+    """
     ours, theirs = pty.openpty()
     parts = []
 
@@ -97,7 +99,8 @@ def test_decoding_has_no_bar_elsewhere(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "losses"), [(100, ["loss"]), (120, ["loss"]), (160, ["loss", "supcon", "cross_entropy", "distillation"])]
+    ("columns", "losses"),
+    [(100, ["loss"]), (120, ["loss"]), (160, ["loss", "contrastive", "cross_entropy", "distillation"])],
 )
 def test_bar_at_a_terminal(call, tiny, tmp_path, terminal, columns, losses):
     written = terminal(columns)

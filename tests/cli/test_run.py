@@ -85,31 +85,76 @@ def test_no_flag_is_the_default_configuration():
 
 def test_every_flag_reaches_its_setting(tmp_path):
     config = settings(
-        "--method", "mose", "--preset", "paper", "--stream", "split-mnist", "--data-dir", tmp_path, "--memory", 99, "--width", 3,
-        "--limit-per-task", 30, "--epochs", 2, "--seed", 5, "--class-order-seed", 6, "--device", "cuda:1", "--precision", "bf16",
-        "--checkpoint-every", 7, "--tasks", 2, "--batch", 4, "--normalisation", "half", "--deterministic",
-    )  # fmt: skip
+        "--method",
+        "mose",
+        "--preset",
+        "paper",
+        "--stream",
+        "split-mnist",
+        "--data-dir",
+        tmp_path,
+        "--memory",
+        99,
+        "--width",
+        3,
+        "--limit-per-task",
+        30,
+        "--epochs",
+        2,
+        "--seed",
+        5,
+        "--class-order-seed",
+        6,
+        "--device",
+        "cuda:1",
+        "--precision",
+        "bf16",
+        "--checkpoint-every",
+        7,
+        "--tasks",
+        2,
+        "--batch",
+        4,
+        "--normalisation",
+        "half",
+        "--deterministic",
+    )
     wanted = RunConfig.create(
-        preset="paper", method="mose", memory=99, width=3, epochs=2, seed=5, device="cuda:1", precision="bf16", checkpoint_every=7,
+        preset="paper",
+        method="mose",
+        memory=99,
+        width=3,
+        epochs=2,
+        seed=5,
+        device="cuda:1",
+        precision="bf16",
+        checkpoint_every=7,
         deterministic=True,
         stream={
-            "name": "split-mnist", "data_dir": str(tmp_path), "limit_per_task": 30, "class_order_seed": 6, "tasks": 2, "batch": 4,
+            "name": "split-mnist",
+            "data_dir": str(tmp_path),
+            "limit_per_task": 30,
+            "class_order_seed": 6,
+            "tasks": 2,
+            "batch": 4,
             "normalisation": "half",
         },
-    )  # fmt: skip
+    )
     assert config == wanted
 
 
 @pytest.mark.parametrize("suffix", ["json", "toml"])
 def test_flags_override_the_file_and_absent_flags_do_not(tmp_path, suffix):
-    written = RunConfig.create(memory=200, width=8, seed=4, stream={"name": "digits", "batch": 5}, options={"augment": "simclr"})
+    written = RunConfig.create(
+        memory=200, width=8, seed=4, stream={"name": "digits", "batch": 5}, options={"augment": "simclr"}
+    )
     file = tmp_path / f"run.{suffix}"
     file.write_text(written.to_json() if suffix == "json" else written.to_toml())
     assert settings("--config", file) == written
-    config = settings("--config", file, "--memory", 300, "--tasks", 2, "--set", "scl=last")
+    config = settings("--config", file, "--memory", 300, "--tasks", 2, "--set", "contrastive=last")
     assert (config.memory, config.width, config.seed) == (300, 8, 4)
     assert (config.stream.batch, config.stream.tasks) == (5, 2)
-    assert (config.options.augment, config.options.scl) == ("simclr", "last")
+    assert (config.options.augment, config.options.contrastive) == ("simclr", "last")
 
 
 @pytest.mark.parametrize("how", [("--preset", "paper"), ("--set", "preset=paper")])
@@ -145,8 +190,8 @@ def test_set(text, owner, name, value):
 
 
 def test_set_is_repeatable_and_wins_over_a_flag():
-    config = settings("--memory", 70, "--set", "memory=80", "--set", "new_extra=0", "--set", "scl=off")
-    assert (config.memory, config.options.new_extra, config.options.scl) == (80, 0, "off")
+    config = settings("--memory", 70, "--set", "memory=80", "--set", "new_extra=0", "--set", "contrastive=off")
+    assert (config.memory, config.options.new_extra, config.options.contrastive) == (80, 0, "off")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +239,11 @@ def test_list(call):
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == [*METHODS, "file.py:Name"]
     for line, learner in zip(out.splitlines(), METHODS.values(), strict=False):
-        assert f"{learner.about.year}  " in line and f"{learner.about.cost:.2f}x" in line and learner.about.reference in line
+        assert (
+            f"{learner.about.year}  " in line
+            and f"{learner.about.cost:.2f}x" in line
+            and learner.about.reference in line
+        )
     code, out, _ = call("list", "streams")
     assert code == 0
     for name in streams.names():

@@ -16,8 +16,9 @@ using Floats = std::vector<float>;
 
 constexpr double kTolerance = 2e-6;  // a kernel may fuse a product and a sum
 
-// Parameters of these sizes in flat buffers, each followed by `gap` elements; the gradient of every fifth parameter is missing, types
-// take turns, and gradients start `shift` elements into their memory.
+// Parameters of these sizes in flat buffers, each followed by `gap` elements; the gradient of every
+// fifth parameter is missing, types take turns, and gradients start `shift` elements into their
+// memory.
 struct Problem {
   std::vector<int64_t> sizes, starts;
   Floats master, exp_avg, exp_avg_sq, steps;
@@ -47,7 +48,8 @@ Problem make_problem(const std::vector<int64_t>& sizes, int64_t gap, int64_t shi
     buffer->resize(static_cast<size_t>(end));
     std::generate(buffer->begin(), buffer->end(), [&] { return normal(random); });
   }
-  std::transform(problem.exp_avg_sq.begin(), problem.exp_avg_sq.end(), problem.exp_avg_sq.begin(), [](float x) { return x * x; });
+  std::transform(problem.exp_avg_sq.begin(), problem.exp_avg_sq.end(), problem.exp_avg_sq.begin(),
+                 [](float x) { return x * x; });
   for (const float x : problem.master) {
     problem.shadow_bfloat16.emplace_back();
     problem.shadow_float16.emplace_back();
@@ -89,7 +91,8 @@ void compare(Context& context, Problem wanted, Shadow shadow, bool latched, Step
     if (i % 5 == 4) {
       continue;
     }
-    mf::AdamTensor tensor{nullptr, problem.starts[i], problem.sizes[i], static_cast<int32_t>(i), mf::FloatType::kFloat32};
+    mf::AdamTensor tensor{nullptr, problem.starts[i], problem.sizes[i], static_cast<int32_t>(i),
+                          mf::FloatType::kFloat32};
     on_host.push_back(tensor);
     on_device.push_back(tensor);
     const auto place = [&](const auto& values, mf::FloatType type) {
@@ -155,18 +158,20 @@ void compare(Context& context, Problem wanted, Shadow shadow, bool latched, Step
   context.expect_close("exp_avg", params.exp_avg, wanted.exp_avg, kTolerance);
   context.expect_close("exp_avg_sq", params.exp_avg_sq, wanted.exp_avg_sq, kTolerance);
   const size_t size = wanted.master.size();
-  context.expect_close("bfloat16 shadow", context.upload(widened(context.download(shadow_bfloat16, size))), widened(wanted.shadow_bfloat16),
-                       1.0 / 128);
-  context.expect_close("float16 shadow", context.upload(widened(context.download(shadow_float16, size))), widened(wanted.shadow_float16),
-                       1.0 / 1024);
-  if (shadow == Shadow::kBFloat16) {  // of the kernel's own weights, rounded as it should be, also where none was written
+  context.expect_close("bfloat16 shadow", context.upload(widened(context.download(shadow_bfloat16, size))),
+                       widened(wanted.shadow_bfloat16), 1.0 / 128);
+  context.expect_close("float16 shadow", context.upload(widened(context.download(shadow_float16, size))),
+                       widened(wanted.shadow_float16), 1.0 / 1024);
+  if (shadow ==
+      Shadow::kBFloat16) {  // of the kernel's own weights, rounded as it should be, also where none was written
     context.expect_close("rounding", context.upload(widened(context.download(shadow_bfloat16, size))),
                          widened(rounded<mf::BFloat16>(context.download(params.master, size))), 0.0);
   }
 }
 
 void compare(Context& context, const Problem& problem, Shadow shadow, bool latched = false) {
-  compare(context, problem, shadow, latched, [&](const mf::AdamParams& params) { mf::cuda::adam_step(params, context.stream()); });
+  compare(context, problem, shadow, latched,
+          [&](const mf::AdamParams& params) { mf::cuda::adam_step(params, context.stream()); });
 }
 
 }  // namespace
@@ -206,22 +211,39 @@ KERNEL_CASE(small_adam_frozen_by_its_loss_or_latch) {
 // Few threads, so that every loop takes several turns.
 KERNEL_CASE(small_adam) {
   for (const bool latched : {false, true}) {
-    compare(context, make_problem({40, 21, 3, 70, 9, 33}, 4), Shadow::kFloat16, latched, [](const mf::AdamParams& params) {
-      mf::cuda::AdamBegin begin{params.steps, params.lr, params.loss, params.latch, params.scales, params.frozen, params.beta1, params.beta2,
-                                static_cast<int32_t>(params.parameters), {}};
-      mf::cuda::AdamPieces pieces{params.master, params.exp_avg, params.exp_avg_sq, params.shadow, params.scales, params.frozen,
-                                  params.settings(), static_cast<int32_t>(params.tensor_count), {}, {}};
-      for (int32_t i = 0; i < pieces.tensor_count; ++i) {
-        begin.has_gradient[0] |= 1u << params.tensors[i].parameter;
-        pieces.first_block[i] = i;
-        pieces.tensors[i] = params.tensors[i];
-      }
-      shim::launch(1, 4, sizeof(int32_t), [&] {
-        MF_DYNAMIC_SHARED(shared);
-        mf::cuda::adam_begin_block(begin, *reinterpret_cast<int32_t*>(shared));
-      });
-      shim::launch(static_cast<unsigned>(pieces.tensor_count), 4, 0, [&] { mf::cuda::adam_pieces_block(pieces); });
-    });
+    compare(
+        context, make_problem({40, 21, 3, 70, 9, 33}, 4), Shadow::kFloat16, latched, [](const mf::AdamParams& params) {
+          mf::cuda::AdamBegin begin{params.steps,
+                                    params.lr,
+                                    params.loss,
+                                    params.latch,
+                                    params.scales,
+                                    params.frozen,
+                                    params.beta1,
+                                    params.beta2,
+                                    static_cast<int32_t>(params.parameters),
+                                    {}};
+          mf::cuda::AdamPieces pieces{params.master,
+                                      params.exp_avg,
+                                      params.exp_avg_sq,
+                                      params.shadow,
+                                      params.scales,
+                                      params.frozen,
+                                      params.settings(),
+                                      static_cast<int32_t>(params.tensor_count),
+                                      {},
+                                      {}};
+          for (int32_t i = 0; i < pieces.tensor_count; ++i) {
+            begin.has_gradient[0] |= 1u << params.tensors[i].parameter;
+            pieces.first_block[i] = i;
+            pieces.tensors[i] = params.tensors[i];
+          }
+          shim::launch(1, 4, sizeof(int32_t), [&] {
+            MF_DYNAMIC_SHARED(shared);
+            mf::cuda::adam_begin_block(begin, *reinterpret_cast<int32_t*>(shared));
+          });
+          shim::launch(static_cast<unsigned>(pieces.tensor_count), 4, 0, [&] { mf::cuda::adam_pieces_block(pieces); });
+        });
   }
 }
 

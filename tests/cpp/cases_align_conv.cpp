@@ -1,5 +1,6 @@
-// The kernels against the convolutions, norms and gates that their headers describe, as plain loops in double precision on numbers that the
-// kernels' type holds exactly. There is no twin in csrc/cpu: on the CPU PyTorch's own convolutions serve.
+// The kernels against the convolutions, norms and gates that their headers describe, as plain loops
+// in double precision on numbers that the kernels' type holds exactly. There is no twin in
+// csrc/cpu: on the CPU PyTorch's own convolutions serve.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -34,7 +35,8 @@ struct Setting {
   FloatType type = FloatType::kBFloat16;
   bool prologue = false, gate = false, training = true, parameters = true;
   bool keep_map = true;
-  // Where one NaN lies: behind an inner pixel of x, in the scale of a channel of the prologue, in an element of the gate.
+  // Where one NaN lies: behind an inner pixel of x, in the scale of a channel of the prologue, in
+  // an element of the gate.
   enum Nan { kNowhere, kInX, kInPrologue, kInGate } nan = kNowhere;
 };
 
@@ -42,7 +44,7 @@ struct Launches {
   std::function<void(const mf::AlignConvDepthwise&)> depthwise;
   std::function<int64_t(const mf::AlignConvForward&)> moments;
   std::function<void(const mf::AlignConvForward&)> forward;
-  std::function<void(const mf::AlignConvTotal&)> total;
+  std::function<void(const mf::AlignConvGradY&)> total;
   std::function<int64_t(const mf::AlignConvInput&)> sums;
   std::function<void(const mf::AlignConvBackward&)> backward;
 };
@@ -85,7 +87,9 @@ struct Twin {
 
   int64_t out_height() const { return (s.height - 1) / s.stride + 1; }
   int64_t out_width() const { return (s.width - 1) / s.stride + 1; }
-  size_t at(int64_t n, int64_t h, int64_t w, int64_t c) const { return static_cast<size_t>(((n * s.height + h) * s.width + w) * s.channels + c); }
+  size_t at(int64_t n, int64_t h, int64_t w, int64_t c) const {
+    return static_cast<size_t>(((n * s.height + h) * s.width + w) * s.channels + c);
+  }
   size_t out_at(int64_t n, int64_t h, int64_t w, int64_t c) const {
     return static_cast<size_t>(((n * out_height() + h) * out_width() + w) * s.channels + c);
   }
@@ -156,7 +160,8 @@ struct Twin {
     });
   }
 
-  void run_back(const Doubles& grad, Doubles& to_x, Doubles& to_gate, Doubles& to_depthwise, Doubles& to_prologue) const {
+  void run_back(const Doubles& grad, Doubles& to_x, Doubles& to_gate, Doubles& to_depthwise,
+                Doubles& to_prologue) const {
     const auto C = static_cast<size_t>(s.channels);
     Doubles back(x.size());
     to_x.assign(x.size(), 0);
@@ -194,11 +199,10 @@ struct Twin {
   }
 };
 
-size_t bytes_of(size_t count, FloatType type) {
-  return count * (type == FloatType::kFloat32 ? 4 : 2);
-}
+size_t bytes_of(size_t count, FloatType type) { return count * (type == FloatType::kFloat32 ? 4 : 2); }
 
-void expect(Context& context, const char* what, const void* memory, const Doubles& wanted, FloatType type, double tolerance) {
+void expect(Context& context, const char* what, const void* memory, const Doubles& wanted, FloatType type,
+            double tolerance) {
   const auto* bytes = static_cast<const unsigned char*>(memory);
   const Floats values = decode(context.download(bytes, bytes_of(wanted.size(), type)), type);
   context.expect_close(what, context.upload(values), Floats(wanted.begin(), wanted.end()), tolerance);
@@ -307,7 +311,8 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
       double variance = counted == 0 ? 0 : squares / static_cast<double>(counted);
       const bool moves = s.training && counted > 0;
       running_mean[o] = static_cast<float>(moves ? 0.5 + kMomentum * (mean - 0.5) : 0.5);
-      running_var[o] = static_cast<float>(moves ? 0.5 + kMomentum * (squares / std::max(1.0, static_cast<double>(counted) - 1) - 0.5) : 0.5);
+      running_var[o] = static_cast<float>(
+          moves ? 0.5 + kMomentum * (squares / std::max(1.0, static_cast<double>(counted) - 1) - 0.5) : 0.5);
       if (!s.training) {
         mean = variance = 0.5;
       }
@@ -332,7 +337,7 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   const Doubles grad_state = draw(random, 4 * C, FloatType::kBFloat16, 1);
   const Doubles mean_rest = fused ? Doubles(C) : draw(random, C, FloatType::kBFloat16, 0.5);
   const Doubles weight = draw(random, C, FloatType::kBFloat16, 1);
-  mf::AlignConvTotal total{};
+  mf::AlignConvGradY total{};
   total.type = s.type;
   total.y = context.upload(encode(y, s.type));
   total.grad = context.upload(encode(grad, s.type));
@@ -407,7 +412,8 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   expect(context, "x's gradient", card_x, to_x, s.type, 2 * step);
   // Entered values may round to the other side.
   const double sums = 1e-5 + (s.type == FloatType::kFloat32 ? 0 : step);
-  context.expect_close("depthwise weights' gradient", card_depthwise, Floats(to_depthwise.begin(), to_depthwise.end()), sums);
+  context.expect_close("depthwise weights' gradient", card_depthwise, Floats(to_depthwise.begin(), to_depthwise.end()),
+                       sums);
   if (s.gate) {
     expect(context, "gate's gradient", card_gate, to_gate, s.type, 4 * step);
   }
@@ -422,7 +428,7 @@ void compare(Context& context, const Setting& setting, bool fused) {
           {[=](const mf::AlignConvDepthwise& params) { mf::cuda::align_conv_depthwise(params, stream); },
            [](const mf::AlignConvForward& params) { return mf::cuda::align_conv_moments(params); },
            [=](const mf::AlignConvForward& params) { mf::cuda::align_conv_forward(params, stream); },
-           [=](const mf::AlignConvTotal& params) { mf::cuda::align_conv_total(params, stream); },
+           [=](const mf::AlignConvGradY& params) { mf::cuda::align_conv_grad_y(params, stream); },
            [](const mf::AlignConvInput& in) { return mf::cuda::align_conv_sums(in); },
            [=](const mf::AlignConvBackward& params) { mf::cuda::align_conv_backward(params, stream); }},
           fused);
@@ -562,20 +568,22 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
            [&](const mf::AlignConvForward& params) {
              if constexpr (sizeof(T) == 2) {
                const cuda::Tiles tiles = forward_tiles(params.input);
-               const auto map = cuda::FusedMemory::of(params.input.channels, params.out_channels, staged(tiles), sizeof(T), kThreads / 32);
+               const auto map = cuda::FusedMemory::of(params.input.channels, params.out_channels, staged(tiles),
+                                                      sizeof(T), kThreads / 32);
                shim::launch(1, kThreads, map.bytes, [&] {
                  MF_DYNAMIC_SHARED(memory);
                  cuda::align_conv_forward_block<T, kStride, 2, kThreads>(params, tiles, map, memory);
                });
-               shim::launch(static_cast<unsigned>((params.out_channels + 31) / 32), kThreads, kThreads * sizeof(mf::Moments), [&] {
-                 MF_DYNAMIC_SHARED(memory);
-                 cuda::align_conv_finish_block<kThreads>(params, 1, memory);
-               });
+               shim::launch(static_cast<unsigned>((params.out_channels + 31) / 32), kThreads,
+                            kThreads * sizeof(mf::Moments), [&] {
+                              MF_DYNAMIC_SHARED(memory);
+                              cuda::align_conv_finish_block<kThreads>(params, 1, memory);
+                            });
              }
            },
-           [&](const mf::AlignConvTotal& params) {
+           [&](const mf::AlignConvGradY& params) {
              if (params.pointwise == nullptr) {
-               shim::launch(2, kThreads, 0, [&] { cuda::align_conv_total_block<T, kThreads>(params); });
+               shim::launch(2, kThreads, 0, [&] { cuda::align_conv_grad_y_block<T, kThreads>(params); });
              } else if constexpr (sizeof(T) == 2) {
                const auto map = cuda::ProductMemory::of(params.channels, params.in_channels, sizeof(T));
                shim::launch(1, kThreads, map.bytes, [&] {
@@ -586,17 +594,19 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
            },
            parts,
            [&](const mf::AlignConvBackward& params) {
-             const cuda::Tiles tiles = cuda::Tiles::of(params.input.images, params.input.height, params.input.width, 4, backward_bytes, kRoom);
+             const cuda::Tiles tiles = cuda::Tiles::of(params.input.images, params.input.height, params.input.width, 4,
+                                                       backward_bytes, kRoom);
              const size_t bytes = std::max(tiles.images * backward_bytes(tiles.height, tiles.width),
                                            sizeof(float2) * (kThreads / 32) * mf::kAlignConvSums * 32);
              shim::launch(cuda::slices_of(params.input.channels), kThreads, bytes, [&] {
                MF_DYNAMIC_SHARED(memory);
                cuda::align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, memory);
              });
-             shim::launch(static_cast<unsigned>((params.input.channels + 31) / 32 * mf::kAlignConvSums), kThreads, kThreads * sizeof(float), [&] {
-               MF_DYNAMIC_SHARED(memory);
-               cuda::align_conv_sums_block<kThreads>(params, 1, memory);
-             });
+             shim::launch(static_cast<unsigned>((params.input.channels + 31) / 32 * mf::kAlignConvSums), kThreads,
+                          kThreads * sizeof(float), [&] {
+                            MF_DYNAMIC_SHARED(memory);
+                            cuda::align_conv_sums_block<kThreads>(params, 1, memory);
+                          });
            }},
           fused);
 }

@@ -20,7 +20,8 @@ struct Step {
   int32_t height, width;
 };
 
-// `views` of 5 stream and 7 memory rows: each orientation and each draw in turn, one padded row, and draws that reach beyond borders.
+// `views` of 5 stream and 7 memory rows: each orientation and each draw in turn, one padded row,
+// and draws that reach beyond borders.
 Step make_step(int64_t views, int32_t height, int32_t width, uint64_t seed) {
   std::mt19937_64 random(seed);
   Step step;
@@ -37,21 +38,25 @@ Step make_step(int64_t views, int32_t height, int32_t width, uint64_t seed) {
   step.factors.resize(static_cast<size_t>(draws) * mf::AugmentParameters::kFactors);
   const mf::AugmentRecipe recipe{0.5, 0.3, 0.2, 1.0, 0.7, 0.4, 0.4, 0.4, 0.1};
   for (int64_t draw = 0; draw < draws; ++draw) {
-    const mf::AugmentParameters view = mf::draw_augment_parameters(recipe, seed, 0, static_cast<uint32_t>(draw), height, width);
+    const mf::AugmentParameters view =
+        mf::draw_augment_parameters(recipe, seed, 0, static_cast<uint32_t>(draw), height, width);
     std::copy_n(view.code, mf::AugmentParameters::kCodes, step.codes.begin() + draw * mf::AugmentParameters::kCodes);
-    std::copy_n(view.factor, mf::AugmentParameters::kFactors, step.factors.begin() + draw * mf::AugmentParameters::kFactors);
+    std::copy_n(view.factor, mf::AugmentParameters::kFactors,
+                step.factors.begin() + draw * mf::AugmentParameters::kFactors);
   }
   for (int64_t view = 0; view < views; ++view) {
-    const int32_t orientation = height == width ? static_cast<int32_t>(view * 5 % 16) : static_cast<int32_t>(view % 4 + view % 2 * 8);
-    const int32_t layout[] = {static_cast<int32_t>(view % 6), orientation, view % 2 == 0 ? -1 : static_cast<int32_t>(view / 2)};
+    const int32_t orientation =
+        height == width ? static_cast<int32_t>(view * 5 % 16) : static_cast<int32_t>(view % 4 + view % 2 * 8);
+    const int32_t layout[] = {static_cast<int32_t>(view % 6), orientation,
+                              view % 2 == 0 ? -1 : static_cast<int32_t>(view / 2)};
     step.layout.insert(step.layout.end(), layout, layout + 3);
   }
   return step;
 }
 
-mf::AugmentParams make_params(const Step& step, const uint8_t* stream, const uint8_t* memory, const int64_t* rows, const int32_t* layout,
-                              const int32_t* codes, const float* factors, void* output, mf::ViewType type, int32_t channels,
-                              bool jitter_normalised) {
+mf::AugmentParams make_params(const Step& step, const uint8_t* stream, const uint8_t* memory, const int64_t* rows,
+                              const int32_t* layout, const int32_t* codes, const float* factors, void* output,
+                              mf::ViewType type, int32_t channels, bool jitter_normalised) {
   mf::AugmentParams params{};
   params.source[0] = {stream, 5};
   params.source[1] = {memory, 7};
@@ -77,17 +82,18 @@ mf::AugmentParams make_params(const Step& step, const uint8_t* stream, const uin
 }
 
 template <typename T>
-void compare(kernel_case::Context& context, const Step& step, mf::ViewType type, int32_t channels, bool jitter_normalised,
-             double tolerance) {
+void compare(kernel_case::Context& context, const Step& step, mf::ViewType type, int32_t channels,
+             bool jitter_normalised, double tolerance) {
   const size_t count = step.layout.size() / 3 * static_cast<size_t>(step.height * step.width * channels);
   std::vector<T> wanted(count);
-  mf::cpu::augment(make_params(step, step.stream.data(), step.memory.data(), step.rows.data(), step.layout.data(), step.codes.data(),
-                               step.factors.data(), wanted.data(), type, channels, jitter_normalised),
-                   1);
+  mf::cpu::augment(
+      make_params(step, step.stream.data(), step.memory.data(), step.rows.data(), step.layout.data(), step.codes.data(),
+                  step.factors.data(), wanted.data(), type, channels, jitter_normalised),
+      1);
   T* output = context.poisoned<T>(count);
-  mf::cuda::augment(make_params(step, context.upload(step.stream), context.upload(step.memory), context.upload(step.rows),
-                                context.upload(step.layout), context.upload(step.codes), context.upload(step.factors), output, type,
-                                channels, jitter_normalised),
+  mf::cuda::augment(make_params(step, context.upload(step.stream), context.upload(step.memory),
+                                context.upload(step.rows), context.upload(step.layout), context.upload(step.codes),
+                                context.upload(step.factors), output, type, channels, jitter_normalised),
                     context.stream());
   const std::vector<T> values = context.download(output, count);
   std::vector<float> converted(count), wanted_floats(count);
@@ -104,7 +110,8 @@ KERNEL_CASE(augment_float32) {
 
 KERNEL_CASE(augment_larger_images) {
   compare<float>(context, make_step(4, 64, 64, 2), mf::ViewType::kFloat32, 4, true, kTolerance);
-  compare<float>(context, make_step(2, 80, 80, 3), mf::ViewType::kFloat32, 3, false, kTolerance);  // beyond the staged size
+  compare<float>(context, make_step(2, 80, 80, 3), mf::ViewType::kFloat32, 3, false,
+                 kTolerance);  // beyond the staged size
 }
 
 KERNEL_CASE(augment_half_precision) {
@@ -117,7 +124,8 @@ KERNEL_CASE(augment_half_precision) {
 KERNEL_CASE(augment_small_images) {
   compare<float>(context, make_step(16, 8, 8, 8), mf::ViewType::kFloat32, 3, false, kTolerance);
   compare<float>(context, make_step(12, 24, 16, 9), mf::ViewType::kFloat32, 8, true, kTolerance);
-  compare<float>(context, make_step(6, 5, 7, 10), mf::ViewType::kFloat32, 4, false, kTolerance);  // rows that are not aligned
+  compare<float>(context, make_step(6, 5, 7, 10), mf::ViewType::kFloat32, 4, false,
+                 kTolerance);  // rows that are not aligned
 }
 
 KERNEL_CASE(augment_beyond_the_borders) {
@@ -131,11 +139,11 @@ KERNEL_CASE(augment_beyond_the_borders) {
 
 KERNEL_CASE(augment_marks_what_does_not_exist) {
   Step step = make_step(7, 8, 8, 12);
-  step.rows[1] = 12;       // beyond all sources
+  step.rows[1] = 12;  // beyond all sources
   step.rows[2] = -2;
-  step.layout[0] = 6;      // beyond rows
-  step.layout[10] = 16;    // view 3: no orientation
-  step.layout[17] = 4;     // view 5: no draw
+  step.layout[0] = 6;    // beyond rows
+  step.layout[10] = 16;  // view 3: no orientation
+  step.layout[17] = 4;   // view 5: no draw
   compare<float>(context, step, mf::ViewType::kFloat32, 3, false, kTolerance);
 }
 
@@ -148,8 +156,8 @@ KERNEL_CASE(small_augment) {
   auto* output = context.poisoned<float>(12 * 64 * 3);
   std::vector<float> wanted(12 * 64 * 3);
   const auto params = [&](void* out) {
-    return make_params(step, step.stream.data(), step.memory.data(), step.rows.data(), step.layout.data(), step.codes.data(),
-                       step.factors.data(), out, mf::ViewType::kFloat32, 3, false);
+    return make_params(step, step.stream.data(), step.memory.data(), step.rows.data(), step.layout.data(),
+                       step.codes.data(), step.factors.data(), out, mf::ViewType::kFloat32, 3, false);
   };
   mf::cpu::augment(params(wanted.data()), 1);
   const mf::AugmentParams on_kernel = params(output);

@@ -8,7 +8,8 @@ void compare(kernel_case::Context& context, int64_t count, int32_t height, int32
   std::vector<int32_t> wanted_codes(static_cast<size_t>(count) * mf::AugmentParameters::kCodes);
   std::vector<float> wanted_factors(static_cast<size_t>(count) * mf::AugmentParameters::kFactors);
   std::vector<int64_t> wanted_counter{6};
-  mf::cpu::augment_parameters({recipe, seed, 3, wanted_counter.data(), count, height, width, wanted_codes.data(), wanted_factors.data()}, 1);
+  mf::cpu::augment_parameters(
+      {recipe, seed, 3, wanted_counter.data(), count, height, width, wanted_codes.data(), wanted_factors.data()}, 1);
   auto* codes = context.poisoned<int32_t>(wanted_codes.size());
   auto* factors = context.poisoned<float>(wanted_factors.size());
   mf::cuda::augment_parameters({recipe, seed, 9, nullptr, count, height, width, codes, factors}, context.stream());
@@ -22,9 +23,7 @@ void compare(kernel_case::Context& context, int64_t count, int32_t height, int32
 
 }  // namespace
 
-KERNEL_CASE(augment_parameters_of_a_step) {
-  compare(context, 384, 32, 32, 1);
-}
+KERNEL_CASE(augment_parameters_of_a_step) { compare(context, 384, 32, 32, 1); }
 
 KERNEL_CASE(augment_parameters_of_other_images) {
   compare(context, 33, 5, 64, 2);

@@ -1,5 +1,6 @@
-// The kernels against batch norm as textbooks write it, in double precision, on numbers that the kernel's type holds exactly. There is no
-// twin in csrc/cpu: on the CPU PyTorch's own operations serve.
+// The kernels against batch norm as textbooks write it, in double precision, on numbers that the
+// kernel's type holds exactly. There is no twin in csrc/cpu: on the CPU PyTorch's own operations
+// serve.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -90,7 +91,8 @@ struct TextbookNorm {
       }
       for (int64_t p = 0; p < pixels; ++p) {
         const int64_t at = p * channels + c;
-        const double centred = training ? (to_bias[c] + (x[at] - mean[c]) * inverse[c] * to_weight[c]) / static_cast<double>(pixels) : 0;
+        const double centred =
+            training ? (to_bias[c] + (x[at] - mean[c]) * inverse[c] * to_weight[c]) / static_cast<double>(pixels) : 0;
         to_x[at] = weight[c] * inverse[c] * (g[at] - centred);
       }
     }
@@ -98,9 +100,7 @@ struct TextbookNorm {
   }
 };
 
-Floats floats(const Doubles& values) {
-  return {values.begin(), values.end()};
-}
+Floats floats(const Doubles& values) { return {values.begin(), values.end()}; }
 
 // To the nearest number of the type, ties to even.
 double rounded(double value, FloatType type) {
@@ -116,7 +116,8 @@ Doubles padded(Doubles values, size_t size, double padding) {
   return values;
 }
 
-void expect_map(Context& context, const char* what, const unsigned char* memory, const Doubles& wanted, FloatType type, double tolerance) {
+void expect_map(Context& context, const char* what, const unsigned char* memory, const Doubles& wanted, FloatType type,
+                double tolerance) {
   const Floats values = decode(context.download(memory, wanted.size() * (type == FloatType::kFloat32 ? 4 : 2)), type);
   context.expect_close(what, context.upload(values), floats(wanted), tolerance);
 }
@@ -134,7 +135,8 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   };
   const auto map = [&](double scale) {
     Doubles values = draw(random, valid, FloatType::kBFloat16, scale);
-    for (size_t i = 0; i < values.size(); ++i) {  // every type holds these: multiples of 2^-6 below 4, or of 2^-17 for a small scale
+    for (size_t i = 0; i < values.size();
+         ++i) {  // every type holds these: multiples of 2^-6 below 4, or of 2^-17 for a small scale
       values[i] = std::round(values[i] * 64 / scale) / 64 * scale + s.offset;
     }
     return values;
@@ -182,7 +184,9 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   std::vector<unsigned char> mask(size / mf::kGroup);
   for (size_t i = 0; i < valid; ++i) {
     const int64_t c = static_cast<int64_t>(i) % channels;
-    z[i] = norms[0].value(inner[i], c) + (!s.residual ? 0 : s.second_norm ? norms[1].value(residual[i], c) : residual[i]);
+    z[i] = norms[0].value(inner[i], c) + (!s.residual     ? 0
+                                          : s.second_norm ? norms[1].value(residual[i], c)
+                                                          : residual[i]);
     y[i] = s.relu ? std::max(z[i], 0.0) : z[i];
     mask[i / mf::kGroup] = static_cast<unsigned char>(mask[i / mf::kGroup] | (z[i] > 0 ? 1u << i % mf::kGroup : 0u));
     for (int k = 0; k < s.consumers; ++k) {
@@ -206,9 +210,12 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   }
 
   // The kernels.
-  const mf::MapShape shape{s.images, s.pixels, channels, context.upload(std::vector<int32_t>{static_cast<int32_t>(s.valid)}), -1};
+  const mf::MapShape shape{s.images, s.pixels, channels,
+                           context.upload(std::vector<int32_t>{static_cast<int32_t>(s.valid)}), -1};
   const mf::ChannelGrid grid = mf::norm_grid(shape, s.processors);
-  const auto bytes_of = [&](const Doubles& values) { return context.upload(encode(padded(values, size, nan), s.type)); };
+  const auto bytes_of = [&](const Doubles& values) {
+    return context.upload(encode(padded(values, size, nan), s.type));
+  };
   const size_t map_bytes = size * (s.type == FloatType::kFloat32 ? 4 : 2);
   const auto* card_x = bytes_of(x);
   const auto* card_residual = s.residual ? bytes_of(residual) : nullptr;
@@ -291,7 +298,8 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   const double tolerance = 4 * amplified + step_of(s.type) + 2e-5;
   auto* card_y = context.poisoned<unsigned char>(map_bytes);
   auto* card_mask = s.relu ? context.poisoned<uint8_t>(mask.size()) : nullptr;
-  launches.forward({shape, s.type, s.processors, card_x, state, card_before, card_residual, s.second_norm, s.relu, card_y, card_mask});
+  launches.forward({shape, s.type, s.processors, card_x, state, card_before, card_residual, s.second_norm, s.relu,
+                    card_y, card_mask});
   expect_map(context, "y", card_y, padded(y, size, 0), s.type, tolerance);
   if (s.relu) {
     std::vector<uint8_t> bits = context.download(card_mask, mask.size());
@@ -326,7 +334,8 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   back.g = card_g;
   launches.sums(back);
   for (size_t i = 0; i < norms.size(); ++i) {
-    context.expect_close("gradient of weight", back.norm_grads + i * grad_rows, floats(to_weight[i]), 1e-4 + 4 * amplified);
+    context.expect_close("gradient of weight", back.norm_grads + i * grad_rows, floats(to_weight[i]),
+                         1e-4 + 4 * amplified);
     context.expect_close("gradient of bias", back.norm_grads + i * grad_rows + channels, floats(to_bias[i]), 1e-4);
   }
   if (s.keep_sum) {
@@ -341,7 +350,8 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   back.x_grad = card_to_x;
   back.residual_grad = card_to_residual;
   back.prologue_grad = s.prologue ? context.poisoned<float>(to_before.size()) : nullptr;
-  back.partials = context.poisoned<float>(static_cast<size_t>(grid.partials(mf::BatchNormActBackward::kPrologueFields)));
+  back.partials =
+      context.poisoned<float>(static_cast<size_t>(grid.partials(mf::BatchNormActBackward::kPrologueFields)));
   launches.backward(back);
   double largest = 1;  // of scale: dx is scale times what a gradient of 1 gives
   for (const double v : wanted_state) {
@@ -355,7 +365,8 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   if (s.prologue) {
     context.expect_close("gradient of the prologue", back.prologue_grad, floats(to_before), 2e-4);
   }
-  context.expect_equal("tickets after all", tickets, std::vector<uint32_t>(static_cast<size_t>(count * grid.tickets()), 0));
+  context.expect_equal("tickets after all", tickets,
+                       std::vector<uint32_t>(static_cast<size_t>(count * grid.tickets()), 0));
 }
 
 void compare_launchers(Context& context, const Setting& setting) {
@@ -369,7 +380,8 @@ void compare_launchers(Context& context, const Setting& setting) {
 
 #if defined(MF_KERNELS_ON_CPU)
 
-// The bodies in blocks of few threads: faster, several share a small map, and ThreadSanitizer sees them all.
+// The bodies in blocks of few threads: faster, several share a small map, and ThreadSanitizer sees
+// them all.
 template <typename T>
 void compare_bodies(Context& context, const Setting& setting) {
   constexpr unsigned kThreads = 64;
@@ -385,7 +397,8 @@ void compare_bodies(Context& context, const Setting& setting) {
           {[&](const mf::NormStatistics& p) {
              launch(p.shape, static_cast<unsigned>(p.norms), channel_sums_shared<mf::NormStatistics::kFields>(kThreads),
                     [&](int shift, unsigned char* shared) {
-                      p.prologue != nullptr ? norm_statistics_block<T, true>(p, shift, shared) : norm_statistics_block<T, false>(p, shift, shared);
+                      p.prologue != nullptr ? norm_statistics_block<T, true>(p, shift, shared)
+                                            : norm_statistics_block<T, false>(p, shift, shared);
                     });
            },
            [&](const mf::BatchNormActForward& p) {
@@ -397,18 +410,20 @@ void compare_bodies(Context& context, const Setting& setting) {
              });
            },
            [&](const mf::BatchNormActBackward& p) {
-             launch(p.shape, 1, channel_sums_shared<mf::BatchNormActBackward::kSumFields>(kThreads), [&](int shift, unsigned char* shared) {
-               p.prologue != nullptr   ? batch_norm_act_sums_block<T, NormForm::kPrologue>(p, shift, shared)
-               : p.residual != nullptr ? batch_norm_act_sums_block<T, NormForm::kTwoNorms>(p, shift, shared)
-                                       : batch_norm_act_sums_block<T, NormForm::kPlain>(p, shift, shared);
-             });
+             launch(p.shape, 1, channel_sums_shared<mf::BatchNormActBackward::kSumFields>(kThreads),
+                    [&](int shift, unsigned char* shared) {
+                      p.prologue != nullptr   ? batch_norm_act_sums_block<T, NormForm::kPrologue>(p, shift, shared)
+                      : p.residual != nullptr ? batch_norm_act_sums_block<T, NormForm::kTwoNorms>(p, shift, shared)
+                                              : batch_norm_act_sums_block<T, NormForm::kPlain>(p, shift, shared);
+                    });
            },
            [&](const mf::BatchNormActBackward& p) {
-             launch(p.shape, 1, channel_sums_shared<mf::BatchNormActBackward::kPrologueFields>(kThreads), [&](int shift, unsigned char* shared) {
-               p.prologue != nullptr   ? batch_norm_act_backward_block<T, NormForm::kPrologue>(p, shift, shared)
-               : p.residual != nullptr ? batch_norm_act_backward_block<T, NormForm::kTwoNorms>(p, shift, shared)
-                                       : batch_norm_act_backward_block<T, NormForm::kPlain>(p, shift, shared);
-             });
+             launch(p.shape, 1, channel_sums_shared<mf::BatchNormActBackward::kPrologueFields>(kThreads),
+                    [&](int shift, unsigned char* shared) {
+                      p.prologue != nullptr   ? batch_norm_act_backward_block<T, NormForm::kPrologue>(p, shift, shared)
+                      : p.residual != nullptr ? batch_norm_act_backward_block<T, NormForm::kTwoNorms>(p, shift, shared)
+                                              : batch_norm_act_backward_block<T, NormForm::kPlain>(p, shift, shared);
+                    });
            }});
 }
 
@@ -420,9 +435,7 @@ void compare(Context& context, const Setting& setting) {
 
 #else
 
-void compare(Context& context, const Setting& setting) {
-  compare_launchers(context, setting);
-}
+void compare(Context& context, const Setting& setting) { compare_launchers(context, setting); }
 
 #endif
 
@@ -535,14 +548,16 @@ KERNEL_CASE(norm_state_backward) {
   constexpr int64_t kChannels = 200;
   std::mt19937 random(3);
   const auto floats_of = [&](size_t count) { return floats(draw(random, count, FloatType::kBFloat16, 1)); };
-  const Floats state = floats_of(4 * kChannels), grad = floats_of(4 * kChannels), weight = floats_of(kChannels), rest = floats_of(kChannels);
+  const Floats state = floats_of(4 * kChannels), grad = floats_of(4 * kChannels), weight = floats_of(kChannels),
+               rest = floats_of(kChannels);
   for (const bool training : {true, false}) {
     mf::NormParams norm{context.upload(weight), nullptr, nullptr, nullptr, nullptr, 0.1f, 1e-5f, training};
     auto* out = context.poisoned<float>(4 * kChannels);
     const mf::MapShape shape{7, 3, kChannels, nullptr, 5};
-    mf::cuda::norm_state_backward({shape, context.upload(state), context.upload(rest), context.upload(grad), norm, out}, context.stream());
-    // By hand: weight and bias from scale and shift; the mean's share is even, the deviation's goes with -inverse^3 / n, for x minus the mean
-    // that is the state's and the rest.
+    mf::cuda::norm_state_backward({shape, context.upload(state), context.upload(rest), context.upload(grad), norm, out},
+                                  context.stream());
+    // By hand: weight and bias from scale and shift; the mean's share is even, the deviation's goes
+    // with -inverse^3 / n, for x minus the mean that is the state's and the rest.
     Floats wanted(4 * kChannels);
     for (int64_t c = 0; c < kChannels; ++c) {
       const double inverse = state[kChannels + c];

@@ -1,4 +1,5 @@
-// The kernels against csrc/cpu in double precision, on the same inputs: these are drawn as numbers that the kernel's type holds exactly.
+// The kernels against csrc/cpu in double precision, on the same inputs: these are drawn as numbers
+// that the kernel's type holds exactly.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -16,26 +17,27 @@
 namespace {
 
 using kernel_case::Context;
-using mf::FloatType;
 using kernel_case::decode;
 using kernel_case::Doubles;
 using kernel_case::draw;
 using kernel_case::encode;
 using kernel_case::step_of;
+using mf::FloatType;
 
 struct Setting {
   int64_t experts = 2, rows = 20, projection = 20, classes = 11, features = 33;
   FloatType projections = FloatType::kFloat32, others = FloatType::kFloat32;
-  int64_t fresh = 7, valid = 20;
+  int64_t new_rows = 7, valid = 20;
   bool masked = true;
   int64_t labels = 4;  // distinct ones
   mf::Distillation distillation = mf::Distillation::kReverse;
   mf::DistanceReduction reduction = mf::DistanceReduction::kFrobenius;
   int64_t first_contrastive = 0, first_cross_entropy = 0;
   bool zero_rows = false, equal_features = false, wrong_label = false, one_gradient = false;
-  double scale = 1;  // of the logits
+  double scale = 1;   // of the logits
   double offset = 0;  // added to them
-  int64_t spoiled = -1;  // a row of the first expert's projections that holds `spoil` in one element: terms alone are compared
+  int64_t spoiled =
+      -1;  // a row of the first expert's projections that holds `spoil` in one element: terms alone are compared
   double spoil = std::numeric_limits<double>::quiet_NaN();
   std::vector<int64_t> given_labels = {};  // else random ones
 };
@@ -118,7 +120,7 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
                            s.features,
                            nullptr,
                            nullptr,
-                           s.fresh,
+                           s.new_rows,
                            s.valid,
                            0.07,
                            2.0,
@@ -156,9 +158,9 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
   in.student = {context.upload(encode(student, s.others)), s.others};
   in.labels = context.upload(labels);
   in.current_classes = s.masked ? reinterpret_cast<const bool*>(context.upload(mask)) : nullptr;
-  in.fresh_pointer = context.upload(std::vector<int32_t>{static_cast<int32_t>(s.fresh)});
+  in.new_rows_pointer = context.upload(std::vector<int32_t>{static_cast<int32_t>(s.new_rows)});
   in.valid_pointer = context.upload(std::vector<int32_t>{static_cast<int32_t>(s.valid)});
-  in.fresh = in.valid = -1;
+  in.new_rows = in.valid = -1;
   auto* card_terms = context.poisoned<float>(terms.size());
   auto* card_statistics = context.poisoned<float>(statistics.size());
   forward({in, card_terms, card_statistics});
@@ -168,7 +170,9 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
   }
   context.expect_close("terms", card_terms, wanted_terms, 2e-5);
 
-  const auto bytes = [](const Doubles& values, FloatType type) { return values.size() * (type == FloatType::kFloat32 ? 4 : 2); };
+  const auto bytes = [](const Doubles& values, FloatType type) {
+    return values.size() * (type == FloatType::kFloat32 ? 4 : 2);
+  };
   auto* card_z = context.poisoned<unsigned char>(bytes(z, s.projections));
   auto* card_logits = context.poisoned<unsigned char>(bytes(logits, s.others));
   auto* card_features = context.poisoned<unsigned char>(bytes(features, s.others));
@@ -187,7 +191,8 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
   }
   const auto expect = [&](const char* what, unsigned char* memory, const Doubles& wanted, FloatType type) {
     const std::vector<float> values = decode(context.download(memory, bytes(wanted, type)), type);
-    context.expect_close(what, context.upload(values), std::vector<float>(wanted.begin(), wanted.end()), 1.5 * step_of(type) + 1e-5);
+    context.expect_close(what, context.upload(values), std::vector<float>(wanted.begin(), wanted.end()),
+                         1.5 * step_of(type) + 1e-5);
   };
   expect("projections' gradient", card_z, to_z, s.projections);
   expect("logits' gradient", card_logits, to_logits, s.others);
@@ -199,7 +204,8 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
 
 void compare(Context& context, const Setting& setting) {
   compare(
-      context, setting, [&](const mf::ExpertLossesForward& params) { mf::cuda::expert_losses_forward(params, context.stream()); },
+      context, setting,
+      [&](const mf::ExpertLossesForward& params) { mf::cuda::expert_losses_forward(params, context.stream()); },
       [&](const mf::ExpertLossesBackward& params) { mf::cuda::expert_losses_backward(params, context.stream()); });
 }
 
@@ -237,7 +243,7 @@ KERNEL_CASE(expert_losses_of_few_rows) {
     Setting setting = setting_of(FloatType::kBFloat16, FloatType::kFloat32);
     setting.experts = 1 + rows % 2;
     setting.rows = setting.valid = rows;
-    setting.fresh = rows / 2;
+    setting.new_rows = rows / 2;
     setting.labels = 1;
     compare(context, setting);
   }
@@ -271,7 +277,8 @@ KERNEL_CASE(expert_losses_of_large_logits_keep_their_digits) {
   compare(context, setting);
 }
 
-// Rows without a positive too, in a last tile that is filled in part; twice as many rows as a block takes at a time.
+// Rows without a positive too, in a last tile that is filled in part; twice as many rows as a block
+// takes at a time.
 KERNEL_CASE(expert_losses_keep_what_is_no_number) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double infinity = std::numeric_limits<double>::infinity();
@@ -280,7 +287,7 @@ KERNEL_CASE(expert_losses_keep_what_is_no_number) {
       Setting setting = setting_of(type, FloatType::kFloat32);
       setting.experts = 1;
       setting.rows = setting.valid = 7;
-      setting.fresh = 0;
+      setting.new_rows = 0;
       setting.projection = 8;
       setting.given_labels = {4, 4, 3, 0, 3, 4, 2};
       setting.spoiled = row;

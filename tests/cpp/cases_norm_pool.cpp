@@ -18,15 +18,9 @@ constexpr double kTolerance = 3e-6;  // sums in another order, a product and a s
 constexpr double kBFloat16 = 1.0 / 128;
 constexpr double kFloat16 = 1.0 / 1024;
 
-mf::FloatType type_of(float) {
-  return mf::FloatType::kFloat32;
-}
-mf::FloatType type_of(mf::BFloat16) {
-  return mf::FloatType::kBFloat16;
-}
-mf::FloatType type_of(mf::Float16) {
-  return mf::FloatType::kFloat16;
-}
+mf::FloatType type_of(float) { return mf::FloatType::kFloat32; }
+mf::FloatType type_of(mf::BFloat16) { return mf::FloatType::kBFloat16; }
+mf::FloatType type_of(mf::Float16) { return mf::FloatType::kFloat16; }
 
 template <typename T>
 std::vector<T> random_values(size_t count, unsigned seed) {
@@ -58,7 +52,8 @@ struct Shape {
 
 template <typename T>
 void expect_close(Context& context, const char* what, const T* memory, const std::vector<T>& wanted, double tolerance) {
-  context.expect_close(what, context.upload(widened(context.download(memory, wanted.size()))), widened(wanted), tolerance);
+  context.expect_close(what, context.upload(widened(context.download(memory, wanted.size()))), widened(wanted),
+                       tolerance);
 }
 
 template <typename T, typename Forward, typename Backward>
@@ -77,8 +72,13 @@ void compare(Context& context, const Shape& shape, double tolerance, Forward for
   }
   std::vector<T> pooled(outputs), dx(elements);
   Floats counts(outputs), sums(outputs), dstate(state.size());
-  mf::NormPoolInput in{{x.data() + shape.offset, type_of(T{})}, shape.has_state ? state.data() : nullptr, shape.images, shape.pixels,
-                       shape.channels, nullptr, shape.valid};
+  mf::NormPoolInput in{{x.data() + shape.offset, type_of(T{})},
+                       shape.has_state ? state.data() : nullptr,
+                       shape.images,
+                       shape.pixels,
+                       shape.channels,
+                       nullptr,
+                       shape.valid};
   mf::cpu::norm_pool({in, {pooled.data(), type_of(T{})}, counts.data(), sums.data()}, 1);
   mf::cpu::norm_pool_backward({in,
                                grad.data(),
@@ -118,7 +118,8 @@ void compare(Context& context, const Shape& shape, double tolerance, Forward for
 template <typename T>
 void compare(Context& context, const Shape& shape, double tolerance) {
   compare<T>(
-      context, shape, tolerance, [&](const mf::NormPoolForward& params) { mf::cuda::norm_pool(params, context.stream()); },
+      context, shape, tolerance,
+      [&](const mf::NormPoolForward& params) { mf::cuda::norm_pool(params, context.stream()); },
       [&](const mf::NormPoolBackward& params) { mf::cuda::norm_pool_backward(params, context.stream()); });
 }
 
@@ -134,7 +135,7 @@ KERNEL_CASE(norm_pool_of_padding) {
   compare<float>(context, {4, 4, 40, 2}, kTolerance);
   compare<mf::BFloat16>(context, {4, 4, 40, 3, true, true}, kBFloat16);
   compare<mf::Float16>(context, {4, 4, 40, 0, true, true}, kFloat16);
-  compare<float>(context, {4, 4, 40, 9, true, true}, kTolerance);   // cut to the images there are
+  compare<float>(context, {4, 4, 40, 9, true, true}, kTolerance);  // cut to the images there are
   compare<float>(context, {4, 4, 40, -1, true, true}, kTolerance);
   compare<mf::BFloat16>(context, {4, 4, 40, 3, false, true}, kBFloat16);
 }
@@ -163,23 +164,25 @@ KERNEL_CASE(norm_pool_of_one_gradient_alone) {
   mf::NormPoolInput in{{x.data(), mf::FloatType::kFloat32}, state.data(), 2, 3, 10, nullptr, 2};
   const auto grad_on_host = context.download(grad, 20);
   mf::cpu::norm_pool({in, {pooled.data(), mf::FloatType::kFloat32}, counts.data(), sums.data()}, 1);
-  mf::cpu::norm_pool_backward({in, grad_on_host.data(), counts.data(), sums.data(),
-                               {dx.data(), mf::FloatType::kFloat32}, dstate.data()},
-                              1);
+  mf::cpu::norm_pool_backward(
+      {in, grad_on_host.data(), counts.data(), sums.data(), {dx.data(), mf::FloatType::kFloat32}, dstate.data()}, 1);
   in.x.data = context.upload(x);
   in.state = context.upload(state);
   auto* device_dx = context.poisoned<float>(60);
   auto* device_dstate = context.poisoned<float>(40);
-  mf::cuda::norm_pool_backward({in, grad, nullptr, nullptr, {device_dx, mf::FloatType::kFloat32}, nullptr}, context.stream());
-  mf::cuda::norm_pool_backward({in, grad, context.upload(counts), context.upload(sums), {nullptr, mf::FloatType::kFloat32}, device_dstate},
+  mf::cuda::norm_pool_backward({in, grad, nullptr, nullptr, {device_dx, mf::FloatType::kFloat32}, nullptr},
                                context.stream());
+  mf::cuda::norm_pool_backward(
+      {in, grad, context.upload(counts), context.upload(sums), {nullptr, mf::FloatType::kFloat32}, device_dstate},
+      context.stream());
   context.expect_close("dx", device_dx, dx, kTolerance);
   context.expect_close("dstate", device_dstate, dstate, kTolerance);
 }
 
 #if defined(MF_KERNELS_ON_CPU)
 
-// Four images a step in the sum of the state's gradient, so that its loop takes several turns with one warp.
+// Four images a step in the sum of the state's gradient, so that its loop takes several turns with
+// one warp.
 KERNEL_CASE(small_norm_pool) {
   for (const int64_t valid : {9, 5}) {
     compare<float>(

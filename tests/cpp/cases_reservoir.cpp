@@ -22,7 +22,10 @@ struct Memory {
 
 Memory make_memory(int64_t capacity, int64_t row_bytes, int64_t seed, int64_t seen) {
   const auto slots = static_cast<size_t>(capacity);
-  return {Rows(static_cast<size_t>(capacity * row_bytes), 0x5a), Numbers(slots, -7), Numbers(slots, -7), Numbers(slots, -7),
+  return {Rows(static_cast<size_t>(capacity * row_bytes), 0x5a),
+          Numbers(slots, -7),
+          Numbers(slots, -7),
+          Numbers(slots, -7),
           {seed, 5, seen}};
 }
 
@@ -36,22 +39,25 @@ std::vector<T> random_numbers(size_t count, uint64_t below, uint64_t seed) {
 
 // `offset` bytes of every row array come before the first row: 1 makes the rows unaligned.
 template <typename Insert>
-void compare_insert(Context& context, int64_t capacity, int64_t count, int64_t seen, int64_t row_bytes, size_t offset, Insert insert) {
+void compare_insert(Context& context, int64_t capacity, int64_t count, int64_t seen, int64_t row_bytes, size_t offset,
+                    Insert insert) {
   const auto items = static_cast<size_t>(count);
   const auto x = random_numbers<uint8_t>(offset + items * static_cast<size_t>(row_bytes), 256, 1);
   const auto y = random_numbers<int64_t>(items, 100, 2);
   Numbers index(items);
   std::iota(index.begin(), index.end(), seen);
-  const auto params = [&](Rows::value_type* images, int64_t* labels, int64_t* tasks, int64_t* indices, int64_t* state, const uint8_t* rows,
-                          const int64_t* y_in, const int64_t* index_in, int64_t* claims, int64_t* slots) {
-    return mf::ReservoirInsertParams{images, labels,   tasks, indices, state, rows + offset, y_in,
-                                     index_in, 3, claims, slots,   count, capacity, row_bytes};
+  const auto params = [&](Rows::value_type* images, int64_t* labels, int64_t* tasks, int64_t* indices, int64_t* state,
+                          const uint8_t* rows, const int64_t* y_in, const int64_t* index_in, int64_t* claims,
+                          int64_t* slots) {
+    return mf::ReservoirInsertParams{images,   labels, tasks,  indices, state, rows + offset, y_in,
+                                     index_in, 3,      claims, slots,   count, capacity,      row_bytes};
   };
   Memory wanted = make_memory(capacity, row_bytes, seen + 17, seen);
   Memory memory = wanted;
   Numbers slots(items), claims(items);
-  mf::cpu::reservoir_insert(params(wanted.images.data(), wanted.labels.data(), wanted.tasks.data(), wanted.indices.data(),
-                                   wanted.state.data(), x.data(), y.data(), index.data(), claims.data(), slots.data()));
+  mf::cpu::reservoir_insert(params(wanted.images.data(), wanted.labels.data(), wanted.tasks.data(),
+                                   wanted.indices.data(), wanted.state.data(), x.data(), y.data(), index.data(),
+                                   claims.data(), slots.data()));
   auto* images = context.upload(memory.images);
   auto* labels = context.upload(memory.labels);
   auto* tasks = context.upload(memory.tasks);
@@ -68,9 +74,11 @@ void compare_insert(Context& context, int64_t capacity, int64_t count, int64_t s
   context.expect_equal("state", state, wanted.state);
 }
 
-void compare_insert(Context& context, int64_t capacity, int64_t count, int64_t seen, int64_t row_bytes, size_t offset = 0) {
-  compare_insert(context, capacity, count, seen, row_bytes, offset,
-                 [&](const mf::ReservoirInsertParams& params) { mf::cuda::reservoir_insert(params, context.stream()); });
+void compare_insert(Context& context, int64_t capacity, int64_t count, int64_t seen, int64_t row_bytes,
+                    size_t offset = 0) {
+  compare_insert(context, capacity, count, seen, row_bytes, offset, [&](const mf::ReservoirInsertParams& params) {
+    mf::cuda::reservoir_insert(params, context.stream());
+  });
 }
 
 template <typename Draw>
@@ -127,13 +135,12 @@ KERNEL_CASE(reservoir_draw_of_few) {
   compare_draw(context, 1, 1, 1, mf::SlotFilter::kAll);
 }
 
-KERNEL_CASE(reservoir_draw_of_many) {
-  compare_draw(context, 6000, mf::kMaxCudaDraw, 20000, mf::SlotFilter::kAll);
-}
+KERNEL_CASE(reservoir_draw_of_many) { compare_draw(context, 6000, mf::kMaxCudaDraw, 20000, mf::SlotFilter::kAll); }
 
 #if defined(MF_KERNELS_ON_CPU)
 
-// Few threads, digits of three bits and room for few survivors: every loop of the bodies takes several turns.
+// Few threads, digits of three bits and room for few survivors: every loop of the bodies takes
+// several turns.
 template <int kDigitBits, int kCapacity>
 static void draw_small(Context& context, int64_t capacity, int64_t k, int64_t seen, mf::SlotFilter filter) {
   constexpr unsigned kThreads = kDigitBits == 3 ? 32 : 512;

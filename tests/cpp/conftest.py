@@ -15,7 +15,9 @@ CSRC = HERE.parent.parent / "csrc"
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Returns ``compile(source, *flags, compiler="g++", library=())``: the program of tests/cpp/``source`` and csrc/``library``."""
+    """Returns ``compile(source, *flags, compiler="g++", library=())``: the program of
+    tests/cpp/``source`` and csrc/``library``.
+    """
     programs: dict[tuple, Path] = {}
 
     def compile(source: str, *flags: str, compiler: str = "g++", library: tuple[str, ...] = ()) -> Path:

@@ -1,4 +1,5 @@
-// Numbers that a float, bfloat16 or float16 holds exactly, and the bytes that hold them: what kernels get and the twin computes with.
+// Numbers that a float, bfloat16 or float16 holds exactly, and the bytes that hold them: what
+// kernels get and the twin computes with.
 #pragma once
 
 #include <cmath>

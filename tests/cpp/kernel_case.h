@@ -1,9 +1,11 @@
-// Comparisons of a kernel with its CPU twin, defined once and run twice: on the CPU by tests/cpp/test_kernels_on_cpu.py, through
-// csrc/emulated/cuda_on_cpu.h and under sanitizers, and on a card by the program kernel_check.
+// Comparisons of a kernel with its CPU twin, defined once and run twice: on the CPU by
+// tests/cpp/test_kernels_on_cpu.py, through csrc/emulated/cuda_on_cpu.h and under sanitizers, and
+// on a card by the program kernel_check.
 //
-// To add an op: write tests/cpp/cases_<stem>.cpp with one KERNEL_CASE(name) { ... } a comparison; csrc/cpu/<stem>.cpp, where there is
-// one, and csrc/cuda/<stem>.cu are compiled along with it, nothing else has to be registered. A case makes its inputs, gives them to
-// mf::cpu::<op>, gives copies of them to mf::cuda::<op> and says what must agree:
+// To add an op: write tests/cpp/cases_<stem>.cpp with one KERNEL_CASE(name) { ... } a comparison;
+// csrc/cpu/<stem>.cpp, where there is one, and csrc/cuda/<stem>.cu are compiled along with it,
+// nothing else has to be registered. A case makes its inputs, gives them to mf::cpu::<op>, gives
+// copies of them to mf::cuda::<op> and says what must agree:
 //
 //   KERNEL_CASE(null_of_300_bytes) {
 //     const std::vector<char> input = ..., wanted = ...;
@@ -12,11 +14,12 @@
 //     context.expect_equal("output", output, wanted);
 //   }
 //
-// Every case runs several times: in each of four schedules on the CPU, twice on a card; what it compares must agree among the runs
-// bit for bit, whatever the tolerance to the twin is. Memory that a kernel has not written is poisoned with another byte in every
-// other run. Cases named small_... must reach every __syncthreads: the tests take each away in turn and want the schedules and
-// ThreadSanitizer to notice, which needs blocks of few threads. Where MF_KERNELS_ON_CPU is defined, a case may also launch a body of a
-// .cuh with another shape: shim::launch.
+// Every case runs several times: in each of four schedules on the CPU, twice on a card; what it
+// compares must agree among the runs bit for bit, whatever the tolerance to the twin is. Memory
+// that a kernel has not written is poisoned with another byte in every other run. Cases named
+// small_... must reach every __syncthreads: the tests take each away in turn and want the schedules
+// and ThreadSanitizer to notice, which needs blocks of few threads. Where MF_KERNELS_ON_CPU is
+// defined, a case may also launch a body of a .cuh with another shape: shim::launch.
 #pragma once
 
 #include <cmath>
@@ -90,12 +93,8 @@ class Context {
     }
   }
 
-  const std::string& faults() const {
-    return faults_;
-  }
-  const std::vector<unsigned char>& compared() const {
-    return compared_;
-  }
+  const std::string& faults() const { return faults_; }
+  const std::vector<unsigned char>& compared() const { return compared_; }
 
  private:
   void* allocate(size_t bytes);
@@ -129,14 +128,12 @@ inline std::vector<Case>& cases() {
 }
 
 struct Registration {
-  Registration(const char* name, void (*run)(Context& context)) {
-    cases().push_back({name, run});
-  }
+  Registration(const char* name, void (*run)(Context& context)) { cases().push_back({name, run}); }
 };
 
 }  // namespace kernel_case
 
-#define KERNEL_CASE(name)                                                            \
-  static void case_##name(kernel_case::Context& context);                            \
-  static const kernel_case::Registration registration_##name(#name, &case_##name);   \
+#define KERNEL_CASE(name)                                                          \
+  static void case_##name(kernel_case::Context& context);                          \
+  static const kernel_case::Registration registration_##name(#name, &case_##name); \
   static void case_##name(kernel_case::Context& context)

@@ -1,15 +1,16 @@
-// Runs the cases of kernel_case.h: compiled by nvcc, on a card; with cuda_on_cpu.h included first, on the CPU.
+// Runs the cases of kernel_case.h: compiled by nvcc, on a card; with cuda_on_cpu.h included first,
+// on the CPU.
 //
 //   kernel_check [NAME ...]            the cases whose names begin with one of these, else all; one line a case
 //   kernel_check --sites [NAME ...]    on the CPU: also prints each barrier that was reached, as file:line
 //   kernel_check --without FILE:LINE   on the CPU: that barrier does nothing
 //
 // Exit status 0: all cases hold; 1: a case fails; 2: wrong arguments; 77: there is no card.
-#include "kernel_case.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
+
+#include "kernel_case.h"
 
 #if !defined(MF_KERNELS_ON_CPU)
 #include <cuda_runtime.h>
@@ -21,13 +22,9 @@ namespace kernel_case {
 
 constexpr int kRuns = 4;
 
-Context::~Context() {
-  std::for_each(memory_.begin(), memory_.end(), &std::free);
-}
+Context::~Context() { std::for_each(memory_.begin(), memory_.end(), &std::free); }
 
-mf::Stream Context::stream() const {
-  return nullptr;
-}
+mf::Stream Context::stream() const { return nullptr; }
 
 void* Context::allocate(size_t bytes) {
   void* memory = nullptr;
@@ -46,9 +43,7 @@ void Context::copy_out(void* values, const void* memory, size_t bytes) {
   std::copy_n(static_cast<const char*>(memory), bytes, static_cast<char*>(values));
 }
 
-bool prepare() {
-  return true;
-}
+bool prepare() { return true; }
 
 void start_run(int run, int poison) {
   shim::schedule = shim::kSchedules[run];
@@ -70,9 +65,7 @@ Context::~Context() {
   std::for_each(memory_.begin(), memory_.end(), [](void* memory) { cudaFree(memory); });
 }
 
-mf::Stream Context::stream() const {
-  return cudaStreamPerThread;
-}
+mf::Stream Context::stream() const { return cudaStreamPerThread; }
 
 void* Context::allocate(size_t bytes) {
   void* memory = nullptr;

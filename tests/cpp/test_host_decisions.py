@@ -1,4 +1,6 @@
-"""The headers of csrc/core as g++ and nvcc compile them: published values, error bounds, and the same bits under any flags."""
+"""The headers of csrc/core as g++ and nvcc compile them: published values, error bounds, and the
+same bits under any flags.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ from mose_fast.reference.augment_parameters import exponential
 
 SOURCE = "host_decisions.cpp"
 CSRC = Path(__file__).parents[2] / "csrc"
-RECIPE = Recipe(mirror_p=0.5, gray_p=0.2, area_low=0.2, area_high=1.0, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
+RECIPE = Recipe(
+    mirror_p=0.5,
+    gray_p=0.2,
+    area_low=0.2,
+    area_high=1.0,
+    jitter_p=0.8,
+    brightness=0.4,
+    contrast=0.4,
+    saturation=0.4,
+    hue=0.1,
+)
 SEED, VIEWS = 7, 10_000_000
 
 
@@ -60,12 +72,15 @@ def wanted_views(program) -> str:
 
 @pytest.fixture(scope="module")
 def fused(compiled):
-    """Compiled as if a build file had lost its flags: products and sums may be fused wherever the compiler sees them."""
+    """Compiled as if a build file had lost its flags: products and sums may be fused wherever the
+    compiler sees them.
+    """
     return compiled(SOURCE, "-O3", "-march=native", "-ffp-contract=fast")
 
 
 def test_arithmetic_does_not_depend_on_flags(program, fused):
-    # Raw fp64, where a single fused operation shows; the integers drawn from it would hide nearly all of them.
+    # Raw fp64, where a single fused operation shows; the integers drawn from it would hide nearly
+    # all of them.
     assert run(fused, "exponential") == run(program, "exponential")
 
 
@@ -91,7 +106,18 @@ def test_device_code_rounds_every_operation(tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("there is no nvcc on PATH")
     ptx = tmp_path / "augment_parameters.ptx"
-    run("nvcc", "-std=c++17", "-O3", "-arch=sm_80", "-ptx", f"-I{CSRC}", CSRC / "cuda" / "augment_parameters.cu", "-o", ptx)
+    run(
+        "nvcc",
+        "-std=c++17",
+        "-O3",
+        "-arch=sm_80",
+        "-ptx",
+        f"-I{CSRC}",
+        CSRC / "cuda" / "augment_parameters.cu",
+        "-o",
+        ptx,
+    )
     operations = set(re.findall(r"\b((?:fma|mad|mul|add|sub|div|sqrt)[a-z.]*\.f(?:64|32))\b", ptx.read_text()))
-    # Only operations with an explicit .rn are never fused; a plain mul.f64 or an fma.rn.f64 would be a decision of the compiler's.
+    # Only operations with an explicit .rn are never fused; a plain mul.f64 or an fma.rn.f64 would
+    # be a decision of the compiler's.
     assert operations == {"mul.rn.f64", "add.rn.f64", "div.rn.f64", "sqrt.rn.f64"}

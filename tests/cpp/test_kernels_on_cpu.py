@@ -1,4 +1,5 @@
-"""Every kernel and launcher of csrc/cuda, run on the CPU against csrc/cpu: four schedules that agree, under sanitizers, memory poisoned.
+"""Every kernel and launcher of csrc/cuda, run on the CPU against csrc/cpu: four schedules that
+agree, under sanitizers, memory poisoned.
 
 Each tests/cpp/cases_<stem>.cpp is a program of its own; kernel_case.h says how to write one.
 """
@@ -22,8 +23,13 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 STEMS = sorted(path.stem.removeprefix("cases_") for path in HERE.glob("cases_*.cpp"))
 SANITIZERS = {
-    # Looking for uses of a local after its function has returned would map memory for every fiber, at ten times the cost of all the rest.
-    "address and undefined": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fsanitize-address-use-after-return=never"),
+    # Looking for uses of a local after its function has returned would map memory for every fiber,
+    # at ten times the cost of all the rest.
+    "address and undefined": (
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+        "-fsanitize-address-use-after-return=never",
+    ),
     "thread": ("-fsanitize=thread",),
 }
 #: GCC 12's ThreadSanitizer misses races between fibers.
@@ -35,12 +41,19 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pa
     """Returns ``program(stem, sanitizer)``, compiled at its first use."""
     toolkits, looked = find_toolkits(os.environ)
     if shutil.which(COMPILER) is None or not toolkits:
-        pytest.skip(f"needs {COMPILER} (apt-get install clang-19 libclang-rt-19-dev) and a CUDA toolkit's headers: {'; '.join(looked)}")
+        pytest.skip(
+            f"needs {COMPILER} (apt-get install clang-19 libclang-rt-19-dev) and a CUDA toolkit's headers:"
+            f" {'; '.join(looked)}"
+        )
 
     folder = tmp_path_factory.mktemp("kernels")
     flags = [
         *("-std=c++17", "-O1", "-gline-tables-only", "-Wall", "-Wextra", "-Werror"),
-        *("-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wno-unused-variable"),  # OpenMP's pragmas and what only they use
+        *(
+            "-Wno-unknown-pragmas",
+            "-Wno-unused-parameter",
+            "-Wno-unused-variable",
+        ),  # OpenMP's pragmas and what only they use
         *(f"-I{CSRC}", f"-I{HERE}", "-DMF_KERNELS_ON_CPU", "-x", "c++"),
     ]
     as_kernels = ["-isystem", toolkits[0].root / "include", "-include", CSRC / "emulated" / "cuda_on_cpu.h"]
@@ -53,14 +66,29 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pa
     @functools.cache
     def compile(source: Path, sanitizer: str) -> Path:
         output = folder / f"{source.name}-{source.parent.name}-{sanitizer.split()[0]}.o"
-        call(*flags, *SANITIZERS[sanitizer], *(as_kernels if source.parent.name != "cpu" else ()), "-c", source, "-o", output)
+        call(
+            *flags,
+            *SANITIZERS[sanitizer],
+            *(as_kernels if source.parent.name != "cpu" else ()),
+            "-c",
+            source,
+            "-o",
+            output,
+        )
         return output
 
     @functools.cache
     def link(stem: str, sanitizer: str) -> Path:
         output = folder / f"{stem}-{sanitizer.split()[0]}"
-        twin = CSRC / "cpu" / f"{stem}.cpp"  # not there where PyTorch's own operations serve the CPU: the cases then hold a twin
-        sources = [HERE / "kernel_check.cpp", HERE / f"cases_{stem}.cpp", *([twin] if twin.exists() else ()), CSRC / "cuda" / f"{stem}.cu"]
+        twin = (
+            CSRC / "cpu" / f"{stem}.cpp"
+        )  # not there where PyTorch's own operations serve the CPU: the cases then hold a twin
+        sources = [
+            HERE / "kernel_check.cpp",
+            HERE / f"cases_{stem}.cpp",
+            *([twin] if twin.exists() else ()),
+            CSRC / "cuda" / f"{stem}.cu",
+        ]
         call(*SANITIZERS[sanitizer], *(compile(source, sanitizer) for source in sources), "-o", output)
         return output
 
@@ -94,17 +122,28 @@ def test_cases_hold(program, stem, sanitizer):
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_missing_barrier_is_caught(program, stem):
-    """Both by the schedules and by ThreadSanitizer; the cases named small_... must reach every barrier that the others reach."""
+    """Both by the schedules and by ThreadSanitizer; the cases named small_...
+
+    must reach every barrier that the others reach.
+    """
 
     def barriers(*names: str) -> set[str]:
-        return set(re.findall(r"^barrier (\S+)$", run(program(stem, "address and undefined"), "--sites", *names).stdout, re.MULTILINE))
+        return set(
+            re.findall(
+                r"^barrier (\S+)$", run(program(stem, "address and undefined"), "--sites", *names).stdout, re.MULTILINE
+            )
+        )
 
     small = [] if "small_" not in (HERE / f"cases_{stem}.cpp").read_text() else ["small_"]
     sites = barriers(*small)
     assert sites == barriers()
-    assert bool(sites) == any("__syncthreads" in path.read_text() for path in with_headers(CSRC / "cuda" / f"{stem}.cu"))
+    assert bool(sites) == any(
+        "__syncthreads" in path.read_text() for path in with_headers(CSRC / "cuda" / f"{stem}.cu")
+    )
     for site in sites:
         by_schedules = run(program(stem, "address and undefined"), "--without", site, *small)
         assert by_schedules.returncode == 1, f"no schedule showed that the barrier in {site} was missing"
         by_sanitizer = run(program(stem, "thread"), "--without", site, *small)
-        assert "WARNING: ThreadSanitizer: data race" in by_sanitizer.stderr, f"ThreadSanitizer did not miss the barrier in {site}"
+        assert "WARNING: ThreadSanitizer: data race" in by_sanitizer.stderr, (
+            f"ThreadSanitizer did not miss the barrier in {site}"
+        )

@@ -36,7 +36,8 @@ def test_the_two_forgettings_of_the_issue():
 
 def test_forgettings_part_where_a_task_improves_at_the_end():
     improving = [[0.5, 0.0, 0.0], [0.7, 0.4, 0.0], [0.8, 0.3, 0.6]]
-    # Task 0 gains 0.1 on its best earlier accuracy: negative for the paper, 0 for the released code.
+    # Task 0 gains 0.1 on its best earlier accuracy: negative for the paper, 0 for the released
+    # code.
     assert evaluate.forgetting_paper(improving) == pytest.approx(((0.7 - 0.8) + (0.4 - 0.3)) / 2)
     assert evaluate.forgetting_released(improving) == pytest.approx((0 + (0.4 - 0.3) + 0) / 3)
     assert evaluate.backward_transfer(improving) == pytest.approx(((0.8 - 0.5) + (0.3 - 0.4)) / 2)
@@ -89,7 +90,9 @@ def test_buffer_overfitting():
     ],
 )
 def test_released_code_summary_of_runs(group, function):
-    """The released code prints the mean over runs and the half width of its 95 % t interval (mose.md section 8)."""
+    """The released code prints the mean over runs and the half width of its 95 % t interval
+    (mose.md section 8).
+    """
     golden = np.load(GOLDEN)
     runs = [function(matrix / 100) * 100 for matrix in golden["metrics/matrices"]]
     half_width = stats.t.ppf(0.975, len(runs) - 1) * np.std(runs, ddof=1) / math.sqrt(len(runs))

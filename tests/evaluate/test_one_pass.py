@@ -18,7 +18,9 @@ CLASSES, TASKS = 6, 3
 
 @pytest.fixture
 def stream():
-    """Three tasks of two classes; classes differ in brightness, so that a few steps learn something."""
+    """Three tasks of two classes; classes differ in brightness, so that a few steps learn
+    something.
+    """
     random = np.random.default_rng(0)
     parts = []
     for per_class in (10, 11):
@@ -29,7 +31,14 @@ def stream():
 
 
 def trained(stream, tasks=TASKS, **settings):
-    settings = {"memory": 40, "width": 2, "evaluation_batch": 16, "device": "cpu", "options": {"buffer_batch": 8}, **settings}
+    settings = {
+        "memory": 40,
+        "width": 2,
+        "evaluation_batch": 16,
+        "device": "cpu",
+        "options": {"buffer_batch": 8},
+        **settings,
+    }
     learner = create_learner(classes=stream.classes, image_size=stream.image_size, **settings)
     for task in range(tasks):
         for rows in stream.batches(task, seed=0):
@@ -67,13 +76,17 @@ def slow_predictions(learner, prototypes, image):
         for label, prototype in enumerate(prototypes[e]):
             if prototype is not None:
                 distances[e, label] = ((F.normalize(features[e], dim=0) - prototype).double() ** 2).sum()
-    ncm = {str(e + 1): int(distances[e].argmin()) for e in range(4)} | {"mean_distance": int(distances.mean(0).argmin())}
+    ncm = {str(e + 1): int(distances[e].argmin()) for e in range(4)} | {
+        "mean_distance": int(distances.mean(0).argmin())
+    }
     linear = {str(e + 1): int(logits[e].argmax()) for e in range(4)} | {"mean_logit": int(logits.mean(0).argmax())}
     return {"ncm": ncm, "linear": linear}
 
 
 def slow_accuracy(learner, images, labels, tasks, seen):
-    """[classifier][expert] -> accuracy of each task 0 ... seen, None where there are no images; counts by task and by class."""
+    """[classifier][expert] -> accuracy of each task 0 ... seen, None where there are no images;
+    counts by task and by class.
+    """
     right, prototypes = {}, slow_prototypes(learner)
     classifier_of_predict, expert_of_predict = learner.resolve_expert()
     confusion = [[0] * TASKS for _ in range(seen + 1)]
@@ -81,11 +94,16 @@ def slow_accuracy(learner, images, labels, tasks, seen):
     for image, label, task in zip(images, labels.tolist(), tasks.tolist(), strict=True):
         for classifier, experts in slow_predictions(learner, prototypes, image).items():
             for expert, predicted in experts.items():
-                right.setdefault(classifier, {}).setdefault(expert, [[] for _ in range(seen + 1)])[task].append(predicted == label)
+                right.setdefault(classifier, {}).setdefault(expert, [[] for _ in range(seen + 1)])[task].append(
+                    predicted == label
+                )
                 if (classifier, expert) == (classifier_of_predict, expert_of_predict):
                     confusion[task][predicted // 2] += 1
                     by_class[label][str(predicted)] += 1
-    accuracy = {c: {e: [sum(r) / len(r) if r else None for r in rows] for e, rows in experts.items()} for c, experts in right.items()}
+    accuracy = {
+        c: {e: [sum(r) / len(r) if r else None for r in rows] for e, rows in experts.items()}
+        for c, experts in right.items()
+    }
     return accuracy, confusion, by_class
 
 
@@ -95,8 +113,12 @@ def test_equals_a_loop_over_single_images(stream, seen, classifier):
     accuracy = evaluate_learner(learner, stream, seen)
     filled = learner.memory.filled
     rows = torch.isin(stream.y_test, torch.arange(2 * (seen + 1))).nonzero().flatten()
-    test, confusion, by_class = slow_accuracy(learner, stream.x_test[rows], stream.y_test[rows], stream.y_test[rows] // 2, seen)
-    buffer, *_ = slow_accuracy(learner, learner.memory.images[:filled], learner.memory.labels[:filled], learner.memory.tasks[:filled], seen)
+    test, confusion, by_class = slow_accuracy(
+        learner, stream.x_test[rows], stream.y_test[rows], stream.y_test[rows] // 2, seen
+    )
+    buffer, *_ = slow_accuracy(
+        learner, learner.memory.images[:filled], learner.memory.labels[:filled], learner.memory.tasks[:filled], seen
+    )
     assert accuracy.test == test
     assert accuracy.buffer == buffer
     assert accuracy.confusion == confusion
@@ -130,7 +152,8 @@ def test_each_image_passes_the_network_once(stream):
     wanted = torch.cat([learner.memory.images[: learner.memory.filled], stream.x_test[stream.y_test < 4]])
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (learner.mean, learner.std))
     seen = (torch.cat(passed) * std + mean).mul(255).round().to(torch.uint8).permute(0, 2, 3, 1)
-    # Black images are padding: 40 stored ones make two parts of 16 and one of 8, 44 test images two and one of 16 with 4 black ones.
+    # Black images are padding: 40 stored ones make two parts of 16 and one of 8, 44 test images two
+    # and one of 16 with 4 black ones.
     black = torch.zeros(4, *seen.shape[1:], dtype=torch.uint8)
     assert sorted(i.numpy().tobytes() for i in seen) == sorted(i.numpy().tobytes() for i in torch.cat([wanted, black]))
 
@@ -162,7 +185,9 @@ def test_class_without_memory_samples_is_never_predicted_and_warns_once(stream):
     predicted = torch.stack([learner.predict(stream.x_test, "ncm", e) for e in (1, 2, 3, 4, "mean")])
     assert not torch.isin(predicted, torch.tensor([0, 1, 3])).any()
     assert all(row[0] == 0 for row in accuracy.test["ncm"].values())
-    assert all(row[0] is None and row[1] is not None for experts in accuracy.buffer.values() for row in experts.values())
+    assert all(
+        row[0] is None and row[1] is not None for experts in accuracy.buffer.values() for row in experts.values()
+    )
     learner.load_state(*learner.state())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -173,7 +198,9 @@ def test_class_without_memory_samples_is_never_predicted_and_warns_once(stream):
 
 
 def test_evaluations_of_a_run_meet_few_batch_sizes(stream):
-    """A card looks for convolution plans at each new one; memory and test images have another last part in every evaluation."""
+    """A card looks for convolution plans at each new one; memory and test images have another last
+    part in every evaluation.
+    """
     learner = trained(stream, tasks=0, evaluation_batch=16, memory=30)
     sizes: set[int] = set()
     learner.network.stem.register_forward_pre_hook(lambda module, inputs: sizes.add(len(inputs[0])))
@@ -207,7 +234,9 @@ def test_padding_changes_no_bit_of_the_other_images(stream, precision):
         features, logits = learner.outputs(images[:count])
         assert features.shape[1] == logits.shape[1] == count
         for start in range(0, count, 32):
-            part = learner.views.normalise(images[start : min(start + 32, count)]).contiguous(memory_format=torch.channels_last)
+            part = learner.views.normalise(images[start : min(start + 32, count)]).contiguous(
+                memory_format=torch.channels_last
+            )
             with torch.no_grad(), learner.precise():
                 alone = learner.run_network(part)
             assert torch.equal(features[:, start : start + len(part)], alone.features.float())

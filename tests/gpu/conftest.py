@@ -1,9 +1,12 @@
-"""What the tests of this folder run on: a CUDA card, or an emulated one (``MOSE_FAST_BACKEND=emulated``, docs/building.md).
+"""What the tests of this folder run on: a CUDA card, or an emulated one
+(``MOSE_FAST_BACKEND=emulated``, docs/building.md).
 
-A test file takes its device from ``_loader.card()``, its sizes from the fixture ``card``, and marks tests that an emulated card cannot
-run by ``@pytest.mark.needs("streams")`` or another word of :data:`LACKS`. On a card, sizes are what the tests say and nothing is left out.
+A test file takes its device from ``_loader.card()``, its sizes from the fixture ``card``, and marks
+tests that an emulated card cannot run by ``@pytest.mark.needs("streams")`` or another word of
+:data:`LACKS`. On a card, sizes are what the tests say and nothing is left out.
 
-``--fewest-passed N`` and ``--most-left-out N`` fail a whole run in which fewer tests passed, or more were left out: CI gives them.
+``--fewest-passed N`` and ``--most-left-out N`` fail a whole run in which fewer tests passed, or
+more were left out: CI gives them.
 """
 
 from __future__ import annotations
@@ -43,7 +46,12 @@ def obstacle() -> str | None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("emulated card")
     group.addoption("--fewest-passed", type=int, metavar="N", help="fail if fewer than N tests passed")
-    group.addoption("--most-left-out", type=int, metavar="N", help="fail if more than N tests were left out because the card is emulated")
+    group.addoption(
+        "--most-left-out",
+        type=int,
+        metavar="N",
+        help="fail if more than N tests were left out because the card is emulated",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,7 +78,9 @@ def _reports(config: pytest.Config, outcome: str) -> list[pytest.TestReport]:
 def left_out(config: pytest.Config) -> Counter[str]:
     """How many tests were left out for want of what."""
     told = [report.longrepr for report in _reports(config, "skipped")]
-    reasons = [where_and_why[2].removeprefix("Skipped: ") for where_and_why in told if isinstance(where_and_why, tuple | list)]
+    reasons = [
+        where_and_why[2].removeprefix("Skipped: ") for where_and_why in told if isinstance(where_and_why, tuple | list)
+    ]
     return Counter(reason.removeprefix(LEFT_OUT).partition(":")[0] for reason in reasons if reason.startswith(LEFT_OUT))
 
 
@@ -103,12 +113,16 @@ class Card:
     emulated = _loader.card() == "cpu"
 
     def few(self, count: int, most: int = 5) -> int:
-        """``count`` on a card; at most ``most`` on an emulated one, where a pixel takes as long as an image does on a card."""
+        """``count`` on a card; at most ``most`` on an emulated one, where a pixel takes as long as
+        an image does on a card.
+        """
         return min(count, most) if self.emulated else count
 
     @contextmanager
     def spared(self) -> Iterator[None]:
-        """Inside, csrc/cpu serves tensors on the CPU, on an emulated card as well: for what kernels are compared with."""
+        """Inside, csrc/cpu serves tensors on the CPU, on an emulated card as well: for what kernels
+        are compared with.
+        """
         if not self.emulated:
             yield
             return

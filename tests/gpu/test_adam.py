@@ -1,4 +1,6 @@
-"""Adam on a card: against the CPU and torch.optim.Adam, in graphs, on streams, frozen by its latch."""
+"""Adam on a card: against the CPU and torch.optim.Adam, in graphs, on streams, frozen by its
+latch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ DEVICE = _loader.card()
 def make(width=8, device=DEVICE, **options):
     torch.manual_seed(0)
     network = ExpertNetwork(10, width=width).to(device, memory_format=torch.channels_last)
-    return network, FlatAdam(network.parameters(), **{"lr": 1e-2, "weight_decay": 1e-3, "shadow_dtype": torch.bfloat16, **options})
+    return network, FlatAdam(
+        network.parameters(), **{"lr": 1e-2, "weight_decay": 1e-3, "shadow_dtype": torch.bfloat16, **options}
+    )
 
 
 def random_gradients(optimiser):
@@ -26,7 +30,10 @@ def random_gradients(optimiser):
 
 
 def everything(optimiser):
-    return [x.detach().clone() for x in (optimiser._master, optimiser._exp_avg, optimiser._exp_avg_sq, optimiser._steps, optimiser._shadow)]
+    return [
+        x.detach().clone()
+        for x in (optimiser._master, optimiser._exp_avg, optimiser._exp_avg_sq, optimiser._steps, optimiser._shadow)
+    ]
 
 
 def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu(card):
@@ -141,6 +148,13 @@ def test_devices_are_checked():
     buffers = [torch.zeros(8, device=DEVICE) for _ in range(3)]
     with pytest.raises(ValueError, match=r"gradients\[0\] is on cpu; wanted cuda:0"):
         adam_step(
-            *buffers, [torch.zeros(8)], [0], torch.zeros(1, device=DEVICE), torch.zeros((), device=DEVICE),
-            beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0,
-        )  # fmt: skip
+            *buffers,
+            [torch.zeros(8)],
+            [0],
+            torch.zeros(1, device=DEVICE),
+            torch.zeros((), device=DEVICE),
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            weight_decay=0.0,
+        )

@@ -1,4 +1,6 @@
-"""align_conv on a card: against fp64 and PyTorch's own convolutions, twice, in graphs, on streams, with padding; what it launches."""
+"""align_conv on a card: against fp64 and PyTorch's own convolutions, twice, in graphs, on streams,
+with padding; what it launches.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def no_fallback(monkeypatch):
-    """A warning says that PyTorch's operations were taken: then a test would compare them with themselves."""
+    """A warning says that PyTorch's operations were taken: then a test would compare them with
+    themselves.
+    """
     ops.say_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -45,23 +49,42 @@ class Shape:
 
 #: All of the alignment modules and gates of a step, at 32 x 32.
 STEP = (
-    Shape(384, 64, 64, 32, 2), Shape(384, 64, 64, 16, 1, True), Shape(384, 64, 64, 32, 2, gate=True), Shape(384, 64, 128, 16, 1, True),
-    Shape(384, 128, 128, 16, 2), Shape(384, 128, 128, 8, 1, True), Shape(384, 128, 128, 16, 2, True), Shape(384, 128, 256, 8, 1, True),
-    Shape(384, 128, 128, 16, 2, gate=True), Shape(384, 256, 256, 8, 2), Shape(384, 256, 256, 4, 1, True), Shape(384, 256, 512, 4, 1, True),
-    Shape(384, 256, 256, 8, 2, True), Shape(384, 256, 256, 8, 2, gate=True),
-)  # fmt: skip
+    Shape(384, 64, 64, 32, 2),
+    Shape(384, 64, 64, 16, 1, True),
+    Shape(384, 64, 64, 32, 2, gate=True),
+    Shape(384, 64, 128, 16, 1, True),
+    Shape(384, 128, 128, 16, 2),
+    Shape(384, 128, 128, 8, 1, True),
+    Shape(384, 128, 128, 16, 2, True),
+    Shape(384, 128, 256, 8, 1, True),
+    Shape(384, 128, 128, 16, 2, gate=True),
+    Shape(384, 256, 256, 8, 2),
+    Shape(384, 256, 256, 4, 1, True),
+    Shape(384, 256, 512, 4, 1, True),
+    Shape(384, 256, 256, 8, 2, True),
+    Shape(384, 256, 256, 8, 2, gate=True),
+)
 #: Odd batches, odd sides, other channels, 64 x 64 input, one image.
 OTHERS = (
-    Shape(37, 64, 64, 32, 2, gate=True), Shape(1, 64, 128, 16, 1, True), Shape(3, 16, 24, 7, 1, True), Shape(5, 8, 8, 6, 2, True, True),
-    Shape(9, 24, 40, 5), Shape(129, 64, 64, 64, 2, gate=True), Shape(1, 512, 512, 4, 1, True), Shape(11, 128, 256, 8, 1, True, width=12),
-    Shape(2, 96, 200, 10, 2, True, True, width=20), Shape(1024, 128, 128, 8, 1, True),
-)  # fmt: skip
+    Shape(37, 64, 64, 32, 2, gate=True),
+    Shape(1, 64, 128, 16, 1, True),
+    Shape(3, 16, 24, 7, 1, True),
+    Shape(5, 8, 8, 6, 2, True, True),
+    Shape(9, 24, 40, 5),
+    Shape(129, 64, 64, 64, 2, gate=True),
+    Shape(1, 512, 512, 4, 1, True),
+    Shape(11, 128, 256, 8, 1, True, width=12),
+    Shape(2, 96, 200, 10, 2, True, True, width=20),
+    Shape(1024, 128, 128, 8, 1, True),
+)
 #: One for each of the two ways, with a gate and with a prologue.
 SMALL = (Shape(9, 64, 64, 32, 2, gate=True), Shape(9, 128, 256, 8, 1, True), Shape(9, 256, 512, 4, 1, True))
 
 
 class Problem:
-    """Inputs and gradients of one shape; ``run`` gives every result: y, state, gradients, running statistics."""
+    """Inputs and gradients of one shape; ``run`` gives every result: y, state, gradients, running
+    statistics.
+    """
 
     def __init__(self, shape, dtype):
         generator = torch.Generator().manual_seed(shape.images + shape.channels + shape.side)
@@ -70,14 +93,25 @@ class Problem:
             return torch.randn(*sizes, generator=generator).mul_(scale).to(DEVICE)
 
         def new_map(channels, height, width, scale=1.0):
-            return draw(shape.images, channels, height, width, scale=scale).to(dtype).contiguous(memory_format=torch.channels_last)
+            return (
+                draw(shape.images, channels, height, width, scale=scale)
+                .to(dtype)
+                .contiguous(memory_format=torch.channels_last)
+            )
 
         width = shape.width or shape.side
         self.shape = shape
         x = new_map(shape.channels, shape.side, width)
-        rows = (draw(shape.channels, scale=0.1), torch.ones(shape.channels, device=DEVICE), draw(shape.channels), draw(shape.channels))
+        rows = (
+            draw(shape.channels, scale=0.1),
+            torch.ones(shape.channels, device=DEVICE),
+            draw(shape.channels),
+            draw(shape.channels),
+        )
         self.state = torch.stack(rows) if shape.prologue else None
-        if shape.prologue:  # nothing depends on which side of zero an almost vanishing number falls: it may fall on either
+        if (
+            shape.prologue
+        ):  # nothing depends on which side of zero an almost vanishing number falls: it may fall on either
             z = normalised(x.double(), self.state.double(), relu=False)
             x = torch.where(z.abs() < 5e-3, x + 0.25, x).contiguous(memory_format=torch.channels_last)
         self.gate = new_map(shape.channels, shape.side // 2, width // 2).relu() if shape.gate else None
@@ -103,8 +137,15 @@ class Problem:
         leaves = [None if value is None else value.detach().clone().requires_grad_() for value in inputs]
         x, depthwise, pointwise, state, gate = leaves
         result = function(
-            x, depthwise, pointwise, Norm.of(module), stride=self.shape.stride, prologue=state, gate=gate, valid_rows=valid_rows,
-        )  # fmt: skip
+            x,
+            depthwise,
+            pointwise,
+            Norm.of(module),
+            stride=self.shape.stride,
+            prologue=state,
+            gate=gate,
+            valid_rows=valid_rows,
+        )
         wanted = [leaf for leaf in (*leaves, *module.parameters()) if leaf is not None]
         results = torch.autograd.grad(tuple(result), wanted, upstream)
         return [result.y.detach(), result.state.detach(), *results, *module.buffers()]
@@ -114,8 +155,13 @@ def largest(x):
     return x.double().abs().max().item()
 
 
-#: Of the largest number of a result: on the CPU PyTorch's convolutions, whose error is the bound, round less often than on a card.
-SLACK = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12} if DEVICE == "cpu" else dict.fromkeys(DTYPES, 0.0)
+#: Of the largest number of a result: on the CPU PyTorch's convolutions, whose error is the bound,
+#: round less often than on a card.
+SLACK = (
+    {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+    if DEVICE == "cpu"
+    else dict.fromkeys(DTYPES, 0.0)
+)
 
 
 def check_errors(problem, **options):
@@ -187,7 +233,16 @@ def test_graph_replays_equal_eager_and_read_the_row_count_anew(shape):
     x, depthwise, pointwise, state, gate = leaves
 
     def call(valid_rows, module):
-        result = align_conv(x, depthwise, pointwise, Norm.of(module), stride=shape.stride, prologue=state, gate=gate, valid_rows=valid_rows)
+        result = align_conv(
+            x,
+            depthwise,
+            pointwise,
+            Norm.of(module),
+            stride=shape.stride,
+            prologue=state,
+            gate=gate,
+            valid_rows=valid_rows,
+        )
         wanted = [leaf for leaf in (*leaves, *module.parameters()) if leaf is not None]
         return [*(t.detach() for t in result), *torch.autograd.grad(tuple(result), wanted, problem.grads)]
 
@@ -202,7 +257,9 @@ def test_graph_replays_equal_eager_and_read_the_row_count_anew(shape):
         rows.fill_(valid)
         graph.replay()
         eager = call(torch.tensor(valid, dtype=torch.int32, device=DEVICE), eager_module)
-        for value, wanted in zip((*captured, *captured_module.buffers()), (*eager, *eager_module.buffers()), strict=True):
+        for value, wanted in zip(
+            (*captured, *captured_module.buffers()), (*eager, *eager_module.buffers()), strict=True
+        ):
             assert torch.equal(value, wanted)
 
 
@@ -228,8 +285,12 @@ def test_a_gated_module_is_that_of_pytorch(card, dtype):
     x = torch.randn(card.few(40), 64, 32, 32, device=DEVICE).to(dtype).contiguous(memory_format=torch.channels_last)
 
     def through(block, x, gate=None):
-        first = align_conv(x, block.depthwise1.weight, block.pointwise1.weight, Norm.of(block.norm1), stride=2, gate=gate)
-        return align_conv(first.y, block.depthwise2.weight, block.pointwise2.weight, Norm.of(block.norm2), prologue=first.state)
+        first = align_conv(
+            x, block.depthwise1.weight, block.pointwise1.weight, Norm.of(block.norm1), stride=2, gate=gate
+        )
+        return align_conv(
+            first.y, block.depthwise2.weight, block.pointwise2.weight, Norm.of(block.norm2), prologue=first.state
+        )
 
     def ours(x):
         z = normalised(*through(gate.down, x)).to(dtype)

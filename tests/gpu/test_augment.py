@@ -1,4 +1,6 @@
-"""The views op on a card: equal to the CPU, in every dtype and layout, on the current stream, replayed in a graph."""
+"""The views op on a card: equal to the CPU, in every dtype and layout, on the current stream,
+replayed in a graph.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +26,42 @@ def make_step(views: int, size: tuple[int, int], recipe: str) -> dict[str, objec
     orientation = torch.randint(0, 16, (views,), generator=generator) & (0b1111 if size[0] == size[1] else 0b1011)
     draws = torch.arange(views)
     draws[1::3] = -1
-    layout = torch.stack([torch.randint(0, 11, (views,), generator=generator), orientation, draws], dim=1).to(torch.int32)
+    layout = torch.stack([torch.randint(0, 11, (views,), generator=generator), orientation, draws], dim=1).to(
+        torch.int32
+    )
     codes, factors = draw_augment_parameters(RECIPES[recipe], views, 1, views, *size)
-    return {"sources": sources, "rows": rows, "layout": layout, "codes": codes, "factors": factors, "mean": MEAN, "std": STD}
+    return {
+        "sources": sources,
+        "rows": rows,
+        "layout": layout,
+        "codes": codes,
+        "factors": factors,
+        "mean": MEAN,
+        "std": STD,
+    }
 
 
 def on_card(step: dict[str, object]) -> dict[str, object]:
-    moved = {name: value.to(DEVICE, copy=True) if isinstance(value, torch.Tensor) else value for name, value in step.items()}
+    moved = {
+        name: value.to(DEVICE, copy=True) if isinstance(value, torch.Tensor) else value for name, value in step.items()
+    }
     return {**moved, "sources": [source.to(DEVICE, copy=True) for source in step["sources"]]}
 
 
 @pytest.mark.parametrize("jitter_normalised", [False, True])
 @pytest.mark.parametrize("recipe", ["scr", "ocm"])
 @pytest.mark.parametrize(
-    ("views", "size"), [(384, (32, 32)), (384, (64, 64)), (48, (8, 8)), (12, (24, 16)), (5, (7, 5)), (6, (80, 80)), (0, (8, 8))]
+    ("views", "size"),
+    [(384, (32, 32)), (384, (64, 64)), (48, (8, 8)), (12, (24, 16)), (5, (7, 5)), (6, (80, 80)), (0, (8, 8))],
 )
 def test_equals_the_cpu_and_the_reference(card, views, size, recipe, jitter_normalised):
     step = make_step(card.few(views, 96), size, recipe)
     ours = augment(**on_card(step), jitter_normalised=jitter_normalised)
     assert ours.is_contiguous(memory_format=torch.channels_last)
     with card.spared():
-        torch.testing.assert_close(ours.cpu(), augment(**step, jitter_normalised=jitter_normalised), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ours.cpu(), augment(**step, jitter_normalised=jitter_normalised), rtol=1e-5, atol=1e-5
+        )
     truth = reference.augment(**step, jitter_normalised=jitter_normalised, dtype=torch.float64, channels=3)
     torch.testing.assert_close(ours.cpu().double(), truth, rtol=1e-5, atol=1e-5)
 
@@ -111,7 +128,9 @@ def test_two_runs_and_a_side_stream_give_the_same_bits():
 
 @pytest.mark.needs("graphs")
 def test_a_replayed_graph_makes_new_views_each_time():
-    """Parameters come from a device counter: replays give the views that eager calls with the next sequence numbers give."""
+    """Parameters come from a device counter: replays give the views that eager calls with the next
+    sequence numbers give.
+    """
     images = torch.randint(0, 256, (24, 32, 32, 3), dtype=torch.uint8, device=DEVICE)
     counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     rows = torch.arange(24, device=DEVICE)

@@ -1,4 +1,6 @@
-"""batch_norm_act on a card: against fp64 and PyTorch's own kernels, twice, in graphs, on streams; what it launches."""
+"""batch_norm_act on a card: against fp64 and PyTorch's own kernels, twice, in graphs, on streams;
+what it launches.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SHAPES = (*((384, channels, side) for channels, side in STAGES), (37, 64, 32), (
 
 @pytest.fixture(autouse=True)
 def no_fallback():
-    """A warning says that PyTorch's operations were taken: then the test would compare them with themselves."""
+    """A warning says that PyTorch's operations were taken: then the test would compare them with
+    themselves.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         ops.say_once.cache_clear()
@@ -36,7 +40,9 @@ def no_fallback():
 
 
 class Problem:
-    """Maps, norms and gradients of one form; ``run`` gives every result: y, gradients, running statistics."""
+    """Maps, norms and gradients of one form; ``run`` gives every result: y, gradients, running
+    statistics.
+    """
 
     def __init__(self, form, images, channels, side, dtype, consumers=1, offset=0.5, deviation=2.0):
         generator = torch.Generator(DEVICE).manual_seed(images + channels)
@@ -61,15 +67,21 @@ class Problem:
         self.keep_off_the_edges()
 
     def keep_off_the_edges(self):
-        """Nothing depends on which side of zero an almost vanishing number falls: it may fall on either."""
+        """Nothing depends on which side of zero an almost vanishing number falls: it may fall on
+        either.
+        """
         if self.form == "prologue":
             mean, _, scale, shift = (row.view(1, -1, 1, 1) for row in self.state)
             near = ((self.x.float() - mean) * scale + shift).abs() < 1e-3
-            self.x = torch.where(near, (mean + 1).to(self.x.dtype), self.x).contiguous(memory_format=torch.channels_last)
+            self.x = torch.where(near, (mean + 1).to(self.x.dtype), self.x).contiguous(
+                memory_format=torch.channels_last
+            )
         consumers, self.consumers = self.consumers, 1
         z = self.run(functools.partial(reference.batch_norm_act, relu=False), torch.float64)[0]
         self.consumers = consumers
-        self.grads = [torch.where(z.abs() < 1e-3, 0, g).contiguous(memory_format=torch.channels_last) for g in self.grads]
+        self.grads = [
+            torch.where(z.abs() < 1e-3, 0, g).contiguous(memory_format=torch.channels_last) for g in self.grads
+        ]
 
     def run(self, function, dtype=None, training=True, valid_rows=None):
         norms = [copy.deepcopy(norm).train(training) for norm in self.norms]
@@ -77,7 +89,9 @@ class Problem:
         if dtype is not None:
             norms = [norm.to(dtype) for norm in norms]
             leaves = [leaf.to(dtype) for leaf in leaves]
-        x, residual, state = (leaf.detach().clone(memory_format=torch.preserve_format).requires_grad_() for leaf in leaves)
+        x, residual, state = (
+            leaf.detach().clone(memory_format=torch.preserve_format).requires_grad_() for leaf in leaves
+        )
         options, inputs = {}, [x, *norms[0].parameters()]
         if self.form in ("residual", "two norms"):
             options["residual"] = residual
@@ -113,7 +127,9 @@ def test_error_is_at_most_twice_that_of_pytorch(card, form, dtype, images, chann
     for index, (value, other, wanted) in enumerate(zip(ours, theirs, exact, strict=True)):
         error = largest(value.double() - wanted)
         bound = largest(other.double() - wanted)
-        assert error <= 2 * bound + 2e-6 * largest(wanted) + 1e-6, f"result {index}: error {error:.3g}, PyTorch's {bound:.3g}"
+        assert error <= 2 * bound + 2e-6 * largest(wanted) + 1e-6, (
+            f"result {index}: error {error:.3g}, PyTorch's {bound:.3g}"
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -173,7 +189,13 @@ def test_graph_replays_equal_eager_and_read_the_row_count_anew(form):
     def step():
         # The modules' own running statistics, so that each replay moves them on.
         x, residual, state = (t.detach().requires_grad_() for t in (problem.x, problem.residual, problem.state))
-        options = {"residual": residual} if form in ("residual", "two norms") else {"prologue": state} if form == "prologue" else {}
+        options = (
+            {"residual": residual}
+            if form in ("residual", "two norms")
+            else {"prologue": state}
+            if form == "prologue"
+            else {}
+        )
         if form == "two norms":
             options["residual_norm"] = Norm.of(modules[1])
         y = batch_norm_act(x, Norm.of(modules[0]), consumers=2, valid_rows=count, **options)
@@ -263,7 +285,9 @@ def test_four_launches_and_no_add(form, consumers):
 @pytest.mark.needs("profiler")
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_block_adds_no_gradients_of_its_own(fused):
-    """The sum of what both consumers of a stage's output send back is a kernel of PyTorch's, but not of ours."""
+    """The sum of what both consumers of a stage's output send back is a kernel of PyTorch's, but
+    not of ours.
+    """
     first, second = (BatchNormAct2d(64).to(DEVICE) for _ in range(2))
     conv = nn.Conv2d(64, 64, 3, padding=1, bias=False).to(DEVICE).bfloat16().to(memory_format=torch.channels_last)
     x = Problem("plain", 32, 64, 16, torch.bfloat16).x.requires_grad_()

@@ -1,4 +1,6 @@
-"""Captured steps on a card: the bits of eager ones, two graphs a run, nothing that waits for the card between two steps."""
+"""Captured steps on a card: the bits of eager ones, two graphs a run, nothing that waits for the
+card between two steps.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class Losses(Listener):
 
 def outcome(results: dict) -> dict:
     hidden = ("seconds", "resumed", "peak_memory_bytes", "commit", "config")
-    return {name: value for name, value in results.items() if name not in hidden} | {"resolved": {**results["resolved"], "step": None}}
+    return {name: value for name, value in results.items() if name not in hidden} | {
+        "resolved": {**results["resolved"], "step": None}
+    }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
@@ -107,9 +111,13 @@ def test_views_made_outside_the_graph(steppers):
 def plans_on(device: str) -> list:
     stream = create(settings().stream)
     learner = create_learner(
-        settings(device=device), classes=stream.classes, image_size=stream.image_size, mirror_safe=stream.mirror_safe,
-        mean=stream.normalisation.mean, std=stream.normalisation.std,
-    )  # fmt: skip
+        settings(device=device),
+        classes=stream.classes,
+        image_size=stream.image_size,
+        mirror_safe=stream.mirror_safe,
+        mean=stream.normalisation.mean,
+        std=stream.normalisation.std,
+    )
     plans = []
     for task in range(2):
         learner.begin_task(task, stream.tasks[task])
@@ -140,7 +148,9 @@ def test_the_host_knows_what_the_memory_on_the_card_holds():
             memory.insert(x.cuda(), (index % 4).cuda(), step // 10, index.cuda())
         drawn = memory.draw(20, only=step // 10)
         assert torch.equal(memory.twin.tasks, memory.tasks.cpu()) and torch.equal(memory.twin.state, memory.state.cpu())
-        assert (memory.tasks[drawn] == step // 10).all() and len(drawn) == min(20, int((memory.tasks == step // 10).sum()))
+        assert (memory.tasks[drawn] == step // 10).all() and len(drawn) == min(
+            20, int((memory.tasks == step // 10).sum())
+        )
 
 
 @pytest.mark.parametrize("step", ["captured", "eager"])
@@ -148,9 +158,13 @@ def test_nothing_waits_for_the_card_between_two_steps(step):
     config = settings(step=step)
     stream = create(config.stream)
     learner = create_learner(
-        config, classes=stream.classes, image_size=stream.image_size, mirror_safe=stream.mirror_safe,
-        mean=stream.normalisation.mean, std=stream.normalisation.std,
-    )  # fmt: skip
+        config,
+        classes=stream.classes,
+        image_size=stream.image_size,
+        mirror_safe=stream.mirror_safe,
+        mean=stream.normalisation.mean,
+        std=stream.normalisation.std,
+    )
     images, own = stream.x_train.cuda(), torch.cuda.Stream()
     own.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(own):
@@ -166,15 +180,22 @@ def test_nothing_waits_for_the_card_between_two_steps(step):
                 if i == quiet:
                     torch.cuda.synchronize()
                     torch.cuda.set_sync_debug_mode("error")
-                ring.put(lambda n=numbers[i], y=stream.y_train[rows], task=task: {"x": images[n], "y": y, "task": task, "index": n})
+                ring.put(
+                    lambda n=numbers[i], y=stream.y_train[rows], task=task: {
+                        "x": images[n],
+                        "y": y,
+                        "task": task,
+                        "index": n,
+                    }
+                )
                 if not ring.full:
                     continue
                 prepared = ring.take()
                 reader.add(Taken(prepared, {}), learner.consume(prepared, steps))
-                told += reader.told()
+                told += reader.drain()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        told += reader.told(wait=True)
+        told += reader.drain(wait=True)
     assert len(told) == len(batches) - 3 and all(losses is None or math.isfinite(losses["loss"]) for _, losses in told)
 
 
@@ -188,14 +209,19 @@ def test_a_step_that_cannot_be_captured_is_taken_eagerly(monkeypatch, steppers):
 
     with monkeypatch.context() as patched:
         patched.setattr(Mose, "train_on", fails)
-        with pytest.warns(UserWarning, match=r"no CUDA graph .* \(CUDA out of memory.*\); the run goes on with eager steps") as told:
+        with pytest.warns(
+            UserWarning, match=r"no CUDA graph .* \(CUDA out of memory.*\); the run goes on with eager steps"
+        ) as told:
             found = outcome(run(settings(step="captured")))
     assert ["CUDA graph" in str(w.message) for w in told].count(True) == 1 and steppers[0].graphs == 0
     assert found == outcome(run(settings(step="eager")))
 
 
 def test_a_capture_that_waits_for_the_card_breaks_nothing_that_comes_later(monkeypatch, steppers):
-    """``item`` makes a capture invalid. Up to PyTorch 2.11 its allocator then goes on as if it were capturing."""
+    """``item`` makes a capture invalid.
+
+    Up to PyTorch 2.11 its allocator then goes on as if it were capturing.
+    """
     train_on = Mose.train_on
 
     def asks(learner, inputs):
@@ -213,7 +239,9 @@ def test_a_capture_that_waits_for_the_card_breaks_nothing_that_comes_later(monke
     gc.collect()
     # Asserts inside where a capture is still believed to go on.
     torch.cuda.empty_cache()
-    assert not [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(steps._pool)]
+    assert not [
+        segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(steps._pool)
+    ]
     # What two streams have used is given back.
     side, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
     used = torch.empty(2**24, device="cuda")
@@ -256,22 +284,35 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, how):
 
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
 def test_the_state_before_a_loss_that_is_not_finite_is_kept(tmp_path, monkeypatch, kernels):
-    """The loss is read some steps late; by then later steps were launched, all of which changed nothing."""
+    """The loss is read some steps late; by then later steps were launched, all of which changed
+    nothing.
+    """
     config = settings(kernels=kernels, options={"attention": kernels == "fused"}, checkpoint_every=20)
     step_inputs = Mose.step_inputs
 
     def inputs(learner, plan, rows=None, *, ready=False):
         made = step_inputs(learner, plan, rows, ready=True)
-        return made._replace(images=made.images * math.nan) if plan.sequence == 48 else step_inputs(learner, plan, rows, ready=ready)
+        return (
+            made._replace(images=made.images * math.nan)
+            if plan.sequence == 48
+            else step_inputs(learner, plan, rows, ready=ready)
+        )
 
     out = tmp_path / "run"
     with monkeypatch.context() as patched:
-        # Not the function itself: a learner with a function of another file is other code, which cannot resume.
+        # Not the function itself: a learner with a function of another file is other code, which
+        # cannot resume.
         patched.setattr(Mose, "step_inputs", partialmethod(inputs))
-        with pytest.raises(TrainingDiverged, match=r"at batch 50 \(task 2\): loss nan.*The newest is the state before this batch"):
+        with pytest.raises(
+            TrainingDiverged, match=r"at batch 50 \(task 2\): loss nan.*The newest is the state before this batch"
+        ):
             run(config, out=out)
     tensors, values = load_checkpoint(latest(out / "checkpoints"))
-    assert values["position"]["done"] == 49 and values["learner"]["steps"] == 48 and int(tensors["memory/state"][2]) == 355 + 130
+    assert (
+        values["position"]["done"] == 49
+        and values["learner"]["steps"] == 48
+        and int(tensors["memory/state"][2]) == 355 + 130
+    )
     # Resuming with whole data ends where a run ends that never saw the broken ones.
     assert outcome(resume(out)) == outcome(run(config))
 

@@ -1,4 +1,6 @@
-"""Random decisions on a card equal the CPU's bit for bit; inside a captured graph the random sequence goes on."""
+"""Random decisions on a card equal the CPU's bit for bit; inside a captured graph the random
+sequence goes on.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from mose_fast.ops.reservoir import SlotFilter, draw, insert
 
 DEVICE = _loader.card()
 
-RECIPE = Recipe(mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
+RECIPE = Recipe(
+    mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1
+)
 
 
 def make_memory(slots: int, size: int, seed: int, seen: int) -> list[torch.Tensor]:
@@ -30,7 +34,8 @@ def assert_same(on_card: list[torch.Tensor], on_cpu: list[torch.Tensor]) -> None
 
 
 @pytest.mark.parametrize(
-    ("slots", "size", "count"), [(1, 3, 5), (50, 3, 64), (5000, 32, 10), (5000, 32, 64), (700, 64, 33), (100_000, 3, 1000)]
+    ("slots", "size", "count"),
+    [(1, 3, 5), (50, 3, 64), (5000, 32, 10), (5000, 32, 64), (700, 64, 33), (100_000, 3, 1000)],
 )
 def test_reservoir_equals_cpu(card, slots, size, count):
     for seed, seen in ((1, 0), (2**41, 3 * slots)):

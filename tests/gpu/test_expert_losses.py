@@ -1,4 +1,6 @@
-"""The expert losses on a card: against the CPU and fp64, in graphs, on streams, with wrong labels."""
+"""The expert losses on a card: against the CPU and fp64, in graphs, on streams, with wrong
+labels.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 from mose_fast import _loader
-from mose_fast.ops.expert_losses import expert_losses, masked_cross_entropy, supcon_loss
+from mose_fast.ops.expert_losses import contrastive_loss, expert_losses, masked_cross_entropy
 from mose_fast.reference import expert_losses as reference
 
 DEVICE = _loader.card()
@@ -20,7 +22,12 @@ def make(rows=384, classes=100, size=128, features=512, dtype=torch.float32, exp
     def tensor(*shape):
         return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE).requires_grad_()
 
-    inputs = [tensor(experts, rows, size), tensor(experts, rows, classes), tensor(experts, rows, features), tensor(rows, features)]
+    inputs = [
+        tensor(experts, rows, size),
+        tensor(experts, rows, classes),
+        tensor(experts, rows, features),
+        tensor(rows, features),
+    ]
     labels = torch.randint(0, 10, (rows,), generator=generator).to(DEVICE)
     mask = torch.zeros(classes, dtype=torch.bool, device=DEVICE)
     mask[:10] = True
@@ -35,7 +42,9 @@ def run(function, inputs, labels, new, mask, **options):
 
 
 def low_precision_composite(projections, logits, features, student, labels, new, mask, **options):
-    """The reference's operations in the inputs' own type, as plain PyTorch without casts would run them."""
+    """The reference's operations in the inputs' own type, as plain PyTorch without casts would run
+    them.
+    """
     kept = reference._at_least_float32
     reference._at_least_float32 = lambda x: x
     try:
@@ -46,15 +55,15 @@ def low_precision_composite(projections, logits, features, student, labels, new,
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "classes"), [(1, 5), (40, 100), (383, 100), (384, 200), (1024, 100)])
-@pytest.mark.parametrize("distil", ["rsd", "sd"])
-def test_error_is_at_most_twice_that_of_pytorch(card, dtype, rows, classes, distil):
+@pytest.mark.parametrize("distillation", ["rsd", "sd"])
+def test_error_is_at_most_twice_that_of_pytorch(card, dtype, rows, classes, distillation):
     rows = card.few(rows, 96)
     inputs, labels, mask = make(rows, classes, dtype=dtype)
     labels = labels % classes
     new = rows // 3
-    exact = run(reference.expert_losses, [x.double() for x in inputs], labels, new, mask, distil=distil)
-    ours = run(expert_losses, inputs, labels, new, mask, distil=distil)
-    theirs = run(low_precision_composite, inputs, labels, new, mask, distil=distil)
+    exact = run(reference.expert_losses, [x.double() for x in inputs], labels, new, mask, distillation=distillation)
+    ours = run(expert_losses, inputs, labels, new, mask, distillation=distillation)
+    theirs = run(low_precision_composite, inputs, labels, new, mask, distillation=distillation)
     for wanted, value, other in zip(exact, ours, theirs, strict=True):
         error, bound = (value.double() - wanted).abs().max(), (other.double() - wanted).abs().max()
         assert error <= 2 * bound + 1e-6 * wanted.abs().max() + 1e-7, f"error {error:.3g}, PyTorch's {bound:.3g}"
@@ -144,13 +153,13 @@ def test_a_wrong_label_makes_its_term_nan():
     assert masked_cross_entropy(inputs[1][0], labels + 95).isnan()
 
 
-def test_supcon_alone():
+def test_contrastive_loss_alone():
     inputs, labels, _ = make(rows=300)
     z = inputs[0][0].detach().requires_grad_()
-    loss = supcon_loss(z, labels, 0.07)
+    loss = contrastive_loss(z, labels, 0.07)
     (grad,) = torch.autograd.grad(loss, z)
     exact = z.detach().double().requires_grad_()
-    wanted = reference.supcon_loss(exact, labels, 0.07)
+    wanted = reference.contrastive_loss(exact, labels, 0.07)
     (wanted_grad,) = torch.autograd.grad(wanted, exact)
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grad.double(), wanted_grad, rtol=1e-4, atol=1e-6)

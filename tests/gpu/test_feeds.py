@@ -1,4 +1,6 @@
-"""Views by DALI on a card: equal to the fused op and to the CPU's, on the current stream, beside a captured graph."""
+"""Views by DALI on a card: equal to the fused op and to the CPU's, on the current stream, beside a
+captured graph.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def maker(feed: str, recipe: str = "simclr", inner: int = 2) -> ViewMaker:
 
 
 def noise(count: int, side: int = 32, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (count, side, side, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -44,11 +48,16 @@ def test_three_feeds_and_the_cpu_agree(card, recipe, inner, side):
         views, rows = maker(feed, recipe, inner).make(x.to(DEVICE), (25, 15), 5, 9)
         assert views.device.type == DEVICE and views.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(rows.cpu(), wanted_rows)
-        torch.testing.assert_close(views.cpu(), wanted, rtol=3e-5, atol=3e-5) if feed == "torch" else close(views, wanted)
+        torch.testing.assert_close(views.cpu(), wanted, rtol=3e-5, atol=3e-5) if feed == "torch" else close(
+            views, wanted
+        )
 
 
 def test_sides_that_are_no_powers_of_two():
-    ours, wanted = maker("dali").make(noise(20, 40).to(DEVICE), (20,), 1, 2)[0], maker("fused").make(noise(20, 40), (20,), 1, 2)[0]
+    ours, wanted = (
+        maker("dali").make(noise(20, 40).to(DEVICE), (20,), 1, 2)[0],
+        maker("fused").make(noise(20, 40), (20,), 1, 2)[0],
+    )
     torch.testing.assert_close(ours.cpu(), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -69,7 +78,9 @@ def test_two_runs_give_the_same_bits():
 @pytest.mark.needs("streams")
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_it_waits_for_the_rows_and_the_reader_for_it(side_stream):
-    """Rows are written late, views are read at once, rows are overwritten right after: all on one stream, without waiting for it."""
+    """Rows are written late, views are read at once, rows are overwritten right after: all on one
+    stream, without waiting for it.
+    """
     made, wanted = maker("dali"), maker("fused").make(noise(96), (96,), 1, 2)[0]
     made.make(noise(96, seed=1).to(DEVICE), (96,), 1, 1)  # the pipeline stands
     source, rows = noise(96).to(DEVICE), torch.zeros(96, 32, 32, 3, dtype=torch.uint8, device=DEVICE)
@@ -88,7 +99,9 @@ def test_it_waits_for_the_rows_and_the_reader_for_it(side_stream):
 
 @pytest.mark.needs("streams")
 def test_the_caller_does_not_wait_for_the_card():
-    """Views of the next step are asked for while the card has half a second of work left on the same stream."""
+    """Views of the next step are asked for while the card has half a second of work left on the
+    same stream.
+    """
     made, x = maker("dali"), noise(96).to(DEVICE)
     for sequence in range(3):
         made.make(x, (96,), 1, sequence)
@@ -158,9 +171,18 @@ def test_an_automatic_learner_takes_dali_and_learns_as_with_the_fused_op():
     losses = {}
     for feed in ("auto", "fused"):
         learner = create_learner(
-            method="mose", classes=4, image_size=(32, 32), width=8, memory=40, device=DEVICE, feed=feed, seed=3,
-            options={"buffer_batch": 10, "augment": "ocm"}, mean=MEAN, std=STD,
-        )  # fmt: skip
+            method="mose",
+            classes=4,
+            image_size=(32, 32),
+            width=8,
+            memory=40,
+            device=DEVICE,
+            feed=feed,
+            seed=3,
+            options={"buffer_batch": 10, "augment": "ocm"},
+            mean=MEAN,
+            std=STD,
+        )
         assert learner.feed.name == ("dali" if feed == "auto" else "fused")
         y = torch.arange(10) % 2
         results = [learner.observe(noise(10, seed=step), y, task=0) for step in range(4)]
@@ -191,7 +213,9 @@ class Losses(Listener):
 @pytest.mark.needs("streams")
 @pytest.mark.parametrize("step", ["captured", "eager"])
 def test_a_run_is_fed_ahead_and_any_depth_gives_the_same_bits(step, monkeypatch):
-    """A wait that is missing between the plan's stream, the feeder's and the step's would show as other views, and so as other losses."""
+    """A wait that is missing between the plan's stream, the feeder's and the step's would show as
+    other views, and so as other losses.
+    """
     found = {}
     for depth in (4, 1):
         monkeypatch.setattr(pipeline_module, "Ring", lambda learner, inputs, depth=depth: Ring(learner, inputs, depth))
@@ -208,7 +232,9 @@ def test_a_run_is_fed_ahead_and_any_depth_gives_the_same_bits(step, monkeypatch)
 
 @pytest.mark.needs("streams")
 def test_the_feeder_waits_for_the_rows_and_the_step_for_the_views():
-    """Rows are written late on one stream, views are made on the feeder's, read at once on a third."""
+    """Rows are written late on one stream, views are made on the feeder's, read at once on a
+    third.
+    """
     made, wanted = maker("dali"), maker("fused").make(noise(96), (96,), 1, 2)[0]
     feeder = Feeder(torch.device("cuda", torch.cuda.current_device()))
     source, rows = noise(96).cuda(), torch.zeros(96, 32, 32, 3, dtype=torch.uint8, device="cuda")

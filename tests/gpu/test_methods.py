@@ -1,4 +1,6 @@
-"""Every method on a card: fused kernels against PyTorch's own, a state taken over, padded steps, an interrupted run."""
+"""Every method on a card: fused kernels against PyTorch's own, a state taken over, padded steps, an
+interrupted run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from mose_fast.train import Listener, resume, run
 
 DEVICE = _loader.card()
 
-# Kernels serve channels in multiples of 8. Few images, since an emulated card is slow; the memory overflows in the third batch.
+# Kernels serve channels in multiples of 8. Few images, since an emulated card is slow; the memory
+# overflows in the third batch.
 SMALL = {"width": 8, "memory": 8, "device": DEVICE or "cpu", "kernels": "fused", "feed": "fused", "step": "eager"}
 OPTIONS = {"gdumb": {"passes": 1, "passes_before": 1}, "mir": {"candidates": 8}, "mose": {"new_extra": 2}}
 STEPS = 5
@@ -34,7 +37,9 @@ def make(method: str, **settings) -> Learner:
 
 
 def observe(learner: Learner, step: int) -> list[float]:
-    """The losses of a step on four images; the task of the first two steps is another one than that of the others."""
+    """The losses of a step on four images; the task of the first two steps is another one than that
+    of the others.
+    """
     task = int(step >= 2)
     y = torch.tensor([0, 1, 1, 0]) + 2 * task
     noise = torch.randint(0, 60, (4, 8, 8, 3), generator=torch.Generator().manual_seed(step))
@@ -58,9 +63,11 @@ def hand_over(giver: Learner, taker: Learner) -> None:
 
 
 def assert_alike(found: Learner, wanted: Learner, near: float) -> None:
-    """Equal memories, near running statistics; gradients, as far as first moments tell them, of the same direction and length.
+    """Equal memories, near running statistics; gradients, as far as first moments tell them, of the
+    same direction and length.
 
-    These are compared less closely, since one of the few activations on the other side of 0 is a share of a percent.
+    These are compared less closely, since one of the few activations on the other side of 0 is a
+    share of a percent.
     """
     a, b = (learner.state()[0] for learner in (found, wanted))
     for name in ("memory/images", "memory/labels"):
@@ -77,7 +84,10 @@ def tensors_of(learner: Learner) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method):
-    """From equal states: losses, what the memory holds, moments and running statistics. Scoring leaves no trace."""
+    """From equal states: losses, what the memory holds, moments and running statistics.
+
+    Scoring leaves no trace.
+    """
     plain, fused = make(method, kernels="torch"), make(method)
     for step in range(STEPS):
         hand_over(fused, plain)
@@ -115,7 +125,9 @@ def test_gdumb_trains_alike_when_it_is_asked():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_padded_step_of_mose_is_the_bare_one(precision):
-    """In the first task, which has its own composition, and in the second; losses, gradients by the moments, statistics."""
+    """In the first task, which has its own composition, and in the second; losses, gradients by the
+    moments, statistics.
+    """
     bare, padded = (make("mose", precision=precision, options={"experts": 2}) for _ in range(2))
     kinds = []
 

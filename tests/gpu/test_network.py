@@ -1,4 +1,6 @@
-"""The whole network by fused ops on a card: against float64, replayed from a graph, with padding, no kernel that only adds gradients."""
+"""The whole network by fused ops on a card: against float64, replayed from a graph, with padding,
+no kernel that only adds gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def weights(shape: torch.Size) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).to(DEVICE)
 
 
-def train_once(network: ExpertNetwork, x: Tensor, *, half: bool = False, rows: int | None = None, **settings) -> list[Tensor]:
+def train_once(
+    network: ExpertNetwork, x: Tensor, *, half: bool = False, rows: int | None = None, **settings
+) -> list[Tensor]:
     """Outputs of the first rows, then the gradients of all parameters."""
     network.zero_grad(set_to_none=True)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=half):
@@ -49,7 +53,9 @@ def train_once(network: ExpertNetwork, x: Tensor, *, half: bool = False, rows: i
 
 
 def distances(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    """Of the four outputs, and of all gradients as one vector: single gradients that all but vanish have no digit that counts."""
+    """Of the four outputs, and of all gradients as one vector: single gradients that all but vanish
+    have no digit that counts.
+    """
 
     def parts(tensors: list[Tensor]) -> list[Tensor]:
         return [*(t.double() for t in tensors[:4]), torch.cat([t.double().reshape(-1) for t in tensors[4:]])]
@@ -61,7 +67,9 @@ def distances(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
 def test_errors_are_at_most_twice_those_of_pytorchs_own_path(card, half, rows):
     x, width = images(card.few(rows)), card.few(64, 16)
     exact = train_once(make("torch", torch.float64, width), x.double())
-    plain, fused = (distances(train_once(make(kernels, width=width), x, half=half), exact) for kernels in ("torch", "fused"))
+    plain, fused = (
+        distances(train_once(make(kernels, width=width), x, half=half), exact) for kernels in ("torch", "fused")
+    )
     assert all(b <= 2 * max(a, 1e-6) for a, b in zip(plain, fused, strict=True)), (plain, fused)
 
 
@@ -108,7 +116,9 @@ def test_a_replayed_pass_is_the_eager_one(monkeypatch):
 
 @pytest.mark.needs("profiler")
 def test_no_kernel_only_adds_gradients_of_maps():
-    """The sums of the gradients of a map's readers happen in the backward pass of the norm before it (consumers)."""
+    """The sums of the gradients of a map's readers happen in the backward pass of the norm before
+    it (consumers).
+    """
     network, x = make("fused"), images(48)
     train_once(network, x, half=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], record_shapes=True) as profile:

@@ -19,7 +19,9 @@ SHAPES = [(384, 512, 4, 4), (1, 512, 4, 4), (37, 160, 4, 4), (383, 512, 8, 8), (
 def make(shape, dtype=torch.float32):
     generator = torch.Generator().manual_seed(sum(shape))
 
-    def coarse(*sizes):  # multiples of 1/64: what is normalised is exact in float32, so that no sign depends on rounding
+    def coarse(
+        *sizes,
+    ):  # multiples of 1/64: what is normalised is exact in float32, so that no sign depends on rounding
         return torch.randn(sizes, generator=generator).mul(64).round().div(64)
 
     x = coarse(*shape).to(dtype).to(DEVICE).contiguous(memory_format=torch.channels_last)
@@ -27,7 +29,9 @@ def make(shape, dtype=torch.float32):
 
 
 def run(function, x, state, grad, valid_rows=None):
-    leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, state) if t is not None]
+    leaves = [
+        t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, state) if t is not None
+    ]
     pooled = function(leaves[0], leaves[1] if state is not None else None, valid_rows)
     return [pooled.detach(), *torch.autograd.grad(pooled, leaves, grad)]
 

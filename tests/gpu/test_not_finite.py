@@ -1,9 +1,11 @@
-"""One NaN or infinity in each input of each op: where the reference's results are not finite, the kernels' must not be finite either.
+"""One NaN or infinity in each input of each op: where the reference's results are not finite, the
+kernels' must not be finite either.
 
-A loss that hides what is no number lets NaN gradients reach the optimiser, whose latch (:mod:`mose_fast.optim`) asks the loss alone. Where
-all results are finite (a ReLU has cut off -inf), gradients may be, and else some elements of a gradient: PyTorch multiplies zero by
-infinity there. Kernels may spread what is not finite further than the reference does. Written for a card, and run on the emulated one
-in CI.
+A loss that hides what is no number lets NaN gradients reach the optimiser, whose latch
+(:mod:`mose_fast.optim`) asks the loss alone. Where all results are finite (a ReLU has cut off
+-inf), gradients may be, and else some elements of a gradient: PyTorch multiplies zero by infinity
+there. Kernels may spread what is not finite further than the reference does. Written for a card,
+and run on the emulated one in CI.
 """
 
 from __future__ import annotations
@@ -49,11 +51,16 @@ def leaves_of(inputs: dict[str, Tensor | None], put) -> dict[str, Tensor | None]
     return {name: None if x is None else put(x).detach().requires_grad_() for name, x in inputs.items()}
 
 
-def with_gradients(results: dict[str, Tensor], upstream: list[Tensor], leaves: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+def with_gradients(
+    results: dict[str, Tensor], upstream: list[Tensor], leaves: dict[str, Tensor | None]
+) -> dict[str, Tensor | None]:
     wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None}
     outputs = list(results.values())
     grads = torch.autograd.grad(
-        outputs, list(wanted.values()), [g.to(y.device, y.dtype) for y, g in zip(outputs, upstream, strict=True)], allow_unused=True
+        outputs,
+        list(wanted.values()),
+        [g.to(y.device, y.dtype) for y, g in zip(outputs, upstream, strict=True)],
+        allow_unused=True,
     )
     return {**results, **{f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}}
 
@@ -67,7 +74,9 @@ def check(what: str, ours: dict, plain: dict, spoils_gradient: bool) -> None:
         if name not in results and not has_gradients:
             continue
         if wanted is None or ours[name] is None:
-            assert all(x is None or x.isfinite().all() for x in (wanted, ours[name])), f"{what}: {name} has a gradient on one side alone"
+            assert all(x is None or x.isfinite().all() for x in (wanted, ours[name])), (
+                f"{what}: {name} has a gradient on one side alone"
+            )
             continue
         bad, own_bad = ~wanted.isfinite(), ~ours[name].cpu().isfinite()
         hidden = bad & ~own_bad if name in results else bad.any() & ~own_bad.any()
@@ -86,10 +95,13 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
 
 
 def state_of(generator: torch.Generator, channels: int) -> Tensor:
-    return torch.stack([normal(generator, channels), normal(generator, channels).abs() + 0.5, *normal(generator, 2, channels)])
+    return torch.stack(
+        [normal(generator, channels), normal(generator, channels).abs() + 0.5, *normal(generator, 2, channels)]
+    )
 
 
-#: The fused kernel and the two kernels with a product by PyTorch between them, in all the forms of what enters.
+#: The fused kernel and the two kernels with a product by PyTorch between them, in all the forms of
+#: what enters.
 ALIGN_CONVS = [
     # dtype, channels, out_channels, stride, prologue, gate, training
     (torch.bfloat16, 16, 24, 1, True, True, True),
@@ -126,13 +138,20 @@ def test_align_conv(setting):
         running = [put(given[name]).clone() for name in ("mean", "var")]
         norm = Norm(leaves["weight"], leaves["bias"], *running, None, 0.1, 1e-5, training)
         y, state = function(
-            leaves["x"], leaves["depthwise"], leaves["pointwise"], norm, stride=stride, prologue=leaves["prologue"], gate=leaves["gate"]
+            leaves["x"],
+            leaves["depthwise"],
+            leaves["pointwise"],
+            norm,
+            stride=stride,
+            prologue=leaves["prologue"],
+            gate=leaves["gate"],
         )
         results = with_gradients({"y": y, "state": state}, [given["to y"], given["to state"]], leaves)
         return {**results, "running mean": running[0], "running var": running[1]}
 
     for seed, name in enumerate(name for name, x in {**inputs, **others}.items() if x is not None):
-        # A gate of infinity is open or shut; PyTorch's up-sampling makes NaN of it beside a border, where it multiplies it by zero.
+        # A gate of infinity is open or shut; PyTorch's up-sampling makes NaN of it beside a border,
+        # where it multiplies it by zero.
         for value in (NAN,) if name == "gate" else SPOILS:
             given = spoiled({**inputs, **others}, name, value, seed)
             check(
@@ -156,7 +175,11 @@ def test_batch_norm_act(form, dtype):
         "second weight": normal(g, 16) if form == "two norms" else None,
         "prologue": state_of(g, 16) if form == "prologue" else None,
     }
-    others = {"mean": normal(g, 16), "var": normal(g, 16).abs() + 0.5, "upstream": normal(g, *((4, 16) if form == "state" else size))}
+    others = {
+        "mean": normal(g, 16),
+        "var": normal(g, 16).abs() + 0.5,
+        "upstream": normal(g, *((4, 16) if form == "state" else size)),
+    }
 
     def run(function, of_state, put, given: dict, relu: bool, training: bool, valid: int | None) -> dict:
         leaves = leaves_of({name: given[name] for name in inputs}, put)
@@ -175,13 +198,21 @@ def test_batch_norm_act(form, dtype):
                 prologue=leaves["prologue"],
                 valid_rows=valid,
             )
-        return {**with_gradients({"y": y}, [given["upstream"]], leaves), "running mean": running[0], "running var": running[1]}
+        return {
+            **with_gradients({"y": y}, [given["upstream"]], leaves),
+            "running mean": running[0],
+            "running var": running[1],
+        }
 
     for seed, name in enumerate(name for name, x in {**inputs, **others}.items() if x is not None):
-        for value, (relu, training, valid) in zip(SPOILS, ((True, True, None), (False, True, 2), (True, False, 2)), strict=True):
+        for value, (relu, training, valid) in zip(
+            SPOILS, ((True, True, None), (False, True, 2), (True, False, 2)), strict=True
+        ):
             given = spoiled({**inputs, **others}, name, value, seed)
             ours = run(batch_norm_act.batch_norm_act, batch_norm_act.norm_state, on_card, given, relu, training, valid)
-            plain = run(plain_batch_norm_act.batch_norm_act, plain_norm.norm_state, lambda x: x, given, relu, training, valid)
+            plain = run(
+                plain_batch_norm_act.batch_norm_act, plain_norm.norm_state, lambda x: x, given, relu, training, valid
+            )
             check(f"{value} in {name}, {relu=}, {training=}, {valid=}", ours, plain, name == "upstream")
 
 
@@ -207,7 +238,8 @@ def test_norm_pool(dtype, valid):
             )
 
 
-#: Rows without a positive among them, where the contrastive kernel once lost a NaN, in a tile of 16 that is filled in part.
+#: Rows without a positive among them, where the contrastive kernel once lost a NaN, in a tile of 16
+#: that is filled in part.
 LABELS = torch.tensor([4, 4, 3, 0, 3, 4, 2])
 
 
@@ -219,8 +251,8 @@ def losses_of(module, put, given: dict, **options) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("distil", ["rsd", "sd", "off"])
-def test_expert_losses(dtype, distil):
+@pytest.mark.parametrize("distillation", ["rsd", "sd", "off"])
+def test_expert_losses(dtype, distillation):
     g = torch.Generator().manual_seed(2)
     inputs = {
         "projections": normal(g, 2, 7, 8, dtype=dtype),
@@ -233,9 +265,15 @@ def test_expert_losses(dtype, distil):
         for seed, value in enumerate(SPOILS):
             for valid, reduction, temperature in ((None, "frobenius", 0.07), (6, "mean_of_norms", 1e-3)):
                 given = spoiled(inputs, name, value, seed)
-                options = {"distil": distil, "rsd_reduction": reduction, "valid_rows": valid, "temperature": temperature}
+                options = {
+                    "distillation": distillation,
+                    "rsd_reduction": reduction,
+                    "valid_rows": valid,
+                    "temperature": temperature,
+                }
                 results = [
-                    losses_of(module, put, given, **options) for module, put in ((expert_losses, on_card), (plain_losses, lambda x: x))
+                    losses_of(module, put, given, **options)
+                    for module, put in ((expert_losses, on_card), (plain_losses, lambda x: x))
                 ]
                 check(f"{value} in {name}, {valid=}, {temperature=}", *results, name == "upstream")
 
@@ -248,14 +286,16 @@ def test_the_contrastive_loss_shows_it_in_every_row(value):
             z = normal(g, 7, 8, dtype=dtype)
             z[row, 3] = value
             leaf = on_card(z).requires_grad_()
-            loss = expert_losses.supcon_loss(leaf, on_card(LABELS), 0.07)
-            assert not plain_losses.supcon_loss(z, LABELS, 0.07).isfinite()
+            loss = expert_losses.contrastive_loss(leaf, on_card(LABELS), 0.07)
+            assert not plain_losses.contrastive_loss(z, LABELS, 0.07).isfinite()
             assert not loss.isfinite(), f"{value} in row {row} of {dtype} is hidden: {loss}"
             assert not torch.autograd.grad(loss, leaf)[0].isfinite().any()
 
 
 def test_adam():
-    """What is no number in a gradient, a moment or the learning rate is in the weight afterwards; in the loss it freezes everything."""
+    """What is no number in a gradient, a moment or the learning rate is in the weight afterwards;
+    in the loss it freezes everything.
+    """
     for name in ("weights", "first moment", "second moment", "gradient", "rate", "loss"):
         for value in SPOILS:
             tensors = {
@@ -269,9 +309,20 @@ def test_adam():
             own = {key: x.to(DEVICE) for key, x in tensors.items()}
             shadow = own["weights"].to(torch.bfloat16)
             adam.adam_step(
-                own["weights"], own["first moment"], own["second moment"], [own["gradient"]], [0], torch.zeros(1, device=DEVICE),
-                own["rate"], beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, shadow=shadow, loss=own["loss"],
-            )  # fmt: skip
+                own["weights"],
+                own["first moment"],
+                own["second moment"],
+                [own["gradient"]],
+                [0],
+                torch.zeros(1, device=DEVICE),
+                own["rate"],
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=0.0,
+                shadow=shadow,
+                loss=own["loss"],
+            )
             if name == "loss":
                 assert torch.equal(own["weights"].cpu(), tensors["weights"])
             elif name == "second moment":  # the root of infinity divides by it
@@ -297,9 +348,17 @@ def test_views():
             else:
                 factors[:, place] = NAN
             ours = augment.augment(
-                [image.to(DEVICE)], torch.tensor([0], device=DEVICE), layout.to(DEVICE), codes.to(DEVICE), factors.to(DEVICE), mean, std,
+                [image.to(DEVICE)],
+                torch.tensor([0], device=DEVICE),
+                layout.to(DEVICE),
+                codes.to(DEVICE),
+                factors.to(DEVICE),
+                mean,
+                std,
                 jitter_normalised=normalised,
-            )  # fmt: skip
-            plain = plain_augment.augment([image], torch.tensor([0]), layout, codes, factors, mean, std, normalised, torch.float32, 3)
+            )
+            plain = plain_augment.augment(
+                [image], torch.tensor([0]), layout, codes, factors, mean, std, normalised, torch.float32, 3
+            )
             check(f"NaN in {place}, {normalised=}", {"views": ours}, {"views": plain}, False)
             assert ours.isnan().any()

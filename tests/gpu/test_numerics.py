@@ -1,4 +1,6 @@
-"""What large means and large logits cost, maps without an image, memory that starts anywhere; for a card, and the emulated one in CI."""
+"""What large means and large logits cost, maps without an image, memory that starts anywhere; for a
+card, and the emulated one in CI.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_the_gradient_of_a_state_keeps_its_digits_beside_a_large_mean(offset, si
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 def test_the_gradient_through_align_conv_keeps_its_digits_beside_a_large_mean(offset):
-    """Where y has a large mean; pointwise is the unit matrix, and depthwise takes the middle, so that all y is exact."""
+    """Where y has a large mean; pointwise is the unit matrix, and depthwise takes the middle, so
+    that all y is exact.
+    """
     x = channels_last(normal(3, 16, 5, 4) + offset)
     depthwise = torch.zeros(16, 1, 3, 3, device=DEVICE)
     depthwise[:, :, 1, 1] = 1
@@ -97,7 +101,13 @@ def test_no_image_has_a_state_too(dtype, channels, out_channels, training):
             norm = Norm(weight, None, *running, training=training)
             y, state = function(x, normal(channels, 1, 3, 3), normal(out_channels, channels, 1, 1), norm)
             assert y.shape == (0, out_channels, 4, 4)
-            results.append((state, *running, *torch.autograd.grad((y, state), weight, (torch.ones_like(y), torch.ones_like(state)))))
+            results.append(
+                (
+                    state,
+                    *running,
+                    *torch.autograd.grad((y, state), weight, (torch.ones_like(y), torch.ones_like(state))),
+                )
+            )
         torch.testing.assert_close(*results)
     finally:
         torch.use_deterministic_algorithms(before)
@@ -123,7 +133,14 @@ def test_memory_may_start_anywhere(dtype, channels):
     def run(put):
         leaves = {name: put(t).detach().requires_grad_() for name, t in tensors.items()}
         norm = Norm(leaves["weight"], leaves["bias"], put(normal(16)), put(normal(16).abs()))
-        y, state = align_conv(leaves["x"], leaves["depthwise"], leaves["pointwise"], norm, prologue=leaves["prologue"], gate=leaves["gate"])
+        y, state = align_conv(
+            leaves["x"],
+            leaves["depthwise"],
+            leaves["pointwise"],
+            norm,
+            prologue=leaves["prologue"],
+            gate=leaves["gate"],
+        )
         results = [y, state, *torch.autograd.grad((y, state), list(leaves.values()), (put(to_y), put(to_state)))]
         of_x = norm_state(leaves["x"], Norm(None, None, None, None))
         z = batch_norm_act(leaves["x"], Norm(None, None, None, None), prologue=leaves["prologue"])
@@ -145,5 +162,8 @@ def test_a_scalar_count_is_cut_and_never_refused():
         x = channels_last(normal(3, 16, 2, 2).to(dtype))
         for count in (-3, 9):
             rows, cut = torch.tensor(count, dtype=torch.int32, device=DEVICE), max(0, min(3, count))
-            both = [[*align_conv(x, depthwise, pointwise, norm, valid_rows=given), norm_state(x, norm, given)] for given in (rows, cut)]
+            both = [
+                [*align_conv(x, depthwise, pointwise, norm, valid_rows=given), norm_state(x, norm, given)]
+                for given in (rows, cut)
+            ]
             assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))

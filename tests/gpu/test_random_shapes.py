@@ -1,8 +1,10 @@
-"""Every op at 200 random shapes and settings against its reference; written for a card, and run on the emulated one in CI.
+"""Every op at 200 random shapes and settings against its reference; written for a card, and run on
+the emulated one in CI.
 
-Each input lies inside a buffer filled with NaN, so that a read beyond it shows in the result, and memory that a kernel should have
-written holds NaN before. Float results may be off by a few times the error of plain PyTorch in the same type, and by a few roundings.
-Draws are seeded by their number: ``case(random.Random(17))`` is the same case everywhere.
+Each input lies inside a buffer filled with NaN, so that a read beyond it shows in the result, and
+memory that a kernel should have written holds NaN before. Float results may be off by a few times
+the error of plain PyTorch in the same type, and by a few roundings. Draws are seeded by their
+number: ``case(random.Random(17))`` is the same case everywhere.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def unwritten_memory_is_nan():
 
 
 def guarded(x: Tensor | None) -> Tensor | None:
-    """``x`` on the card, in its layout, amid NaN; the padding of 64 elements keeps the alignment."""
+    """``x`` on the card, in its layout, amid NaN; the padding of 64 elements keeps the
+    alignment.
+    """
     if x is None or not x.is_floating_point():
         return None if x is None else x.to(DEVICE)
     count = x.untyped_storage().nbytes() // x.element_size()
@@ -69,7 +73,9 @@ def laid_out(x: Tensor | None, layout: str) -> Tensor | None:
     """A map as the kernels want it, contiguous, or some channels of a larger map."""
     if x is None or layout != "slice":
         return x if layout == "contiguous" else channels_last(x)
-    larger = torch.full((x.shape[0], x.shape[1] + 8, *x.shape[2:]), torch.nan, dtype=x.dtype).contiguous(memory_format=torch.channels_last)
+    larger = torch.full((x.shape[0], x.shape[1] + 8, *x.shape[2:]), torch.nan, dtype=x.dtype).contiguous(
+        memory_format=torch.channels_last
+    )
     larger[:, 8:] = x
     return larger[:, 8:]
 
@@ -81,9 +87,17 @@ def error(value: Tensor, exact: Tensor) -> float:
     return difference.abs().max().item() if difference.numel() else 0.0
 
 
-def check(what: str, ours: dict, plain: dict, exact: dict, tolerances: dict[str, float], floors: dict[str, float] | None = None) -> None:
-    """Compares results by name; None is a gradient of zero. ``tolerances``: by name, or for all others under ''; they are shares of the
-    largest number, which is taken to be at least that of ``floors``."""
+def check(
+    what: str,
+    ours: dict,
+    plain: dict,
+    exact: dict,
+    tolerances: dict[str, float],
+    floors: dict[str, float] | None = None,
+) -> None:
+    """Compares results by name; None is a gradient of zero. ``tolerances``: by name, or for all
+    others under ''; they are shares of the largest number, which is taken to be at least that of
+    ``floors``."""
     assert ours.keys() == exact.keys()
     for name, truth in exact.items():
         values = [ours[name], plain[name], truth]
@@ -103,12 +117,16 @@ def check(what: str, ours: dict, plain: dict, exact: dict, tolerances: dict[str,
         assert off <= bound, f"{what}: {name} is off by {off:.3g}; wanted at most {bound:.3g} (largest {largest:.3g})"
 
 
-def gradients(outputs: list[Tensor], upstream: list[Tensor], leaves: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+def gradients(
+    outputs: list[Tensor], upstream: list[Tensor], leaves: dict[str, Tensor | None]
+) -> dict[str, Tensor | None]:
     wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
     pairs = [(y, g.to(y.dtype)) for y, g in zip(outputs, upstream, strict=True) if y.requires_grad]
     if not wanted or not pairs:
         return {f"gradient of {name}": None for name in wanted}
-    grads = torch.autograd.grad([y for y, _ in pairs], list(wanted.values()), [g.to(y.device) for y, g in pairs], allow_unused=True)
+    grads = torch.autograd.grad(
+        [y for y, _ in pairs], list(wanted.values()), [g.to(y.device) for y, g in pairs], allow_unused=True
+    )
     return {f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
 
 
@@ -165,7 +183,9 @@ def given_rows(valid: int | None, kind: str, native: bool) -> int | Tensor | Non
 
 
 def off_the_kink(x: Tensor, state: Tensor) -> Tensor:
-    """``x`` moved away from where the state's ReLU bends: there rounding alone decides about a gradient."""
+    """``x`` moved away from where the state's ReLU bends: there rounding alone decides about a
+    gradient.
+    """
     z = plain_norm.normalised(x.double(), state.double(), relu=False)
     return torch.where(z.abs() < 5e-3 * state[2].view(1, -1, 1, 1).abs().clamp(min=1), x + 0.5, x)
 
@@ -214,16 +234,26 @@ def align_conv_case(draw: Draw) -> None:
                 padded[valid:] = torch.nan
 
     def run(function, put, native: bool) -> dict:
-        leaves = {name: put(laid_out(x, layout) if native and name in ("x", "gate") else x) for name, x in inputs.items()}
-        leaves = {name: None if x is None else x.detach().requires_grad_(n) for (name, x), n in zip(leaves.items(), needs, strict=True)}
+        leaves = {
+            name: put(laid_out(x, layout) if native and name in ("x", "gate") else x) for name, x in inputs.items()
+        }
+        leaves = {
+            name: None if x is None else x.detach().requires_grad_(n)
+            for (name, x), n in zip(leaves.items(), needs, strict=True)
+        }
         running = [put(norm["mean"]), put(norm["var"])]
         running = [None if v is None else v.clone() for v in running]
         tracked = torch.tensor(3, device=DEVICE if native else "cpu")
         y, state = function(
-            leaves["x"], leaves["depthwise"], leaves["pointwise"],
+            leaves["x"],
+            leaves["depthwise"],
+            leaves["pointwise"],
             Norm(leaves["weight"], leaves["bias"], *running, tracked, 0.3, 1e-5, training),
-            stride=stride, prologue=leaves["prologue"], gate=leaves["gate"], valid_rows=given_rows(valid, kind, native),
-        )  # fmt: skip
+            stride=stride,
+            prologue=leaves["prologue"],
+            gate=leaves["gate"],
+            valid_rows=given_rows(valid, kind, native),
+        )
         used = {"both": (0, 1), "y": (0,), "state": (1,)}[upstream]
         back = [channels_last(to_y) if native else to_y, to_state]
         grads = gradients([(y, state)[i] for i in used], [put(back[i]) for i in used], leaves)
@@ -274,7 +304,10 @@ def batch_norm_act_case(draw: Draw) -> None:
     def run(module, state_of, put, native: bool, relu: bool, back: list[Tensor]) -> dict:
         maps = ("x", "residual")
         leaves = {name: put(laid_out(x, layout) if native and name in maps else x) for name, x in inputs.items()}
-        leaves = {name: None if x is None else x.detach().requires_grad_(n) for (name, x), n in zip(leaves.items(), needs, strict=True)}
+        leaves = {
+            name: None if x is None else x.detach().requires_grad_(n)
+            for (name, x), n in zip(leaves.items(), needs, strict=True)
+        }
         running = [None if v is None else put(v).clone() for each in norms for v in (each["mean"], each["var"])]
         norm = Norm(leaves["weight"], leaves["bias"], *running[:2], None, 0.3, 1e-5, training)
         other = Norm(leaves["second weight"], leaves["second bias"], *running[2:], None, 0.3, 1e-5, second)
@@ -284,9 +317,15 @@ def batch_norm_act_case(draw: Draw) -> None:
             results, grads = {"state": state}, gradients([state], [put(to_state)], leaves)
         else:
             y = module(
-                leaves["x"], norm, relu=relu, residual=leaves["residual"], residual_norm=other if form == "two norms" else None,
-                prologue=leaves["prologue"], consumers=consumers, valid_rows=rows,
-            )  # fmt: skip
+                leaves["x"],
+                norm,
+                relu=relu,
+                residual=leaves["residual"],
+                residual_norm=other if form == "two norms" else None,
+                prologue=leaves["prologue"],
+                consumers=consumers,
+                valid_rows=rows,
+            )
             outputs = [y] if consumers == 1 else list(y)
             results = {"y": outputs[0]}
             grads = gradients(outputs, [put(channels_last(g) if native else g) for g in back], leaves)
@@ -295,7 +334,9 @@ def batch_norm_act_case(draw: Draw) -> None:
     plain_op = plain_batch_norm_act.batch_norm_act
     if relu and form != "state":  # no gradient where rounding decides which side of zero it is
         before = run(plain_op, plain_norm.norm_state, wide, False, False, [wide(g) for g in upstream])["y"].detach()
-        upstream = [torch.where(before.abs() < (1e-3 if offset else 1e-4), torch.zeros((), dtype=dtype), g) for g in upstream]
+        upstream = [
+            torch.where(before.abs() < (1e-3 if offset else 1e-4), torch.zeros((), dtype=dtype), g) for g in upstream
+        ]
     ours = run(batch_norm_act.batch_norm_act, batch_norm_act.norm_state, guarded, True, relu, upstream)
     plain = run(plain_op, plain_norm.norm_state, lambda x: x, False, relu, upstream)
     exact = run(plain_op, plain_norm.norm_state, wide, False, relu, upstream)
@@ -320,7 +361,10 @@ def norm_pool_case(draw: Draw) -> None:
 
     def run(function, put, native: bool) -> dict:
         leaves = {"x": put(laid_out(inputs["x"], layout) if native else inputs["x"]), "state": put(inputs["state"])}
-        leaves = {name: None if x is None else x.detach().requires_grad_(n) for (name, x), n in zip(leaves.items(), needs, strict=True)}
+        leaves = {
+            name: None if x is None else x.detach().requires_grad_(n)
+            for (name, x), n in zip(leaves.items(), needs, strict=True)
+        }
         pooled = function(leaves["x"], leaves["state"], given_rows(valid, kind, native))
         return {"pooled": pooled, **gradients([pooled], [put(upstream)], leaves)}
 
@@ -335,15 +379,18 @@ def expert_losses_case(draw: Draw) -> None:
         else [draw.one_of("dtype", (F32, BF16, F16)) for _ in range(4)]
     )
     experts, rows = draw.number("experts", 1, 4), draw.one_of("rows", (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 40))
-    classes, size = draw.one_of("classes", (1, 2, 5, 31, 33, 64, 100)), draw.one_of("size", (1, 2, 3, 8, 20, 31, 64, 128, 130))
+    classes, size = (
+        draw.one_of("classes", (1, 2, 5, 31, 33, 64, 100)),
+        draw.one_of("size", (1, 2, 3, 8, 20, 31, 64, 128, 130)),
+    )
     features = draw.one_of("features", (1, 2, 5, 32, 63, 160))
     temperature = draw.one_of("temperature", (0.07, 0.07, 0.5, 10.0))
     options = {
         "temperature": temperature,
-        "ce_buffer_weight": draw.one_of("ce_buffer_weight", (0.0, 1.0, 2.0)),
-        "ce": draw.one_of("ce", ("off", "last", "all", "all")),
-        "scl": draw.one_of("scl", ("off", "last", "all", "all")),
-        "distil": draw.one_of("distil", ("off", "rsd", "sd", "rsd", "sd")),
+        "buffer_weight": draw.one_of("buffer_weight", (0.0, 1.0, 2.0)),
+        "cross_entropy": draw.one_of("cross_entropy", ("off", "last", "all", "all")),
+        "contrastive": draw.one_of("contrastive", ("off", "last", "all", "all")),
+        "distillation": draw.one_of("distillation", ("off", "rsd", "sd", "rsd", "sd")),
         "rsd_reduction": draw.one_of("reduction", ("frobenius", "mean_of_norms")),
         "student_index": draw.one_of("student", (None, *range(experts))),
     }
@@ -384,14 +431,20 @@ def expert_losses_case(draw: Draw) -> None:
         leaves = {name: put(x).detach().requires_grad_(n) for (name, x), n in zip(inputs.items(), needs, strict=True)}
         own_labels, own_mask = (None if t is None else t.to(DEVICE if native else "cpu") for t in (labels, mask))
         count = given_rows(new, "scalar" if rows_kind == "scalar" else "int", native)
-        terms = function(*leaves.values(), own_labels, count, own_mask, valid_rows=given_rows(valid, rows_kind, native), **options)
+        terms = function(
+            *leaves.values(), own_labels, count, own_mask, valid_rows=given_rows(valid, rows_kind, native), **options
+        )
         grads = gradients([terms], [put(upstream)], leaves)
-        return {**{name: terms[:, i] for i, name in enumerate(("contrastive", "cross-entropy", "distillation"))}, **grads}
+        return {
+            **{name: terms[:, i] for i, name in enumerate(("contrastive", "cross-entropy", "distillation"))},
+            **grads,
+        }
 
     ours, plain = run(expert_losses.expert_losses, guarded, True), run(plain_losses.expert_losses, lambda x: x, False)
     exact = run(plain_losses.expert_losses, wide, False)
     tolerances = {f"gradient of {name}": CLOSE[dtype] for name, dtype in zip(inputs, dtypes, strict=True)}
-    # Through a direction a gradient may cancel to far less than what it is a sum of, and to zero for a direction of one number.
+    # Through a direction a gradient may cancel to far less than what it is a sum of, and to zero
+    # for a direction of one number.
     floors = {}
     for name, share in (("projections", 0.3 / min(temperature, 1)), ("features", 0.1), ("student", 0.1)):
         lengths = [length for length in inputs[name].double().norm(dim=-1).flatten().tolist() if length > 0]
@@ -401,7 +454,10 @@ def expert_losses_case(draw: Draw) -> None:
 
 def adam_case(draw: Draw) -> None:
     count = draw.one_of("tensors", (1, 2, 5, 109))
-    sizes = [draw.random.choice((1, 3, 4, 7, 64, 100) if count > 5 else (1, 5, 64, 1000, 2048, 2049, 5000)) for _ in range(count)]
+    sizes = [
+        draw.random.choice((1, 3, 4, 7, 64, 100) if count > 5 else (1, 5, 64, 1000, 2048, 2049, 5000))
+        for _ in range(count)
+    ]
     offsets, end = [], 0
     for size in sizes:
         end += draw.random.choice((0, 0, 1, 4))  # a gap that stays as it is
@@ -444,7 +500,10 @@ def adam_case(draw: Draw) -> None:
 
 
 def reservoir_case(draw: Draw) -> None:
-    capacity, seen = draw.one_of("capacity", (1, 2, 7, 30, 600, 3000)), draw.one_of("seen", (0, 1, 5, 29, 31, 1000, 10**9))
+    capacity, seen = (
+        draw.one_of("capacity", (1, 2, 7, 30, 600, 3000)),
+        draw.one_of("seen", (0, 1, 5, 29, 31, 1000, 10**9)),
+    )
     items, image = draw.one_of("items", (0, 1, 3, 10, 40)), draw.one_of("image", ((1, 1, 3), (4, 4, 3), (3, 5, 3)))
     count, task = draw.one_of("k", (0, 1, 5, 64, 500)), draw.number("task", 0, 3)
     wanted = draw.one_of("filter", reservoir.SlotFilter)
@@ -476,7 +535,9 @@ def views_case(draw: Draw) -> None:
     height, width = draw.number("height", 1, 24), draw.number("width", 1, 24)
     width = height if draw.flag("square") else width
     sources = [
-        torch.randint(0, 256, (draw.random.randint(1, 5), height, width, 3), generator=draw.generator, dtype=torch.uint8)
+        torch.randint(
+            0, 256, (draw.random.randint(1, 5), height, width, 3), generator=draw.generator, dtype=torch.uint8
+        )
         for _ in range(draw.number("sources", 1, 4))
     ]
     kind = draw.one_of("kind", ("plain", "plain", "black and white", "grey", "even"))
@@ -492,7 +553,14 @@ def views_case(draw: Draw) -> None:
     seed, sequence = draw.random.getrandbits(62), draw.random.getrandbits(40)
     counter = draw.one_of("counter", (None, 0, 2**33))
     ours = draw_augment_parameters(
-        recipe, seed, sequence, draws, height, width, DEVICE, counter=None if counter is None else torch.tensor(counter, device=DEVICE)
+        recipe,
+        seed,
+        sequence,
+        draws,
+        height,
+        width,
+        DEVICE,
+        counter=None if counter is None else torch.tensor(counter, device=DEVICE),
     )
     codes, factors = plain_parameters.draw_augment_parameters(
         recipe, seed, sequence + (counter or 0), draws, height, width, torch.device("cpu")
@@ -500,7 +568,10 @@ def views_case(draw: Draw) -> None:
     assert torch.equal(ours[0].cpu(), codes) and torch.equal(ours[1].cpu(), factors), draw.text
     orientations = [code for code in range(16) if height == width or (code >> 2) % 2 == 0]
     layout = torch.tensor(
-        [[draw.random.randrange(len(rows)), draw.random.choice(orientations), draw.random.randint(-1, draws - 1)] for _ in range(views)],
+        [
+            [draw.random.randrange(len(rows)), draw.random.choice(orientations), draw.random.randint(-1, draws - 1)]
+            for _ in range(views)
+        ],
         dtype=torch.int32,
     ).view(views, 3)
     mean, std = (0.49, 0.48, 0.44), (0.2, 0.19, 0.21)
@@ -542,17 +613,30 @@ def padded(x: Tensor, images: int, dim: int = 0) -> Tensor:
 
 
 def padded_case(draw: Draw) -> None:
-    """A batch with padding and the same without: equal but for the order of sums, and zero behind."""
-    dtype, channels, more = draw.one_of("dtype", (F32, BF16, F16)), draw.one_of("channels", CHANNELS[:9]), draw.number("padding", 1, 5)
+    """A batch with padding and the same without: equal but for the order of sums, and zero
+    behind.
+    """
+    dtype, channels, more = (
+        draw.one_of("dtype", (F32, BF16, F16)),
+        draw.one_of("channels", CHANNELS[:9]),
+        draw.number("padding", 1, 5),
+    )
     images, side = draw.number("images", 1, 3), draw.one_of("side", (2, 4, 6))
     maps = {
         "x": draw.normal(images, channels, side, side, dtype=dtype),
         "gate": draw.normal(images, channels, side // 2, side // 2, dtype=dtype),
     }
-    weights = {"depthwise": draw.normal(channels, 1, 3, 3) / 3, "pointwise": draw.normal(16, channels, 1, 1) / channels**0.5}
+    weights = {
+        "depthwise": draw.normal(channels, 1, 3, 3) / 3,
+        "pointwise": draw.normal(16, channels, 1, 1) / channels**0.5,
+    }
     vectors = {"weight": draw.normal(16), "bias": draw.normal(16), "state": draw.state(channels)}
     maps["x"] = off_the_kink(maps["x"], vectors["state"])
-    losses = {"projections": draw.normal(2, images, 8), "logits": draw.normal(2, images, 5), "student": draw.normal(images, 9)}
+    losses = {
+        "projections": draw.normal(2, images, 8),
+        "logits": draw.normal(2, images, 5),
+        "student": draw.normal(images, 9),
+    }
     losses["features"] = draw.normal(2, images, 9)
     to_y, to_pool, to_state = (
         draw.normal(images, 16, side, side, dtype=dtype),
@@ -569,7 +653,13 @@ def padded_case(draw: Draw) -> None:
         }
         norm = Norm(leaves["weight"], leaves["bias"], None, None)
         y, state = align_conv.align_conv(
-            leaves["x"], leaves["depthwise"], leaves["pointwise"], norm, prologue=leaves["state"], gate=leaves["gate"], valid_rows=valid
+            leaves["x"],
+            leaves["depthwise"],
+            leaves["pointwise"],
+            norm,
+            prologue=leaves["state"],
+            gate=leaves["gate"],
+            valid_rows=valid,
         )
         z = batch_norm_act.batch_norm_act(y, norm, relu=False, valid_rows=valid)
         pooled = norm_pool.norm_pool(leaves["x"], leaves["state"], valid)
@@ -583,7 +673,7 @@ def padded_case(draw: Draw) -> None:
             0,
             None,
             valid_rows=valid,
-            distil="sd",
+            distillation="sd",
         )
         results = {"y": y, "state": state, "z": z, "pooled": pooled, "terms": terms}
         upstream = [padded(to_y, behind), to_state, padded(to_y, behind), padded(to_pool, behind), torch.ones(2, 3)]
@@ -599,7 +689,11 @@ def padded_case(draw: Draw) -> None:
                 assert (behind == 0).all(), f"{draw.text}: {name} is not zero in the padding"
             largest = max(1e-3, wanted.detach().abs().max().item())
             torch.testing.assert_close(
-                value, wanted, rtol=0, atol=CLOSE[dtype] * largest, msg=lambda text, name=name: f"{draw.text}: {name}: {text}"
+                value,
+                wanted,
+                rtol=0,
+                atol=CLOSE[dtype] * largest,
+                msg=lambda text, name=name: f"{draw.text}: {name}: {text}",
             )
 
 

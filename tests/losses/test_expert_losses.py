@@ -11,25 +11,29 @@ from torch.nn import functional as F
 from mose_fast.config import MoseOptions
 from mose_fast.losses import ExpertLosses
 from mose_fast.nn import ExpertNetwork
-from mose_fast.reference.expert_losses import expert_losses, masked_cross_entropy, self_distillation, supcon_loss
+from mose_fast.reference.expert_losses import contrastive_loss, expert_losses, masked_cross_entropy, self_distillation
 
 
 def double(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    ).requires_grad_()
 
 
 # Supervised contrastive
 
 
-def test_supcon_by_hand():
-    """Three unit vectors at 0, 90 and 180 degrees, the first two of one class, temperature 1: similarities 0, -1, 0."""
+def test_contrastive_loss_by_hand():
+    """Three unit vectors at 0, 90 and 180 degrees, the first two of one class, temperature 1:
+    similarities 0, -1, 0.
+    """
     z = torch.tensor([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]])
     first = -(0 - math.log(math.exp(0) + math.exp(-1)))
     second = -(0 - math.log(math.exp(0) + math.exp(0)))
-    assert supcon_loss(z, torch.tensor([0, 0, 1]), 1.0).item() == pytest.approx((first + second) / 2, rel=1e-6)
+    assert contrastive_loss(z, torch.tensor([0, 0, 1]), 1.0).item() == pytest.approx((first + second) / 2, rel=1e-6)
 
 
-def test_supcon_against_the_definition():
+def test_contrastive_loss_against_the_definition():
     z, labels, temperature = double(9, 5).detach(), torch.tensor([0, 1, 0, 2, 1, 0, 3, 3, 4]), 0.2
     unit = z / z.norm(dim=1, keepdim=True)
     anchors = []
@@ -38,42 +42,47 @@ def test_supcon_against_the_definition():
         log_partition = math.log(sum(math.exp(unit[i] @ unit[j] / temperature) for j in others))
         positives = [j for j in others if labels[j] == labels[i]]
         if positives:
-            anchors.append(-sum((unit[i] @ unit[p] / temperature).item() - log_partition for p in positives) / len(positives))
+            anchors.append(
+                -sum((unit[i] @ unit[p] / temperature).item() - log_partition for p in positives) / len(positives)
+            )
     assert len(anchors) == 7
-    assert supcon_loss(z, labels, temperature).item() == pytest.approx(sum(anchors) / 7, rel=1e-12)
+    assert contrastive_loss(z, labels, temperature).item() == pytest.approx(sum(anchors) / 7, rel=1e-12)
 
 
 def test_two_views_with_distinct_labels_are_nt_xent():
-    """SimCLR's loss (Chen et al. 2020): cross-entropy of each view's partner among all other views."""
+    """SimCLR's loss (Chen et al.
+
+    2020): cross-entropy of each view's partner among all other views.
+    """
     n, temperature = 6, 0.5
     z = double(2 * n, 8).detach()
     unit = F.normalize(z, dim=1)
     logits = (unit @ unit.T / temperature).fill_diagonal_(float("-inf"))
     partners = torch.arange(2 * n).roll(n)
     expected = F.cross_entropy(logits, partners)
-    torch.testing.assert_close(supcon_loss(z, torch.arange(n).repeat(2), temperature), expected)
+    torch.testing.assert_close(contrastive_loss(z, torch.arange(n).repeat(2), temperature), expected)
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [0], []])
-def test_without_positives_supcon_is_zero_with_zero_gradient(labels):
+def test_without_positives_contrastive_loss_is_zero_with_zero_gradient(labels):
     z = double(len(labels), 3)
-    loss = supcon_loss(z, torch.tensor(labels, dtype=torch.int64), 0.07)
+    loss = contrastive_loss(z, torch.tensor(labels, dtype=torch.int64), 0.07)
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(z.grad, torch.zeros_like(z))
 
 
 @pytest.mark.parametrize("labels", [[0, 0, 1, 2, 1, 0], [0] * 6, [0, 1, 2, 3, 4, 4]])
-def test_supcon_gradcheck(labels):
+def test_contrastive_loss_gradcheck(labels):
     z = double(6, 4)
-    assert torch.autograd.gradcheck(lambda z: supcon_loss(z, torch.tensor(labels), 0.3), z)
+    assert torch.autograd.gradcheck(lambda z: contrastive_loss(z, torch.tensor(labels), 0.3), z)
 
 
-def test_supcon_of_identical_views_and_zero_rows_is_finite():
+def test_contrastive_loss_of_identical_views_and_zero_rows_is_finite():
     z = torch.zeros(4, 3)
     z[2:] = torch.tensor([1.0, 2.0, 3.0])
     z.requires_grad_()
-    loss = supcon_loss(z, torch.tensor([0, 0, 1, 1]), 0.07)
+    loss = contrastive_loss(z, torch.tensor([0, 0, 1, 1]), 0.07)
     loss.backward()
     assert loss.isfinite() and z.grad.isfinite().all()
 
@@ -82,21 +91,23 @@ def test_similarities_are_float32_for_bfloat16_projections():
     z = torch.randn(32, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     labels = torch.arange(32) % 4
     with torch.autocast("cpu", torch.bfloat16):
-        loss = supcon_loss(z, labels, 0.07)
+        loss = contrastive_loss(z, labels, 0.07)
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(supcon_loss(z.double(), labels, 0.07).item(), rel=1e-5)
+    assert loss.item() == pytest.approx(contrastive_loss(z.double(), labels, 0.07).item(), rel=1e-5)
 
 
-def test_supcon_refuses_a_temperature_of_zero():
+def test_contrastive_loss_refuses_a_temperature_of_zero():
     with pytest.raises(ValueError, match="temperature is 0"):
-        supcon_loss(torch.rand(2, 2), torch.tensor([0, 0]), 0)
+        contrastive_loss(torch.rand(2, 2), torch.tensor([0, 0]), 0)
 
 
 # Cross-entropy
 
 
 def test_masked_cross_entropy_by_hand():
-    """Class 1 is outside the mask: the softmax runs over logits 0 and log 3 alone, so the losses are log 4 and log 4 - log 3."""
+    """Class 1 is outside the mask: the softmax runs over logits 0 and log 3 alone, so the losses
+    are log 4 and log 4 - log 3.
+    """
     logits = torch.tensor([[0.0, 100.0, math.log(3)], [0.0, -7.0, math.log(3)]], requires_grad=True)
     mask = torch.tensor([True, False, True])
     loss = masked_cross_entropy(logits, torch.tensor([0, 2]), mask)
@@ -133,7 +144,9 @@ def test_distillation_by_hand():
 
 def test_frobenius_is_the_root_of_the_sum_of_squared_norms():
     student, teacher = double(11, 6).detach(), double(6, 11).detach().T
-    norms = torch.stack([torch.dist(F.normalize(s, dim=0), F.normalize(t, dim=0)) for s, t in zip(student, teacher, strict=True)])
+    norms = torch.stack(
+        [torch.dist(F.normalize(s, dim=0), F.normalize(t, dim=0)) for s, t in zip(student, teacher, strict=True)]
+    )
     torch.testing.assert_close(self_distillation(student, teacher, "frobenius"), norms.square().sum().sqrt())
     torch.testing.assert_close(self_distillation(student, teacher, "mean_of_norms"), norms.mean())
 
@@ -169,9 +182,11 @@ def test_terms_of_a_later_task(outputs):
     projections, logits, features, student, labels, new, mask = outputs
     terms = expert_losses(*outputs)
     for e in range(4):
-        assert torch.equal(terms[e, 0], supcon_loss(projections[e], labels, 0.07))
-        ce = masked_cross_entropy(logits[e, :new], labels[:new], mask) + 2 * F.cross_entropy(logits[e, new:], labels[new:])
-        torch.testing.assert_close(terms[e, 1], ce)
+        assert torch.equal(terms[e, 0], contrastive_loss(projections[e], labels, 0.07))
+        cross_entropy = masked_cross_entropy(logits[e, :new], labels[:new], mask) + 2 * F.cross_entropy(
+            logits[e, new:], labels[new:]
+        )
+        torch.testing.assert_close(terms[e, 1], cross_entropy)
         rsd = torch.zeros((), dtype=torch.float64) if e == 3 else self_distillation(student, features[e], "frobenius")
         assert torch.equal(terms[e, 2], rsd)
 
@@ -183,23 +198,30 @@ def test_task_0_is_one_cross_entropy_over_everything(outputs):
 
 
 def test_who_gets_gradients(outputs):
-    """RSD: the student alone, teachers are detached. SD: every other expert, and the teacher's adapter."""
+    """RSD: the student alone, teachers are detached.
+
+    SD: every other expert, and the teacher's adapter.
+    """
     _, _, features, student, *_ = outputs
-    expert_losses(*outputs, ce="off", distil="rsd").sum().backward()
+    expert_losses(*outputs, cross_entropy="off", distillation="rsd").sum().backward()
     contrastive = student.grad.clone()
     assert features.grad is None and contrastive.abs().sum() > 0
     student.grad = None
-    expert_losses(*outputs, ce="off", distil="sd").sum().backward()
+    expert_losses(*outputs, cross_entropy="off", distillation="sd").sum().backward()
     assert [features.grad[e].abs().sum().item() > 0 for e in range(4)] == [True, True, True, False]
     assert student.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("which", ["off", "last", "all"])
 def test_switches_of_the_supervised_losses(outputs, which):
-    terms = expert_losses(*outputs, ce=which, scl="all", distil="off")
-    assert [t.item() > 0 for t in terms[:, 1]] == {"off": [False] * 4, "last": [False] * 3 + [True], "all": [True] * 4}[which]
-    terms = expert_losses(*outputs, ce="all", scl=which, distil="off")
-    assert [t.item() > 0 for t in terms[:, 0]] == {"off": [False] * 4, "last": [False] * 3 + [True], "all": [True] * 4}[which]
+    terms = expert_losses(*outputs, cross_entropy=which, contrastive="all", distillation="off")
+    assert [t.item() > 0 for t in terms[:, 1]] == {"off": [False] * 4, "last": [False] * 3 + [True], "all": [True] * 4}[
+        which
+    ]
+    terms = expert_losses(*outputs, cross_entropy="all", contrastive=which, distillation="off")
+    assert [t.item() > 0 for t in terms[:, 0]] == {"off": [False] * 4, "last": [False] * 3 + [True], "all": [True] * 4}[
+        which
+    ]
     assert (terms[:, 2] == 0).all()
 
 
@@ -211,18 +233,20 @@ def test_any_student(outputs, student):
 
 def test_gradcheck_of_the_whole(outputs):
     projections, logits, features, student, labels, new, mask = outputs
-    for distil in ("rsd", "sd"):
+    for distillation in ("rsd", "sd"):
         assert torch.autograd.gradcheck(
-            lambda p, g, a, s, distil=distil: expert_losses(p, g, a, s, labels, new, mask, temperature=0.5, distil=distil).sum(),
+            lambda p, g, a, s, distillation=distillation: expert_losses(
+                p, g, a, s, labels, new, mask, temperature=0.5, distillation=distillation
+            ).sum(),
             # Under RSD no gradient reaches the features, which are detached.
-            (projections, logits, features if distil == "sd" else features.detach(), student),
+            (projections, logits, features if distillation == "sd" else features.detach(), student),
         )
 
 
-@pytest.mark.parametrize("distil", ["rsd", "sd"])
-def test_padding_changes_nothing_and_gets_no_gradient(outputs, distil):
+@pytest.mark.parametrize("distillation", ["rsd", "sd"])
+def test_padding_changes_nothing_and_gets_no_gradient(outputs, distillation):
     inputs = [x.detach().clone().requires_grad_() for x in outputs[:4]]
-    terms = expert_losses(*inputs, *outputs[4:], distil=distil)
+    terms = expert_losses(*inputs, *outputs[4:], distillation=distillation)
     terms.sum().backward()
 
     def pad(x, dim):
@@ -232,7 +256,9 @@ def test_padding_changes_nothing_and_gets_no_gradient(outputs, distil):
     padded = [pad(x, x.dim() - 2) for x in inputs]
     labels = torch.cat([outputs[4], torch.tensor([-1, 99, 0])])
     counts = torch.tensor(4, dtype=torch.int32), torch.tensor(10, dtype=torch.int32)
-    with_padding = expert_losses(*padded, labels, counts[0], outputs[6], valid_rows=counts[1], distil=distil)
+    with_padding = expert_losses(
+        *padded, labels, counts[0], outputs[6], valid_rows=counts[1], distillation=distillation
+    )
     with_padding.sum().backward()
     assert torch.equal(with_padding, terms)
     for x, y in zip(inputs, padded, strict=True):
@@ -245,7 +271,7 @@ def test_padding_changes_nothing_and_gets_no_gradient(outputs, distil):
 
 def test_rows_without_direction_get_zero_gradient():
     z = torch.tensor([[0.0, 0.0], [1.0, 2.0], [2.0, 1.0]], requires_grad=True)
-    supcon_loss(z, torch.tensor([0, 0, 0]), 0.5).backward()
+    contrastive_loss(z, torch.tensor([0, 0, 0]), 0.5).backward()
     assert (z.grad[0] == 0).all() and (z.grad[1:] != 0).all()
 
 
@@ -253,14 +279,14 @@ def test_module_applies_the_switches_and_runs_outside_autocast():
     network = ExpertNetwork(6, width=4, student=1).train()
     labels = torch.arange(8) % 3
     mask = torch.tensor([True, True, True, False, False, False])
-    options = MoseOptions(student=2, ce_buffer_weight=0.5, rsd_reduction="mean_of_norms", temperature=0.3)
+    options = MoseOptions(student=2, buffer_weight=0.5, rsd_reduction="mean_of_norms", temperature=0.3)
     with torch.autocast("cpu", torch.bfloat16):
         outputs = network(torch.randn(8, 3, 32, 32))
         terms = ExpertLosses(options)(outputs, labels, 4, mask)
     assert terms.dtype == torch.float32 and outputs.logits.dtype == torch.bfloat16
     expected = expert_losses(
-        *outputs, labels, 4, mask, temperature=0.3, ce_buffer_weight=0.5, rsd_reduction="mean_of_norms", student_index=1
+        *outputs, labels, 4, mask, temperature=0.3, buffer_weight=0.5, rsd_reduction="mean_of_norms", student_index=1
     )
     torch.testing.assert_close(terms, expected)
-    together = ExpertLosses(MoseOptions(separate_ce=False))(outputs, labels, 4, mask)
+    together = ExpertLosses(MoseOptions(separate_cross_entropy=False))(outputs, labels, 4, mask)
     torch.testing.assert_close(together[3, 1], F.cross_entropy(outputs.logits[3].float(), labels))

@@ -25,7 +25,9 @@ def counts(balanced: BalancedMemory, classes: int) -> list[int]:
 
 
 def one_by_one(capacity: int, classes: int, labels: list[int]) -> list[int]:
-    """Algorithm 1 of the paper: the number of samples of each class at the end, ties going to the lowest class."""
+    """Algorithm 1 of the paper: the number of samples of each class at the end, ties going to the
+    lowest class.
+    """
     held = [0] * classes
     for label in labels:
         share = capacity / max(1, sum(n > 0 for n in held))
@@ -76,7 +78,9 @@ def test_slots_stay_together_and_no_sample_is_held_twice():
 
 
 def test_who_leaves_is_uniform():
-    """A second class takes half of ten slots: each of the first ten samples stays with probability 1/2."""
+    """A second class takes half of ten slots: each of the first ten samples stays with probability
+    1/2.
+    """
     stays = torch.zeros(10)
     for seed in range(150):
         balanced = memory(10, 2, seed)

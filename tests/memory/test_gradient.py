@@ -26,7 +26,8 @@ def test_free_slots_are_filled_in_order_and_the_rest_is_dropped():
 
 
 @pytest.mark.parametrize(
-    ("filled", "shape"), [(0, (0, 0)), (1, (1, 1)), (7, (1, 7)), (10, (1, 10)), (29, (2, 10)), (30, (3, 10)), (90, (4, 10))]
+    ("filled", "shape"),
+    [(0, (0, 0)), (1, (1, 1)), (7, (1, 7)), (10, (1, 10)), (29, (2, 10)), (30, (3, 10)), (90, (4, 10))],
 )
 def test_reference_batches_are_disjoint_and_hold_samples(filled, shape):
     memory = GradientMemory(100, (8, 8), seed=3)
@@ -52,7 +53,9 @@ def test_reference_batches_change_with_every_batch_offered_and_are_uniform():
 
 
 def frequencies(stored, items, rounds: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each slot is taken, and how often an item wins (standard errors are below 0.016)."""
+    """How often each slot is taken, and how often an item wins (standard errors are below
+    0.016).
+    """
     memory = GradientMemory(len(stored), (8, 8), seed=1)
     offer(memory, stored)
     taken = torch.zeros(len(stored))

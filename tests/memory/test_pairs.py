@@ -45,7 +45,9 @@ def test_an_anchor_without_positive_or_negative_is_left_out():
 
 
 def test_an_empty_memory():
-    anchors, positives, negatives = draw_pairs(torch.tensor([0, 1, 0]), STORED[:0], torch.ones(2, dtype=torch.bool), 0, 0)
+    anchors, positives, negatives = draw_pairs(
+        torch.tensor([0, 1, 0]), STORED[:0], torch.ones(2, dtype=torch.bool), 0, 0
+    )
     assert anchors.tolist() == [0, 2] and positives.tolist() == [2, 0] and negatives.tolist() == [1, 1]
 
 

@@ -1,4 +1,6 @@
-"""The replay memory's slots and draws, through the class that learners use (the laws are tested in tests/ops)."""
+"""The replay memory's slots and draws, through the class that learners use (the laws are tested in
+tests/ops).
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_slots_that_a_policy_chose():
     x, y, task, index = batch(90, 4, task=3)
     memory.write(torch.tensor([5, -1, 0, 19]), x, y, task, index)
     assert memory.indices[[5, 0, 19]].tolist() == [90, 92, 93] and memory.tasks[[5, 0, 19]].tolist() == [3, 3, 3]
-    assert torch.equal(memory.images[:, 0, 0, 0].long(), memory.indices % 256) and torch.equal(memory.labels, memory.indices % 5)
+    assert torch.equal(memory.images[:, 0, 0, 0].long(), memory.indices % 256) and torch.equal(
+        memory.labels, memory.indices % 5
+    )
     assert memory.seen == 94 == memory.state[2] and 91 not in memory.indices
 
 

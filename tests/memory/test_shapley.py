@@ -34,7 +34,12 @@ def brute_force(candidates, candidate_labels, points, point_labels, k) -> torch.
 def problem(candidates: int, points: int, size: int = 3, classes: int = 3, seed: int = 0) -> tuple:
     g = torch.Generator().manual_seed(seed)
     x, e = torch.randn(candidates, size, generator=g), torch.randn(points, size, generator=g)
-    return x, torch.randint(0, classes, (candidates,), generator=g), e, torch.randint(0, classes, (points,), generator=g)
+    return (
+        x,
+        torch.randint(0, classes, (candidates,), generator=g),
+        e,
+        torch.randint(0, classes, (points,), generator=g),
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5])
@@ -54,7 +59,8 @@ def test_values_sum_to_the_worth_of_all_candidates(count):
 
 
 def test_a_hand_worked_case():
-    """k = 1, on a line: the point at 0 of class 1; candidates at 1 (class 1), 2 (class 0), 3 (class 1).
+    """k = 1, on a line: the point at 0 of class 1; candidates at 1 (class 1), 2 (class 0), 3 (class
+    1).
 
     From afar: s3 = 1/3, s2 = 1/3 - 1/2 = -1/6, s1 = -1/6 + 1 = 5/6.
     """
@@ -119,13 +125,17 @@ def test_a_memory_that_is_not_full_takes_everything():
 
 
 def test_each_class_gives_the_same_number_and_points_are_no_candidates():
-    """One image for a class with one sample, at most ``per_class`` for the others, and every sample has its turn."""
+    """One image for a class with one sample, at most ``per_class`` for the others, and every sample
+    has its turn.
+    """
     memory = memory_of([0] * 9 + [1] * 4 + [2] * 3 + [3])
     seen_candidates = torch.zeros(17)
     for sequence in range(60):
         asked = []
         x, y, _ = batch([1, 2], 500 + sequence)
-        memory.retrieve(x, y, 99, "asvm", lambda images, asked=asked: (asked.append(images), feature(images))[1], sequence)
+        memory.retrieve(
+            x, y, 99, "asvm", lambda images, asked=asked: (asked.append(images), feature(images))[1], sequence
+        )
         images = asked[0][:-2]
         slots = [int((memory.images == image).flatten(1).all(1).nonzero()) for image in images]
         assert len(set(slots)) == len(slots)
@@ -138,18 +148,25 @@ def test_each_class_gives_the_same_number_and_points_are_no_candidates():
 
 @pytest.mark.parametrize("kind", ["asvm", "asv", "neg_sv"])
 def test_the_most_valuable_candidates_are_retrieved(kind):
-    """Against scores computed candidate by candidate, with the candidates and points that the memory drew."""
+    """Against scores computed candidate by candidate, with the candidates and points that the
+    memory drew.
+    """
     memory = memory_of([0] * 9 + [1] * 9 + [2] * 9)
     for sequence in range(5):
         asked = []
         x, y, _ = batch([1, 2] * 5, 500 + sequence)
-        slots = memory.retrieve(x, y, 3, kind, lambda images, asked=asked: (asked.append(images), feature(images))[1], sequence)
+        slots = memory.retrieve(
+            x, y, 3, kind, lambda images, asked=asked: (asked.append(images), feature(images))[1], sequence
+        )
         drawn = [int((memory.images == image).flatten(1).all(1).nonzero()) for image in asked[0][:12]]
         candidates, points = drawn[:6], drawn[6:]
         scores = {}
         found = feature(memory.images[candidates])
         for n, slot in enumerate(candidates):
-            at = [brute_value(found, memory.labels[candidates], feature(memory.images[[p]])[0], memory.labels[p])[n] for p in points]
+            at = [
+                brute_value(found, memory.labels[candidates], feature(memory.images[[p]])[0], memory.labels[p])[n]
+                for p in points
+            ]
             by = [brute_value(found, memory.labels[candidates], feature(x[[i]])[0], y[i])[n] for i in range(10)]
             scores[slot] = {"asvm": sum(at) / 6 - sum(by) / 10, "asv": max(at) - min(by), "neg_sv": -sum(by)}[kind]
         limit = sorted(scores.values())[-3]
@@ -194,10 +211,13 @@ def test_a_full_memory_keeps_what_is_worth_more_in_sum():
         assert old_labels[points].bincount().tolist() == [2, 2, 2, 2]
         assert len(candidates) == 8 and not set(candidates) & set(points)
         pool, pool_labels = feature(torch.cat([before[candidates], x])), torch.cat([old_labels[candidates], y])
-        # Class 3 holds 2 of 26 slots, less than the threshold for some draws: its items are points, too, then.
+        # Class 3 holds 2 of 26 slots, less than the threshold for some draws: its items are points,
+        # too, then.
         options = []
         for minority in ([], [0, 2]):
-            evaluated = [(feature(before[[p]])[0], old_labels[p]) for p in points] + [(feature(x[[i]])[0], y[i]) for i in minority]
+            evaluated = [(feature(before[[p]])[0], old_labels[p]) for p in points] + [
+                (feature(x[[i]])[0], y[i]) for i in minority
+            ]
             totals = torch.tensor([brute_value(pool, pool_labels, *one) for one in evaluated]).sum(0)
             kept = set(torch.sort(totals, descending=True, stable=True).indices[:8].tolist())
             options.append(([i for i in range(4) if 8 + i in kept], {candidates[n] for n in range(8) if n not in kept}))
@@ -209,7 +229,9 @@ def test_a_full_memory_keeps_what_is_worth_more_in_sum():
 
 
 def test_new_classes_enter_through_the_minority_rule():
-    """Far from everything, a new class is worth little to the others: it enters because its own items are evaluated."""
+    """Far from everything, a new class is worth little to the others: it enters because its own
+    items are evaluated.
+    """
     x, y, index = torch.full((2, 8, 8, 3), 255, dtype=torch.uint8), torch.tensor([3, 3]), torch.arange(90, 92)
     for seed in range(5):
         memory = memory_of([0] * 20 + [1] * 20, seed=seed)

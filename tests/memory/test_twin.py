@@ -65,7 +65,9 @@ def test_slots_that_a_policy_chose_reach_the_twin():
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize("capacity", [3, 12, 100])
 def test_batches_are_taken_out_again_in_reverse(capacity, twin):
-    """Batches that collide with each other and with themselves, in a memory that is still filling or full."""
+    """Batches that collide with each other and with themselves, in a memory that is still filling
+    or full.
+    """
     memory = with_twin(capacity, 5) if twin else ReplayMemory(capacity, (8, 8), seed=5)
     memory.keep("score")
     memory.insert(*batch(0, 10, 0))

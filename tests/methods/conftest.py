@@ -21,7 +21,9 @@ def one_thread():
 
 @pytest.fixture
 def make():
-    """A function that creates a small learner of a method; ``options`` and other settings as for ``create_learner``."""
+    """A function that creates a small learner of a method; ``options`` and other settings as for
+    ``create_learner``.
+    """
 
     def create(method: str, classes: int = 6, **settings) -> Learner:
         given = {"width": 1, "memory": 30, "device": "cpu", **settings}
@@ -45,7 +47,9 @@ def batch():
 
 @pytest.fixture
 def teach(batch):
-    """A function that feeds a learner ``steps`` batches of ten from each task of two classes, and returns it."""
+    """A function that feeds a learner ``steps`` batches of ten from each task of two classes, and
+    returns it.
+    """
 
     def feed(learner: Learner, steps: int = 4, tasks=(0, 1), seed: int = 0) -> Learner:
         for task in tasks:

@@ -18,7 +18,9 @@ def random_vectors(seed: int, size: int = 1000) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("seed", range(6))
 def test_projection_never_opposes_the_reference(seed):
-    """baselines.md appendix G 3: afterwards <g', r> = 0 where it was negative; where it was not, nothing changes."""
+    """baselines.md appendix G 3: afterwards <g', r> = 0 where it was negative; where it was not,
+    nothing changes.
+    """
     gradient, reference = random_vectors(seed)
     before = torch.dot(gradient.double(), reference.double())
     after = project(gradient, reference)
@@ -28,7 +30,9 @@ def test_projection_never_opposes_the_reference(seed):
         assert abs(torch.dot(after.double(), reference.double())) < 1e-4 * gradient.norm() * reference.norm()
         wanted = gradient.double() - before / reference.double().square().sum() * reference.double()
         assert torch.allclose(after.double(), wanted, atol=1e-5)
-        assert torch.allclose(project(gradient, 1000 * reference), after, atol=1e-5)  # the reference's length does not matter
+        assert torch.allclose(
+            project(gradient, 1000 * reference), after, atol=1e-5
+        )  # the reference's length does not matter
 
 
 def test_both_signs_occur_above():
@@ -56,7 +60,9 @@ def test_flat_gradients_equal_backward_and_come_back():
     assert torch.equal(flat, flatten([*(p.grad for p in network.parameters()), torch.zeros(3)]))
     wanted = [p.grad.clone() for p in network.parameters()]
     write_gradient(parameters, flat)
-    assert all(torch.equal(p.grad, w) for p, w in zip(network.parameters(), wanted, strict=True)) and unused.grad.tolist() == [0, 0, 0]
+    assert all(
+        torch.equal(p.grad, w) for p, w in zip(network.parameters(), wanted, strict=True)
+    ) and unused.grad.tolist() == [0, 0, 0]
 
 
 def test_until_a_task_is_finished_it_is_fine_tuning_bit_for_bit(make, teach):
@@ -66,7 +72,9 @@ def test_until_a_task_is_finished_it_is_fine_tuning_bit_for_bit(make, teach):
 
 
 def test_the_step_is_sgd_along_the_projected_gradient(make, teach, batch):
-    """Against gradients by backward() on a copy of the network, for a conflicting and for an agreeing reference batch."""
+    """Against gradients by backward() on a copy of the network, for a conflicting and for an
+    agreeing reference batch.
+    """
     learner = teach(make("agem", preset="official", options={"lr": 0.5}))
     signs = set()
     for seed in range(12):

@@ -1,4 +1,6 @@
-"""Plan and step apart: batches planned ahead, undone, padded; steps that change nothing once a loss is not finite."""
+"""Plan and step apart: batches planned ahead, undone, padded; steps that change nothing once a loss
+is not finite.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ OPTIONS = [
     {},
     {"augment": "simclr", "inner_views": 4},
     {"first_task": "same", "new_extra": 0, "replay_from": "all", "incoming_copies": False, "per_class_cap": None},
-    {"skip_first_batch": False, "separate_ce": False},
+    {"skip_first_batch": False, "separate_cross_entropy": False},
 ]
-with_options = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()) or "released")
+with_options = pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()) or "released"
+)
 
 
 @pytest.fixture
@@ -45,12 +49,16 @@ def same(a, b) -> bool:
 
 def bits(learner) -> dict:
     tensors, values = learner.state()
-    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()} | {"": repr(values)}
+    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()} | {
+        "": repr(values)
+    }
 
 
 @with_options
 def test_plans_made_ahead_are_those_made_in_step(make, stream, options):
-    """Rows, labels, composition, mask and what decides the views, for every number of batches ahead."""
+    """Rows, labels, composition, mask and what decides the views, for every number of batches
+    ahead.
+    """
     lockstep = make("mose", options=options)
     plans = []
     take = lockstep.step
@@ -117,7 +125,9 @@ def test_what_was_planned_can_be_undone(make, stream, options):
 def test_a_plan_survives_what_later_plans_do_to_the_memory(make, stream):
     learner = make("mose", memory=12)
     prepared = [learner.prepare(*b) for b in stream[:4]]
-    plans = [tuple(part.clone() if isinstance(part, torch.Tensor) else part for part in parts(p.plan)) for p in prepared[1:]]
+    plans = [
+        tuple(part.clone() if isinstance(part, torch.Tensor) else part for part in parts(p.plan)) for p in prepared[1:]
+    ]
     for b in stream[4:]:
         learner.prepare(*b)
     assert all(same(tuple(parts(p.plan)), kept) for p, kept in zip(prepared[1:], plans, strict=True))
@@ -135,7 +145,9 @@ def test_a_bad_batch_leaves_no_trace_ahead(make, stream):
 # A loss that is not finite
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("mose", "fused"), *((name, "torch") for name in sorted(set(METHODS) - {"gdumb"}))])
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("mose", "fused"), *((name, "torch") for name in sorted(set(METHODS) - {"gdumb"}))]
+)
 def test_a_loss_that_is_not_finite_changes_nothing_and_can_be_undone(make, stream, name, kernels):
     learner = make(name, kernels=kernels, width=8 if kernels == "fused" else 1)
     for b in stream[4:9]:
@@ -196,7 +208,9 @@ def test_statistics_keep_their_values_when_they_are_gathered():
     kept = [b.clone() for b in network.buffers()]
     statistics = RunningStatistics(network)
     assert all(torch.equal(a, b) for a, b in zip(network.buffers(), kept, strict=True))
-    assert len(statistics.flat) == 2 and {b.data_ptr() % 64 for b in network.buffers()} == {statistics.flat[0].data_ptr() % 64}
+    assert len(statistics.flat) == 2 and {b.data_ptr() % 64 for b in network.buffers()} == {
+        statistics.flat[0].data_ptr() % 64
+    }
 
 
 # Padding
@@ -219,17 +233,23 @@ def test_padded_views_are_the_same_and_zero_behind(make, stream, options):
 
 
 def in_float64(learner, inputs) -> tuple[torch.Tensor, dict, dict]:
-    """Losses, gradients and running statistics of a step's forward and backward pass by the learner's network in float64."""
+    """Losses, gradients and running statistics of a step's forward and backward pass by the
+    learner's network in float64.
+    """
     network = copy.deepcopy(learner.network).double().train()
     padded = {} if inputs.valid_views is None else {"valid_rows": inputs.valid_views}
     views = learner.views.apply(inputs.images, inputs.views).double().contiguous(memory_format=torch.channels_last)
-    outputs = network(views, learner.config.options.distil == "sd", **padded)
+    outputs = network(views, learner.config.options.distillation == "sd", **padded)
     terms = learner.losses(outputs, inputs.labels, inputs.new_views, inputs.current_classes, inputs.valid_views)
     terms.sum().backward()
     return terms.detach(), {name: p.grad for name, p in network.named_parameters()}, dict(network.named_buffers())
 
 
-@pytest.mark.parametrize("options", [{}, {"distil": "sd"}, {"rsd_reduction": "mean_of_norms", "separate_ce": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"distillation": "sd"}, {"rsd_reduction": "mean_of_norms", "separate_cross_entropy": False}],
+    ids=str,
+)
 def test_a_padded_step_is_the_unpadded_step(make, stream, options):
     settings = {"width": 8, "kernels": "fused", "options": options}
     bare, padded = make("mose", **settings), make("mose", **settings)
@@ -241,7 +261,8 @@ def test_a_padded_step_is_the_unpadded_step(make, stream, options):
         plan, rows = prepared.plan, padded.padded_rows(prepared.plan)
         assert rows >= len(plan.images)
         short += rows > len(plan.images)
-        # Adam makes much of little where gradients vanish, so each step starts from the same weights.
+        # Adam makes much of little where gradients vanish, so each step starts from the same
+        # weights.
         padded.load_state(*bare.state())
         without, behind = bare.step_inputs(plan), padded.step_inputs(plan, rows)
         if len(plan.images) < rows:
@@ -269,7 +290,9 @@ def test_what_cannot_be_padded_is_not(make, stream):
 
 @pytest.mark.parametrize(("name", "step"), [("mose", "captured"), ("mir", "captured")])
 def test_a_captured_step_is_refused_where_there_is_no_card(name, step):
-    with pytest.raises(ConfigError, match=r"step is 'captured', but the device is cpu.*; wanted step 'auto' or 'eager'"):
+    with pytest.raises(
+        ConfigError, match=r"step is 'captured', but the device is cpu.*; wanted step 'auto' or 'eager'"
+    ):
         create_learner(classes=4, method=name, step=step, memory=100, device="cpu", image_size=(8, 8), width=1)
 
 

@@ -1,4 +1,6 @@
-"""What a run takes by itself on a card: every setting that is left to be decided, as it becomes there. No card is needed."""
+"""What a run takes by itself on a card: every setting that is left to be decided, as it becomes
+there. No card is needed.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ HALF = {"mean": (0.5,) * 3, "std": (0.25,) * 3}
 
 @pytest.fixture
 def card(monkeypatch):
-    """A card that torch sees and a native library for it; learners then have no network, and a memory on the host."""
+    """A card that torch sees and a native library for it; learners then have no network, and a
+    memory on the host.
+    """
     on_host = ReplayMemory.__init__
 
-    def there(capability: tuple[int, int] = (9, 0), backend: str = "cuda", dali: str | None = None, free: int = 80 * 2**30) -> None:
+    def there(
+        capability: tuple[int, int] = (9, 0), backend: str = "cuda", dali: str | None = None, free: int = 80 * 2**30
+    ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -30,7 +36,11 @@ def card(monkeypatch):
         monkeypatch.setattr("mose_fast._loader.native", object())
         monkeypatch.setattr("mose_fast._loader.record", {"backend": backend})
         monkeypatch.setattr(_dali, "obstacle", lambda: dali)
-        monkeypatch.setattr(ReplayMemory, "__init__", lambda memory, *sizes, **named: on_host(memory, *sizes, **{**named, "device": "cpu"}))
+        monkeypatch.setattr(
+            ReplayMemory,
+            "__init__",
+            lambda memory, *sizes, **named: on_host(memory, *sizes, **{**named, "device": "cpu"}),
+        )
         monkeypatch.setattr(NetworkLearner, "start_afresh", lambda learner: None)
 
     return there
@@ -48,13 +58,14 @@ def test_a_run_on_a_card_with_nothing_else_set_is_the_fast_path(card):
         assert mose.device == CARD
         assert mose.precision == ("bf16", "auto: compute capability 9.0")
         assert mose.kernels == "fused" and mose.shadowed
-        assert mose.stepping == ("captured", "") and mose.late and mose.plans_ahead
+        assert mose.stepping == ("captured", "") and mose.reads_losses_late and mose.plans_ahead
         assert mose.feed == ("dali", "")
         assert mose.evaluation_batch == 2048
     config = RunConfig()
     assert not config.deterministic
     assert config.checkpoint_every is None
-    # What the process sets, PyTorch's default: trying every algorithm takes longer than it saves in a run.
+    # What the process sets, PyTorch's default: trying every algorithm takes longer than it saves in
+    # a run.
     assert not torch.backends.cudnn.benchmark
 
 
@@ -78,7 +89,10 @@ def test_without_kernels_for_the_card_pytorch_runs_the_network_and_steps_are_sti
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
 def test_older_cards_compute_in_fp32(card, capability):
     card(capability)
-    assert learner(device="cuda").precision == ("fp32", "auto: compute capability {}.{}, bf16 wants 8.0".format(*capability))
+    assert learner(device="cuda").precision == (
+        "fp32",
+        "auto: compute capability {}.{}, bf16 wants 8.0".format(*capability),
+    )
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
@@ -87,7 +101,9 @@ def test_every_method_takes_bf16_and_native_kernels_and_says_how_its_steps_run(c
     made = learner(method=name, device="cuda")
     assert made.precision.name == "bf16"
     assert made.kernels == "fused"
-    assert made.stepping.name == ("captured" if name == "mose" else "eager") and bool(made.stepping.reason) == (name != "mose")
+    assert made.stepping.name == ("captured" if name == "mose" else "eager") and bool(made.stepping.reason) == (
+        name != "mose"
+    )
 
 
 @pytest.mark.parametrize(("free", "where"), [(80 * 2**30, "cuda"), (2**20, "cpu")])

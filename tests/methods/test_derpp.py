@@ -56,7 +56,11 @@ def test_the_terms(make, teach, batch):
     rows = learner.plan(*batch([4, 5] * 5))
     logits = learner.forward(learner.make_views(rows)).logits.detach().double()
     each = torch.stack([-row.log_softmax(0)[label] for row, label in zip(logits, rows.labels, strict=True)])
-    squares = [(logits[10 + i, k] - learner.memory.extras["logits"][rows.slots[i], k].double()) ** 2 for i in range(12) for k in range(6)]
+    squares = [
+        (logits[10 + i, k] - learner.memory.extras["logits"][rows.slots[i], k].double()) ** 2
+        for i in range(12)
+        for k in range(6)
+    ]
     losses = learner.step(rows)
     assert losses["incoming"].item() == pytest.approx(each[:10].mean().item(), rel=1e-5)
     assert losses["distillation"].item() == pytest.approx(0.3 * sum(squares).item() / 72, rel=1e-4)
@@ -75,7 +79,9 @@ def test_samples_that_trained_nothing_are_stored_with_the_networks_own_logits(ma
 def test_stored_logits_stay_float32_in_bf16(make, batch):
     learner = make("derpp", precision="bf16")
     learner.observe(*batch([0, 1] * 5), task=0)
-    assert learner.memory.extras["logits"].dtype == torch.float32 and learner.memory.extras["logits"][:10].abs().min() > 0
+    assert (
+        learner.memory.extras["logits"].dtype == torch.float32 and learner.memory.extras["logits"][:10].abs().min() > 0
+    )
 
 
 def test_a_state_without_logits_is_refused(make, teach):

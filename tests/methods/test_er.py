@@ -27,7 +27,9 @@ def test_incoming_rows_come_first_then_memory_rows_without_repetition(make, teac
     x, y = batch([4, 5] * 5)
     rows = trained_rows(learner, x, y, 2)
     assert rows.sizes == (10, 12) and len(set(rows.slots.tolist())) == 12
-    assert torch.equal(rows.images, torch.cat([x, images[rows.slots]])) and torch.equal(rows.labels, torch.cat([y, labels[rows.slots]]))
+    assert torch.equal(rows.images, torch.cat([x, images[rows.slots]])) and torch.equal(
+        rows.labels, torch.cat([y, labels[rows.slots]])
+    )
 
 
 def test_the_official_preset_replays_finished_tasks_alone(make, teach, batch):
@@ -40,7 +42,9 @@ def test_the_official_preset_replays_finished_tasks_alone(make, teach, batch):
 
 @pytest.mark.parametrize("reduction", ["sum_of_means", "pooled_mean"])
 def test_the_loss_is_what_the_switch_says(make, teach, batch, reduction):
-    """Against cross-entropies row by row, with a network whose batch norm sees the same 22 views."""
+    """Against cross-entropies row by row, with a network whose batch norm sees the same 22
+    views.
+    """
     learner = teach(make("er", options={"reduction": reduction}))
     rows = learner.rows(*batch([4, 5] * 5), torch.arange(12))
     learner.forward(learner.make_views(rows))
@@ -111,12 +115,21 @@ def test_the_joint_bound_meets_all_tasks_at_once(stream, train_on):
     recorder = Recorder()
     options = {"buffer_batch": 12}
     results = run(
-        stream=stream, method="joint", width=1, memory=24, device="cpu", options=options, train_on=train_on, listeners=[recorder]
+        stream=stream,
+        method="joint",
+        width=1,
+        memory=24,
+        device="cpu",
+        options=options,
+        train_on=train_on,
+        listeners=[recorder],
     )
     extra = 0 if train_on == "stream" else 2
     assert recorder.tasks == list(range(1 if train_on == "stream" else 2))
     assert len(recorder.labels) == 12 and recorder.batches == 12 + extra
-    assert sorted(label for labels in recorder.labels for label in labels) == sorted(stream.y_train.tolist())  # one pass
+    assert sorted(label for labels in recorder.labels for label in labels) == sorted(
+        stream.y_train.tolist()
+    )  # one pass
     assert len(set(recorder.labels[0])) > 2  # more classes in the first batch than any task has
     assert results["evaluated_after"] == [2]
     rows = results["accuracy"]["linear"]["1"]

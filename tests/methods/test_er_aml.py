@@ -35,8 +35,12 @@ def test_the_loss_against_a_loop():
 
 
 def test_the_loss_by_hand():
-    """One anchor on its positive, at a right angle to its negative: log(1 + exp(-1 / tau)), times tau / 0.07."""
-    loss = metric_loss(torch.tensor([[3.0, 0]]), torch.tensor([1]), torch.tensor([[5.0, 0], [0, 2]]), torch.tensor([1, 0]), 0.5)
+    """One anchor on its positive, at a right angle to its negative: log(1 + exp(-1 / tau)), times
+    tau / 0.07.
+    """
+    loss = metric_loss(
+        torch.tensor([[3.0, 0]]), torch.tensor([1]), torch.tensor([[5.0, 0], [0, 2]]), torch.tensor([1, 0]), 0.5
+    )
     assert float(loss) == pytest.approx(0.5 / 0.07 * math.log(1 + math.exp(-2)), rel=1e-3)
 
 
@@ -50,7 +54,8 @@ def test_the_rows_of_a_step(make, batch, teach):
     incoming, positives, negatives, replayed = rows.labels.split(rows.sizes)
     assert torch.equal(positives, incoming) and (negatives != incoming).all() and set(negatives.tolist()) <= {2, 3, 4}
     assert set(replayed.tolist()) == {0, 1}
-    # Positives are other images than their anchors; here all of them can only come from the batch itself.
+    # Positives are other images than their anchors; here all of them can only come from the batch
+    # itself.
     assert (rows.images[4:8] != rows.images[:4]).flatten(1).any(1).all()
     assert all((image == x).flatten(1).all(1).any() for image in rows.images[4:12])
     assert rows.slots[:8].tolist() == [-1] * 8 and torch.equal(stored[rows.slots[8:]], replayed)
@@ -97,7 +102,9 @@ def test_the_first_batch_is_learned_by_cross_entropy_over_all_classes(make, batc
 
 
 def test_incoming_rows_do_not_move_the_classifier(make, batch, teach):
-    """The asymmetry: the metric loss reaches the features, only replayed rows reach the classifier."""
+    """The asymmetry: the metric loss reaches the features, only replayed rows reach the
+    classifier.
+    """
     learner = teach(make("er-aml", options={"replay_from": "others"}), tasks=(0,))
     assert isinstance(learner.network.classifier1, CosineClassifier)
     learner.retrieve = lambda x, y: y[:0]
@@ -125,5 +132,7 @@ def test_the_official_preset_learns_the_classes_of_a_task(make, batch):
 
 def test_a_cosine_head_costs_what_a_linear_one_does(make):
     """K x D multiply-accumulates; only the K biases are missing among the parameters."""
-    for cosine, linear in zip(*(make("er-aml", width=8, options={"head": head}).costs() for head in ("cosine", "linear")), strict=True):
+    for cosine, linear in zip(
+        *(make("er-aml", width=8, options={"head": head}).costs() for head in ("cosine", "linear")), strict=True
+    ):
         assert cosine.macs == linear.macs and cosine.parameters == linear.parameters - 6

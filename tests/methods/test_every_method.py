@@ -1,4 +1,6 @@
-"""What holds for every method: state, resuming, the loop, small memories, vanished classes, low precision, presets."""
+"""What holds for every method: state, resuming, the loop, small memories, vanished classes, low
+precision, presets.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,21 @@ every = pytest.mark.parametrize("name", NAMES)
 
 def settings(name: str, **changes) -> RunConfig:
     """A run of a few seconds."""
-    given = {"width": 1, "memory": 24, "device": "cpu", "options": {"buffer_batch": 8, **SHORT.get(name, {})}, **changes}
+    given = {
+        "width": 1,
+        "memory": 24,
+        "device": "cpu",
+        "options": {"buffer_batch": 8, **SHORT.get(name, {})},
+        **changes,
+    }
     return RunConfig.create(method=name, **given)
 
 
 @pytest.fixture(scope="module")
 def stream():
-    """Two tasks of two classes that differ in brightness, 21 images each: the last batch of a task holds two."""
+    """Two tasks of two classes that differ in brightness, 21 images each: the last batch of a task
+    holds two.
+    """
     random = np.random.default_rng(0)
     parts = []
     for per_class in (21, 6):
@@ -45,7 +55,9 @@ def stream():
 
 def bits(learner) -> dict[str, bytes]:
     tensors, values = learner.state()
-    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()} | {"": repr(values).encode()}
+    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()} | {
+        "": repr(values).encode()
+    }
 
 
 # Entries and presets
@@ -67,7 +79,9 @@ def test_presets_are_valid_and_every_switch_has_a_source(name, preset):
     assert all(len(row) == 3 + len(METHODS[name].about.presets) and row[-1] and row[-2] for row in preset_table(name))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if issubclass(type(RunConfig.create(method=n).options), BaselineOptions)])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if issubclass(type(RunConfig.create(method=n).options), BaselineOptions)]
+)
 def test_the_table_preset_is_the_shared_protocol(name):
     """baselines.md 0.2: Adam 1e-3, weight decay 1e-4, batches of 10, 64 replayed rows."""
     config = RunConfig.create("table", method=name)
@@ -79,18 +93,26 @@ def test_the_table_preset_is_the_shared_protocol(name):
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"epochs": 2}, r"epochs is 2, the preset's 1"), ({"stream": {"name": "digits", "batch": 5}}, "stream.batch is 5, the preset's 10")],
+    [
+        ({"epochs": 2}, r"epochs is 2, the preset's 1"),
+        ({"stream": {"name": "digits", "batch": 5}}, "stream.batch is 5, the preset's 10"),
+    ],
 )
 def test_a_preset_for_another_protocol_warns(stream, changes, says):
     class Stop(Listener):
         def on_start(self, *arguments):
             raise KeyboardInterrupt
 
-    with pytest.warns(UserWarning, match=f"preset 'table' of 'er' is meant for another protocol: {says}"), pytest.raises(KeyboardInterrupt):
+    with (
+        pytest.warns(UserWarning, match=f"preset 'table' of 'er' is meant for another protocol: {says}"),
+        pytest.raises(KeyboardInterrupt),
+    ):
         run(settings("er", **changes), listeners=[Stop()])
 
 
-@pytest.mark.parametrize(("name", "switch", "value"), [(name, *key) for name in NAMES for key in METHODS[name].without_boundaries])
+@pytest.mark.parametrize(
+    ("name", "switch", "value"), [(name, *key) for name in NAMES for key in METHODS[name].without_boundaries]
+)
 def test_one_constant_task_number_is_warned_of_once(name, switch, value, make, batch):
     """Once more than half of the classes came in it, which no one of several equal tasks has."""
     effect = METHODS[name].without_boundaries[switch, value]
@@ -122,7 +144,12 @@ def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
 
     for name, given, options, said in (
         ("agem", whole, None, "but the stream has one: without task boundaries the method has no reference batch"),
-        ("joint", stream, joint, "but the stream is presented as one: without task boundaries the method replays nothing"),
+        (
+            "joint",
+            stream,
+            joint,
+            "but the stream is presented as one: without task boundaries the method replays nothing",
+        ),
         ("agem", stream, None, None),
         ("er", whole, None, None),
         ("finetune", whole, joint, None),
@@ -252,7 +279,9 @@ def test_a_class_that_vanished_from_memory(name, make, teach, batch):
 
 @every
 def test_batches_of_a_single_image(name, make, batch):
-    """8x8 images leave one value a channel in the last stage, which batch norm refuses for a single view."""
+    """8x8 images leave one value a channel in the last stage, which batch norm refuses for a single
+    view.
+    """
     learner = make(name)
     for step, label in enumerate([0, 1, 0, 2]):
         learner.observe(*batch([label], seed=step), task=label // 2)

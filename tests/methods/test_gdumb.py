@@ -111,8 +111,10 @@ def test_the_loop_trains_before_evaluations_and_leaves_the_untrained_network_alo
     stream = from_arrays(x.numpy(), y.numpy(), x.numpy(), y.numpy(), tasks=2)
     settings = {"width": 1, "memory": 16, "device": "cpu", "options": {**SHORT, "buffer_batch": 8}}
     results = run(stream=stream, method="gdumb", **settings)
-    # 12 images of two classes fill 12 slots (two steps a pass), then 16 slots hold four of each class.
+    # 12 images of two classes fill 12 slots (two steps a pass), then 16 slots hold four of each
+    # class.
     assert results["steps"] == 2 * 2 + 4 * 2
-    # An untrained network has the same outcome with any method that keeps the same weights: the seed's.
+    # An untrained network has the same outcome with any method that keeps the same weights: the
+    # seed's.
     plain = run(stream=stream, method="finetune", **{**settings, "options": {"buffer_batch": 8}})
     assert results["untrained"]["accuracy"]["linear"] == plain["untrained"]["accuracy"]["linear"]

@@ -13,7 +13,11 @@ from mose_fast.methods.gss import cosine_similarity
 
 def bits(learner) -> dict[str, bytes]:
     tensors, _ = learner.state()
-    return {n: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for n, t in tensors.items() if n != "memory/extra/scores"}
+    return {
+        n: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for n, t in tensors.items()
+        if n != "memory/extra/scores"
+    }
 
 
 def slow_gradient(learner, images, labels) -> torch.Tensor:
@@ -89,7 +93,9 @@ def test_a_full_memory_takes_only_batches_that_point_elsewhere(make, teach, batc
 
 
 def test_the_gate_compares_the_whole_batch(make, teach, batch):
-    """Against the gradient of the batch's mean loss: with a threshold just above it the batch is considered, just below not."""
+    """Against the gradient of the batch's mean loss: with a threshold just above it the batch is
+    considered, just below not.
+    """
     gss = teach(make("gss"), steps=3, tasks=(0,))
     x, y = batch([2, 3] * 5)
     slots = gss.memory.reference(10, 10)

@@ -22,13 +22,16 @@ def losses_of(learner, batch, steps: int = 5) -> list[float]:
     return found
 
 
-# Short training of the method that trains when it is asked, and a memory that overflows within four batches.
+# Short training of the method that trains when it is asked, and a memory that overflows within four
+# batches.
 OPTIONS = {"gdumb": {"passes": 2, "passes_before": 2}}
 every = pytest.mark.parametrize("method", METHODS)
 
 
 def course(learner, batch) -> list[float]:
-    """The losses of four batches from each of two tasks; the memory has turned samples away and the evaluation is prepared afterwards."""
+    """The losses of four batches from each of two tasks; the memory has turned samples away and the
+    evaluation is prepared afterwards.
+    """
     found = []
     for task in range(2):
         for step in range(4):
@@ -47,11 +50,15 @@ def apart(found, wanted) -> float:
 
 @every
 def test_a_course_is_the_same(method, make, batch):
-    """Losses, what the memory holds, running statistics and outputs, through every decision that a method takes by its network.
+    """Losses, what the memory holds, running statistics and outputs, through every decision that a
+    method takes by its network.
 
-    The first loss is the same to rounding. Later ones are not always: one activation on the other side of 0 is a share of a percent.
+    The first loss is the same to rounding. Later ones are not always: one activation on the other
+    side of 0 is a share of a percent.
     """
-    plain, fused = (make(method, kernels=kernels, width=8, options=OPTIONS.get(method, {})) for kernels in ("torch", "fused"))
+    plain, fused = (
+        make(method, kernels=kernels, width=8, options=OPTIONS.get(method, {})) for kernels in ("torch", "fused")
+    )
     wanted, found = course(plain, batch), course(fused, batch)
     assert len(wanted) >= (0 if method == "gdumb" else 7)
     assert found == pytest.approx(wanted, rel=1e-2) and found[:1] == pytest.approx(wanted[:1], rel=1e-5)
@@ -66,7 +73,9 @@ def test_a_course_is_the_same(method, make, batch):
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @every
 def test_only_a_step_changes_the_network(method, kernels, make, batch):
-    """Choosing rows, scoring candidates and samples, storing and predicting leave weights, moments and running statistics alone."""
+    """Choosing rows, scoring candidates and samples, storing and predicting leave weights, moments
+    and running statistics alone.
+    """
     learner = make(method, kernels=kernels, width=8, options=OPTIONS.get(method, {}))
     course(learner, batch)
     x, y = batch([2, 3] * 5, seed=50)
@@ -124,7 +133,8 @@ def test_a_state_continues_with_other_kernels(first, second, precision, make, ba
     successor.load_state(tensors, values)
     reference = make("mose", kernels=first, **settings)
     losses_of(reference, batch, 3)
-    # The second loss comes after a step of Adam, which makes much of small differences between gradients.
+    # The second loss comes after a step of Adam, which makes much of small differences between
+    # gradients.
     for step, near in ((7, 1e-4), (8, 1e-2)):
         wanted = float(reference.observe(*batch([0, 1] * 5, seed=step), task=0)["loss"])
         found = float(successor.observe(*batch([0, 1] * 5, seed=step), task=0)["loss"])
@@ -155,14 +165,23 @@ def test_costs_do_not_depend_on_the_kernels(make):
 
 @pytest.mark.slow
 def test_fused_training_converges_like_pytorchs_own():
-    """200 steps on the digits at a quarter of their pixels: where the losses end lies within the spread of three seeds."""
+    """200 steps on the digits at a quarter of their pixels: where the losses end lies within the
+    spread of three seeds.
+    """
     digits = create_stream(StreamConfig(name="digits", batch=5))
     small = dataclasses.replace(digits, x_train=digits.x_train[:, ::2, ::2], x_test=digits.x_test[:, ::2, ::2])
     options = {"buffer_batch": 8, "new_extra": 3}
 
     def last_losses(kernels: str, seed: int) -> float:
         learner = create_learner(
-            options=options, memory=100, width=8, seed=seed, kernels=kernels, device="cpu", classes=small.classes, image_size=(16, 16)
+            options=options,
+            memory=100,
+            width=8,
+            seed=seed,
+            kernels=kernels,
+            device="cpu",
+            classes=small.classes,
+            image_size=(16, 16),
         )
         found = []
         for task in range(len(small.tasks)):

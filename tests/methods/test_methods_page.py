@@ -26,11 +26,16 @@ def overview(name: str) -> str:
     line = (inspect.getdoc(learner) or "").splitlines()[0].rstrip(".")
     said = line.partition(": ")[2] or line
     ahead = "no: it looks at the network" if learner.plan_depends_on_model else "yes"
-    return f"| `{name}` | {learner.about.year} | {cell(said)} | {learner.about.cost:.2f} | {ahead} | {cell(learner.about.reference)} |"
+    return (
+        f"| `{name}` | {learner.about.year} | {cell(said)} | {learner.about.cost:.2f} | {ahead} |"
+        f" {cell(learner.about.reference)} |"
+    )
 
 
 def switches(name: str) -> list[str]:
-    """A row for every switch that is the method's own or that its presets set otherwise than the shared defaults."""
+    """A row for every switch that is the method's own or that its presets set otherwise than the
+    shared defaults.
+    """
     shared = {f.name: f.default for f in dataclasses.fields(BaselineOptions)}
     presets = METHODS[name].about.presets
     rows = []
@@ -48,11 +53,17 @@ def test_the_overview_has_every_method(name):
 
 
 def boundaries(name: str) -> list[str]:
-    """A row for every switch by which the method needs task boundaries, and which of its presets set it so."""
+    """A row for every switch by which the method needs task boundaries, and which of its presets
+    set it so.
+    """
     rows = []
     for (switch, value), effect in METHODS[name].without_boundaries.items():
         settings = METHOD_SETTINGS[name]
-        presets = [f"`{preset}`" for preset, changes in settings.presets.items() if getattr(settings.options(**changes), switch) == value]
+        presets = [
+            f"`{preset}`"
+            for preset, changes in settings.presets.items()
+            if getattr(settings.options(**changes), switch) == value
+        ]
         rows.append(f"| `{name}` | `{switch}` {cell(value)} | {', '.join(presets) or '-'} | {effect} |")
     return rows
 

@@ -25,7 +25,9 @@ def test_as_many_candidates_as_draws_is_er_bit_for_bit(make, teach):
 
 
 def test_scoring_that_cannot_choose_changes_nothing_either(make, teach, batch, monkeypatch):
-    """With equal scores the first candidates drawn are replayed, as if no more had been drawn; scoring leaves no trace."""
+    """With equal scores the first candidates drawn are replayed, as if no more had been drawn;
+    scoring leaves no trace.
+    """
     mir, er = teach(make("mir", options={"candidates": 24})), teach(make("er"))
     tensors, values = mir.state()
     er.load_state({name: t.clone() for name, t in tensors.items()}, values)

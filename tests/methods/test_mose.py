@@ -46,12 +46,16 @@ def composition(plan: StepPlan | None) -> tuple[Composition, int]:
 
 
 def test_composition_equals_the_released_codes_trace():
-    """tests/golden: 120 batches, every row count, the classes of the task and the classes in all."""
+    """tests/golden: 120 batches, every row count, the classes of the task and the classes in
+    all.
+    """
     with np.load(GOLDEN) as golden:
         trace, labels = golden["composition/trace"], golden["composition/labels"]
     mose = learner(100, memory=5000)
     for expected, y in zip(trace.tolist(), labels, strict=True):
-        rows, images = composition(plan_only(mose, torch.zeros(10, 8, 8, 3, dtype=torch.uint8), torch.from_numpy(y), expected[0]))
+        rows, images = composition(
+            plan_only(mose, torch.zeros(10, 8, 8, 3, dtype=torch.uint8), torch.from_numpy(y), expected[0])
+        )
         assert [*rows, images, len(mose.current), len(mose.seen)] == expected[2:]
 
 
@@ -61,7 +65,10 @@ def test_composition_on_split_cifar100(real_data):
     first_ten: dict[int, list[tuple[int, ...]]] = {}
     images: dict[int, list[int]] = {}
     for task in range(10):
-        steps = [composition(plan_only(mose, stream.x_train[rows], stream.y_train[rows], task)) for rows in stream.batches(task, seed=0)]
+        steps = [
+            composition(plan_only(mose, stream.x_train[rows], stream.y_train[rows], task))
+            for rows in stream.batches(task, seed=0)
+        ]
         assert len(steps) == 500
         first_ten[task] = [tuple(rows) for rows, _ in steps[:10]]
         images[task] = [n for _, n in steps]
@@ -70,16 +77,19 @@ def test_composition_on_split_cifar100(real_data):
         assert images[task][0] == 296
         assert max(images[task]) == 384 and set(images[task][100:]) == {384}
     assert first_ten[0] == [(10, 0, 0, 0), *((10, min(10 * k, 64), 0, 0) for k in range(1, 10))]
-    # From task 1 on: ten incoming rows; memory rows of the task, up to 22, as the memory fills with them; copies and old rows, 64 in all.
+    # From task 1 on: ten incoming rows; memory rows of the task, up to 22, as the memory fills with
+    # them; copies and old rows, 64 in all.
     for task in (1, 9):
         rows = first_ten[task]
         assert [r[0] for r in rows] == [10] * 10
         assert rows[0][1] == 0 and all(r[1] <= 22 for r in rows)
         assert all(r[2] + r[3] == 64 for r in rows)
     assert [r[2:] for r in first_ten[1]] == [(10, 54)] * 10
-    # Memory not full in task 1 (5,000 of 10,000 seen at its end): every batch is kept, so 10, 20, then 22 rows of it.
+    # Memory not full in task 1 (5,000 of 10,000 seen at its end): every batch is kept, so 10, 20,
+    # then 22 rows of it.
     assert [r[1] for r in first_ten[1]] == [0, 10, 20, 22, 22, 22, 22, 22, 22, 22]
-    # Task 9 repeats floor(64 |C_t| / |C_seen|) of the incoming rows: 64 * 10 / 100 = 6 once all ten classes have come.
+    # Task 9 repeats floor(64 |C_t| / |C_seen|) of the incoming rows: 64 * 10 / 100 = 6 once all ten
+    # classes have come.
     assert first_ten[9][-1][2:] == (6, 58)
     seen_at_9 = [stream.y_train[rows].unique() for rows in stream.batches(9, seed=0)[:10]]
     current: set[int] = set()
@@ -141,7 +151,9 @@ def test_a_last_batch_smaller_than_the_copies():
 
 
 def test_observing_teaches():
-    """Four classes told apart by brightness, two tasks: far above chance, without the loop, by every classifier's default."""
+    """Four classes told apart by brightness, two tasks: far above chance, without the loop, by
+    every classifier's default.
+    """
     mose = learner(4, width=4, seed=1)
     for task, labels in enumerate(([0, 1], [2, 3])):
         for step in range(25):
@@ -157,11 +169,11 @@ def test_observing_teaches():
         {"augment": "simclr", "inner_views": 4},
         {"augment": "scr", "jitter_domain": "normalised", "inner_views": 1},
         {"augment": "none", "inner_views": 16},
-        {"experts": 1, "distil": "off"},
+        {"experts": 1, "distillation": "off"},
         {"experts": 8, "student": 3},
-        {"distil": "sd", "ce": "last", "scl": "all"},
-        {"ce": "off"},
-        {"scl": "off", "separate_ce": False, "init": "default"},
+        {"distillation": "sd", "cross_entropy": "last", "contrastive": "all"},
+        {"cross_entropy": "off"},
+        {"contrastive": "off", "separate_cross_entropy": False, "init": "default"},
         {"attention": False, "adapter": False, "rsd_reduction": "mean_of_norms"},
         {"first_task": "same", "new_extra": 0, "replay_from": "all", "incoming_copies": False, "per_class_cap": None},
         {"skip_first_batch": False, "buffer_batch": 8},
@@ -273,7 +285,9 @@ def test_names_of_classifiers_and_experts():
     assert mose.resolve_expert("linear") == ("linear", "4")
     assert mose.resolve_expert("linear", "mean") == ("linear", "mean_logit")
     assert learner(options={"expert": "mean"}).resolve_expert() == ("ncm", "mean_distance")
-    mean_paper = create_learner(classes=4, image_size=(8, 8), preset="paper", width=2, memory=100, options={"expert": "mean"})
+    mean_paper = create_learner(
+        classes=4, image_size=(8, 8), preset="paper", width=2, memory=100, options={"expert": "mean"}
+    )
     assert mean_paper.resolve_expert() == ("linear", "mean_logit")
     with pytest.raises(ValueError, match="did you mean 'linear'"):
         mose.resolve_expert("linaer")

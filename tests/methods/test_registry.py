@@ -1,4 +1,6 @@
-"""Methods from outside the package: by file, by entry point, and what is wrong with those that cannot be used."""
+"""Methods from outside the package: by file, by entry point, and what is wrong with those that
+cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,20 @@ def test_the_page_is_forty_lines_and_its_method_runs_and_resumes(outside, tmp_pa
     outside(example)
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "run"
-    arguments = ["--stream", "digits", "--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu", "--out", str(out)]
+    arguments = [
+        "--stream",
+        "digits",
+        "--width",
+        "1",
+        "--memory",
+        "64",
+        "--limit-per-task",
+        "20",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
     option = re.search(r"--set (\w+=[\w.]+)", PAGE.read_text(encoding="utf-8")).group(1)
     assert main(["run", "--method", f"mine.py:{name}", *arguments, "--set", option]) == 0
     config = RunConfig.load(out / "config.json")
@@ -61,13 +76,15 @@ def test_the_page_is_forty_lines_and_its_method_runs_and_resumes(outside, tmp_pa
 
 
 def test_the_decorators_name_works_once_the_file_was_imported(outside):
-    learner = find_method(outside(page_example(), re.search(r"^class (\w+)\(Re", page_example(), re.MULTILINE).group(1)))
+    learner = find_method(
+        outside(page_example(), re.search(r"^class (\w+)\(Re", page_example(), re.MULTILINE).group(1))
+    )
     own = re.search(r'@method\(\n?\s*"([\w-]+)"', page_example()).group(1)
     assert METHODS[own] is learner
     assert isinstance(create_learner(classes=3, method=own, memory=64, width=1, device="cpu"), learner)
 
 
-LACKS = '''
+LACKS = """
 from mose_fast.config import MethodOptions
 from mose_fast.methods import NetworkLearner, Preset, method
 
@@ -75,18 +92,24 @@ from mose_fast.methods import NetworkLearner, Preset, method
 @method("mine", options=MethodOptions, presets={"table": Preset("none")}, year=2024, reference="nowhere", cost=1.0)
 class Mine(NetworkLearner):
     def build_network(self): ...
-'''
+"""
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         (LACKS, "method 'mine' lacks rehearse, train_batch; wanted Mine to define it"),
-        ("class Mine:\n    def train_batch(self): ...", r"Mine'>, which lacks costs, load_network_state, .*; wanted a subclass of"),
+        (
+            "class Mine:\n    def train_batch(self): ...",
+            r"Mine'>, which lacks costs, load_network_state, .*; wanted a subclass of",
+        ),
         ("Mine = 3", "is 3, which lacks .*train_batch; wanted a subclass"),
         ("from mose_fast.methods import Er\nclass Mine(Er): ...", "has no options and presets; wanted the decorator"),
         ("class Nine: ...", "has no 'Mine'; did you mean 'Nine'"),
-        ("import nothing_like_this", r"mine.py cannot be imported: ModuleNotFoundError: No module named 'nothing_like_this'"),
+        (
+            "import nothing_like_this",
+            r"mine.py cannot be imported: ModuleNotFoundError: No module named 'nothing_like_this'",
+        ),
         ("def broken(:", "cannot be imported: SyntaxError"),
     ],
 )
@@ -125,5 +148,7 @@ def test_methods_of_installed_packages_are_found_by_entry_point(outside, monkeyp
 
 def test_an_entry_point_that_cannot_be_imported(monkeypatch):
     entry_points(monkeypatch, "no_such_module_of_theirs:Method")
-    with pytest.raises(ConfigError, match="entry point no_such_module_of_theirs:Method, cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(
+        ConfigError, match="entry point no_such_module_of_theirs:Method, cannot be imported: ModuleNotFoundError"
+    ):
         RunConfig.create(method="theirs")

@@ -1,7 +1,9 @@
-"""Accuracies on the digits stream that were measured once, and what the comparison of methods must show there.
+"""Accuracies on the digits stream that were measured once, and what the comparison of methods must
+show there.
 
-Every fourth pixel of every fourth row keeps a step cheap; nothing is augmented, so that few steps teach something. To measure the
-stored figures anew after a change that is meant to alter them, run this file: ``python tests/methods/test_regression.py``.
+Every fourth pixel of every fourth row keeps a step cheap; nothing is augmented, so that few steps
+teach something. To measure the stored figures anew after a change that is meant to alter them, run
+this file: ``python tests/methods/test_regression.py``.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from mose_fast.train import run
 
 STORED = Path(__file__).with_suffix(".json")
 SEEDS = (0, 1, 2)
-#: These get more images and a wider network, so that the differences between them are those of the methods.
+#: These get more images and a wider network, so that the differences between them are those of the
+#: methods.
 COMPARED = ("finetune", "er", "joint", "agem")
 #: Options beside the shared ones: GDumb keeps its own learning rate.
 OPTIONS = {"gdumb": {"passes": 16, "passes_before": 2, "lr": 0.05}}
-#: Rounding differs between processors and torch releases, and training amplifies it: as a share of the test images. A change of
-#: rounding alone moved GDumb, with its many passes at a high learning rate, by 0.19, and no other method by more than 0.08.
+#: Rounding differs between processors and torch releases, and training amplifies it: as a share of
+#: the test images. A change of rounding alone moved GDumb, with its many passes at a high learning
+#: rate, by 0.19, and no other method by more than 0.08.
 TOLERANCE = {method: 0.25 if method == "gdumb" else 0.08 for method in METHODS}
 
 
@@ -43,10 +47,14 @@ def measured(method: str, seed: int) -> tuple[float, float]:
     """ACC of the method's own classifier and of the nearest class mean."""
     compared = method in COMPARED
     options = {"augment": "none", "lr": 3e-3 if compared else 5e-3, **OPTIONS.get(method, {})}
-    config = RunConfig.create(method=method, options=options, seed=seed, width=4 if compared else 2, memory=100, device="cpu")
+    config = RunConfig.create(
+        method=method, options=options, seed=seed, width=4 if compared else 2, memory=100, device="cpu"
+    )
     results = run(config, stream=digits(150 if compared else 80))
     classifier, expert = results["resolved"]["classifier"], results["resolved"]["expert"]
-    return results["acc"][classifier][expert], results["acc"]["ncm"][expert if classifier == "ncm" else str(config.options.experts)]
+    return results["acc"][classifier][expert], results["acc"]["ncm"][
+        expert if classifier == "ncm" else str(config.options.experts)
+    ]
 
 
 def mean(method: str) -> float:

@@ -49,8 +49,14 @@ def test_the_loss_equals_loops_over_anchors_and_positives(make, teach, batch, he
 
 def test_the_linear_classifier_is_never_trained(make, teach):
     learner, untrained = teach(make("scr")), make("scr")
-    assert all(torch.equal(a, b) for a, b in zip(weights(learner, "cl").values(), weights(untrained, "cl").values(), strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(weights(learner, "proj").values(), weights(untrained, "proj").values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(weights(learner, "cl").values(), weights(untrained, "cl").values(), strict=True)
+    )
+    assert not any(
+        torch.equal(a, b)
+        for a, b in zip(weights(learner, "proj").values(), weights(untrained, "proj").values(), strict=True)
+    )
 
 
 def test_the_nearest_class_mean_never_predicts_an_unseen_class(make, teach, batch):

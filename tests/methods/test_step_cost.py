@@ -1,4 +1,6 @@
-"""What a step costs, counted instead of timed: floating-point operations relative to ER's, and no growth over a run."""
+"""What a step costs, counted instead of timed: floating-point operations relative to ER's, and no
+growth over a run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Work(TorchDispatchMode):
         return result
 
 
-#: Methods whose step is the same work whatever the number of classes and of samples kept. bench/bench_methods.py times all of them.
+#: Methods whose step is the same work whatever the number of classes and of samples kept.
+#: bench/bench_methods.py times all of them.
 CONSTANT = ("agem", "derpp", "er", "finetune", "joint", "mir", "mose", "scr")
 
 
@@ -37,7 +40,9 @@ def batch(task: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_second_task(name: str, size: int, width: int) -> Learner:
-    """A learner with the shared batch sizes and a full memory of 200, past the first batch of its second task."""
+    """A learner with the shared batch sizes and a full memory of 200, past the first batch of its
+    second task.
+    """
     learner = create_learner(classes=20, method=name, memory=200, width=width, image_size=(size, size), device="cpu")
     for step in range(20):
         learner.observe(*batch(0, step, size), task=0, train=False)
@@ -47,7 +52,9 @@ def in_second_task(name: str, size: int, width: int) -> Learner:
 
 
 def flops(name: str) -> int:
-    """Of a step at the size of CIFAR images and an eighth of the network's width, where convolutions still outweigh all else."""
+    """Of a step at the size of CIFAR images and an eighth of the network's width, where
+    convolutions still outweigh all else.
+    """
     learner = in_second_task(name, 32, 8)
     with FlopCounterMode(display=False) as counter:
         learner.observe(*batch(1, 99, 32), task=1)
@@ -61,7 +68,9 @@ def flops_of_er() -> int:
 
 @pytest.mark.parametrize("name", CONSTANT)
 def test_operations_relative_to_er_are_those_of_the_list(flops_of_er, name):
-    """The list counts images through the network (baselines.md 0.1); heads and losses may add what is left of a factor 1.3."""
+    """The list counts images through the network (baselines.md 0.1); heads and losses may add what
+    is left of a factor 1.3.
+    """
     measured = flops(name) / flops_of_er
     assert METHODS[name].about.cost / 1.3 < measured < METHODS[name].about.cost * 1.3
 

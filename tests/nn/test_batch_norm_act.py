@@ -98,13 +98,19 @@ def test_a_frozen_one_learns_its_parameters_only():
 
 
 def norms_of_pytorch() -> list[tuple[str, nn.BatchNorm2d]]:
-    """Every way in which a module of PyTorch can be set, made so or changed later, with statistics of its own; and what to call it."""
+    """Every way in which a module of PyTorch can be set, made so or changed later, with statistics
+    of its own; and what to call it.
+    """
     found = []
     for training, made, now, momentum in itertools.product((True, False), (True, False), (True, False), (0.3, None)):
         module = nn.BatchNorm2d(8, momentum=momentum, track_running_stats=made).train(training)
         module.track_running_stats = now
         with torch.no_grad():
-            for tensor in (module.weight, module.bias, *(t for t in (module.running_mean, module.running_var) if t is not None)):
+            for tensor in (
+                module.weight,
+                module.bias,
+                *(t for t in (module.running_mean, module.running_var) if t is not None),
+            ):
                 tensor.uniform_(0.5, 1.5)
         found.append((f"training={training}, track={made} then {now}, momentum={momentum}", module))
     return found
@@ -133,8 +139,12 @@ def test_each_setting_of_a_norm_means_what_it_means_to_pytorch(how):
             found = (x - mean) * scale + shift
         else:
             plain = nn.BatchNorm2d(8)
-            found = batch_norm_act(x, Norm.of(plain), relu=False, residual=x, residual_norm=norm) - copy.deepcopy(plain)(x)
+            found = batch_norm_act(x, Norm.of(plain), relu=False, residual=x, residual_norm=norm) - copy.deepcopy(
+                plain
+            )(x)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
         for (buffer, value), other in zip(module.named_buffers(), twin.buffers(), strict=True):
-            torch.testing.assert_close(value, other, msg=lambda text, name=name, buffer=buffer: f"{name}, {buffer}: {text}")
+            torch.testing.assert_close(
+                value, other, msg=lambda text, name=name, buffer=buffer: f"{name}, {buffer}: {text}"
+            )
     assert refused == 2

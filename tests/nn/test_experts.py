@@ -52,9 +52,11 @@ def test_costs_agree_with_the_hand_count():
     assert whole.macs - count_cost(without, without, (32, 32)).macs == 512 * 512
     deployed = count_cost(network, network.deepest_feature, (32, 32))
     assert deployed.parameters == 11_168_832
-    # Stem, then per stage: first block, second block, shortcut; a stage's map is 32 >> stage pixels wide.
+    # Stem, then per stage: first block, second block, shortcut; a stage's map is 32 >> stage pixels
+    # wide.
     by_hand = 32 * 32 * 64 * 27 + sum(
-        (32 >> s) ** 2 * (64 << s) * (9 * (64 << max(s - 1, 0)) + 27 * (64 << s) + (64 << (s - 1) if s else 0)) for s in range(4)
+        (32 >> s) ** 2 * (64 << s) * (9 * (64 << max(s - 1, 0)) + 27 * (64 << s) + (64 << (s - 1) if s else 0))
+        for s in range(4)
     )
     assert deployed.macs == by_hand == pytest.approx(555.4e6, abs=0.1e6)
     assert network.training
@@ -102,7 +104,12 @@ def test_initialisations():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"experts": 9}, "experts is 9"), ({"width": 0}, "width 0"), ({"init": "xavier"}, "xavier"), ({"student": 4}, "student is 4")],
+    [
+        ({"experts": 9}, "experts is 9"),
+        ({"width": 0}, "width 0"),
+        ({"init": "xavier"}, "xavier"),
+        ({"student": 4}, "student is 4"),
+    ],
 )
 def test_unusable_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -115,7 +122,9 @@ def test_sides_that_do_not_halve_three_times_are_refused():
 
 
 def test_class_means_by_hand():
-    """Two classes on the axes; class 1 has no sample and is never predicted, though a test feature lies exactly on no prototype."""
+    """Two classes on the axes; class 1 has no sample and is never predicted, though a test feature
+    lies exactly on no prototype.
+    """
     features = torch.tensor([[[2.0, 0.0], [0.0, 5.0], [0.0, 1.0]]])
     means = ClassMeans(features, torch.tensor([0, 2, 2]), 3)
     assert means.known.tolist() == [True, False, True]
@@ -152,7 +161,9 @@ def test_class_means_refuse_labels_beyond_the_classes_and_an_empty_memory():
 
 
 def test_small_networks_survive_odd_batches_on_several_threads():
-    """torch 2.14.1 crashes here with its own strided 1x1 convolution (heap corruption), so the check runs in a process of its own."""
+    """torch 2.14.1 crashes here with its own strided 1x1 convolution (heap corruption), so the
+    check runs in a process of its own.
+    """
     program = """
 import torch
 from mose_fast.nn import ExpertNetwork

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mose_fast.nn import AlignmentModule, ExpertNetwork
-from mose_fast.ops.expert_losses import masked_cross_entropy, self_distillation, supcon_loss
+from mose_fast.ops.expert_losses import contrastive_loss, masked_cross_entropy, self_distillation
 
 NETWORKS = {
     "released": {},
@@ -38,16 +38,24 @@ def images(rows: int = 5, size: int = 16, dtype: torch.dtype = torch.float64) ->
     return x.to(dtype).contiguous(memory_format=torch.channels_last)
 
 
-def train_once(network: ExpertNetwork, x: torch.Tensor, rows: int | None = None, **settings) -> tuple[torch.Tensor, ...]:
-    """Outputs of the first ``rows`` images; gradients of a sum of them, weighted at random, are left in the parameters."""
+def train_once(
+    network: ExpertNetwork, x: torch.Tensor, rows: int | None = None, **settings
+) -> tuple[torch.Tensor, ...]:
+    """Outputs of the first ``rows`` images; gradients of a sum of them, weighted at random, are
+    left in the parameters.
+    """
     outputs = [part[..., :rows, :] for part in network(x, **settings)]
     weight = torch.Generator().manual_seed(3)
-    loss = sum((part * torch.randn(part.shape, generator=weight, dtype=torch.float64).to(part.dtype)).sum() for part in outputs)
+    loss = sum(
+        (part * torch.randn(part.shape, generator=weight, dtype=torch.float64).to(part.dtype)).sum() for part in outputs
+    )
     loss.backward()
     return tuple(outputs)
 
 
-def assert_same_training(plain: ExpertNetwork, fused: ExpertNetwork, wanted: tuple, found: tuple, tolerance: float) -> None:
+def assert_same_training(
+    plain: ExpertNetwork, fused: ExpertNetwork, wanted: tuple, found: tuple, tolerance: float
+) -> None:
     for a, b in zip(wanted, found, strict=True):
         torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
     for (name, a), b in zip(plain.named_parameters(), fused.parameters(), strict=True):
@@ -75,7 +83,9 @@ def test_training_in_float32_is_the_same_up_to_rounding():
 def test_a_detached_student_passes_no_gradient():
     plain, fused = twins()
     x = images()
-    assert_same_training(plain, fused, train_once(plain, x, detach_student=True), train_once(fused, x, detach_student=True), 1e-9)
+    assert_same_training(
+        plain, fused, train_once(plain, x, detach_student=True), train_once(fused, x, detach_student=True), 1e-9
+    )
 
 
 def test_evaluation_is_the_same():
@@ -111,7 +121,9 @@ def test_the_state_dict_is_the_same():
 
 
 def test_the_reader_of_a_map_does_not_write_into_it():
-    """Every reader gets the same memory; a second forward pass of the same input must therefore agree."""
+    """Every reader gets the same memory; a second forward pass of the same input must therefore
+    agree.
+    """
     _, fused = twins()
     fused.eval()
     x = images()
@@ -143,7 +155,9 @@ def test_wrong_settings_are_named():
 
 
 def test_transforms_of_torch_func_go_through_network_and_losses():
-    """What vmap and grad hand on has no memory that native code could read, on the CPU or on a card."""
+    """What vmap and grad hand on has no memory that native code could read, on the CPU or on a
+    card.
+    """
     plain, fused = (network.eval() for network in twins(torch.float32))
     x = images(6, dtype=torch.float32).unflatten(0, (3, 2))
     labels, classes = torch.tensor([[0, 0], [1, 1], [3, 3]]), torch.tensor([True, True, False, True, False])
@@ -153,7 +167,7 @@ def test_transforms_of_torch_func_go_through_network_and_losses():
         def loss(parameters, x, y, network=network):
             outputs = torch.func.functional_call(network, parameters, (x,))
             return (
-                supcon_loss(outputs.projections[0], y, 0.1)
+                contrastive_loss(outputs.projections[0], y, 0.1)
                 + torch.nn.functional.cross_entropy(outputs.logits[1], y)
                 + self_distillation(outputs.student, outputs.features[0], "frobenius")
             )

@@ -1,4 +1,6 @@
-"""The native Adam step on the CPU against torch.optim.Adam and the reference; tests/gpu/test_adam.py goes on with a card."""
+"""The native Adam step on the CPU against torch.optim.Adam and the reference;
+tests/gpu/test_adam.py goes on with a card.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,14 @@ class Flat:
 
     def step(self, gradients, function=adam_step, **options):
         buffers = (self.master, self.exp_avg, self.exp_avg_sq)
-        function(*buffers, gradients, self.offsets, self.steps, self.lr, **{**SETTINGS, "shadow": self.shadow, **options})
+        function(
+            *buffers, gradients, self.offsets, self.steps, self.lr, **{**SETTINGS, "shadow": self.shadow, **options}
+        )
 
     def everything(self):
-        return [x.clone() for x in (self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.shadow) if x is not None]
+        return [
+            x.clone() for x in (self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.shadow) if x is not None
+        ]
 
 
 def theirs(flat, lr=1e-2, **settings):
@@ -80,7 +86,8 @@ def test_equal_to_torch_over_a_hundred_steps(path, dtype, settings):
         assert part.numel() == 0 or (part - weight).abs().max() <= 1e-6
     assert flat.steps.tolist() == [100] * len(SHAPES)
     assert all(
-        torch.equal(s, p.to(torch.bfloat16)) for s, p in zip(flat.parts(flat.shadow), flat.parts(flat.master), strict=True)
+        torch.equal(s, p.to(torch.bfloat16))
+        for s, p in zip(flat.parts(flat.shadow), flat.parts(flat.master), strict=True)
     )  # rounded as PyTorch rounds
 
 
@@ -97,7 +104,9 @@ def test_native_is_equal_to_the_reference(shadow):
     for value, other in zip(ours.everything()[:4], wanted.everything()[:4], strict=True):
         torch.testing.assert_close(value, other, rtol=2e-6, atol=1e-7)
     if shadow is not None:
-        assert all(torch.equal(s, p.to(shadow)) for s, p in zip(ours.parts(ours.shadow), ours.parts(ours.master), strict=True))
+        assert all(
+            torch.equal(s, p.to(shadow)) for s, p in zip(ours.parts(ours.shadow), ours.parts(ours.master), strict=True)
+        )
 
 
 def test_what_lies_between_parameters_stays(path):
@@ -200,8 +209,16 @@ def test_any_number_of_threads_gives_the_same():
         (ValueError, "exp_avg has shape", {"exp_avg": torch.zeros(39)}),
         (ValueError, "exp_avg_sq has strides", {"exp_avg_sq": torch.zeros(80)[::2]}),
         (TypeError, "shadow has dtype torch.float32", {"shadow": torch.zeros(40)}),
-        (TypeError, r"gradients\[1\] has dtype torch.float64", {"gradients": [torch.zeros(4), torch.zeros(4, dtype=torch.float64)]}),
-        (ValueError, r"gradients\[0\] has shape \(4,\) and strides \(0,\)", {"gradients": [torch.zeros(1).expand(4), None]}),
+        (
+            TypeError,
+            r"gradients\[1\] has dtype torch.float64",
+            {"gradients": [torch.zeros(4), torch.zeros(4, dtype=torch.float64)]},
+        ),
+        (
+            ValueError,
+            r"gradients\[0\] has shape \(4,\) and strides \(0,\)",
+            {"gradients": [torch.zeros(1).expand(4), None]},
+        ),
         (ValueError, r"offsets\[1\] is 3; wanted at least 4", {"offsets": [0, 3]}),
         (ValueError, "parameter 1 ends at 42; wanted at most 40", {"offsets": [0, 38]}),
         (ValueError, r"offsets\[0\] is -1; wanted at least 0", {"offsets": [-1, 20]}),
@@ -217,8 +234,15 @@ def test_any_number_of_threads_gives_the_same():
 )
 def test_errors(path, error, message, change):
     arguments = {
-        "master": torch.zeros(40), "exp_avg": torch.zeros(40), "exp_avg_sq": torch.zeros(40), "gradients": [torch.zeros(4), torch.zeros(4)],
-        "offsets": [0, 20], "steps": torch.zeros(2), "lr": torch.tensor(0.1), **SETTINGS, **change,
-    }  # fmt: skip
+        "master": torch.zeros(40),
+        "exp_avg": torch.zeros(40),
+        "exp_avg_sq": torch.zeros(40),
+        "gradients": [torch.zeros(4), torch.zeros(4)],
+        "offsets": [0, 20],
+        "steps": torch.zeros(2),
+        "lr": torch.tensor(0.1),
+        **SETTINGS,
+        **change,
+    }
     with pytest.raises(error, match=message):
         adam_step(**arguments)

@@ -1,4 +1,6 @@
-"""align_conv on the CPU against PyTorch's own modules; tests/gpu/test_align_conv.py goes on with a card."""
+"""align_conv on the CPU against PyTorch's own modules; tests/gpu/test_align_conv.py goes on with a
+card.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def make(images=3, channels=8, out_channels=8, side=8, dtype=torch.float64, seed
     prologue = torch.stack([draw(channels), draw(channels).abs() + 0.5, draw(channels), draw(channels)]).to(wide)
     depthwise, pointwise = draw(channels, 1, 3, 3), draw(out_channels, channels, 1, 1)
     weight, bias = draw(out_channels, like=wide), draw(out_channels, like=wide)
-    norm = Norm(weight, bias, torch.zeros(out_channels, dtype=wide), torch.ones(out_channels, dtype=wide), torch.tensor(0))
+    norm = Norm(
+        weight, bias, torch.zeros(out_channels, dtype=wide), torch.ones(out_channels, dtype=wide), torch.tensor(0)
+    )
     return x, depthwise, pointwise, norm, prologue, gate
 
 
@@ -47,11 +51,22 @@ def randomised(module: nn.Module) -> nn.Module:
 
 def through_down_block(block: DownBlock, x, *, gate=None, valid_rows=None) -> AlignedMap:
     first = align_conv(
-        x, block.depthwise1.weight, block.pointwise1.weight, Norm.of(block.norm1), stride=2, gate=gate, valid_rows=valid_rows,
-    )  # fmt: skip
+        x,
+        block.depthwise1.weight,
+        block.pointwise1.weight,
+        Norm.of(block.norm1),
+        stride=2,
+        gate=gate,
+        valid_rows=valid_rows,
+    )
     return align_conv(
-        first.y, block.depthwise2.weight, block.pointwise2.weight, Norm.of(block.norm2), prologue=first.state, valid_rows=valid_rows,
-    )  # fmt: skip
+        first.y,
+        block.depthwise2.weight,
+        block.pointwise2.weight,
+        Norm.of(block.norm2),
+        prologue=first.state,
+        valid_rows=valid_rows,
+    )
 
 
 def buffers(module: nn.Module) -> dict:
@@ -62,7 +77,9 @@ def buffers(module: nn.Module) -> dict:
 @pytest.mark.parametrize("training", [True, False])
 def test_two_in_a_row_are_a_down_block(images, training):
     block = randomised(DownBlock(8, 16)).double().train(training)
-    x = torch.randn(images, 8, 8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(images), requires_grad=True)
+    x = torch.randn(
+        images, 8, 8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(images), requires_grad=True
+    )
     before = buffers(block)
     wanted = block(x)
     upstream = torch.randn_like(wanted)
@@ -93,13 +110,19 @@ def test_the_gate_of_the_attention_module():
 
 
 def test_up_sampling_and_padding_by_hand():
-    # One channel, one image: a gate of ln(1/3) opens to a quarter everywhere; the taps that leave the image count nothing.
+    # One channel, one image: a gate of ln(1/3) opens to a quarter everywhere; the taps that leave
+    # the image count nothing.
     x = torch.arange(1.0, 17).view(1, 1, 4, 4)
     norm = Norm(None, None, None, None)
     state = torch.tensor([[2.0], [1.0], [1.0], [5.0]])  # relu(x + 3): zero padding must not become relu(5 - 2)
     gate = torch.full((1, 1, 2, 2), float(torch.tensor(1 / 3).log()))
-    y, after = align_conv(x, torch.ones(1, 1, 3, 3), torch.full((1, 1, 1, 1), 2.0), norm, stride=2, prologue=state, gate=gate)
-    sums = [[x[0, 0, :2, :2].sum() + 4 * 3, x[0, 0, :2, 1:].sum() + 6 * 3], [x[0, 0, 1:, :2].sum() + 6 * 3, x[0, 0, 1:, 1:].sum() + 9 * 3]]
+    y, after = align_conv(
+        x, torch.ones(1, 1, 3, 3), torch.full((1, 1, 1, 1), 2.0), norm, stride=2, prologue=state, gate=gate
+    )
+    sums = [
+        [x[0, 0, :2, :2].sum() + 4 * 3, x[0, 0, :2, 1:].sum() + 6 * 3],
+        [x[0, 0, 1:, :2].sum() + 6 * 3, x[0, 0, 1:, 1:].sum() + 9 * 3],
+    ]
     torch.testing.assert_close(y[0, 0], torch.tensor(sums) / 2)
     torch.testing.assert_close(after[0, 0], y.mean())
     torch.testing.assert_close(after[2, 0], (y.var(unbiased=False) + 1e-5).rsqrt())
@@ -116,10 +139,14 @@ def test_gradcheck(stride, with_prologue, with_gate, training):
 
     def function(x, depthwise, pointwise, weight, bias, *others):
         others = list(others)
-        own = norm._replace(weight=weight, bias=bias, running_mean=norm.running_mean.clone(), running_var=norm.running_var.clone())
+        own = norm._replace(
+            weight=weight, bias=bias, running_mean=norm.running_mean.clone(), running_var=norm.running_var.clone()
+        )
         state = others.pop(0) if with_prologue else None
         u = others.pop(0) if with_gate else None
-        return tuple(align_conv(x, depthwise, pointwise, own, stride=stride, prologue=state, gate=u, valid_rows=1 + stride % 2))
+        return tuple(
+            align_conv(x, depthwise, pointwise, own, stride=stride, prologue=state, gate=u, valid_rows=1 + stride % 2)
+        )
 
     assert torch.autograd.gradcheck(function, [leaf.requires_grad_() for leaf in leaves])
 
@@ -170,7 +197,9 @@ def test_dtypes(dtype, weights, autocast):
     assert (y.dtype, state.dtype) == (dtype, torch.float32)
     grads = torch.autograd.grad((y, state), leaves, (torch.ones_like(y), torch.ones_like(state)))
     assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]
-    exact_norm = Norm(norm.weight.double(), norm.bias.double(), *(v.double() for v in (norm.running_mean, norm.running_var)))
+    exact_norm = Norm(
+        norm.weight.double(), norm.bias.double(), *(v.double() for v in (norm.running_mean, norm.running_var))
+    )
     rounded = [leaf.detach().to(dtype).double() for leaf in leaves[:3]]
     exact = align_conv(*rounded, exact_norm, stride=2, prologue=prologue.double(), gate=gate.double())
     step = torch.finfo(dtype).eps
@@ -207,7 +236,9 @@ def test_no_image():
 def test_a_scalar_count_is_cut_and_never_refused():
     """As in the other ops over maps: on a card the host does not know it."""
     x, depthwise, pointwise, norm, _, _ = make(dtype=torch.float32)
-    state = align_conv(x[:1, :, :1, :1], depthwise, pointwise, norm, valid_rows=torch.tensor(1, dtype=torch.int32)).state
+    state = align_conv(
+        x[:1, :, :1, :1], depthwise, pointwise, norm, valid_rows=torch.tensor(1, dtype=torch.int32)
+    ).state
     assert state.isfinite().all()
     for count in (-3, 9):
         rows = torch.tensor(count, dtype=torch.int32)
@@ -223,7 +254,9 @@ def test_statistics_of_a_large_mean():
     y, state = align_conv(x, depthwise, torch.eye(8).view(8, 8, 1, 1), norm)
     exact = y.double()
     torch.testing.assert_close(state[0].double(), exact.mean(dim=(0, 2, 3)), rtol=1e-7, atol=0)
-    torch.testing.assert_close(state[1].double(), (exact.var(dim=(0, 2, 3), unbiased=False) + 1e-5).rsqrt(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        state[1].double(), (exact.var(dim=(0, 2, 3), unbiased=False) + 1e-5).rsqrt(), rtol=1e-3, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,27 +268,63 @@ def test_statistics_of_a_large_mean():
         (lambda a: a.update(x=a["x"][..., :7]), ValueError, "x has sides 8 x 7; wanted even ones for stride 2"),
         (lambda a: a.update(x=a["x"][..., :7], stride=1), ValueError, "x has sides 8 x 7; wanted even ones for a gate"),
         (lambda a: a.update(stride=3), ValueError, "stride is 3; wanted 1 or 2"),
-        (lambda a: a.update(depthwise=a["depthwise"][:4]), ValueError, r"depthwise has shape \(4, 1, 3, 3\); wanted \(8, 1, 3, 3\)"),
-        (lambda a: a.update(pointwise=a["pointwise"][:, :4]), ValueError, r"pointwise has shape \(8, 4, 1, 1\); wanted \(8, 8, 1, 1\)"),
+        (
+            lambda a: a.update(depthwise=a["depthwise"][:4]),
+            ValueError,
+            r"depthwise has shape \(4, 1, 3, 3\); wanted \(8, 1, 3, 3\)",
+        ),
+        (
+            lambda a: a.update(pointwise=a["pointwise"][:, :4]),
+            ValueError,
+            r"pointwise has shape \(8, 4, 1, 1\); wanted \(8, 8, 1, 1\)",
+        ),
         (lambda a: a.update(pointwise=a["pointwise"].view(8, 8)), ValueError, r"pointwise is torch.Size\(\[8, 8\]\)"),
         (lambda a: a.update(norm=nn.BatchNorm2d(8)), TypeError, "norm is BatchNorm2d"),
-        (lambda a: a.update(norm=a["norm"]._replace(weight=torch.ones(4))), ValueError, r"norm.weight has shape \(4,\); wanted \(8,\)"),
-        (lambda a: a.update(norm=a["norm"]._replace(bias=torch.ones(8).half())), TypeError, "norm.bias has dtype torch.float16"),
-        (lambda a: a.update(norm=a["norm"]._replace(running_var=None)), ValueError, "one of running_mean and running_var"),
+        (
+            lambda a: a.update(norm=a["norm"]._replace(weight=torch.ones(4))),
+            ValueError,
+            r"norm.weight has shape \(4,\); wanted \(8,\)",
+        ),
+        (
+            lambda a: a.update(norm=a["norm"]._replace(bias=torch.ones(8).half())),
+            TypeError,
+            "norm.bias has dtype torch.float16",
+        ),
+        (
+            lambda a: a.update(norm=a["norm"]._replace(running_var=None)),
+            ValueError,
+            "one of running_mean and running_var",
+        ),
         (lambda a: a.update(norm=Norm(None, None, None, None, training=False)), ValueError, "no running statistics"),
         (lambda a: a.update(prologue=a["prologue"][:2]), ValueError, r"prologue has shape \(2, 8\); wanted \(4, 8\)"),
         (lambda a: a.update(prologue=a["prologue"].double()), TypeError, "prologue has dtype torch.float64"),
-        (lambda a: a.update(gate=a["gate"][..., :2]), ValueError, r"gate has shape \(3, 8, 4, 2\); wanted \(3, 8, 4, 4\)"),
+        (
+            lambda a: a.update(gate=a["gate"][..., :2]),
+            ValueError,
+            r"gate has shape \(3, 8, 4, 2\); wanted \(3, 8, 4, 4\)",
+        ),
         (lambda a: a.update(gate=a["gate"].half()), TypeError, "gate has dtype torch.float16"),
         (lambda a: a.update(valid_rows=4), ValueError, "valid_rows is 4; wanted 0 to 3"),
         (lambda a: a.update(valid_rows=True), ValueError, "valid_rows is True"),
         (lambda a: a.update(valid_rows=torch.tensor(2)), TypeError, "valid_rows is torch.int64"),
-        (lambda a: a.update(x=a["x"][:1, :, :2, :2], gate=None), ValueError, "Expected more than 1 value per channel when training"),
+        (
+            lambda a: a.update(x=a["x"][:1, :, :2, :2], gate=None),
+            ValueError,
+            "Expected more than 1 value per channel when training",
+        ),
     ],
 )
 def test_errors_by_name(change, error, words):
     x, depthwise, pointwise, norm, prologue, gate = make(dtype=torch.float32)
-    arguments = {"x": x, "depthwise": depthwise, "pointwise": pointwise, "norm": norm, "stride": 2, "prologue": prologue, "gate": gate}
+    arguments = {
+        "x": x,
+        "depthwise": depthwise,
+        "pointwise": pointwise,
+        "norm": norm,
+        "stride": 2,
+        "prologue": prologue,
+        "gate": gate,
+    }
     change(arguments)
     with pytest.raises(error, match=words):
         align_conv(**arguments)
@@ -264,16 +333,22 @@ def test_errors_by_name(change, error, words):
 def test_against_convolutions_of_pytorch():
     x, depthwise, pointwise, norm, prologue, gate = make(5, 8, 16)
     for stride in (1, 2):
-        entered = F.relu((x - prologue[0].view(1, -1, 1, 1)) * prologue[2].view(1, -1, 1, 1) + prologue[3].view(1, -1, 1, 1))
+        entered = F.relu(
+            (x - prologue[0].view(1, -1, 1, 1)) * prologue[2].view(1, -1, 1, 1) + prologue[3].view(1, -1, 1, 1)
+        )
         entered = entered * F.interpolate(gate, scale_factor=2, mode="bilinear", align_corners=False).sigmoid()
         wanted = F.conv2d(F.conv2d(entered, depthwise, stride=stride, padding=1, groups=8), pointwise)
         result = align_conv(x, depthwise, pointwise, norm, stride=stride, prologue=prologue, gate=gate)
         torch.testing.assert_close(result.y, wanted)
-        torch.testing.assert_close(normalised(*result, relu=False), F.batch_norm(wanted, None, None, norm.weight, norm.bias, training=True))
+        torch.testing.assert_close(
+            normalised(*result, relu=False), F.batch_norm(wanted, None, None, norm.weight, norm.bias, training=True)
+        )
 
 
 class KernelsInPyTorch:
-    """What the library offers for a card, computed by PyTorch on the CPU: with it, the choice of kernels and autograd can be tested."""
+    """What the library offers for a card, computed by PyTorch on the CPU: with it, the choice of
+    kernels and autograd can be tested.
+    """
 
     def __init__(self):
         self.calls = []
@@ -283,7 +358,9 @@ class KernelsInPyTorch:
         x = without_padding(x, valid)
         entered = x.float() if prologue is None else normalised(x, prologue)
         if gate is not None:
-            entered = entered * F.interpolate(without_padding(gate, valid).float(), scale_factor=2, mode="bilinear").sigmoid()
+            entered = (
+                entered * F.interpolate(without_padding(gate, valid).float(), scale_factor=2, mode="bilinear").sigmoid()
+            )
         return without_padding(entered, valid).to(x.dtype)
 
     def check_map(self, x):
@@ -314,19 +391,19 @@ class KernelsInPyTorch:
         self.calls.append("norm_state")
         return norm_state(y, norm, valid if rows is None else rows), torch.zeros(y.shape[1])
 
-    def align_conv_total(self, grad, grad_state, y, state, mean_rest, norm, matrix, rows, valid):
+    def align_conv_grad_y(self, grad, grad_state, y, state, mean_rest, norm, matrix, rows, valid):
         assert (mean_rest is None) == ("align_conv" in self.calls)
         self.check_rows(grad_state, matrix)
         total, *others = self.total(grad, grad_state, y, state, norm, rows, valid)
         product = None
         if matrix is not None:
-            self.calls[-1] = "align_conv_total with product"
+            self.calls[-1] = "align_conv_grad_y with product"
             product = F.conv2d(total, matrix.t()[:, :, None, None]).contiguous(memory_format=torch.channels_last)
         return total, product, *others
 
     def total(self, grad, grad_state, y, state, norm, rows, valid):
         self.check_map(y)
-        self.calls.append("align_conv_total")
+        self.calls.append("align_conv_grad_y")
         valid = valid if rows is None else rows
         total = torch.zeros_like(y) if grad is None else without_padding(grad, valid)
         if grad_state is None:
@@ -335,7 +412,9 @@ class KernelsInPyTorch:
         weight = torch.ones_like(state[0]) if norm.weight is None else norm.weight
         if norm.training:
             slope = -(weight * grad_state[2] + grad_state[1]) * state[1] ** 3 / count
-            more = slope.view(1, -1, 1, 1) * (y - state[0].view(1, -1, 1, 1)) + (grad_state[0] / count).view(1, -1, 1, 1)
+            more = slope.view(1, -1, 1, 1) * (y - state[0].view(1, -1, 1, 1)) + (grad_state[0] / count).view(
+                1, -1, 1, 1
+            )
             total = without_padding(total + more, valid)
         return (
             total.to(y.dtype),
@@ -373,19 +452,37 @@ def kernels(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*is not in channels_last memory")
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("with_prologue", "with_gate", "valid"), [(False, True, None), (True, False, 2), (True, True, "tensor")])
+@pytest.mark.parametrize(
+    ("with_prologue", "with_gate", "valid"), [(False, True, None), (True, False, 2), (True, True, "tensor")]
+)
 @pytest.mark.parametrize("used", ["y", "state", "both"])
 def test_the_path_of_a_card(kernels, monkeypatch, fused, with_prologue, with_gate, valid, used):
     monkeypatch.setattr(op, "_is_fused", lambda *_: fused)
     monkeypatch.setattr(op, "_is_fused_back", lambda *_: fused)
     x, depthwise, pointwise, norm, prologue, gate = make(3, 8, 16, dtype=torch.float32)
     pointwise, prologue = misaligned(pointwise), misaligned(prologue)
-    leaves = [x, depthwise.double(), pointwise, norm.weight, norm.bias, *([prologue] * with_prologue), *([gate] * with_gate)]
+    leaves = [
+        x,
+        depthwise.double(),
+        pointwise,
+        norm.weight,
+        norm.bias,
+        *([prologue] * with_prologue),
+        *([gate] * with_gate),
+    ]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     rows = torch.tensor(2, dtype=torch.int32) if valid == "tensor" else valid
-    options = {"stride": 2, "prologue": prologue if with_prologue else None, "gate": gate if with_gate else None, "valid_rows": rows}
+    options = {
+        "stride": 2,
+        "prologue": prologue if with_prologue else None,
+        "gate": gate if with_gate else None,
+        "valid_rows": rows,
+    }
     results = []
-    for function in (reference.align_conv, align_conv):  # with vectors and weights whose addresses the kernels do not take
+    for function in (
+        reference.align_conv,
+        align_conv,
+    ):  # with vectors and weights whose addresses the kernels do not take
         running = {"running_mean": torch.zeros(16), "running_var": torch.ones(16), "batches_tracked": torch.tensor(3)}
         y, state = function(x, leaves[1], leaves[2], norm._replace(**running), **options)
         wanted = {"y": [y], "state": [state], "both": [y, state]}[used]
@@ -396,7 +493,7 @@ def test_the_path_of_a_card(kernels, monkeypatch, fused, with_prologue, with_gat
         results.append((y, state, *running.values(), *grads))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     forward = ["align_conv"] if fused else ["align_conv_depthwise", "norm_state"]
-    total = [] if used == "y" and valid is None else ["align_conv_total" + " with product" * fused]
+    total = [] if used == "y" and valid is None else ["align_conv_grad_y" + " with product" * fused]
     assert kernels.calls == [*forward, *total, "align_conv_backward"]
 
 
@@ -418,7 +515,11 @@ def test_the_path_of_a_card_saves_nothing_without_gradients(kernels):
 
 def test_the_path_of_a_card_is_not_under_autocast(kernels):
     x, depthwise, pointwise, norm, _, _ = make(dtype=torch.float32)
-    leaves = [x.to(memory_format=torch.channels_last).requires_grad_(), depthwise.requires_grad_(), pointwise.requires_grad_()]
+    leaves = [
+        x.to(memory_format=torch.channels_last).requires_grad_(),
+        depthwise.requires_grad_(),
+        pointwise.requires_grad_(),
+    ]
     wanted = align_conv(*leaves, norm).y
     wanted_grads = torch.autograd.grad(wanted.square().sum(), leaves)
     with torch.autocast("cpu", torch.bfloat16):
@@ -439,7 +540,9 @@ def test_another_layout_is_copied_and_said_once(kernels):
         align_conv(x, depthwise, pointwise, norm)
 
 
-@pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code")
+@pytest.mark.skipif(
+    not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"
+)
 def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_card():
     native = _loader.native
     x, depthwise, pointwise, norm, state, gate = make(dtype=torch.float32)
@@ -447,8 +550,8 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
     for call in (
         lambda: native.align_conv(matrix, norm, True, x, depthwise, 1, None, gate, rows, None),
         lambda: native.align_conv_depthwise(x, depthwise, 2, state, None, None, 2),
-        lambda: native.align_conv_total(x, None, x, state, None, norm, None, None, None),
-        lambda: native.align_conv_total(None, state, x, state, state[0], norm, matrix, rows, None),
+        lambda: native.align_conv_grad_y(x, None, x, state, None, norm, None, None, None),
+        lambda: native.align_conv_grad_y(None, state, x, state, state[0], norm, matrix, rows, None),
         lambda: native.align_conv_backward(x, (True, False, True, False), x, depthwise, 1, state, None, None, 3),
     ):
         with pytest.raises(RuntimeError, match="is on cpu; wanted the card where x is"):
@@ -458,5 +561,11 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
 def test_which_kernels():
     half = torch.bfloat16
     assert [op._is_fused(half, c, o) for c, o in ((64, 64), (64, 128), (128, 128), (128, 256), (16, 8))] == [True] * 5
-    assert op._is_fused_back(half, 64, 128) and not op._is_fused_back(half, 128, 256) and not op._is_fused_back(torch.float32, 64, 64)
-    assert not any(op._is_fused(*case) for case in ((torch.float32, 64, 64), (half, 256, 256), (half, 128, 512), (half, 24, 64)))
+    assert (
+        op._is_fused_back(half, 64, 128)
+        and not op._is_fused_back(half, 128, 256)
+        and not op._is_fused_back(torch.float32, 64, 64)
+    )
+    assert not any(
+        op._is_fused(*case) for case in ((torch.float32, 64, 64), (half, 256, 256), (half, 128, 512), (half, 24, 64))
+    )

@@ -1,4 +1,6 @@
-"""The views op: native and fallback against the reference in float64, hand-worked geometry, registration, refusals."""
+"""The views op: native and fallback against the reference in float64, hand-worked geometry,
+registration, refusals.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def op(request, monkeypatch):
 
 
 def make_step(views: int, size: tuple[int, int], recipe: str, seed: int = 0, padding: bool = True) -> dict[str, object]:
-    """Rows of two sources in random order, every orientation that the shape allows, a draw for two thirds of the views."""
+    """Rows of two sources in random order, every orientation that the shape allows, a draw for two
+    thirds of the views.
+    """
     generator = torch.Generator().manual_seed(seed)
     sources = [torch.randint(0, 256, (n, *size, 3), dtype=torch.uint8, generator=generator) for n in (5, 9)]
     rows = torch.randperm(14, generator=generator)[:11]
@@ -38,9 +42,19 @@ def make_step(views: int, size: tuple[int, int], recipe: str, seed: int = 0, pad
         orientation &= 0b1011
     draws = torch.arange(views)
     draws[1::3] = -1
-    layout = torch.stack([torch.randint(0, 11, (views,), generator=generator), orientation, draws], dim=1).to(torch.int32)
+    layout = torch.stack([torch.randint(0, 11, (views,), generator=generator), orientation, draws], dim=1).to(
+        torch.int32
+    )
     codes, factors = draw_augment_parameters(RECIPES[recipe], seed, 1, views, *size)
-    return {"sources": sources, "rows": rows, "layout": layout, "codes": codes, "factors": factors, "mean": MEAN, "std": STD}
+    return {
+        "sources": sources,
+        "rows": rows,
+        "layout": layout,
+        "codes": codes,
+        "factors": factors,
+        "mean": MEAN,
+        "std": STD,
+    }
 
 
 def truth(step: dict[str, object], jitter_normalised: bool = False, channels: int = 3) -> Tensor:
@@ -50,7 +64,8 @@ def truth(step: dict[str, object], jitter_normalised: bool = False, channels: in
 @pytest.mark.parametrize("jitter_normalised", [False, True])
 @pytest.mark.parametrize("recipe", ["scr", "ocm", "simclr"])
 @pytest.mark.parametrize(
-    ("views", "size"), [(384, (32, 32)), (30, (64, 64)), (48, (8, 8)), (12, (24, 16)), (5, (7, 5)), (1, (1, 1)), (6, (80, 80))]
+    ("views", "size"),
+    [(384, (32, 32)), (30, (64, 64)), (48, (8, 8)), (12, (24, 16)), (5, (7, 5)), (1, (1, 1)), (6, (80, 80))],
 )
 def test_equals_the_reference_in_float64(op, views, size, recipe, jitter_normalised):
     step = make_step(views, size, recipe, seed=views)
@@ -79,7 +94,9 @@ def test_half_precision_is_one_rounding(dtype, bits, channels):
 
 @needs_native
 def test_float16_at_the_ends_of_its_range():
-    """256 grey levels times each scale reach denormals, ties, the largest number and infinity; PyTorch's rounding is the witness."""
+    """256 grey levels times each scale reach denormals, ties, the largest number and infinity;
+    PyTorch's rounding is the witness.
+    """
     levels = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1).expand(256, 1, 1, 3)
     layout = torch.stack([torch.arange(256), torch.zeros(256), torch.full((256,), -1)], dim=1).to(torch.int32)
     nothing = (torch.empty(0, 6, dtype=torch.int32), torch.empty(0, 4))
@@ -92,7 +109,9 @@ def test_float16_at_the_ends_of_its_range():
 
 
 def test_not_a_number_is_not_hidden(op):
-    """A factor that is NaN makes its view NaN, black pixels too, although the jitter ends in a clamp."""
+    """A factor that is NaN makes its view NaN, black pixels too, although the jitter ends in a
+    clamp.
+    """
     image = torch.zeros(1, 4, 4, 3, dtype=torch.uint8)
     image[0, :2, :, 1] = 200
     codes = torch.tensor([[0, 4, 4, 0, 0, 2], [0, 4, 4, 0, 0, 2 | 4]], dtype=torch.int32)
@@ -104,18 +123,27 @@ def test_not_a_number_is_not_hidden(op):
 
 
 def test_plain_views_by_hand(op):
-    """Two pixels of known bytes: (byte / 255 - mean) / std, in the orientation asked for, padding zero."""
+    """Two pixels of known bytes: (byte / 255 - mean) / std, in the orientation asked for, padding
+    zero.
+    """
     image = torch.tensor([[[0, 51, 255], [255, 102, 0]]], dtype=torch.uint8).view(1, 1, 2, 3)
     layout = torch.tensor([[0, 0, -1], [0, 2, -1], [1, 0, -1], [0, 8, -1]], dtype=torch.int32)
     nothing = (torch.empty(0, 6, dtype=torch.int32), torch.empty(0, 4))
     views = op([image], torch.tensor([0, -1]), layout, *nothing, (0.0, 0.2, 0.5), (1.0, 0.1, 0.25), channels=4)
     left, right = [0.0, 0.0, 2.0, 0.0], [1.0, 2.0, -2.0, 0.0]
-    wanted = [[left, right], [right, left], [[0.0] * 4] * 2, [right, left]]  # one row is the lower half; 8 is two quarter turns
+    wanted = [
+        [left, right],
+        [right, left],
+        [[0.0] * 4] * 2,
+        [right, left],
+    ]  # one row is the lower half; 8 is two quarter turns
     torch.testing.assert_close(views.permute(0, 2, 3, 1)[:, 0], torch.tensor(wanted))
 
 
 def test_a_crop_by_hand(op):
-    """A window of half the width: output pixel i lies at (i - 3.5) / 2 + 3.5 + offset / 2 of an 8 pixel ramp, reflected at its ends."""
+    """A window of half the width: output pixel i lies at (i - 3.5) / 2 + 3.5 + offset / 2 of an 8
+    pixel ramp, reflected at its ends.
+    """
     ramp = (torch.arange(8, dtype=torch.uint8) * 30).view(1, 1, 8, 1).expand(1, 1, 8, 3)
     offsets = torch.arange(-12, 13)
     codes = torch.zeros(25, 6, dtype=torch.int32)
@@ -123,7 +151,9 @@ def test_a_crop_by_hand(op):
     factors = torch.tensor([0.0, 1.0, 1.0, 1.0]).expand(25, 4)
     layout = torch.stack([torch.zeros(25), torch.zeros(25), torch.arange(25)], dim=1).to(torch.int32)
     views = op([ramp], torch.tensor([0]), layout, codes, factors, (0.0,) * 3, (1.0,) * 3)
-    mirrored = np.r_[np.arange(8)[::-1], np.arange(8), np.arange(8)[::-1]] * 30 / 255  # what reflection makes of the ramp
+    mirrored = (
+        np.r_[np.arange(8)[::-1], np.arange(8), np.arange(8)[::-1]] * 30 / 255
+    )  # what reflection makes of the ramp
     for offset, view in zip(offsets.tolist(), views, strict=True):
         position = (np.arange(8) - 3.5) / 2 + 3.5 + offset / 2
         wanted = np.interp(position + 8, np.arange(24), mirrored)
@@ -132,7 +162,9 @@ def test_a_crop_by_hand(op):
 
 @needs_native
 def test_hue_by_atan2():
-    """The native hue against the standard library, through a jitter that turns the hue and keeps the rest."""
+    """The native hue against the standard library, through a jitter that turns the hue and keeps
+    the rest.
+    """
     generator = torch.Generator().manual_seed(1)
     colours = torch.randint(0, 256, (4096, 1, 1, 3), dtype=torch.uint8, generator=generator)
     turn = 0.1
@@ -159,7 +191,9 @@ def test_inputs_of_any_layout(op):
     odd["layout"] = step["layout"].T.contiguous().T
     odd["codes"] = step["codes"].T.contiguous().T
     odd["factors"] = torch.cat([step["factors"], step["factors"]], dim=1)[:, 4:]
-    before = [odd[name].clone() for name in ("rows", "layout", "codes", "factors")] + [source.clone() for source in odd["sources"]]
+    before = [odd[name].clone() for name in ("rows", "layout", "codes", "factors")] + [
+        source.clone() for source in odd["sources"]
+    ]
     assert torch.equal(op(**odd), wanted)
     after = [odd[name] for name in ("rows", "layout", "codes", "factors")] + odd["sources"]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
@@ -188,7 +222,10 @@ def test_two_runs_and_any_number_of_threads_give_the_same_bits():
 
 @needs_native
 def test_rows_beyond_two_gibibytes():
-    """100,000 images of 64 x 64 and as many again: row offsets need 64 bits. Memory that is not touched is never mapped."""
+    """100,000 images of 64 x 64 and as many again: row offsets need 64 bits.
+
+    Memory that is not touched is never mapped.
+    """
     memory = torch.empty(200_000, 64, 64, 3, dtype=torch.uint8)
     for row in (0, 99_999, 199_999):
         memory[row] = row % 251
@@ -232,14 +269,26 @@ def test_autocast_changes_nothing():
     ("change", "error", "message"),
     [
         ({"sources": []}, ValueError, "sources has 0 tensors; wanted 1 to 4"),
-        ({"sources": [torch.zeros(2, 8, 8, 3)]}, TypeError, r"sources\[0\] has dtype torch.float32; wanted torch.uint8"),
-        ({"sources": [torch.zeros(2, 3, 8, 8, dtype=torch.uint8)]}, ValueError, r"sources\[0\] has shape \(2, 3, 8, 8\); wanted \[rows, H"),
+        (
+            {"sources": [torch.zeros(2, 8, 8, 3)]},
+            TypeError,
+            r"sources\[0\] has dtype torch.float32; wanted torch.uint8",
+        ),
+        (
+            {"sources": [torch.zeros(2, 3, 8, 8, dtype=torch.uint8)]},
+            ValueError,
+            r"sources\[0\] has shape \(2, 3, 8, 8\); wanted \[rows, H",
+        ),
         (
             {"sources": [torch.zeros(20, 8, 8, 3, dtype=torch.uint8), torch.zeros(2, 8, 9, 3, dtype=torch.uint8)]},
             ValueError,
             r"sources\[1\] has shape \(2, 8, 9, 3\); wanted images like those of sources\[0\], \(20, 8, 8, 3\)",
         ),
-        ({"sources": [torch.zeros(20, 1, 1025, 3, dtype=torch.uint8)]}, ValueError, "images of 1x1025 pixels; wanted sides of 1 to 1024"),
+        (
+            {"sources": [torch.zeros(20, 1, 1025, 3, dtype=torch.uint8)]},
+            ValueError,
+            "images of 1x1025 pixels; wanted sides of 1 to 1024",
+        ),
         ({"rows": torch.zeros(11)}, TypeError, "rows has dtype torch.float32; wanted torch.int64"),
         ({"rows": torch.tensor([0, 14, *range(9)])}, IndexError, "14"),
         ({"rows": torch.tensor([0, -2, *range(9)])}, IndexError, "-2"),
@@ -248,8 +297,16 @@ def test_autocast_changes_nothing():
         ({"layout": torch.tensor([[0, 16, -1]], dtype=torch.int32)}, ValueError, "16"),
         ({"layout": torch.tensor([[0, 0, 6]], dtype=torch.int32)}, IndexError, "6"),
         ({"layout": torch.tensor([[0, 0, -2]], dtype=torch.int32)}, IndexError, "-2"),
-        ({"codes": torch.zeros(5, 6, dtype=torch.int32)}, ValueError, r"codes has shape \(5, 6\) and factors \(6, 4\); wanted as many"),
-        ({"factors": torch.zeros(6, 4, dtype=torch.float64)}, TypeError, "factors has dtype torch.float64; wanted torch.float32"),
+        (
+            {"codes": torch.zeros(5, 6, dtype=torch.int32)},
+            ValueError,
+            r"codes has shape \(5, 6\) and factors \(6, 4\); wanted as many",
+        ),
+        (
+            {"factors": torch.zeros(6, 4, dtype=torch.float64)},
+            TypeError,
+            "factors has dtype torch.float64; wanted torch.float32",
+        ),
         ({"factors": torch.zeros(6, 4, device="meta")}, ValueError, "factors is on meta; wanted cpu"),
         ({"mean": (0.5,)}, ValueError, r"mean is \(0.5,\); wanted 3 numbers"),
         ({"dtype": torch.float64}, TypeError, "dtype is torch.float64; wanted float32, float16 or bfloat16"),

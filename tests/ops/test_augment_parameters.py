@@ -1,4 +1,6 @@
-"""Random view parameters: native against reference, and both against an independent float implementation of their law."""
+"""Random view parameters: native against reference, and both against an independent float
+implementation of their law.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,13 @@ from mose_fast.ops.augment_parameters import CONTRAST_FIRST, GRAY, JITTER, Recip
 from mose_fast.reference import augment_parameters as reference
 
 needs_native = pytest.mark.skipif(_loader.native is None, reason="the native library is not built")
-SCR = Recipe(mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.3, saturation=0.2, hue=0.1)
+SCR = Recipe(
+    mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.3, saturation=0.2, hue=0.1
+)
 OCM = Recipe(gray_p=0.25, area_low=0.3)
 CPU = torch.device("cpu")
-#: Some forty tests of distributions share this file, at fixed seeds: right code passes all of them with a probability of 99.6 %.
+#: Some forty tests of distributions share this file, at fixed seeds: right code passes all of them
+#: with a probability of 99.6 %.
 SIGNIFICANCE = 1e-4
 
 
@@ -36,7 +41,9 @@ def test_native_equals_reference(recipe, height, width):
 
 
 def crops_by_numpy(count: int, low: float, high: float, size: int) -> np.ndarray:
-    """[count, 4]: width, height, offset x, offset y, by the law in plain floats and NumPy's own random numbers."""
+    """[count, 4]: width, height, offset x, offset y, by the law in plain floats and NumPy's own
+    random numbers.
+    """
     random = np.random.default_rng(1)
     crops = []
     for _ in range(count):
@@ -46,14 +53,21 @@ def crops_by_numpy(count: int, low: float, high: float, size: int) -> np.ndarray
             ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
             w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < w <= size and 0 < h <= size:
-                crop = (w, h, random.integers(w - size, size - w, endpoint=True), random.integers(h - size, size - h, endpoint=True))
+                crop = (
+                    w,
+                    h,
+                    random.integers(w - size, size - w, endpoint=True),
+                    random.integers(h - size, size - h, endpoint=True),
+                )
                 break
         crops.append(crop)
     return np.array(crops)
 
 
 def two_sample_p(a: np.ndarray, b: np.ndarray) -> float:
-    """p of a chi-square test that two samples of integers have one distribution; rare values share a bin."""
+    """p of a chi-square test that two samples of integers have one distribution; rare values share
+    a bin.
+    """
     values = np.unique(np.concatenate([a, b]))
     table = np.array([[(sample == value).sum() for value in values] for sample in (a, b)])
     rare = table.sum(0) < 40
@@ -92,7 +106,9 @@ def test_switches_have_their_probabilities_and_are_independent():
     count = 200_000
     codes, factors = draw_augment_parameters(SCR, 7, 0, count, 32, 32)
     flags = codes[:, 5]
-    switches = np.stack([codes[:, 0], (flags & GRAY) > 0, (flags & JITTER) > 0, (flags & CONTRAST_FIRST) > 0]).astype(np.float64)
+    switches = np.stack([codes[:, 0], (flags & GRAY) > 0, (flags & JITTER) > 0, (flags & CONTRAST_FIRST) > 0]).astype(
+        np.float64
+    )
     wanted = np.array([SCR.mirror_p, SCR.gray_p, SCR.jitter_p, 0.5])
     assert np.all(np.abs(switches.mean(1) - wanted) < 4 * np.sqrt(wanted * (1 - wanted) / count))
     others = np.concatenate([switches, codes[:, 1:5].numpy().T, factors.numpy().T])[:, switches[2] > 0]
@@ -104,7 +120,9 @@ def test_switches_have_their_probabilities_and_are_independent():
 def test_jitter_factors_are_uniform_in_their_ranges():
     codes, factors = draw_augment_parameters(SCR, 8, 0, 100_000, 32, 32)
     jittered = (codes[:, 5] & JITTER) > 0
-    for column, (centre, half) in enumerate([(0, SCR.hue), (1, SCR.saturation), (1, SCR.brightness), (1, SCR.contrast)]):
+    for column, (centre, half) in enumerate(
+        [(0, SCR.hue), (1, SCR.saturation), (1, SCR.brightness), (1, SCR.contrast)]
+    ):
         values = factors[jittered, column].double().numpy()
         assert stats.kstest(values, stats.uniform(centre - half, 2 * half).cdf).pvalue > SIGNIFICANCE
         assert np.all(np.abs(values - centre) <= half * (1 + 1e-6))

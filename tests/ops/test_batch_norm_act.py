@@ -1,6 +1,8 @@
-"""batch_norm_act without a card: PyTorch's operations against its modules, and the kernels' autograd with a stand-in for the library.
+"""batch_norm_act without a card: PyTorch's operations against its modules, and the kernels'
+autograd with a stand-in for the library.
 
-tests/gpu/test_batch_norm_act.py goes on with a card, tests/cpp/cases_batch_norm_act.cpp with the kernels on the CPU.
+tests/gpu/test_batch_norm_act.py goes on with a card, tests/cpp/cases_batch_norm_act.cpp with the
+kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ CHANNELS = 8
 
 
 class StandIn:
-    """The library's four functions as api/batch_norm_act.h describes them, in PyTorch: what autograd does with them needs no card."""
+    """The library's four functions as api/batch_norm_act.h describes them, in PyTorch: what
+    autograd does with them needs no card.
+    """
 
     def __init__(self):
         self.calls = []
 
     @staticmethod
     def _padding(x, valid_tensor, valid):
-        rows = len(x) if valid_tensor is None and valid is None else valid if valid_tensor is None else int(valid_tensor)
+        rows = (
+            len(x) if valid_tensor is None and valid is None else valid if valid_tensor is None else int(valid_tensor)
+        )
         return rows, (torch.arange(len(x)) >= rows).view(-1, 1, 1, 1)
 
     def _inner(self, x, prologue):
@@ -52,7 +58,9 @@ class StandIn:
                 norm.batches_tracked.add_(1)
         inverse = (var + norm.eps).rsqrt()
         weight = torch.ones_like(mean) if norm.weight is None else norm.weight
-        return torch.stack([mean, inverse, weight * inverse, torch.zeros_like(mean) if norm.bias is None else norm.bias]).detach()
+        return torch.stack(
+            [mean, inverse, weight * inverse, torch.zeros_like(mean) if norm.bias is None else norm.bias]
+        ).detach()
 
     def batch_norm_act(self, x, norm, relu, residual, residual_norm, prologue, valid_tensor, valid, wants_mask):
         self.calls.append(("forward", wants_mask))
@@ -79,7 +87,9 @@ class StandIn:
         mean, scale, slope, offset = (v.view(1, -1, 1, 1) for v in (state[0], state[2], rows[2], rows[3]))
         return scale * g + slope * (inner - mean) + offset
 
-    def batch_norm_act_backward(self, grads, mask, x, norm, residual, residual_norm, states, prologue, valid_tensor, valid, wants):
+    def batch_norm_act_backward(
+        self, grads, mask, x, norm, residual, residual_norm, states, prologue, valid_tensor, valid, wants
+    ):
         self.calls.append(("backward", len(grads)))
         assert all(g.dtype == x.dtype and g.is_contiguous(memory_format=torch.channels_last) for g in grads)
         rows, padding = self._padding(x, valid_tensor, valid)
@@ -100,7 +110,10 @@ class StandIn:
             sums = z.sum(dim=(0, 2, 3))
             to_prologue = torch.stack([-prologue[2] * sums, 0 * sums, (z * from_mean).sum(dim=(0, 2, 3)), sums])
             to_x = scale * z
-        maps = [torch.where(padding, 0, t).to(x.dtype) if w else None for t, w in zip((to_x, to_residual), wants, strict=False)]
+        maps = [
+            torch.where(padding, 0, t).to(x.dtype) if w else None
+            for t, w in zip((to_x, to_residual), wants, strict=False)
+        ]
         return *maps, to_prologue, torch.stack(norm_rows)
 
     def norm_state_backward(self, grad, x, norm, state, mean_rest, valid_tensor, valid, wants_x):
@@ -110,16 +123,24 @@ class StandIn:
         weight = 1 if norm.weight is None else norm.weight
         slope = -(weight * grad[2] + grad[1]) * state[1] ** 3 / count
         out = torch.stack([grad[2] * state[1], grad[3], slope, grad[0] / count])
-        to_x = torch.where(padding, 0, self._through(torch.zeros_like(x), torch.where(padding, 0, x), state, out)) if wants_x else None
+        to_x = (
+            torch.where(padding, 0, self._through(torch.zeros_like(x), torch.where(padding, 0, x), state, out))
+            if wants_x
+            else None
+        )
         return to_x, out
 
 
 @pytest.fixture(params=["PyTorch", "stand-in"])
 def path(request, monkeypatch):
-    """PyTorch's operations, which serve the CPU, and the autograd function that the kernels sit behind."""
+    """PyTorch's operations, which serve the CPU, and the autograd function that the kernels sit
+    behind.
+    """
     if request.param == "stand-in":
         stand_in = StandIn()
-        native = types.SimpleNamespace(**{name: getattr(stand_in, name) for name in dir(stand_in) if name.startswith(("batch", "norm_"))})
+        native = types.SimpleNamespace(
+            **{name: getattr(stand_in, name) for name in dir(stand_in) if name.startswith(("batch", "norm_"))}
+        )
         native.calls = stand_in.calls
         monkeypatch.setattr(_loader, "native", native)
         monkeypatch.setattr(ops, "_serves", lambda x, *norms: x.numel() > 0 and x.dtype != torch.float64)
@@ -182,9 +203,13 @@ def test_values_gradients_and_statistics_are_those_of_modules(path, form, relu, 
     assert isinstance(results, tuple) and len(results) == consumers
     weights = [make_map(seed=10 + k) for k in range(consumers)]
     for result in results:
-        torch.testing.assert_close(result, wanted, rtol=0 if path == "PyTorch" else 1e-5, atol=0 if path == "PyTorch" else 1e-5)
+        torch.testing.assert_close(
+            result, wanted, rtol=0 if path == "PyTorch" else 1e-5, atol=0 if path == "PyTorch" else 1e-5
+        )
         assert result.is_contiguous(memory_format=torch.channels_last) and result.data_ptr() == results[0].data_ptr()
-    for a, b in zip(gradients(results, weights, inputs), gradients([wanted] * consumers, weights, twin_inputs), strict=True):
+    for a, b in zip(
+        gradients(results, weights, inputs), gradients([wanted] * consumers, weights, twin_inputs), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
     for a, b in zip(buffers(norm, other), buffers(*twins), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
@@ -321,7 +346,9 @@ def test_shapes(path, shape):
     y = batch_norm_act(x, Norm.of(module))
     wanted = F.relu(twin(x))
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-    for a, b in zip(gradients([y], [1.0], [x, module.weight]), gradients([wanted], [1.0], [x, twin.weight]), strict=True):
+    for a, b in zip(
+        gradients([y], [1.0], [x, module.weight]), gradients([wanted], [1.0], [x, twin.weight]), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
     for a, b in zip(buffers(module), buffers(twin), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
@@ -378,7 +405,10 @@ def test_gradcheck(form, training):
     modules = [make_norm(2, torch.float64, seed=s, training=training) for s in (1, 3, 4)]
 
     def function(x, residual, *parameters):
-        norms = [Norm.of(m)._replace(weight=w, bias=b) for m, w, b in zip(modules, parameters[::2], parameters[1::2], strict=True)]
+        norms = [
+            Norm.of(m)._replace(weight=w, bias=b)
+            for m, w, b in zip(modules, parameters[::2], parameters[1::2], strict=True)
+        ]
         norms = [n._replace(running_mean=n.running_mean.clone(), running_var=n.running_var.clone()) for n in norms]
         rows = 2 if form == "padding" else None
         return batch_norm_act(
@@ -418,14 +448,18 @@ def test_padding_alone():
         assert all(torch.equal(a, b) for a, b in zip(buffers(module), kept, strict=False))
 
 
-@pytest.mark.skipif(not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code")
+@pytest.mark.skipif(
+    not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"
+)
 def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_card():
     native, x, norm, state = _loader.native, make_map(), Norm.of(make_norm()), torch.zeros(4, CHANNELS)
     rows = torch.tensor(3, dtype=torch.int32)
     for call in (
         lambda: native.batch_norm_act(x, norm, True, None, None, None, None, None, True),
         lambda: native.batch_norm_act(x, norm, True, x, norm, state, rows, 3, False),
-        lambda: native.batch_norm_act_backward([x], None, x, norm, x, norm, state, None, None, None, (True, False, True)),
+        lambda: native.batch_norm_act_backward(
+            [x], None, x, norm, x, norm, state, None, None, None, (True, False, True)
+        ),
         lambda: native.norm_state(x, norm, rows, None),
         lambda: native.norm_state_backward(state, x, norm, state, state[0], None, 2, True),
     ):

@@ -1,4 +1,6 @@
-"""The native expert losses on the CPU against the reference; tests/gpu/test_expert_losses.py goes on with a card."""
+"""The native expert losses on the CPU against the reference; tests/gpu/test_expert_losses.py goes
+on with a card.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,14 @@ import torch
 from torch.nn import functional as F
 
 from mose_fast import _loader
-from mose_fast.ops.expert_losses import expert_losses, masked_cross_entropy, self_distillation, supcon_loss
+from mose_fast.ops.expert_losses import contrastive_loss, expert_losses, masked_cross_entropy, self_distillation
 from mose_fast.reference import expert_losses as reference
 
 needs_library = pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Of values in the input's own precision; both sides compute in float32 (float64), so only the gradients' rounding differs.
+# Of values in the input's own precision; both sides compute in float32 (float64), so only the
+# gradients' rounding differs.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -32,7 +35,12 @@ def make(experts=3, rows=22, size=6, classes=11, features=9, dtype=torch.float32
     def tensor(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
-    inputs = [tensor(experts, rows, size), tensor(experts, rows, classes), tensor(experts, rows, features), tensor(rows, features)]
+    inputs = [
+        tensor(experts, rows, size),
+        tensor(experts, rows, classes),
+        tensor(experts, rows, features),
+        tensor(rows, features),
+    ]
     targets = torch.randint(0, labels, (rows,), generator=generator)
     mask = torch.zeros(classes, dtype=torch.bool)
     mask[:labels] = True
@@ -53,7 +61,9 @@ def compare(inputs, labels, new_rows, mask, **options):
         results.append((terms, *gradients((terms * weights).sum(), inputs)))
     double = dtype == torch.float64
     assert results[1][0].dtype == (torch.float64 if double else torch.float32)
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-11 if double else 3e-5, atol=1e-11 if double else 1e-5)
+    torch.testing.assert_close(
+        results[1][0], results[0][0], rtol=1e-11 if double else 3e-5, atol=1e-11 if double else 1e-5
+    )
     for x, wanted, grad in zip(inputs, results[0][1:], results[1][1:], strict=True):
         assert grad.dtype == x.dtype
         torch.testing.assert_close(grad, wanted, rtol=TOLERANCE[x.dtype], atol=TOLERANCE[x.dtype] / 8)
@@ -61,16 +71,24 @@ def compare(inputs, labels, new_rows, mask, **options):
 
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("distil", ["rsd", "sd", "off"])
-def test_equal_to_the_reference(dtype, distil):
+@pytest.mark.parametrize("distillation", ["rsd", "sd", "off"])
+def test_equal_to_the_reference(dtype, distillation):
     for rows, reduction in itertools.product((1, 2, 7, 40), ("frobenius", "mean_of_norms")):
         inputs, labels, mask = make(rows=rows, dtype=dtype)
-        compare(inputs, labels, rows // 3, mask, distil=distil, rsd_reduction=reduction, student_index=1)
-        compare(inputs, labels, rows // 3, None, distil=distil, rsd_reduction=reduction, valid_rows=rows - rows // 4)
+        compare(inputs, labels, rows // 3, mask, distillation=distillation, rsd_reduction=reduction, student_index=1)
+        compare(
+            inputs,
+            labels,
+            rows // 3,
+            None,
+            distillation=distillation,
+            rsd_reduction=reduction,
+            valid_rows=rows - rows // 4,
+        )
 
 
 @needs_library
-@pytest.mark.parametrize("switch", ["ce", "scl"])
+@pytest.mark.parametrize("switch", ["cross_entropy", "contrastive"])
 @pytest.mark.parametrize("which", ["off", "last"])
 def test_switches(switch, which):
     inputs, labels, mask = make()
@@ -81,7 +99,11 @@ def test_switches(switch, which):
 @pytest.mark.parametrize("labels", ["distinct", "equal", "one positive"])
 def test_labels(labels):
     inputs, _, mask = make(rows=9, labels=9)
-    values = {"distinct": torch.arange(9), "equal": torch.full((9,), 3), "one positive": torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 7])}[labels]
+    values = {
+        "distinct": torch.arange(9),
+        "equal": torch.full((9,), 3),
+        "one positive": torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 7]),
+    }[labels]
     compare(inputs, values, 4, mask)
 
 
@@ -93,9 +115,9 @@ def test_large_logits_zero_rows_and_distance_zero():
         inputs[0][:, ::3] = 0
         inputs[2][:, 1::3] = 0
         inputs[3][::4] = 0
-    compare(inputs, labels, 9, mask, distil="sd")
+    compare(inputs, labels, 9, mask, distillation="sd")
     inputs[2] = inputs[3].detach().expand(3, -1, -1).clone().requires_grad_()
-    terms = expert_losses(*inputs, labels, 9, mask, scl="off", ce="off", distil="sd")
+    terms = expert_losses(*inputs, labels, 9, mask, contrastive="off", cross_entropy="off", distillation="sd")
     assert (terms == 0).all()
     assert all((g == 0).all() for g in gradients(terms.sum(), inputs))
 
@@ -107,7 +129,10 @@ def test_large_logits_keep_their_digits(path):
         logits = (inputs[1][0].detach() + offset).requires_grad_()
         exact = logits.detach().double().requires_grad_()
         for classes in (None, mask):
-            loss, wanted = masked_cross_entropy(logits, labels, classes), reference.masked_cross_entropy(exact, labels, classes)
+            loss, wanted = (
+                masked_cross_entropy(logits, labels, classes),
+                reference.masked_cross_entropy(exact, labels, classes),
+            )
             torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
             grads = torch.autograd.grad(loss, logits), torch.autograd.grad(wanted, exact)
             torch.testing.assert_close(grads[0][0].double(), grads[1][0], rtol=1e-5, atol=1e-8)
@@ -128,17 +153,19 @@ def test_each_input_has_its_own_type():
     inputs, labels, mask = make()
     types = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16)
     mixed = [x.detach().to(t).requires_grad_() for x, t in zip(inputs, types, strict=True)]
-    compare(mixed, labels, 9, mask, distil="sd")
+    compare(mixed, labels, 9, mask, distillation="sd")
 
 
 @needs_library
-@pytest.mark.parametrize("distil", ["rsd", "sd"])
-def test_gradcheck(distil):
+@pytest.mark.parametrize("distillation", ["rsd", "sd"])
+def test_gradcheck(distillation):
     inputs, labels, mask = make(experts=2, rows=6, size=4, classes=5, features=3, dtype=torch.float64, labels=3)
-    if distil == "rsd":
+    if distillation == "rsd":
         inputs[2] = inputs[2].detach()
     assert torch.autograd.gradcheck(
-        lambda *x: expert_losses(*x, labels, 2, mask, valid_rows=5, temperature=0.5, distil=distil), inputs, nondet_tol=0
+        lambda *x: expert_losses(*x, labels, 2, mask, valid_rows=5, temperature=0.5, distillation=distillation),
+        inputs,
+        nondet_tol=0,
     )
 
 
@@ -194,11 +221,11 @@ def test_autocast_changes_nothing():
 
 
 @needs_library
-@pytest.mark.parametrize("distil", [0, 1, 2])
-def test_opcheck(distil):
+@pytest.mark.parametrize("distillation", [0, 1, 2])
+def test_opcheck(distillation):
     inputs, labels, mask = make(experts=2, rows=5)
     new, valid = torch.tensor(2, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
-    arguments = (*inputs, labels, mask, 0, -1, new, valid, 0.07, 2.0, 0, 0, distil, 0, 1)
+    arguments = (*inputs, labels, mask, 0, -1, new, valid, 0.07, 2.0, 0, 0, distillation, 0, 1)
     results = torch.library.opcheck(torch.ops.mose_fast.expert_losses.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -210,7 +237,8 @@ def test_opcheck_of_backward():
     _, statistics, similarity = torch.ops.mose_fast.expert_losses(*arguments)
     for wanted in ([True] * 4, [True, False, False, True]):
         results = torch.library.opcheck(
-            torch.ops.mose_fast.expert_losses_backward.default, (torch.ones(2, 3), statistics, similarity, wanted, *arguments)
+            torch.ops.mose_fast.expert_losses_backward.default,
+            (torch.ones(2, 3), statistics, similarity, wanted, *arguments),
         )
         assert set(results.values()) == {"SUCCESS"}
 
@@ -237,11 +265,14 @@ def test_single_losses(path):
     inputs, labels, mask = make(dtype=torch.float64)
     z, logits, u, v = inputs[0][0], inputs[1][0], inputs[3], inputs[2][0]
     for loss, wanted in (
-        (supcon_loss(z, labels - 7, 0.2), reference.supcon_loss(z, labels, 0.2)),
+        (contrastive_loss(z, labels - 7, 0.2), reference.contrastive_loss(z, labels, 0.2)),
         (masked_cross_entropy(logits, labels), F.cross_entropy(logits, labels)),
         (masked_cross_entropy(logits, labels, mask), F.cross_entropy(logits[:, :4], labels)),
         (self_distillation(u, v, "frobenius"), torch.linalg.vector_norm(F.normalize(u, dim=1) - F.normalize(v, dim=1))),
-        (self_distillation(u, v, "mean_of_norms"), torch.linalg.vector_norm(F.normalize(u, dim=1) - F.normalize(v, dim=1), dim=1).mean()),
+        (
+            self_distillation(u, v, "mean_of_norms"),
+            torch.linalg.vector_norm(F.normalize(u, dim=1) - F.normalize(v, dim=1), dim=1).mean(),
+        ),
     ):
         torch.testing.assert_close(loss, wanted)
         leaves = [inputs[0], inputs[1], u, inputs[2]]
@@ -291,13 +322,25 @@ BAD = {
         TypeError,
         "student has layout torch.sparse_coo; wanted torch.strided",
     ),
-    "device": (lambda a: a.update(features=a["features"].to("meta")), ValueError, "features is on meta; wanted cpu, where projections is"),
+    "device": (
+        lambda a: a.update(features=a["features"].to("meta")),
+        ValueError,
+        "features is on meta; wanted cpu, where projections is",
+    ),
     "new rows": (lambda a: a.update(new_rows=23), ValueError, "new_rows is 23; wanted 0 to 22"),
-    "valid rows": (lambda a: a.update(valid_rows=torch.tensor(-1, dtype=torch.int32)), ValueError, "valid_rows is -1; wanted 0 to 22"),
+    "valid rows": (
+        lambda a: a.update(valid_rows=torch.tensor(-1, dtype=torch.int32)),
+        ValueError,
+        "valid_rows is -1; wanted 0 to 22",
+    ),
     "type of rows": (lambda a: a.update(new_rows=torch.tensor(2)), TypeError, "new_rows is torch.int64"),
     "student": (lambda a: a.update(student_index=3), ValueError, "student_index is 3; wanted 0 to 2"),
-    "switch": (lambda a: a.update(ce="first"), ValueError, "ce is 'first'; wanted one of off, last, all"),
-}  # fmt: skip
+    "switch": (
+        lambda a: a.update(cross_entropy="first"),
+        ValueError,
+        "cross_entropy is 'first'; wanted one of off, last, all",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)

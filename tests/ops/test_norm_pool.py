@@ -1,4 +1,6 @@
-"""The pooled norm on the CPU, native and reference, against PyTorch's own ops; tests/gpu/test_norm_pool.py goes on with a card."""
+"""The pooled norm on the CPU, native and reference, against PyTorch's own ops;
+tests/gpu/test_norm_pool.py goes on with a card.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def path(request, monkeypatch):
 
 def make(shape, dtype=torch.float32, mean=0.0):
     generator = torch.Generator().manual_seed(sum(shape))
-    x = (torch.randn(shape, generator=generator) + mean).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+    x = (
+        (torch.randn(shape, generator=generator) + mean)
+        .to(dtype)
+        .contiguous(memory_format=torch.channels_last)
+        .requires_grad_()
+    )
     channels = shape[1]
     rows = [mean + 0.1 * torch.randn(channels, generator=generator), torch.ones(channels)]
     rows += [torch.randn(channels, generator=generator), 0.5 * torch.randn(channels, generator=generator)]
@@ -52,7 +59,9 @@ def compare(x, state, grad, valid_rows=None):
         assert value.dtype == other.dtype and value.shape == other.shape, name
         # The state's gradient is float32 whatever x is, and both sides sum the same products.
         tolerance = TOLERANCE[value.dtype]
-        torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance * scale, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, other, rtol=tolerance, atol=tolerance * scale, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @needs_library
@@ -88,7 +97,9 @@ def test_without_a_state_it_is_the_mean(path):
     x, _, grad = make((5, 24, 4, 4))
     ours = run(norm_pool, x, None, grad)
     torch.testing.assert_close(ours[0], x.mean(dim=(2, 3)))
-    torch.testing.assert_close(ours[1], (grad / 16)[:, :, None, None].expand(x.shape).contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(
+        ours[1], (grad / 16)[:, :, None, None].expand(x.shape).contiguous(memory_format=torch.channels_last)
+    )
 
 
 def test_worked_values(path):
@@ -191,8 +202,15 @@ def test_a_copy_into_channels_last_is_said_once():
 def test_any_strides_of_the_gradient(path, with_state):
     x, state, _ = make((4, 16, 2, 2))
     state = state if with_state else None
-    for grad in (torch.randn(16, 4).T, torch.randn(1, 16).expand(4, 16), torch.randn(4, 32)[:, ::2], torch.zeros(()).expand(4, 16)):
-        for value, other in zip(run(norm_pool, x, state, grad), run(norm_pool, x, state, grad.contiguous()), strict=True):
+    for grad in (
+        torch.randn(16, 4).T,
+        torch.randn(1, 16).expand(4, 16),
+        torch.randn(4, 32)[:, ::2],
+        torch.zeros(()).expand(4, 16),
+    ):
+        for value, other in zip(
+            run(norm_pool, x, state, grad), run(norm_pool, x, state, grad.contiguous()), strict=True
+        ):
             assert torch.equal(value, other)
 
 

@@ -1,4 +1,6 @@
-"""The template op on every back end that a machine without a card has; tests/gpu/test_null.py goes on with a card."""
+"""The template op on every back end that a machine without a card has; tests/gpu/test_null.py goes
+on with a card.
+"""
 
 from __future__ import annotations
 

@@ -38,13 +38,20 @@ def test_layout_of_key_and_counter():
 
 
 def test_purposes_are_those_of_the_header():
-    numbers = {name.upper(): int(number) for name, number in re.findall(r"^  k([A-Z]\w+) = (\d+),", HEADER.read_text(), re.MULTILINE)}
+    numbers = {
+        name.upper(): int(number)
+        for name, number in re.findall(r"^  k([A-Z]\w+) = (\d+),", HEADER.read_text(), re.MULTILINE)
+    }
     assert numbers == {purpose.name: purpose.value for purpose in Purpose}
 
 
 def test_uniform_below_is_the_high_half_of_the_product():
     draw = random.Random(0)
-    words = [(draw.getrandbits(32), draw.getrandbits(32)) for _ in range(2000)] + [(0, 0), (2**32 - 1, 2**32 - 1), (0, 2**32 - 1)]
+    words = [(draw.getrandbits(32), draw.getrandbits(32)) for _ in range(2000)] + [
+        (0, 0),
+        (2**32 - 1, 2**32 - 1),
+        (0, 2**32 - 1),
+    ]
     bounds = [draw.getrandbits(draw.randrange(1, 64)) + 1 for _ in range(2000)] + [2**63 - 1, 2**63 - 1, 1]
     bounds = [min(n, 2**63 - 1) for n in bounds]
     high, low = torch.tensor(words).T

@@ -1,4 +1,6 @@
-"""The replay memory's insert and draw: native against reference, both against sequential Python, and their distributions."""
+"""The replay memory's insert and draw: native against reference, both against sequential Python,
+and their distributions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ needs_native = pytest.mark.skipif(_loader.native is None, reason="the native lib
 BACK_ENDS = [pytest.param(ops, id="ops"), pytest.param(reference, id="reference")]
 
 
-def make_memory(slots: int, seed: int, *, counter: int = 0, seen: int = 0, size: tuple[int, int] = (2, 3)) -> list[torch.Tensor]:
+def make_memory(
+    slots: int, seed: int, *, counter: int = 0, seen: int = 0, size: tuple[int, int] = (2, 3)
+) -> list[torch.Tensor]:
     """images, labels, tasks, indices, state."""
     images = torch.full((slots, *size, 3), 7, dtype=torch.uint8)
     return [images, *(torch.full((slots,), -9) for _ in range(3)), torch.tensor([seed, counter, seen])]
@@ -32,7 +36,12 @@ def make_batch(count: int, seed: int, *, first: int = 0, size: tuple[int, int] =
 def philox_in_python(counter: list[int], key: list[int]) -> list[int]:
     for _ in range(10):
         product0, product1 = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        counter = [product1 >> 32 ^ counter[1] ^ key[0], product1 % 2**32, product0 >> 32 ^ counter[3] ^ key[1], product0 % 2**32]
+        counter = [
+            product1 >> 32 ^ counter[1] ^ key[0],
+            product1 % 2**32,
+            product0 >> 32 ^ counter[3] ^ key[1],
+            product0 % 2**32,
+        ]
         key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
     return counter
 
@@ -51,7 +60,9 @@ def place_in_python(seed: int, position: int, slots: int) -> int | None:
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize(("slots", "count", "start"), [(1, 3, 0), (7, 10, 0), (7, 20, 0), (20, 7, 13), (20, 64, 2**40), (5, 1, 3)])
+@pytest.mark.parametrize(
+    ("slots", "count", "start"), [(1, 3, 0), (7, 10, 0), (7, 20, 0), (20, 7, 13), (20, 64, 2**40), (5, 1, 3)]
+)
 def test_insert_equals_sequential_python(back_end, slots, count, start):
     seed = 2**35 + slots
     memory, wanted = (make_memory(slots, seed, seen=start) for _ in range(2))
@@ -100,7 +111,9 @@ def test_native_equals_reference(slots, count):
         native, pure = (make_memory(slots, seed << 40 | seed, counter=seed, seen=start) for _ in range(2))
         for step in range(4):
             x, y, index = make_batch(count, step, first=step * count)
-            assert torch.equal(ops.insert(*native, x, y, step % 3, index), reference.insert(*pure, x, y, step % 3, index))
+            assert torch.equal(
+                ops.insert(*native, x, y, step % 3, index), reference.insert(*pure, x, y, step % 3, index)
+            )
             for k in (0, 1, count, slots + 1):
                 for chosen in SlotFilter:
                     ours = ops.draw(native[2], native[4], k, chosen, 1)
@@ -173,7 +186,8 @@ STREAM, SLOTS, BATCH, SEEDS = 60, 7, 10, 2000
 def inclusion_p(counts: np.ndarray) -> float:
     """p of a chi-square test that all items of the stream are kept equally often.
 
-    A memory holds exactly SLOTS items, so a count's variance is smaller than a Poisson variable's by 1 - SLOTS / STREAM.
+    A memory holds exactly SLOTS items, so a count's variance is smaller than a Poisson variable's
+    by 1 - SLOTS / STREAM.
     """
     expected = SEEDS * SLOTS / STREAM
     statistic = ((counts - expected) ** 2 / expected).sum() / (1 - SLOTS / STREAM)
@@ -251,7 +265,12 @@ def with_change(name: str, value: object) -> dict[str, object]:
     ("name", "value", "error", "message"),
     [
         ("x", torch.zeros(2, 2, 3, 3), TypeError, r"x has dtype torch.float32; wanted torch.uint8"),
-        ("x", torch.zeros(2, 2, 2, 3, dtype=torch.uint8), ValueError, r"x has shape \(2, 2, 2, 3\); wanted \(2, 2, 3, 3\)"),
+        (
+            "x",
+            torch.zeros(2, 2, 2, 3, dtype=torch.uint8),
+            ValueError,
+            r"x has shape \(2, 2, 2, 3\); wanted \(2, 2, 3, 3\)",
+        ),
         ("x", torch.zeros(2, 3, dtype=torch.uint8), ValueError, r"x has shape \(2, 3\); wanted \[images, 2, 3, 3\]"),
         ("y", torch.zeros(3, dtype=torch.int64), ValueError, r"y has shape \(3,\); wanted \(2,\)"),
         ("y", torch.zeros(2), TypeError, r"y has dtype torch.float32; wanted torch.int64"),
@@ -259,7 +278,12 @@ def with_change(name: str, value: object) -> dict[str, object]:
         ("labels", torch.zeros(5, dtype=torch.int64), ValueError, r"labels has shape \(5,\); wanted \(4,\)"),
         ("tasks", torch.zeros(8, dtype=torch.int64)[::2], ValueError, r"tasks has strides \(2,\); wanted contiguous"),
         ("indices", torch.zeros(4, dtype=torch.int64, device="meta"), ValueError, r"indices is on meta; wanted cpu"),
-        ("images", torch.zeros(0, 2, 3, 3, dtype=torch.uint8), ValueError, r"images has shape \(0, 2, 3, 3\); wanted .* at least one slot"),
+        (
+            "images",
+            torch.zeros(0, 2, 3, 3, dtype=torch.uint8),
+            ValueError,
+            r"images has shape \(0, 2, 3, 3\); wanted .* at least one slot",
+        ),
         ("state", torch.zeros(2, dtype=torch.int64), ValueError, r"state has shape \(2,\); wanted \(3,\)"),
         ("state", [1, 2, 3], TypeError, r"state is \[1, 2, 3\]; wanted a torch.Tensor"),
         ("task", 1.0, ValueError, r"task is 1.0; wanted an integer"),
@@ -280,12 +304,21 @@ def test_insert_refuses(name, value, error, message):
         ({"k": 2.0}, "k is 2.0; wanted an integer"),
         ({"filter": 3}, "filter is 3; wanted one of ALL, ONLY, OTHERS"),
         ({"task": None}, "task is None; wanted an integer"),
-        ({"tasks": torch.zeros(0, dtype=torch.int64)}, r"tasks has shape \(0,\); wanted \[slots\] with at least one slot"),
+        (
+            {"tasks": torch.zeros(0, dtype=torch.int64)},
+            r"tasks has shape \(0,\); wanted \[slots\] with at least one slot",
+        ),
     ],
 )
 def test_draw_refuses(change, message):
     state = torch.tensor([1, 2, 3])
-    arguments = {"tasks": torch.zeros(4, dtype=torch.int64), "state": state, "k": 2, "filter": SlotFilter.ALL, "task": 0}
+    arguments = {
+        "tasks": torch.zeros(4, dtype=torch.int64),
+        "state": state,
+        "k": 2,
+        "filter": SlotFilter.ALL,
+        "task": 0,
+    }
     with pytest.raises(ValueError, match=message):
         ops.draw(**{**arguments, **change})
     assert state.tolist() == [1, 2, 3]
@@ -293,7 +326,10 @@ def test_draw_refuses(change, message):
 
 @needs_native
 def test_slots_beyond_two_gibibytes():
-    """200,000 slots of 64 x 64 images: slot offsets need 64 bits. Memory that is not touched is never mapped."""
+    """200,000 slots of 64 x 64 images: slot offsets need 64 bits.
+
+    Memory that is not touched is never mapped.
+    """
     slots, count, seen = 200_000, 10, 199_990
     images = torch.empty(slots, 64, 64, 3, dtype=torch.uint8)
     memory = [images, *(torch.full((slots,), -1) for _ in range(3)), torch.tensor([5, 0, seen])]

@@ -28,7 +28,12 @@ def path(request, monkeypatch):
 class Net(nn.Sequential):
     def __init__(self):
         super().__init__(
-            nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1, bias=False), nn.Flatten(), nn.Linear(36, 5)
+            nn.Conv2d(3, 6, 3, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 4, 1, bias=False),
+            nn.Flatten(),
+            nn.Linear(36, 5),
         )
 
 
@@ -98,7 +103,12 @@ def test_construction_keeps_values_strides_and_starts_at_multiples_of_64():
     storages = {p.untyped_storage().data_ptr() for p in network.parameters()}
     assert len(storages) == 1
     for parameter, shadow, (values, strides) in zip(network.parameters(), optimiser.shadows, wanted, strict=True):
-        assert torch.equal(parameter, values) and parameter.stride() == strides and parameter.is_leaf and parameter.requires_grad
+        assert (
+            torch.equal(parameter, values)
+            and parameter.stride() == strides
+            and parameter.is_leaf
+            and parameter.requires_grad
+        )
         assert parameter.storage_offset() % 64 == 0
         if shadow is not None:
             assert shadow.is_leaf and shadow.requires_grad and shadow.storage_offset() == parameter.storage_offset()
@@ -106,7 +116,8 @@ def test_construction_keeps_values_strides_and_starts_at_multiples_of_64():
             assert torch.equal(shadow, values.to(torch.bfloat16))
     assert [s is None for s in optimiser.shadows] == [p.dim() < 2 for p in network.parameters()]
     assert all(
-        leaf is (p if s is None else s) for leaf, s, p in zip(optimiser.leaves, optimiser.shadows, network.parameters(), strict=True)
+        leaf is (p if s is None else s)
+        for leaf, s, p in zip(optimiser.leaves, optimiser.shadows, network.parameters(), strict=True)
     )
 
 
@@ -195,13 +206,18 @@ def test_states_go_from_torch_to_here_and_back():
     optimiser.load_state_dict(theirs.state_dict())
     assert float(optimiser.param_groups[0]["lr"]) == pytest.approx(3e-3)
     assert [p.data_ptr() for p in network.parameters()] == addresses
-    assert all(s is None or torch.equal(s, p.to(s.dtype)) for s, p in zip(optimiser.shadows, network.parameters(), strict=True))
+    assert all(
+        s is None or torch.equal(s, p.to(s.dtype)) for s, p in zip(optimiser.shadows, network.parameters(), strict=True)
+    )
     steps(3)
     assert_alike(network, twin)
 
     state = copy.deepcopy(optimiser.state_dict())
     assert state["state"].keys() == theirs.state_dict()["state"].keys()
-    assert all(state["state"][0][part].shape == theirs.state_dict()["state"][0][part].shape for part in ("step", "exp_avg", "exp_avg_sq"))
+    assert all(
+        state["state"][0][part].shape == theirs.state_dict()["state"][0][part].shape
+        for part in ("step", "exp_avg", "exp_avg_sq")
+    )
     twin.load_state_dict(network.state_dict())
     theirs = torch.optim.Adam(twin.parameters(), lr=1.0)
     theirs.load_state_dict(state)
@@ -224,9 +240,14 @@ def test_resumes_bit_for_bit_through_a_checkpoint(tmp_path):
 
     other, resumed = make(shadow_dtype=torch.bfloat16, lr=1e-2)
     resumed.step(gradients[5])  # something to be overwritten
-    other.load_state_dict({name.removeprefix("network/"): t for name, t in loaded.items() if name.startswith("network/")})
+    other.load_state_dict(
+        {name.removeprefix("network/"): t for name, t in loaded.items() if name.startswith("network/")}
+    )
     parts = ("step", "exp_avg", "exp_avg_sq")
-    moments = {i: {part: loaded[f"adam/{part}/{name}"] for part in parts} for i, (name, _) in enumerate(other.named_parameters())}
+    moments = {
+        i: {part: loaded[f"adam/{part}/{name}"] for part in parts}
+        for i, (name, _) in enumerate(other.named_parameters())
+    }
     resumed.load_state_dict({"state": moments, "param_groups": resumed.state_dict()["param_groups"]})
     for recorded in gradients[3:]:
         resumed.step(recorded)
@@ -254,14 +275,19 @@ def test_weights_loaded_into_the_network_reach_the_shadows():
     network.load_state_dict({name: torch.rand_like(t, dtype=torch.float32) for name, t in network.state_dict().items()})
     assert [p.data_ptr() for p in network.parameters()] == addresses
     optimiser.refresh_shadows()
-    assert all(s is None or torch.equal(s, p.half()) for s, p in zip(optimiser.shadows, network.parameters(), strict=True))
+    assert all(
+        s is None or torch.equal(s, p.half()) for s, p in zip(optimiser.shadows, network.parameters(), strict=True)
+    )
 
 
 def test_the_latch():
     network, optimiser = make(shadow_dtype=torch.bfloat16)
     gradients = [torch.randn_like(p) for p in network.parameters()]
     optimiser.step(gradients, loss=torch.tensor(2.0, requires_grad=True))
-    kept = [x.detach().clone() for x in [*network.parameters(), *optimiser.leaves, *optimiser.state[next(network.parameters())].values()]]
+    kept = [
+        x.detach().clone()
+        for x in [*network.parameters(), *optimiser.leaves, *optimiser.state[next(network.parameters())].values()]
+    ]
 
     def now():
         return [*network.parameters(), *optimiser.leaves, *optimiser.state[next(network.parameters())].values()]
@@ -305,13 +331,14 @@ def test_the_whole_expert_network_trains_as_with_torch():
             losses[-1].backward()
             optimiser.step()
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
-    # A step of Adam turns the rounding of a tiny gradient into a whole lr: compare what the first moments say.
+    # A step of Adam turns the rounding of a tiny gradient into a whole lr: compare what the first
+    # moments say.
     for ours, theirs in zip(network.parameters(), twin.parameters(), strict=True):
         assert ours.stride() == theirs.stride()
         if theirs in optimisers[1].state:
             torch.testing.assert_close(
                 optimisers[0].state[ours]["exp_avg"], optimisers[1].state[theirs]["exp_avg"], rtol=1e-2, atol=1e-4
-            )  # fmt: skip
+            )
 
 
 def test_errors():

@@ -1,12 +1,15 @@
-"""A stand-in for a card: CPU tensors that say they are on ``cuda``, streams, events and graphs, and a checker that hears of all of it.
+"""A stand-in for a card: CPU tensors that say they are on ``cuda``, streams, events and graphs, and
+a checker that hears of all of it.
 
-Every operation is carried out at once, in the order of the program; what a card would do later is left to the :class:`Checker`, which
-knows the order that streams, events and waits promise and nothing else. So results are those of a run on the CPU, and each access
-that a card might bring forward or put off is reported.
+Every operation is carried out at once, in the order of the program; what a card would do later is
+left to the :class:`Checker`, which knows the order that streams, events and waits promise and
+nothing else. So results are those of a run on the CPU, and each access that a card might bring
+forward or put off is reported.
 
-Two modes of PyTorch see all that the program does: a function mode, in which tensors are asked for their device and moved, and a
-dispatch mode, which sees each operator with what it reads and writes by its schema. Native functions without a schema are called on
-copy-on-write copies: those that a function took a mutable pointer of are what it writes.
+Two modes of PyTorch see all that the program does: a function mode, in which tensors are asked for
+their device and moved, and a dispatch mode, which sees each operator with what it reads and writes
+by its schema. Native functions without a schema are called on copy-on-write copies: those that a
+function took a mutable pointer of are what it writes.
 """
 
 from __future__ import annotations
@@ -39,15 +42,29 @@ aten = torch.ops.aten
 _CUDA = torch.device("cuda", 0)
 
 # The host waits for their results on a card, whose size or value it needs.
-_WAITS = {"aten::nonzero", "aten::masked_select", "aten::_local_scalar_dense", "aten::equal", "aten::bincount", "aten::_unique2"}
+_WAITS = {
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::bincount",
+    "aten::_unique2",
+}
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 # They look at no element.
 _LOOKS_AT_NOTHING = {"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 _READS_NO_ARGUMENT = {
-    "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like", "aten::randn_like",
-    "aten::new_zeros", "aten::new_ones", "aten::new_full", *_LOOKS_AT_NOTHING,
-}  # fmt: skip
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::rand_like",
+    "aten::randn_like",
+    "aten::new_zeros",
+    "aten::new_ones",
+    "aten::new_full",
+    *_LOOKS_AT_NOTHING,
+}
 
 
 class _Block(Memory):
@@ -69,7 +86,8 @@ class _Hold:
         self.block = block
 
     def __del__(self) -> None:
-        # Only noted: the garbage collector may call this in the middle of anything. Memory of a graph stays the graph's.
+        # Only noted: the garbage collector may call this in the middle of anything. Memory of a
+        # graph stays the graph's.
         card = self.block.card
         if card.active and self.block.kind == "device memory" and self.block.graph is None:
             card.freed[self.block.stream].append((self.block, card.hand_over()))
@@ -111,7 +129,10 @@ class Stream:
 
 
 class Event:
-    """In place of ``torch.cuda.Event``. Whether it is done when the host asks is drawn, where the host cannot know."""
+    """In place of ``torch.cuda.Event``.
+
+    Whether it is done when the host asks is drawn, where the host cannot know.
+    """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.recorded = False
@@ -192,7 +213,9 @@ class _Recording:
 
 
 class Graph:
-    """In place of ``torch.cuda.CUDAGraph``: a replay carries out once more what was launched, on the same memory."""
+    """In place of ``torch.cuda.CUDAGraph``: a replay carries out once more what was launched, on
+    the same memory.
+    """
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.recording: _Recording | None = None
@@ -256,7 +279,9 @@ def _on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 class _Native:
-    """In place of the native module: its functions, called so that what they read and write is seen."""
+    """In place of the native module: its functions, called so that what they read and write is
+    seen.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -315,40 +340,56 @@ class Card:
         Card.current = self
         self._stack = ExitStack()
         cuda = {
-            "Stream": Stream, "Event": Event, "CUDAGraph": Graph, "graph": _captured, "stream": _on_stream,
+            "Stream": Stream,
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "graph": _captured,
+            "stream": _on_stream,
             "current_stream": lambda device=None: self.stream,
             "default_stream": lambda device=None: self.default,
             "synchronize": lambda device=None: self.wait_for_all(),
             "is_current_stream_capturing": lambda: self.recording is not None,
-            "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
             "device": lambda device=None: contextlib.nullcontext(),
             "get_device_name": lambda device=None: "stand-in",
             "get_device_capability": lambda device=None: (9, 0),
             "mem_get_info": lambda device=None: (2**33, 2**33),
-            "max_memory_allocated": lambda device=None: 0, "memory_allocated": lambda device=None: 0,
-            "reset_peak_memory_stats": lambda device=None: None, "empty_cache": lambda: None,
-        }  # fmt: skip
+            "max_memory_allocated": lambda device=None: 0,
+            "memory_allocated": lambda device=None: 0,
+            "reset_peak_memory_stats": lambda device=None: None,
+            "empty_cache": lambda: None,
+        }
         for name, replacement in cuda.items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         # Its own check of arguments comes before any mode.
         record_stream = lambda tensor, stream: self.record_stream(tensor, stream)  # noqa: E731 - a method of tensors
         self._stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
         # A capture of the stand-in always comes to its end.
-        self._stack.enter_context(mock.patch.object(torch._C, "_cuda_endAllocateToPool", mock.Mock(side_effect=RuntimeError), create=True))
+        self._stack.enter_context(
+            mock.patch.object(torch._C, "_cuda_endAllocateToPool", mock.Mock(side_effect=RuntimeError), create=True)
+        )
         # What PyTorch's optimisers ask beside the tensors themselves.
-        self._stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", lambda device=None: self.stream))
+        self._stack.enter_context(
+            mock.patch.object(torch.accelerator, "current_stream", lambda device=None: self.stream)
+        )
         grouped = Optimizer._group_tensors_by_device_and_dtype
 
         def grouped_where_they_are(tensors: list[list[Tensor]], with_indices: bool = False) -> dict:
             found = grouped(tensors, with_indices)
             return {(group[0][0][0].device, dtype): group for (_, dtype), group in found.items()}
 
-        self._stack.enter_context(mock.patch.object(Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(grouped_where_they_are)))
-        # ``backward`` is a function of PyTorch, in which the function mode is off; but a backward pass runs code of the program.
+        self._stack.enter_context(
+            mock.patch.object(Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(grouped_where_they_are))
+        )
+        # ``backward`` is a function of PyTorch, in which the function mode is off; but a backward
+        # pass runs code of the program.
         backward = torch.autograd._engine_run_backward
 
         def backward_in_mode(*args: Any, **kwargs: Any) -> Any:
-            # Zeros that autograd makes itself, in place of gradients that are missing, lie beside the others.
+            # Zeros that autograd makes itself, in place of gradients that are missing, lie beside
+            # the others.
             with torch._C.DisableTorchFunction():
                 place = "device memory" if any(map(self.on_card, _tensors(args))) else None
             with _Functions(self), self.placing(place):
@@ -384,7 +425,9 @@ class Card:
             yield
 
     def _follow_threads(self) -> None:
-        """Threads work under the modes too; a task comes after what its thread did before it was handed over, a result after the task."""
+        """Threads work under the modes too; a task comes after what its thread did before it was
+        handed over, a result after the task.
+        """
         card, run, submit, result = self, threading.Thread.run, ThreadPoolExecutor.submit, Future.result
 
         def run_in_modes(thread: threading.Thread) -> None:
@@ -449,14 +492,17 @@ class Card:
     # Memory
 
     def block(self, tensor: Tensor) -> _Block | None:
-        """The block of a tensor on the card or in pinned memory; None for other memory of the host."""
+        """The block of a tensor on the card or in pinned memory; None for other memory of the
+        host.
+        """
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return None
         hold = getattr(tensor.untyped_storage(), "hold", None)
         if hold is None:
             return None
         if hold.block.card is not self:
-            # Of another stand-in, which has ended: kept by a cache of the program. All that was done to it is long past.
+            # Of another stand-in, which has ended: kept by a cache of the program. All that was
+            # done to it is long past.
             return self.place(tensor, hold.block.kind, "an earlier run")
         return hold.block
 
@@ -480,7 +526,9 @@ class Card:
         return block
 
     def reuse_freed(self) -> None:
-        """The next allocation on a stream may get any block that was freed there, unless the allocator knows of another reader."""
+        """The next allocation on a stream may get any block that was freed there, unless the
+        allocator knows of another reader.
+        """
         freed = self.freed[self.stream]
         while freed:
             block, at = freed.pop()
@@ -540,7 +588,9 @@ class Card:
             if strange and name not in _INDEXING:
                 where = f"{name} got one of shape {tuple(strange[0].shape)} on the host and others on the card"
                 raise RuntimeError(f"Expected all tensors to be on the same device: {where}")
-            waits = name in _WAITS or bool(strange) or (name in _INDEXING and any(_is_mask(t) for t in _tensors(args[1])))
+            waits = (
+                name in _WAITS or bool(strange) or (name in _INDEXING and any(_is_mask(t) for t in _tensors(args[1])))
+            )
             if on_card and waits:
                 self.not_while_capturing(name)
             reads, writes = _by_schema(func._schema, args, kwargs)
@@ -553,7 +603,9 @@ class Card:
             results = func(*args, **kwargs)
             known = {t.untyped_storage()._cdata for t in given if t.layout == torch.strided and t.device.type == "cpu"}
             fresh = [
-                r for r in _tensors(results) if r.device.type == "cpu" and r.untyped_storage()._cdata not in known and self.block(r) is None
+                r
+                for r in _tensors(results)
+                if r.device.type == "cpu" and r.untyped_storage()._cdata not in known and self.block(r) is None
             ]
             kind = place or ("device memory" if on_card else None)
             if kind in ("device memory", "pinned memory"):
@@ -601,7 +653,9 @@ class Card:
                 self.wait_for(self.stream)
             return results
 
-    def _record(self, function: Callable, args: tuple, kwargs: dict[str, Any], results: Any, fresh: list[Tensor]) -> None:
+    def _record(
+        self, function: Callable, args: tuple, kwargs: dict[str, Any], results: Any, fresh: list[Tensor]
+    ) -> None:
         """Notes a launch for replays, with its results where they are."""
         kept = self.recording.kept
         args, kwargs = _map(kept, args), _map(kept, kwargs)
@@ -680,11 +734,15 @@ class _Functions(TorchFunctionMode):
         self.call = {
             torch.Tensor.to: self._to,
             torch.Tensor.cpu: lambda t, **_: self._to(t, "cpu"),
-            torch.Tensor.cuda: lambda t, device=None, non_blocking=False: self._to(t, "cuda", non_blocking=non_blocking),
+            torch.Tensor.cuda: lambda t, device=None, non_blocking=False: self._to(
+                t, "cuda", non_blocking=non_blocking
+            ),
             torch.Tensor.tolist: self._tolist,
             torch.Tensor.numpy: self._numpy,
             torch.Tensor.pin_memory: self._pin_memory,
-            torch.Tensor.is_pinned: lambda t, device=None: (block := card.block(t)) is not None and block.kind == "pinned memory",
+            torch.Tensor.is_pinned: lambda t, device=None: (
+                (block := card.block(t)) is not None and block.kind == "pinned memory"
+            ),
             torch.Tensor.data_ptr: self._data_ptr,
             torch.Tensor.__deepcopy__: self._deepcopy,
             torch.Tensor.new_tensor: self._new_tensor,
@@ -727,7 +785,9 @@ class _Functions(TorchFunctionMode):
         return self.card.moved(tensor, wanted, how, non_blocking)
 
     def _host(self, tensor: Tensor) -> Tensor:
-        """The tensor for the host to read: what lies on the card is copied, pinned memory is looked at."""
+        """The tensor for the host to read: what lies on the card is copied, pinned memory is looked
+        at.
+        """
         block = self.card.block(tensor)
         if block is None:
             return tensor
@@ -743,7 +803,10 @@ class _Functions(TorchFunctionMode):
 
     def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
         if self.card.on_card(tensor):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory"
+                " first."
+            )
         return torch.Tensor.numpy(self._host(tensor), **kwargs)
 
     def _pin_memory(self, tensor: Tensor, device: Any = None) -> Tensor:
@@ -775,7 +838,11 @@ class _Functions(TorchFunctionMode):
         return self._tensor(data, dtype=like.dtype if dtype is None else dtype, device=device, **kwargs)
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-        made = data if isinstance(data, Tensor) and (dtype is None or data.dtype == dtype) else torch.as_tensor(data, dtype=dtype)
+        made = (
+            data
+            if isinstance(data, Tensor) and (dtype is None or data.dtype == dtype)
+            else torch.as_tensor(data, dtype=dtype)
+        )
         return made if device is None else self._to(made, device)
 
 
@@ -821,7 +888,11 @@ def _swapped(value: Any, copies: dict[int, Tensor]) -> Any:
 
 def _extent(tensor: Tensor) -> int:
     """Elements from the first to the last in memory."""
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
+    return (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if tensor.numel()
+        else 0
+    )
 
 
 def _copy(tensor: Tensor) -> Tensor:

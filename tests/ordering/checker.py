@@ -1,7 +1,9 @@
-"""Which access to memory comes before which: clocks of streams, events and host threads, and the accesses that no order holds apart.
+"""Which access to memory comes before which: clocks of streams, events and host threads, and the
+accesses that no order holds apart.
 
-The clocks are those of PyTorch's own CUDA sanitizer (``torch.cuda._sanitizer``). A host thread is one more stream there: what it
-launches comes after all that it did and knew before, and it learns what a stream did by waiting for an event or for the stream.
+The clocks are those of PyTorch's own CUDA sanitizer (``torch.cuda._sanitizer``). A host thread is
+one more stream there: what it launches comes after all that it did and knew before, and it learns
+what a stream did by waiting for an event or for the stream.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ class Memory:
 
 
 class Checker:
-    """Takes launches, waits and hand-overs in the order in which the program makes them, and collects races.
+    """Takes launches, waits and hand-overs in the order in which the program makes them, and
+    collects races.
 
     Args:
         stop: Raise :class:`RaceError` at the first one.
@@ -116,7 +119,9 @@ class Checker:
             self._order.create_stream(name)
         return name
 
-    def access(self, stream: Hashable, reads: list[tuple[Memory, int, int]], writes: list[tuple[Memory, int, int]], what: str) -> None:
+    def access(
+        self, stream: Hashable, reads: list[tuple[Memory, int, int]], writes: list[tuple[Memory, int, int]], what: str
+    ) -> None:
         """A launch on a stream, or an action of the host where ``stream`` is :meth:`host`."""
         host = self.host()
         if stream != host:
@@ -143,13 +148,18 @@ class Checker:
 
         Args:
             recorded: Streams that the allocator waits for before it gives the memory away.
-            freed: The event of :meth:`record` of the host thread that freed it: what that thread knew to be done is done.
+            freed: The event of :meth:`record` of the host thread that freed it: what that thread
+                knew to be done is done.
         """
         access = Access(next(self._numbers), stream, True, "reuse of memory whose last reference has gone", _where())
         done = self._order.recorded_sync_states.pop(freed)
         for cell in memory.all():
             for earlier in cell.reads.values() or (cell.write,):
-                if earlier is not None and earlier.stream not in recorded and earlier.seq > done.get(earlier.stream, -1):
+                if (
+                    earlier is not None
+                    and earlier.stream not in recorded
+                    and earlier.seq > done.get(earlier.stream, -1)
+                ):
                     self._check(memory, access, earlier)
 
     def record(self, event: Hashable, stream: Hashable) -> None:
@@ -183,7 +193,11 @@ class Checker:
         self._order.stream_wait_for_event(stream, "last state")
 
     def _check(self, memory: Memory, later: Access, earlier: Access | None) -> None:
-        if earlier is None or earlier.stream == later.stream or self._order.is_ordered_after(later.stream, earlier.seq, earlier.stream):
+        if (
+            earlier is None
+            or earlier.stream == later.stream
+            or self._order.is_ordered_after(later.stream, earlier.seq, earlier.stream)
+        ):
             return
         places = (later.what, later.where, earlier.what, earlier.where)
         if (places not in self._seen or not later.where) and len(self.races) < _MOST_RACES:

@@ -1,7 +1,9 @@
-"""A stand-in for DALI's pipeline, with the order that DALI keeps on a card and pixels that mean nothing.
+"""A stand-in for DALI's pipeline, with the order that DALI keeps on a card and pixels that mean
+nothing.
 
-Input is copied on the stream that is named with it. A run has a stream of its own, after that copy; two sets of output buffers take
-turns. The stream that asks for outputs waits for the run; what it reads must be read before the buffers' next turn.
+Input is copied on the stream that is named with it. A run has a stream of its own, after that copy;
+two sets of output buffers take turns. The stream that asks for outputs waits for the run; what it
+reads must be read before the buffers' next turn.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class StandInPipeline:
         return (_Made(self.made),)
 
 
-def build(device: torch.device, size: tuple[int, int], views: int, mean: Sequence[float], std: Sequence[float]) -> StandInPipeline:
+def build(
+    device: torch.device, size: tuple[int, int], views: int, mean: Sequence[float], std: Sequence[float]
+) -> StandInPipeline:
     """In place of ``mose_fast.augment.dali._build``."""
     return StandInPipeline(size, views)

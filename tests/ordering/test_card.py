@@ -1,4 +1,6 @@
-"""The stand-in card by itself: small programs whose order is known, each with what is reported of it."""
+"""The stand-in card by itself: small programs whose order is known, each with what is reported of
+it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_tensors_know_where_they_are(card):
     assert x.is_cuda and x[0].device == torch.device("cuda", 0) and (x + 1).is_cuda and torch.zeros_like(x).is_cuda
     assert not x.cpu().is_cuda and x.cpu().tolist() == [[0, 1, 2], [3, 4, 5]] == x.tolist()
     host = torch.ones(3)
-    assert host.device.type == "cpu" and host.to("cuda").is_cuda and host.pin_memory().is_pinned() and not host.is_pinned()
+    assert (
+        host.device.type == "cpu" and host.to("cuda").is_cuda and host.pin_memory().is_pinned() and not host.is_pinned()
+    )
     assert torch.empty_like(x, device="meta").device.type == "meta"
     assert torch.nn.Linear(3, 3).to("cuda").weight.is_cuda
     with pytest.raises(RuntimeError, match="on the same device"):
@@ -37,7 +41,10 @@ def test_tensors_know_where_they_are(card):
 
 def test_gradients_are_those_of_the_cpu(card):
     torch.manual_seed(0)
-    network, x = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()), torch.randn(2, 3, 8, 8)
+    network, x = (
+        torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()),
+        torch.randn(2, 3, 8, 8),
+    )
     found = []
     for device in ("cpu", "cuda"):
         network.to(device).zero_grad()
@@ -49,7 +56,8 @@ def test_gradients_are_those_of_the_cpu(card):
 # Two streams
 
 
-# Between what the first stream did and what the second one does; ``early`` is an event of the first from before, ``third`` a stream.
+# Between what the first stream did and what the second one does; ``early`` is an event of the first
+# from before, ``third`` a stream.
 WAITS = {
     "nothing": lambda first, second, early, third: None,
     "an event": lambda first, second, early, third: second.wait_event(first.record_event()),
@@ -88,7 +96,11 @@ def test_a_write_waits_for_reads_and_reads_for_nobody(card):
     second.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(second):
         x.zero_()
-    assert len(card.races) == 1 and "aten::zero_ writes on stream" in str(card.races[0]) and "aten::sum reads" in str(card.races[0])
+    assert (
+        len(card.races) == 1
+        and "aten::zero_ writes on stream" in str(card.races[0])
+        and "aten::sum reads" in str(card.races[0])
+    )
 
 
 def test_pieces_of_one_buffer_are_told_apart(card):
@@ -131,7 +143,13 @@ def test_memory_is_given_away_while_it_is_read(card, guard):
 
 def test_the_host_reads_pinned_memory(card):
     x = torch.arange(3.0, device="cuda")
-    for read in (torch.Tensor.tolist, torch.Tensor.sum, torch.Tensor.numpy, lambda t: float(t[0]), torch.Tensor.data_ptr):
+    for read in (
+        torch.Tensor.tolist,
+        torch.Tensor.sum,
+        torch.Tensor.numpy,
+        lambda t: float(t[0]),
+        torch.Tensor.data_ptr,
+    ):
         host = torch.empty(3, **PINNED)
         host.copy_(x, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event()
@@ -233,7 +251,9 @@ def test_inputs_of_a_graph_that_are_overwritten_while_it_reads(card, waits):
     assert bool(card.races) != waits
 
 
-@pytest.mark.parametrize("act", [lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: torch.cuda.synchronize(), lambda x: x[x > 0]])
+@pytest.mark.parametrize(
+    "act", [lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: torch.cuda.synchronize(), lambda x: x[x > 0]]
+)
 def test_nothing_may_wait_in_a_capture(card, act):
     x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), torch.cuda.graph(graph):
@@ -255,7 +275,9 @@ def test_a_graph_whose_input_was_freed_is_reported(card):
 
 @pytest.mark.skipif(_loader.native is None, reason="there is no native library")
 def test_native_functions_without_a_schema_are_seen(card):
-    """Adam's step, by what it takes mutable pointers of: the gradient and the learning rate are read, the buffers written."""
+    """Adam's step, by what it takes mutable pointers of: the gradient and the learning rate are
+    read, the buffers written.
+    """
     master, first, second, gradient = (torch.ones(64, device="cuda") for _ in range(4))
     steps, lr, unused = torch.zeros(1, device="cuda"), torch.tensor(0.1, device="cuda"), torch.zeros(64, device="cuda")
     other = torch.cuda.Stream()
@@ -266,7 +288,9 @@ def test_native_functions_without_a_schema_are_seen(card):
         adam_step(master, first, second, [gradient], [0], steps, lr, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0)
         before = len(card.races)
         with torch.cuda.stream(other):
-            {"master": master, "first": first, "gradient": gradient, "steps": steps, "lr": lr, "unused": unused}[name].sum()
+            {"master": master, "first": first, "gradient": gradient, "steps": steps, "lr": lr, "unused": unused}[
+                name
+            ].sum()
         return len(card.races) - before
 
     assert [races_of(name) for name in ("gradient", "lr", "unused", "master", "first", "steps")] == [0, 0, 0, 1, 1, 1]
@@ -274,4 +298,6 @@ def test_native_functions_without_a_schema_are_seen(card):
     for done in range(6):
         steps_done, rate = torch.full((1,), float(done)), torch.tensor(0.1)
         adam_step(*on_host[:3], [on_host[3]], [0], steps_done, rate, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0)
-    assert float(steps) == 6 and all(torch.equal(a.cpu(), b) for a, b in zip((master, first, second), on_host[:3], strict=True))
+    assert float(steps) == 6 and all(
+        torch.equal(a.cpu(), b) for a, b in zip((master, first, second), on_host[:3], strict=True)
+    )

@@ -1,4 +1,6 @@
-"""The loop on the stand-in card: clean as it is, and each fault that is seeded into a copy of it reported."""
+"""The loop on the stand-in card: clean as it is, and each fault that is seeded into a copy of it
+reported.
+"""
 
 from __future__ import annotations
 import __future__
@@ -37,11 +39,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:options.first_task of method 'mose' is 'joint', which needs several tasks"),
 ]
 
-# Two tasks of seven batches. The first batch trains nothing; of each task, the second step is captured.
+# Two tasks of seven batches. The first batch trains nothing; of each task, the second step is
+# captured.
 SETTINGS = {
     "stream": {"name": "digits", "tasks": 2, "limit_per_task": 28, "batch": 4},
     "options": {"experts": 2, "buffer_batch": 4, "new_extra": 2},
-    # With an emulated card's library its kernels run, which want 8 channels; else PyTorch stands in for them.
+    # With an emulated card's library its kernels run, which want 8 channels; else PyTorch stands in
+    # for them.
     "width": 8 if _loader.native is not None and _loader.record["backend"] == "emulated" else 1,
     "memory": 20,
     "device": "cuda",
@@ -82,7 +86,9 @@ class Losses(Listener):
 
 
 def two_tasks(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, bad: int) -> Losses:
-    """Two tasks with checkpoints and evaluations; the loss of one batch is not finite, and a second run goes on from there."""
+    """Two tasks with checkpoints and evaluations; the loss of one batch is not finite, and a second
+    run goes on from there.
+    """
     step_inputs, make_views = Mose.step_inputs, Mose.make_views
     # The first batch trains nothing.
     broken = {bad - 2}
@@ -109,7 +115,9 @@ def report(card: Card) -> str:
 
 
 def a_ring_alone(feed: str = "fused") -> None:
-    """Plans and steps whose losses nobody reads, so that nothing but the ring holds them apart; then a look at the memory."""
+    """Plans and steps whose losses nobody reads, so that nothing but the ring holds them apart;
+    then a look at the memory.
+    """
     learner = create_learner(settings(feed=feed), classes=10, image_size=(8, 8))
     images = torch.full((64, 8, 8, 3), 7, dtype=torch.uint8, device=learner.device)
     with device_module.own_stream(learner.device):
@@ -120,25 +128,32 @@ def a_ring_alone(feed: str = "fused") -> None:
             ring.put(lambda batch=batch, y=y: {"x": images[4 * batch : 4 * batch + 4], "y": y % 10, "task": batch // 8})
             if ring.full:
                 learner.consume(ring.take(), steps)
-        ring.settle()
+        ring.synchronise()
         learner.memory.images.sum()
         ring.close()
     learner.latch.logical_not()
 
 
-@pytest.mark.parametrize(("step", "feed", "done"), [("captured", "fused", 0.1), ("eager", "torch", 0.6), ("captured", "dali", 0.3)])
+@pytest.mark.parametrize(
+    ("step", "feed", "done"), [("captured", "fused", 0.1), ("eager", "torch", 0.6), ("captured", "dali", 0.3)]
+)
 def test_the_loop_is_ordered(tmp_path, monkeypatch, step, feed, done):
-    """With views made by the step, by the plan (and PyTorch's own kernels and Adam), and by a thread of their own."""
+    """With views made by the step, by the plan (and PyTorch's own kernels and Adam), and by a
+    thread of their own.
+    """
     with Card(done=done) as card:
         config = settings(step=step, feed=feed, kernels="torch" if feed == "torch" else "fused")
         losses = two_tasks(config, tmp_path / "run", monkeypatch, bad=12)
     assert not card.races, report(card)
     assert [batch for batch, _ in losses.told] == list(range(1, 15))
-    # It went the way of a card: streams of steps, plans and checkpoints in both runs, a thread that writes, and graphs.
+    # It went the way of a card: streams of steps, plans and checkpoints in both runs, a thread that
+    # writes, and graphs.
     streams = {str(stream) for stream in card.streams}
     # DALI's is one more, beside that of its thread.
     count = 10 if feed == "dali" else 6
-    assert len({s for s in streams if s.startswith("stream")}) == count and any(s.startswith("host thread checkpoint") for s in streams)
+    assert len({s for s in streams if s.startswith("stream")}) == count and any(
+        s.startswith("host thread checkpoint") for s in streams
+    )
     assert (card.replays > 4) == (step == "captured")
 
 
@@ -160,7 +175,10 @@ def test_a_capture_that_fails_leaves_order(monkeypatch):
         return losses
 
     monkeypatch.setattr(Mose, "train_on", waits)
-    with Card() as card, pytest.warns(UserWarning, match=r"no CUDA graph .*not permitted when stream is capturing .*eager steps"):
+    with (
+        Card() as card,
+        pytest.warns(UserWarning, match=r"no CUDA graph .*not permitted when stream is capturing .*eager steps"),
+    ):
         a_ring_alone()
     assert not card.races and card.replays == 0
 
@@ -171,30 +189,39 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "a plan does not wait for what was launched before": [
         (Ring._on_stream, "self._stream.wait_stream(torch.cuda.current_stream(self.learner.device))", "pass")
     ],
-    "plans do not wait for what needed all plans": [(Ring.settle, "self._apart = False", "pass")],
-    "undoing a step does not wait for later ones": [(Ring.undo, "self.settle()", "pass")],
+    "plans do not wait for what needed all plans": [(Ring.synchronise, "self._apart = False", "pass")],
+    "undoing a step does not wait for later ones": [(Ring.undo, "self.synchronise()", "pass")],
     "the classes' mask is changed in place": [
         (
             Mose._mask_of,
             "self._mask, self._masked = upload(mask, self.device), list(classes)",
-            "self._masked = list(classes); "
-            "self._mask = upload(mask, self.device) if self._mask is None else self._mask.copy_(upload(mask, self.device))",
+            (
+                "self._masked = list(classes); self._mask = upload(mask, self.device) if self._mask is None else"
+                " self._mask.copy_(upload(mask, self.device))"
+            ),
         )
     ],
     "plans fill the inputs of graphs": [
         (
             CapturedSteps.inputs,
             "return learner.step_inputs(plan, learner.padded_rows(plan), ready=not learner.views.capturable)",
-            "made = learner.step_inputs(plan, learner.padded_rows(plan), ready=not learner.views.capturable); "
-            "[copied_into(g.inputs, made) for g in self._graphs.values() if layout_of(g.inputs) == layout_of(made)]; return made",
+            (
+                "made = learner.step_inputs(plan, learner.padded_rows(plan), ready=not learner.views.capturable);"
+                " [copied_into(g.inputs, made) for g in self._graphs.values() if layout_of(g.inputs) =="
+                " layout_of(made)]; return made"
+            ),
         )
     ],
     "a graph's inputs are not kept": [
         (CapturedSteps._capture, "_Graph(graph, static, losses)", "_Graph(graph, _map(torch.clone, inputs), losses)")
     ],
-    "the host does not wait for losses": [(LossReader.told, "arrived.synchronize()", "pass")],
-    "the host does not ask for losses": [(LossReader.told, "if arrived is not None and not arrived.query():", "if False:")],
-    "the place of losses is used again too early": [(LossReader.add, "(self._row + 1) % OUTSTANDING", "(self._row + 1) % 2")],
+    "the host does not wait for losses": [(LossReader.drain, "arrived.synchronize()", "pass")],
+    "the host does not ask for losses": [
+        (LossReader.drain, "if arrived is not None and not arrived.query():", "if False:")
+    ],
+    "the place of losses is used again too early": [
+        (LossReader.add, "(self._row + 1) % OUTSTANDING", "(self._row + 1) % 2")
+    ],
     "a checkpoint is not waited for": [
         (CheckpointWriter._save, "self._stream.wait_event(copied)", "pass"),
         # Which waits for the card as well.
@@ -204,7 +231,11 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
         (Snapshot.on_host, "torch.cuda.current_stream(device).synchronize()", "pass")
     ],
     "a checkpoint is the state itself": [
-        (Snapshot.__init__, "[torch.cat(parts) for parts in pieces.values()]", "[part for parts in pieces.values() for part in parts[:1]]"),
+        (
+            Snapshot.__init__,
+            "[torch.cat(parts) for parts in pieces.values()]",
+            "[part for parts in pieces.values() for part in parts[:1]]",
+        ),
     ],
 }
 
@@ -212,7 +243,9 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
 def seed(monkeypatch: pytest.MonkeyPatch, function: Callable, old: str, new: str) -> None:
     """Puts a copy of a function with another text in place of it."""
     source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{function.__qualname__} has changed: wanted {old!r} in it once, to seed a fault there"
+    assert source.count(old) == 1, (
+        f"{function.__qualname__} has changed: wanted {old!r} in it once, to seed a fault there"
+    )
     module, found = sys.modules[function.__module__], {}
     code = compile(source.replace(old, new), module.__file__, "exec", __future__.annotations.compiler_flag)
     exec(code, vars(module), found)
@@ -246,15 +279,21 @@ def test_plans_that_are_undone_elsewhere_are_reported(tmp_path, monkeypatch):
 RING_FAULTS: dict[str, tuple[Callable, str, str]] = {
     "the allocator does not know that steps read plans": (Ring.take, "tensor.record_stream(stream)", "pass"),
     "what needs all plans does not wait for them": (
-        Ring.settle, "torch.cuda.current_stream(self.learner.device).wait_stream(self._stream)", "pass",
+        Ring.synchronise,
+        "torch.cuda.current_stream(self.learner.device).wait_stream(self._stream)",
+        "pass",
     ),
     "steps do not wait for what was made before": (device_module.own_stream, "own.wait_stream(before)", "pass"),
     "the stream before does not wait for steps": (device_module.own_stream, "before.wait_stream(own)", "pass"),
     "views do not wait for their plan": (Feeder._make, "self._stream.wait_event(ready)", "pass"),
     "a step does not wait for its views": (Feeder.take, "stream.wait_event(made)", "pass"),
-    "the allocator does not know that views are made of plans": (Feeder.put, "tensor.record_stream(self._stream)", "pass"),
+    "the allocator does not know that views are made of plans": (
+        Feeder.put,
+        "tensor.record_stream(self._stream)",
+        "pass",
+    ),
     "the allocator does not know that steps read views": (Feeder.take, "tensor.record_stream(stream)", "pass"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", RING_FAULTS)

@@ -1,4 +1,7 @@
-"""The reference against values computed by the authors' released code (tests/golden/README.md). These tests may not skip."""
+"""The reference against values computed by the authors' released code (tests/golden/README.md).
+
+These tests may not skip.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from mose_fast.nn import ClassMeans, ExpertNetwork
 from mose_fast.reference import augment
-from mose_fast.reference.expert_losses import expert_losses, masked_cross_entropy, self_distillation, supcon_loss
+from mose_fast.reference.expert_losses import contrastive_loss, expert_losses, masked_cross_entropy, self_distillation
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "released.npz"
 
@@ -82,10 +85,12 @@ def test_loss_terms(golden):
         logits = outputs.logits[e]
         terms = torch.stack(
             [
-                supcon_loss(outputs.projections[e], labels, 0.07),
+                contrastive_loss(outputs.projections[e], labels, 0.07),
                 masked_cross_entropy(logits[new:], labels[new:]),
                 masked_cross_entropy(logits[:new], labels[:new], current),
-                self_distillation(outputs.student, outputs.features[e].detach(), "frobenius") if e < 3 else torch.zeros(()),
+                self_distillation(outputs.student, outputs.features[e].detach(), "frobenius")
+                if e < 3
+                else torch.zeros(()),
             ]
         )
         torch.testing.assert_close(terms.double(), golden[f"loss/expert{e + 1}"], rtol=1e-4, atol=1e-6)
@@ -115,12 +120,14 @@ def test_three_adam_steps_and_task_0(golden):
     parameters = dict(model.named_parameters())
     for name, value in group(golden, "adam/after3/").items():
         torch.testing.assert_close(parameters[name].detach(), value, rtol=0, atol=2e-5)
-    torch.testing.assert_close(step_losses(model, golden, joint=True).sum().double(), golden["task0/total"], rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        step_losses(model, golden, joint=True).sum().double(), golden["task0/total"], rtol=1e-4, atol=0
+    )
 
 
-def test_supcon_alone(golden):
+def test_contrastive_loss_alone(golden):
     z = golden["supcon/z"].clone().requires_grad_()
-    loss = supcon_loss(z, golden["supcon/labels"], 0.07)
+    loss = contrastive_loss(z, golden["supcon/labels"], 0.07)
     loss.backward()
     torch.testing.assert_close(loss.detach().double(), golden["supcon/loss"], rtol=1e-4, atol=0)
     assert_close(z.grad, golden["supcon/grad"], 1e-3)
@@ -149,7 +156,9 @@ def test_views_through_apply_views(golden):
 
 def test_colour_jitter(golden):
     x = golden["jitter/x"]
-    factors = torch.stack([golden[f"jitter/{name}"].reshape(-1) for name in ("hue", "saturation", "value", "contrast")], 1)
+    factors = torch.stack(
+        [golden[f"jitter/{name}"].reshape(-1) for name in ("hue", "saturation", "value", "contrast")], 1
+    )
     for first, name in ((True, "contrast_then_hsv"), (False, "hsv_then_contrast")):
         views = augment.jitter(x, factors, torch.full((len(x),), first))
         torch.testing.assert_close(views, golden[f"jitter/{name}"], rtol=0, atol=1e-5)

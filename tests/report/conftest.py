@@ -25,12 +25,15 @@ def template(tmp_path_factory):
 def maker(template, runs):
     """A function that writes a run folder below ``runs`` and returns its results.
 
-    ``make(seed, memory=64, preset="released", tasks=5, after=None, changes={}, resolved={}, **config)``: accuracies are drawn from the
-    seed and the settings; ``after`` lists the tasks after which there was an evaluation, None for all.
+    ``make(seed, memory=64, preset="released", tasks=5, after=None, changes={}, resolved={},
+    **config)``: accuracies are drawn from the seed and the settings; ``after`` lists the tasks
+    after which there was an evaluation, None for all.
     """
     made = []
 
-    def folder(seed, *, memory=64, preset="released", tasks=5, after=None, changes=None, stream=None, resolved=None, **config):
+    def folder(
+        seed, *, memory=64, preset="released", tasks=5, after=None, changes=None, stream=None, resolved=None, **config
+    ):
         results = copy.deepcopy(template)
         changes = dict(changes or {})
         results["config"] |= {"memory": memory, "preset": preset, "seed": seed, **config}
@@ -92,7 +95,9 @@ def no_figures(monkeypatch):
 
 @pytest.fixture(scope="session")
 def sweep(template, tmp_path_factory):
-    """Two presets, two memory sizes, three seeds: results by (preset, memory), and the page of their report."""
+    """Two presets, two memory sizes, three seeds: results by (preset, memory), and the page of
+    their report.
+    """
     runs = tmp_path_factory.mktemp("sweep") / "runs"
     make = maker(template, runs)
     results = {
@@ -125,7 +130,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.tags.append(tag)
-        self.links += [value for name, value in attributes.items() if name in ("src", "href", "data", "srcset", "action", "poster")]
+        self.links += [
+            value for name, value in attributes.items() if name in ("src", "href", "data", "srcset", "action", "poster")
+        ]
         if tag == "table":
             self._rows = self.tables.setdefault(attributes["id"], [])
         elif tag == "tr":

@@ -30,7 +30,11 @@ def test_main_table_parsed_back_equals_the_inputs(sweep, read_page):
     wanted = []
     for preset in ("paper", "released"):
         for name, expert in (("NCM, expert 4", "4"), ("NCM, mean of experts", "mean_distance")):
-            cells = [shown([r[metric]["ncm"][expert] for r in sweep[preset, m]]) for metric in ("acc", "af_paper") for m in (64, 128)]
+            cells = [
+                shown([r[metric]["ncm"][expert] for r in sweep[preset, m]])
+                for metric in ("acc", "af_paper")
+                for m in (64, 128)
+            ]
             wanted.append([f"mose {preset}", name, *cells])
     assert rows == wanted
 
@@ -61,7 +65,9 @@ def test_experts_and_tasks_parsed_back_equal_the_inputs(sweep, read_page):
     assert tables["tasks"][0] == ["method", "M", "n", "expert", *(f"task {t}" for t in range(1, 6)), "mean"]
     for (preset, memory), runs in sweep.items():
         place = f"mose {preset}", str(memory)
-        views = [("ncm", e) for e in ("1", "2", "3", "4", "mean_distance")] + [("linear", e) for e in ("1", "2", "3", "4", "mean_logit")]
+        views = [("ncm", e) for e in ("1", "2", "3", "4", "mean_distance")] + [
+            ("linear", e) for e in ("1", "2", "3", "4", "mean_logit")
+        ]
         assert experts[place] == [shown([r["acc"][c][e] for r in runs]) for c, e in views]
         last = np.array([[r["accuracy"]["ncm"][e][-1] for e in ("1", "2", "3", "4", "mean_distance")] for r in runs])
         wanted = {**{f"E{e + 1}": last[:, e] for e in range(4)}, "MAX": last[:, :4].max(1), "MOE": last[:, 4]}
@@ -76,7 +82,9 @@ def test_comparisons_are_paired_and_corrected_over_the_whole_table(sweep, read_p
     assert heading[-3:] == ["p (Wilcoxon)", "p (Holm)", "effect size"]
     p = []
     for row, memory in zip(rows, (64, 128), strict=True):
-        acc = {preset: np.array([r["acc"]["ncm"]["4"] for r in sweep[preset, memory]]) for preset in ("released", "paper")}
+        acc = {
+            preset: np.array([r["acc"]["ncm"]["4"] for r in sweep[preset, memory]]) for preset in ("released", "paper")
+        }
         best = max(acc, key=lambda preset: acc[preset].mean())
         other = "paper" if best == "released" else "released"
         assert row[:4] == [str(memory), f"mose {other}", f"mose {best}", "3"]
@@ -103,7 +111,9 @@ def test_exports_hold_the_same_numbers(sweep, read_page, numbers):
         text = {ending: (folder / f"{name}.{ending}").read_text() for ending in ("csv", "md", "tex")}
         in_csv = list(csv.reader(io.StringIO(text["csv"])))[1:]
         in_markdown = [line for line in text["md"].splitlines() if line.startswith("|")][2:]
-        body = text["tex"].partition("\\midrule\n")[2].partition("\\bottomrule")[0].replace("$-$", "-").replace("\\_", "_")
+        body = (
+            text["tex"].partition("\\midrule\n")[2].partition("\\bottomrule")[0].replace("$-$", "-").replace("\\_", "_")
+        )
         assert [[n for cell in row for n in numbers(cell)] for row in in_csv] == wanted
         assert [numbers(line) for line in in_markdown] == wanted
         assert [numbers(line) for line in body.splitlines()] == wanted
@@ -217,7 +227,12 @@ def test_folders_that_cannot_be_used_are_named_and_skipped(make, tmp_path, read_
     assert out.strip() == str(page)
     seen = read_page(page)
     assert [row[2] for row in seen.tables["runs"][1:]] == ["0", "4"]
-    reasons = {"run-001": "truncated", "run-002": "not finished", "run-003": "schema_version", "run-005": "same settings and seed"}
+    reasons = {
+        "run-001": "truncated",
+        "run-002": "not finished",
+        "run-003": "schema_version",
+        "run-005": "same settings and seed",
+    }
     for name, reason in reasons.items():
         assert re.search(rf"{name}: .*{reason}", err)
         assert re.search(rf"{name}: .*{reason}", page.read_text())
@@ -245,7 +260,9 @@ def test_differing_protocols_are_told(make, tmp_path, no_figures):
 
 
 def test_precision_is_what_a_run_had_not_what_was_asked_for(make, tmp_path, no_figures):
-    """``auto`` of a card and ``auto`` of a CPU are two settings; ``auto`` that became fp32 and fp32 itself are one."""
+    """``auto`` of a card and ``auto`` of a CPU are two settings; ``auto`` that became fp32 and fp32
+    itself are one.
+    """
     make(0)
     make(1, precision="fp32")
     make(0, resolved={"precision": "bf16"})
@@ -310,7 +327,10 @@ def test_runs_on_different_data_of_one_name_are_refused_and_unknown_data_are_tol
     make(0, stream={"fingerprint": "a" * 16})
     make(1, stream={"fingerprint": None})
     page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
-    assert "1 of 2 runs noted no fingerprint of their data: whether it is that of the others is not known" in page.read_text().lower()
+    assert (
+        "1 of 2 runs noted no fingerprint of their data: whether it is that of the others is not known"
+        in page.read_text().lower()
+    )
     make(2, stream={"fingerprint": "b" * 16})
     with pytest.raises(IncomparableRuns, match=f"the data of stream 'digits' differ: {'a' * 16} .*, {'b' * 16} "):
         write_report([tmp_path / "runs"], tmp_path / "out")
@@ -337,7 +357,11 @@ def test_many_settings_show_the_best_and_say_so(make, tmp_path, read_page):
             acc[student, rate] = make(student, changes=changes)["acc"]["ncm"]["4"]
     seen = read_page(write_report([tmp_path / "runs"])[0])
     assert len(seen.tables["main"]) == 1 + 2 * 16
-    told = [caption for caption in seen.captions if "with the highest ACC; " in caption or "with the highest ACC, " in caption]
+    told = [
+        caption
+        for caption in seen.captions
+        if "with the highest ACC; " in caption or "with the highest ACC, " in caption
+    ]
     assert [int(re.search(r"(\d+) settings? more", caption)[1]) for caption in told] == [8, 8, 4, 4]
 
 

@@ -7,9 +7,13 @@ import pytest
 from mose_fast.report import paper
 
 CONFIG = {
-    "method": "mose", "epochs": 1, "train_on": "stream", "width": 64, "memory": 1000,
+    "method": "mose",
+    "epochs": 1,
+    "train_on": "stream",
+    "width": 64,
+    "memory": 1000,
     "stream": {"name": "split-cifar100", "batch": 10, "limit_per_task": None, "class_order_seed": None},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,10 @@ def test_protocol_of_the_paper_and_departures_from_it():
     other = copy.deepcopy(CONFIG) | {"width": 16, "epochs": 2}
     other["stream"]["limit_per_task"] = 500
     assert paper.deviations(other, 20) == [
-        "epochs 2 instead of 1", "width 16 instead of 64", "stream.limit_per_task 500 instead of None", "tasks 20 instead of 10",
-    ]  # fmt: skip
+        "epochs 2 instead of 1",
+        "width 16 instead of 64",
+        "stream.limit_per_task 500 instead of None",
+        "tasks 20 instead of 10",
+    ]
     assert paper.dataset(CONFIG) == "split-cifar100"
     assert paper.dataset({"stream": {"name": "digits"}}) is None

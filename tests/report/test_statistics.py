@@ -62,7 +62,8 @@ def test_unusable_values(values):
 
 
 def test_paired_comparison_by_hand():
-    # Differences 0.01, 0.02, 0.03 over the common seeds 1, 2, 3: mean 0.02, standard deviation 0.01.
+    # Differences 0.01, 0.02, 0.03 over the common seeds 1, 2, 3: mean 0.02, standard deviation
+    # 0.01.
     a, b = {0: 0.9, 1: 0.51, 2: 0.62, 3: 0.43}, {1: 0.50, 2: 0.60, 3: 0.40, 4: 0.1}
     found = compare(a, b, names=("mose", "er"))
     assert found.seeds == (1, 2, 3)
@@ -95,27 +96,38 @@ def test_paired_comparison_against_scipy():
 
 def test_sentences():
     seeds = range(15)
-    # Differences of 0.019 and around it, such that the interval ends 0.007 from their mean: 14 of 15 lie one deviation away.
+    # Differences of 0.019 and around it, such that the interval ends 0.007 from their mean: 14 of
+    # 15 lie one deviation away.
     deviation = 0.007 * math.sqrt(15) / float(stats.t.ppf(0.975, 14))
     pattern = np.array([-1, 1] * 7 + [0]) * deviation
     a = {s: 0.5 + 0.019 + pattern[s] for s in seeds}
     b = dict.fromkeys(seeds, 0.5)
     assert compare(a, b).sentence() == "better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"
     assert compare(b, a).sentence() == "worse by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"
-    assert compare(b, a).sentence(smaller_is_better=True) == "better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"
-    assert compare({0: 0.5, 1: 0.4}, {0: 0.4, 1: 0.5}).sentence().startswith("no clear difference (+0.0 points, 95 % interval -")
+    assert (
+        compare(b, a).sentence(smaller_is_better=True)
+        == "better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common seeds"
+    )
+    assert (
+        compare({0: 0.5, 1: 0.4}, {0: 0.4, 1: 0.5})
+        .sentence()
+        .startswith("no clear difference (+0.0 points, 95 % interval -")
+    )
     assert compare({0: 0.51}, {0: 0.5}).sentence() == "difference +1.0 points, 1 common seed: no interval"
     assert compare({0: 0.51}, {1: 0.5}).sentence() == "no common seeds"
 
 
 def test_a_sentence_follows_the_corrected_p():
-    # Differences -0.25, -0.28, -0.275: t is -28.9 with 2 degrees of freedom, p 0.0012. Among 60 alike, Holm's p is 60 times that.
+    # Differences -0.25, -0.28, -0.275: t is -28.9 with 2 degrees of freedom, p 0.0012. Among 60
+    # alike, Holm's p is 60 times that.
     found = compare({0: 0.25, 1: 0.22, 2: 0.225}, dict.fromkeys(range(3), 0.5))
     assert found.t_p == pytest.approx(0.0012, abs=5e-5)
     assert found.sentence() == "worse by 26.8 points, 95 % interval 22.8 to 30.8, 3 common seeds"
     corrected = dataclasses.replace(found, holm_p=holm([found.t_p] * 60)[0])
-    assert corrected.sentence() == (
-        "no clear difference (-26.8 points, 95 % interval -30.8 to -22.8, p 0.0716 after Holm's correction, 3 common seeds)"
+    assert (
+        corrected.sentence()
+        == "no clear difference (-26.8 points, 95 % interval -30.8 to -22.8, p 0.0716 after Holm's correction, 3 common"
+        " seeds)"
     )
     for p, verdict in ((0.0499, "worse by 26.8 points"), (0.05, "no clear difference")):
         assert dataclasses.replace(found, holm_p=p).sentence().startswith(verdict)
@@ -178,7 +190,9 @@ def test_protocols_that_differ_are_told_with_a_run_of_each():
 
 
 def test_long_class_orders_are_cut():
-    (warning,) = protocol_warnings([row(class_order=str(list(range(100)))), row(class_order=str(list(range(100))[::-1]))])
+    (warning,) = protocol_warnings(
+        [row(class_order=str(list(range(100)))), row(class_order=str(list(range(100))[::-1]))]
+    )
     assert warning == "the order of classes differs: [0, 1, 2, 3, 4, 5, ...] (one), [99, 98, 97, 96, 95, 94, ...] (one)"
 
 

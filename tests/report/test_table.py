@@ -13,7 +13,9 @@ def table():
         ["a & b", 1234, Number(-1.25, 2), Spread(35.06, 0.44), Interval(-0.04, 2.6)],
         ["50 %_x|y", None, None, Spread(9.96, None), None],
     ]
-    return Table("t", "All <n> = 2.", ["name", "count", "value", "ACC", "95 %"], rows, spreads=["ACC"], intervals=["95 %"])
+    return Table(
+        "t", "All <n> = 2.", ["name", "count", "value", "ACC", "95 %"], rows, spreads=["ACC"], intervals=["95 %"]
+    )
 
 
 def test_csv_has_a_column_a_number():
@@ -33,14 +35,18 @@ def test_columns_of_a_csv_do_not_depend_on_its_rows():
     assert bare.csv().splitlines() == [",".join(heading)]
     bare.spreads = []
     bare.rows = [["a", 1, None, Spread(1.0, 0.5), None]]
-    with pytest.raises(ValueError, match=r"column 'ACC' of table 't' holds Spread.*; wanted it among spreads or intervals"):
+    with pytest.raises(
+        ValueError, match=r"column 'ACC' of table 't' holds Spread.*; wanted it among spreads or intervals"
+    ):
         bare.csv()
 
 
 def test_thousands_are_separated_for_people_only():
     cells = [123456, Number(-12345.678, 2), Spread(1000.04, 2345.6), Interval(999.94, 1000000.0), True]
     big = Table("t", "", list("abcde"), [cells], spreads="c", intervals="d")
-    assert big.markdown().splitlines()[2] == "| 123,456 | -12,345.68 | 1,000.0 ± 2,345.6 | 999.9 to 1,000,000.0 | True |"
+    assert (
+        big.markdown().splitlines()[2] == "| 123,456 | -12,345.68 | 1,000.0 ± 2,345.6 | 999.9 to 1,000,000.0 | True |"
+    )
     assert big.csv().splitlines()[1] == "123456,-12345.68,1000.0,2345.6,999.9,1000000.0,True"
 
 
@@ -66,5 +72,8 @@ def test_latex_is_escaped():
 def test_html_is_escaped_and_aligned():
     text = table().html()
     assert '<figcaption id="about-t">All &lt;n&gt; = 2.</figcaption>' in text
-    assert "<td>a &amp; b</td><td class=number>1,234</td><td class=number>-1.25</td><td class=number>35.1 ± 0.4</td>" in text
+    assert (
+        "<td>a &amp; b</td><td class=number>1,234</td><td class=number>-1.25</td><td class=number>35.1 ± 0.4</td>"
+        in text
+    )
     assert text.count("<tr>") == 3

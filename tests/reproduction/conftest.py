@@ -1,4 +1,6 @@
-"""A stream of 8x8 digits whose runs take a fraction of a second, and an engine that computes in this process."""
+"""A stream of 8x8 digits whose runs take a fraction of a second, and an engine that computes in
+this process.
+"""
 
 import dataclasses
 import os
@@ -29,7 +31,9 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def paper_text():
-    """The paper's LaTeX; MOSE_FAST_TEST_PAPER names it where it does not lie beside the checkout."""
+    """The paper's LaTeX; MOSE_FAST_TEST_PAPER names it where it does not lie beside the
+    checkout.
+    """
     path = Path(os.environ.get("MOSE_FAST_TEST_PAPER", PAPER))
     if not path.is_file():
         pytest.skip("no mose_cvpr2024.tex in MOSE_FAST_TEST_PAPER or beside the checkout")

@@ -11,16 +11,33 @@ from mose_fast.reproduction.description import target
 from mose_fast.reproduction.reproduce import Plan
 
 NAMES = [
-    "table1-cifar", "table1-tiny", "small-buffers", "ablation", "taskwise", "sd-vs-rsd", "student", "experts", "augmentation",
-    "classifier", "cost", "dilemma", "bof",
-]  # fmt: skip
+    "table1-cifar",
+    "table1-tiny",
+    "small-buffers",
+    "ablation",
+    "taskwise",
+    "sd-vs-rsd",
+    "student",
+    "experts",
+    "augmentation",
+    "classifier",
+    "cost",
+    "dilemma",
+    "bof",
+]
 WITHOUT_NUMBERS = {"experts", "dilemma", "bof"}
 
 
 def printed(paper_text, label):
     """The numbers of a table in the paper's order, as (mean, deviation or None)."""
-    (table,) = (t for t in re.findall(r"\\begin\{table\*?\}.*?\\end\{table\*?\}", paper_text, re.DOTALL) if f"\\label{{{label}}}" in t)
-    body = re.sub(r"rule\[[\d.]+pt\]|\[HTML\]\{\w+\}", "", table[table.index(r"\toprule") : table.index(r"\bottomrule")])
+    (table,) = (
+        t
+        for t in re.findall(r"\\begin\{table\*?\}.*?\\end\{table\*?\}", paper_text, re.DOTALL)
+        if f"\\label{{{label}}}" in t
+    )
+    body = re.sub(
+        r"rule\[[\d.]+pt\]|\[HTML\]\{\w+\}", "", table[table.index(r"\toprule") : table.index(r"\bottomrule")]
+    )
     found = re.findall(r"(\d+\.\d+)(?:±(\d+\.\d*))?", body)
     return [(float(mean), float(sd) if sd else None) for mean, sd in found]
 
@@ -110,16 +127,18 @@ def test_what_rows_stand_for():
 
     assert settings("table1-cifar", "MOSE", "ACC M = 1k") == released(1000)
     assert settings("table1-cifar", "MOSE", "ACC M = 1k", part=1) == released(1000, augment="ocm")
-    assert settings("table1-cifar", "MOE-MOSE, without RSD", "AF M = 5k") == released(5000, distil="off")
-    assert settings("ablation", "w/o MLS: CE") == released(5000, experts=1, distil="off", scl="off")
-    assert settings("ablation", "w/ MLS: CE, SCL") == released(5000, distil="off")
+    assert settings("table1-cifar", "MOE-MOSE, without RSD", "AF M = 5k") == released(5000, distillation="off")
+    assert settings("ablation", "w/o MLS: CE") == released(5000, experts=1, distillation="off", contrastive="off")
+    assert settings("ablation", "w/ MLS: CE, SCL") == released(5000, distillation="off")
     assert settings("ablation", "w/ MLS: CE, SCL, RSD") == released(5000)
-    assert settings("sd-vs-rsd", "SD", "M = 200") == released(200, distil="sd")
+    assert settings("sd-vs-rsd", "SD", "M = 200") == released(200, distillation="sd")
     assert settings("student", "E2") == released(1000, student=2)
     assert settings("augmentation", "SimCLR w/o flip") == released(1000, inner_views=1)
-    assert settings("cost", "SCR+CE", "ACC") == released(1000, experts=1, distil="off")
-    assert settings("cost", "SCR+CE", "minutes") == released(5000, experts=1, distil="off")
-    assert settings("classifier", "linear", part=2, preset="paper") == RunConfig.create("paper", stream="split-cifar100", memory=5000)
+    assert settings("cost", "SCR+CE", "ACC") == released(1000, experts=1, distillation="off")
+    assert settings("cost", "SCR+CE", "minutes") == released(5000, experts=1, distillation="off")
+    assert settings("classifier", "linear", part=2, preset="paper") == RunConfig.create(
+        "paper", stream="split-cifar100", memory=5000
+    )
     tiny = settings("small-buffers", "MOSE", "Tiny-ImageNet M = 500")
     assert (tiny.stream.name, tiny.stream.tasks, tiny.memory) == ("split-tiny-imagenet", 10, 500)
     er = settings("dilemma", "ER", "epochs 8")
@@ -143,10 +162,19 @@ def test_tables_share_their_runs():
 
 
 def test_what_departs_from_the_protocol():
-    changes = {"width": 8, "stream.limit_per_task": 20, "options.lr": 0.01, "device": "cpu", "precision": "bf16", "evaluation_batch": 64}
+    changes = {
+        "width": 8,
+        "stream.limit_per_task": 20,
+        "options.lr": 0.01,
+        "device": "cpu",
+        "precision": "bf16",
+        "evaluation_batch": 64,
+    }
     assert Plan("taskwise", [0], changes=changes).departures == [
-        "width 8 instead of 64", "stream.limit_per_task 20 instead of null", "options.lr 0.01 instead of 0.001"
-    ]  # fmt: skip
+        "width 8 instead of 64",
+        "stream.limit_per_task 20 instead of null",
+        "options.lr 0.01 instead of 0.001",
+    ]
     # A switch of MOSE's does not reach the baselines.
     plan = Plan("bof", [0], changes={"options.student": 2})
     assert {cell.config.options.student for cell in plan.cells if cell.config.method == "mose"} == {2}

@@ -40,7 +40,13 @@ def test_every_name_from_end_to_end(tmp_path, engine, trial, capsys):
             # Two tasks: the paper's others have no number here.
             beyond = re.fullmatch(r"task (\d+)", column) and int(column.split()[1]) > 2
             undefined = cell["metric"].startswith("BOF")
-            assert (cell["n"] == "1" and float(cell["ours"]) >= 0) or beyond or undefined, (name, part, row, column, cell)
+            assert (cell["n"] == "1" and float(cell["ours"]) >= 0) or beyond or undefined, (
+                name,
+                part,
+                row,
+                column,
+                cell,
+            )
     assert len(here.started) == len(set(here.started)) == len(list(tmp_path.glob("*/results.json")))
     # Nothing is done twice: these use other tables' runs alone.
     here.started.clear()
@@ -54,19 +60,32 @@ def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
     assert main(["paper", "sd-vs-rsd", *trial, "--seeds", "0-1", "--set", "memory=64", "--out", str(tmp_path)]) == 0
     runs = {path.parent.name: read_run(path.parent) for path in tmp_path.glob("*/results.json")}
     assert len(runs) == 4  # memory is the same in all of them
-    values = [100 * results["acc"]["ncm"]["4"] for name, (_, results) in sorted(runs.items()) if "distil" not in name]
+    values = [
+        100 * results["acc"]["ncm"]["4"] for name, (_, results) in sorted(runs.items()) if "distillation" not in name
+    ]
     cell = cells(tmp_path / "sd-vs-rsd-trial.csv")["ACC of the last expert", "RSD", "M = 200"]
     mean = sum(values) / 2
     half = 12.7062 * abs(values[0] - values[1]) / 2
     assert float(cell["ours"]) == pytest.approx(mean, abs=0.006)
     assert float(cell["interval low"]) == pytest.approx(mean - half, abs=0.02)
-    assert (cell["n"], cell["paper"], cell["paper sd"], cell["to pass"], cell["verdict"]) == ("2", "20.2", "0.5", ">= 19.2", "")
+    assert (cell["n"], cell["paper"], cell["paper sd"], cell["to pass"], cell["verdict"]) == (
+        "2",
+        "20.2",
+        "0.5",
+        ">= 19.2",
+        "",
+    )
     assert float(cell["difference"]) == pytest.approx(mean - 20.2, abs=0.006)
     page = (tmp_path / "sd-vs-rsd-trial.md").read_text()
     (_, results), *_ = runs.values()
-    for told in (f"commit: {results['commit']}", f"torch {results['versions']['torch']}", results["processor"], "precision: fp32"):
+    for told in (
+        f"commit: {results['commit']}",
+        f"torch {results['versions']['torch']}",
+        results["processor"],
+        "precision: fp32",
+    ):
         assert told in page
-    assert re.search(r"\| stream=digits8 memory=64 .*distil=sd \| 0, 1 \|", page)
+    assert re.search(r"\| stream=digits8 memory=64 .*distillation=sd \| 0, 1 \|", page)
     # The command on the page plans the very same runs.
     command = re.search(r"^    mose-fast (paper .*)$", page, re.MULTILINE)[1].split()
     capsys.readouterr()
@@ -75,7 +94,9 @@ def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
 
 
 def test_verdicts(tmp_path, digits, monkeypatch, engine):
-    """The paper's protocol as far as the rule is concerned: with the data set and its tasks in place of the paper's, runs are judged."""
+    """The paper's protocol as far as the rule is concerned: with the data set and its tasks in
+    place of the paper's, runs are judged.
+    """
     engine()
     monkeypatch.setattr("mose_fast.reproduction.reproduce._departures", lambda config, wanted: [])
     changes = {"stream.name": str(digits), "stream.tasks": 2, "width": 1, "stream.limit_per_task": 20, "device": "cpu"}
@@ -88,7 +109,9 @@ def test_verdicts(tmp_path, digits, monkeypatch, engine):
     for cell in judged:
         wanted = float(cell["to pass"].removeprefix(">= "))
         assert cell["verdict"].split(",")[0] == ("pass" if float(cell["ours"]) >= wanted else "miss")
-        assert cell["verdict"].endswith("not sure") == (float(cell["interval low"]) < wanted < float(cell["interval high"]))
+        assert cell["verdict"].endswith("not sure") == (
+            float(cell["interval low"]) < wanted < float(cell["interval high"])
+        )
     count = sum(cell["verdict"].startswith("pass") for cell in judged)
     assert f"{count} of {len(judged)} judged cells pass" in page.read_text()
 
@@ -136,7 +159,7 @@ def test_a_page_that_no_reproduction_wrote_is_not_replaced(tmp_path, engine, tri
 
 
 def test_a_run_that_fails(tmp_path, engine, trial, capsys):
-    engine(break_in="distil-off_seed-1")
+    engine(break_in="distillation-off_seed-1")
     assert main(["paper", "taskwise", *trial, "--seeds", "0-1", "--out", str(tmp_path)]) == 1
     assert "broken on purpose" in capsys.readouterr().out
     found = cells(tmp_path / "taskwise-trial.csv")
@@ -149,7 +172,7 @@ def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
     engine()
     command = ["paper", "taskwise", *trial, "--seeds", "0", "--out", str(tmp_path)]
     assert main(command) == 0
-    (edited,) = tmp_path.glob("*distil-off_seed-0/results.json")
+    (edited,) = tmp_path.glob("*distillation-off_seed-0/results.json")
     edited.write_text("{")
     assert main(command) == 1
     found = cells(tmp_path / "taskwise-trial.csv")
@@ -178,8 +201,13 @@ def test_bad_input(tmp_path, capsys, arguments, message):
 def test_with_workers_of_its_own(tmp_path, trial, capsys):
     assert main(["paper", "taskwise", *trial, "--seeds", "0", "--workers", "2", "--out", str(tmp_path)]) == 0
     assert "2 of 2 runs done, 0 failed" in capsys.readouterr().out
-    config = RunConfig.load(next(tmp_path.glob("*distil-off_seed-0/config.json")))
-    assert (config.options.distil, config.memory, config.width, config.options.augment) == ("off", 5000, 8, "simclr")
+    config = RunConfig.load(next(tmp_path.glob("*distillation-off_seed-0/config.json")))
+    assert (config.options.distillation, config.memory, config.width, config.options.augment) == (
+        "off",
+        5000,
+        8,
+        "simclr",
+    )
     assert float(cells(tmp_path / "taskwise-trial.csv")["w/ RSD", "MOE", "average"]["ours"]) > 20  # chance is 10
 
 

@@ -10,7 +10,9 @@ def results(ncm1, ncm2, mean, stored, seconds):
     matrices = {"1": ncm1, "2": ncm2, "mean_distance": mean}
     accuracy = {
         "ncm": matrices,
-        "linear": {{"mean_distance": "mean_logit"}.get(e, e): [[v / 2 for v in row] for row in m] for e, m in matrices.items()},
+        "linear": {
+            {"mean_distance": "mean_logit"}.get(e, e): [[v / 2 for v in row] for row in m] for e, m in matrices.items()
+        },
     }
     acc = {c: {e: sum(m[-1]) / 3 for e, m in experts.items()} for c, experts in accuracy.items()}
     return {
@@ -19,8 +21,13 @@ def results(ncm1, ncm2, mean, stored, seconds):
         "accuracy": accuracy,
         "buffer_accuracy": {"ncm": {e: stored for e in matrices}, "linear": {e: stored for e in accuracy["linear"]}},
         "acc": acc,
-        "af_paper": {"ncm": {"1": 0.25, "2": 0.125, "mean_distance": None}, "linear": {"1": 0.5, "2": 0.5, "mean_logit": 0.75}},
-        "new_task_accuracy": {c: {e: [m[t][t] for t in range(3)] for e, m in experts.items()} for c, experts in accuracy.items()},
+        "af_paper": {
+            "ncm": {"1": 0.25, "2": 0.125, "mean_distance": None},
+            "linear": {"1": 0.5, "2": 0.5, "mean_logit": 0.75},
+        },
+        "new_task_accuracy": {
+            c: {e: [m[t][t] for t in range(3)] for e, m in experts.items()} for c, experts in accuracy.items()
+        },
         "bof": {"ncm": {"1": [1.0, None, 0.5], "2": [None] * 3, "mean_distance": [0.1, 0.2, 0.6]}},
         "seconds": {"total": seconds},
         "parameters": {"trained": 11_285_796},
@@ -58,7 +65,8 @@ B = results(
         (metrics.accuracy_after(1, 0), [40, 20]),
         (metrics.accuracy_after(1, None), [60, 50]),
         (metrics.accuracy_after(1, None, "ncm", "mean"), [70, 70]),
-        # Expert 1 has the higher mean on task 0 (60 against 40), though in B expert 2 is better; expert 2 on the others.
+        # Expert 1 has the higher mean on task 0 (60 against 40), though in B expert 2 is better;
+        # expert 2 on the others.
         (metrics.best_final_accuracy(0), [80, 40]),
         (metrics.best_final_accuracy(1), [60, 40]),
         (metrics.best_final_accuracy(), [210 / 3, 130 / 3]),

@@ -41,7 +41,9 @@ def test_tasks_of_batches_keep_boundaries_and_order():
 
 def test_flat_batches_join_the_task_of_their_labels():
     flat = [batch(7, 5), batch(2), batch(5), batch(9)]
-    stream = from_batches(iter(flat), [TEST], class_tasks=[[9, 2], [5, 7]], class_names=["two", "five", "seven", "nine"])
+    stream = from_batches(
+        iter(flat), [TEST], class_tasks=[[9, 2], [5, 7]], class_names=["two", "five", "seven", "nine"]
+    )
     assert stream.class_order == (2, 9, 5, 7) and stream.class_names == ("two", "nine", "five", "seven")
     assert recorded(stream, 0) == [[2], [9]] and recorded(stream, 1) == [[7, 5], [5]]
 
@@ -81,7 +83,10 @@ def test_generators_are_read_once_and_may_reuse_their_buffer():
         (([[batch(5, 7), (batch(7)[0] / 255, [7])]], TEST), "x of task 0, batch 1 is float64"),
         (([[(batch(5, 7)[0], [5])]], TEST), "x of task 0, batch 0 holds 2 images and y of task 0, batch 0 1 labels"),
         (([[batch(5), batch(7, size=16)]], batch(5)), "images of 8x8 and of 16x16"),
-        (([[batch(5)]], batch(5, 6)), r"test labels holds label 6 \(row 1\), which is outside the classes of the tasks: 5"),
+        (
+            ([[batch(5)]], batch(5, 6)),
+            r"test labels holds label 6 \(row 1\), which is outside the classes of the tasks: 5",
+        ),
         (([[batch(5)], [batch(6)]], batch(5)), "the task of labels 6 has no test images"),
         (([[batch(5)]], []), "test holds no batches"),
         (([[batch(5)]], [(batch(5)[0],)]), "test batch 0 is a tuple of 1; wanted a pair"),

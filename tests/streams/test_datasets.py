@@ -1,4 +1,6 @@
-"""The registered streams: digits always, the others on small stand-ins, and on the real data where it is at hand."""
+"""The registered streams: digits always, the others on small stand-ins, and on the real data where
+it is at hand.
+"""
 
 import fcntl
 import gzip
@@ -17,7 +19,17 @@ import torchvision
 from PIL import Image
 
 from mose_fast.config import StreamConfig
-from mose_fast.streams import NORMALISATIONS, StreamError, create, datasets, decoding, locate, names, summary, tiny_imagenet
+from mose_fast.streams import (
+    NORMALISATIONS,
+    StreamError,
+    create,
+    datasets,
+    decoding,
+    locate,
+    names,
+    summary,
+    tiny_imagenet,
+)
 
 RNG = np.random.default_rng(0)
 NO_HOST = "http://127.0.0.1:9/"  # the discard port: refuses at once
@@ -75,7 +87,9 @@ def test_settings_reach_the_stream():
     assert [len(stream.train_rows(t)) for t in range(2)] == [50, 50]
     assert torch.bincount(stream.y_train).tolist() == [10] * 10 and len(stream.x_test) == 355
     assert stream.class_order != tuple(range(10))
-    with pytest.raises(StreamError, match="tasks is 3, and the 10 classes of digits cannot be split into 3 equal tasks"):
+    with pytest.raises(
+        StreamError, match="tasks is 3, and the 10 classes of digits cannot be split into 3 equal tasks"
+    ):
         create(StreamConfig(tasks=3))
 
 
@@ -86,7 +100,11 @@ def test_every_stream_is_listed_and_located(tmp_path):
     assert names() == ["digits", "split-mnist", "split-cifar10", "split-cifar100", "split-tiny-imagenet"]
     assert "10 tasks x 10 classes" in summary("split-cifar100")
     assert locate("digits", None) == (True, "comes with scikit-learn")
-    for name, file in (("split-mnist", "mnist.npz"), ("split-cifar10", "cifar10.npz"), ("split-cifar100", "cifar100.npz")):
+    for name, file in (
+        ("split-mnist", "mnist.npz"),
+        ("split-cifar10", "cifar10.npz"),
+        ("split-cifar100", "cifar100.npz"),
+    ):
         found, advice = locate(name, tmp_path)
         assert not found and str(tmp_path) in advice and file in advice
         (tmp_path / file).touch()
@@ -119,12 +137,17 @@ def cifar_arrays(classes):
     return {"x_train": x, "y_train": y.astype(np.uint8), "x_test": x[:classes], "y_test": y[:classes].astype(np.uint8)}
 
 
-@pytest.mark.parametrize(("classes", "tasks", "first", "last"), [(10, 5, "airplane", "truck"), (100, 10, "apple", "worm")])
+@pytest.mark.parametrize(
+    ("classes", "tasks", "first", "last"), [(10, 5, "airplane", "truck"), (100, 10, "apple", "worm")]
+)
 def test_cifar_npz_comes_first(tmp_path, classes, tasks, first, last):
     arrays = cifar_arrays(classes)
     np.savez(tmp_path / f"cifar{classes}.npz", **arrays)
     stream = load(f"split-cifar{classes}", tmp_path)
-    assert np.array_equal(stream.x_train.numpy(), arrays["x_train"]) and stream.y_train.tolist() == arrays["y_train"].tolist()
+    assert (
+        np.array_equal(stream.x_train.numpy(), arrays["x_train"])
+        and stream.y_train.tolist() == arrays["y_train"].tolist()
+    )
     assert [len(t) for t in stream.tasks] == [classes // tasks] * tasks
     assert stream.mirror_safe and stream.normalisation.name == "cifar10"
     assert (stream.class_names[0], stream.class_names[-1]) == (first, last)
@@ -154,17 +177,27 @@ def test_bad_cifar_labels_are_refused(tmp_path, changes, message):
 
 def test_damaged_cifar_npz_is_named(tmp_path):
     (tmp_path / "cifar100.npz").write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(StreamError, match=r"cifar100\.npz is damaged.*remove it to have cifar-100-python\.tar\.gz downloaded"):
+    with pytest.raises(
+        StreamError, match=r"cifar100\.npz is damaged.*remove it to have cifar-100-python\.tar\.gz downloaded"
+    ):
         load("split-cifar100", tmp_path)
 
 
 @pytest.fixture
 def cifar_tar(tmp_path, monkeypatch):
-    """A small CIFAR-10 in torchvision's tar format, with the checksums that torchvision is to look for, and no network."""
+    """A small CIFAR-10 in torchvision's tar format, with the checksums that torchvision is to look
+    for, and no network.
+    """
     arrays = cifar_arrays(10)
-    parts = {f"data_batch_{i}": (arrays["x_train"][4 * i - 4 : 4 * i], arrays["y_train"][4 * i - 4 : 4 * i]) for i in range(1, 6)}
+    parts = {
+        f"data_batch_{i}": (arrays["x_train"][4 * i - 4 : 4 * i], arrays["y_train"][4 * i - 4 : 4 * i])
+        for i in range(1, 6)
+    }
     parts["test_batch"] = (arrays["x_test"], arrays["y_test"])
-    files = {n: pickle.dumps({"data": x.transpose(0, 3, 1, 2).reshape(len(x), -1), "labels": y.tolist()}) for n, (x, y) in parts.items()}
+    files = {
+        n: pickle.dumps({"data": x.transpose(0, 3, 1, 2).reshape(len(x), -1), "labels": y.tolist()})
+        for n, (x, y) in parts.items()
+    }
     files["batches.meta"] = pickle.dumps({"label_names": list(datasets.CIFAR10_NAMES)})
     tar_path = tmp_path / "cifar-10-python.tar.gz"
     with tarfile.open(tar_path, "w:gz") as tar:
@@ -178,14 +211,18 @@ def cifar_tar(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset, "tgz_md5", hashlib.md5(tar_path.read_bytes()).hexdigest())
     monkeypatch.setattr(dataset, "train_list", [[n, sums[n]] for n in files if n.startswith("data")])
     monkeypatch.setattr(dataset, "test_list", [["test_batch", sums["test_batch"]]])
-    monkeypatch.setattr(dataset, "meta", {"filename": "batches.meta", "key": "label_names", "md5": sums["batches.meta"]})
+    monkeypatch.setattr(
+        dataset, "meta", {"filename": "batches.meta", "key": "label_names", "md5": sums["batches.meta"]}
+    )
     return tar_path, arrays
 
 
 def test_cifar_is_read_through_torchvision(cifar_tar):
     tar_path, arrays = cifar_tar
     stream = load("split-cifar10", tar_path.parent)
-    assert np.array_equal(stream.x_train.numpy(), arrays["x_train"]) and np.array_equal(stream.x_test.numpy(), arrays["x_test"])
+    assert np.array_equal(stream.x_train.numpy(), arrays["x_train"]) and np.array_equal(
+        stream.x_test.numpy(), arrays["x_test"]
+    )
     assert stream.y_train.tolist() == arrays["y_train"].tolist()
     assert locate("split-cifar10", tar_path.parent) == (True, str(tar_path.parent / "cifar-10-batches-py"))
 
@@ -199,7 +236,9 @@ def test_damaged_cifar_files_are_named(cifar_tar):
     assert len(load("split-cifar10", tar_path.parent).x_train) == 20  # unpacked again from the tar
     batch.write_bytes(batch.read_bytes()[:-5])
     tar_path.write_bytes(good[:-100])
-    with pytest.raises(StreamError, match=r"cifar-10-python\.tar\.gz is damaged or truncated .*place cifar-10-python\.tar\.gz from"):
+    with pytest.raises(
+        StreamError, match=r"cifar-10-python\.tar\.gz is damaged or truncated .*place cifar-10-python\.tar\.gz from"
+    ):
         load("split-cifar10", tar_path.parent)
     tar_path.unlink()
     with pytest.raises(StreamError, match=r"data_batch_2 is damaged or truncated"):
@@ -251,7 +290,10 @@ def test_mnist_is_read_through_torchvision_and_damage_is_named(tmp_path, monkeyp
     contents = {n: idx(a) for n, a in zip(datasets.MNIST_SIZES, arrays.values(), strict=True)}
     for name, data in contents.items():
         (raw / name).write_bytes(data)
-    with pytest.raises(StreamError, match=r"train-images-idx3-ubyte is damaged or truncated: it holds 15696 bytes, MNIST's holds 47040016"):
+    with pytest.raises(
+        StreamError,
+        match=r"train-images-idx3-ubyte is damaged or truncated: it holds 15696 bytes, MNIST's holds 47040016",
+    ):
         load("split-mnist", tmp_path)
     monkeypatch.setattr(datasets, "MNIST_SIZES", {n: len(d) for n, d in contents.items()})
     stream = load("split-mnist", tmp_path)
@@ -282,10 +324,14 @@ WNIDS = ("n03", "n01", "n02", "n04")  # unsorted, as in the official file
 
 
 def tiny_files():
-    """Path and content of every file of a Tiny-ImageNet with four classes, and the decoded images by path."""
+    """Path and content of every file of a Tiny-ImageNet with four classes, and the decoded images
+    by path.
+    """
     files, images = {"wnids.txt": "\n".join(WNIDS).encode()}, {}
     lines = []
-    paths = [f"train/{w}/images/{w}_{i}.JPEG" for w in WNIDS for i in (0, 10, 2)] + [f"val/images/val_{i}.JPEG" for i in range(8)]
+    paths = [f"train/{w}/images/{w}_{i}.JPEG" for w in WNIDS for i in (0, 10, 2)] + [
+        f"val/images/val_{i}.JPEG" for i in range(8)
+    ]
     for k, path in enumerate(paths):
         buffer = io.BytesIO()
         pixels = RNG.integers(0, 256, (64, 64) if k == 4 else (64, 64, 3), dtype=np.uint8)
@@ -402,12 +448,16 @@ def test_tiny_works_where_its_folder_cannot_be_written(tiny, monkeypatch):
 
 
 def test_tiny_default_needs_all_classes(tiny):
-    with pytest.raises(StreamError, match=r"tasks is 100, and the 4 classes of .*tiny-imagenet-200 cannot .* one of 1, 2, 4"):
+    with pytest.raises(
+        StreamError, match=r"tasks is 100, and the 4 classes of .*tiny-imagenet-200 cannot .* one of 1, 2, 4"
+    ):
         load("split-tiny-imagenet", tiny[0])
 
 
 def test_absent_tiny_says_what_to_place_where(tmp_path):
-    with pytest.raises(StreamError, match=r"Tiny-ImageNet is not in .*get tiny-imagenet-200\.zip .*CS231n and place it in "):
+    with pytest.raises(
+        StreamError, match=r"Tiny-ImageNet is not in .*get tiny-imagenet-200\.zip .*CS231n and place it in "
+    ):
         load("split-tiny-imagenet", tmp_path)
 
 
@@ -465,7 +515,9 @@ def test_a_damaged_tiny_zip_is_named(tmp_path):
 def test_real_cifar100(real_data):
     folder = real_data("cifar100")
     stream = load("split-cifar100", folder)
-    assert torch.bincount(stream.y_train).tolist() == [500] * 100 and torch.bincount(stream.y_test).tolist() == [100] * 100
+    assert (
+        torch.bincount(stream.y_train).tolist() == [500] * 100 and torch.bincount(stream.y_test).tolist() == [100] * 100
+    )
     assert stream.tasks[3] == tuple(range(30, 40)) and stream.class_order == tuple(range(100))
     assert [len(stream.batches(t, seed=0)) for t in range(10)] == [500] * 10
     assert torch.allclose(statistics(stream.x_train), constants("cifar100"), atol=1e-4)

@@ -1,4 +1,6 @@
-"""Image files become the same pixels by Pillow and by DALI; progress is told; what is wrong names the file."""
+"""Image files become the same pixels by Pillow and by DALI; progress is told; what is wrong names
+the file.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ NO_DALI = _dali.obstacle()
 needs_dali = pytest.mark.skipif(NO_DALI is not None, reason=f"{NO_DALI}; {_dali.INSTALL}")
 
 
-def picture(seed: int = 0, height: int = 48, width: int = 64, *, form: str = "JPEG", mode: str = "RGB", **options) -> bytes:
+def picture(
+    seed: int = 0, height: int = 48, width: int = 64, *, form: str = "JPEG", mode: str = "RGB", **options
+) -> bytes:
     """Colours that change over a few pixels, so that chroma subsampling shows."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8))
@@ -53,7 +57,9 @@ KINDS = {
 
 
 def decoded(files: dict[str, bytes], decoder: str, watch=None) -> list[np.ndarray]:
-    return list(decode_images([(name, lambda data=data: data) for name, data in files.items()], Decoding(decoder, watch)))
+    return list(
+        decode_images([(name, lambda data=data: data) for name, data in files.items()], Decoding(decoder, watch))
+    )
 
 
 @needs_dali
@@ -93,7 +99,9 @@ def test_real_tiny_imagenet_files(real_data):
 
 
 @needs_dali
-@pytest.mark.parametrize("damage", [lambda d: d[: len(d) // 2], lambda d: d[:-2], lambda d: d[:2] + b"x" * 100, lambda d: b""])
+@pytest.mark.parametrize(
+    "damage", [lambda d: d[: len(d) // 2], lambda d: d[:-2], lambda d: d[:2] + b"x" * 100, lambda d: b""]
+)
 def test_a_damaged_file_among_good_ones_is_named(damage):
     good = {f"good {i}": picture(i) for i in range(3)}
     for decoder in ("pil", "dali"):
@@ -128,16 +136,23 @@ def test_a_dali_of_other_pixels_is_refused_or_left(other_pixels, monkeypatch):
 def test_other_pixels_are_noticed(monkeypatch):
     one = decoding.decode_image
     monkeypatch.setattr(decoding, "decode_image", lambda data, what: one(data, what) ^ np.uint8(1))
-    with pytest.raises(StreamError, match=r"a has other pixels when DALI \d.* decodes it than by Pillow; wanted decoder pil"):
+    with pytest.raises(
+        StreamError, match=r"a has other pixels when DALI \d.* decodes it than by Pillow; wanted decoder pil"
+    ):
         decoded({"a": picture()}, "dali")
 
 
 def test_automatic_choice(monkeypatch):
-    """Few files are not worth DALI's import; where it is not installed, many are decoded by Pillow."""
+    """Few files are not worth DALI's import; where it is not installed, many are decoded by
+    Pillow.
+    """
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     monkeypatch.setattr(decoding, "_MANY", 3)
     assert len(decoded({str(i): picture(i) for i in range(4)}, "auto")) == 4
-    with pytest.raises(StreamError, match=r"stream.decoder is 'dali', but DALI is not installed; wanted: pip install 'mose-fast\[dali\]'"):
+    with pytest.raises(
+        StreamError,
+        match=r"stream.decoder is 'dali', but DALI is not installed; wanted: pip install 'mose-fast\[dali\]'",
+    ):
         decoded({"a": picture()}, "dali")
     monkeypatch.setattr(_dali, "obstacle", lambda: pytest.fail("DALI was imported"))
     assert len(decoded({"a": picture()}, "auto")) == 1
@@ -152,13 +167,17 @@ def test_a_folder_is_the_same_stream_by_both_and_tells_its_progress(tmp_path, de
             folder = tmp_path / "pets" / part / name
             folder.mkdir(parents=True)
             for i in range(count):
-                (folder / f"{i}.{'jpg' if i % 3 else 'png'}").write_bytes(picture(i, 16, 16, form="JPEG" if i % 3 else "PNG"))
+                (folder / f"{i}.{'jpg' if i % 3 else 'png'}").write_bytes(
+                    picture(i, 16, 16, form="JPEG" if i % 3 else "PNG")
+                )
     told = []
     settings = {"name": str(tmp_path / "pets"), "tasks": 1}
     stream = create(StreamConfig(**settings, decoder=decoder), lambda done, all: told.append((done, all)))
     assert told == [(256, 520), (512, 520), (520, 520)]
     known = create(StreamConfig(**settings, decoder="pil"))
-    assert all(np.array_equal(getattr(stream, x), getattr(known, x)) for x in ("x_train", "y_train", "x_test", "y_test"))
+    assert all(
+        np.array_equal(getattr(stream, x), getattr(known, x)) for x in ("x_train", "y_train", "x_test", "y_test")
+    )
     assert (len(stream.x_train), len(stream.x_test)) == (400, 120)
 
 

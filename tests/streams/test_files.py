@@ -18,7 +18,9 @@ def save(path, array):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes, three training images and one test image each, in the formats that keep pixels."""
+    """Two classes, three training images and one test image each, in the formats that keep
+    pixels.
+    """
     for label, name in enumerate(("cat", "dog")):
         for i, suffix in enumerate(("png", "PNG", "bmp")):
             save(tmp_path / "pets" / "train" / name / f"{i}.{suffix}", np.full((16, 8, 3), 100 * label + i, np.uint8))
@@ -164,7 +166,9 @@ ARRAYS = {
 def test_npz_is_read(tmp_path, save_npz):
     save_npz(tmp_path / "mine.npz", **ARRAYS)
     stream = load(tmp_path / "mine.npz", class_order_seed=3)
-    assert np.array_equal(stream.x_train.numpy(), ARRAYS["x_train"]) and np.array_equal(stream.x_test.numpy(), ARRAYS["x_test"])
+    assert np.array_equal(stream.x_train.numpy(), ARRAYS["x_train"]) and np.array_equal(
+        stream.x_test.numpy(), ARRAYS["x_test"]
+    )
     assert stream.original_label(stream.y_train).tolist() == ARRAYS["y_train"].tolist()
     assert (stream.name, len(stream.tasks), sorted(stream.class_order)) == ("mine", 2, [10, 20, 30, 40])
 
@@ -183,9 +187,15 @@ class Trap:
         (lambda p: p.write_bytes(b""), "mine.npz is damaged, truncated or no .npz archive"),
         (lambda p: p.write_bytes(b"no archive at all"), "mine.npz is damaged, truncated or no .npz archive"),
         (lambda p: np.savez(p, x_train=1, y_train=2), "mine.npz lacks x_test, y_test and holds x_train, y_train"),
-        (lambda p: np.savez(p, **{**ARRAYS, "y_test": np.array([10, 20, 30, 50])}), r"mine.npz: y_test holds label 50 \(row 3\)"),
+        (
+            lambda p: np.savez(p, **{**ARRAYS, "y_test": np.array([10, 20, 30, 50])}),
+            r"mine.npz: y_test holds label 50 \(row 3\)",
+        ),
         (lambda p: np.savez(p, **{**ARRAYS, "x_train": ARRAYS["x_train"] / 255}), "mine.npz: x_train is float64"),
-        (lambda p: np.savez(p, **{**ARRAYS, "y_train": np.array([Trap()] * 6)}), "mine.npz is damaged.*Object arrays cannot be loaded"),
+        (
+            lambda p: np.savez(p, **{**ARRAYS, "y_train": np.array([Trap()] * 6)}),
+            "mine.npz is damaged.*Object arrays cannot be loaded",
+        ),
     ],
 )
 def test_bad_npz_files_are_refused(tmp_path, write, message):

@@ -56,7 +56,9 @@ def test_original_label_inverts_a_drawn_order():
     assert stream.original_label(stream.y_train).tolist() == y.tolist()
     assert stream.original_label(stream.y_test.view(2, -1)).flatten().tolist() == y_test.tolist()
     assert [stream.original_label(h) for h in range(6)] == list(stream.class_order)
-    assert dict(zip(stream.class_order, stream.class_names, strict=True)) == dict(zip((3, 5, 7, 9, 11, 20), names, strict=True))
+    assert dict(zip(stream.class_order, stream.class_names, strict=True)) == dict(
+        zip((3, 5, 7, 9, 11, 20), names, strict=True)
+    )
     for outside in (-1, 6, torch.tensor([0, 6]), torch.tensor([-1])):
         with pytest.raises(StreamError, match="wanted 0 to 5"):
             stream.original_label(outside)
@@ -64,7 +66,10 @@ def test_original_label_inverts_a_drawn_order():
 
 def test_class_order_depends_on_its_seed_alone():
     data = arrays()
-    orders = {from_arrays(*data, tasks=3, class_order_seed=1, **k).class_order for k in ({}, {"batch": 3}, {"limit_per_task": 5})}
+    orders = {
+        from_arrays(*data, tasks=3, class_order_seed=1, **k).class_order
+        for k in ({}, {"batch": 3}, {"limit_per_task": 5})
+    }
     orders |= {from_arrays(*data, tasks=t, class_order_seed=1).class_order for t in (1, 2, 6)}
     stream = from_arrays(*data, tasks=3, class_order_seed=1)
     for seed in range(3):
@@ -118,7 +123,8 @@ def test_limit_takes_the_first_of_every_class_in_turn():
     y = np.array([0, 0, 0, 0, 1, 0, 1, 1, 2, 3, 3, 2])
     x = np.broadcast_to(np.arange(12, dtype=np.uint8)[:, None, None, None], (12, 8, 8, 3))
     stream = from_arrays(x, y, x, y, tasks=2, limit_per_task=5)
-    # Task 0 keeps rows 0 and 4 (first of classes 0 and 1), 1 and 6, then 2: class 0 comes before class 1 in the data.
+    # Task 0 keeps rows 0 and 4 (first of classes 0 and 1), 1 and 6, then 2: class 0 comes before
+    # class 1 in the data.
     assert stream.x_train[:, 0, 0, 0].tolist() == [0, 1, 2, 4, 6, 8, 9, 10, 11]
     assert stream.y_train.tolist() == y[[0, 1, 2, 4, 6, 8, 9, 10, 11]].tolist()
     assert len(stream.x_test) == 12
@@ -185,13 +191,19 @@ NAN = np.full((4, 8, 8, 3), np.nan, np.float32)
         ({"x_train": GOOD_X + 254.0}, r"from 254 to 254; .*: x.round\(\).astype"),
         ({"x_train": GOOD_X.astype(np.int64)}, r"x_train is int64 from 0 to 0; .*: x.astype\('uint8'\)"),
         ({"x_train": GOOD_X - 1.5}, "from -1.5 to -1.5; .*looks normalised"),
-        ({"x_train": GOOD_X.transpose(0, 3, 1, 2)}, r"shape \[4, 3, 8, 8\]; .*channels-first: x.transpose\(0, 2, 3, 1\)"),
+        (
+            {"x_train": GOOD_X.transpose(0, 3, 1, 2)},
+            r"shape \[4, 3, 8, 8\]; .*channels-first: x.transpose\(0, 2, 3, 1\)",
+        ),
         ({"x_train": np.zeros((4, 8, 8, 4), np.uint8)}, r"shape \[4, 8, 8, 4\].*alpha"),
         ({"x_train": np.zeros((4, 8, 8, 1), np.uint8)}, r"shape \[4, 8, 8, 1\].*grey images: \[N, H, W\]"),
         ({"x_train": np.zeros((4, 8, 8, 2), np.uint8)}, r"shape \[4, 8, 8, 2\]; wanted \[N, H, W, 3\] with three"),
         ({"x_train": np.zeros((4, 8), np.uint8)}, r"shape \[4, 8\]; wanted \[N, H, W, 3\], or"),
         ({"x_train": np.zeros((0, 8, 8, 3), np.uint8)}, "x_train holds no images"),
-        ({"x_train": np.zeros((4, 28, 28), np.uint8)}, "images of 28x28; wanted sides divisible by 8: pad them .* or resize"),
+        (
+            {"x_train": np.zeros((4, 28, 28), np.uint8)},
+            "images of 28x28; wanted sides divisible by 8: pad them .* or resize",
+        ),
         ({"x_test": np.zeros((4, 8, 16, 3), np.uint8)}, "x_train holds images of 8x8 and x_test of 8x16"),
         ({"y_train": GOOD_Y[:3]}, "x_train holds 4 images and y_train 3 labels"),
         ({"y_train": GOOD_Y.astype(float)}, "y_train is float64; wanted integer labels"),
@@ -199,9 +211,18 @@ NAN = np.full((4, 8, 8, 3), np.nan, np.float32)
         ({"y_train": np.eye(4, dtype=int)}, r"y_train has shape \[4, 4\]; wanted \[N\]"),
         ({"y_train": [[0], [0, 1], 1, 1]}, "y_train is no array of labels"),
         ({"y_train": np.array([0, 0, 1, 2**64 - 1], np.uint64)}, "wanted labels below 2"),
-        ({"y_test": np.array([0, 0, 1, 2])}, r"y_test holds label 2 \(row 3\), which is outside the classes of y_train: 0, 1$"),
+        (
+            {"y_test": np.array([0, 0, 1, 2])},
+            r"y_test holds label 2 \(row 3\), which is outside the classes of y_train: 0, 1$",
+        ),
         ({"y_test": np.zeros(4, int), "tasks": 2}, "the task of labels 1 has no test images"),
-        ({"tasks": 3}, "tasks is 3, and the 2 classes of arrays cannot be split into 3 equal tasks; wanted tasks to be one of 1, 2"),
+        (
+            {"tasks": 3},
+            (
+                "tasks is 3, and the 2 classes of arrays cannot be split into 3 equal tasks; wanted tasks to be one of"
+                " 1, 2"
+            ),
+        ),
         ({"tasks": 0}, "tasks is 0; wanted an integer of at least 1"),
         ({"tasks": 2.0}, "tasks is 2.0; wanted an integer"),
         ({"batch": 0}, "batch is 0; wanted"),

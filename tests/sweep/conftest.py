@@ -1,4 +1,6 @@
-"""One small finished run, copies of it that pass for runs of other settings, and an engine that makes them."""
+"""One small finished run, copies of it that pass for runs of other settings, and an engine that
+makes them.
+"""
 
 import dataclasses
 import json
@@ -58,7 +60,9 @@ def pretend(finished_run):
 
 
 class PretendEngine:
-    """Ends each command at once, as ``script`` says: a list by cell of what its attempts come to, ``done`` when it is used up."""
+    """Ends each command at once, as ``script`` says: a list by cell of what its attempts come to,
+    ``done`` when it is used up.
+    """
 
     def __init__(self, pretend, script=None, cost=None):
         self.pretend, self.script = pretend, script or {}
@@ -78,7 +82,10 @@ class PretendEngine:
         command = self.waiting.pop(0)
         cell = command["cell"]
         if command["do"] == "measure":
-            return [{"event": "measured", "cell": cell, "cost": dataclasses.asdict(self.cost)}, {"event": "done", "cell": cell}]
+            return [
+                {"event": "measured", "cell": cell, "cost": dataclasses.asdict(self.cost)},
+                {"event": "done", "cell": cell},
+            ]
         outcome = self.script.get(cell, [])
         what = outcome.pop(0) if outcome else {"event": "done"}
         if callable(what):

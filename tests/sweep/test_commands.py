@@ -80,7 +80,9 @@ def test_file_on_the_page_is_the_command_on_the_page(tmp_path, engine, capsys):
     engine()
 
     def told(out):
-        """What was printed, without the folder and without the machine's free memory, which changes from moment to moment."""
+        """What was printed, without the folder and without the machine's free memory, which changes
+        from moment to moment.
+        """
         return re.sub(r"[\d.]+ GB free", "", capsys.readouterr().out.replace(str(tmp_path / out), ""))
 
     assert main([*command, "--dry-run", "--out", str(tmp_path / "a")]) == 0
@@ -100,4 +102,6 @@ def test_example_in_python(tmp_path, engine, capsys, monkeypatch):
     exec(compile(example, "docs/sweeps.md", "exec"), {})
     told = capsys.readouterr().out
     assert re.search(r"^paper: ACC \d+\.\d \+- 0\.0, n = 3$", told, re.MULTILINE)
-    assert re.search(r"^released .*3 common seeds\) Holm p 1\.0 released and paper have 3 seeds in common", told, re.MULTILINE)
+    assert re.search(
+        r"^released .*3 common seeds\) Holm p 1\.0 released and paper have 3 seeds in common", told, re.MULTILINE
+    )

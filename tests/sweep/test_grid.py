@@ -71,7 +71,9 @@ def test_file(tmp_path):
     assert axes_of(grid, ["mose"], "[grid]") == {"memory": (100, 200), "seed": (0, 1)}
 
 
-@pytest.mark.parametrize(("text", "message"), [("memory = [", "not valid TOML"), ("grid = 3", r"wanted settings and a table \[grid\]")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("memory = [", "not valid TOML"), ("grid = 3", r"wanted settings and a table \[grid\]")]
+)
 def test_file_that_is_none(tmp_path, text, message):
     path = tmp_path / "sweep.toml"
     path.write_text(text)
@@ -88,7 +90,11 @@ def test_file_that_is_none(tmp_path, text, message):
         ({"memory": ()}, {}, "no values for memory"),
         ({"memory": (64, 64)}, {}, "memory = 64 twice"),
         ({"memory": (64,)}, {"memory": 70}, "memory is set to 70 and is in the grid"),
-        ({"memory": (64, 0), "seed": (3,)}, {}, "in the cell memory=0 seed=3: memory is 0; wanted an integer of at least 1"),
+        (
+            {"memory": (64, 0), "seed": (3,)},
+            {},
+            "in the cell memory=0 seed=3: memory is 0; wanted an integer of at least 1",
+        ),
         ({"preset": ("released", "papper")}, {}, "did you mean 'paper'"),
         ({"device": ("cpu", "cuda")}, {}, "device is in the grid"),
         ({"feed": ("dali", "fused")}, {}, "feed is in the grid"),

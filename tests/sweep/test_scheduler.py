@@ -94,8 +94,10 @@ def test_a_failed_cell_is_tried_once_more_then_reported_and_the_others_go_on(tmp
     assert len(failure.log.splitlines()) == 15
     threads = json.loads((tmp_path / "s" / "sweep.json").read_text())["threads"]
     folder = tmp_path / "s"
-    assert failure.command == (
-        f"OMP_NUM_THREADS={threads} mose-fast run --config {folder / 'configs' / 'seed-1.json'} --out {folder / 'seed-1'} --overwrite"
+    assert (
+        failure.command
+        == f"OMP_NUM_THREADS={threads} mose-fast run --config {folder / 'configs' / 'seed-1.json'} --out"
+        f" {folder / 'seed-1'} --overwrite"
     )
     assert failure.command in capsys.readouterr().err
 
@@ -193,7 +195,9 @@ def test_a_larger_grid_knows_what_a_smaller_one_has_done(tmp_path, engine, say):
     assert not (tmp_path / "s" / "temperature-0.07_lr-0.001_seed-1").exists()
     assert outcome.table["config"].nunique() == 8
     smaller = engine()
-    assert len(run_grid(Grid(axes({"temperature": [0.07], "seed": [0, 1]}), CHANGES), tmp_path / "s", say=say).table) == 2
+    assert (
+        len(run_grid(Grid(axes({"temperature": [0.07], "seed": [0, 1]}), CHANGES), tmp_path / "s", say=say).table) == 2
+    )
     assert smaller.runs == []
 
 
@@ -227,7 +231,9 @@ def test_changed_data_are_refused_by_name(tmp_path, engine, say):
     assert plan["data"] == {str(data): table["data"][0]}
     save_stream(data, 1)
     made = engine()
-    with pytest.raises(RunError, match=f"seed-0 holds a run on other data: the fingerprint of stream '{data}' was {table['data'][0]}"):
+    with pytest.raises(
+        RunError, match=f"seed-0 holds a run on other data: the fingerprint of stream '{data}' was {table['data'][0]}"
+    ):
         run_grid(Grid({"seed": (0, 1, 2)}, {**SMALL, "stream.name": str(data)}), tmp_path / "s", say=say)
     assert made.commands == []
 
@@ -260,7 +266,10 @@ def test_files_that_no_sweep_wrote_are_not_replaced(tmp_path, engine, say, name)
 
 def test_what_a_killed_sweep_had_half_written_is_tidied(tmp_path, engine, say):
     (tmp_path / "s" / "configs").mkdir(parents=True)
-    left = [tmp_path / "s" / name for name in (".sweep.json.ab0_xyz9", "configs/.seed-0.json.ab0_xyz9", ".runs.sqlite.ab0_xyz9")]
+    left = [
+        tmp_path / "s" / name
+        for name in (".sweep.json.ab0_xyz9", "configs/.seed-0.json.ab0_xyz9", ".runs.sqlite.ab0_xyz9")
+    ]
     mine = tmp_path / "s" / ".sweep.json.backup"
     for file in (*left, mine):
         file.touch()
@@ -284,7 +293,9 @@ def test_more_runs_than_the_memory_holds_are_refused_or_not_started(tmp_path, en
         pytest.skip("one core has room for one worker only")
     monkeypatch.setattr(scheduler, "available_bytes", lambda: 15 * 10**8)
     engine()
-    with pytest.raises(ConfigError, match=r"2 runs at a time need 2\.0 GB of memory, and 1\.5 GB are free; wanted at most 1"):
+    with pytest.raises(
+        ConfigError, match=r"2 runs at a time need 2\.0 GB of memory, and 1\.5 GB are free; wanted at most 1"
+    ):
         run_grid(GRID, tmp_path / "s", Place(workers=2), say=say)
     run_grid(GRID, tmp_path / "s", say=say)
     assert json.loads((tmp_path / "s" / "sweep.json").read_text())["workers"] == 1
@@ -346,7 +357,12 @@ def test_python_call_gives_a_data_frame_with_the_grid_in_it(tmp_path, engine, ca
     engine({"student-2_seed-1": [{"event": "failed", "error": "broken"}] * 2})
     with pytest.warns(UserWarning, match="failed: student-2_seed-1: broken"):
         table = mose_fast.run_sweep(
-            {"student": [2, 4], "seed": range(2)}, out=tmp_path / "s", stream={"limit_per_task": 20}, width=1, memory=64, device="cpu"
+            {"student": [2, 4], "seed": range(2)},
+            out=tmp_path / "s",
+            stream={"limit_per_task": 20},
+            width=1,
+            memory=64,
+            device="cpu",
         )
     assert table["student"].tolist() == [2, 4, 4]
     assert table["seed"].tolist() == [0, 0, 1]
@@ -371,7 +387,10 @@ def test_table_is_drawn_in_a_terminal(tmp_path, engine, say, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     run_grid(GRID, tmp_path / "s", say=say)
     shown = sys.stderr.getvalue()
-    assert re.search(r"0 done, \d running, 0 failed, \d waiting; 0:00 gone, about \d:\d\d left\n  seed-0   50 % \[#{10} {10}\]\n", shown)
+    assert re.search(
+        r"0 done, \d running, 0 failed, \d waiting; 0:00 gone, about \d:\d\d left\n  seed-0   50 % \[#{10} {10}\]\n",
+        shown,
+    )
     assert "\x1b[2A\x1b[J" in shown
     assert "[3/3] done    seed-2: ACC" in shown
 

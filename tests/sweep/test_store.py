@@ -1,4 +1,6 @@
-"""The table of runs holds what the folders hold, whole rows only, and names every folder that it cannot trust."""
+"""The table of runs holds what the folders hold, whole rows only, and names every folder that it
+cannot trust.
+"""
 
 import dataclasses
 import json
@@ -29,7 +31,10 @@ def test_row_says_what_results_say(finished_run, config):
     assert RunConfig.from_dict(json.loads(row["config"])) == config
     phases = ("train", "evaluate", "checkpoint", "capture")
     assert row["seconds_total"] == pytest.approx(sum(row[f"seconds_{phase}"] for phase in phases), abs=0.01)
-    assert row["seconds_wall"] == pytest.approx(row["seconds_total"] + row["seconds_other"], abs=0.01) and row["seconds_other"] > 0
+    assert (
+        row["seconds_wall"] == pytest.approx(row["seconds_total"] + row["seconds_other"], abs=0.01)
+        and row["seconds_other"] > 0
+    )
 
 
 def test_precision_is_what_the_run_had(finished_run, tmp_path):
@@ -122,9 +127,18 @@ DAMAGES = {
     "no results": (lambda folder: (folder / "results.json").unlink(), "not finished"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
     "no table": (lambda folder: (folder / "accuracy.csv").unlink(), "accuracy.csv cannot be read"),
-    "better ACC": (change_results(lambda r: r["acc"]["ncm"].update({"4": 0.99})), "acc of ncm, expert 4 does not follow"),
-    "better matrix": (change_results(lambda r: r["accuracy"]["ncm"]["4"][-1].__setitem__(0, 1.0)), "accuracy.csv does not hold"),
-    "other memory": (change_results(lambda r: r["config"].update(memory=5000)), "config.json and the configuration in results.json differ"),
+    "better ACC": (
+        change_results(lambda r: r["acc"]["ncm"].update({"4": 0.99})),
+        "acc of ncm, expert 4 does not follow",
+    ),
+    "better matrix": (
+        change_results(lambda r: r["accuracy"]["ncm"]["4"][-1].__setitem__(0, 1.0)),
+        "accuracy.csv does not hold",
+    ),
+    "other memory": (
+        change_results(lambda r: r["config"].update(memory=5000)),
+        "config.json and the configuration in results.json differ",
+    ),
     "no threads": (change_results(lambda r: r.pop("threads")), "results.json is incomplete"),
     "newer": (change_results(lambda r: r.update(schema_version=99)), "schema_version 99; wanted 1"),
     "a list": (lambda folder: (folder / "results.json").write_text("[]"), "schema_version None; wanted 1"),

@@ -1,4 +1,6 @@
-"""Real worker processes: killed at any moment nothing is lost, and every way to compute gives the run that it would be alone."""
+"""Real worker processes: killed at any moment nothing is lost, and every way to compute gives the
+run that it would be alone.
+"""
 
 import contextlib
 import dataclasses
@@ -26,7 +28,14 @@ from mose_fast.train.lock import FolderLock, FolderLocked
 
 SEEDS = (0, 1)
 # Small batches, so that there are many moments to be interrupted at.
-CHANGES = {"stream.limit_per_task": 20, "stream.batch": 4, "width": 1, "memory": 64, "device": "cpu", "checkpoint_every": 2}
+CHANGES = {
+    "stream.limit_per_task": 20,
+    "stream.batch": 4,
+    "width": 1,
+    "memory": 64,
+    "device": "cpu",
+    "checkpoint_every": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +46,46 @@ def alone(tmp_path_factory, settings):
     stream = {**settings["stream"], "batch": 4}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # batches of 4 are not the preset's
-        hashes = {seed: run(RunConfig.create(**{**settings, "stream": stream}, seed=seed))["weights_sha256"] for seed in SEEDS}
+        hashes = {
+            seed: run(RunConfig.create(**{**settings, "stream": stream}, seed=seed))["weights_sha256"] for seed in SEEDS
+        }
     torch.set_num_threads(before)
     return hashes
 
 
 def start_sweep(out, *more):
     cores = len(os.sched_getaffinity(0))
-    command = [sys.executable, "-m", "mose_fast", "sweep", "--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu"]
-    command += ["--batch", "4", "--checkpoint-every", "2", "--seeds", "0-1", "--workers", str(cores), "--out", str(out), *more]
+    command = [
+        sys.executable,
+        "-m",
+        "mose_fast",
+        "sweep",
+        "--width",
+        "1",
+        "--memory",
+        "64",
+        "--limit-per-task",
+        "20",
+        "--device",
+        "cpu",
+    ]
+    command += [
+        "--batch",
+        "4",
+        "--checkpoint-every",
+        "2",
+        "--seeds",
+        "0-1",
+        "--workers",
+        str(cores),
+        "--out",
+        str(out),
+        *more,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
+    )
 
 
 def wait_for(condition, seconds=90.0):
@@ -167,7 +205,9 @@ def test_runs_that_share_a_process_are_the_runs_alone(tmp_path, alone):
         engine.close()
     assert {event["event"] for event in ended.values()} == {"done"}, events
     assert any(event["event"] == "task" and 0 <= event["accuracy"] <= 1 for event in events)
-    results = {seed: json.loads((folder.run(f"seed-{seed}") / "results.json").read_text())["weights_sha256"] for seed in SEEDS}
+    results = {
+        seed: json.loads((folder.run(f"seed-{seed}") / "results.json").read_text())["weights_sha256"] for seed in SEEDS
+    }
     assert results == alone
 
 
@@ -210,7 +250,10 @@ def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(tmp_path):
     folder = SweepFolder(tmp_path / "s")
     command = next(commands(folder))
     config = json.loads(Path(command["config"]).read_text()) | {"checkpoint_every": None}
-    config["stream"] |= {"limit_per_task": None, "tasks": 1}  # hundreds of batches before the checkpoint at the task's end
+    config["stream"] |= {
+        "limit_per_task": None,
+        "tasks": 1,
+    }  # hundreds of batches before the checkpoint at the task's end
     Path(command["config"]).write_text(json.dumps(config))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     task = [sys.executable, "-c", _RAY_TASK, json.dumps(command), command["config"]]
@@ -248,7 +291,10 @@ def test_ray_gives_the_same_runs(tmp_path, alone):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
     cores = len(os.sched_getaffinity(0))
     outcome = run_grid(
-        Grid({"seed": SEEDS}, CHANGES), tmp_path / "s", Place(workers=cores, engine="ray", address="local"), say=lambda line: None
+        Grid({"seed": SEEDS}, CHANGES),
+        tmp_path / "s",
+        Place(workers=cores, engine="ray", address="local"),
+        say=lambda line: None,
     )
     assert outcome.failures == ()
     assert dict(zip(outcome.table["seed"], outcome.table["weights_sha256"], strict=True)) == alone
@@ -261,5 +307,10 @@ def test_unreachable_ray(tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         start = time.monotonic()
         with pytest.raises(RunError, match=f"cannot reach a Ray cluster at {address}"):
-            run_grid(Grid({"seed": SEEDS}, CHANGES), tmp_path / "s", Place(engine="ray", address=address), say=lambda line: None)
+            run_grid(
+                Grid({"seed": SEEDS}, CHANGES),
+                tmp_path / "s",
+                Place(engine="ray", address=address),
+                say=lambda line: None,
+            )
     assert time.monotonic() - start < 10

@@ -1,4 +1,6 @@
-"""What is captured, when, and what a replay reads: with graphs that run on the CPU in place of a card's (tests/gpu has the real ones)."""
+"""What is captured, when, and what a replay reads: with graphs that run on the CPU in place of a
+card's (tests/gpu has the real ones).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from mose_fast.train.ring import Ring
 
 
 class HostGraph:
-    """Keeps to a graph's contract: capturing executes nothing, each replay runs the same step on what lies in the same tensors then."""
+    """Keeps to a graph's contract: capturing executes nothing, each replay runs the same step on
+    what lies in the same tensors then.
+    """
 
     def __init__(self):
         self.step, self.replays = None, 0
@@ -60,7 +64,9 @@ def graphs(monkeypatch):
 
 @pytest.fixture
 def allocator(monkeypatch):
-    """PyTorch's allocator as far as captures go: the calls that were made, and the pools that it believes to be captured into."""
+    """PyTorch's allocator as far as captures go: the calls that were made, and the pools that it
+    believes to be captured into.
+    """
     calls, underway = [], []
 
     def end(device, pool):
@@ -70,7 +76,9 @@ def allocator(monkeypatch):
         underway.remove(pool)
 
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: calls.append(("release", device, pool)), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_releasePool", lambda device, pool: calls.append(("release", device, pool)), raising=False
+    )
     monkeypatch.setattr(HostGraph, "reset", lambda graph: calls.append(("reset", graph)), raising=False)
     return calls, underway
 
@@ -85,9 +93,15 @@ class CapturedStepsLearner(Mose):
 def learner(kernels: str, **settings) -> Mose:
     options = {"buffer_batch": 12, "new_extra": 4, "experts": 2}
     given = {
-        "classes": 6, "image_size": (8, 8), "width": 8, "memory": 30, "device": "cpu", "kernels": kernels, "feed": "fused",
+        "classes": 6,
+        "image_size": (8, 8),
+        "width": 8,
+        "memory": 30,
+        "device": "cpu",
+        "kernels": kernels,
+        "feed": "fused",
         "options": options,
-    }  # fmt: skip
+    }
     made = create_learner(**given | settings)
     made.__class__ = CapturedStepsLearner
     return made
@@ -99,7 +113,13 @@ def stream(batches: int = 9):
     for task in range(2):
         for step in range(batches):
             y = torch.tensor([2 * task, 2 * task + 1] * 5)[: 3 if step == batches - 1 else 10]
-            yield (torch.randint(0, 60, (len(y), 8, 8, 3), generator=generator) + 30 * y.view(-1, 1, 1, 1)).to(torch.uint8), y, task
+            yield (
+                (torch.randint(0, 60, (len(y), 8, 8, 3), generator=generator) + 30 * y.view(-1, 1, 1, 1)).to(
+                    torch.uint8
+                ),
+                y,
+                task,
+            )
 
 
 def prepared_for(one: Mose, steps: CapturedSteps, batch: tuple) -> Prepared:
@@ -137,7 +157,10 @@ def test_replayed_steps_are_eager_steps(graphs, kernels):
 
 
 def failing(monkeypatch, graphs, allocator, *, broken: bool) -> None:
-    """The first capture fails inside. ``broken``: its end then fails, too, and does not tell the allocator, as in PyTorch 2.11."""
+    """The first capture fails inside.
+
+    ``broken``: its end then fails, too, and does not tell the allocator, as in PyTorch 2.11.
+    """
     capture = torch.cuda.graph
     _, underway = allocator
 
@@ -164,7 +187,9 @@ def test_one_failure_ends_capturing_and_harms_nothing(graphs, allocator, monkeyp
     failing(monkeypatch, graphs, allocator, broken=broken)
     captured, eager = learner("fused"), learner("fused")
     steps = CapturedSteps(captured)
-    with pytest.warns(UserWarning, match=r"no CUDA graph of a step could be captured \(the first error, inside\); ") as told:
+    with pytest.warns(
+        UserWarning, match=r"no CUDA graph of a step could be captured \(the first error, inside\); "
+    ) as told:
         found = taken(captured, steps)
     assert len(told) == 1 and steps.graphs == 0 and len(graphs[0]) == 1
     assert steps.obstacle == "the first error, inside"
@@ -188,7 +213,8 @@ def test_a_capture_that_failed_leaves_the_allocator_as_it_was(graphs, allocator,
     calls.clear()
     with pytest.warns(UserWarning, match="no CUDA graph"):
         assert steps._capture(layout_of(inputs[0]), inputs[0]) is None
-    # Where PyTorch has closed all itself, its own count of the pool's users is right: one release more would free what others use.
+    # Where PyTorch has closed all itself, its own count of the pool's users is right: one release
+    # more would free what others use.
     released = [("reset", graphs[0][0]), ("release", 7, "the pool")] if broken else []
     assert calls == [("end", 7, "the pool"), *released, ("gradients", True)]
     assert underway == []
@@ -240,8 +266,10 @@ def test_steps_that_diverge_in_a_graph_change_nothing_more(graphs, monkeypatch):
     broken = prepared_for(one, steps, batches[6])
     broken.inputs.views.factors.fill_(float("nan"))
     apply = one.views.apply
-    one.views.apply = lambda images, inputs: apply(images, inputs) * (float("nan") if inputs.factors.isnan().any() else 1)
+    one.views.apply = lambda images, inputs: (
+        apply(images, inputs) * (float("nan") if inputs.factors.isnan().any() else 1)
+    )
     for prepared in (broken, prepared_for(one, steps, batches[7])):
         reader.add(Taken(prepared, {}), one.consume(prepared, steps))
-    told = [losses["loss"] for _, losses in reader.told()]
+    told = [losses["loss"] for _, losses in reader.drain()]
     assert all(loss != loss for loss in told) and one.weights_hash() == weights

@@ -19,7 +19,15 @@ from mose_fast.config import RunConfig
 from mose_fast.train import checkpoint as checkpoint_module
 from mose_fast.train import loop as loop_module
 from mose_fast.train import run
-from mose_fast.train.checkpoint import CheckpointError, CheckpointWriter, Snapshot, latest, load_checkpoint, save_checkpoint, serialised
+from mose_fast.train.checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    Snapshot,
+    latest,
+    load_checkpoint,
+    save_checkpoint,
+    serialised,
+)
 from mose_fast.train.files import RunError, write_atomically
 
 TENSORS = {
@@ -54,7 +62,9 @@ def test_files_are_those_of_safetensors():
     assert json.loads(file[8 : 8 + size])["__metadata__"] == metadata
     # Where a file is mapped into memory, each tensor must start at a multiple of its element.
     header = json.loads(file[8 : 8 + size])
-    assert size % 8 == 0 and all(header[name]["data_offsets"][0] % TENSORS[name].element_size() == 0 for name in TENSORS)
+    assert size % 8 == 0 and all(
+        header[name]["data_offsets"][0] % TENSORS[name].element_size() == 0 for name in TENSORS
+    )
     assert load(serialised({}, metadata).tobytes()) == {}
 
 
@@ -104,7 +114,11 @@ def foreign(name, sprung):
     if name == "safetensors without metadata":
         return save({"weight": torch.ones(3)})
     if name == "random bytes":
-        return torch.randint(0, 256, (5000,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8).numpy().tobytes()
+        return (
+            torch.randint(0, 256, (5000,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     if name == "pickle":
         return pickle.dumps(Trap(sprung))
     if name == "torch.save":
@@ -159,7 +173,9 @@ def test_truncated_files_are_refused(tmp_path, length):
     good = save_checkpoint(tmp_path, 4, TENSORS, VALUES)
     bad = save_checkpoint(tmp_path, 5, TENSORS, VALUES)
     bad.write_bytes(bad.read_bytes()[:length])
-    with pytest.raises(CheckpointError, match=r"step-000000005.safetensors is truncated, damaged or no checkpoint at all") as error:
+    with pytest.raises(
+        CheckpointError, match=r"step-000000005.safetensors is truncated, damaged or no checkpoint at all"
+    ) as error:
         load_checkpoint(bad)
     assert f"the one before it is {good}" in str(error.value)
     assert load_checkpoint(good)[1] == VALUES
@@ -188,7 +204,9 @@ def test_failed_write_leaves_the_old_files(tmp_path, monkeypatch, function):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, function, full)
-        with pytest.raises(RunError, match=r"cannot write .*step-000000005.safetensors .*: No space left on device; .* untouched"):
+        with pytest.raises(
+            RunError, match=r"cannot write .*step-000000005.safetensors .*: No space left on device; .* untouched"
+        ):
             save_checkpoint(tmp_path, 5, TENSORS, VALUES)
         with pytest.raises(RunError, match=r"step-000000004.safetensors"):
             write_atomically(tmp_path / "step-000000004.safetensors", "new")
@@ -247,7 +265,9 @@ def test_files_have_the_rights_that_the_umask_gives(tmp_path):
 
 
 def views() -> dict[str, torch.Tensor]:
-    """Tensors as learners have them: views of common buffers with gaps between them, and some of their own."""
+    """Tensors as learners have them: views of common buffers with gaps between them, and some of
+    their own.
+    """
     buffer, counts = torch.arange(400, dtype=torch.float32), torch.arange(6)
     return {
         "weight": buffer.as_strided((2, 3, 2, 2), (12, 1, 6, 3), 64),  # channels_last
@@ -271,7 +291,9 @@ def test_a_snapshot_is_a_copy_with_the_same_strides():
     found = snapshot.tensors()
     assert list(found) == list(wanted)
     for name, (tensor, strides) in wanted.items():
-        assert found[name].dtype == tensor.dtype and found[name].stride() == strides and torch.equal(found[name], tensor), name
+        assert (
+            found[name].dtype == tensor.dtype and found[name].stride() == strides and torch.equal(found[name], tensor)
+        ), name
     assert snapshot.not_finite() is None and list(Snapshot({}).tensors()) == []
     assert list(snapshot.on_host().tensors()) == list(wanted)
 
@@ -285,14 +307,18 @@ def test_a_snapshot_names_what_is_not_finite(name, value):
 
 
 class Launches(TorchDispatchMode):
-    """Counts what a card would have to launch or copy: all but views of tensors and questions about them."""
+    """Counts what a card would have to launch or copy: all but views of tensors and questions about
+    them.
+    """
 
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        if not function.is_view and not any(word in str(function) for word in ("detach", "alias", "as_strided", "prim.device")):
+        if not function.is_view and not any(
+            word in str(function) for word in ("detach", "alias", "as_strided", "prim.device")
+        ):
             self.names.append(str(function))
         return function(*arguments, **(named or {}))
 
@@ -300,7 +326,9 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
 def test_a_checkpoint_copies_the_state_in_a_few_pieces(tmp_path, monkeypatch, kernels):
     counted, tensors = [], []
-    monkeypatch.setattr(checkpoint_module, "save_checkpoint", lambda folder, step, state, values: tensors.append(len(state)))
+    monkeypatch.setattr(
+        checkpoint_module, "save_checkpoint", lambda folder, step, state, values: tensors.append(len(state))
+    )
     save_state = loop_module._Loop._save
 
     def counting(loop, **how):
@@ -309,7 +337,12 @@ def test_a_checkpoint_copies_the_state_in_a_few_pieces(tmp_path, monkeypatch, ke
         counted.append(launches.names)
 
     monkeypatch.setattr(loop_module._Loop, "_save", counting)
-    settings = {"stream": {"name": "digits", "tasks": 2, "limit_per_task": 30}, "options": {"buffer_batch": 8}, "memory": 30, "width": 8}
+    settings = {
+        "stream": {"name": "digits", "tasks": 2, "limit_per_task": 30},
+        "options": {"buffer_batch": 8},
+        "memory": 30,
+        "width": 8,
+    }
     run(RunConfig.create(**settings, device="cpu", kernels=kernels, checkpoint_every=2), out=tmp_path / "run")
     assert len(counted) == 5 and min(tensors) > 700
     # float32, int64 and uint8 are copied; float32 is checked, the answer fetched.

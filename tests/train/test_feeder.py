@@ -1,4 +1,6 @@
-"""Views that are made on a thread of their own, ahead of the steps: whose they are, what a rollback and an error leave, and whole runs."""
+"""Views that are made on a thread of their own, ahead of the steps: whose they are, what a rollback
+and an error leave, and whole runs.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,11 @@ class Watch(Listener):
 
 
 def outcome(results: dict) -> dict:
-    return {name: value for name, value in results.items() if name not in ("seconds", "resumed", "peak_memory_bytes", "commit", "config")}
+    return {
+        name: value
+        for name, value in results.items()
+        if name not in ("seconds", "resumed", "peak_memory_bytes", "commit", "config")
+    }
 
 
 def noise(count: int, seed: int) -> torch.Tensor:
@@ -177,7 +183,12 @@ def test_steps_taken_one_by_one_have_the_same_losses(plain):
     stream = streams.create(config.stream)
     n = stream.normalisation
     made = create_learner(
-        config, classes=stream.classes, image_size=stream.image_size, mean=n.mean, std=n.std, mirror_safe=stream.mirror_safe
+        config,
+        classes=stream.classes,
+        image_size=stream.image_size,
+        mean=n.mean,
+        std=n.std,
+        mirror_safe=stream.mirror_safe,
     )
     losses = []
     for task in range(2):
@@ -214,7 +225,9 @@ def test_a_loss_that_is_not_finite_takes_later_views_back_with_their_plans(tmp_p
 
     with monkeypatch.context() as patched:
         patched.setattr(ViewMaker, "views", broken)
-        with pytest.raises(TrainingDiverged, match=r"not finite at batch 8 .*The newest is the state before this batch"):
+        with pytest.raises(
+            TrainingDiverged, match=r"not finite at batch 8 .*The newest is the state before this batch"
+        ):
             run(settings(), out=tmp_path / "run")
     tensors, values = load_checkpoint(latest(tmp_path / "run" / "checkpoints"))
     assert values["position"]["done"] == 7 and int(tensors["memory/state"][2]) == 70
@@ -237,7 +250,9 @@ def test_the_thread_that_launches_steps_dispatches_no_more_than_with_the_fused_o
     """On a card each of these is a launch or a transfer."""
     counts = {}
     for feed in ("dali", "fused"):
-        made = create_learner(method="mose", classes=4, width=1, memory=30, device="cpu", feed=feed, options=SETTINGS["options"])
+        made = create_learner(
+            method="mose", classes=4, width=1, memory=30, device="cpu", feed=feed, options=SETTINGS["options"]
+        )
         made.begin_task(0)
         ring = Ring(made)
         for step in range(4):

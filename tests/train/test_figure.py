@@ -26,7 +26,14 @@ def results(stream="digits", experts=4):
         "accuracy": {"ncm": accuracy, "linear": {n.replace("distance", "logit"): m for n, m in accuracy.items()}},
         "evaluated_after": list(range(5)),
         "tasks": [[2 * t, 2 * t + 1] for t in range(5)],
-        "config": {"method": "mose", "preset": "released", "stream": {"name": stream}, "memory": 64, "width": 1, "seed": 0},
+        "config": {
+            "method": "mose",
+            "preset": "released",
+            "stream": {"name": stream},
+            "memory": 64,
+            "width": 1,
+            "seed": 0,
+        },
     }
 
 
@@ -56,7 +63,9 @@ def own_font(tmp_path, monkeypatch):
 def test_the_legend_covers_no_panel(monkeypatch, experts):
     seen = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **named: (save(figure, *arguments, **named), seen.append(figure)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *arguments, **named: (save(figure, *arguments, **named), seen.append(figure))
+    )
     accuracy_figure(results(experts=experts))
     (figure,) = seen
     legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes if axis.get_legend())]
@@ -72,7 +81,10 @@ def test_letters_come_from_another_font_where_the_own_one_lacks_them(own_font, r
         assert rcParams["font.family"][-1] == "Own Script"
     assert "Own Script" not in rcParams["font.family"]
     # A hundred squares are a bar of black, as boxes are not.
-    dark = [int((np.array(Image.open(io.BytesIO(accuracy_figure(results(s)))).convert("L"))[:40] < 50).sum()) for s in ("", LETTER * 20)]
+    dark = [
+        int((np.array(Image.open(io.BytesIO(accuracy_figure(results(s)))).convert("L"))[:40] < 50).sum())
+        for s in ("", LETTER * 20)
+    ]
     assert dark[1] - dark[0] > 20 * 100
     assert not recwarn.list
 
@@ -81,7 +93,9 @@ def test_letters_that_no_font_has_are_told_once():
     with pytest.warns(UserWarning) as caught:
         accuracy_figure(results(LETTER * 3 + "\U000f0124"))
     (warning,) = [str(w.message) for w in caught]
-    assert warning.startswith(f"no font of this machine has the letters {LETTER}\U000f0124, so figures show boxes for them")
+    assert warning.startswith(
+        f"no font of this machine has the letters {LETTER}\U000f0124, so figures show boxes for them"
+    )
 
 
 def test_plain_names_change_no_font(recwarn):

@@ -45,7 +45,11 @@ def copy(finished, tmp_path):
 
 
 FOREIGN = {
-    "a config of something else": {"config.json": '{"learning_rate": 1}', "checkpoints/thesis.pt": "years", "tensorboard/mine": "curves"},
+    "a config of something else": {
+        "config.json": '{"learning_rate": 1}',
+        "checkpoints/thesis.pt": "years",
+        "tensorboard/mine": "curves",
+    },
     "a list as config": {"config.json": "[1]"},
     "a broken config": {"config.json": '{"method": "mose", '},
     "results alone": {"results.json": "{}"},
@@ -67,9 +71,13 @@ def test_overwrite_refuses_a_folder_whose_files_no_run_wrote(tmp_path, files):
 
 def test_overwrite_leaves_what_lies_between_the_files_of_a_run(copy):
     mine = {
-        "checkpoints/thesis.pt": "years", "checkpoints/step-best.safetensors": "chosen", "tensorboard/mine": "curves", "notes.txt": "notes",
-        "checkpoints/old/step-000000001.safetensors": "kept", ".results.json.backup": "kept",
-    }  # fmt: skip
+        "checkpoints/thesis.pt": "years",
+        "checkpoints/step-best.safetensors": "chosen",
+        "tensorboard/mine": "curves",
+        "notes.txt": "notes",
+        "checkpoints/old/step-000000001.safetensors": "kept",
+        ".results.json.backup": "kept",
+    }
     write(copy, mine)
     (old,) = (copy / "tensorboard").glob("events.*")
     (copy / ".results.json.ab0_xyz9").touch()  # what a killed write leaves
@@ -93,8 +101,10 @@ def test_a_file_beside_the_checkpoints_is_neither_resumed_nor_deleted(tmp_path):
     write(tmp_path, {f"checkpoints/step-{name}.safetensors": "mine" for name in ("best", "00000000", "a-copy")})
     resume(tmp_path)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir() if path.read_bytes() == b"mine"} == {
-        "step-best.safetensors", "step-00000000.safetensors", "step-a-copy.safetensors"
-    }  # fmt: skip
+        "step-best.safetensors",
+        "step-00000000.safetensors",
+        "step-a-copy.safetensors",
+    }
 
 
 def test_the_configuration_is_there_at_every_moment_of_an_overwrite(copy, monkeypatch):
@@ -147,12 +157,19 @@ def test_a_failed_run_lets_go(tmp_path):
 
 def in_another_process(code, folder):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    code = f"import os, sys; from pathlib import Path; from mose_fast.train.lock import FolderLock; folder = Path(sys.argv[1]); {code}"
-    return subprocess.Popen([sys.executable, "-c", code, str(folder)], env=environment, stdout=subprocess.PIPE, text=True)
+    code = (
+        "import os, sys; from pathlib import Path; from mose_fast.train.lock import FolderLock; folder ="
+        f" Path(sys.argv[1]); {code}"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], env=environment, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_a_killed_holder_lets_go(tmp_path):
-    holder = in_another_process('lock = FolderLock(folder, "run"); print("held", flush=True); __import__("signal").pause()', tmp_path)
+    holder = in_another_process(
+        'lock = FolderLock(folder, "run"); print("held", flush=True); __import__("signal").pause()', tmp_path
+    )
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(FolderLocked, match=f"a run works in {tmp_path} already \\(process {holder.pid} on"):
         FolderLock(tmp_path, "export")
@@ -166,7 +183,9 @@ def test_a_killed_holder_lets_go(tmp_path):
 
 
 def test_a_lock_that_was_taken_away_in_between_is_not_held(tmp_path, monkeypatch):
-    """Its holder deletes the file after another process opened it: two could then hold two files of the same name."""
+    """Its holder deletes the file after another process opened it: two could then hold two files of
+    the same name.
+    """
     first = FolderLock(tmp_path, "run")
     flock = fcntl.flock
 
@@ -187,7 +206,9 @@ def test_a_file_system_without_locks_is_told_and_a_living_holder_refused(tmp_pat
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with pytest.warns(UserWarning, match=r"has no file locks \(No locks available\); nothing keeps a second run, sweep or export out"):
+    with pytest.warns(
+        UserWarning, match=r"has no file locks \(No locks available\); nothing keeps a second run, sweep or export out"
+    ):
         FolderLock(tmp_path, "run").release()
     note = {"process": os.getppid(), "machine": socket.gethostname(), "work": "sweep"}
     (tmp_path / LOCK).write_text(json.dumps(note))

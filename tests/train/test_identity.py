@@ -1,4 +1,6 @@
-"""A checkpoint continues the run that wrote it and no other: other settings, data, code and damaged files are refused by name."""
+"""A checkpoint continues the run that wrote it and no other: other settings, data, code and damaged
+files are refused by name.
+"""
 
 import dataclasses
 import json
@@ -40,12 +42,16 @@ class StopAt(Listener):
 
 
 def config(data):
-    return RunConfig.create(stream={"name": str(data), "tasks": 2}, width=1, memory=64, device="cpu", checkpoint_every=2)
+    return RunConfig.create(
+        stream={"name": str(data), "tasks": 2}, width=1, memory=64, device="cpu", checkpoint_every=2
+    )
 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """A folder with ``data.npz`` and ``run``, stopped after its fourth batch, with two checkpoints."""
+    """A folder with ``data.npz`` and ``run``, stopped after its fourth batch, with two
+    checkpoints.
+    """
     folder = tmp_path_factory.mktemp("stopped")
     np.savez(folder / "data.npz", **arrays())
     with pytest.raises(Interrupted):
@@ -86,7 +92,9 @@ def change_config(out, **changes):
 def test_another_setting_is_named_and_refused(stopped, changes, says):
     change_config(stopped, **changes)
     before = sorted((stopped / "checkpoints").iterdir())
-    with pytest.raises(RunError, match=f"step-\\d+.safetensors does not belong to the configuration beside it: {says}. Set it back, or"):
+    with pytest.raises(
+        RunError, match=f"step-\\d+.safetensors does not belong to the configuration beside it: {says}. Set it back, or"
+    ):
         resume(stopped)
     assert sorted((stopped / "checkpoints").iterdir()) == before
     assert not (stopped / "results.json").exists()
@@ -128,7 +136,10 @@ def test_a_stream_object_is_compared_too(tmp_path):
         run(stream=stream, out=tmp_path, listeners=[StopAt(2)], width=1, memory=64, device="cpu")
     with pytest.raises(StreamError, match="the data of stream 'arrays' have changed"):
         resume(tmp_path, stream=from_arrays(**arrays(1), tasks=2))
-    assert resume(tmp_path, stream=from_arrays(**arrays(), tasks=2))["config"]["stream"]["fingerprint"] == stream.fingerprint
+    assert (
+        resume(tmp_path, stream=from_arrays(**arrays(), tasks=2))["config"]["stream"]["fingerprint"]
+        == stream.fingerprint
+    )
 
 
 def test_a_fingerprint_is_of_the_data_alone():
@@ -142,7 +153,10 @@ def test_a_fingerprint_is_of_the_data_alone():
     assert len({known, from_arrays(**other).fingerprint, names.fingerprint, from_arrays(**swapped).fingerprint}) == 4
     # A stream made by hand has one of its own images.
     made = from_arrays(**data)
-    by_hand = [dataclasses.replace(made, fingerprint=""), dataclasses.replace(made, fingerprint="", x_test=made.x_test.flip(0))]
+    by_hand = [
+        dataclasses.replace(made, fingerprint=""),
+        dataclasses.replace(made, fingerprint="", x_test=made.x_test.flip(0)),
+    ]
     assert by_hand[0].fingerprint != by_hand[1].fingerprint
 
 
@@ -157,7 +171,9 @@ def test_a_flipped_bit_is_found_and_the_one_before_offered(stopped, place):
     raw = bytearray(path.read_bytes())
     header = 8 + int.from_bytes(raw[:8], "little")
     position = {
-        "header": raw.index(b'\\"seed\\": 0') + len(b'\\"seed\\": 0') - 1,  # in the settings that the checkpoint notes: 0 becomes 1
+        "header": (
+            raw.index(b'\\"seed\\": 0') + len(b'\\"seed\\": 0') - 1
+        ),  # in the settings that the checkpoint notes: 0 becomes 1
         "weights": header + 100,
         "memory": len(raw) - 5000,
         "last byte": len(raw) - 1,
@@ -166,14 +182,17 @@ def test_a_flipped_bit_is_found_and_the_one_before_offered(stopped, place):
     path.write_bytes(raw)
     with pytest.raises(CheckpointError) as error:
         resume(stopped)
-    assert str(error.value) == (
-        f"the checkpoint {path} is damaged: its content does not have the hash in its header; the one before it is {older}: "
-        f"delete {path.name} to continue from there"
+    assert (
+        str(error.value)
+        == f"the checkpoint {path} is damaged: its content does not have the hash in its header; the one before it is"
+        f" {older}: delete {path.name} to continue from there"
     )
 
 
 def test_every_byte_of_a_small_checkpoint_counts(tmp_path):
-    """But the hash's own name: without it, a checkpoint that says whose it is counts as damaged, too."""
+    """But the hash's own name: without it, a checkpoint that says whose it is counts as damaged,
+    too.
+    """
     path = save_checkpoint(tmp_path, 1, {"weight": torch.arange(3.0)}, {"identity": 1})
     good = path.read_bytes()
     for position in range(len(good)):
@@ -188,7 +207,9 @@ def test_every_byte_of_a_small_checkpoint_counts(tmp_path):
 
 def test_other_code_is_refused(stopped, monkeypatch):
     monkeypatch.setattr("mose_fast.train.identity.code_hash", lambda learner: "of another version")
-    with pytest.raises(RunError, match=r"was written by other code \(mose-fast 0.* running .*results would be of neither"):
+    with pytest.raises(
+        RunError, match=r"was written by other code \(mose-fast 0.* running .*results would be of neither"
+    ):
         resume(stopped)
 
 
@@ -210,7 +231,9 @@ def test_a_checkpoint_that_does_not_say_whose_it_is_is_refused(stopped):
         tensors, values = load_checkpoint(path)
         del values["identity"]
         save_checkpoint(path.parent, int(path.stem.removeprefix("step-")), tensors, values)
-    with pytest.raises(RunError, match="was written by a version of mose-fast that did not note which run it belongs to"):
+    with pytest.raises(
+        RunError, match="was written by a version of mose-fast that did not note which run it belongs to"
+    ):
         resume(stopped)
 
 

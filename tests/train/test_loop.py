@@ -1,4 +1,6 @@
-"""The loop: order of events, used folders, divergence, training on the final memory, a full disk."""
+"""The loop: order of events, used folders, divergence, training on the final memory, a full
+disk.
+"""
 
 import errno
 import math
@@ -56,7 +58,9 @@ class Recorder(Listener):
 
 @pytest.fixture(scope="module")
 def plain():
-    """What a run of the plain configuration returns and tells; checkpoints and an output folder must not change it."""
+    """What a run of the plain configuration returns and tells; checkpoints and an output folder
+    must not change it.
+    """
     recorder = Recorder()
     return run(config(), listeners=[recorder]), recorder
 
@@ -79,7 +83,9 @@ def test_two_epochs_pass_each_task_twice_and_store_it_once():
 
 def test_final_memory_is_filled_by_the_stream_and_rehearsed_in_every_epoch(monkeypatch, plain):
     rehearsed, rehearse = [], Mose.rehearse
-    monkeypatch.setattr(Mose, "rehearse", lambda learner, slots: rehearsed.append(slots.tolist()) or rehearse(learner, slots))
+    monkeypatch.setattr(
+        Mose, "rehearse", lambda learner, slots: rehearsed.append(slots.tolist()) or rehearse(learner, slots)
+    )
     recorder, online = Recorder(), plain[1]
     run(config(train_on="final_memory", epochs=3), listeners=[recorder])
     stream = [("task", 0), *[("batch", b, False) for b in range(1, 5)], ("task end", 0, 4, False)]
@@ -156,7 +162,9 @@ def test_own_stream(tmp_path):
 
 def test_diverging_training_is_told_and_checkpoints_are_kept(tmp_path):
     out = tmp_path / "run"
-    with pytest.raises(TrainingDiverged, match=r"loss is not finite at batch \d+ \(task 1\): loss (nan|inf).*; lower options.lr") as error:
+    with pytest.raises(
+        TrainingDiverged, match=r"loss is not finite at batch \d+ \(task 1\): loss (nan|inf).*; lower options.lr"
+    ) as error:
         run(config(options={"lr": 1e30}, checkpoint_every=1), out=out)
     assert isinstance(error.value, RunError)
     assert latest(out / "checkpoints") is not None
@@ -195,7 +203,9 @@ def test_events_that_cannot_be_written_only_warn(tmp_path, monkeypatch, plain):
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     monkeypatch.setattr(RecordWriter, "write", no_space)
-    with pytest.warns(UserWarning, match=r"cannot write TensorBoard events into .*tensorboard \(No space left on device\)") as told:
+    with pytest.warns(
+        UserWarning, match=r"cannot write TensorBoard events into .*tensorboard \(No space left on device\)"
+    ) as told:
         results = run(config(), out=tmp_path / "run")
     assert ["TensorBoard" in str(w.message) for w in told].count(True) == 1
     assert (tmp_path / "run" / "results.json").exists()
@@ -210,7 +220,9 @@ def test_full_disk_while_writing_results_loses_nothing(tmp_path, monkeypatch, pl
 
     out, mkstemp = tmp_path / "run", files.tempfile.mkstemp
     with monkeypatch.context() as patched:
-        patched.setattr(files.tempfile, "mkstemp", lambda **named: no_space() if name in named["prefix"] else mkstemp(**named))
+        patched.setattr(
+            files.tempfile, "mkstemp", lambda **named: no_space() if name in named["prefix"] else mkstemp(**named)
+        )
         patched.setattr(RecordWriter, "close", no_space)
         with (
             pytest.warns(UserWarning, match="cannot write TensorBoard events"),

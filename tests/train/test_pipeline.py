@@ -25,7 +25,9 @@ SETTINGS = {
     "feed": "fused",
     "kernels": "torch",
 }
-SMALL = RunConfig.create(width=1, memory=80, device="cpu", kernels="torch", feed="fused", options={"buffer_batch": 6, "new_extra": 2})
+SMALL = RunConfig.create(
+    width=1, memory=80, device="cpu", kernels="torch", feed="fused", options={"buffer_batch": 6, "new_extra": 2}
+)
 
 
 def learner_and_stream():
@@ -68,9 +70,13 @@ def test_a_pipeline_that_is_stopped_is_as_if_nothing_more_had_been_planned():
 
 
 def test_the_numbers_of_all_images_go_to_the_card_in_one_transfer(monkeypatch):
-    """One a batch would wait for the card each time, since it comes from memory that the card cannot read by itself."""
+    """One a batch would wait for the card each time, since it comes from memory that the card
+    cannot read by itself.
+    """
     uploaded = []
-    monkeypatch.setattr(pipeline_module, "upload", lambda tensor, device: uploaded.append(len(tensor)) or tensor.to(device))
+    monkeypatch.setattr(
+        pipeline_module, "upload", lambda tensor, device: uploaded.append(len(tensor)) or tensor.to(device)
+    )
     _, stream = learner_and_stream()
     contents = incoming(stream, 1, stream.batches(1, seed=0), train=False)
     assert uploaded == [60] and len(contents) == 6
@@ -105,12 +111,15 @@ def test_what_is_measured_is_what_runs(monkeypatch, who):
     if who == "bench_run":
         measure = Measure()
         monkeypatch.setattr(bench_run, "config_for", lambda case, feed: SMALL)
-        monkeypatch.setattr(bench_run, "random_stream", lambda config, classes, images: benchmark_module.random_stream(config, 4, 300))
+        monkeypatch.setattr(
+            bench_run, "random_stream", lambda config, classes, images: benchmark_module.random_stream(config, 4, 300)
+        )
         bench_run.bench_loop(measure, "reference", "cpu", torch.float32, "fused")
         seconds = measure.seconds
     else:
         _, seconds = benchmark_module.in_the_loop(SMALL, benchmark_module.random_stream(SMALL, 4, 300), 0.05)
-    # The first task and the ramp only fill the memory, a few steps warm up; each of the others is timed.
+    # The first task and the ramp only fill the memory, a few steps warm up; each of the others is
+    # timed.
     assert len(steps) >= 20 + 12 + 3 + 9 and len(seconds) >= 8 and min(seconds) > 0
 
 
@@ -145,7 +154,9 @@ class Event:
 
 
 def test_calls_on_a_card_are_timed_without_a_gap(monkeypatch):
-    """A call that finds the card idle is timed with its launch; the host waits once, when all have been launched."""
+    """A call that finds the card idle is timed with its launch; the host waits once, when all have
+    been launched.
+    """
     log: list = []
     events: list = []
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: events.append(Event(log, len(events))) or events[-1])

@@ -50,7 +50,9 @@ def test_a_run_that_began_in_bf16_goes_on_in_bf16(tmp_path, card, kernels):
     card()
     results = resume(tmp_path / "run")
     assert results["config"]["precision"] == "auto"
-    assert results["resolved"]["precision"] == "bf16" and results["resolved"]["reasons"] == {"precision": "as the run began"}
+    assert results["resolved"]["precision"] == "bf16" and results["resolved"]["reasons"] == {
+        "precision": "as the run began"
+    }
     assert outcome(results) == outcome(whole)
     assert outcome(run(config))["weights_sha256"] != results["weights_sha256"]
 
@@ -59,7 +61,9 @@ def test_a_precision_that_was_asked_for_is_not_changed_by_a_state(card):
     options = {"experts": 2, "buffer_batch": 12}
     state = create_learner(method="mose", classes=4, width=1, memory=30, device="cpu", options=options).state()
     assert state[1]["precision"] == "bf16"
-    asked = create_learner(method="mose", classes=4, width=1, memory=30, device="cpu", options=options, precision="tf32")
+    asked = create_learner(
+        method="mose", classes=4, width=1, memory=30, device="cpu", options=options, precision="tf32"
+    )
     card()
     open_ = create_learner(method="mose", classes=4, width=1, memory=30, device="cpu", options=options)
     for made, precision in ((asked, "tf32"), (open_, "bf16")):

@@ -56,7 +56,10 @@ def joint():
 
 
 def errors(results):
-    return [f"{error.json_path}: {error.message}" for error in jsonschema.Draft202012Validator(schema()).iter_errors(results)]
+    return [
+        f"{error.json_path}: {error.message}"
+        for error in jsonschema.Draft202012Validator(schema()).iter_errors(results)
+    ]
 
 
 def test_schema_is_a_schema_and_describes_every_entry():
@@ -76,7 +79,9 @@ def test_results_fit_the_schema(finished, joint):
     assert errors(joint) == []
 
 
-@pytest.mark.parametrize("settings", [{"options": {"experts": 1}}, {"options": {"experts": 8}}, {"preset": "paper"}, {"epochs": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"options": {"experts": 1}}, {"options": {"experts": 8}}, {"preset": "paper"}, {"epochs": 2}]
+)
 def test_results_of_other_settings_fit_the_schema(settings):
     stream = {"name": "digits", "tasks": 1, "limit_per_task": 20, "class_order_seed": 3}
     options = {**SETTINGS["options"], **settings.get("options", {})}
@@ -110,7 +115,10 @@ def damaged(results):
             yield f"{matrices} without expert", damage([matrices, "ncm", "1"], KeyError)
             yield f"{matrices} without mean", damage([matrices, "linear", "mean_logit"], KeyError)
             yield f"{matrices} of expert 9", damage([matrices, "linear", "9"], results[matrices]["linear"]["1"])
-            yield f"{matrices} of the other mean", damage([matrices, "linear", "mean_distance"], results[matrices]["linear"]["1"])
+            yield (
+                f"{matrices} of the other mean",
+                damage([matrices, "linear", "mean_distance"], results[matrices]["linear"]["1"]),
+            )
             yield f"{matrices} of another classifier", damage([matrices, "knn"], results[matrices]["ncm"])
         yield "accuracy unknown", damage(["accuracy", "ncm", "4", 0, 0], None)
         yield "acc unknown", damage(["acc", "ncm", "4"], None)
@@ -169,14 +177,19 @@ def test_summaries_follow_from_the_matrices(finished):
             assert a.shape == (TASKS, TASKS)
             assert not np.triu(a, 1).any()
             best, last = a[:-1].max(0)[:-1], a[-1][:-1]
-            got = {name: results[name][classifier][expert] for name in ("acc", "af_paper", "af_released", "bwt", "new_task_accuracy")}
+            got = {
+                name: results[name][classifier][expert]
+                for name in ("acc", "af_paper", "af_released", "bwt", "new_task_accuracy")
+            }
             assert got["acc"] == pytest.approx(a[-1].mean())
             assert results["sample_acc"][classifier][expert] == pytest.approx((a[-1] * images).sum() / sum(images))
             assert got["af_paper"] == pytest.approx((best - last).mean())
             assert got["af_released"] == pytest.approx((a.max(0) - a[-1]).mean())
             assert got["bwt"] == pytest.approx((last - a.diagonal()[:-1]).mean())
             assert got["new_task_accuracy"] == list(a.diagonal())
-            for task, (stored, tested) in enumerate(zip(results["buffer_accuracy"][classifier][expert][-1], rows[-1], strict=True)):
+            for task, (stored, tested) in enumerate(
+                zip(results["buffer_accuracy"][classifier][expert][-1], rows[-1], strict=True)
+            ):
                 bof = None if stored is None or tested == 0 else pytest.approx((stored - tested) / tested)
                 assert results["bof"][classifier][expert][task] == bof
 
@@ -190,7 +203,9 @@ def test_confusion_counts_the_test_images(finished, joint):
             for taken_for, count in row.items():
                 by_class[label, int(taken_for)] = count
         assert np.trace(by_class) / by_class.sum() == pytest.approx(results["sample_acc"]["ncm"]["4"])
-        task_of = np.array([next(t for t, labels in enumerate(results["tasks"]) if label in labels) for label in range(2 * TASKS)])
+        task_of = np.array(
+            [next(t for t, labels in enumerate(results["tasks"]) if label in labels) for label in range(2 * TASKS)]
+        )
         confusion = np.array(results["confusion_by_task"])
         for row, column in np.ndindex(TASKS, TASKS):
             assert by_class[np.ix_(task_of == row, task_of == column)].sum() == confusion[row, column]
@@ -228,7 +243,7 @@ def test_events_hold_losses_and_accuracies(finished):
     out, results, losses = finished
     events = EventAccumulator(str(out / "tensorboard")).Reload()
     assert losses[1] is None  # The first batch of the stream trains nothing.
-    for name in ("loss", "supcon", "cross_entropy", "distillation"):
+    for name in ("loss", "contrastive", "cross_entropy", "distillation"):
         points = {event.step: event.value for event in events.Scalars(f"loss/{name}")}
         assert points == {batch: pytest.approx(losses[batch][name]) for batch in (10,)}
     for classifier, experts in results["accuracy"].items():
@@ -249,7 +264,8 @@ def test_final_memory_mode_has_one_evaluation_and_no_metrics_over_time(joint, fi
             assert all(v is None for row in joint["buffer_accuracy"][classifier][expert][:-1] for v in row)
             assert joint["acc"][classifier][expert] == pytest.approx(np.mean(rows[-1]))
     assert "-" in summary(joint)
-    # Two passes over 50 samples in batches of 12, and the same memory as the online run's: so the same untrained accuracy.
+    # Two passes over 50 samples in batches of 12, and the same memory as the online run's: so the
+    # same untrained accuracy.
     assert joint["steps"] == 2 * 5
     assert joint["untrained"] == finished[1]["untrained"]
 
@@ -267,7 +283,9 @@ def test_what_was_decided_is_recorded(finished):
     assert results["changes_from_preset"] == SETTINGS["options"]
     assert results["config"]["options"].keys() == MoseOptions.__dataclass_fields__.keys()
     assert results["steps"] == TASKS * 2 - 1
-    assert results["seconds"]["total"] == pytest.approx(sum(results["seconds"][phase] for phase in clock_module.PHASES), abs=0.002)
+    assert results["seconds"]["total"] == pytest.approx(
+        sum(results["seconds"][phase] for phase in clock_module.PHASES), abs=0.002
+    )
     assert results["card"] is None
     assert results["threads"] == 1
 
@@ -314,14 +332,17 @@ def test_all_time_from_the_call_to_the_file_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(loop_module, "accuracy_figure", lambda results: time.sleep(0.2) or figure(results))
     written = []
     write = loop_module.write_atomically
-    monkeypatch.setattr(loop_module, "write_atomically", lambda path, text: written.append(time.perf_counter()) or write(path, text))
+    monkeypatch.setattr(
+        loop_module, "write_atomically", lambda path, text: written.append(time.perf_counter()) or write(path, text)
+    )
     start = time.perf_counter()
     run(RunConfig.create(**SETTINGS), out=tmp_path / "run", listeners=[Slow()])
     seconds = json.loads((tmp_path / "run" / "results.json").read_text())["seconds"]
     phases = sum(seconds[phase] for phase in ("train", "evaluate", "checkpoint", "capture"))
     assert seconds["total"] == pytest.approx(phases, abs=0.005)
     assert seconds["wall"] == pytest.approx(seconds["total"] + seconds["other"], abs=0.005)
-    # Five listeners' pauses, one before the start, and the figure are in no phase; the last thing that is written are the results.
+    # Five listeners' pauses, one before the start, and the figure are in no phase; the last thing
+    # that is written are the results.
     assert seconds["other"] >= 0.3 + 0.5 + 0.2
     assert seconds["wall"] == pytest.approx(written[-1] - start, abs=0.05)
     assert seconds["wall_since"] == "call"
@@ -348,7 +369,9 @@ def test_a_process_knows_when_it_started():
         "print(time.perf_counter() - process_start(), Clock(whole_process=True).wall, Clock().wall)"
     )
     start = time.perf_counter()
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
     took = time.perf_counter() - start
     process, whole, now = map(float, ended.stdout.split())
     assert 0.5 <= process <= took + 0.02 and 0.5 <= whole <= took + 0.02 and now < 0.1

@@ -16,7 +16,8 @@ from mose_fast.train import CheckpointError, Interrupted, Listener, RunError, re
 from mose_fast.train.checkpoint import latest
 from mose_fast.train.files import LOCK
 
-# Two tasks of six batches. Steps are small, but wider than one channel: with one, all memory formats are the same.
+# Two tasks of six batches. Steps are small, but wider than one channel: with one, all memory
+# formats are the same.
 SETTINGS = {
     "stream": {"name": "digits", "tasks": 2, "limit_per_task": 60},
     "options": {"experts": 2, "buffer_batch": 12, "new_extra": 4},
@@ -38,7 +39,8 @@ VARIANTS = {
 # Steps of the kills are random, but the same in every run of the tests.
 RANDOM_STEPS = sorted(random.Random(0).sample(range(2, BATCHES + 1), 5))
 
-# Children are forked from a server that has imported everything and computed nothing: quick, and without a parent's threads.
+# Children are forked from a server that has imported everything and computed nothing: quick, and
+# without a parent's threads.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["mose_fast.train", "pytest", "torch._dynamo", "torch.utils.tensorboard", "matplotlib.figure", "sklearn.datasets"]
@@ -72,7 +74,9 @@ def is_results(source, target):
 
 
 def child(out, variant, kill):
-    """Runs or resumes in ``out``; ``kill`` names what kills this process, and at the how manieth time."""
+    """Runs or resumes in ``out``; ``kill`` names what kills this process, and at the how manieth
+    time.
+    """
     torch.set_num_threads(1)
     listener = Listener()
     if kill is not None:
@@ -97,7 +101,10 @@ def in_child(out, variant, kill=None):
 
 
 def outcome(out):
-    """All that must not depend on where a run was broken off. Nor on the commit, which may change while a developer tests."""
+    """All that must not depend on where a run was broken off.
+
+    Nor on the commit, which may change while a developer tests.
+    """
     results = json.loads((out / "results.json").read_text())
     for name in ("seconds", "resumed", "peak_memory_bytes", "commit"):
         del results[name]
@@ -155,7 +162,9 @@ def test_killed_before_the_first_checkpoint(tmp_path, unbroken):
 
 @pytest.mark.parametrize("call", [2, 5])
 def test_killed_during_evaluation(tmp_path, unbroken, call):
-    """A step for the memory, then two for a task's 360 test images; the fifth step is in the last task."""
+    """A step for the memory, then two for a task's 360 test images; the fifth step is in the last
+    task.
+    """
     out = tmp_path / "run"
     in_child(out, "plain", ("evaluation", call))
     assert (out / "accuracy.csv").exists() == (call == 5)
@@ -175,10 +184,15 @@ def test_killed_between_writing_a_file_and_its_renaming(tmp_path, unbroken, file
 @pytest.mark.parametrize(
     ("variant", "step"),
     [
-        ("two epochs", 8), ("two epochs", 23), ("final memory", 7), ("final memory", 17), ("bf16", 8), ("paper", 10),
+        ("two epochs", 8),
+        ("two epochs", 23),
+        ("final memory", 7),
+        ("final memory", 17),
+        ("bf16", 8),
+        ("paper", 10),
         pytest.param("dali", 8, marks=pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")),
     ],
-)  # fmt: skip
+)
 def test_variants(tmp_path, unbroken, variant, step):
     out = tmp_path / "run"
     in_child(out, variant, ("batch", step))
@@ -226,6 +240,9 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_continues(tmp_pat
 def test_nothing_to_resume(tmp_path):
     with pytest.raises(RunError, match=r"there is no run in .* start one with: mose-fast run"):
         resume(tmp_path)
-    run(RunConfig.create(**SETTINGS | {"stream": {"name": "digits", "limit_per_task": 2}, "width": 1}), out=tmp_path / "run")
+    run(
+        RunConfig.create(**SETTINGS | {"stream": {"name": "digits", "limit_per_task": 2}, "width": 1}),
+        out=tmp_path / "run",
+    )
     with pytest.raises(RunError, match=r"is finished; its results are in .*results.json"):
         resume(tmp_path / "run")

@@ -1,4 +1,6 @@
-"""The loop with batches planned ahead: any depth gives the same run, and a run that stops is as if nothing had been planned."""
+"""The loop with batches planned ahead: any depth gives the same run, and a run that stops is as if
+nothing had been planned.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def settings(**changes) -> RunConfig:
 
 
 class Watch(Listener):
-    """Notes each step's composition and how far the plan was ahead, and does something at a batch."""
+    """Notes each step's composition and how far the plan was ahead, and does something at a
+    batch.
+    """
 
     def __init__(self, at=None, act=lambda: None):
         self.at, self.act = at, act
@@ -49,7 +53,11 @@ class Watch(Listener):
 
 
 def outcome(results: dict) -> dict:
-    return {name: value for name, value in results.items() if name not in ("seconds", "resumed", "peak_memory_bytes", "commit", "config")}
+    return {
+        name: value
+        for name, value in results.items()
+        if name not in ("seconds", "resumed", "peak_memory_bytes", "commit", "config")
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +92,8 @@ def test_any_depth_gives_the_same_run(monkeypatch, plain, depth):
 def test_no_plan_passes_a_checkpoint_or_the_end_of_a_task(plain, tmp_path):
     watch = Watch()
     assert outcome(run(settings(checkpoint_every=4), out=tmp_path / "run", listeners=[watch])) == plain[0]
-    # After batch b: what is planned ahead stops at the checkpoints after 4, 8 and 12 and at the task's end after 6.
+    # After batch b: what is planned ahead stops at the checkpoints after 4, 8 and 12 and at the
+    # task's end after 6.
     assert watch.ahead == [3, 2, 1, 0, 1, 0, 1, 0, 3, 2, 1, 0]
 
 
@@ -131,9 +140,14 @@ def nan_views(monkeypatch, sequence: int) -> None:
 
     def inputs(learner, plan, rows=None, *, ready=False):
         made = step_inputs(learner, plan, rows, ready=True)
-        return made._replace(images=made.images * math.nan) if plan.sequence == sequence else step_inputs(learner, plan, rows, ready=ready)
+        return (
+            made._replace(images=made.images * math.nan)
+            if plan.sequence == sequence
+            else step_inputs(learner, plan, rows, ready=ready)
+        )
 
-    # Not the function itself: a learner with a function of another file is other code, which cannot resume.
+    # Not the function itself: a learner with a function of another file is other code, which cannot
+    # resume.
     monkeypatch.setattr(Mose, "step_inputs", partialmethod(inputs))
 
 
@@ -165,7 +179,8 @@ def test_the_checkpoint_of_a_run_that_diverged_is_the_state_before_that_step(tmp
     found, wanted = (load_checkpoint(latest(folder / "checkpoints")) for folder in (out, reference))
     assert found[0].keys() == wanted[0].keys()
     assert all(torch.equal(found[0][name], wanted[0][name]) for name in wanted[0])
-    # Before the first batch of a task, the interrupted run stands at the end of the task before, which the other one has left.
+    # Before the first batch of a task, the interrupted run stands at the end of the task before,
+    # which the other one has left.
     if (batch - 1) % 6:
         assert found[1]["learner"] == wanted[1]["learner"] and found[1]["records"] == wanted[1]["records"]
     assert found[1]["position"]["done"] == batch - 1
@@ -174,7 +189,9 @@ def test_the_checkpoint_of_a_run_that_diverged_is_the_state_before_that_step(tmp
 
 
 def test_weights_that_broke_before_are_no_checkpoint(tmp_path):
-    """The loss of the step before was finite, its gradients were not: no state to go back to is at hand."""
+    """The loss of the step before was finite, its gradients were not: no state to go back to is at
+    hand.
+    """
     out = tmp_path / "run"
 
     class Breaker(Listener):
@@ -198,7 +215,7 @@ def test_losses_are_told_in_order_and_once(plain):
     for step in range(3):
         reader.add(step, None if step == 1 else {"loss": torch.tensor(float(step)), "part": torch.tensor(-1.0)})
     assert len(reader) == 3
-    assert list(reader.told()) == [(0, {"loss": 0.0, "part": -1.0}), (1, None), (2, {"loss": 2.0, "part": -1.0})]
-    assert list(reader.told(wait=True)) == [] and reader.drop() == []
+    assert list(reader.drain()) == [(0, {"loss": 0.0, "part": -1.0}), (1, None), (2, {"loss": 2.0, "part": -1.0})]
+    assert list(reader.drain(wait=True)) == [] and reader.drop() == []
     reader.add(4, None)
     assert reader.drop() == [4] and len(reader) == 0

@@ -71,12 +71,22 @@ def outcome(results):
 
 @pytest.mark.parametrize("method", ["mose", "gdumb", "scr"])
 def test_what_ends_a_task_stops_after_its_next_step(tmp_path, method):
-    """Evaluations, GDumb's training for them and SCR's review: each of their steps is a place to stop, and nothing is counted twice."""
-    options = {"gdumb": {"passes": 3, "passes_before": 3, "buffer_batch": 4}, "scr": {"review": True, "buffer_batch": 4}}
+    """Evaluations, GDumb's training for them and SCR's review: each of their steps is a place to
+    stop, and nothing is counted twice.
+    """
+    options = {
+        "gdumb": {"passes": 3, "passes_before": 3, "buffer_batch": 4},
+        "scr": {"review": True, "buffer_batch": 4},
+    }
     config = RunConfig.create(
-        method=method, stream={"name": "digits", "limit_per_task": 10, "tasks": 2}, width=1, memory=64, device="cpu", evaluation_batch=256,
+        method=method,
+        stream={"name": "digits", "limit_per_task": 10, "tasks": 2},
+        width=1,
+        memory=64,
+        device="cpu",
+        evaluation_batch=256,
         options=options.get(method, {}),
-    )  # fmt: skip
+    )
     count = SignalAtStep(None)
     unbroken = run(config, out=tmp_path / "unbroken", listeners=[count])
     # Two evaluations: memory and test images, and what the method trains.

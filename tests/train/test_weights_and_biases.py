@@ -53,7 +53,12 @@ def test_losses_accuracies_and_results_are_logged(tmp_path, wandb, monkeypatch):
     module = wandb()
     results = run(CONFIG, out=tmp_path / "first", listeners=[WeightsAndBiases("project", tmp_path / "first", every=2)])
     (started,) = module.started
-    assert (started["project"], started["name"], started["mode"], started["resume"]) == ("project", "first", "offline", "allow")
+    assert (started["project"], started["name"], started["mode"], started["resume"]) == (
+        "project",
+        "first",
+        "offline",
+        "allow",
+    )
     assert RunConfig.from_dict(started["config"]) == CONFIG
     assert started["config"]["stream"]["fingerprint"] == results["config"]["stream"]["fingerprint"] is not None
     assert [step for step, values in module.points if any(name.startswith("loss/") for name in values)] == [2, 4, 6]
@@ -76,7 +81,9 @@ def test_a_key_or_wandb_mode_decides_where_it_goes(tmp_path, wandb, monkeypatch)
 def test_a_run_goes_on_when_it_fails(tmp_path, wandb, what):
     wandb(fails=(what,))
     plain = run(CONFIG)
-    with pytest.warns(UserWarning, match=r"Weights & Biases does not work .*No space left.* the run goes on without it") as seen:
+    with pytest.warns(
+        UserWarning, match=r"Weights & Biases does not work .*No space left.* the run goes on without it"
+    ) as seen:
         results = run(CONFIG, listeners=[WeightsAndBiases("project", tmp_path)])
     assert len([w for w in seen if "Weights & Biases" in str(w.message)]) == 1
     assert results["weights_sha256"] == plain["weights_sha256"]
