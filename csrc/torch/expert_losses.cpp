@@ -46,7 +46,7 @@ FloatType float_type(const at::Tensor& tensor, const char* name) {
 // The inputs as the kernels want them (contiguous; on the CPU all of one type), owned while the
 // kernels run, and their description.
 struct Inputs {
-  at::Tensor projections, logits, features, student, labels, current_classes, new_rows, valid;
+  at::Tensor projections, logits, features, student, labels, current_classes, new_rows_scalar, valid_scalar;
   at::ScalarType type;  // of the terms and the statistics
   ExpertLossesInput params;
 
@@ -101,8 +101,8 @@ struct Inputs {
     student = prepared(student_in);
     labels = labels_in.contiguous();
     current_classes = classes_in ? classes_in->contiguous() : at::Tensor();
-    new_rows = new_rows_tensor.value_or(at::Tensor());
-    valid = valid_rows_tensor.value_or(at::Tensor());
+    new_rows_scalar = new_rows_tensor.value_or(at::Tensor());
+    valid_scalar = valid_rows_tensor.value_or(at::Tensor());
     params = {{projections.const_data_ptr(), float_type(projections, "projections")},
               {logits.const_data_ptr(), float_type(logits, "logits")},
               {features.const_data_ptr(), float_type(features, "features")},
@@ -114,8 +114,8 @@ struct Inputs {
               projections.size(2),
               classes,
               features.size(2),
-              new_rows.defined() ? new_rows.const_data_ptr<int32_t>() : nullptr,
-              valid.defined() ? valid.const_data_ptr<int32_t>() : nullptr,
+              new_rows_scalar.defined() ? new_rows_scalar.const_data_ptr<int32_t>() : nullptr,
+              valid_scalar.defined() ? valid_scalar.const_data_ptr<int32_t>() : nullptr,
               new_rows,
               valid_rows < 0 ? rows : valid_rows,
               temperature,
@@ -126,8 +126,8 @@ struct Inputs {
               static_cast<DistanceReduction>(reduction),
               student_index};
     if (on_cpu(device)) {
-      const int64_t v = valid.defined() ? *params.valid_pointer : params.valid;
-      const int64_t f = new_rows.defined() ? *params.new_rows_pointer : params.new_rows;
+      const int64_t v = valid_scalar.defined() ? *params.valid_pointer : params.valid;
+      const int64_t f = new_rows_scalar.defined() ? *params.new_rows_pointer : params.new_rows;
       TORCH_CHECK_VALUE(v >= 0 && v <= rows, "valid_rows is ", v, "; wanted 0 to ", rows, ", the rows of projections");
       TORCH_CHECK_VALUE(f >= 0 && f <= v, "new_rows is ", f, "; wanted 0 to ", v, ", the valid rows");
     }
