@@ -16,8 +16,8 @@ __all__ = ["build_info", "code_hash"]
 
 # What shows, plans and describes runs, and computes nothing of them.
 _COMPUTES_NOTHING = (
+    "paper",
     "report",
-    "reproduction",
     "sweep",
     "benchmark.py",
     "cli.py",

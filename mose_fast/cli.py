@@ -266,7 +266,7 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     table.set_defaults(act=_paper)
-    table.add_argument("name", metavar="NAME", help="a table of `mose-fast list papers`")
+    table.add_argument("name", metavar="NAME", help="a table of `mose-fast list paper`")
     table.add_argument(
         "--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9; the paper has 15 [0-2]"
     )
@@ -323,7 +323,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
     listing.set_defaults(act=_list)
-    listing.add_argument("what", choices=("methods", "streams", "papers"))
+    listing.add_argument("what", choices=("methods", "streams", "paper"))
 
     speed = commands.add_parser(
         "bench",
@@ -521,14 +521,14 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _paper(arguments: argparse.Namespace) -> int:
-    from mose_fast.reproduction.reproduce import reproduce
+    from mose_fast.paper.run import run_table
     from mose_fast.sweep.grid import read_seeds
 
     given = vars(arguments)
     changes = _changes(arguments, None)
     preset = changes.pop("preset", RunConfig.preset)
     try:
-        page, failures = reproduce(
+        page, failures = run_table(
             given["name"],
             given.get("out", Path("runs") / "paper"),
             seeds=read_seeds(given.get("seeds", "0-2")),
@@ -677,10 +677,10 @@ def _list(arguments: argparse.Namespace) -> int:
         rows.append(
             ("file.py:Name", "a method of your own: docs/adding_a_method.md; x: cost of a step, in units of ER's")
         )
-    elif arguments.what == "papers":
-        from mose_fast.reproduction.catalogue import REPRODUCTIONS, describe
+    elif arguments.what == "paper":
+        from mose_fast.paper.tables import TABLES, describe
 
-        rows = [(name, describe(name).title) for name in REPRODUCTIONS]
+        rows = [(name, describe(name).title) for name in TABLES]
     else:
         rows = [(name, streams.summary(name)) for name in streams.names()]
         rows.append(("a folder or .npz", "your own images: docs/own_data.md"))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mose_fast.report import paper
+from mose_fast.report import published
 from mose_fast.report.runs import Group, View
 from mose_fast.report.statistics import Comparison, Summary, compare_all, holm, summarise
 from mose_fast.report.table import Cell, Interval, Number, Spread, Table
@@ -66,7 +66,7 @@ def _main(groups: Sequence[Group]) -> Table:
             ]
             table.rows.append([label, str(view), *cells])
     if data:
-        for name, by_size in paper.methods(data).items():
+        for name, by_size in published.methods(data).items():
             row = [by_size.get(m, (None, None))[i] for i in range(2) for m in sizes]
             if any(row):
                 table.rows.append([name, "paper", *map(_published, row)])
@@ -155,15 +155,15 @@ def _experts(groups: Sequence[Group]) -> Table:
         )
         if cells := _paper_experts(g, names):
             theirs[g.memory] = cells
-    table.rows += [["MOSE, paper", memory, paper.RUNS, *cells] for memory, cells in sorted(theirs.items())]
+    table.rows += [["MOSE, paper", memory, published.RUNS, *cells] for memory, cells in sorted(theirs.items())]
     return table
 
 
 def _paper_experts(g: Group, names: Sequence[str]) -> list[Cell]:
-    data = paper.dataset(g.runs[0].config)
+    data = published.dataset(g.runs[0].config)
     if data is None or g.runs[0].config["method"] != "mose":
         return []
-    ncm, linear = paper.experts(data, g.memory) or {}, paper.linear(data, g.memory) or {}
+    ncm, linear = published.experts(data, g.memory) or {}, published.linear(data, g.memory) or {}
     if not ncm and not linear:
         return []
     linear = {**linear, "4": linear.get("last")}
@@ -346,9 +346,9 @@ def deviations(g: Group) -> list[str]:
     data set the paper has none for.
     """
     run = g.runs[0]
-    if paper.dataset(run.config) is None:
+    if published.dataset(run.config) is None:
         return []
-    return [*paper.deviations(run.config, run.tasks), *(f"{name} {value}" for name, value in run.changes.items())]
+    return [*published.deviations(run.config, run.tasks), *(f"{name} {value}" for name, value in run.changes.items())]
 
 
 def counted(n: int, noun: str) -> str:
@@ -369,19 +369,19 @@ def streams(groups: Iterable[Group]) -> str:
 
 def _paper_data(groups: Sequence[Group]) -> str | None:
     """The one data set of all groups that the paper has numbers for."""
-    data = {paper.dataset(g.runs[0].config) for g in groups}
+    data = {published.dataset(g.runs[0].config) for g in groups}
     return data.pop() if len(data) == 1 else None
 
 
-def _lookup(g: Group, view: View) -> tuple[str, paper.Published | None, paper.Published | None] | None:
+def _lookup(g: Group, view: View) -> tuple[str, published.Published | None, published.Published | None] | None:
     expert = "mean" if view.expert == g.mean else "last" if view.expert == g.last else None
-    data = paper.dataset(g.runs[0].config)
+    data = published.dataset(g.runs[0].config)
     if expert is None or data is None:
         return None
-    return paper.lookup(g.runs[0].config["method"], view.classifier, expert, data, g.memory)
+    return published.lookup(g.runs[0].config["method"], view.classifier, expert, data, g.memory)
 
 
-def _published(value: paper.Published | None) -> Cell:
+def _published(value: published.Published | None) -> Cell:
     return None if value is None else Spread(value.mean, value.sd)
 
 

@@ -43,7 +43,7 @@ print("imported:", *(name for name in {_HEAVY} if name in sys.modules))
         "run --set no_such_setting=1",
         "list methods",
         "list streams",
-        "list papers",
+        "list paper",
     ],
 )
 def test_answers_without_heavy_imports(arguments):

@@ -8,12 +8,12 @@ import pytest
 
 from mose_fast.cli import main
 from mose_fast.config import RunConfig
-from mose_fast.reproduction.catalogue import REPRODUCTIONS, describe
-from mose_fast.reproduction.reproduce import reproduce
+from mose_fast.paper.run import run_table
+from mose_fast.paper.tables import TABLES, describe
 from mose_fast.sweep.store import read_run
 
 ROOT = Path(__file__).parents[2]
-PAGES = {name: ROOT / "docs" / name for name in ("reproduction.md", "command_line.md", "reproduction/README.md")}
+PAGES = {name: ROOT / "docs" / name for name in ("paper.md", "command_line.md", "paper/README.md")}
 
 
 def cells(path):
@@ -26,7 +26,7 @@ def cells(path):
 def test_every_name_from_end_to_end(tmp_path, engine, trial, capsys):
     """All names share one folder, and so the runs that they have in common."""
     here = engine()
-    for name in REPRODUCTIONS:
+    for name in TABLES:
         assert main(["paper", name, *trial, "--seeds", "0", "--out", str(tmp_path)]) == 0, name
         told = capsys.readouterr().out
         assert "departs from the protocol: width 8 instead of 64" in told
@@ -98,9 +98,9 @@ def test_verdicts(tmp_path, digits, monkeypatch, engine):
     place of the paper's, runs are judged.
     """
     engine()
-    monkeypatch.setattr("mose_fast.reproduction.reproduce._departures", lambda config, wanted: [])
+    monkeypatch.setattr("mose_fast.paper.run._departures", lambda config, wanted: [])
     changes = {"stream.name": str(digits), "stream.tasks": 2, "width": 1, "stream.limit_per_task": 20, "device": "cpu"}
-    page, failures = reproduce("taskwise", tmp_path, seeds=[0, 1], changes=changes, say=lambda line: None)
+    page, failures = run_table("taskwise", tmp_path, seeds=[0, 1], changes=changes, say=lambda line: None)
     assert (page, failures) == (tmp_path / "taskwise.md", ())
     found = cells(page.with_suffix(".csv"))
     judged = [cell for cell in found.values() if cell["ours"]]
@@ -149,11 +149,11 @@ def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
 
 
 @pytest.mark.parametrize("name", ["taskwise-trial.md", "taskwise-trial.csv"])
-def test_a_page_that_no_reproduction_wrote_is_not_replaced(tmp_path, engine, trial, capsys, name):
+def test_a_page_that_no_paper_command_wrote_is_not_replaced(tmp_path, engine, trial, capsys, name):
     here = engine()
     (tmp_path / name).write_text("mine")
     assert main(["paper", "taskwise", *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
-    assert "is not of this reproduction, and would be replaced" in capsys.readouterr().err
+    assert "was not written by mose-fast paper taskwise, and would be replaced" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert here.started == []
 
@@ -212,8 +212,8 @@ def test_with_workers_of_its_own(tmp_path, trial, capsys):
 
 
 def test_list(capsys):
-    assert main(["list", "papers"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(REPRODUCTIONS)
+    assert main(["list", "paper"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(TABLES)
 
 
 def test_pages_describe_every_flag_and_every_name(capsys, monkeypatch):
@@ -223,11 +223,11 @@ def test_pages_describe_every_flag_and_every_name(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         flags[command] = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    page = PAGES["reproduction.md"].read_text()
+    page = PAGES["paper.md"].read_text()
     own = flags["paper"] - flags["run"] | {"--preset", "--out", "--set"}
     assert own > {"--seeds", "--workers", "--dry-run"}
-    for word in (*REPRODUCTIONS, *own):
+    for word in (*TABLES, *own):
         assert f"`{word}" in page, word
     assert "mose-fast paper NAME" in PAGES["command_line.md"].read_text()
-    commands = re.findall(r"mose-fast paper ([a-z0-9-]+)", PAGES["reproduction/README.md"].read_text())
-    assert set(commands) == set(REPRODUCTIONS)
+    commands = re.findall(r"mose-fast paper ([a-z0-9-]+)", PAGES["paper/README.md"].read_text())
+    assert set(commands) == set(TABLES)

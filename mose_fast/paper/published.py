@@ -1,18 +1,18 @@
 """Numbers of the paper's side tables, means of 15 runs; accuracies in percent.
 
-Source: Yan et al., CVPR 2024, as :mod:`mose_fast.report.paper`, which holds the main table. The
+Source: Yan et al., CVPR 2024, as :mod:`mose_fast.report.published`, which holds the main table. The
 LaTeX label of each table stands beside it. A row of eleven numbers is the accuracy on each of ten
 tasks after the last one, then their average.
 """
 
 from __future__ import annotations
 
-from mose_fast.report.paper import Published
+from mose_fast.report.published import Published
 
 __all__ = ["ABLATION", "AUGMENTATION", "CLASSIFIER", "COST", "SD", "SMALL_TINY", "STUDENT", "TASKWISE"]
 
 #: tab:small: ACC by memory on Tiny-ImageNet in 10 tasks; its other half is in
-#: mose_fast.report.paper.
+#: mose_fast.report.published.
 SMALL_TINY: dict[int, Published] = {500: Published(15.2, 0.7), 1000: Published(20.2, 0.9)}
 
 #: tab:ablation, M = 5,000: ACC by the experts with cross-entropy and with contrastive loss, and

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The paper's main table on a card, and the two that share its runs: three seeds, three memory sizes; the pages go to docs/reproduction.
+# The paper's main table on a card, and the two that share its runs: three seeds, three memory sizes; the pages go to docs/paper.
 #
-#   bench/reproduce.sh DATA_DIR                    table1-cifar, taskwise and classifier
-#   bench/reproduce.sh DATA_DIR ablation cost ...  tables of `mose-fast list papers`
+#   bench/paper.sh DATA_DIR                    table1-cifar, taskwise and classifier
+#   bench/paper.sh DATA_DIR ablation cost ...  tables of `mose-fast list paper`
 #
 # The same command goes on where it was stopped. SEEDS (0-2), OUT (runs/paper) and PYTHON (python3) may be set; runs are bf16.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-data=${1:?usage: bench/reproduce.sh DATA_DIR [TABLE ...], with the folder of CIFAR-100}
+data=${1:?usage: bench/paper.sh DATA_DIR [TABLE ...], with the folder of CIFAR-100}
 shift
 if (($# == 0)); then set -- table1-cifar taskwise classifier; fi
 out=${OUT:-runs/paper}
 for table in "$@"; do
   "${PYTHON:-python3}" -m mose_fast paper "$table" --data-dir "$data" --seeds "${SEEDS:-0-2}" --device cuda --precision bf16 --per-gpu 1 --out "$out"
-  cp "$out/$table.md" "$out/$table.csv" docs/reproduction/
+  cp "$out/$table.md" "$out/$table.csv" docs/paper/
 done

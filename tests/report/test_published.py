@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from mose_fast.report import paper
+from mose_fast.report import published
 
 CONFIG = {
     "method": "mose",
@@ -29,34 +29,34 @@ CONFIG = {
     ],
 )
 def test_numbers_of_mose(expert, data, memory, name, acc, af):
-    assert paper.lookup("mose", "ncm", expert, data, memory) == (name, acc, af)
+    assert published.lookup("mose", "ncm", expert, data, memory) == (name, acc, af)
 
 
 def test_numbers_of_other_methods():
-    assert paper.lookup("er", "linear", "last", "split-cifar100", 5000) == ("ER", (28.8, None), None)
-    assert paper.lookup("scr", "ncm", "last", "split-tiny-imagenet", 4000) == ("SCR", (18.2, None), None)
-    assert paper.methods("split-tiny-imagenet")["OnPro"][10000][0].mean == 29.8
-    assert paper.lookup("mose", "ncm", "last", "split-cifar100", 300) == ("MOSE", None, None)
-    assert paper.lookup("mose", "linear", "last", "split-cifar100", 1000) is None
-    assert paper.lookup("finetune", "linear", "last", "split-cifar100", 1000) is None
+    assert published.lookup("er", "linear", "last", "split-cifar100", 5000) == ("ER", (28.8, None), None)
+    assert published.lookup("scr", "ncm", "last", "split-tiny-imagenet", 4000) == ("SCR", (18.2, None), None)
+    assert published.methods("split-tiny-imagenet")["OnPro"][10000][0].mean == 29.8
+    assert published.lookup("mose", "ncm", "last", "split-cifar100", 300) == ("MOSE", None, None)
+    assert published.lookup("mose", "linear", "last", "split-cifar100", 1000) is None
+    assert published.lookup("finetune", "linear", "last", "split-cifar100", 1000) is None
 
 
 def test_small_tables():
-    assert paper.experts("split-cifar100", 5000) == {"1": 47.1, "2": 51.0, "3": 53.5, "4": 54.6, "mean": 55.6}
-    assert paper.experts("split-cifar100", 1000) is None
-    assert paper.linear("split-cifar100", 2000) == {"last": 41.0, "mean": 42.1}
-    assert paper.linear("split-tiny-imagenet", 2000) is None
+    assert published.experts("split-cifar100", 5000) == {"1": 47.1, "2": 51.0, "3": 53.5, "4": 54.6, "mean": 55.6}
+    assert published.experts("split-cifar100", 1000) is None
+    assert published.linear("split-cifar100", 2000) == {"last": 41.0, "mean": 42.1}
+    assert published.linear("split-tiny-imagenet", 2000) is None
 
 
 def test_protocol_of_the_paper_and_departures_from_it():
-    assert paper.deviations(CONFIG, 10) == []
+    assert published.deviations(CONFIG, 10) == []
     other = copy.deepcopy(CONFIG) | {"width": 16, "epochs": 2}
     other["stream"]["limit_per_task"] = 500
-    assert paper.deviations(other, 20) == [
+    assert published.deviations(other, 20) == [
         "epochs 2 instead of 1",
         "width 16 instead of 64",
         "stream.limit_per_task 500 instead of None",
         "tasks 20 instead of 10",
     ]
-    assert paper.dataset(CONFIG) == "split-cifar100"
-    assert paper.dataset({"stream": {"name": "digits"}}) is None
+    assert published.dataset(CONFIG) == "split-cifar100"
+    assert published.dataset({"stream": {"name": "digits"}}) is None

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from mose_fast.config import ConfigError, RunConfig
-from mose_fast.reproduction import published
-from mose_fast.reproduction.catalogue import REPRODUCTIONS, describe
-from mose_fast.reproduction.description import target
-from mose_fast.reproduction.reproduce import Plan
+from mose_fast.paper import published
+from mose_fast.paper.description import target
+from mose_fast.paper.run import Plan
+from mose_fast.paper.tables import TABLES, describe
 
 NAMES = [
     "table1-cifar",
@@ -43,7 +43,7 @@ def printed(paper_text, label):
 
 
 def test_names():
-    assert list(REPRODUCTIONS) == NAMES
+    assert list(TABLES) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Runs what stands behind a table of the paper, and writes ours beside it."""
+"""Runs the experiments behind a table of the paper, and writes our numbers beside the paper's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig, method_settings
-from mose_fast.report.paper import RUNS
+from mose_fast.paper.description import RULE, Entry, PaperTable, Part, Verdict, judge, target
+from mose_fast.paper.metrics import Metric, Results
+from mose_fast.paper.tables import describe
+from mose_fast.report.published import RUNS
 from mose_fast.report.statistics import Summary, summarise
 from mose_fast.report.table import Cell as Shown
 from mose_fast.report.table import Interval, Number, Spread, Table
-from mose_fast.reproduction.catalogue import describe
-from mose_fast.reproduction.description import RULE, Entry, Part, Reproduction, Verdict, judge, target
-from mose_fast.reproduction.metrics import Metric, Results
 from mose_fast.settings import dotted, setting_types, with_absolute_paths, with_changes
 from mose_fast.sweep.grid import Cell, folder_name
 from mose_fast.sweep.scheduler import Failure, Place, SweepFolder, run_grid
@@ -25,7 +25,7 @@ from mose_fast.sweep.store import read_run
 from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.results import precision_of
 
-__all__ = ["Plan", "reproduce"]
+__all__ = ["Plan", "run_table"]
 
 # Settings that say where and how fast a run computes, or which of several equal runs it is: no
 # departure from the paper's protocol.
@@ -61,17 +61,17 @@ class Measured:
 
 
 class Plan:
-    """The runs of a reproduction.
+    """The runs behind a table of the paper.
 
     Args:
-        name: Of the reproduction.
-        seeds: Of the runs.
-        preset: Of MOSE.
+        name: The table's name, a key of :data:`mose_fast.paper.tables.TABLES`.
+        seeds: The runs' seeds.
+        preset: The preset of MOSE.
         changes: Settings by dotted name that all runs get, whatever the paper says; those that a
             method does not have are left out for its runs.
 
     Attributes:
-        description: What is reproduced.
+        description: The table's description.
         departures: How the runs differ from the paper's protocol, ``name value instead of value``;
         empty where they may be judged.
         command: That makes this plan, where the folder is left out.
@@ -93,7 +93,7 @@ class Plan:
                 raise ConfigError(
                     f"{setting} is set to {changes[setting]!r} for all runs of {name}, whose description says it"
                 )
-        self.description: Reproduction = describe(name, preset)
+        self.description: PaperTable = describe(name, preset)
         departures: dict[str, None] = {}
         self._cells: dict[str, list[Cell]] = {}
         for runs in {_key(entry.runs): entry.runs for entry in self.description.entries}.values():
@@ -153,7 +153,7 @@ class Plan:
         return [(cell, read_run(folder.run(cell.name))[1]) for cell in there]
 
     def told_departures(self) -> list[str]:
-        """A line for a trial, none for a reproduction."""
+        """A line for a trial; nothing for runs that follow the paper's protocol."""
         return (
             [f"departs from the protocol: {', '.join(self.departures)}; nothing is judged"] if self.departures else []
         )
@@ -166,7 +166,7 @@ class Plan:
         return "\n".join([*lines, "", *self.description.notes, RULE, *self.told_departures()])
 
 
-def reproduce(
+def run_table(
     name: str,
     out: str | Path,
     *,
@@ -185,7 +185,7 @@ def reproduce(
     ``NAME-trial``. With another preset than the default, its name stands in them, too.
 
     Args:
-        name: Of the table: a key of :data:`mose_fast.reproduction.catalogue.REPRODUCTIONS`.
+        name: Of the table: a key of :data:`mose_fast.paper.tables.TABLES`.
         out: Folder of the tables and, as of a sweep, of the runs. Tables in the same folder share
         the runs that they have in common.
         seeds: Of the runs; the paper has 15.
@@ -226,7 +226,7 @@ def reproduce(
 
 
 def _refuse_foreign(page: Path, plan: Plan) -> None:
-    """Refuses to replace a page, and the table beside it, that no reproduction wrote."""
+    """Refuses to replace a page or a table that ``mose-fast paper`` did not write."""
     table = page.with_suffix(".csv")
     try:
         ours = page.read_text(encoding="utf-8", errors="replace").startswith(f"# {plan.name}: ")
@@ -234,7 +234,8 @@ def _refuse_foreign(page: Path, plan: Plan) -> None:
         ours = not table.exists()
     if not ours:
         raise RunError(
-            f"{page} or {table.name} beside it is not of this reproduction, and would be replaced; choose another --out"
+            f"{page} or {table.name} beside it was not written by mose-fast paper {plan.name}, and would be replaced;"
+            " choose another --out"
         )
 
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mose_fast.report.paper import Published
-from mose_fast.reproduction.metrics import Metric
+from mose_fast.paper.metrics import Metric
+from mose_fast.report.published import Published
 
 if TYPE_CHECKING:
     from mose_fast.report.statistics import Summary  # scipy takes a second, which a list of the tables need not pay
 
-__all__ = ["RULE", "Entry", "Part", "Reproduction", "Verdict", "judge", "target"]
+__all__ = ["RULE", "Entry", "PaperTable", "Part", "Verdict", "judge", "target"]
 
 #: The one rule of pass and miss, for readers; :func:`target` and :func:`judge` follow it.
 RULE = (
@@ -124,11 +124,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Reproduction:
-    """What ``mose-fast paper NAME`` reproduces.
+class PaperTable:
+    """A table or figure of the paper: what ``mose-fast paper NAME`` computes.
 
     Attributes:
-        title: In a line.
+        title: What it shows, in a line.
         parts: Its tables.
         notes: What a reader must know, a sentence or more each.
     """

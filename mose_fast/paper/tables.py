@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mose_fast.config import MOSE_PRESETS, ConfigError, near_matches
-from mose_fast.report import paper
-from mose_fast.report.paper import Published
-from mose_fast.reproduction import metrics, published
-from mose_fast.reproduction.description import Entry, Part, Reproduction
-from mose_fast.reproduction.metrics import Metric
+from mose_fast.paper import metrics, published
+from mose_fast.paper.description import Entry, PaperTable, Part
+from mose_fast.paper.metrics import Metric
+from mose_fast.report.published import Published, lookup
 
-__all__ = ["REPRODUCTIONS", "describe"]
+__all__ = ["TABLES", "describe"]
 
 _CIFAR, _TINY = "split-cifar100", "split-tiny-imagenet"
 _MAIN_MEMORIES = (1000, 2000, 5000)
@@ -26,21 +25,21 @@ _TASKS = 10
 _NO_NUMBER = "The paper shows a figure without numbers; nothing is judged."
 
 
-def describe(name: str, preset: str = "released") -> Reproduction:
+def describe(name: str, preset: str = "released") -> PaperTable:
     """What a name stands for.
 
     Args:
-        name: A key of :data:`REPRODUCTIONS`.
+        name: A key of :data:`TABLES`.
         preset: Of MOSE, ``released`` or ``paper``.
 
     Raises:
         ConfigError: There is no such name or preset; the message has near matches.
     """
-    if name not in REPRODUCTIONS:
-        raise ConfigError(f"there is no table {name!r}{near_matches(name, list(REPRODUCTIONS))}")
+    if name not in TABLES:
+        raise ConfigError(f"there is no table {name!r}{near_matches(name, list(TABLES))}")
     if preset not in MOSE_PRESETS:
         raise ConfigError(f"preset is {preset!r}, which mose does not have{near_matches(preset, list(MOSE_PRESETS))}")
-    return REPRODUCTIONS[name](preset)
+    return TABLES[name](preset)
 
 
 def _mose(
@@ -101,7 +100,7 @@ def _main_rows(preset: str, stream: str, memories: Iterable[int], augment: str) 
     for row, expert, options in rows:
         for memory in memories:
             runs = _mose(preset, memory, stream, augment=augment, **options)
-            _, acc, af = paper.lookup("mose", "ncm", expert, stream, memory)
+            _, acc, af = lookup("mose", "ncm", expert, stream, memory)
             size = _thousands(memory)
             entries += [
                 Entry(row, f"ACC {size}", runs, metrics.average_accuracy("ncm", expert), acc),
@@ -117,11 +116,11 @@ _MOE_NOTE = (
 )
 
 
-def _table1_cifar(preset: str) -> Reproduction:
+def _table1_cifar(preset: str) -> PaperTable:
     views = {"simclr": "flip, gray, crop (simclr): the submission's and the paper's views"}
     if preset == "released":
         views["ocm"] = "gray, crop (ocm): the released code's default today"
-    return Reproduction(
+    return PaperTable(
         "MOSE and MOE-MOSE on Split CIFAR-100 (tab:acc_af)",
         tuple(
             Part(title, "tab:acc_af", _main_rows(preset, _CIFAR, _MAIN_MEMORIES, views), 1)
@@ -131,30 +130,30 @@ def _table1_cifar(preset: str) -> Reproduction:
     )
 
 
-def _table1_tiny(preset: str) -> Reproduction:
-    return Reproduction(
+def _table1_tiny(preset: str) -> PaperTable:
+    return PaperTable(
         "MOSE and MOE-MOSE on Split Tiny-ImageNet, 100 tasks (tab:acc_af)",
         (Part("100 tasks of 2 classes", "tab:acc_af", _main_rows(preset, _TINY, (2000, 4000, 10000), "simclr"), 1),),
         (_MOE_NOTE,),
     )
 
 
-def _small_buffers(preset: str) -> Reproduction:
+def _small_buffers(preset: str) -> PaperTable:
     acc = metrics.average_accuracy()
-    cifar = [(_CIFAR, memory, None, paper.lookup("mose", "ncm", "last", _CIFAR, memory)[1]) for memory in (200, 500)]
+    cifar = [(_CIFAR, memory, None, lookup("mose", "ncm", "last", _CIFAR, memory)[1]) for memory in (200, 500)]
     tiny = [(_TINY, memory, 10, number) for memory, number in published.SMALL_TINY.items()]
     names = {_CIFAR: "CIFAR-100", _TINY: "Tiny-ImageNet"}
     entries = [
         Entry("MOSE", f"{names[stream]} {_thousands(memory)}", _mose(preset, memory, stream, tasks=tasks), acc, number)
         for stream, memory, tasks, number in [*cifar, *tiny]
     ]
-    return Reproduction(
+    return PaperTable(
         "MOSE with small memories, both data sets in 10 tasks (tab:small)",
         (Part("ACC", "tab:small", tuple(entries), 1),),
     )
 
 
-def _ablation(preset: str) -> Reproduction:
+def _ablation(preset: str) -> PaperTable:
     entries = []
     for (cross_entropy, contrastive, rsd), acc in published.ABLATION.items():
         options: dict[str, Any] = {} if rsd else {"distillation": "off"}
@@ -171,7 +170,7 @@ def _ablation(preset: str) -> Reproduction:
         ]
         row = f"{'w/' if multi_level else 'w/o'} MLS: {', '.join(losses)}"
         entries.append(Entry(row, "ACC", _mose(preset, 5000, **options), metrics.average_accuracy(), Published(acc)))
-    return Reproduction(
+    return PaperTable(
         "Building blocks of MOSE, Split CIFAR-100, M = 5k (tab:ablation)",
         (Part("ACC of the last expert", "tab:ablation", tuple(entries)),),
         (
@@ -183,7 +182,7 @@ def _ablation(preset: str) -> Reproduction:
     )
 
 
-def _taskwise(preset: str) -> Reproduction:
+def _taskwise(preset: str) -> PaperTable:
     parts = []
     for title, options in (("w/o RSD", {"distillation": "off"}), ("w/ RSD", {})):
         runs = _mose(preset, 5000, **options)
@@ -194,14 +193,14 @@ def _taskwise(preset: str) -> Reproduction:
         entries += _by_task("MAX", runs, metrics.best_final_accuracy, metrics.best_final_accuracy(), numbers["MAX"])
         entries += _final_by_task("MOE", runs, "ncm", "mean", numbers["MOE"])
         parts.append(Part(title, "tab:moe_acc", tuple(entries)))
-    return Reproduction(
+    return PaperTable(
         "Accuracy by task and expert, Split CIFAR-100, M = 5k (tab:moe_acc)",
         tuple(parts),
         ("MAX: on each task the single expert whose mean over the seeds is highest, as in the paper's table.",),
     )
 
 
-def _sd_vs_rsd(preset: str) -> Reproduction:
+def _sd_vs_rsd(preset: str) -> PaperTable:
     entries = [
         Entry(
             direction.upper(), _thousands(memory), _mose(preset, memory, **options), metrics.average_accuracy(), number
@@ -209,13 +208,13 @@ def _sd_vs_rsd(preset: str) -> Reproduction:
         for direction, options in (("sd", {"distillation": "sd"}), ("rsd", {}))
         for memory, number in published.SD[direction].items()
     ]
-    return Reproduction(
+    return PaperTable(
         "Self-distillation against reverse self-distillation, Split CIFAR-100 (tab:sd_vs_rsd)",
         (Part("ACC of the last expert", "tab:sd_vs_rsd", tuple(entries), 1),),
     )
 
 
-def _student(preset: str) -> Reproduction:
+def _student(preset: str) -> PaperTable:
     parts, figures = [], []
     for memory in _MAIN_MEMORIES:
         entries, moe = [], []
@@ -228,14 +227,14 @@ def _student(preset: str) -> Reproduction:
         figures.append(
             Part(f"{_thousands(memory)}: the mean of experts (MOE), by student", "fig:rsd_final", tuple(moe))
         )
-    return Reproduction(
+    return PaperTable(
         "Reverse self-distillation into another expert, Split CIFAR-100 (tab:rsd_final, fig:rsd_final)",
         (*parts, *figures),
         (f"fig:rsd_final, mean of experts: {_NO_NUMBER}",),
     )
 
 
-def _experts(preset: str) -> Reproduction:
+def _experts(preset: str) -> PaperTable:
     parts = []
     for metric in (metrics.average_accuracy(), metrics.forgetting()):
         entries = []
@@ -248,7 +247,7 @@ def _experts(preset: str) -> Reproduction:
         parts.append(
             Part(f"{metric.name} of the last expert by number of experts", "fig:num_of_exp", tuple(entries), 1)
         )
-    return Reproduction(
+    return PaperTable(
         "Number of experts, Split CIFAR-100 (fig:num_of_exp)",
         tuple(parts),
         (
@@ -260,7 +259,7 @@ def _experts(preset: str) -> Reproduction:
     )
 
 
-def _augmentation(preset: str) -> Reproduction:
+def _augmentation(preset: str) -> PaperTable:
     # The colour jitter of the code behind these numbers clamped normalised images to [0, 1].
     views = {"SCR": {"augment": "scr", "jitter_domain": "normalised"}, "SimCLR": {}}
     parts = []
@@ -272,7 +271,7 @@ def _augmentation(preset: str) -> Reproduction:
                 options["inner_views"] = 1
             entries += _final_by_task(row, _mose(preset, memory, **options), "ncm", "last", numbers)
         parts.append(Part(_thousands(memory), "tab:da_final", tuple(entries)))
-    return Reproduction(
+    return PaperTable(
         "Augmentation and the fixed mirrored copy of every row, Split CIFAR-100 (tab:da_final)",
         tuple(parts),
         (
@@ -285,7 +284,7 @@ def _augmentation(preset: str) -> Reproduction:
     )
 
 
-def _classifier(preset: str) -> Reproduction:
+def _classifier(preset: str) -> PaperTable:
     views = {
         "linear": ("linear", "last"),
         "NCM": ("ncm", "last"),
@@ -299,10 +298,10 @@ def _classifier(preset: str) -> Reproduction:
         for row, numbers in published.CLASSIFIER[memory].items():
             entries += _final_by_task(row, runs, *views[row], numbers)
         parts.append(Part(_thousands(memory), "tab:ncm_final", tuple(entries)))
-    return Reproduction("Nearest class mean against linear classifier, Split CIFAR-100 (tab:ncm_final)", tuple(parts))
+    return PaperTable("Nearest class mean against linear classifier, Split CIFAR-100 (tab:ncm_final)", tuple(parts))
 
 
-def _cost(preset: str) -> Reproduction:
+def _cost(preset: str) -> PaperTable:
     settings = {"SCR+CE": {"experts": 1, "distillation": "off"}, "w/ MLS": {"distillation": "off"}, "w/ MLS, RSD": {}}
     entries = []
     for row, numbers in published.COST.items():
@@ -316,7 +315,7 @@ def _cost(preset: str) -> Reproduction:
         )
         for (runs, metric), number in zip(columns, numbers, strict=True):
             entries.append(Entry(row, metric.name, runs, metric, number))
-    return Reproduction(
+    return PaperTable(
         "What the components cost, Split CIFAR-100 (tab:cost)",
         (
             Part(
@@ -339,7 +338,7 @@ def _cost(preset: str) -> Reproduction:
 _EPOCHS = (1, 2, 4, 8)
 
 
-def _dilemma(preset: str) -> Reproduction:
+def _dilemma(preset: str) -> PaperTable:
     learners = {
         "ER": ("er", {"augment": "none"}),
         "ER + aug": ("er", {"augment": "simclr"}),
@@ -375,7 +374,7 @@ def _dilemma(preset: str) -> Reproduction:
         for epochs in _EPOCHS
     ]
     parts.append(Part("BOF of ER trained on the final memory alone", "fig:joint_bof", tuple(joint)))
-    return Reproduction(
+    return PaperTable(
         "The overfitting-underfitting dilemma, Split CIFAR-100, M = 1k (section 3.3, fig:epoch_acc_plot)",
         tuple(parts),
         (
@@ -392,7 +391,7 @@ def _dilemma(preset: str) -> Reproduction:
     )
 
 
-def _bof(preset: str) -> Reproduction:
+def _bof(preset: str) -> PaperTable:
     def rows(row: str, runs: dict[str, Any], classifier: str, expert: str) -> tuple[list[Entry], list[Entry]]:
         new = _by_task(
             row,
@@ -424,7 +423,7 @@ def _bof(preset: str) -> Reproduction:
             runs = _mose(preset, memory, **options)
             experts = [rows(f"E{expert}", runs, "ncm", expert) for expert in ("1", "2", "3", "4")]
             add(f"{_thousands(memory)}, {title}", ("fig:new_expert", "fig:bof_expert"), experts)
-    return Reproduction(
+    return PaperTable(
         "New tasks and buffer overfitting, Split CIFAR-100 (fig:over-under, fig:new_expert, fig:bof_expert)",
         tuple(parts),
         (
@@ -441,7 +440,7 @@ def _bof(preset: str) -> Reproduction:
 
 
 #: By name, a function from MOSE's preset to the description.
-REPRODUCTIONS: dict[str, Callable[[str], Reproduction]] = {
+TABLES: dict[str, Callable[[str], PaperTable]] = {
     "table1-cifar": _table1_cifar,
     "table1-tiny": _table1_tiny,
     "small-buffers": _small_buffers,
