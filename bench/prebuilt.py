@@ -43,7 +43,7 @@ def obstacle(folder: Path) -> str | None:
     if missing:
         return f"there is no {', '.join(missing)} in {folder}; wanted what bench/prebuild.sh leaves"
     record = json.loads((folder / "_build.json").read_text())
-    built, here = record["sources"], OF_TREE["source_hash"](ROOT)
+    built, here = record["sources"], OF_TREE["source_hash"](ROOT, record["backend"])
     if built != here:
         return (
             f"{folder} was built from other sources ({built}) than those in csrc ({here}); run bench/prebuild.sh again"

@@ -82,7 +82,7 @@ def decide(torch_version: str, torch_cuda: str | None) -> Build:
     wanted, clang = os.environ.get("MOSE_FAST_BACKEND") or "auto", shutil.which(plan.EMULATOR)
     backend, toolkit, reason = plan.choose_backend(wanted, torch_cuda, *cuda.find_toolkits(os.environ), clang)
     archs = archs_for(toolkit) if backend == "cuda" else []
-    commit, sources = OF_TREE["git_commit"](ROOT), OF_TREE["source_hash"](ROOT)
+    commit, sources = OF_TREE["git_commit"](ROOT), OF_TREE["source_hash"](ROOT, backend)
     record = plan.build_record(backend, commit, sources, torch_version, torch_cuda, toolkit, archs)
     return Build(backend, toolkit, archs, reason, record)
 

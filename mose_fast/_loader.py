@@ -78,7 +78,8 @@ def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str |
         return None, None, f"there is no native library in {folder}"
     try:
         record = json.loads((folder / "_build.json").read_text())
-        obstacle = _obstacle(record, torch.__version__, torch.version.cuda, source_hash(Path(__file__).parent.parent))
+        sources = source_hash(Path(__file__).parent.parent, record["backend"])
+        obstacle = _obstacle(record, torch.__version__, torch.version.cuda, sources)
         obstacle = obstacle or _damage(library, record.get("library"))
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         return None, None, f"the record of {library} is missing or damaged ({type(error).__name__}: {error})"

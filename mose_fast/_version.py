@@ -29,12 +29,22 @@ def git_commit(folder: Path) -> str | None:
     return commit + ("+dirty" if changed else "")
 
 
-def source_hash(folder: Path) -> str | None:
-    """Returns a hash of the native sources in ``folder / "csrc"``; None where there are none, as
-    beside an installed package.
+_NOT_BUILT = {"cpu": ("cuda", "emulated"), "cuda": ("emulated",), "emulated": ()}
+
+
+def source_hash(folder: Path, backend: str) -> str | None:
+    """Returns a hash of the sources in ``folder / "csrc"`` that a library of this back end is built
+    from; None where there are none, as beside an installed package.
+
+    Raises:
+        KeyError: ``backend`` is none of cpu, cuda and emulated.
     """
+    csrc = folder / "csrc"
     files = sorted(
-        path for path in (folder / "csrc").rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".cmake")
+        path
+        for path in csrc.rglob("*")
+        if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".cmake")
+        and path.relative_to(csrc).parts[0] not in _NOT_BUILT[backend]
     )
     if not files:
         return None

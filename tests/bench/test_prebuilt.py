@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def folder(tmp_path):
     for name in ("_C.cpython-312-x86_64-linux-gnu.so", "kernel_check"):
         (tmp_path / name).touch()
-    sources = runpy.run_path(str(ROOT / "mose_fast" / "_version.py"))["source_hash"](ROOT)
-    (tmp_path / "_build.json").write_text(json.dumps({"sources": sources, "torch": "2.11.0+cu130"}))
+    sources = runpy.run_path(str(ROOT / "mose_fast" / "_version.py"))["source_hash"](ROOT, "cuda")
+    record = {"sources": sources, "backend": "cuda", "torch": "2.11.0+cu130"}
+    (tmp_path / "_build.json").write_text(json.dumps(record))
     return tmp_path
 
 
@@ -39,7 +40,7 @@ def test_one_that_did_not_arrive_whole(folder, capsys):
 
 
 def test_one_of_another_tree(folder, capsys):
-    (folder / "_build.json").write_text(json.dumps({"sources": "0123"}))
+    (folder / "_build.json").write_text(json.dumps({"sources": "0123", "backend": "cuda"}))
     assert "was built from other sources (0123) than those in csrc" in obstacle(folder)
     assert main([str(folder)]) == 1 and "bench/prebuild.sh again" in capsys.readouterr().err
 

@@ -30,7 +30,7 @@ print(mose_fast.build_info()["backend"], "mose_fast._C" in sys.modules)
 """
 RECORD = {
     "commit": None,
-    "sources": source_hash(ROOT),
+    "sources": source_hash(ROOT, "cpu"),
     "backend": "cpu",
     "archs": [],
     "torch": torch.__version__,
@@ -123,18 +123,36 @@ def test_a_library_compiled_from_other_sources_is_not_loaded(second):
 
 
 def test_the_hash_of_the_sources_follows_names_and_contents(tmp_path):
-    assert source_hash(tmp_path) is None
+    assert source_hash(tmp_path, "cpu") is None
     (tmp_path / "csrc" / "core").mkdir(parents=True)
     file = tmp_path / "csrc" / "core" / "a.h"
     hashes = set()
     for content in ("int a;", "int b;"):
         file.write_text(content)
-        hashes.add(source_hash(tmp_path))
-        assert source_hash(tmp_path) in hashes
+        hashes.add(source_hash(tmp_path, "cpu"))
+        assert source_hash(tmp_path, "cpu") in hashes
     file.rename(file.with_name("b.h"))
-    hashes.add(source_hash(tmp_path))
+    hashes.add(source_hash(tmp_path, "cpu"))
     (tmp_path / "csrc" / "notes.txt").write_text("no source")
-    assert len(hashes) == 3 and source_hash(tmp_path) in hashes
+    assert len(hashes) == 3 and source_hash(tmp_path, "cpu") in hashes
+
+
+@pytest.mark.parametrize(
+    ("room", "stale"),
+    [
+        ("core", {"cpu", "cuda", "emulated"}),
+        ("torch", {"cpu", "cuda", "emulated"}),
+        ("cuda", {"cuda", "emulated"}),
+        ("emulated", {"emulated"}),
+    ],
+)
+def test_a_library_is_stale_only_where_its_own_sources_changed(tmp_path, room, stale):
+    for name in ("core", "torch", "cuda", "emulated"):
+        (tmp_path / "csrc" / name).mkdir(parents=True)
+        (tmp_path / "csrc" / name / "a.h").write_text("int a;")
+    before = {backend: source_hash(tmp_path, backend) for backend in ("cpu", "cuda", "emulated")}
+    (tmp_path / "csrc" / room / "a.h").write_text("int b;")
+    assert {backend for backend in before if source_hash(tmp_path, backend) != before[backend]} == stale
 
 
 @pytest.mark.parametrize("record", [None, "", '{"torch": 2}'])
