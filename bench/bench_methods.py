@@ -1,5 +1,5 @@
-"""Time of a training step of every method relative to ER's, beside the arithmetic estimate of the
-list (baselines.md, table 0.1).
+"""Time of a training step of every method relative to ER's, beside the arithmetic estimate of
+docs/specification/baselines.md section 0.1.
 
     python -m bench.bench_methods --width 20 --rounds 10
     python -m bench.bench_methods --growth --methods er derpp      # step 4,900 against step 100

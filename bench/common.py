@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 #: Rows of a step: the least and most of the first task, the most later, and a large batch
-#: (performance.md, shapes of a step).
+#: (docs/specification/mose.md section 5).
 SIZES = (40, 296, 384, 1024)
 #: The rows of a full step.
 HEADLINE = 384

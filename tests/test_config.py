@@ -16,7 +16,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def test_presets_differ_where_paper_and_released_code_do():
-    """mose.md section 13: what "paper-literal" means."""
+    """docs/specification/mose.md section 13: what "paper-literal" means."""
     paper = RunConfig.create("paper").options
     released = RunConfig.create("released").options
     assert released == MoseOptions() == RunConfig().options

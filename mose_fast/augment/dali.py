@@ -1,6 +1,4 @@
-"""Views from a DALI pipeline: rows in, matrices of crops and mirrors, grey and normalisation
-(craft.md section 5).
-"""
+"""Views from a DALI pipeline: rows in, matrices of crops and mirrors, grey and normalisation."""
 
 from __future__ import annotations
 

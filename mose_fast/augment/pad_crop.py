@@ -1,5 +1,5 @@
 """The augmentation of DER++ and of most offline methods: a crop of the padded image, mirrored or
-not (baselines.md 12).
+not (docs/specification/baselines.md section 12).
 """
 
 from __future__ import annotations

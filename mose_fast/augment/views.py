@@ -1,5 +1,5 @@
-"""From the raw rows of a step to its normalised views (mose.md section 5, paper section on data
-augmentation).
+"""From the raw rows of a step to its normalised views (docs/specification/mose.md section 5.3,
+paper section on data augmentation).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Metrics of an accuracy matrix (mose.md section 8; paper, appendix on evaluation metrics).
+"""Metrics of an accuracy matrix (docs/specification/mose.md section 8; paper, appendix on
+evaluation metrics).
 
 A matrix is float [T, T] with ``matrix[k, j]`` the accuracy on task j after task k, in [0, 1];
 entries with j > k are 0. All functions take anything NumPy reads as such and leave it as it is.

@@ -13,7 +13,7 @@ __all__ = ["ExpertLosses"]
 
 
 class ExpertLosses(nn.Module):
-    """All losses of one MOSE step (paper eq. for L_MOSE; mose.md section 5).
+    """All losses of one MOSE step (paper eq. for L_MOSE; docs/specification/mose.md section 5.4).
 
     Args:
         options: The switches ``temperature``, ``cross_entropy``, ``contrastive``, ``distillation``,

@@ -1,5 +1,5 @@
 """A replay memory that keeps samples whose gradients differ (GSS-Greedy, Aljundi et al., NeurIPS
-2019; baselines.md 4).
+2019; docs/specification/baselines.md section 4).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Retrieval of a positive and a negative for each anchor (Caccia et al., ICLR 2022; baselines.md
-6).
+"""Retrieval of a positive and a negative for each anchor (Caccia et al., ICLR 2022;
+docs/specification/baselines.md section 6).
 """
 
 from __future__ import annotations

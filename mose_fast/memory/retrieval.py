@@ -1,5 +1,5 @@
-"""Retrieval by value: of many candidates, the ones worth replaying (MIR, ASER; baselines.md 3,
-5).
+"""Retrieval by value: of many candidates, the ones worth replaying (MIR, ASER;
+docs/specification/baselines.md sections 3 and 5).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A replay memory whose samples are worth what they contribute to a k-nearest-neighbour classifier
-(ASER, Shim et al., AAAI 2021; baselines.md 5)."""
+(ASER, Shim et al., AAAI 2021; docs/specification/baselines.md section 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ASER: Adversarial Shapley value Experience Replay (Shim et al., AAAI 2021; baselines.md 5)."""
+"""ASER: Adversarial Shapley value Experience Replay (Shim et al., AAAI 2021;
+docs/specification/baselines.md section 5).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""DER++: Dark Experience Replay with labels (Buzzega et al., NeurIPS 2020; baselines.md 12)."""
+"""DER++: Dark Experience Replay with labels (Buzzega et al., NeurIPS 2020;
+docs/specification/baselines.md section 12).
+"""
 
 from __future__ import annotations
 

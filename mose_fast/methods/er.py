@@ -1,5 +1,5 @@
 """ER: Experience Replay (Chaudhry et al., "On Tiny Episodic Memories in Continual Learning", 2019;
-baselines.md 2).
+docs/specification/baselines.md section 2).
 """
 
 from __future__ import annotations

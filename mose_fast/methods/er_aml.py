@@ -1,5 +1,7 @@
 """ER-AML: Experience Replay with Asymmetric Metric Learning (Caccia et al., "New Insights on
-Reducing Abrupt Representation Change in Online Continual Learning", ICLR 2022; baselines.md 6)."""
+Reducing Abrupt Representation Change in Online Continual Learning", ICLR 2022;
+docs/specification/baselines.md section 6).
+"""
 
 from __future__ import annotations
 

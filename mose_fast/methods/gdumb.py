@@ -1,4 +1,6 @@
-"""GDumb: Greedy Sampler and Dumb Learner (Prabhu et al., ECCV 2020; baselines.md 7)."""
+"""GDumb: Greedy Sampler and Dumb Learner (Prabhu et al., ECCV 2020; docs/specification/baselines.md
+section 7).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients of all parameters as one vector (A-GEM, MIR, GSS; baselines.md 0.3)."""
+"""Gradients of all parameters as one vector (A-GEM, MIR, GSS; docs/specification/baselines.md
+section 0.3).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GSS: Gradient-based Sample Selection, greedy variant (Aljundi et al., NeurIPS 2019; baselines.md
-4).
+"""GSS: Gradient-based Sample Selection, greedy variant (Aljundi et al., NeurIPS 2019;
+docs/specification/baselines.md section 4).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class GssOptions(BaselineOptions):
     steps: str = knob(
         "joint",
         "joint: one step on incoming and replayed rows | alternate: one on each",
-        "choice (baselines.md 4), as RaptorMai/online-continual-learning; repository: alternate",
+        "choice (docs/specification/baselines.md section 4), as RaptorMai/online-continual-learning;"
+        " repository: alternate",
         choices=("joint", "alternate"),
     )
 

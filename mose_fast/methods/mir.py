@@ -1,4 +1,6 @@
-"""MIR: Maximally Interfered Retrieval (Aljundi et al., NeurIPS 2019; baselines.md 3)."""
+"""MIR: Maximally Interfered Retrieval (Aljundi et al., NeurIPS 2019;
+docs/specification/baselines.md section 3).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ class MirOptions(BaselineOptions):
     candidates: int = knob(
         200,
         "rows drawn uniformly, of which buffer_batch are replayed",
-        "choice (baselines.md 3), since the repository's 50 are fewer than the comparison's 64 replayed rows;"
-        " repository: 50",
+        "choice (docs/specification/baselines.md section 3), since the repository's 50 are fewer than the comparison's"
+        " 64 replayed rows; repository: 50",
         low=1,
     )
     virtual_lr: float = knob(

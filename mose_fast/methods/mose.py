@@ -1,4 +1,4 @@
-"""MOSE: Multi-level Online Sequential Experts (CVPR 2024; mose.md section 5)."""
+"""MOSE: Multi-level Online Sequential Experts (CVPR 2024; docs/specification/mose.md section 5)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What the baselines share: one network, incoming rows and rows replayed from memory in one forward
-pass (baselines.md 0.2, 0.3).
+pass (docs/specification/baselines.md sections 0.2 and 0.3).
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ class BaselineOptions(MethodOptions):
     passes: str = knob(
         "joint",
         "sets of rows pass the network: joint (batch norm sees all of them) | separate (one set after the other)",
-        "choice (baselines.md 2), as the MOSE repository; the methods' repositories: separate",
+        "choice (docs/specification/baselines.md section 2), as the MOSE repository; the methods' repositories:"
+        " separate",
         choices=("joint", "separate"),
     )
     replay_from: str = knob(
         "all",
         "replayed rows come from: all | others (every task but the current)",
-        "choice (baselines.md 2); the repositories differ",
+        "choice (docs/specification/baselines.md section 2); the repositories differ",
         choices=("all", "others"),
     )
 

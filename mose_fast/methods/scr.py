@@ -1,4 +1,6 @@
-"""SCR: Supervised Contrastive Replay (Mai et al., CVPR 2021 workshops; baselines.md 8)."""
+"""SCR: Supervised Contrastive Replay (Mai et al., CVPR 2021 workshops;
+docs/specification/baselines.md section 8).
+"""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ class AlignmentModule(nn.Sequential):
 class AttentionGate(nn.Module):
     """Multiplies a map elementwise by a gate in (0, 1) computed from the map at half resolution.
 
-    Not in the paper's text, but in the released code and in its printed parameter count (mose.md
-    section 2).
+    Not in the paper's text, but in the released code and in its printed parameter count
+    (docs/specification/mose.md section 2).
     """
 
     def __init__(self, channels: int) -> None:

@@ -1,5 +1,5 @@
-"""ResNet-18 for small images: the backbone that all experts share (mose.md section 2, paper section
-5.1).
+"""ResNet-18 for small images: the backbone that all experts share (docs/specification/mose.md
+section 2, paper section 5.1).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Nearest-class-mean classification for every expert (paper section 5.1; mose.md section 7)."""
+"""Nearest-class-mean classification for every expert (paper section 5.1; docs/specification/mose.md
+section 7).
+"""
 
 from __future__ import annotations
 

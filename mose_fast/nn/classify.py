@@ -1,4 +1,4 @@
-"""All classifiers of all experts at once (mose.md section 7)."""
+"""All classifiers of all experts at once (docs/specification/mose.md section 7)."""
 
 from __future__ import annotations
 

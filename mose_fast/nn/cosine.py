@@ -16,7 +16,7 @@ def directions(vectors: Tensor, eps: float = 1e-5) -> Tensor:
 
 class CosineClassifier(nn.Module):
     """Logits are the cosines between a feature and each class's weight vector, times a fixed scale
-    (ER-AML, baselines.md 6).
+    (ER-AML, docs/specification/baselines.md section 6).
 
     Args:
         weight: [K, D], initial weight vectors; they become parameters.

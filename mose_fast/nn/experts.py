@@ -1,4 +1,6 @@
-"""One ResNet-18 read as several nested experts (paper section 4.1; mose.md section 2)."""
+"""One ResNet-18 read as several nested experts (paper section 4.1; docs/specification/mose.md
+section 2).
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from mose_fast.nn.kernels import check_kernels
 
 __all__ = ["BRANCH_POINTS", "ExpertNetwork", "ExpertOutputs", "check_image_size"]
 
-#: Blocks (1 to 8) after which an expert branches off, by number of experts (mose.md 9.16). The last
-#: is always the whole network.
+#: Blocks (1 to 8) after which an expert branches off, by number of experts
+#: (docs/specification/mose.md section 9.16). The last is always the whole network.
 BRANCH_POINTS = {
     1: (8,),
     2: (2, 8),
@@ -249,8 +251,8 @@ class ExpertNetwork(nn.Module):
         Args:
             x: Normalised images, float [N, 3, H, W].
             detach_student: Let no gradient through the adapter into the network; forward
-                self-distillation (SD) wants that, since there the adapted feature teaches (mose.md
-                9.17).
+                self-distillation (SD) wants that, since there the adapted feature teaches
+                (docs/specification/mose.md section 9.17).
             valid_rows: As for :meth:`features`. Projections, logits and student of padding are
                 those of zero features.
         """

@@ -122,7 +122,7 @@ def align_conv(
     valid_rows: int | Tensor | None = None,
 ) -> AlignedMap:
     """y = pointwise(depthwise(x')) without biases, and the state of ``norm`` over y (paper's
-    alignment modules; mose.md section 2).
+    alignment modules; docs/specification/mose.md section 2).
 
     x' is ``x``, or with ``prologue`` relu(scale (x - mean) + shift), with ``gate`` times
     sigmoid(up(gate)), where ``up`` doubles both sides bilinearly (corners not aligned). Neither x'

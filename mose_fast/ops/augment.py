@@ -69,8 +69,8 @@ def augment(
     channels: int = 3,
     plain: bool = False,
 ) -> Tensor:
-    """Makes views of images (mose.md section 5): one launch on CUDA, one pass over the views on the
-    CPU.
+    """Makes views of images (docs/specification/mose.md section 5.3): one launch on CUDA, one pass
+    over the views on the CPU.
 
     A view shows one row in one of sixteen fixed orientations. If it has a draw, it is then
     mirrored, cropped and resized (bilinear, reflection at the borders), colour-jittered (before

@@ -124,8 +124,8 @@ def expert_losses(
     rsd_reduction: str = "frobenius",
     student_index: int | None = None,
 ) -> Tensor:
-    """All losses of one step (paper eq. for L_MOSE; mose.md section 5): a row per expert; training
-    minimises their sum.
+    """All losses of one step (paper eq. for L_MOSE; docs/specification/mose.md section 5.4): a row
+    per expert; training minimises their sum.
 
     The terms are a supervised contrastive loss over all rows, a cross-entropy over the current
     classes for the new rows plus a weighted one over all classes for the others, and the distance
@@ -319,7 +319,8 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None 
 
 
 def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
-    """Distance between two sets of features on the unit sphere (paper eq. RSD; mose.md 9.3).
+    """Distance between two sets of features on the unit sphere (paper eq. RSD;
+    docs/specification/mose.md section 9.3).
 
     Args:
         student: [N, D].

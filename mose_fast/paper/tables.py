@@ -2,7 +2,8 @@
 
 Each is made for a preset of MOSE. What both leave open is as in the submission: views of ``simclr``
 (flip, gray, crop), which the paper describes and the code then had; the code's default of today
-leaves the flip out (mose.md, section 5). Standard deviations are the paper's, over 15 runs.
+leaves the flip out (docs/specification/mose.md section 5.3). Standard deviations are the paper's,
+over 15 runs.
 """
 
 from __future__ import annotations

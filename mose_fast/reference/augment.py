@@ -1,4 +1,5 @@
-"""Views of images in plain PyTorch: applies parameters that were drawn before (mose.md section 5).
+"""Views of images in plain PyTorch: applies parameters that were drawn before
+(docs/specification/mose.md section 5.3).
 
 Everything acts on float images [N, 3, H, W]. An orientation code is an int: bit 0 mirrors the upper
 half of the image left-right, bit 1 the lower half (3 is the ordinary mirror), bits 2 and 3 count

@@ -28,7 +28,8 @@ _TRIALS = 10
 
 @dataclass(frozen=True)
 class Recipe:
-    """What views are drawn from (mose.md section 5; SCR's and SimCLR's augmentations).
+    """What views are drawn from (docs/specification/mose.md section 5.3; SCR's and SimCLR's
+    augmentations).
 
     Attributes:
         mirror_p: Probability of a horizontal mirror.

@@ -1,8 +1,9 @@
 """The losses of MOSE in plain PyTorch: the definition that every kernel is tested against.
 
-Half-precision inputs are computed in float32, float64 stays float64. Notation as in mose.md: n(v) =
-v / max(||v||, 1e-12). A row with ||v|| <= 1e-12 has no direction: it gets zero gradient through n
-(the formula's would be 1e12 times the incoming one).
+Half-precision inputs are computed in float32, float64 stays float64. The equations are those of
+docs/specification/mose.md section 5.4, with n(v) = v / max(||v||, 1e-12). A row with ||v|| <= 1e-12
+has no direction: it gets zero gradient through n (the formula's would be 1e12 times the incoming
+one).
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None 
 
 
 def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
-    """Distance between two sets of features on the unit sphere (paper eq. RSD; mose.md 9.3).
+    """Distance between two sets of features on the unit sphere (paper eq. RSD;
+    docs/specification/mose.md section 9.3).
 
     Args:
         student: [N, D].

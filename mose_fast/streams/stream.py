@@ -34,8 +34,8 @@ class Normalisation:
 
 
 #: Normalisations by name. ``cifar10`` is what the released code uses for CIFAR-100 as well
-#: (mose.md, section 3), ``cifar100`` and ``digits`` are the statistics of their own training
-#: images, ``mnist`` those of the 28x28 training images before padding.
+#: (docs/specification/mose.md section 3), ``cifar100`` and ``digits`` are the statistics of their
+#: own training images, ``mnist`` those of the 28x28 training images before padding.
 NORMALISATIONS: dict[str, Normalisation] = {
     n.name: n
     for n in (

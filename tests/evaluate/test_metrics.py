@@ -91,7 +91,7 @@ def test_buffer_overfitting():
 )
 def test_released_code_summary_of_runs(group, function):
     """The released code prints the mean over runs and the half width of its 95 % t interval
-    (mose.md section 8).
+    (docs/specification/mose.md section 8).
     """
     golden = np.load(GOLDEN)
     runs = [function(matrix / 100) * 100 for matrix in golden["metrics/matrices"]]

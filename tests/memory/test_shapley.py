@@ -51,7 +51,7 @@ def test_values_are_those_of_the_definition(count, k):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 60])
 def test_values_sum_to_the_worth_of_all_candidates(count):
-    """baselines.md, appendix G.1."""
+    """docs/specification/baselines.md appendix G.1."""
     x, y, e, label = problem(count, 20, size=16, classes=5, seed=count)
     nearest = torch.stack([(x - point).norm(dim=1).argsort()[:3] for point in e])
     wanted = (y[nearest] == label[:, None]).sum(1) / 3

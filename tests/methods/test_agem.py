@@ -18,8 +18,8 @@ def random_vectors(seed: int, size: int = 1000) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("seed", range(6))
 def test_projection_never_opposes_the_reference(seed):
-    """baselines.md appendix G 3: afterwards <g', r> = 0 where it was negative; where it was not,
-    nothing changes.
+    """docs/specification/baselines.md appendix G.3: afterwards <g', r> = 0 where it was negative;
+    where it was not, nothing changes.
     """
     gradient, reference = random_vectors(seed)
     before = torch.dot(gradient.double(), reference.double())

@@ -67,7 +67,7 @@ def bits(learner) -> dict[str, bytes]:
 def test_what_the_list_shows(name):
     learner = METHODS[name]
     assert 1980 < learner.about.year < 2030 and learner.about.cost > 0 and len(learner.about.reference) > 10
-    assert (inspect.getdoc(learner) or "").splitlines()[0].endswith(".")
+    assert (inspect.getdoc(learner) or "").split("\n\n")[0].endswith(".")
     assert all(preset.source for preset in learner.about.presets.values())
 
 
@@ -83,7 +83,9 @@ def test_presets_are_valid_and_every_switch_has_a_source(name, preset):
     "name", [n for n in NAMES if issubclass(type(RunConfig.create(method=n).options), BaselineOptions)]
 )
 def test_the_table_preset_is_the_shared_protocol(name):
-    """baselines.md 0.2: Adam 1e-3, weight decay 1e-4, batches of 10, 64 replayed rows."""
+    """docs/specification/baselines.md section 0.2: Adam 1e-3, weight decay 1e-4, batches of 10, 64
+    replayed rows.
+    """
     config = RunConfig.create("table", method=name)
     o = config.options
     assert next(iter(METHODS[name].about.presets)) == "table"

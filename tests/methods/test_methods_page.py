@@ -23,7 +23,7 @@ def cell(text: object) -> str:
 def overview(name: str) -> str:
     """The method's row in the overview."""
     learner = METHODS[name]
-    line = (inspect.getdoc(learner) or "").splitlines()[0].rstrip(".")
+    line = " ".join((inspect.getdoc(learner) or "").split("\n\n")[0].split()).rstrip(".")
     said = line.partition(": ")[2] or line
     ahead = "no: it looks at the network" if learner.plan_depends_on_model else "yes"
     return (

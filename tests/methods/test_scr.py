@@ -60,7 +60,7 @@ def test_the_linear_classifier_is_never_trained(make, teach):
 
 
 def test_the_nearest_class_mean_never_predicts_an_unseen_class(make, teach, batch):
-    """baselines.md appendix G 14."""
+    """docs/specification/baselines.md appendix G.14."""
     learner = teach(make("scr"), tasks=(1,))
     assert learner.resolve_expert() == ("ncm", "1")
     assert set(learner.predict(batch(list(range(6)) * 5)[0]).tolist()) <= {2, 3}

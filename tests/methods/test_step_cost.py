@@ -68,8 +68,8 @@ def flops_of_er() -> int:
 
 @pytest.mark.parametrize("name", CONSTANT)
 def test_operations_relative_to_er_are_those_of_the_list(flops_of_er, name):
-    """The list counts images through the network (baselines.md 0.1); heads and losses may add what
-    is left of a factor 1.3.
+    """docs/specification/baselines.md section 0.1 counts images through the network; heads and
+    losses may add what is left of a factor 1.3.
     """
     measured = flops(name) / flops_of_er
     assert METHODS[name].about.cost / 1.3 < measured < METHODS[name].about.cost * 1.3

@@ -43,7 +43,9 @@ def test_parameter_count_of_the_paper_preset():
 
 
 def test_costs_agree_with_the_hand_count():
-    """mose.md section 2: 555.5M, 582.4M and 582.6M multiply-accumulates at 32x32."""
+    """docs/specification/mose.md section 2: 555.5M, 582.4M and 582.6M multiply-accumulates at
+    32x32.
+    """
     network = ExpertNetwork(100)
     whole = count_cost(network, network, (32, 32))
     assert whole.parameters == 12_808_656
