@@ -165,8 +165,7 @@ def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], f
         RuntimeError: On a card, where the step could not be captured.
     """
     stream = random_stream(config, classes=100, images=60 * config.stream.batch)
-    n = stream.normalisation
-    learner: Mose = create_learner(config, classes=stream.classes, image_size=stream.image_size, mean=n.mean, std=n.std)
+    learner: Mose = create_learner(config, **stream.spec)
     on_card = learner.device.type == "cuda"
     with own_stream(learner.device):
         captured = CapturedSteps(learner, capture=config.step == "captured")

@@ -504,8 +504,7 @@ def _evaluation(config: RunConfig, stream: Stream) -> tuple[float, int]:
 
 
 def _learner(config: RunConfig, stream: Stream) -> Mose:
-    n = stream.normalisation
-    return create_learner(config, classes=stream.classes, image_size=stream.image_size, mean=n.mean, std=n.std)
+    return create_learner(config, **stream.spec)
 
 
 def _where(device: torch.device) -> str:

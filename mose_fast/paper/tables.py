@@ -8,14 +8,15 @@ over 15 runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mose_fast.config import MOSE_PRESETS, ConfigError, near_matches
-from mose_fast.paper import metrics, published
+from mose_fast.paper import metrics
 from mose_fast.paper.description import Entry, PaperTable, Part
 from mose_fast.paper.metrics import Metric
-from mose_fast.report.published import Published, lookup
+from mose_fast.report.published import Published, numbers
 
 __all__ = ["TABLES", "describe"]
 
@@ -68,27 +69,30 @@ def _by_task(
     runs: dict[str, Any],
     metric: Callable[[int], Metric],
     average: Metric,
-    numbers: Sequence[float] | None = None,
+    theirs: Mapping[str, Published] = MappingProxyType({}),
 ) -> list[Entry]:
-    """A row of a table by task: ten tasks and their average, with the paper's eleven numbers."""
-    theirs = [None] * (_TASKS + 1) if numbers is None else [Published(value) for value in numbers]
-    entries = [Entry(row, f"task {task + 1}", runs, metric(task), theirs[task]) for task in range(_TASKS)]
-    return [*entries, Entry(row, "average", runs, average, theirs[-1])]
+    """A row of a table by task: ten tasks and their average, with the paper's numbers if given."""
+    entries = [Entry(row, f"task {task + 1}", runs, metric(task), theirs.get(str(task + 1))) for task in range(_TASKS)]
+    return [*entries, Entry(row, "average", runs, average, theirs.get("average"))]
 
 
 def _final_by_task(
-    row: str, runs: dict[str, Any], classifier: str, expert: str, numbers: Sequence[float] | None = None
+    row: str,
+    runs: dict[str, Any],
+    classifier: str,
+    expert: str,
+    theirs: Mapping[str, Published] = MappingProxyType({}),
 ) -> list[Entry]:
     return _by_task(
         row,
         runs,
         lambda task: metrics.final_accuracy(task, classifier, expert),
         metrics.average_accuracy(classifier, expert),
-        numbers,
+        theirs,
     )
 
 
-def _main_rows(preset: str, stream: str, memories: Iterable[int], augment: str) -> tuple[Entry, ...]:
+def _main_rows(preset: str, stream: str, augment: str) -> tuple[Entry, ...]:
     """MOSE, and MOE-MOSE after training with and without reverse self-distillation: ACC and AF by
     memory.
     """
@@ -97,15 +101,16 @@ def _main_rows(preset: str, stream: str, memories: Iterable[int], augment: str) 
         ("MOE-MOSE, with RSD", "mean", {}),
         ("MOE-MOSE, without RSD", "mean", {"distillation": "off"}),
     )
+    acc, af = (numbers("tab:acc_af", f"{stream} {metric}") for metric in ("ACC", "AF"))
     entries = []
     for row, expert, options in rows:
-        for memory in memories:
-            runs = _mose(preset, memory, stream, augment=augment, **options)
-            _, acc, af = lookup("mose", "ncm", expert, stream, memory)
-            size = _thousands(memory)
+        name = row.partition(",")[0]
+        for memory in acc[name]:
+            runs = _mose(preset, int(memory), stream, augment=augment, **options)
+            size = _thousands(int(memory))
             entries += [
-                Entry(row, f"ACC {size}", runs, metrics.average_accuracy("ncm", expert), acc),
-                Entry(row, f"AF {size}", runs, metrics.forgetting("ncm", expert), af),
+                Entry(row, f"ACC {size}", runs, metrics.average_accuracy("ncm", expert), acc[name][memory]),
+                Entry(row, f"AF {size}", runs, metrics.forgetting("ncm", expert), af[name][memory]),
             ]
     return tuple(entries)
 
@@ -123,10 +128,7 @@ def _table1_cifar(preset: str) -> PaperTable:
         views["ocm"] = "gray, crop (ocm): the released code's default today"
     return PaperTable(
         "MOSE and MOE-MOSE on Split CIFAR-100 (tab:acc_af)",
-        tuple(
-            Part(title, "tab:acc_af", _main_rows(preset, _CIFAR, _MAIN_MEMORIES, views), 1)
-            for views, title in views.items()
-        ),
+        tuple(Part(title, "tab:acc_af", _main_rows(preset, _CIFAR, views), 1) for views, title in views.items()),
         (_MOE_NOTE,),
     )
 
@@ -134,19 +136,22 @@ def _table1_cifar(preset: str) -> PaperTable:
 def _table1_tiny(preset: str) -> PaperTable:
     return PaperTable(
         "MOSE and MOE-MOSE on Split Tiny-ImageNet, 100 tasks (tab:acc_af)",
-        (Part("100 tasks of 2 classes", "tab:acc_af", _main_rows(preset, _TINY, (2000, 4000, 10000), "simclr"), 1),),
+        (Part("100 tasks of 2 classes", "tab:acc_af", _main_rows(preset, _TINY, "simclr"), 1),),
         (_MOE_NOTE,),
     )
 
 
 def _small_buffers(preset: str) -> PaperTable:
-    acc = metrics.average_accuracy()
-    cifar = [(_CIFAR, memory, None, lookup("mose", "ncm", "last", _CIFAR, memory)[1]) for memory in (200, 500)]
-    tiny = [(_TINY, memory, 10, number) for memory, number in published.SMALL_TINY.items()]
-    names = {_CIFAR: "CIFAR-100", _TINY: "Tiny-ImageNet"}
     entries = [
-        Entry("MOSE", f"{names[stream]} {_thousands(memory)}", _mose(preset, memory, stream, tasks=tasks), acc, number)
-        for stream, memory, tasks, number in [*cifar, *tiny]
+        Entry(
+            "MOSE",
+            f"{name} {_thousands(int(memory))}",
+            _mose(preset, int(memory), stream, tasks=tasks),
+            metrics.average_accuracy(),
+            number,
+        )
+        for stream, name, tasks in ((_CIFAR, "CIFAR-100", None), (_TINY, "Tiny-ImageNet", 10))
+        for memory, number in numbers("tab:small", stream)["MOSE"].items()
     ]
     return PaperTable(
         "MOSE with small memories, both data sets in 10 tasks (tab:small)",
@@ -156,21 +161,16 @@ def _small_buffers(preset: str) -> PaperTable:
 
 def _ablation(preset: str) -> PaperTable:
     entries = []
-    for (cross_entropy, contrastive, rsd), acc in published.ABLATION.items():
-        options: dict[str, Any] = {} if rsd else {"distillation": "off"}
-        multi_level = "all" in (cross_entropy, contrastive)
-        if not multi_level:
-            options["experts"] = 1  # the last layer alone is supervised: the others need not be there
+    for row, number in numbers("tab:ablation", "last expert").items():
+        supervision, losses = row.split(": ")
+        # Without multi-level supervision only the last layer is trained: one expert.
+        options: dict[str, Any] = {"experts": 1} if supervision == "w/o MLS" else {}
         options |= {
             name: "off"
-            for name, value in (("cross_entropy", cross_entropy), ("contrastive", contrastive))
-            if value == "off"
+            for name, loss in (("distillation", "RSD"), ("cross_entropy", "CE"), ("contrastive", "SCL"))
+            if loss not in losses
         }
-        losses = [
-            name for name, used in (("CE", cross_entropy != "off"), ("SCL", contrastive != "off"), ("RSD", rsd)) if used
-        ]
-        row = f"{'w/' if multi_level else 'w/o'} MLS: {', '.join(losses)}"
-        entries.append(Entry(row, "ACC", _mose(preset, 5000, **options), metrics.average_accuracy(), Published(acc)))
+        entries.append(Entry(row, "ACC", _mose(preset, 5000, **options), metrics.average_accuracy(), number["ACC"]))
     return PaperTable(
         "Building blocks of MOSE, Split CIFAR-100, M = 5k (tab:ablation)",
         (Part("ACC of the last expert", "tab:ablation", tuple(entries)),),
@@ -187,12 +187,12 @@ def _taskwise(preset: str) -> PaperTable:
     parts = []
     for title, options in (("w/o RSD", {"distillation": "off"}), ("w/ RSD", {})):
         runs = _mose(preset, 5000, **options)
-        numbers = published.TASKWISE[title]
+        theirs = numbers("tab:moe_acc", title)
         entries: list[Entry] = []
         for expert in ("1", "2", "3", "4"):
-            entries += _final_by_task(f"E{expert}", runs, "ncm", expert, numbers[expert])
-        entries += _by_task("MAX", runs, metrics.best_final_accuracy, metrics.best_final_accuracy(), numbers["MAX"])
-        entries += _final_by_task("MOE", runs, "ncm", "mean", numbers["MOE"])
+            entries += _final_by_task(f"E{expert}", runs, "ncm", expert, theirs[f"E{expert}"])
+        entries += _by_task("MAX", runs, metrics.best_final_accuracy, metrics.best_final_accuracy(), theirs["MAX"])
+        entries += _final_by_task("MOE", runs, "ncm", "mean", theirs["MOE"])
         parts.append(Part(title, "tab:moe_acc", tuple(entries)))
     return PaperTable(
         "Accuracy by task and expert, Split CIFAR-100, M = 5k (tab:moe_acc)",
@@ -203,11 +203,9 @@ def _taskwise(preset: str) -> PaperTable:
 
 def _sd_vs_rsd(preset: str) -> PaperTable:
     entries = [
-        Entry(
-            direction.upper(), _thousands(memory), _mose(preset, memory, **options), metrics.average_accuracy(), number
-        )
-        for direction, options in (("sd", {"distillation": "sd"}), ("rsd", {}))
-        for memory, number in published.SD[direction].items()
+        Entry(row, _thousands(int(memory)), _mose(preset, int(memory), **options), metrics.average_accuracy(), number)
+        for row, options in (("SD", {"distillation": "sd"}), ("RSD", {}))
+        for memory, number in numbers("tab:sd_vs_rsd", "last expert")[row].items()
     ]
     return PaperTable(
         "Self-distillation against reverse self-distillation, Split CIFAR-100 (tab:sd_vs_rsd)",
@@ -222,8 +220,9 @@ def _student(preset: str) -> PaperTable:
         for student in ("1", "2", "3", "4"):
             # The fourth is the deepest, which is the default.
             runs = _mose(preset, memory, **({} if student == "4" else {"student": int(student)}))
-            entries += _final_by_task(f"E{student}", runs, "ncm", student, published.STUDENT[memory][student])
-            moe += _final_by_task(f"E{student}", runs, "ncm", "mean")
+            row = f"E{student}"
+            entries += _final_by_task(row, runs, "ncm", student, numbers("tab:rsd_final", memory)[row])
+            moe += _final_by_task(row, runs, "ncm", "mean")
         parts.append(Part(f"{_thousands(memory)}: the student", "tab:rsd_final", tuple(entries)))
         figures.append(
             Part(f"{_thousands(memory)}: the mean of experts (MOE), by student", "fig:rsd_final", tuple(moe))
@@ -266,11 +265,11 @@ def _augmentation(preset: str) -> PaperTable:
     parts = []
     for memory in _MAIN_MEMORIES:
         entries: list[Entry] = []
-        for row, numbers in published.AUGMENTATION[memory].items():
+        for row, theirs in numbers("tab:da_final", memory).items():
             options = dict(views[row.removesuffix(" w/o flip")])
             if row.endswith("w/o flip"):
                 options["inner_views"] = 1
-            entries += _final_by_task(row, _mose(preset, memory, **options), "ncm", "last", numbers)
+            entries += _final_by_task(row, _mose(preset, memory, **options), "ncm", "last", theirs)
         parts.append(Part(_thousands(memory), "tab:da_final", tuple(entries)))
     return PaperTable(
         "Augmentation and the fixed mirrored copy of every row, Split CIFAR-100 (tab:da_final)",
@@ -296,8 +295,8 @@ def _classifier(preset: str) -> PaperTable:
     for memory in _MAIN_MEMORIES:
         runs = _mose(preset, memory)
         entries: list[Entry] = []
-        for row, numbers in published.CLASSIFIER[memory].items():
-            entries += _final_by_task(row, runs, *views[row], numbers)
+        for row, theirs in numbers("tab:ncm_final", memory).items():
+            entries += _final_by_task(row, runs, *views[row], theirs)
         parts.append(Part(_thousands(memory), "tab:ncm_final", tuple(entries)))
     return PaperTable("Nearest class mean against linear classifier, Split CIFAR-100 (tab:ncm_final)", tuple(parts))
 
@@ -305,7 +304,7 @@ def _classifier(preset: str) -> PaperTable:
 def _cost(preset: str) -> PaperTable:
     settings = {"SCR+CE": {"experts": 1, "distillation": "off"}, "w/ MLS": {"distillation": "off"}, "w/ MLS, RSD": {}}
     entries = []
-    for row, numbers in published.COST.items():
+    for row, theirs in numbers("tab:cost", "components").items():
         large, small = (_mose(preset, memory, **settings[row]) for memory in (5000, 1000))
         columns = (
             (large, metrics.minutes()),
@@ -314,7 +313,7 @@ def _cost(preset: str) -> PaperTable:
             (small, metrics.average_accuracy()),
             (small, metrics.forgetting()),
         )
-        for (runs, metric), number in zip(columns, numbers, strict=True):
+        for (runs, metric), number in zip(columns, theirs.values(), strict=True):
             entries.append(Entry(row, metric.name, runs, metric, number))
     return PaperTable(
         "What the components cost, Split CIFAR-100 (tab:cost)",

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,6 +140,23 @@ class Stream:
     def image_size(self) -> tuple[int, int]:
         """Height and width in pixels."""
         return self.x_train.shape[1], self.x_train.shape[2]
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What a learner must know of its stream: keywords of
+        :func:`mose_fast.methods.create_learner`.
+        """
+        return {
+            "classes": self.classes,
+            "image_size": self.image_size,
+            "mean": self.normalisation.mean,
+            "std": self.normalisation.std,
+            "mirror_safe": self.mirror_safe,
+        }
+
+    def as_one_task(self) -> Stream:
+        """The same images as one task of all classes, shuffled together."""
+        return dataclasses.replace(self, tasks=(tuple(range(self.classes)),), arrival=None)
 
     def train_rows(self, task: int) -> Tensor:
         """Indices into ``x_train`` of the task's images, in data order: int64 [n].

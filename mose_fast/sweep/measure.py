@@ -58,15 +58,7 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
     """
     start = time.perf_counter()
     stream = streams.create(config.stream)
-    n = stream.normalisation
-    learner = create_learner(
-        config,
-        classes=stream.classes,
-        image_size=stream.image_size,
-        mean=n.mean,
-        std=n.std,
-        mirror_safe=stream.mirror_safe,
-    )
+    learner = create_learner(config, **stream.spec)
     if learner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(learner.device)
     setting_up = time.perf_counter() - start
@@ -92,11 +84,7 @@ def own_bytes() -> int:
 
 
 def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float) -> float:
-    presented = (
-        dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None)
-        if learner.joint_stream
-        else stream
-    )
+    presented = stream.as_one_task() if learner.joint_stream else stream
     batches = [presented.batches(task, seed=config.seed) for task in range(len(presented.tasks))]
 
     def observe(task: int, rows: Tensor, *, train: bool) -> None:

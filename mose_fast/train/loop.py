@@ -200,19 +200,7 @@ def _learner(config: RunConfig, stream: Stream) -> Learner:
     if config.deterministic:
         # Read when CUDA starts, so it must be set before the first tensor goes to the card.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return create_learner(config, **_facts(stream))
-
-
-def _facts(stream: Stream) -> dict[str, Any]:
-    """What a learner must know of its stream."""
-    n = stream.normalisation
-    return {
-        "classes": stream.classes,
-        "image_size": stream.image_size,
-        "mean": n.mean,
-        "std": n.std,
-        "mirror_safe": stream.mirror_safe,
-    }
+    return create_learner(config, **stream.spec)
 
 
 def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
@@ -251,9 +239,7 @@ class _Loop:
         self.joint = config.train_on == "final_memory"
         #: The stream as the learner meets it: the upper bound gets the images of all tasks shuffled
         #: into one.
-        self.presented = self.stream
-        if learner.joint_stream:
-            self.presented = dataclasses.replace(self.stream, tasks=(tuple(range(stream.classes)),), arrival=None)
+        self.presented = self.stream.as_one_task() if learner.joint_stream else self.stream
         #: The next batch: task, epoch and number within the epoch; ``done`` counts batches over the
         #: whole run.
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
@@ -453,7 +439,7 @@ class _Loop:
         # Not by create_learner, which may refuse for want of memory: at the end of a run that must
         # not happen.
         untrained = type(self.learner)(
-            dataclasses.replace(self.config, precision=self.learner.precision.name), **_facts(self.stream)
+            dataclasses.replace(self.config, precision=self.learner.precision.name), **self.stream.spec
         )
         untrained.memory, untrained.seen = self.learner.memory, self.learner.seen
         with warnings.catch_warnings():

@@ -4,7 +4,6 @@ precision, presets.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 import warnings
@@ -137,7 +136,7 @@ def test_several_tasks_are_not_warned_of(name, make, teach):
 
 
 def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
-    whole = dataclasses.replace(stream, tasks=(tuple(range(stream.classes)),), arrival=None)
+    whole = stream.as_one_task()
     joint = {"buffer_batch": 8, "replay_from": "others"}
 
     class Stop(Listener):

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.streams import NORMALISATIONS, Normalisation, StreamError, from_arrays
+from mose_fast.config import RunConfig
+from mose_fast.methods import create_learner
+from mose_fast.streams import NORMALISATIONS, Normalisation, StreamError, from_arrays, from_batches
 from mose_fast.streams.stream import draw_order
 
 MASK = 2**64 - 1
@@ -46,6 +48,24 @@ def test_natural_order_numbers_the_sorted_labels():
     assert [stream.class_order[h] for h in stream.y_train] == y.tolist()
     assert [stream.class_order[h] for h in stream.y_test] == y_test.tolist()
     assert stream.x_train.dtype == torch.uint8 and stream.y_train.dtype == torch.int64
+
+
+def test_spec_creates_a_learner_of_the_stream():
+    stream = from_arrays(*arrays(), tasks=3, normalisation="cifar100", mirror_safe=False)
+    learner = create_learner(RunConfig.create(width=1, memory=64, device="cpu"), **stream.spec)
+    assert (learner.classes, learner.image_size, learner.mirrored) == (6, (8, 8), False)
+    assert (learner.mean, learner.std) == (stream.normalisation.mean, stream.normalisation.std)
+
+
+def test_one_task_holds_every_image_of_all_classes_once_and_shuffled():
+    x, y, x_test, y_test = arrays()
+    recorded = from_batches([[(x[y == label], y[y == label])] for label in sorted(set(y))], (x_test, y_test))
+    for stream in (from_arrays(x, y, x_test, y_test, tasks=3), recorded):
+        whole = stream.as_one_task()
+        rows = torch.cat(whole.batches(0, seed=1))
+        assert whole.tasks == ((0, 1, 2, 3, 4, 5),) and whole.fingerprint == stream.fingerprint
+        assert sorted(rows.tolist()) == list(range(len(y))) != rows.tolist()
+        assert set(whole.y_train[rows[:20]].tolist()) > set(stream.tasks[0])
 
 
 def test_original_label_inverts_a_drawn_order():
