@@ -1,6 +1,6 @@
-"""The command line ``mose-fast``: parses, calls, prints.
+"""The command line ``mose-fast``: it parses the arguments, calls the package and prints.
 
-docs/command_line.md describes it for users.
+Users find it described in docs/command_line.md.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mose_fast.output import Guarded, guarded_output
 from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
 from mose_fast.signals import raised_at_once
 
-# Commands import the rest when they need it: torch, pandas and scipy take seconds, which help,
-# lists and the message on a wrong flag need not wait for.
+# Commands import the rest when they need it: torch, pandas and scipy take seconds to import, and
+# help, lists and the message on a wrong flag should not wait for them.
 if TYPE_CHECKING:
     from mose_fast.progress import Progress
     from mose_fast.sweep.scheduler import Place
@@ -40,23 +40,23 @@ __all__ = ["build_parser", "main", "read_settings"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are a line, without the usage, which is longer than a screen; an
+    """A parser whose errors take one line, without the usage, which is longer than a screen. An
     unknown flag gets a hint.
     """
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help says what there is\n")
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            # Here, not where all is parsed: a command knows its own flags.
+            # Here and not in the parser of all commands, since each command knows its own flags.
             flag = next((text for text in unknown if text.startswith("-")), unknown[0])
             self.error(f"{flag.partition('=')[0]} is not an argument{self._hint(flag)}")
         return found, unknown
 
     def _hint(self, flag: str) -> str:
-        """What was probably meant: a flag of this command, or a setting that ``--set`` takes."""
+        """A hint at what was probably meant: a flag of this command or a setting for ``--set``."""
         given = flag.partition("=")[0].lstrip("-").replace("-", "_")
         flags = {option for action in self._actions for option in action.option_strings}
         of_setting = {known.setting: known.name for group in _FLAGS.values() for known in group if known.name in flags}
@@ -171,8 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"mose-fast: {error}", file=sys.stderr)
             return 2
         except OSError as error:
-            # Of a file that was named or that lies in a folder that was named; without a name it is
-            # a fault of the program.
+            # With a file name, the user named that file or its folder; without one, the program is
+            # at fault.
             if error.filename is None:
                 raise
             print(f"mose-fast: cannot use {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
@@ -183,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands.
+    """Builds the parser of all commands.
 
-    A flag that is not given leaves no trace, so that it never overrides a ``--config`` file.
+    A flag that is not given sets no attribute, so that it never overrides a ``--config`` file.
     """
     parser = _Parser(prog="mose-fast", description="Online continual learning with MOSE.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mose-fast {__version__}")
@@ -220,8 +220,8 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
-            "Runs every combination of some settings' values, each in a run folder; what is done already is not done"
-            " again."
+            "Runs every combination of some settings' values, each in a run folder of its own. Finished runs are not"
+            " repeated."
         ),
         epilog=(
             "example: mose-fast sweep --width 8 --grid memory=200,500 --grid preset=released,paper --seeds 0-4 --out"
@@ -244,39 +244,44 @@ def build_parser() -> argparse.ArgumentParser:
     _add_place(many)
     files = many.add_argument_group("files")
     files.add_argument(
-        "--out", metavar="DIR", required=True, help="the sweep's folder; one that was begun is gone on with"
+        "--out", metavar="DIR", required=True, help="the sweep's folder; an unfinished sweep is continued"
     )
     files.add_argument(
-        "--dry-run", action="store_true", help="print the plan with its forecast of time and memory, and stop"
+        "--dry-run", action="store_true", help="print the plan and a forecast of time and memory, then stop"
     )
     _add_wandb(many)
 
     table = commands.add_parser(
         "paper",
-        help="run what stands behind a table of the paper, and set ours beside it",
+        help="run the experiments of one of the paper's tables and compare the results",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
-            "Runs what stands behind a table or figure of the paper, and writes ours beside its numbers, with pass or"
-            " miss. The same command goes on. Settings that depart from the paper's protocol make it a trial, which"
-            " judges nothing."
+            "Runs the experiments of one of the paper's tables or figures and writes our results beside the paper's,"
+            " with pass or miss. To continue after an interruption, run the same command again. With settings that"
+            " depart from the paper's protocol it is a trial run, and no pass or miss is reported."
         ),
         epilog=(
-            "example: mose-fast paper table1-cifar --data-dir DIR --seeds 0-14; a trial: --width 8 --limit-per-task 20"
+            "example: mose-fast paper table1-cifar --data-dir DIR --seeds 0-14; for a small trial run add --width 8"
+            " --limit-per-task 20"
         ),
     )
     table.set_defaults(act=_paper)
     table.add_argument("name", metavar="NAME", help="a table of `mose-fast list paper`")
     table.add_argument(
-        "--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9; the paper has 15 [0-2]"
+        "--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9; the paper uses 15 [0-2]"
     )
-    table.add_argument("--preset", metavar="NAME", help=f"of MOSE: {' or '.join(MOSE_PRESETS)} [{RunConfig.preset}]")
+    table.add_argument(
+        "--preset", metavar="NAME", help=f"MOSE's preset: {' or '.join(MOSE_PRESETS)} [{RunConfig.preset}]"
+    )
     _add_flags(table, without=("method", "preset", "memory", "epochs", "seed"))
     _add_place(table)
     files = table.add_argument_group("files")
-    files.add_argument("--out", metavar="DIR", help="tables and runs; tables in one folder share runs [runs/paper]")
     files.add_argument(
-        "--dry-run", action="store_true", help="print the paper's cells and the forecast of time and memory, and stop"
+        "--out", metavar="DIR", help="folder for tables and runs; tables in one folder share runs [runs/paper]"
+    )
+    files.add_argument(
+        "--dry-run", action="store_true", help="print the paper's numbers and a forecast of time and memory, then stop"
     )
     _add_wandb(table)
 
@@ -289,51 +294,56 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report_page.set_defaults(act=_report)
     report_page.add_argument(
-        "folders", metavar="DIR", nargs="+", help="run folders, or folders that hold some at any depth"
+        "folders", metavar="DIR", nargs="+", help="run folders, or folders that contain some at any depth"
     )
     report_page.add_argument("--out", metavar="DIR", help="the report's folder [report in the first DIR]")
     report_page.add_argument(
-        "--force", action="store_true", help="put runs of different problems into the same tables, with a caution"
+        "--force", action="store_true", help="put runs of different problems into the same tables; a caution is printed"
     )
 
     deployed = commands.add_parser(
         "export",
         help="write the deployable classifier of a finished run",
         allow_abbrev=False,
-        description="Writes backbone and class means of a finished run, without what only training needs.",
+        description="Writes the backbone and class means of a finished run, and leaves out what only training needs.",
     )
     deployed.set_defaults(act=_export)
     deployed.add_argument("run", metavar="RUN", help="the run's folder")
     deployed.add_argument("--out", metavar="DIR", help="the export's folder [RUN/export]")
     deployed.add_argument(
-        "--format", metavar="F1,F2", default="safetensors", help="some of safetensors, onnx, torch [safetensors]"
+        "--format", metavar="F1,F2", default="safetensors", help="any of safetensors, onnx, torch [safetensors]"
     )
     deployed.add_argument(
-        "--classifier", metavar="NAME", help="ncm or linear, of the last expert [what the run predicts by]"
+        "--classifier", metavar="NAME", help="classifier of the last expert: ncm or linear [the run's own]"
     )
     deployed.add_argument("--overwrite", action="store_true", help="replace an earlier export in the folder")
 
     predict = commands.add_parser("predict", help="classify image files with an export", allow_abbrev=False)
     predict.set_defaults(act=_predict)
-    predict.add_argument("export", metavar="EXPORT", help="folder of an export with model.safetensors")
+    predict.add_argument("export", metavar="EXPORT", help="folder of an export that contains model.safetensors")
     predict.add_argument(
-        "images", metavar="IMAGE", nargs="+", help="image files of the size trained on, or folders of them"
+        "images",
+        metavar="IMAGE",
+        nargs="+",
+        help="image files of the size that the run was trained on, or folders of them",
     )
-    predict.add_argument("--json", action="store_true", help="a JSON object a line instead of columns")
+    predict.add_argument("--json", action="store_true", help="print one JSON object a line instead of columns")
 
-    listing = commands.add_parser("list", help="what there is to choose from", allow_abbrev=False)
+    listing = commands.add_parser(
+        "list", help="list the methods, the streams or the paper's tables", allow_abbrev=False
+    )
     listing.set_defaults(act=_list)
     listing.add_argument("what", choices=("methods", "streams", "paper"))
 
     speed = commands.add_parser(
         "bench",
-        help="what training costs on this machine, beside plain PyTorch",
+        help="measure what training costs on this machine, beside plain PyTorch",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
-            "Measures the step of MOSE by itself and in the loop, with PyTorch's own modules (eager, compiled, as a"
-            " graph) and with our kernels, by feed; an evaluation; the machine's ceilings. Images are random. Let"
-            " nothing else run."
+            "Measures MOSE's step alone and inside the training loop, with PyTorch's own modules (eager, compiled, as a"
+            " CUDA graph) and with our kernels, for each feed; then an evaluation and the machine's peak rates. Images"
+            " are random. Close other programs first."
         ),
         epilog="example: mose-fast bench --memory 5000; on a CPU: --width 8",
     )
@@ -358,12 +368,12 @@ def build_parser() -> argparse.ArgumentParser:
             "checkpoint_every",
         ),
     )
-    speed.add_argument("--seconds", type=float, metavar="S", help="for each measurement, once it is warm [2]")
-    speed.add_argument("--only", metavar="TEXT", help="measurements whose names hold this text")
-    speed.add_argument("--csv", metavar="FILE", help="write the rows there, too")
+    speed.add_argument("--seconds", type=float, metavar="S", help="seconds for each measurement, after its warm-up [2]")
+    speed.add_argument("--only", metavar="TEXT", help="run only the measurements whose names contain this text")
+    speed.add_argument("--csv", metavar="FILE", help="also write the rows to this file")
 
     doctor = commands.add_parser(
-        "doctor", help="what this machine has, what is missing, and how to get it", allow_abbrev=False
+        "doctor", help="check what this machine has, what is missing and how to install it", allow_abbrev=False
     )
     doctor.set_defaults(act=_doctor)
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
@@ -371,7 +381,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """The flags that set what a run is, but those of some settings."""
+    """Adds the flags of a run's settings, except those of the settings in ``without``."""
     defaults = RunConfig()
     for title, flags in _FLAGS.items():
         group = parser.add_argument_group(title)
@@ -389,22 +399,23 @@ def _add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> 
         metavar="NAME=VALUE",
         action="append",
         help=(
-            "any other setting, repeatable: augment=simclr, options.student=2, evaluation_batch=64, per_class_cap=null"
+            "any other setting; may be repeated: augment=simclr, options.student=2, evaluation_batch=64,"
+            " per_class_cap=null"
         ),
     )
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
-    """The flags that say where many runs compute."""
-    place = parser.add_argument_group("how many at a time")
+    """Adds the flags that say where the runs of a sweep compute."""
+    place = parser.add_argument_group("parallel runs")
     place.add_argument(
-        "--workers", type=int, metavar="N", help="runs at a time on the CPU, each with its share of the cores"
+        "--workers", type=int, metavar="N", help="runs at a time on the CPU; they share the cores equally"
     )
     place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [2]")
-    place.add_argument("--gpus", metavar="0,1", help="cards, as in CUDA_VISIBLE_DEVICES [all]")
-    place.add_argument("--engine", metavar="NAME", help="local, or ray for a cluster [local]")
+    place.add_argument("--gpus", metavar="0,1", help="cards to use, numbered as in CUDA_VISIBLE_DEVICES [all]")
+    place.add_argument("--engine", metavar="NAME", help="local, or ray to use a Ray cluster [local]")
     place.add_argument(
-        "--address", metavar="HOST:PORT", help="of the Ray cluster; also auto, or local to start one [auto]"
+        "--address", metavar="HOST:PORT", help="address of the Ray cluster; auto finds it, local starts one [auto]"
     )
 
 
@@ -426,13 +437,13 @@ def _add_wandb(parser: argparse.ArgumentParser) -> None:
         "--wandb",
         metavar="PROJECT",
         default=argparse.SUPPRESS,
-        help="log to a project of Weights & Biases, too (an extra: mose-fast[wandb])",
+        help="also log to this project of Weights & Biases (install mose-fast[wandb])",
     )
 
 
 def read_settings(arguments: argparse.Namespace) -> RunConfig:
-    """The configuration that the arguments of ``run`` ask for: the ``--config`` file, overridden by
-    flags, overridden by ``--set``.
+    """Builds the configuration that the arguments of ``run`` ask for: the ``--config`` file,
+    overridden by flags, overridden by ``--set``.
 
     Where a flag names another method or preset than the file, the options that the file changes
     from its own preset are kept. Paths become absolute, so that the run can be resumed from any
@@ -447,7 +458,7 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _changes(arguments: argparse.Namespace, base: RunConfig | None) -> dict[str, Any]:
-    """What flags and ``--set`` ask for, by dotted name."""
+    """The settings that flags and ``--set`` change, by dotted name."""
     given = vars(arguments)
     changes = {
         flag.setting: given[flag.setting] for flags in _FLAGS.values() for flag in flags if flag.setting in given
@@ -514,7 +525,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     try:
         outcome = run_grid(grid, out, _place(arguments), dry_run=given.get("dry_run", False), wandb=given.get("wandb"))
     except KeyboardInterrupt as error:
-        return _interrupted(error, "; the same command goes on")
+        return _interrupted(error, "; to continue, run the same command again")
     if outcome.table is not None:
         print(f"table     {out / STORE}")
     return 1 if outcome.failures else 0
@@ -539,14 +550,14 @@ def _paper(arguments: argparse.Namespace) -> int:
             wandb=given.get("wandb"),
         )
     except KeyboardInterrupt as error:
-        return _interrupted(error, "; the same command goes on")
+        return _interrupted(error, "; to continue, run the same command again")
     if page is not None:
         print(f"table     {page}")
     return 1 if failures else 0
 
 
 def _interrupted(error: KeyboardInterrupt, further: str = "") -> int:
-    """Says what ended the command and gives its exit code, as a shell has it for a program that the
+    """Prints what ended the command and returns the exit code that a shell gives a program that the
     signal killed.
     """
     number = getattr(error, "number", signal.SIGINT)
@@ -556,14 +567,14 @@ def _interrupted(error: KeyboardInterrupt, further: str = "") -> int:
 
 
 def _lost(shown: Guarded, needed: bool) -> int:
-    """Says that standard output could not be written; the exit code for it, 0 where the command's
-    results are in files (not ``needed``).
+    """Prints that standard output could not be written, if so, and returns the exit code: 0 if the
+    command's results are in files (not ``needed``).
     """
     shown.flush()
     if shown.failure is None:
         return 0
     if shown.failure.errno != errno.EPIPE:
-        told = "" if needed else "; the results are in their files"
+        told = "" if needed else "; the results are saved in files"
         print(f"mose-fast: standard output cannot be written: {shown.failure.strerror}{told}", file=sys.stderr)
     elif needed:
         return 128 + signal.SIGPIPE
@@ -581,7 +592,7 @@ def _collect(arguments: argparse.Namespace) -> int:
 
 
 def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
-    """Lets ``start(listener)`` run, shows its progress on the way and its results at the end."""
+    """Calls ``start(listener)``, shows its progress and, at the end, its results."""
     from mose_fast.progress import Progress
     from mose_fast.train.clock import PHASES
     from mose_fast.train.files import RunFolder
@@ -606,8 +617,8 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
         f" {'the process started' if seconds['wall_since'] == 'process' else 'the call'}: {parts}"
     )
     peak = results["peak_memory_bytes"]
-    card = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the card as torch allocates it"
-    print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB of the process{card}")
+    card = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the card (allocated by torch)"
+    print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB on the host{card}")
     print(f"results   {folder.results}")
     print(
         f"          {folder.accuracy.name}, {folder.figure.name}, {folder.config.name} and {folder.events.name}/"
@@ -675,7 +686,7 @@ def _list(arguments: argparse.Namespace) -> int:
             for m in listed_methods()
         ]
         rows.append(
-            ("file.py:Name", "a method of your own: docs/adding_a_method.md; x: cost of a step, in units of ER's")
+            ("file.py:Name", "a method of your own: docs/adding_a_method.md; 2x: a step costs twice as much as ER's")
         )
     elif arguments.what == "paper":
         from mose_fast.paper.tables import TABLES, describe

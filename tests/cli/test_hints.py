@@ -32,7 +32,7 @@ import pytest
 def test_a_wrong_flag_takes_a_line(call, arguments, line):
     code, out, err = call(*arguments)
     command = line.partition(":")[0]
-    assert (code, out, err) == (2, "", f"{line}; {command} --help says what there is\n")
+    assert (code, out, err) == (2, "", f"{line}; see {command} --help\n")
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_run_ends_with_its_results(data, tmp_path, monkeypatch, capsys, name, 
     assert json.loads((tmp_path / "results.json").read_text())["steps"] >= 1
     monkeypatch.undo()
     err = capsys.readouterr().err
-    told = "mose-fast: standard output cannot be written: No space left on device; the results are in their files"
+    told = "mose-fast: standard output cannot be written: No space left on device; the results are saved in files"
     assert (told in err) == ((name, make) == ("stdout", full))
     if make is ascii_only and name == "stdout":
         assert "\\u6570\\u5b57: 2 tasks" in stream.buffer.getvalue().decode("ascii")

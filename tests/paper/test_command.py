@@ -134,7 +134,7 @@ def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
     command = ["paper", "taskwise", *trial, "--seeds", "0-1", "--out", str(tmp_path)]
     first = engine(interrupt_in=1)
     assert main(command) == 130
-    assert "interrupted; the same command goes on" in capsys.readouterr().err
+    assert "interrupted; to continue, run the same command again" in capsys.readouterr().err
     assert len(first.started) == 2
     assert not list(tmp_path.glob("*.md"))
     second = engine()

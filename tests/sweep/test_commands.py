@@ -56,7 +56,7 @@ def test_exit_codes(tmp_path, engine, capsys, monkeypatch):
 
     monkeypatch.setattr("mose_fast.sweep.scheduler.run_grid", interrupted)
     assert main([*RUN, "--seeds", "0", "--out", str(tmp_path / "c")]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "; to continue, run the same command again" in capsys.readouterr().err
 
 
 def test_page_describes_every_flag(capsys, monkeypatch):

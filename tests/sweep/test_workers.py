@@ -119,7 +119,7 @@ def test_interrupted_killed_and_with_a_killed_worker_a_sweep_loses_nothing(tmp_p
     sweep.send_signal(signal.SIGINT)
     told = sweep.communicate()[0]
     assert sweep.returncode == 130, told
-    assert "the same command goes on" in told
+    assert "; to continue, run the same command again" in told
     assert not processes_in(out)
     assert len(list(out.glob("seed-*/results.json"))) < 2, "too late to have interrupted anything"
 
