@@ -41,6 +41,7 @@ REQUIREMENTS = [
     "pandas",
     "scipy",
     "joblib",
+    "psutil",
 ]
 
 

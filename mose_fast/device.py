@@ -4,17 +4,28 @@ tensors to a card without waiting for it.
 
 from __future__ import annotations
 
-import os
 import platform
+import resource
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
-__all__ = ["Choice", "available_bytes", "choose_precision", "device_name", "own_stream", "processor", "upload"]
+__all__ = [
+    "Choice",
+    "available_bytes",
+    "choose_precision",
+    "device_name",
+    "own_stream",
+    "peak_bytes",
+    "processor",
+    "upload",
+]
 
 
 class Choice(NamedTuple):
@@ -95,25 +106,22 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def available_bytes() -> int:
-    """Memory that is free for new processes here, within the limit of the control group, if there
-    is one.
+    """Bytes of memory that new processes can take on this machine, within the limit of the control
+    group (container), if there is one.
     """
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
+    free = psutil.virtual_memory().available
+    # psutil does not read control groups.
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        values = [_lines(Path("/sys/fs/cgroup") / name)[:1] for name in (limit, used)]
-        if all(value and value[0].isdigit() for value in values):
-            free = min(free, int(values[0][0]) - int(values[1][0]))
+        with suppress(OSError, ValueError):  # there is no such file, or no limit: "max"
+            allowed, taken = (int((Path("/sys/fs/cgroup") / name).read_text("ascii")) for name in (limit, used))
+            free = min(free, allowed - taken)
     return max(free, 0)
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").split("\n")
-    except (OSError, ValueError):
-        return []
+def peak_bytes() -> int:
+    """The largest resident memory that this process has had, in bytes."""
+    # psutil tells the peak on Windows only. Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -14,9 +14,9 @@ import random
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -227,10 +227,10 @@ def outcome_is_missing(out):
 
 
 def holders(folder):
-    """Processes that hold the lock of a folder, or of one below it."""
+    """Ids of the processes that hold the lock of a folder, or of one below it."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            links = [os.readlink(link) for link in (process / "fd").iterdir()]
-            found += [process.name for link in links if link.startswith(str(folder)) and link.endswith(LOCK)]
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            files = [file.path for file in process.open_files()]
+            found += [process.pid for path in files if path.startswith(str(folder)) and path.endswith(LOCK)]
     return found

@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from mose_fast.sweep.protocol import ENDS, Command, Event, Reader, died, send
 
 __all__ = ["Engine", "LocalEngine", "Slot", "worker_command", "worker_environment"]
 
 
 class Engine(Protocol):
-    """What the scheduler needs of a place to compute."""
+    """What the scheduler needs of a place to compute. Messages are those of
+    :mod:`mose_fast.sweep.protocol`.
+    """
 
     def free(self) -> int:
         """How many more commands can start now."""
 
-    def start(self, command: dict[str, Any]) -> None:
-        """Starts a command of :mod:`mose_fast.sweep.worker`."""
+    def start(self, command: Command) -> None:
+        """Starts ``run`` or ``measure``."""
 
-    def events(self, timeout: float) -> list[dict[str, Any]]:
-        """What has happened, after at most ``timeout`` seconds; for each command, exactly one event
-        ends it.
-        """
+    def events(self, timeout: float) -> list[Event]:
+        """The events of cells since the last call; waits for at most ``timeout`` seconds."""
 
     def stop(self) -> None:
-        """Has every run write a checkpoint and stop."""
+        """Makes every run write a checkpoint and stop."""
 
     def close(self) -> None:
-        """Ends everything at once."""
+        """Ends all processes at once."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A worker process to be.
+    """Room for one worker process.
 
     Attributes:
-        runs: It computes at the same time; more than one share the process, in threads.
-        card: It sees, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
+        runs: Number of runs it computes at the same time; several share the process, in threads.
+        card: The card it uses, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
     """
 
     runs: int = 1
@@ -53,8 +55,8 @@ class Slot:
 class _Worker:
     slot: Slot
     process: subprocess.Popen
+    events: Reader
     cells: set[str] = field(default_factory=set)
-    buffer: bytes = b""
 
 
 def worker_command(threads: int, *, together: bool) -> list[str]:
@@ -64,12 +66,12 @@ def worker_command(threads: int, *, together: bool) -> list[str]:
 
 
 def worker_environment(threads: int, card: str | None) -> dict[str, str]:
-    """The environment of a worker process: its threads are counted before torch starts, and it
-    finds this very package.
+    """The environment of a worker process: the number of its threads, which must be known before
+    torch is imported, and a path that leads to this package.
     """
     environment = dict(os.environ)
     environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    # Of NumPy alone, whose products no run needs; its threads would stand in the way of forking.
+    # NumPy's matrix products, which no run needs. Their threads would make it unsafe to fork.
     environment["OPENBLAS_NUM_THREADS"] = "1"
     package = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])
@@ -79,57 +81,45 @@ def worker_environment(threads: int, card: str | None) -> dict[str, str]:
 
 
 class LocalEngine:
-    """Worker processes on this machine, each started with its first command; one that dies is
-    replaced.
+    """Worker processes on this machine. Each is started for its first command, and replaced when
+    it dies.
 
     Args:
-        slots: A worker process each.
-        threads: Of the CPU, for each run.
+        slots: One for each worker process.
+        threads: Number of CPU threads of each run.
         logs: Folder for what workers print outside of runs.
-        lock: File descriptor that they inherit, to hold the sweep's lock as long as they live;
-            None: none.
+        lock: File descriptor of the sweep's lock, which the workers inherit, so that they hold the
+            lock as long as they live; None: no lock.
     """
 
     def __init__(self, slots: Sequence[Slot], threads: int, logs: Path, lock: int | None = None) -> None:
         self.slots, self.threads, self.logs, self.lock = list(slots), threads, logs, lock
         self.workers: list[_Worker | None] = [None] * len(self.slots)
         self.selector = selectors.DefaultSelector()
-        self.stopping = False
 
     def free(self) -> int:
-        return sum(
-            slot.runs - (len(worker.cells) if worker else 0)
-            for slot, worker in zip(self.slots, self.workers, strict=True)
-        )
+        return sum(map(self._room, range(len(self.slots))))
 
-    def start(self, command: dict[str, Any]) -> None:
+    def start(self, command: Command) -> None:
         # The emptiest worker, so that cards are filled evenly.
-        number = max(
-            range(len(self.slots)),
-            key=lambda i: self.slots[i].runs - (len(self.workers[i].cells) if self.workers[i] else 0),
-        )
+        number = max(range(len(self.slots)), key=self._room)
         worker = self.workers[number] = self.workers[number] or self._launch(self.slots[number])
         worker.cells.add(command["cell"])
         self._send(worker, command)
 
-    def events(self, timeout: float) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def events(self, timeout: float) -> list[Event]:
+        found: list[Event] = []
         for key, _ in self.selector.select(timeout) if self.selector.get_map() else []:
             worker: _Worker = key.data
-            part = os.read(worker.process.stdout.fileno(), 65536)
-            *lines, worker.buffer = (worker.buffer + part).split(b"\n")
-            for line in lines:
-                event = json.loads(line)
-                if event["event"] in ("done", "stopped", "failed", "died"):
+            for event in worker.events.read():
+                if event["event"] in ENDS:
                     worker.cells.discard(event["cell"])
-                if "cell" in event:
-                    found.append(event)
-            if not part:
-                found += self._buried(worker)
+                found.append(event)
+            if worker.events.closed:
+                found += self._on_death(worker)
         return found
 
     def stop(self) -> None:
-        self.stopping = True
         for worker in filter(None, self.workers):
             self._send(worker, {"do": "stop"})
 
@@ -147,6 +137,10 @@ class LocalEngine:
         self.workers = [None] * len(self.slots)
         self.selector.close()
 
+    def _room(self, number: int) -> int:
+        worker = self.workers[number]
+        return self.slots[number].runs - (len(worker.cells) if worker else 0)
+
     def _launch(self, slot: Slot) -> _Worker:
         with open(self.logs / "workers.log", "ab") as log:
             process = subprocess.Popen(
@@ -158,25 +152,18 @@ class LocalEngine:
                 pass_fds=() if self.lock is None else (self.lock,),
                 start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
             )
-        worker = _Worker(slot, process)
+        worker = _Worker(slot, process, Reader(process.stdout.fileno()))
         self.selector.register(process.stdout, selectors.EVENT_READ, worker)
         return worker
 
-    def _send(self, worker: _Worker, command: dict[str, Any]) -> None:
-        try:
-            worker.process.stdin.write((json.dumps(command) + "\n").encode())
-            worker.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has died; events() will tell
+    def _send(self, worker: _Worker, command: Command) -> None:
+        with suppress(BrokenPipeError):  # it has died, which events() will report
+            send(worker.process.stdin.fileno(), command)
 
-    def _buried(self, worker: _Worker) -> list[dict[str, Any]]:
-        """A worker has ended by itself: its runs have died with it, and the next command starts
-        another.
-        """
+    def _on_death(self, worker: _Worker) -> list[Event]:
+        """A worker has ended by itself, and its runs with it. The next command starts another."""
         self.selector.unregister(worker.process.stdout)
         worker.process.stdout.close()
         status = worker.process.wait()
         self.workers[self.workers.index(worker)] = None
-        return [
-            {"event": "died", "cell": cell, "signal": -status if status < 0 else None} for cell in sorted(worker.cells)
-        ]
+        return [died(cell, -status if status < 0 else None) for cell in sorted(worker.cells)]

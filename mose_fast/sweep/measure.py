@@ -5,19 +5,18 @@ be.
 from __future__ import annotations
 
 import dataclasses
-import resource
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from mose_fast import streams
 from mose_fast.config import RunConfig
+from mose_fast.device import peak_bytes
 from mose_fast.methods import Learner, create_learner
 from mose_fast.streams import Stream
 
@@ -74,13 +73,8 @@ def own_bytes() -> int:
     """Peak memory of this process without the pages of files, such as libraries, that it shares
     with its siblings.
     """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return peak
-    shared = sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
-    return max(peak - shared, 1)
+    # Only Linux tells what is shared.
+    return max(peak_bytes() - getattr(psutil.Process().memory_info(), "shared", 0), 1)
 
 
 def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float) -> float:

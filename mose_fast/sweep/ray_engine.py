@@ -6,20 +6,21 @@ machine. The sweep's folder must be on a file system that all machines share.
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError
 from mose_fast.sweep.engine import worker_command, worker_environment
+from mose_fast.sweep.protocol import ENDS, Command, Event, Reader, died, send
 from mose_fast.threads import usable_cores
 from mose_fast.train.files import RunError
 
@@ -28,22 +29,19 @@ __all__ = ["RayEngine"]
 # Seconds until an address counts as unreachable.
 _PATIENCE = 5.0
 
-# Seconds that a run gets to write its checkpoint when its task is ended.
+# Seconds that a run has to write its checkpoint when its task is ended.
 _GRACE = 20.0
-
-# Events that end a command.
-_ENDS = ("done", "stopped", "failed", "died")
 
 
 class RayEngine:
     """Runs commands as tasks of a Ray cluster.
 
     Args:
-        address: Of the cluster, ``HOST:PORT`` or ``auto``; ``local`` starts one on this machine.
-        runs: At the same time, at most; None: as many as the cluster has room for.
-        threads: Of the CPU, for each run.
-        cards: Part of a card for each run, 0 for the CPU.
-        folder: Of the sweep.
+        address: The cluster's, ``HOST:PORT`` or ``auto``; ``local`` starts one on this machine.
+        runs: Largest number of runs at the same time; None: as many as the cluster has room for.
+        threads: Number of CPU threads of each run.
+        cards: Share of a card that each run gets, 0 for the CPU.
+        folder: The sweep's folder.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -51,8 +49,8 @@ class RayEngine:
     """
 
     def __init__(self, address: str, runs: int | None, threads: int, cards: float, folder: Path) -> None:
-        # Read when Ray is imported: something else may listen at the address, and 20 tries would
-        # take half a minute.
+        # Ray reads these when it is imported. Something other than Ray may listen at the address,
+        # and the usual 20 attempts would take half a minute.
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
         try:
@@ -73,13 +71,11 @@ class RayEngine:
         try:
             ray.init(address=address, logging_level="error", **settings)
             if threading.current_thread() is threading.main_thread():
-                signal.signal(
-                    signal.SIGTERM, on_terminate
-                )  # Ray puts a handler of its own there, which ends this process
+                # Ray has installed a handler that ends this process.
+                signal.signal(signal.SIGTERM, on_terminate)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunError(f"cannot reach a Ray cluster at {address}: {error}") from error
         resources = ray.cluster_resources()
-        # The queue's own actor takes no CPU while it waits.
         fitting = int(resources.get("CPU", 0) // threads)
         if cards:
             fitting = min(fitting, int(resources.get("GPU", 0) / cards))
@@ -92,7 +88,7 @@ class RayEngine:
         self.runs = fitting if runs is None else min(runs, fitting)
         self.threads = threads
         self.token = folder / "sweep.json"
-        self.queue = Queue(actor_options={"num_cpus": 0})
+        self.queue = Queue(actor_options={"num_cpus": 0})  # its actor only waits
         self.task = ray.remote(num_cpus=threads, num_gpus=cards, max_retries=0, max_calls=1)(_run_on_this_machine)
         self.running: dict[Any, str] = {}
         self.ended: set[str] = set()
@@ -100,16 +96,16 @@ class RayEngine:
     def free(self) -> int:
         return self.runs - len(self.running)
 
-    def start(self, command: dict[str, Any]) -> None:
+    def start(self, command: Command) -> None:
         self.ended.discard(command["cell"])
         self.running[self.task.remote(command, self.threads, str(self.token), self.queue)] = command["cell"]
 
-    def events(self, timeout: float) -> list[dict[str, Any]]:
+    def events(self, timeout: float) -> list[Event]:
         finished: list[Any] = []
         if self.running:
             finished, _ = self.ray.wait(list(self.running), num_returns=len(self.running), timeout=timeout)
         found = self.queue.get_nowait_batch(self.queue.qsize())
-        self.ended |= {event["cell"] for event in found if event["event"] in ("done", "stopped", "failed", "died")}
+        self.ended |= {event["cell"] for event in found if event["event"] in ENDS}
         for task in finished:
             cell = self.running.pop(task)
             try:
@@ -117,8 +113,8 @@ class RayEngine:
             except self.ray.exceptions.RayError as error:
                 if cell not in self.ended:
                     cause = getattr(error, "cause", None) or error
-                    kind = "failed" if isinstance(cause, RunError) else "died"
-                    found.append({"event": kind, "cell": cell, "signal": None, "error": str(cause)})
+                    failed = {"event": "failed", "cell": cell, "error": str(cause)}
+                    found.append(failed if isinstance(cause, RunError) else died(cell))
         return found
 
     def stop(self) -> None:
@@ -132,7 +128,7 @@ class RayEngine:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes."""
+    """Refuses an address where nobody listens, which Ray itself would try for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
         if address not in ("auto", "local"):
@@ -146,16 +142,16 @@ def _check_reachable(address: str) -> None:
         raise RunError(f"cannot reach a Ray cluster at {address}: {error}") from error
 
 
-def _run_on_this_machine(command: dict[str, Any], threads: int, token: str, queue: Any) -> None:
-    """A Ray task: one worker process for one command; cancelling it makes the run write a
-    checkpoint and stop.
+def _run_on_this_machine(command: Command, threads: int, token: str, queue: Any) -> None:
+    """A Ray task: starts one worker process for one command and passes its events on. Cancelling
+    the task makes the run write a checkpoint and stop.
     """
     if command["do"] == "run" and not Path(token).is_file():
         raise RunError(
             f"machine {socket.gethostname()} does not see {token}; wanted the sweep's folder on a file system that all"
             " machines share"
         )
-    worker = subprocess.Popen(  # its log of the run lies in the sweep's folder
+    worker = subprocess.Popen(
         worker_command(threads, together=False),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -163,41 +159,35 @@ def _run_on_this_machine(command: dict[str, Any], threads: int, token: str, queu
         start_new_session=True,
     )
 
-    def send(what: dict[str, Any]) -> None:
-        worker.stdin.write((json.dumps(what) + "\n").encode())
-        worker.stdin.flush()
-
-    send(command)
-    event: dict[str, Any] | None = None
+    stdin, events = worker.stdin.fileno(), Reader(worker.stdout.fileno())
+    send(stdin, command)
+    unsent: deque[Event] = deque()
+    ended = False
     try:
-        while True:
+        while not ended:
             try:
-                if event is None:
-                    line = worker.stdout.readline()
-                    event = json.loads(line) if line else {"event": "died", "cell": command["cell"], "signal": None}
-                if "cell" in event:
-                    queue.put(event)
-                if event["event"] in _ENDS:
-                    return
-                event = None
-            except KeyboardInterrupt:  # how Ray cancels
-                send({"do": "stop"})
+                if not unsent:
+                    unsent += events.read()
+                if events.closed:
+                    unsent.append(died(command["cell"]))
+                while unsent and not ended:
+                    queue.put(unsent[0])
+                    ended = unsent.popleft()["event"] in ENDS
+            except KeyboardInterrupt:  # Ray cancels the task
+                send(stdin, {"do": "stop"})
     finally:
-        if event is None or event["event"] not in _ENDS:
+        if not ended:
             # Ray ends this task, or its machine: the run writes its checkpoint first.
-            with suppress(OSError, subprocess.TimeoutExpired):
-                send({"do": "stop"})
-                _wait_for_end(worker)
+            with suppress(OSError):
+                send(stdin, {"do": "stop"})
+                _wait_for_end(events)
         worker.stdin.close()
         worker.wait()
 
 
-def _wait_for_end(worker: subprocess.Popen) -> None:
-    """Until the run has ended, or the time that a cluster gives is over."""
+def _wait_for_end(events: Reader) -> None:
+    """Waits until the run has ended, at most as long as a cluster allows."""
     deadline = time.monotonic() + _GRACE
-    with selectors.DefaultSelector() as selector:
-        selector.register(worker.stdout, selectors.EVENT_READ)
-        while selector.select(max(deadline - time.monotonic(), 0.0)):
-            part = os.read(worker.stdout.fileno(), 65536)
-            if not part or any(f'"event": "{end}"'.encode() in part for end in _ENDS):
-                return
+    while not events.closed and select.select([events.pipe], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+        if any(event["event"] in ENDS for event in events.read()):
+            return

@@ -1,19 +1,14 @@
-"""The worker process of a sweep: takes runs as JSON lines on stdin, tells what happens as JSON
-lines on stdout.
+"""The worker process of a sweep: takes commands on stdin and reports events on stdout, in the
+messages of :mod:`mose_fast.sweep.protocol`.
 
-A worker imports everything once and forks a child for each run, so that every run starts as clean
-as ``mose-fast run`` does, without its seconds of imports. With ``--together`` it holds several runs
-in threads instead: on a card, separate processes only share time, while one process can compute
-them side by side on streams of their own.
+A worker imports everything once and forks a child for each run. So every run starts as clean as
+``mose-fast run`` does, without its seconds of imports. With ``--together`` it computes several runs
+in threads instead: on a card, separate processes take turns, while one process can compute them at
+the same time on CUDA streams of their own.
 
-Nobody is left behind: when stdin closes, because the sweep ended or was killed, the worker kills
-its child and ends; the checkpoints are there. When a worker is killed, the kernel kills its child.
-
-Commands: ``{"do": "run", "cell", "config", "out", "log", "afresh", "wandb"}``, ``{"do": "measure",
-"cell", "config"}``, ``{"do": "stop"}``. Events: ``{"event": "ready"}``, and with the ``cell`` they
-belong to ``progress`` (``batch``, ``batches``), ``task`` (``task``, ``tasks``, ``accuracy``),
-``measured`` (``cost``), and exactly one of ``done``, ``stopped``, ``failed`` (``error``) and
-``died`` (``signal``) at the end.
+No process outlives the sweep: when stdin closes, because the sweep ended or was killed, the worker
+kills its child and ends, and the runs can be continued from their checkpoints. When a worker is
+killed, the kernel kills its child.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
-import json
 import os
 import select
 import signal
@@ -44,11 +38,13 @@ from mose_fast.output import guarded_output
 from mose_fast.progress import Progress
 from mose_fast.streams import Stream, StreamError
 from mose_fast.sweep.measure import measure
+from mose_fast.sweep.protocol import ENDS, Command, Event, Reader, died, send
 from mose_fast.train import Interrupted, Listener, RunError, resume, run
 from mose_fast.train.files import RunFolder
 from mose_fast.train.weights_and_biases import WeightsAndBiases
 
-Emit = Callable[[dict[str, Any]], None]
+# Takes events without their cell.
+Emit = Callable[[Event], None]
 
 # Seconds between two reports of progress.
 _EVERY = 0.5
@@ -58,7 +54,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Report(Listener):
-    """Tells the sweep how far a run is, and stops the run when asked to."""
+    """Reports the progress of a run to the sweep, and stops the run when asked to."""
 
     def __init__(self, emit: Emit, stop: threading.Event) -> None:
         self.emit, self.stop = emit, stop
@@ -83,31 +79,25 @@ class _Report(Listener):
         if accuracy is not None:
             classifier, expert = self.main
             row = accuracy.test[classifier][expert]
-            self.emit(
-                {
-                    "event": "task",
-                    "task": min(task, self.tasks - 1),
-                    "tasks": self.tasks,
-                    "accuracy": sum(row) / len(row),
-                }
-            )
+            seen = min(task, self.tasks - 1)
+            self.emit({"event": "task", "task": seen, "tasks": self.tasks, "accuracy": sum(row) / len(row)})
 
 
-def run_cell(command: dict[str, Any], emit: Emit, stop: threading.Event, listeners: list[Listener]) -> None:
-    """Runs or continues a run, and reports how it ended; raises nothing.
+def run_cell(command: Command, emit: Emit, stop: threading.Event, listeners: list[Listener]) -> None:
+    """Begins or continues a run, and reports how it ended. Raises nothing.
 
     Args:
-        command: As the module describes it.
-        emit: Takes the events, without their cell.
+        command: A ``run``.
+        emit: Called with each event, which lacks its cell.
         stop: Set to make the run write a checkpoint and stop.
-        listeners: More of them.
+        listeners: Further listeners of the run.
     """
     folder = RunFolder(command["out"])
     listeners = [*listeners, _Report(emit, stop)]
     try:
         config = RunConfig.load(command["config"])
-        # Runs set TF32 while they compute and put it back; that switch is the process's, so here it
-        # stays what all of its runs want.
+        # Each run sets TF32 while it computes and resets it afterwards. The switch belongs to the
+        # process, so it is set here to what all runs of this process want, and stays.
         torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
         if command["wandb"] is not None:
             listeners.append(WeightsAndBiases(command["wandb"], folder.path))
@@ -134,12 +124,12 @@ class _Forking:
         self.child: int | None = None
         self.cell = ""
         self.ended = False
-        self.pipe = -1
-        self.buffer = b""
+        self.events: Reader | None = None
 
-    def start(self, command: dict[str, Any]) -> None:
-        self.cell, self.ended, self.buffer = command["cell"], False, b""
-        self.pipe, end = os.pipe()
+    def start(self, command: Command) -> None:
+        self.cell, self.ended = command["cell"], False
+        pipe, end = os.pipe()
+        self.events = Reader(pipe)
         sys.stdout.flush()
         self.child = os.fork()
         if self.child:
@@ -147,7 +137,7 @@ class _Forking:
             return
         # In the child: nothing here may return into the loop below.
         try:
-            os.close(self.pipe)
+            os.close(pipe)
             _die_with(os.getppid())
             self._be_child(command, end)
         except BaseException:
@@ -158,7 +148,7 @@ class _Forking:
                 sys.stderr.flush()
             os._exit(0)
 
-    def _be_child(self, command: dict[str, Any], end: int) -> None:
+    def _be_child(self, command: Command, end: int) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in _ENDING:
@@ -173,8 +163,8 @@ class _Forking:
             os.dup2(2, 1)
         torch.set_num_threads(self.threads)
 
-        def emit(event: dict[str, Any]) -> None:
-            os.write(end, (json.dumps(event) + "\n").encode())
+        def emit(event: Event) -> None:
+            send(end, event)
 
         if command["do"] == "measure":
             _measure(command, emit)
@@ -182,22 +172,19 @@ class _Forking:
             run_cell(command, emit, threading.Event(), [Progress(Path(command["out"]))])
 
     def pump(self) -> None:
-        """Passes on what the child has said; at its end, says how it ended."""
-        part = os.read(self.pipe, 65536)
-        *lines, self.buffer = (self.buffer + part).split(b"\n")
-        for line in lines:
-            event = json.loads(line)
-            self.ended |= event["event"] in ("done", "stopped", "failed")
-            _say({**event, "cell": self.cell})
-        if part:
+        """Passes the child's events on. When the child has ended without a last event, reports
+        that.
+        """
+        for event in self.events.read():
+            self.ended |= event["event"] in ENDS
+            _report({**event, "cell": self.cell})
+        if not self.events.closed:
             return
-        os.close(self.pipe)
+        os.close(self.events.pipe)
         _, status = os.waitpid(self.child, 0)
         self.child = None
         if not self.ended:
-            _say(
-                {"event": "died", "cell": self.cell, "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None}
-            )
+            _report(died(self.cell, os.WTERMSIG(status) if os.WIFSIGNALED(status) else None))
 
     def signal(self, number: int) -> None:
         if self.child is not None:
@@ -205,15 +192,15 @@ class _Forking:
                 os.kill(self.child, number)
 
     def serve(self, signals: int) -> None:
-        commands = _Commands()
+        commands = Reader(0)
         ending = False
         while not ending or self.child is not None:
-            watched = [0, signals] if self.child is None else [0, signals, self.pipe]
+            watched = [0, signals] if self.child is None else [0, signals, self.events.pipe]
             ready, _, _ = select.select(watched, [], [])
-            if self.child is not None and self.pipe in ready:
+            if self.child is not None and self.events.pipe in ready:
                 self.pump()
             if signals in ready:
-                # This process is told to end: its run writes a checkpoint first.
+                # A signal asks this process to end. Its run writes a checkpoint first.
                 os.read(signals, 4096)
                 ending = True
                 self.signal(signal.SIGTERM)
@@ -229,8 +216,8 @@ class _Forking:
 
 
 class _Together:
-    """Runs cells side by side in threads of this process, each on a stream of its own where there
-    is a card.
+    """Runs several cells at the same time in threads of this process, on a card each on a CUDA
+    stream of its own.
     """
 
     def __init__(self, threads: int) -> None:
@@ -238,11 +225,11 @@ class _Together:
         self.stop = threading.Event()
         self.running: list[threading.Thread] = []
 
-    def run(self, command: dict[str, Any]) -> None:
-        def emit(event: dict[str, Any]) -> None:
-            _say({**event, "cell": command["cell"]})
+    def run(self, command: Command) -> None:
+        def emit(event: Event) -> None:
+            _report({**event, "cell": command["cell"]})
 
-        torch.set_num_threads(self.threads)  # OpenMP counts for each thread apart
+        torch.set_num_threads(self.threads)  # OpenMP's number belongs to each Python thread
         if command["do"] == "measure":
             _measure(command, emit)
             return
@@ -250,7 +237,7 @@ class _Together:
             run_cell(command, emit, self.stop, [])
 
     def serve(self, signals: int) -> None:
-        commands = _Commands()
+        commands = Reader(0)
         ending = False
         while not commands.closed and not (ending and not any(thread.is_alive() for thread in self.running)):
             ready, _, _ = select.select([0, signals], [], [], 0.1 if ending else None)
@@ -266,24 +253,10 @@ class _Together:
                         threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True)
                     )
                     self.running[-1].start()
-        os._exit(0)  # threads in the middle of a step are left behind; their checkpoints are there
+        os._exit(0)  # ends threads in the middle of a step; their runs have checkpoints
 
 
-class _Commands:
-    """Reads whole lines from stdin without ever waiting for the rest of one."""
-
-    def __init__(self) -> None:
-        self.buffer = b""
-        self.closed = False
-
-    def read(self) -> list[dict[str, Any]]:
-        part = os.read(0, 65536)
-        self.closed = not part
-        *lines, self.buffer = (self.buffer + part).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-
-def _measure(command: dict[str, Any], emit: Emit) -> None:
+def _measure(command: Command, emit: Emit) -> None:
     try:
         config = RunConfig.from_dict(command["config"])
         resolve_device(config.device)
@@ -295,23 +268,23 @@ def _measure(command: dict[str, Any], emit: Emit) -> None:
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    """Ends a run that has not come to its first batch; from then on the loop takes the signals."""
+    """Ends a run before its first batch; from then on the training loop handles the signals."""
     for ending in _ENDING:
         signal.signal(ending, signal.SIG_IGN)
     raise Interrupted(number)
 
 
-_speaking = threading.Lock()
+_reporting = threading.Lock()
 
 
-def _say(event: dict[str, Any]) -> None:
-    with _speaking, contextlib.suppress(BrokenPipeError):
-        os.write(_events, (json.dumps(event) + "\n").encode())
+def _report(event: Event) -> None:
+    with _reporting, contextlib.suppress(BrokenPipeError):
+        send(_events, event)
 
 
 def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends (Linux; elsewhere the end of the pipes
-    must do).
+    """Makes the kernel kill this process when its parent ends (Linux only; elsewhere the process
+    ends when it finds its pipes closed).
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -326,11 +299,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--together", action="store_true")
     arguments = parser.parse_args()
-    # Events own the pipe; what libraries print goes to stderr.
+    # The pipe is for events alone; what libraries print goes to stderr.
     _events = os.dup(1)
     os.dup2(2, 1)
-    # Ctrl-C is for the sweep, which tells its workers. What ends a job or a container comes to
-    # every process.
+    # Ctrl-C is handled by the sweep, which tells its workers. The signals that end a job or a
+    # container may be sent to every process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals, sent = os.pipe()
     os.set_blocking(sent, False)
@@ -340,13 +313,12 @@ def main() -> None:
     worker = (_Together if arguments.together else _Forking)(arguments.threads)
     if not arguments.together:
         _import_what_runs_need()
-    _say({"event": "ready"})
     with guarded_output():
         worker.serve(signals)
 
 
 def _import_what_runs_need() -> None:
-    """What runs import late; once here, instead of once in every child."""
+    """Imports what runs import late: once here, instead of once in every child."""
     import matplotlib.figure  # noqa: F401
     import sklearn.datasets  # noqa: F401
     import tensorboard.summary.writer.record_writer  # noqa: F401

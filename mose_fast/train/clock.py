@@ -125,8 +125,9 @@ def process_start() -> float | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        # Fields after the command, which stands in parentheses and may hold anything; the 22nd of
-        # all is the start since boot, in ticks.
+        # By hand, since psutil's create_time is off by up to a second. Fields after the command,
+        # which stands in parentheses and may hold anything; the 22nd of all is the start since
+        # boot, in ticks.
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

@@ -9,8 +9,6 @@ import io
 import json
 import math
 import platform
-import resource
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 from mose_fast import evaluate
 from mose_fast._build_info import build_info
 from mose_fast.config import RunConfig
-from mose_fast.device import processor
+from mose_fast.device import peak_bytes, processor
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
 from mose_fast.train.clock import Clock
@@ -157,7 +155,7 @@ def build_results(
         "steps": learner.steps,
         "resumed": interruptions,
         "peak_memory_bytes": {
-            "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+            "host": peak_bytes(),
             "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         },
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,

@@ -14,6 +14,7 @@ import time
 import warnings
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -98,10 +99,10 @@ def wait_for(condition, seconds=90.0):
 def processes_in(folder):
     """Ids of the processes that hold the sweep's lock file open: workers and their children."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if any(os.readlink(link) == str(folder / LOCK) for link in (process / "fd").iterdir()):
-                found.append(int(process.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(file.path == str(folder / LOCK) for file in process.open_files()):
+                found.append(process.pid)
     return found
 
 
