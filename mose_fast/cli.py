@@ -33,7 +33,7 @@ from mose_fast.signals import raised_at_once
 # help, lists and the message on a wrong flag should not wait for them.
 if TYPE_CHECKING:
     from mose_fast.progress import Progress
-    from mose_fast.sweep.scheduler import Place
+    from mose_fast.sweep.place import Place
     from mose_fast.train import Listener
 
 __all__ = ["build_parser", "main", "read_settings"]
@@ -420,7 +420,7 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def _place(arguments: argparse.Namespace) -> Place:
-    from mose_fast.sweep.scheduler import Place
+    from mose_fast.sweep.place import Place
 
     given = vars(arguments)
     return Place(

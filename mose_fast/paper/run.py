@@ -19,8 +19,11 @@ from mose_fast.report.statistics import Summary, summarise
 from mose_fast.report.table import Cell as Shown
 from mose_fast.report.table import Interval, Number, Spread, Table
 from mose_fast.settings import dotted, setting_types, with_absolute_paths, with_changes
+from mose_fast.sweep.cells import Failure
+from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Cell, folder_name
-from mose_fast.sweep.scheduler import Failure, Place, SweepFolder, run_grid
+from mose_fast.sweep.place import Place
+from mose_fast.sweep.scheduler import run_grid
 from mose_fast.sweep.store import read_run
 from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.results import precision_of

@@ -1,70 +1,38 @@
 """The messages between a sweep and its worker processes: JSON objects, one per line of a pipe.
 
-A worker takes commands from its stdin and writes events to its stdout. Every command but ``stop``
-is for one cell and is answered by events of that cell, of which exactly one, the last, has a kind
-in :data:`ENDS`.
+A worker takes commands from its stdin. ``do`` names the command:
+
+- ``run``: begin or continue the run of ``cell`` with the file ``config``, in the run folder
+  ``out``; append what it prints to the file ``log``. ``afresh``: ignore its checkpoints. ``wandb``:
+  project of Weights & Biases or None.
+- ``measure``: estimate what a run with the configuration ``config`` costs, for ``cell``.
+- ``stop``: let every run write a checkpoint and stop.
+
+It writes events of a ``cell`` to its stdout. ``event`` names the kind:
+
+- ``progress``: the run has trained on ``batch`` of its ``batches``.
+- ``task``: ``task`` (from 0) of the run's ``tasks`` has ended; ``accuracy`` is the mean over the
+  tasks seen, in [0, 1].
+- ``measured``: ``cost`` holds the fields of :class:`mose_fast.sweep.measure.Cost`.
+
+Exactly one event, the last, ends a command: ``done``; ``stopped``: the run wrote a checkpoint;
+``failed``: an exception with the message ``error`` ended it; ``died``: its process ended without an
+event, killed by ``signal`` or, where that is None, for an unknown reason.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 __all__ = ["ENDS", "Command", "Event", "Reader", "died", "send"]
 
 #: Kinds of the event that ends a command.
 ENDS = frozenset({"done", "stopped", "failed", "died"})
 
-
-class Command(TypedDict, total=False):
-    """What a worker is told to do.
-
-    Attributes:
-        do: ``run``: begin or continue a run. ``measure``: estimate what a run costs. ``stop``: let
-            every run write a checkpoint and stop.
-        cell: Name of the cell, in ``run`` and ``measure``.
-        config: Path of the run's configuration in ``run``, the configuration itself in ``measure``.
-        out: Run folder, in ``run``.
-        log: File that what the run prints is appended to, in ``run``.
-        afresh: Begin from the start even if there is a checkpoint, in ``run``.
-        wandb: Project of Weights & Biases or None, in ``run``.
-    """
-
-    do: Literal["run", "measure", "stop"]
-    cell: str
-    config: str | dict[str, Any]
-    out: str
-    log: str
-    afresh: bool
-    wandb: str | None
-
-
-class Event(TypedDict, total=False):
-    """What a worker reports.
-
-    Attributes:
-        event: ``progress``: a run has trained on ``batch`` of its ``batches``. ``task``: ``task``
-            (from 0) of the run's ``tasks`` ended with the mean ``accuracy`` over the tasks seen, in
-            [0, 1]. ``measured``: a run will take ``cost``, the fields of
-            :class:`mose_fast.sweep.measure.Cost`. ``done``: the command succeeded. ``stopped``: the
-            run wrote a checkpoint and stopped. ``failed``: an exception ended it; ``error`` is its
-            message. ``died``: its process ended without an event, killed by ``signal`` or, where
-            that is None, for an unknown reason.
-        cell: Name of the cell.
-    """
-
-    event: Literal["progress", "task", "measured", "done", "stopped", "failed", "died"]
-    cell: str
-    batch: int
-    batches: int
-    task: int
-    tasks: int
-    accuracy: float
-    cost: dict[str, Any]
-    error: str
-    signal: int | None
+Command = dict[str, Any]
+Event = dict[str, Any]
 
 
 def died(cell: str, signal: int | None = None) -> Event:
@@ -72,7 +40,7 @@ def died(cell: str, signal: int | None = None) -> Event:
     return {"event": "died", "cell": cell, "signal": signal}
 
 
-def send(pipe: int, message: Mapping[str, Any]) -> None:
+def send(pipe: int, message: Command | Event) -> None:
     """Writes a message to a pipe.
 
     Raises:
@@ -94,7 +62,7 @@ class Reader:
     def __init__(self, pipe: int) -> None:
         self.pipe, self.closed, self._rest = pipe, False, b""
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Any]:
         """The messages that have arrived; waits until something arrives or the pipe is closed."""
         part = os.read(self.pipe, 65536)
         self.closed = not part

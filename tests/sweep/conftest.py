@@ -12,8 +12,8 @@ import torch
 
 from mose_fast.config import RunConfig
 from mose_fast.sweep import scheduler
+from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.measure import Cost
-from mose_fast.sweep.scheduler import SweepFolder
 from mose_fast.train import run
 
 SETTINGS = {"stream": {"name": "digits", "limit_per_task": 20}, "width": 1, "memory": 64, "device": "cpu"}

@@ -20,8 +20,10 @@ import torch
 
 from mose_fast.config import RunConfig
 from mose_fast.sweep.engine import LocalEngine, Slot
+from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Grid
-from mose_fast.sweep.scheduler import Place, SweepFolder, run_grid
+from mose_fast.sweep.place import Place
+from mose_fast.sweep.scheduler import run_grid
 from mose_fast.sweep.store import read_store
 from mose_fast.train import RunError, run
 from mose_fast.train.files import LOCK
@@ -140,7 +142,7 @@ def test_interrupted_killed_and_with_a_killed_worker_a_sweep_loses_nothing(tmp_p
                 os.kill(process, signal.SIGKILL)
     told = sweep.communicate()[0]
     assert sweep.returncode == 0, told
-    assert "it goes on from its last checkpoint" in told
+    assert "it continues from its last checkpoint" in told
     assert "measuring" not in told
     table = read_store(out)
     assert dict(zip(table["seed"], table["weights_sha256"], strict=True)) == alone

@@ -1,0 +1,147 @@
+"""Where a sweep computes, and how its runs share the cores and cards there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mose_fast.augment import choose_feed
+from mose_fast.config import ConfigError
+from mose_fast.methods import resolve_device
+from mose_fast.sweep.engine import Engine, LocalEngine, Slot
+from mose_fast.sweep.grid import Cell
+from mose_fast.sweep.ray_engine import RayEngine
+from mose_fast.threads import usable_cores
+
+__all__ = ["Layout", "Place", "make_engine"]
+
+# Default of per_gpu.
+_PER_GPU = 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sweep computes.
+
+    Attributes:
+        workers: Number of runs at the same time on the CPU; with Ray, the largest number anywhere.
+            None: as many as cores, memory and cluster allow.
+        per_gpu: Number of runs at the same time on each card; None: 2.
+        gpus: Names of the cards to use, as in CUDA_VISIBLE_DEVICES; None: all.
+        engine: ``local`` or ``ray``.
+        address: Address of the Ray cluster: ``HOST:PORT``, ``auto`` or ``local``.
+    """
+
+    workers: int | None = None
+    per_gpu: int | None = None
+    gpus: tuple[str, ...] | None = None
+    engine: str = "local"
+    address: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "per_gpu"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; wanted an integer of at least 1")
+        if self.engine not in ("local", "ray"):
+            raise ConfigError(f"engine is {self.engine!r}; wanted 'local' or 'ray'")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the runs of a sweep share its place.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        cores: Number of cores that this process may use.
+        cards: Names of the cards of this machine that are used; empty on the CPU and with Ray.
+        runs: Number of runs at the same time.
+    """
+
+    device: str
+    cores: int
+    cards: tuple[str, ...]
+    runs: int
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell], place: Place) -> Layout:
+        """The layout for some cells.
+
+        Raises:
+            ConfigError: The cells cannot compute there.
+        """
+        device, cores = _device(cells[0], place), usable_cores()
+        if device == "cuda" and place.engine == "local":
+            cards = _cards(place)
+            return cls(device, cores, cards, len(cards) * _runs_per_card(cells, place))
+        if place.per_gpu is not None and device == "cpu":
+            raise ConfigError(f"per_gpu is {place.per_gpu}, but the runs compute on the CPU; wanted --workers")
+        if place.workers is not None and place.workers > cores and place.engine == "local":
+            raise ConfigError(f"workers is {place.workers}; wanted at most {cores}, the number of cores here")
+        return cls(device, cores, (), place.workers or min(cores, len(cells)))
+
+    @property
+    def threads(self) -> int:
+        """Number of CPU threads of each run."""
+        return max(1, self.cores // self.runs)
+
+
+def make_engine(place: Place, layout: Layout, folder: Path, logs: Path, lock: int | None) -> Engine:
+    """The engine for a place.
+
+    Args:
+        place: Where to compute.
+        layout: How the runs share it.
+        folder: The sweep's folder.
+        logs: Folder for what workers print outside of runs.
+        lock: File descriptor of the sweep's lock; None: no lock.
+
+    Raises:
+        ConfigError: Ray is not installed.
+        RunError: There is no such Ray cluster, or it has no room.
+    """
+    if place.engine == "ray":
+        share = 1 / (place.per_gpu or 1) if layout.device == "cuda" else 0.0
+        return RayEngine(place.address, place.workers, layout.threads, share, folder)
+    slots = [Slot(layout.runs // len(layout.cards), card) for card in layout.cards] or [Slot()] * layout.runs
+    return LocalEngine(slots, layout.threads, logs, lock)
+
+
+def _device(cell: Cell, place: Place) -> str:
+    """``cpu`` or ``cuda``. Refuses a feed that is not available there."""
+    device = cell.config.device
+    if device.startswith("cuda:"):
+        raise ConfigError(f"device is {device!r}; wanted cuda in a sweep, and --gpus to choose cards")
+    if place.engine == "ray" and device == "cuda":
+        return "cuda"  # the machines of the cluster have cards; this one may have none
+    found = resolve_device(device)
+    choose_feed(cell.config.feed, found, None)
+    return found.type
+
+
+def _cards(place: Place) -> tuple[str, ...]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    for card in place.gpus or ():
+        if card not in names:
+            raise ConfigError(f"gpus has {card!r}; wanted some of {', '.join(names)}")
+    return tuple(place.gpus or names)
+
+
+def _runs_per_card(cells: Sequence[Cell], place: Place) -> int:
+    if place.workers is not None:
+        raise ConfigError(f"workers is {place.workers}, which is for the CPU; wanted --per-gpu for runs on a card")
+    per_card = place.per_gpu or _PER_GPU
+    # PyTorch has one switch for each of these in a process.
+    shared = {
+        "deterministic": {cell.config.deterministic for cell in cells},
+        "precision tf32": {cell.config.precision == "tf32" for cell in cells},
+    }
+    for name, values in shared.items():
+        if per_card > 1 and len(values) > 1:
+            raise ConfigError(f"{name} is in the grid, and runs that share a process share it; wanted --per-gpu 1")
+    return per_card
