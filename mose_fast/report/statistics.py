@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from mose_fast.sweep.store import COLUMNS
 from mose_fast.train.files import RunError
 
 __all__ = [
@@ -40,28 +41,10 @@ FEW_SEEDS = 6
 
 #: Columns of the store that say which problem was solved: runs that differ in one of them belong in
 #: different tables.
-TASK: dict[str, str] = {
-    "stream": "the stream differs",
-    "tasks": "the number of tasks differs",
-    "classes": "the number of classes differs",
-    "image_size": "the image size differs",
-    "limit_per_task": "the training images a task differ",
-}
+TASK = tuple(name for name, column in COLUMNS.items() if column.compared == "problem")
 
 #: Columns that say how it was solved: runs that differ in one of them are compared with a warning.
-PROTOCOL: dict[str, str] = {
-    "epochs": "the epochs differ",
-    "train_on": "what is trained on differs",
-    "batch": "the incoming images a step differ",
-    "class_order": "the order of classes differs",
-    "augment": "the augmentation differs",
-    "mirrored": "mirroring differs",
-    "normalisation": "the normalisation differs",
-    "width": "the width of the network differs",
-    "precision": "the precision differs",
-    "torch": "the version of torch differs",
-    "card": "the card differs",
-}
+PROTOCOL = tuple(name for name, column in COLUMNS.items() if column.compared == "protocol")
 
 
 class IncomparableRuns(RunError):
@@ -324,11 +307,11 @@ def check_comparable(
     return differing + _unknown_data(rows) + protocol_warnings(rows, varied)
 
 
-def _differences(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], varied: Iterable[str]) -> list[str]:
+def _differences(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], varied: Iterable[str]) -> list[str]:
     rows, expected = list(rows), set(varied)
     return [
-        f"{meaning}: {shown}"
-        for column, meaning in columns.items()
+        f"the {COLUMNS[column].label} differs: {shown}"
+        for column in columns
         if column not in expected and (shown := _values(rows, column))
     ]
 

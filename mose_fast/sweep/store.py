@@ -14,11 +14,12 @@ import math
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from mose_fast import evaluate
 from mose_fast.config import ConfigError, RunConfig
@@ -47,79 +48,116 @@ STORE = "runs.sqlite"
 #: Version of the table's format, SQLite's ``user_version``; a reader refuses others.
 FORMAT = 2
 
-#: Every column of the table ``runs``: SQLite type and meaning. Metrics are fractions and those of
-#: predict()'s classifier and expert; ``metrics`` holds them for all.
-COLUMNS: dict[str, tuple[str, str]] = {
-    "folder": (
-        "TEXT NOT NULL",
-        "run folder, relative to the table's; results.json there holds matrices, curves and confusion",
+
+class Column(NamedTuple):
+    """A column of the table of runs.
+
+    Attributes:
+        type: Python type of its values. A list or a table is stored as JSON.
+        meaning: A noun phrase that says what it holds. After a comma come details.
+        source: Where it comes from: a path of keys in ``results.json``, or a name in :func:`_row`.
+            None: the column's own name.
+        compared: ``problem``: runs that differ in it solve different problems and do not belong in
+            one table of a report. ``protocol``: a report compares them with a warning. None: the
+            difference does not matter.
+    """
+
+    type: Any
+    meaning: str
+    source: str | None = None
+    compared: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The meaning without details."""
+        return self.meaning.split(",")[0]
+
+    @property
+    def sql(self) -> str:
+        """SQLite's type."""
+        optional = isinstance(self.type, UnionType)
+        kind = {str: "TEXT", int: "INTEGER", float: "REAL"}[get_args(self.type)[0] if optional else self.type]
+        return kind if optional else f"{kind} NOT NULL"
+
+
+#: Every column of the table ``runs``. Metrics are fractions and belong to the classifier and expert
+#: of predict() unless they say otherwise.
+COLUMNS: dict[str, Column] = {
+    "folder": Column(str, "run folder, relative to the table's"),
+    "setting": Column(str, "12 hex digits, equal for runs whose settings differ in the seed alone"),
+    "method": Column(str, "method", "config.method"),
+    "preset": Column(str, "preset of the method", "config.preset"),
+    "changes": Column(str, "options that differ from the preset", "changes_from_preset"),
+    "stream": Column(str, "stream", "config.stream.name", compared="problem"),
+    "data": Column(
+        str | None, "fingerprint of the data, None for runs of versions that had none", "config.stream.fingerprint"
     ),
-    "setting": (
-        "TEXT NOT NULL",
-        "12 hex digits; equal for runs whose configurations differ in nothing but the seed and the data",
+    "tasks": Column(int, "number of tasks", compared="problem"),
+    "classes": Column(int, "number of classes", compared="problem"),
+    "image_size": Column(str, "image size", compared="problem"),
+    "limit_per_task": Column(
+        int | None, "limit of training images per task", "config.stream.limit_per_task", compared="problem"
     ),
-    "method": ("TEXT NOT NULL", "name of the method"),
-    "preset": ("TEXT NOT NULL", "its preset"),
-    "changes": ("TEXT NOT NULL", "JSON table: options that differ from the preset"),
-    "stream": ("TEXT NOT NULL", "name of the stream"),
-    "data": ("TEXT", "fingerprint of the data; NULL for runs of versions that had none"),
-    "tasks": ("INTEGER NOT NULL", "number of tasks"),
-    "classes": ("INTEGER NOT NULL", "number of classes"),
-    "image_size": ("TEXT NOT NULL", "JSON list: height and width in pixels"),
-    "limit_per_task": ("INTEGER", "training images a task at most, NULL: all"),
-    "batch": ("INTEGER NOT NULL", "incoming images a step"),
-    "class_order": ("TEXT NOT NULL", "JSON list: the data set's label of each head index"),
-    "class_order_seed": ("INTEGER", "NULL: natural order"),
-    "normalisation": ("TEXT NOT NULL", "name of the constants"),
-    "augment": ("TEXT NOT NULL", "recipe of the views"),
-    "mirrored": ("INTEGER NOT NULL", "1 where images were mirrored"),
-    "memory": ("INTEGER NOT NULL", "slots of the replay memory"),
-    "width": ("INTEGER NOT NULL", "channels of the first stage"),
-    "epochs": ("INTEGER NOT NULL", "passes over each task"),
-    "train_on": ("TEXT NOT NULL", "stream or final_memory"),
-    "seed": ("INTEGER NOT NULL", "seed"),
-    "precision": ("TEXT NOT NULL", "fp32, tf32 or bf16: what the configuration's became"),
-    "classifier": ("TEXT NOT NULL", "classifier of predict(), ncm or linear"),
-    "expert": ("TEXT NOT NULL", "expert of predict(), as in results.json"),
-    "acc": ("REAL NOT NULL", "ACC"),
-    "af_paper": ("REAL", "AF of the paper; NULL without an evaluation after every task"),
-    "af_released": ("REAL", "AF of the released code, alike"),
-    "bwt": ("REAL", "backward transfer, alike"),
-    "average_anytime_accuracy": ("REAL", "mean over time of the accuracy on the tasks seen, alike"),
-    "untrained_acc": ("REAL NOT NULL", "ACC of the untrained network with the same final memory"),
-    "metrics": (
-        "TEXT NOT NULL",
-        "JSON: metrics[classifier][expert] = {acc, af_paper, af_released, bwt, average_anytime_accuracy}",
+    "batch": Column(int, "number of incoming images per step", "config.stream.batch", compared="protocol"),
+    "class_order": Column(str, "order of classes", compared="protocol"),
+    "class_order_seed": Column(
+        int | None, "seed of the class order, None for the natural order", "config.stream.class_order_seed"
     ),
-    "parameters": ("INTEGER NOT NULL", "of the trained model"),
-    "parameters_deployed": ("INTEGER NOT NULL", "of the deployed model"),
-    "macs": ("INTEGER NOT NULL", "multiply-accumulates an image, trained model"),
-    "macs_deployed": ("INTEGER NOT NULL", "multiply-accumulates an image, deployed model"),
-    "steps": ("INTEGER NOT NULL", "training steps"),
-    "seconds_train": ("REAL NOT NULL", "seconds of training"),
-    "seconds_evaluate": ("REAL NOT NULL", "seconds of evaluation"),
-    "seconds_checkpoint": ("REAL NOT NULL", "seconds of checkpoints"),
-    "seconds_capture": ("REAL NOT NULL", "seconds of capturing steps as CUDA graphs"),
-    "seconds_total": ("REAL NOT NULL", "their sum"),
-    "seconds_other": ("REAL", "seconds in no phase; NULL where an older version ran"),
-    "seconds_wall": ("REAL", "seconds of the whole run, alike"),
-    "resumed": ("INTEGER NOT NULL", "how often the run was continued"),
-    "peak_bytes": ("INTEGER NOT NULL", "peak memory of the process on the host"),
-    "peak_bytes_device": ("INTEGER", "peak memory allocated on the card; NULL on the CPU"),
-    "device": ("TEXT NOT NULL", "cpu or cuda:N"),
-    "card": ("TEXT", "name of the card; NULL on the CPU"),
-    "processor": ("TEXT NOT NULL", "name of the processor"),
-    "threads": ("INTEGER NOT NULL", "threads of the CPU"),
-    "torch": ("TEXT NOT NULL", "version of torch"),
-    "mose_fast": ("TEXT NOT NULL", "version of this package"),
-    "commit_id": ("TEXT", "commit of this package; NULL where unknown"),
-    "config": ("TEXT NOT NULL", "JSON: the complete configuration"),
-    "weights_sha256": ("TEXT NOT NULL", "hash of the trained weights"),
-    "results_sha256": ("TEXT NOT NULL", "hash of the file results.json"),
-    "finished_at": ("TEXT NOT NULL", "when results.json was written, ISO 8601 in UTC"),
+    "normalisation": Column(str, "normalisation", "resolved.normalisation.name", compared="protocol"),
+    "augment": Column(str, "augmentation", "config.options.augment", compared="protocol"),
+    "mirrored": Column(int, "mirroring of images, 0 or 1", compared="protocol"),
+    "memory": Column(int, "number of slots of the replay memory", "config.memory"),
+    "width": Column(int, "width of the network", "config.width", compared="protocol"),
+    "epochs": Column(int, "number of epochs", "config.epochs", compared="protocol"),
+    "train_on": Column(str, "training data, stream or final_memory", "config.train_on", compared="protocol"),
+    "seed": Column(int, "seed", "config.seed"),
+    "precision": Column(str, "precision", compared="protocol"),
+    "classifier": Column(str, "classifier of predict(), ncm or linear", "resolved.classifier"),
+    "expert": Column(str, "expert of predict(), as in results.json", "resolved.expert"),
+    "acc": Column(float, "ACC"),
+    "af_paper": Column(float | None, "AF of the paper, None without an evaluation after every task"),
+    "af_released": Column(float | None, "AF of the released code, None as above"),
+    "bwt": Column(float | None, "backward transfer, None as above"),
+    "average_anytime_accuracy": Column(float | None, "mean over time of the accuracy on the tasks seen, None as above"),
+    "untrained_acc": Column(float, "ACC of the untrained network with the same final memory"),
+    "metrics": Column(str, "metrics of every classifier and expert, metrics[classifier][expert]"),
+    "parameters": Column(int, "number of parameters of the trained model", "parameters.trained"),
+    "parameters_deployed": Column(int, "number of parameters of the deployed model", "parameters.deployed"),
+    "macs": Column(int, "multiply-accumulates per image of the trained model", "macs.trained"),
+    "macs_deployed": Column(int, "multiply-accumulates per image of the deployed model", "macs.deployed"),
+    "steps": Column(int, "number of training steps"),
+    "seconds_train": Column(float, "seconds of training", "seconds.train"),
+    "seconds_evaluate": Column(float, "seconds of evaluation", "seconds.evaluate"),
+    "seconds_checkpoint": Column(float, "seconds of checkpoints", "seconds.checkpoint"),
+    "seconds_capture": Column(float, "seconds of capturing steps as CUDA graphs", "seconds.capture"),
+    "seconds_total": Column(float, "sum of the seconds above", "seconds.total"),
+    "seconds_other": Column(float | None, "seconds in no phase, None for runs of older versions", "seconds.other"),
+    "seconds_wall": Column(float | None, "seconds of the whole run, None as above", "seconds.wall"),
+    "resumed": Column(int, "how often the run was continued"),
+    "peak_bytes": Column(int, "peak memory of the process on the host", "peak_memory_bytes.host"),
+    "peak_bytes_device": Column(
+        int | None, "peak memory allocated on the card, None on the CPU", "peak_memory_bytes.device"
+    ),
+    "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
+    "card": Column(str | None, "card", compared="protocol"),
+    "processor": Column(str, "processor"),
+    "threads": Column(int, "number of CPU threads"),
+    "torch": Column(str, "version of torch", "versions.torch", compared="protocol"),
+    "mose_fast": Column(str, "version of this package", "versions.mose_fast"),
+    "commit_id": Column(str | None, "commit of this package, None if unknown", "commit"),
+    "config": Column(str, "the complete configuration"),
+    "weights_sha256": Column(str, "hash of the trained weights"),
+    "results_sha256": Column(str, "hash of the file results.json"),
+    "finished_at": Column(str, "time at which results.json was written, ISO 8601 in UTC"),
 }
 
-_METRICS = ("acc", "af_paper", "af_released", "bwt", "average_anytime_accuracy")
+_METRICS: dict[str, Callable[[Any], float]] = {
+    "acc": evaluate.average_accuracy,
+    "af_paper": evaluate.forgetting_paper,
+    "af_released": evaluate.forgetting_released,
+    "bwt": evaluate.backward_transfer,
+    "average_anytime_accuracy": evaluate.average_anytime_accuracy,
+}
 
 
 class RunDamaged(RunError):
@@ -188,14 +226,7 @@ def _check_metrics(results: dict[str, Any], table: str, damaged: Any) -> None:
 
     if accuracy_csv(rows(results["accuracy"]), rows(results["buffer_accuracy"]), after) != table:
         raise damaged("accuracy.csv does not hold the accuracies of results.json")
-    functions = {
-        "acc": evaluate.average_accuracy,
-        "af_paper": evaluate.forgetting_paper,
-        "af_released": evaluate.forgetting_released,
-        "bwt": evaluate.backward_transfer,
-        "average_anytime_accuracy": evaluate.average_anytime_accuracy,
-    }
-    for name, function in functions.items():
+    for name, function in _METRICS.items():
         for classifier, experts in results["accuracy"].items():
             for expert, matrix in experts.items():
                 found = results[name][classifier][expert]
@@ -203,68 +234,37 @@ def _check_metrics(results: dict[str, Any], table: str, damaged: Any) -> None:
                     raise damaged(f"{name} of {classifier}, expert {expert} does not follow from the accuracy matrix")
 
 
-def _row(files: RunFolder, results: dict[str, Any], fingerprint: str) -> dict[str, Any]:
+def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, Any]:
     config = RunConfig.from_dict(results["config"])
-    resolved, seconds, peak = results["resolved"], results["seconds"], results["peak_memory_bytes"]
-    classifier, expert = resolved["classifier"], resolved["expert"]
+    classifier, expert = results["resolved"]["classifier"], results["resolved"]["expert"]
     metrics = {
         c: {e: {m: results[m][c][e] for m in _METRICS} for e in experts} for c, experts in results["acc"].items()
     }
-    row = {
+    finished = datetime.fromtimestamp(files.results.stat().st_mtime, timezone.utc)
+    known = {
+        **results,
+        **metrics[classifier][expert],
+        # Older versions measured no capture, and neither of the others.
+        "seconds": {"capture": 0.0, "other": None, "wall": None, **results["seconds"]},
+        "config": config.to_dict(),
         "folder": str(files.path),
         "setting": setting_id(config),
-        "method": config.method,
-        "preset": config.preset,
-        "changes": json.dumps(results["changes_from_preset"], sort_keys=True),
-        "stream": config.stream.name,
-        "data": config.stream.fingerprint,
+        "changes_from_preset": dict(sorted(results["changes_from_preset"].items())),
         "tasks": len(results["tasks"]),
-        "classes": results["classes"],
-        "image_size": json.dumps(results["image_size"]),
-        "limit_per_task": config.stream.limit_per_task,
-        "batch": config.stream.batch,
-        "class_order": json.dumps(results["class_order"]),
-        "class_order_seed": config.stream.class_order_seed,
-        "normalisation": resolved["normalisation"]["name"],
-        "augment": config.options.augment,
-        "mirrored": int(resolved["mirror"]),
-        "memory": config.memory,
-        "width": config.width,
-        "epochs": config.epochs,
-        "train_on": config.train_on,
-        "seed": config.seed,
+        "mirrored": int(results["resolved"]["mirror"]),
         "precision": precision_of(results),
-        "classifier": classifier,
-        "expert": expert,
-        **metrics[classifier][expert],
+        "metrics": metrics,
         "untrained_acc": results["untrained"]["acc"][classifier][expert],
-        "metrics": json.dumps(metrics),
-        "parameters": results["parameters"]["trained"],
-        "parameters_deployed": results["parameters"]["deployed"],
-        "macs": results["macs"]["trained"],
-        "macs_deployed": results["macs"]["deployed"],
-        "steps": results["steps"],
-        **{f"seconds_{phase}": seconds[phase] for phase in ("train", "evaluate", "checkpoint", "total")},
-        "seconds_capture": seconds.get("capture", 0.0),
-        **{f"seconds_{part}": seconds.get(part) for part in ("other", "wall")},
-        "resumed": results["resumed"],
-        "peak_bytes": peak["host"],
-        "peak_bytes_device": peak["device"],
-        "device": resolved["device"],
-        "card": results["card"],
-        "processor": results["processor"],
-        "threads": results["threads"],
-        "torch": results["versions"]["torch"],
-        "mose_fast": results["versions"]["mose_fast"],
-        "commit_id": results["commit"],
-        "config": config.to_json(),
-        "weights_sha256": results["weights_sha256"],
-        "results_sha256": fingerprint,
-        "finished_at": (
-            datetime.fromtimestamp(files.results.stat().st_mtime, timezone.utc).isoformat(timespec="seconds")
-        ),
+        "results_sha256": sha256,
+        "finished_at": finished.isoformat(timespec="seconds"),
     }
-    return {column: row[column] for column in COLUMNS}
+    row = {}
+    for name, column in COLUMNS.items():
+        value = known
+        for key in (column.source or name).split("."):
+            value = value[key]
+        row[name] = json.dumps(value) if isinstance(value, list | dict) else value
+    return row | {"config": config.to_json()}
 
 
 class Store:
@@ -406,7 +406,7 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
         ) from error
     frame = pandas.DataFrame(rows, columns=list(COLUMNS))
     types = {"TEXT": "object", "INTEGER": "Int64", "REAL": "float64"}
-    return frame.astype({name: types[kind.split()[0]] for name, (kind, _) in COLUMNS.items()})
+    return frame.astype({name: types[column.sql.split()[0]] for name, column in COLUMNS.items()})
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -429,7 +429,7 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
     if database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
         _check_format(database, path)
         return
-    database.execute(f"CREATE TABLE runs ({', '.join(f'{name} {kind}' for name, (kind, _) in COLUMNS.items())})")
+    database.execute(f"CREATE TABLE runs ({', '.join(f'{name} {column.sql}' for name, column in COLUMNS.items())})")
     database.execute(f"PRAGMA user_version = {FORMAT}")
 
 

@@ -180,7 +180,7 @@ def row(**changes):
 
 def test_protocols_that_differ_are_told_with_a_run_of_each():
     rows = [row(), row(folder="two", epochs=3), row(folder="three", epochs=3)]
-    assert protocol_warnings(rows) == ["the epochs differ: x (one), 3 (two)"]
+    assert protocol_warnings(rows) == ["the number of epochs differs: x (one), 3 (two)"]
     assert protocol_warnings(rows, varied=["epochs"]) == []
     assert protocol_warnings([row(card=None), row(card=math.nan)]) == []
     assert set(PROTOCOL) >= {"epochs", "class_order", "augment", "torch", "card"}
@@ -204,4 +204,4 @@ def test_different_problems_are_refused_unless_forced(column):
     forced = check_comparable(rows, force=True)
     assert len(forced) == 2
     assert "y (two)" in forced[0]
-    assert check_comparable(rows, varied=[column]) == ["the epochs differ: x (one), 3 (three)"]
+    assert check_comparable(rows, varied=[column]) == ["the number of epochs differs: x (one), 3 (three)"]
