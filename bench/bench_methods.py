@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Sequence
 
 import torch
 
 from mose_fast.methods import METHODS, Learner, create_learner
+from mose_fast.train.clock import laps
 
 #: Shape of the comparison: Split CIFAR-100 with its batches and a memory of 1,000.
 CLASSES, SIZE, MEMORY, BATCH = 100, 32, 1000, 10
@@ -43,11 +43,7 @@ def prepare(name: str, width: int, device: str) -> Learner:
 
 def seconds(learner: Learner, task: int, step: int) -> float:
     x, y = batch(task, step)
-    start = time.perf_counter()
-    learner.observe(x, y, task)
-    if learner.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return laps(learner.device, lambda: learner.observe(x, y, task), 1)[0]
 
 
 def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) -> None:

@@ -13,7 +13,6 @@ docs/benchmarks.md):
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,9 @@ import torch
 from torch import Tensor
 
 from mose_fast import _loader
+from mose_fast.benchmark import quantiles
 from mose_fast.train.captured import capture
+from mose_fast.train.clock import laps
 
 __all__ = [
     "BEYOND_CACHES",
@@ -32,8 +33,7 @@ __all__ = [
     "SIZES",
     "Case",
     "choose",
-    "copy_rate",
-    "quantiles",
+    "in_microseconds",
     "repetitions",
     "time_on_card",
     "with_gradients",
@@ -135,11 +135,10 @@ def with_gradients(function: Callable[[], Tensor], inputs: Iterable[Tensor]) -> 
     return lambda: torch.autograd.grad(function().sum(), inputs)
 
 
-def quantiles(seconds: Iterable[float]) -> dict[str, float]:
-    """Median and the quantiles 0.2 and 0.8 in microseconds, linearly interpolated."""
-    values = torch.tensor([1e6 * x for x in seconds], dtype=torch.float64)
-    p20, median, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return {"median_us": round(median, 3), "p20_us": round(p20, 3), "p80_us": round(p80, 3)}
+def in_microseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """The quantiles of several timings as a row of results has them."""
+    p20, median, p80 = (round(1e6 * value, 3) for value in quantiles(seconds))
+    return {"median_us": median, "p20_us": p20, "p80_us": p80}
 
 
 def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, int]:
@@ -147,30 +146,10 @@ def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, i
 
     A round takes at least 0.2 ms, all ``budget`` seconds.
     """
-    call()  # compilers, caches, thread pools
-    call()
-    start = time.perf_counter()
-    call()
-    once = max(time.perf_counter() - start, 1e-7)
+    *_, once = laps(torch.device("cpu"), call, 3)  # the first two: compilers, caches, thread pools
+    once = max(once, 1e-7)
     iterations = max(1, math.ceil(2e-4 / once))
     return max(5, min(100, int(budget / (once * iterations)))), iterations
-
-
-def copy_rate() -> float:
-    """Bytes a second that a copy moves on the card, read and written: the best of five copies of 1
-    GiB.
-    """
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(6):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        target.copy_(source)
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last) / 1e3)
-    return 2 * source.numel() / min(times)
 
 
 def time_on_card(calls: Sequence[Callable[[], object]], captured: bool) -> tuple[list[float], int, int]:
@@ -196,10 +175,7 @@ def time_on_card(calls: Sequence[Callable[[], object]], captured: bool) -> tuple
         side.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        start = time.perf_counter()
-        call()
-        side.synchronize()
-        once = time.perf_counter() - start
+        (once,) = laps(side.device, call, 1)
         peak = torch.cuda.max_memory_allocated() - before
         with torch.profiler.profile() as profile:
             call()
@@ -221,10 +197,6 @@ def time_on_card(calls: Sequence[Callable[[], object]], captured: bool) -> tuple
             run = graph.replay
         for _ in range(3):
             run()
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
-        for first, last in events:
-            first.record()
-            run()
-            last.record()
+        seconds = laps(side.device, run, rounds)
         side.synchronize()
-    return [first.elapsed_time(last) / 1e3 / count for first, last in events], launches, peak
+    return [each / count for each in seconds], launches, peak

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,6 +30,7 @@ from mose_fast.device import device_name
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 from mose_fast.train.captured import capture
+from mose_fast.train.clock import laps
 
 Call = Callable[[], object]
 
@@ -56,18 +56,8 @@ def medians(calls: dict[str, Call], rounds: int, device: str) -> dict[str, float
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            if device == "cpu":
-                start = time.perf_counter()
-                call()
-                times[name].append(1e3 * (time.perf_counter() - start))
-                continue
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            call()
-            last.record()
-            last.synchronize()
-            times[name].append(first.elapsed_time(last))
-    return {name: statistics.median(values) for name, values in times.items()}
+            times[name] += laps(torch.device(device), call, 1)
+    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
 
 
 def step(rows: int, width: int, device: str, *, side_streams: bool = False) -> Call:

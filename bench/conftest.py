@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from bench import store
-from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, copy_rate, quantiles, repetitions, time_on_card
+from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, in_microseconds, repetitions, time_on_card
 from mose_fast import _loader
 from mose_fast._version import git_commit
+from mose_fast.benchmark import copy_rate
 from mose_fast.device import processor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,7 +65,7 @@ def commit() -> str:
 @pytest.fixture(scope="session")
 def copied() -> float:
     """Bytes a second that a copy moves on the card."""
-    return copy_rate()
+    return copy_rate(torch.device("cuda"))
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
         seconds: list[float] = []
         benchmark.pedantic(lambda: seconds.extend(take()))
         if benchmark.enabled:
-            benchmark.extra_info.update(describe(case), **quantiles(seconds))
+            benchmark.extra_info.update(describe(case), **in_microseconds(seconds))
             benchmark.extra_info.update(target_us=case.target_us, **({"graph": "no"} if case.device == "cuda" else {}))
             keep()
 
@@ -144,7 +145,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
                 )
                 if case.impl == "native":
                     info.update(bytes_moved=case.bytes_moved)
-            info.update(quantiles(seconds), launches=launches, peak_bytes=peak, target_us=case.target_us)
+            info.update(in_microseconds(seconds), launches=launches, peak_bytes=peak, target_us=case.target_us)
             info.update(graph="yes" if case.captured else "no")
 
             def once() -> None:  # the host's view of an eager call; it stays in pytest-benchmark's JSON
@@ -156,7 +157,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             return
         rounds, iterations = repetitions(call)
         benchmark.pedantic(call, rounds=rounds, iterations=iterations)
-        info.update(quantiles(benchmark.stats.stats.data))
+        info.update(in_microseconds(benchmark.stats.stats.data))
         keep()
 
     run.given = given

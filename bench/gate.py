@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ import torch
 
 from bench import bench_augment, bench_expert_losses
 from bench.common import CLASSES, HEADLINE, Case
+from mose_fast.train.clock import laps
 
 __all__ = ["GATES", "check", "ratio"]
 
@@ -43,10 +43,7 @@ def ratio(slow: Callable[[], object], fast: Callable[[], object], rounds: int = 
     """
 
     def time_calls(call: Callable[[], object], calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter() - start) / calls
+        return statistics.fmean(laps(torch.device("cpu"), call, calls))
 
     counts = []
     for call in (slow, fast):

@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,13 +37,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.bench_align_conv import elements_moved
 from bench.bench_batch_norm_act import bytes_moved
-from bench.common import copy_rate
-from mose_fast.benchmark import random_stream
+from mose_fast.benchmark import copy_rate, random_stream
 from mose_fast.config import RunConfig
 from mose_fast.device import device_name, own_stream
 from mose_fast.methods import Mose, Prepared, create_learner
 from mose_fast.nn import alignment, backbone
 from mose_fast.train.captured import CapturedSteps
+from mose_fast.train.clock import laps
 
 __all__ = ["COLUMNS", "Measured", "counted_bytes", "measured_step", "op_of", "rows", "table"]
 
@@ -184,15 +185,7 @@ def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], f
             captured(prepared)
         if on_card and captured.obstacle:
             raise RuntimeError(f"the step was not captured: {captured.obstacle}")
-        microseconds = 0.0
-        if on_card:
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            for _ in range(steps):
-                captured(prepared)
-            last.record()
-            last.synchronize()
-            microseconds = 1e3 * first.elapsed_time(last) / steps
+        microseconds = 1e6 * fmean(laps(learner.device, lambda: captured(prepared), steps)) if on_card else 0.0
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_card else [])]) as profiled:
             for _ in range(steps):
                 captured(prepared)
@@ -286,8 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     on_card = given.device == "cuda"
     os.environ.setdefault("TEARDOWN_CUPTI", "0")  # else the second profile of a process may find nothing
-    print(f"{device_name(torch.device(given.device))}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    copied = copy_rate() if on_card else None
+    device = torch.device(given.device)
+    print(f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    copied = copy_rate(device) if on_card else None
     found: list[dict[str, str]] = []
     status = 0
     for which in ("fused", "torch"):

@@ -9,9 +9,10 @@ import io
 import pytest
 import torch
 
+from bench.common import in_microseconds
 from mose_fast import _dali, _loader
 from mose_fast import benchmark as benchmark_module
-from mose_fast.benchmark import Ceilings, Report, Row, Variant, benchmark, random_stream, variants
+from mose_fast.benchmark import Ceilings, Report, Row, Variant, benchmark, quantiles, random_stream, variants
 from mose_fast.cli import main
 from mose_fast.config import ConfigError, RunConfig
 
@@ -188,3 +189,9 @@ def test_the_command_prints_a_table_and_writes_its_rows(capsys, tmp_path):
     assert "plain PyTorch, eager" in out and "ceilings measured here" in out
     assert "... plain PyTorch, eager" in err
     assert (tmp_path / "bench.csv").read_text().startswith("variant,views,ms,")
+
+
+def test_quantiles_are_interpolated_linearly_and_one_time_is_all_three():
+    assert quantiles([5.0, 1.0, 2.0, 4.0, 3.0]) == pytest.approx((1.8, 3.0, 4.2))
+    assert quantiles([2.0]) == (2.0, 2.0, 2.0)
+    assert in_microseconds([1e-6, 3e-6]) == {"median_us": 2.0, "p20_us": 1.4, "p80_us": 2.6}

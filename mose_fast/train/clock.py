@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
-__all__ = ["PHASES", "Clock", "Stopwatch", "process_start"]
+__all__ = ["PHASES", "Clock", "Stopwatch", "laps", "process_start"]
 
 #: What is timed apart. ``capture`` is not in ``train``.
 PHASES = ("train", "evaluate", "checkpoint", "capture")
@@ -116,6 +116,18 @@ class Stopwatch:
             return [after - before for before, after in pairwise(self._marks)]
         self._marks[-1].synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
+
+
+def laps(device: torch.device, call: Callable[[], object], calls: int) -> list[float]:
+    """Seconds of each of several calls that follow each other without a gap; see
+    :class:`Stopwatch`.
+    """
+    watch = Stopwatch(device)
+    watch.mark()
+    for _ in range(calls):
+        call()
+        watch.mark()
+    return watch.laps()
 
 
 def process_start() -> float | None:

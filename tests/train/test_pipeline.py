@@ -128,7 +128,7 @@ def test_a_measurement_leaves_no_thread_behind(monkeypatch, broken):
     closed = []
     monkeypatch.setattr(Pipeline, "close", lambda pipeline: closed.append(len(pipeline.ring)))
     if broken:
-        monkeypatch.setattr(Pipeline, "told", lambda pipeline, **how: 1 / 0)
+        monkeypatch.setattr(Pipeline, "drain", lambda pipeline, **how: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             benchmark_module.in_the_loop(SMALL, benchmark_module.random_stream(SMALL, 4, 300), 0.05)
         assert len(closed) == 1
