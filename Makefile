@@ -2,17 +2,17 @@
 #   make train                          virtual environment, dependencies, native build, then MOSE on `digits`
 #   make train STREAM=split-cifar100 ARGS="--data-dir DIR --memory 1000"
 #   make test                           the same environment, then the tests
-# Also: make lint, make clean. A second call does only what has changed.
+# Also: make lint, make clean. A second call repeats only the steps whose inputs have changed.
 
 STREAM ?= digits
 OUT ?= runs/$(STREAM)
 ARGS ?=
-# The embedded stream fits a small network: minutes on two cores.
+# A small network is enough for the built-in digits: minutes on two cores.
 ifeq ($(STREAM),digits)
 STREAM_ARGS = --width 16 --memory 500
 endif
 
-# Developers compile for the cards at hand, else for Hopper; the release list takes several times as long.
+# Compile only for the cards of this machine, or for Hopper if there is none. The list of a release takes several times as long.
 ifndef TORCH_CUDA_ARCH_LIST
 TORCH_CUDA_ARCH_LIST := $(shell { nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' || echo 9.0; } | sort -u | paste -sd ';')
 endif
@@ -20,7 +20,7 @@ export TORCH_CUDA_ARCH_LIST
 
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-# Says what a step does and every ten seconds that it is still at it; shows the step's own output only if it fails.
+# Prints what a step does and, every ten seconds, how long it has taken. Shows the step's own output only if it fails.
 STEP := @$(VENV)/bin/python -m build_tools.announce
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
 
@@ -30,7 +30,7 @@ NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc
 train: $(VENV)/package.stamp
 	$(VENV)/bin/mose-fast run --stream $(STREAM) $(STREAM_ARGS) --seed 0 --out $(OUT) --overwrite $(ARGS)
 
-# One worker a core, each with its share of the threads: one. Two workers with two threads each on two cores run ten times slower.
+# One worker for each core, with one thread each: two workers with two threads each are ten times slower on two cores.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
 test: $(VENV)/test.stamp
@@ -52,10 +52,10 @@ $(VENV)/bin/python:
 	  fi; \
 	done; \
 	if [ -z "$$python" ]; then echo "no Python >= 3.10 with venv on PATH; install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; fi; \
-	echo "making a virtual environment of $$python in $(VENV) ..." >&2; \
+	echo "creating a virtual environment with $$python in $(VENV) ..." >&2; \
 	$$python -m venv $(VENV)
 
-# torch before the package: the native library is compiled against the torch that will run it.
+# torch is installed before the package, because the native library is compiled against it.
 $(VENV)/torch.stamp: | $(VENV)/bin/python
 	$(STEP) "installing torch, torchvision and ninja" "several GB with CUDA; 1 to 10 minutes" -- \
 	  $(PIP) --upgrade "torch>=2.11" torchvision "setuptools>=77" ninja

@@ -1,10 +1,10 @@
-"""Runs a step of ``make``, says what it does, and every ten seconds that it is still at it.
+"""Runs a step of ``make``: prints what the step does, and every ten seconds how long it has taken.
 
     python -m build_tools.announce "installing torch" "about 3 GB to download" -- COMMAND...
 
-The command's own output goes to a file and is shown only if it fails. ``--native`` in place of the
-second text describes the native build and counts its compiled files. Needs the standard library
-alone: it runs before anything is installed.
+The command's own output is stored and shown only if the command fails. With ``--native`` as the
+second text, the native build is described and its compiled files are counted. This file needs only
+the standard library, since it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["announce", "compiled", "native_build"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Seconds between two lines of a step that is still running.
+#: Seconds between two lines about a step that is still running.
 INTERVAL = 10.0
 
 _TAIL = 40
@@ -34,18 +34,18 @@ _TAIL = 40
 def announce(
     what: str, detail: str, command: Sequence[str], progress: Callable[[], str] = str, interval: float = INTERVAL
 ) -> int:
-    """Runs a command in silence between a line that says what is done and one that says how long it
+    """Runs a command without showing its output; prints what it does and, at the end, how long it
     took.
 
     Args:
-        what: What is done, such as ``installing torch``.
-        detail: What to expect; may be empty.
+        what: What the command does, such as ``installing torch``.
+        detail: What the user should expect; may be empty.
         command: Program and arguments.
-        progress: Called for each line in between; how far it is, or an empty text.
+        progress: Called for each line in between; returns how far the command is, or an empty text.
         interval: Seconds between two lines.
 
     Returns:
-        The command's exit status; if it is not 0, the end of its output has been printed.
+        The command's exit status. If it is not 0, the end of the output has been printed.
     """
     began = time.monotonic()
     print(f"{what}{f' ({detail})' if detail else ''} ...", file=sys.stderr, flush=True)
@@ -70,13 +70,13 @@ def announce(
 def native_build(
     csrc: Path, environment: dict[str, str], has_driver: bool, toolkits: Sequence[cuda.Toolkit], looked: Sequence[str]
 ) -> tuple[str, int]:
-    """What to expect of compiling the native library: a text, and the number of files.
+    """Describes the native build: what to expect, as a text, and the number of files to compile.
 
     Args:
         csrc: Folder of the native sources.
-        environment: Of the process.
-        has_driver: Whether an NVIDIA driver is at work here.
-        toolkits, looked: As :func:`build_tools.cuda.find_toolkits` returns them.
+        environment: Environment variables of the process.
+        has_driver: Whether this machine has a working NVIDIA driver.
+        toolkits, looked: The results of :func:`build_tools.cuda.find_toolkits`.
     """
     lists = read_sources(csrc)
     files = lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"]
@@ -88,13 +88,13 @@ def native_build(
         " on two cores"
     )
     if not has_driver:
-        text += "; there is no NVIDIA driver here: MOSE_FAST_BACKEND=cpu leaves the CUDA part out"
+        text += "; this machine has no NVIDIA driver: set MOSE_FAST_BACKEND=cpu to leave the CUDA part out"
     return text + cuda.ignored_variables(looked), len(files)
 
 
 def compiled(objects: Path, since: float) -> int:
-    """Counts the object files below a folder that were written after ``since``, in seconds of the
-    file system's clock.
+    """Counts the object files below a folder that were written after the time ``since``, in seconds
+    of the file system's clock.
     """
     return sum(path.stat().st_mtime >= since for path in objects.glob("objects-*/**/*.o"))
 

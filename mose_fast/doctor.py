@@ -1,6 +1,6 @@
-"""What this machine has for a run, what is missing, and how to get it.
+"""Checks what this machine has for a run, what is missing and how to install it.
 
-Nothing is changed, read in full or downloaded.
+Nothing is changed or downloaded, and no data file is read in full.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from mose_fast.threads import crowding
 
 __all__ = ["Finding", "diagnose", "report", "serves_card"]
 
-# What is imported only when it is used; without the others this file could not be imported either.
+# Packages that are imported only when used. The other requirements are met if this file can be
+# imported.
 _REQUIRED = ("torchvision", "sklearn", "matplotlib", "tensorboard")
 _PIP_NAMES = {"sklearn": "scikit-learn"}
 
@@ -36,10 +37,10 @@ class Finding(NamedTuple):
     """One line of the report.
 
     Attributes:
-        mark: ``ok``; ``--`` for what a run can do without; ``FAIL`` for what it cannot.
+        mark: ``ok``; ``--`` if it is missing but optional; ``FAIL`` if it is missing and required.
         thing: What was looked for.
-        found: What there is.
-        fix: What to do about it; empty where nothing is to be done.
+        found: What was found.
+        fix: How to fix it; empty if nothing needs to be done.
     """
 
     mark: str
@@ -49,10 +50,10 @@ class Finding(NamedTuple):
 
 
 def diagnose(data_dir: str | None = None) -> list[Finding]:
-    """Looks at Python, packages, CUDA, compilers, cards, the native library and the data sets.
+    """Checks Python, packages, CUDA, compilers, cards, the native library and the data sets.
 
     Args:
-        data_dir: Folder with the data sets' files; None is the default one.
+        data_dir: Folder with the data sets' files; None means the default folder.
     """
     used = [_precision(), _feed()]
     return [
@@ -69,8 +70,8 @@ def diagnose(data_dir: str | None = None) -> list[Finding]:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as columns, each fix on a line of its own so that it can be copied, and a
-    verdict.
+    """Formats the findings as columns, with each fix on a line of its own so that it can be copied,
+    and the conclusion below.
     """
     width = max(len(finding.thing) for finding in findings)
     lines = []
@@ -80,7 +81,7 @@ def report(findings: Sequence[Finding]) -> str:
             lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
     failed = [finding.thing for finding in findings if finding.mark == "FAIL"]
     if failed:
-        lines.append(f"\nNo run is possible before this is mended: {', '.join(failed)}")
+        lines.append(f"\nNo run is possible until this is fixed: {', '.join(failed)}")
     else:
         lines.append("\nA run is possible: mose-fast run --stream digits --width 16 --memory 500 --seed 0")
     return "\n".join(lines)
@@ -116,7 +117,7 @@ def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
 def _python() -> Finding:
     return Finding(
         "ok", "Python", f"{platform.python_version()}, {sys.executable}"
-    )  # an older one than 3.10 cannot import this
+    )  # a Python older than 3.10 cannot import this file
 
 
 def _torch() -> Finding:
@@ -138,7 +139,7 @@ def _packages() -> Finding:
 
 def _cuda() -> Iterator[Finding]:
     if torch.version.cuda is None:
-        fix = "for a GPU, install a CUDA build of torch (pytorch.org, Get started)"
+        fix = "to use a GPU, install a CUDA build of torch (pytorch.org, Get started)"
         yield Finding("--", "CUDA of torch", "none: this torch is a CPU build", fix)
     else:
         yield Finding("ok", "CUDA of torch", torch.version.cuda)
@@ -146,8 +147,8 @@ def _cuda() -> Iterator[Finding]:
     if driver:
         yield Finding("ok", "NVIDIA driver", driver)
     else:
-        fix = "install the driver, if this machine has an NVIDIA GPU"
-        yield Finding("--", "NVIDIA driver", "none (no nvidia-smi, or it sees no GPU)", fix)
+        fix = "if this machine has an NVIDIA GPU, install its driver"
+        yield Finding("--", "NVIDIA driver", "none (nvidia-smi is missing or sees no GPU)", fix)
 
 
 def _cards() -> Iterator[Finding]:
@@ -156,7 +157,7 @@ def _cards() -> Iterator[Finding]:
         available = torch.cuda.is_available()
     if not available:
         why = str(said[0].message).splitlines()[0] if said else "torch sees none"
-        fix = "if there is one: make nvidia-smi list it first, and use a CUDA build of torch"
+        fix = "if this machine has one: check that nvidia-smi lists it, and install a CUDA build of torch"
         yield Finding("--", "GPU", f"none ({why}); runs use the CPU", fix)
         return
     for index in range(torch.cuda.device_count()):
@@ -187,7 +188,9 @@ def _native() -> Finding:
     if _loader.native is None:
         switched_off = os.environ.get("MOSE_FAST_NATIVE") == "0"
         fix = "unset MOSE_FAST_NATIVE" if switched_off else f"in the source folder: {_loader.REBUILD}"
-        return Finding("--", "native library", f"not used: {_loader.obstacle}; pure PyTorch serves, slower", fix)
+        return Finding(
+            "--", "native library", f"not used: {_loader.obstacle}; pure PyTorch is used, which is slower", fix
+        )
     archs = f" {record['cuda']} for {' '.join(record['archs'])}" if record["backend"] == "cuda" else ""
     found = (
         f"{record['backend']}{archs}, compiled against torch {record['torch']}, commit"
@@ -195,20 +198,20 @@ def _native() -> Finding:
     )
     if record["backend"] == "emulated":
         fix = (
-            "for tests alone; unset MOSE_FAST_NATIVE"
+            "only for tests; unset MOSE_FAST_NATIVE"
             if os.environ.get("MOSE_FAST_NATIVE")
-            else f"for tests alone; {_loader.REBUILD}"
+            else f"only for tests; {_loader.REBUILD}"
         )
         return Finding("--", "native library", f"{found}; runs the CUDA kernels on the CPU, slowly", fix)
     if record["backend"] == "cpu" and torch.cuda.is_available():
         return Finding(
-            "--", "native library", f"{found}; nothing in it for the GPU", f"MOSE_FAST_BACKEND=cuda {_loader.REBUILD}"
+            "--", "native library", f"{found}; it has no code for the GPU", f"MOSE_FAST_BACKEND=cuda {_loader.REBUILD}"
         )
     return Finding("ok", "native library", found)
 
 
 def _build_tools(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """What compiling the native library again would need."""
+    """Checks what is needed to compile the native library again."""
     compiler = environment.get("CXX") or next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     said = _first_line([compiler, "--version"]) if compiler else None
     if said:
@@ -266,7 +269,7 @@ def _default_device() -> torch.device:
 
 
 def _precision() -> Finding:
-    """In what the network of a run computes, unless ``--precision`` says otherwise."""
+    """The precision that ``--precision auto`` means on this machine."""
     return Finding("ok", "precision", str(choose_precision("auto", _default_device())))
 
 

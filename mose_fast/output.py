@@ -1,5 +1,5 @@
-"""What is shown must never stop what is computed: standard output and error that may be closed,
-full or unable to write a letter.
+"""Standard output and standard error whose failures never stop a command: the pipe may be closed,
+the disk full, or the encoding may lack a character.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, TextIO
 
 __all__ = ["Guarded", "guarded_output"]
 
-# A pipe whose reader has gone never opens again; a full disk may have room later.
+# A pipe whose reader has gone stays closed; a full disk may have room later.
 _GONE = (errno.EPIPE, errno.EBADF)
 
 
 class Guarded:
-    """A text stream that notes its failures instead of raising them.
+    """A text stream that records its failures instead of raising them.
 
     Args:
-        stream: To write to; None, as Python has it where the process was started with it closed,
-            drops everything.
+        stream: The stream to write to. None drops everything; Python gives None if the process was
+            started with the stream closed.
 
     Attributes:
-        failure: The first one; None before.
+        failure: The first failure; None if there was none.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -48,8 +48,8 @@ class Guarded:
         return not self._gone and self.stream.isatty()
 
     def settle(self) -> None:
-        """Writes what is left; where that cannot be, drops it, so that Python does not fail over it
-        at its end.
+        """Writes what is buffered. If that fails, drops it, so that Python does not fail over it at
+        exit.
         """
         self.flush()
         if self.failure is None or self.stream is None:
@@ -66,7 +66,7 @@ class Guarded:
         try:
             self.stream.write(text)
         except UnicodeEncodeError:
-            # The terminal's encoding lacks a letter.
+            # The terminal's encoding lacks a character.
             encoding = self.stream.encoding or "ascii"
             self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
@@ -84,7 +84,7 @@ class Guarded:
 
 @contextmanager
 def guarded_output() -> Iterator[Guarded]:
-    """Guards ``sys.stdout`` and ``sys.stderr``; gives the former."""
+    """Guards ``sys.stdout`` and ``sys.stderr`` and yields the guarded ``sys.stdout``."""
     _open_standard_descriptors()
     before = sys.stdout, sys.stderr
     guarded = Guarded(before[0]), Guarded(before[1])
@@ -98,8 +98,8 @@ def guarded_output() -> Iterator[Guarded]:
 
 
 def _open_standard_descriptors() -> None:
-    """Opens those that are closed, as nothing: the next file would get their number, and whatever a
-    library prints would go into it.
+    """Opens closed standard descriptors on the null device. Otherwise the next opened file would
+    get their number, and everything that a library prints would go into that file.
     """
     for number in (0, 1, 2):
         try:

@@ -1,4 +1,4 @@
-"""What a run tells the person at the terminal: a bar on stderr, tables on stdout."""
+"""What a run shows at the terminal: a progress bar on stderr, tables on stdout."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from mose_fast.train import Listener
 
 __all__ = ["Progress", "accuracy_table"]
 
-# Without tqdm's seconds a batch, which take the place of batches a second below one, and a bar that
-# losses leave room for.
+# tqdm's own format has a wide bar and shows seconds a batch for slow steps. This one leaves room
+# for the losses and always shows batches a second.
 _BAR = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
-# More tasks than this do not fit into 100 columns; the table then shows the mean, the newest task
-# and the worst old one.
+# More tasks than this do not fit into 100 columns. The table then shows the mean, the newest task
+# and the worst old task.
 _TASK_COLUMNS = 10
 
-# From this terminal width on, the bar has room for every loss beside their sum.
+# A terminal of at least this width has room for every loss beside their sum.
 _WIDE = 150
 
 
 class Progress(Listener):
-    """Shows a run: once what it is, then a bar with losses, and a table after each task.
+    """Shows a run: first its settings, then a progress bar with losses and a table after each task.
 
-    Where stderr is no terminal, a line a task takes the bar's place.
+    If stderr is no terminal, one line a task replaces the bar.
 
     Args:
-        out: The run's folder, to name it.
+        out: The run's folder, which the heading names.
 
     Attributes:
-        started: Whether the loop has begun, so that there is something to resume.
+        started: Whether training has begun, so that the run can be resumed.
     """
 
     def __init__(self, out: Path) -> None:
@@ -61,7 +61,7 @@ class Progress(Listener):
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         self.started = True
         self.tasks = len(stream.tasks)
-        # The joint bound meets the whole stream as one task.
+        # The joint upper bound trains on the whole stream as one task.
         self.met = 1 if learner.joint_stream else self.tasks
         self.main = learner.resolve_expert()
         self.first_batch, self.batches = batch, batches
@@ -127,14 +127,14 @@ class Progress(Listener):
 
 
 def accuracy_table(test: dict[str, dict[str, list[float]]], task: int, tasks: int, main: tuple[str, str]) -> str:
-    """The accuracies after a task in percent, a row per classifier and expert, at most 100 columns
-    wide.
+    """A table of the accuracies after a task in percent, with a row for each classifier and expert,
+    at most 100 columns wide.
 
     Args:
         test: Accuracy in [0, 1] by classifier, expert and task seen.
         task: The task just learned, from 0; the table counts tasks from 1.
         tasks: Number of tasks of the stream.
-        main: Classifier and expert that ``predict()`` uses, which are marked.
+        main: Classifier and expert that ``predict()`` uses; their row is marked.
     """
     many = tasks > _TASK_COLUMNS
     columns = f"{f'task {task + 1}':>10}{'worst old task':>19}"
@@ -160,7 +160,7 @@ def accuracy_table(test: dict[str, dict[str, list[float]]], task: int, tasks: in
 
 
 def _width(task: int) -> int:
-    """Columns of a task, counted from 0, in the table: its name and a space."""
+    """Width of a task's column in the table: its name and a space. Tasks count from 0 here."""
     return len(f" task {task + 1}")
 
 

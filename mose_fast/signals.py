@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM (Slurm, containers) and SIGHUP (a closed terminal): one way to stop, between two
-batches.
+"""Ctrl-C, SIGTERM (sent by Slurm and containers) and SIGHUP (a closed terminal) all stop a run
+between two batches.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 __all__ = ["Interrupted", "StopRequest", "raised_at_once", "stop_request"]
 
-# Those that end a process unless it handles them, beside Ctrl-C. A process that was told to ignore
-# them (nohup) goes on ignoring them.
+# Signals beside Ctrl-C that end a process which does not handle them. A process that ignores them
+# (nohup) continues to ignore them.
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the work. The state of a run up to its last finished batch is in the run
-    folder, if there is one.
+    """A signal stopped the work. If there is a run folder, it contains the state after the last
+    finished batch.
 
     Attributes:
-        number: Of the signal; Ctrl-C's unless told otherwise.
+        number: The signal's number; by default that of Ctrl-C.
     """
 
     def __init__(self, number: int = signal.SIGINT) -> None:
@@ -31,7 +31,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Whether a signal asks to stop, and which."""
+    """Whether a signal has asked to stop, and which one."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -40,10 +40,10 @@ class StopRequest:
         return self.number is not None
 
     def check(self) -> None:
-        """Stops the work here, where it is asked for.
+        """Stops the work here if a signal has asked for it.
 
         Raises:
-            Interrupted: It is.
+            Interrupted: A signal has asked to stop.
         """
         if self.number is not None:
             raise Interrupted(self.number)
@@ -51,11 +51,12 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """What a signal sets instead of breaking into a half-done step; a second Ctrl-C interrupts at
-    once.
+    """Yields a request that a signal sets, so that no step is interrupted half-way. A second Ctrl-C
+    interrupts at once.
 
-    SIGTERM may come more than once, as it does where a job's processes are all sent it and pass it
-    on to each other. Outside the main thread, where Python delivers no signals, nothing sets it.
+    SIGTERM may arrive more than once: a scheduler may send it to all processes of a job, which pass
+    it on to each other. Outside the main thread Python delivers no signals, and the request is
+    never set.
     """
     request = StopRequest()
 
@@ -70,8 +71,8 @@ def stop_request() -> Iterator[StopRequest]:
 
 @contextmanager
 def raised_at_once() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise :class:`Interrupted` where the program is, once; Ctrl-C does
-    so by itself.
+    """Makes SIGTERM and SIGHUP raise :class:`Interrupted` at once, but only the first of them.
+    Ctrl-C raises its exception by itself.
     """
     raised = []
 

@@ -1,4 +1,4 @@
-"""How many threads compute, and whether there are cores for them."""
+"""The number of threads to compute with, and whether there are enough cores for them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ __all__ = ["crowding", "settle_threads", "usable_cores"]
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its CPU affinity and its container's limit (cgroup)
-    count.
+    """The number of cores that this process may use, by its CPU affinity and its container's limit
+    (cgroup).
     """
     return cpu_count()
 
 
 def settle_threads(environment: MutableMapping[str, str], cores: int | None = None) -> None:
-    """Settles what OpenMP reads when torch is imported; what the user has set stays.
+    """Sets the number of OpenMP threads before torch is imported, unless the user has set it.
 
-    There is one thread for each core that a container grants, where torch counts those of the whole
-    machine. How threads wait is left
-    alone: sleeping in place of spinning (OMP_WAIT_POLICY=PASSIVE) helps beside other programs, but
-    took 23 % of the steps on an idle machine (two threads on two cores, width 16: 5.3 against 4.1
-    steps a second).
+    There is one thread for each core that a container grants; torch alone would count the cores of
+    the whole machine. How threads wait is not changed: sleeping instead of spinning
+    (OMP_WAIT_POLICY=PASSIVE) helps beside other programs, but cost 23 % of the speed on an idle
+    machine (4.1 instead of 5.3 steps a second; two threads on two cores, width 16).
 
     Args:
-        environment: The process's.
-        cores: That may be used; None: :func:`usable_cores`.
+        environment: Environment variables of the process; changed in place.
+        cores: Number of cores that may be used; None means :func:`usable_cores`.
     """
     cores = usable_cores() if cores is None else cores
     if cores < (os.cpu_count() or 1):
@@ -36,14 +35,13 @@ def settle_threads(environment: MutableMapping[str, str], cores: int | None = No
 
 
 def crowding(threads: int, cores: int | None = None, load: float | None = None) -> str:
-    """A sentence to warn with where threads outnumber the cores that other programs leave free;
-    else an empty text.
+    """A warning if there are more threads than other programs leave cores free; else an empty text.
 
     Args:
-        threads: That shall compute.
-        cores: That may be used; None: :func:`usable_cores`.
-        load: Programs that ran or waited for a core in the last minute; None: as the system tells
-            it.
+        threads: Number of threads that compute.
+        cores: Number of cores that may be used; None means :func:`usable_cores`.
+        load: Mean number of programs that ran or waited for a core in the last minute; None asks
+            the system.
     """
     cores = usable_cores() if cores is None else cores
     load = os.getloadavg()[0] if load is None else load
@@ -51,6 +49,6 @@ def crowding(threads: int, cores: int | None = None, load: float | None = None) 
     if threads <= max(free, 1):
         return ""
     return (
-        f"{threads} threads for {free} free of {cores} cores (load {load:.1f}): other programs slow this one down; "
-        f"OMP_NUM_THREADS={max(free, 1)} or OMP_WAIT_POLICY=PASSIVE may be faster"
+        f"{threads} threads, but only {free} of {cores} cores free (load {load:.1f}): other programs slow this one"
+        f" down; OMP_NUM_THREADS={max(free, 1)} or OMP_WAIT_POLICY=PASSIVE may be faster"
     )

@@ -41,7 +41,7 @@ def test_affinity_counts():
 
 
 SAID = (
-    "{} threads for {} free of {} cores (load {}): other programs slow this one down; "
+    "{} threads, but only {} of {} cores free (load {}): other programs slow this one down; "
     "OMP_NUM_THREADS={} or OMP_WAIT_POLICY=PASSIVE may be faster"
 )
 

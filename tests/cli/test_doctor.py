@@ -98,7 +98,7 @@ def test_missing_package_makes_a_run_impossible(call, monkeypatch):
     assert code == 1
     assert re.search(r"^FAIL  packages +missing: sklearn, matplotlib$", out, re.MULTILINE)
     assert "-> pip install scikit-learn matplotlib" in out
-    assert out.splitlines()[-1] == "No run is possible before this is mended: packages"
+    assert out.splitlines()[-1] == "No run is possible until this is fixed: packages"
 
 
 def test_doctor_works_where_a_package_is_missing():
@@ -202,9 +202,9 @@ def test_native_library(monkeypatch):
     found = (
         "emulated, compiled against torch 2.14.1+cu130, commit 0123456789ab; runs the CUDA kernels on the CPU, slowly"
     )
-    assert doctor._native() == Finding("--", "native library", found, "for tests alone; unset MOSE_FAST_NATIVE")
+    assert doctor._native() == Finding("--", "native library", found, "only for tests; unset MOSE_FAST_NATIVE")
     monkeypatch.delenv("MOSE_FAST_NATIVE")
-    assert doctor._native().fix == f"for tests alone; {_loader.REBUILD}"
+    assert doctor._native().fix == f"only for tests; {_loader.REBUILD}"
 
 
 @pytest.mark.parametrize("switched_off", [True, False])
@@ -216,7 +216,7 @@ def test_missing_native_library_says_why(tmp_path, switched_off):
     assert done.returncode == 0, done.stderr
     reason = "it is switched off by MOSE_FAST_NATIVE=0" if switched_off else f"there is no native library in {tmp_path}"
     assert re.search(
-        rf"^--    native library +not used: {re.escape(reason)}; pure PyTorch serves", done.stdout, re.MULTILINE
+        rf"^--    native library +not used: {re.escape(reason)}; pure PyTorch is used", done.stdout, re.MULTILINE
     )
     assert ("-> unset MOSE_FAST_NATIVE" in done.stdout) == switched_off
 
@@ -244,5 +244,5 @@ def test_report_puts_each_fix_below_its_finding():
         "FAIL  long  none",
         "            -> do this",
         "",
-        "No run is possible before this is mended: long",
+        "No run is possible until this is fixed: long",
     ]
