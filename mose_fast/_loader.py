@@ -24,7 +24,7 @@ import torch
 
 from mose_fast._version import file_facts, source_hash
 
-__all__ = ["REBUILD", "card", "native", "obstacle", "on_card", "record", "serves"]
+__all__ = ["REBUILD", "card", "native", "obstacle", "on_card", "ops", "record", "serves"]
 
 _NAME = "mose_fast._C"
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -114,6 +114,13 @@ native, record, obstacle = _start()
 """The native module, None where pure PyTorch is used; what its ``_build.json`` says, None where
 there is none; why there is no module.
 """
+
+
+def ops() -> Any:
+    """Returns the library's functions: in eager mode those of pybind11, whose call costs a fifth of
+    the dispatcher's; under torch.compile the registered ops, whose schemas the compiler reads.
+    """
+    return torch.ops.mose_fast if torch.compiler.is_compiling() else native
 
 
 def card() -> str | None:

@@ -128,8 +128,8 @@ struct Inputs {
     if (on_cpu(device)) {
       const int64_t v = valid_scalar.defined() ? *params.valid_pointer : params.valid;
       const int64_t f = new_rows_scalar.defined() ? *params.new_rows_pointer : params.new_rows;
-      TORCH_CHECK_VALUE(v >= 0 && v <= rows, "valid_rows is ", v, "; wanted 0 to ", rows, ", the rows of projections");
-      TORCH_CHECK_VALUE(f >= 0 && f <= v, "new_rows is ", f, "; wanted 0 to ", v, ", the valid rows");
+      TORCH_CHECK_VALUE(v >= 0 && v <= rows, "valid_rows is ", v, "; wanted an integer from 0 to ", rows, ", the rows of projections");
+      TORCH_CHECK_VALUE(f >= 0 && f <= v, "new_rows is ", f, "; wanted an integer from 0 to ", v, ", the valid rows");
     }
   }
 

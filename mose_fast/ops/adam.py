@@ -1,8 +1,7 @@
-"""One step of Adam over flat buffers: every parameter, its half-precision copy and its moments in
-one pass, nothing waits for the host.
+"""One step of Adam over flat buffers.
 
-Native code serves CPU and CUDA. On CUDA a call is one small launch (what freezes, counts of steps,
-bias corrections) and one launch for every 108 tensors; gradients are read where they lie.
+Native code serves the CPU and CUDA and never waits for the device. On CUDA a call is one small
+launch (the latch, counts of steps, bias corrections) and one launch for every 108 tensors.
 :class:`mose_fast.optim.FlatAdam` is the optimiser.
 """
 
@@ -14,43 +13,20 @@ import torch
 from torch import Tensor
 
 from mose_fast import _loader
+from mose_fast.ops.checks import check_tensor, require
 from mose_fast.reference import adam as reference
 
 __all__ = ["MOST_TENSORS", "adam_step"]
 
-#: Gradients that one call takes at most.
+#: The largest number of gradients in one call.
 MOST_TENSORS = 24576
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SHADOWS = (torch.bfloat16, torch.float16)
 
 
-def _check(
-    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...] | None, device: torch.device
-) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is {tensor!r}; wanted a torch.Tensor")
-    if tensor.dtype not in dtypes:
-        raise TypeError(
-            f"{name} has dtype {tensor.dtype}; wanted"
-            f" {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}"
-        )
-    if shape is not None and tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {shape}")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; wanted {device}, where master is")
-
-
-def _check_buffer(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], size: int, device: torch.device) -> None:
-    _check(name, tensor, dtypes, (size,), device)
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} has strides {tensor.stride()}; wanted contiguous memory, since it is changed in place"
-        )
-
-
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one piece of memory without gaps, in any order of dimensions."""
+    """Whether the elements fill one piece of memory without gaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -78,58 +54,64 @@ def adam_step(
     loss: Tensor | None = None,
     latch: Tensor | None = None,
 ) -> None:
-    """One step of Adam with coupled weight decay, in place, by the formulas of ``torch.optim.Adam``
-    (mose_fast/reference/adam.py).
+    """Takes one step of Adam with coupled weight decay, in place: ``torch.optim.Adam`` over all
+    parameters at once.
+
+    For each parameter with gradient g, after t <- t + 1 and g <- g + weight_decay w::
+
+        m <- m + (1 - beta1) (g - m)
+        v <- beta2 v + (1 - beta2) g^2
+        w <- w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     Args:
-        master: float32 [P], the weights.
-        exp_avg: float32 [P], the first moments.
-        exp_avg_sq: float32 [P], the second moments.
-        gradients: One for each parameter, float32, bfloat16 or float16, of any shape, dense: it is
-            read in the order in which it lies in memory. None: the parameter, its moments and its
-            count of steps stay as they are.
-        offsets: Where each parameter starts in the flat buffers, ascending; parameters do not
-        overlap. What lies between stays as it is.
-        steps: float32, one for each parameter: steps done so far; each advances by 1.
-        lr: float32 scalar.
+        master: float32 [P], the weights w.
+        exp_avg: float32 [P], the first moments m.
+        exp_avg_sq: float32 [P], the second moments v.
+        gradients: One per parameter, float32, bfloat16 or float16, of any shape, in dense memory;
+            elements are read in memory order. None leaves the parameter, its moments and its count
+            of steps unchanged.
+        offsets: The parameters' first positions in the flat buffers, ascending, without overlap.
+            Elements between parameters are not changed.
+        steps: float32, one count t per parameter; each advances by 1.
+        lr: float32 scalar, the learning rate.
         beta1: Decay of the first moments, in [0, 1).
         beta2: Decay of the second moments, in [0, 1).
-        eps: Added to the root of the second moment, at least 0.
-        weight_decay: Times the weight is added to its gradient, at least 0.
-        shadow: bfloat16 or float16 [P]: gets the new weights, rounded. None: there is none.
-        loss: float32, one element: where it is not finite, nothing is written and ``latch`` is set.
-        latch: bool scalar: where it is set, nothing is written, whatever the loss.
+        eps: Term added to the root of the second moment, at least 0.
+        weight_decay: Factor of the weight that is added to its gradient, at least 0.
+        shadow: bfloat16 or float16 [P], receives the new weights, rounded; None: no copy.
+        loss: float32, one element; if it is not finite, nothing is written and ``latch`` is set.
+        latch: bool scalar; while it is set, nothing is written, whatever the loss.
 
     Raises:
-        TypeError: A dtype is not the one above.
+        TypeError: A dtype does not fit.
         ValueError: A shape, a device, an offset or a number does not fit, a gradient is not dense,
             or there are more than :data:`MOST_TENSORS` parameters.
+
+    Source: Kingma and Ba 2015, algorithm 1; mose_fast/reference/adam.py.
     """
-    device = master.device if isinstance(master, Tensor) else torch.device("cpu")
-    size = master.numel() if isinstance(master, Tensor) else 0
-    for name, buffer in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        _check_buffer(name, buffer, (torch.float32,), size, device)
+    check_tensor("master", master, (torch.float32,), ("P",), contiguous=True)
+    size, beside = len(master), ("master", master)
+    for name, buffer in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        check_tensor(name, buffer, (torch.float32,), (size,), beside=beside, contiguous=True)
     if shadow is not None:
-        _check_buffer("shadow", shadow, _SHADOWS, size, device)
+        check_tensor("shadow", shadow, _SHADOWS, (size,), beside=beside, contiguous=True)
     if len(gradients) != len(offsets) or len(gradients) > MOST_TENSORS:
         raise ValueError(
             f"there are {len(gradients)} gradients and {len(offsets)} offsets; wanted as many of both, at most"
             f" {MOST_TENSORS}"
         )
-    _check_buffer("steps", steps, (torch.float32,), len(gradients), device)
-    _check("lr", lr, (torch.float32,), (), device)
+    check_tensor("steps", steps, (torch.float32,), (len(gradients),), beside=beside, contiguous=True)
+    check_tensor("lr", lr, (torch.float32,), (), beside=beside)
     if latch is not None:
-        _check("latch", latch, (torch.bool,), (), device)
+        check_tensor("latch", latch, (torch.bool,), (), beside=beside)
     if loss is not None:
-        _check("loss", loss, (torch.float32,), None, device)
+        check_tensor("loss", loss, (torch.float32,), beside=beside)
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {tuple(loss.shape)}; wanted one element")
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name} is {beta!r}; wanted 0 to below 1")
+        require(0 <= beta < 1, name, beta, "0 to below 1")
     for name, value in (("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0:
-            raise ValueError(f"{name} is {value!r}; wanted at least 0")
+        require(value >= 0, name, value, "at least 0")
     end = 0
     for position, (gradient, start) in enumerate(zip(gradients, offsets, strict=True)):
         if start < end:
@@ -139,7 +121,7 @@ def adam_step(
         end = start
         if gradient is None:
             continue
-        _check(f"gradients[{position}]", gradient, _GRADIENTS, None, device)
+        check_tensor(f"gradients[{position}]", gradient, _GRADIENTS, beside=beside)
         end += gradient.numel()
         if end > size:
             raise ValueError(f"parameter {position} ends at {end}; wanted at most {size}, the size of master")

@@ -1,8 +1,8 @@
-"""Depthwise 3x3 and pointwise 1x1 convolution that read the norm before them and leave behind the
-statistics of the norm after them.
+"""Depthwise 3x3 and pointwise 1x1 convolution that apply the norm before them while they load, and
+return the statistics of the norm after them.
 
-What the alignment modules and attention gates are made of: a chain of ``align_conv`` writes neither
-a normalised nor a gated map.
+Alignment modules and attention gates are chains of ``align_conv``, which write neither a normalised
+nor a gated map.
 """
 
 from __future__ import annotations
@@ -14,43 +14,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
+from mose_fast.ops.checks import (
+    FLOATS,
+    MAP,
+    check_choice,
+    check_norm,
+    check_rows,
+    check_statistics,
+    check_tensor,
+    wide_dtype,
+)
 from mose_fast.ops.maps import aligned, aligned_row, say_once
 from mose_fast.reference import align_conv as reference
 from mose_fast.reference.align_conv import AlignedMap
 from mose_fast.reference.batch_norm import Norm
 
 __all__ = ["AlignedMap", "Norm", "align_conv"]
-
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is {tensor!r}; wanted a torch.Tensor")
-    if tensor.dtype not in dtypes:
-        raise TypeError(
-            f"{name} has dtype {tensor.dtype}; wanted {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
-        )
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {shape}")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; wanted {device}, where x is")
-
-
-def _check_rows(valid_rows: int | Tensor | None, rows: int, device: torch.device) -> None:
-    if valid_rows is None:
-        return
-    if isinstance(valid_rows, Tensor):
-        if valid_rows.dtype != torch.int32 or valid_rows.dim() != 0:
-            raise TypeError(
-                f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted an int or an int32 scalar"
-            )
-        if valid_rows.device != device:
-            raise ValueError(f"valid_rows is on {valid_rows.device}; wanted {device}, where x is")
-    elif isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= rows:
-        raise ValueError(f"valid_rows is {valid_rows!r}; wanted 0 to {rows}, the images of x")
 
 
 def _check(
@@ -63,51 +42,32 @@ def _check(
     gate: Tensor | None,
     valid_rows: int | Tensor | None,
 ) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is {x!r}; wanted a torch.Tensor")
-    if x.dtype not in _FLOATS or x.layout != torch.strided:
-        raise TypeError(
-            f"x has dtype {x.dtype} and layout {x.layout}; wanted float32, float64, bfloat16 or float16, strided"
-        )
-    if x.dim() != 4:
-        raise ValueError(f"x has shape {tuple(x.shape)}; wanted [images, channels, height, width]")
+    check_tensor("x", x, FLOATS, MAP, filled=(1, 2, 3), because=" with at least one channel and one pixel")
     rows, channels, height, width = x.shape
-    if min(channels, height, width) < 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}; wanted at least one channel and one pixel")
-    if stride not in (1, 2):
-        raise ValueError(f"stride is {stride!r}; wanted 1 or 2")
+    beside, wide = ("x", x), (wide_dtype(x),)
+    check_choice("stride", stride, (1, 2))
     if stride == 2 and (height % 2 or width % 2):
         raise ValueError(f"x has sides {height} x {width}; wanted even ones for stride 2")
-    _check_tensor("depthwise", depthwise, (channels, 1, 3, 3), _FLOATS, x.device)
-    if not isinstance(pointwise, Tensor) or pointwise.dim() != 4:
-        raise ValueError(
-            f"pointwise is {getattr(pointwise, 'shape', pointwise)!r}; wanted [out_channels, {channels}, 1, 1]"
-        )
-    out_channels = len(pointwise)
-    if out_channels < 1:
-        raise ValueError("pointwise has no rows; wanted at least one channel to put out")
-    _check_tensor("pointwise", pointwise, (out_channels, channels, 1, 1), _FLOATS, x.device)
-    wide = (torch.float64,) if x.dtype == torch.float64 else (torch.float32,)
-    if not isinstance(norm, Norm):
-        raise TypeError(f"norm is {norm!r}; wanted a Norm (of a module: Norm.of)")
-    for name, vector in zip(("weight", "bias", "running_mean", "running_var"), norm[:4], strict=True):
-        if vector is not None:
-            _check_tensor(f"norm.{name}", vector, (out_channels,), wide, x.device)
-    if (norm.running_mean is None) != (norm.running_var is None):
-        raise ValueError("norm has one of running_mean and running_var; wanted both or neither")
-    if not norm.training and norm.running_mean is None:
-        raise ValueError("norm is not training and has no running statistics; wanted one of both")
+    check_tensor("depthwise", depthwise, FLOATS, (channels, 1, 3, 3), beside=beside)
+    check_tensor(
+        "pointwise",
+        pointwise,
+        FLOATS,
+        ("out_channels", channels, 1, 1),
+        beside=beside,
+        filled=(0,),
+        because=" with at least one channel",
+    )
+    check_norm("norm", norm, len(pointwise), x, wide)
     if prologue is not None:
-        _check_tensor("prologue", prologue, (4, channels), wide, x.device)
+        check_tensor("prologue", prologue, wide, (4, channels), beside=beside)
     if gate is not None:
         if height % 2 or width % 2:
             raise ValueError(f"x has sides {height} x {width}; wanted even ones for a gate at half of them")
-        _check_tensor("gate", gate, (rows, channels, height // 2, width // 2), (x.dtype,), x.device)
-    _check_rows(valid_rows, rows, x.device)
-    counted = rows if valid_rows is None else valid_rows
-    if norm.training and not isinstance(counted, Tensor) and counted * (height // stride) * (width // stride) == 1:
-        size = torch.Size((rows, out_channels, height // stride, width // stride))
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
+        check_tensor("gate", gate, (x.dtype,), (rows, channels, height // 2, width // 2), beside=beside)
+    if valid_rows is not None:
+        check_rows("valid_rows", valid_rows, rows, beside)
+    check_statistics(norm, (rows, len(pointwise), height // stride, width // stride), valid_rows)
 
 
 def align_conv(
@@ -121,39 +81,50 @@ def align_conv(
     gate: Tensor | None = None,
     valid_rows: int | Tensor | None = None,
 ) -> AlignedMap:
-    """y = pointwise(depthwise(x')) without biases, and the state of ``norm`` over y (paper's
-    alignment modules; docs/specification/mose.md section 2).
+    """Computes y = pointwise(depthwise(x')) without biases, and the state of ``norm`` over y.
 
-    x' is ``x``, or with ``prologue`` relu(scale (x - mean) + shift), with ``gate`` times
-    sigmoid(up(gate)), where ``up`` doubles both sides bilinearly (corners not aligned). Neither x'
-    nor norm(y) is written: the next ``align_conv`` takes ``state`` as its prologue. Both results
-    are differentiable, once, towards x, both weights, the norm's weight and bias, prologue and
-    gate. In training the running statistics are updated in place. Autocast changes nothing; sums
-    are in float32 (float64) and in a fixed order.
+    The same in PyTorch, without the lines whose argument is None::
+
+        mean, _, scale, shift = prologue[:, None, :, None, None]
+        x = F.relu(scale * (x - mean) + shift)
+        x = x * F.interpolate(gate, scale_factor=2, mode="bilinear").sigmoid()
+        y = F.conv2d(F.conv2d(x, depthwise, stride=stride, padding=1, groups=C), pointwise)
+        state = norm_state(y, norm)
+
+    Neither x' nor norm(y) is written: the next ``align_conv`` takes ``state`` as its prologue. Both
+    results can be differentiated, once, towards x, both weights, the norm's weight and bias,
+    prologue and gate. In training the running statistics are updated in place. Autocast changes
+    nothing; sums are in float32 (float64 for float64) and in a fixed order. On a card kernels serve
+    float32, bfloat16 and float16 with multiples of 8 channels; PyTorch's convolutions serve the
+    rest.
 
     Args:
-        x: [N, C, H, W], float32, bfloat16, float16 or (on the CPU) float64; kernels want
-        channels_last memory.
-        depthwise: [C, 1, 3, 3], padding 1. A weight of another type than ``x`` is cast to it; its
-        gradient comes in its own.
+        x: [N, C, H, W], float32, bfloat16, float16 or float64; kernels want channels_last memory.
+        depthwise: [C, 1, 3, 3]. A weight of another dtype than ``x`` is cast to it; its gradient
+            has its own dtype.
         pointwise: [O, C, 1, 1].
-        norm: Of y; vectors [O] in float32 (float64 beside float64).
-        stride: Of the depthwise convolution, 1 or 2; 2 wants even H and W.
-        prologue: [4, C], the state of the norm over ``x`` (``AlignedMap.state`` or ``norm_state``),
-        float32 (float64); None: x' = x.
-        gate: [N, C, H/2, W/2] in the type of ``x``; wants even H and W.
-        valid_rows: Images from this one on are padding: never read, zero in y and in every
-            gradient, not counted. None, an int, or an int32 scalar tensor beside ``x``, which the
-            kernel alone reads, at each call (and replay), cut to [0, N].
+        norm: The norm over y, with vectors [O] in float32 (float64 beside float64).
+        stride: The depthwise convolution's stride, 1 or 2; 2 wants even H and W.
+        prologue: [4, C], float32 (float64): the state of the norm over ``x``, which with its ReLU
+            is still to be applied (``AlignedMap.state`` or ``norm_state``). None: x is taken as it
+            is.
+        gate: [N, C, H/2, W/2] in the dtype of ``x``; wants even H and W.
+        valid_rows: The number of valid images; the images after them are padding: never read, zero
+            in y and in every gradient, not counted by the norm. An int, or an int32 scalar on the
+            device of ``x``, read there at each call (and replay) and cut to [0, N]. None: every
+            image is valid.
 
     Returns:
-        AlignedMap(y [N, O, H/stride, W/stride] in the type of ``x``, state [4, O] in float32 or
+        AlignedMap(y [N, O, H/stride, W/stride] in the dtype of ``x``, state [4, O] in float32 or
         float64).
 
     Raises:
         TypeError: A dtype or layout does not fit.
         ValueError: A shape, a device, ``stride`` or ``valid_rows`` does not fit; one element a
             channel in training, PyTorch's own error.
+
+    Source: the paper's alignment modules; docs/specification/mose.md section 2;
+    mose_fast/reference/align_conv.py.
     """
     _check(x, depthwise, pointwise, norm, stride, prologue, gate, valid_rows)
     if not _has_kernels(x, len(pointwise)):

@@ -1,5 +1,5 @@
-"""The views of a step in one pass: rows gathered from uint8 sources, turned, augmented by drawn
-parameters, normalised.
+"""A step's views in one pass: rows are gathered from uint8 sources, turned, augmented by drawn
+parameters and normalised.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mose_fast import _loader
+from mose_fast.ops.checks import check_choice, check_tensor, require
 from mose_fast.reference import augment as reference
 from mose_fast.reference.augment import GREY_WEIGHTS, MIRROR, orient
 
@@ -19,37 +20,17 @@ _MAX_SOURCES, _MAX_SIDE = 4, 1024
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, columns: int | None, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is {tensor!r}; wanted a torch.Tensor")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; wanted {dtype}")
-    if tensor.dim() != (1 if columns is None else 2) or (columns is not None and tensor.shape[1] != columns):
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; wanted {'[n]' if columns is None else f'[n, {columns}]'}"
-        )
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; wanted {device}, where the first source is")
-
-
 def _check_sources(sources: Sequence[Tensor]) -> None:
     if not 1 <= len(sources) <= _MAX_SOURCES:
         raise ValueError(f"sources has {len(sources)} tensors; wanted 1 to {_MAX_SOURCES}")
     for i, source in enumerate(sources):
         name = f"sources[{i}]"
-        if not isinstance(source, Tensor):
-            raise TypeError(f"{name} is {source!r}; wanted a torch.Tensor")
-        if source.dtype != torch.uint8:
-            raise TypeError(f"{name} has dtype {source.dtype}; wanted torch.uint8")
-        if source.dim() != 4 or source.shape[3] != 3:
-            raise ValueError(f"{name} has shape {tuple(source.shape)}; wanted [rows, H, W, 3]")
+        check_tensor(name, source, (torch.uint8,), ("rows", "H", "W", 3), beside=("sources[0]", sources[0]))
         if source.shape[1:] != sources[0].shape[1:]:
             raise ValueError(
                 f"{name} has shape {tuple(source.shape)}; wanted images like those of sources[0],"
                 f" {tuple(sources[0].shape)}"
             )
-        if source.device != sources[0].device:
-            raise ValueError(f"{name} is on {source.device}; wanted {sources[0].device}, where the first source is")
     height, width = sources[0].shape[1:3]
     if not (1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE):
         raise ValueError(f"sources hold images of {height}x{width} pixels; wanted sides of 1 to {_MAX_SIDE}")
@@ -69,36 +50,41 @@ def augment(
     channels: int = 3,
     plain: bool = False,
 ) -> Tensor:
-    """Makes views of images (docs/specification/mose.md section 5.3): one launch on CUDA, one pass
-    over the views on the CPU.
+    """Makes views of images: one launch on CUDA, one pass over the views on the CPU.
 
-    A view shows one row in one of sixteen fixed orientations. If it has a draw, it is then
-    mirrored, cropped and resized (bilinear, reflection at the borders), colour-jittered (before
-    normalisation, or after it as released), normalised and made grey as the draw says; else it is
-    only normalised. Arithmetic is fp32 and rounded once to ``dtype``; autocast does not change
-    that. Nothing is differentiated. Before that rounding, native code is within 1e-5 (1 + |value|)
-    of :func:`mose_fast.reference.augment.augment` in float64. The reference in float32, which
-    serves where there is no native code and with ``plain``, is within max(1e-5, 2**-21 side / std)
-    (1 + |value|), for the longer side and the smallest std: PyTorch rounds the positions at which a
-    crop samples, by a few units in the last place of the side, and from pixel to pixel a normalised
-    value changes by up to 1 / std.
+    Each view shows one row in one of sixteen fixed orientations. If it has drawn parameters, it is
+    then mirrored, cropped and resized (bilinear, reflection at the borders), colour-jittered
+    (before normalisation, or after it as released), normalised and made grey, as they say; else it
+    is only normalised. The same in PyTorch::
+
+        images = torch.cat(sources)[rows][layout[:, 0]].permute(0, 3, 1, 2) / 255
+        images = orient(images, layout[:, 1])
+        views = apply_views(images, codes[layout[:, 2]], factors[layout[:, 2]], mean, std)
+
+    Arithmetic is float32, whatever autocast says, rounded once to ``dtype``. Nothing is
+    differentiated. Before that rounding, native code is within 1e-5 (1 + |value|) of
+    :func:`mose_fast.reference.augment.augment` in float64. The reference in float32, which serves
+    where there is no native code and with ``plain``, is within max(1e-5, 2**-21 side / std)
+    (1 + |value|), with the longer side and the smallest std: PyTorch rounds the positions at which
+    a crop samples by a few units in the last place of the side, and from pixel to pixel a
+    normalised value changes by up to 1 / std.
 
     Args:
         sources: 1 to 4 tensors uint8 [rows, H, W, 3] on one device, such as stream buffer and
-        replay memory; H, W up to 1,024.
-        rows: int64 [R], the rows of the step, numbered through all sources, those of the first
-        source first; -1: padding.
-        layout: int32 [V, 3], what each view shows: position in ``rows``, orientation code (see
-            :func:`mose_fast.reference.augment.orient`), row of ``codes`` and ``factors`` or -1 for
+            replay memory; H, W up to 1,024.
+        rows: int64 [R], the step's rows, numbered through all sources, those of the first source
+            first; -1: padding.
+        layout: int32 [V, 3], what each view shows: position in ``rows``, orientation code
+            (:func:`mose_fast.reference.augment.orient`), row of ``codes`` and ``factors`` or -1 for
             a view that is not augmented.
         codes: int32 [D, 6] from :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`.
-        factors: float32 [D, 4] from there.
-        mean: Of images in [0, 1], by channel.
-        std: Alike.
+        factors: float32 [D, 4] from the same call.
+        mean: Mean of each of the 3 channels of images in [0, 1].
+        std: Standard deviation of each channel.
         jitter_normalised: Jitter normalised images, clamping them to [0, 1].
         dtype: float32, float16 or bfloat16.
         channels: 3, or 4 or 8 for channels of zeros behind the three.
-        plain: In plain PyTorch, also where there is native code.
+        plain: Use plain PyTorch, also where there is native code.
 
     Returns:
         ``dtype`` [V, channels, H, W], contiguous in channels_last order. Views of padding are zero.
@@ -109,30 +95,28 @@ def augment(
         IndexError: A number in ``rows`` or ``layout`` is out of range. On CUDA, where looking would
             wait for the card, such a view is all NaN instead, and so is every loss computed from
             it.
+
+    Source: docs/specification/mose.md section 5.3.
     """
     _check_sources(sources)
-    device = sources[0].device
-    _check("rows", rows, torch.int64, None, device)
-    _check("layout", layout, torch.int32, 3, device)
-    _check("codes", codes, torch.int32, 6, device)
-    _check("factors", factors, torch.float32, 4, device)
+    beside = ("sources[0]", sources[0])
+    check_tensor("rows", rows, (torch.int64,), ("n",), beside=beside)
+    check_tensor("layout", layout, (torch.int32,), ("n", 3), beside=beside)
+    check_tensor("codes", codes, (torch.int32,), ("n", 6), beside=beside)
+    check_tensor("factors", factors, (torch.float32,), ("n", 4), beside=beside)
     if len(codes) != len(factors):
         raise ValueError(
             f"codes has shape {tuple(codes.shape)} and factors {tuple(factors.shape)}; wanted as many rows in both"
         )
     for name, numbers in (("mean", mean), ("std", std)):
-        if len(numbers) != 3:
-            raise ValueError(f"{name} is {numbers!r}; wanted 3 numbers")
+        require(len(numbers) == 3, name, numbers, "3 numbers")
     if dtype not in _DTYPES:
         raise TypeError(f"dtype is {dtype}; wanted float32, float16 or bfloat16")
-    if channels not in (3, 4, 8):
-        raise ValueError(f"channels is {channels!r}; wanted 3, 4 or 8")
+    check_choice("channels", channels, (3, 4, 8))
     arguments = (list(sources), rows, layout, codes, factors, list(mean), list(std), jitter_normalised, dtype, channels)
     if plain or not _loader.serves(sources[0]):
         return reference.augment(*arguments)
-    if torch.compiler.is_compiling():
-        return torch.ops.mose_fast.augment(*arguments)
-    return _loader.native.augment(*arguments)
+    return _loader.ops().augment(*arguments)
 
 
 if _loader.native is not None:

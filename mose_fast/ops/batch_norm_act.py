@@ -1,11 +1,10 @@
-"""Batch norm with what surrounds it in a residual network: an add and a ReLU behind, the norm and
-ReLU of another layer before.
+"""Batch norm with its surroundings in a residual network: the residual add and ReLU after it, the
+norm and ReLU of another layer before it.
 
-The statistics and everything else are computed in float32 (float64 for float64 maps), whatever
-autocast says. On a card kernels serve maps of float32, bfloat16 and float16 with a multiple of 8
-channels, in channels_last memory (others are copied into it); everything else, the CPU and
-torch.compile get PyTorch's operations. The kernels' sums have a fixed order, so that two runs agree
-bit for bit.
+Everything is computed in float32 (float64 for float64 maps), whatever autocast says. On a card
+kernels serve maps of float32, bfloat16 and float16 with a multiple of 8 channels, in channels_last
+memory (others are copied into it). PyTorch's operations serve everything else, the CPU and
+torch.compile. The kernels sum in a fixed order, so that two runs agree bit for bit.
 """
 
 from __future__ import annotations
@@ -17,6 +16,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
+from mose_fast.ops.checks import (
+    FLOATS,
+    MAP,
+    check_integer,
+    check_norm,
+    check_rows,
+    check_statistics,
+    check_tensor,
+    wide_dtype,
+)
 from mose_fast.ops.maps import aligned, aligned_row, say_once
 from mose_fast.reference import batch_norm as reference_norm
 from mose_fast.reference import batch_norm_act as reference
@@ -24,54 +33,17 @@ from mose_fast.reference.batch_norm import Norm
 
 __all__ = ["MOST_CONSUMERS", "Norm", "batch_norm_act", "norm_state"]
 
-#: Gradients that one backward pass adds up.
+#: The largest number of gradients that one backward pass adds up.
 MOST_CONSUMERS = 8
 
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-
-def _check_map(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {x!r}; wanted a torch.Tensor")
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"{name} has dtype {x.dtype}; wanted float32, float64, bfloat16 or float16")
-    if x.dim() != 4:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted [N, C, H, W]")
-
-
-def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
-    if not isinstance(norm, Norm):
-        raise TypeError(f"{name} is {norm!r}; wanted a Norm, as Norm.of(module) returns it")
-    for part in ("weight", "bias", "running_mean", "running_var"):
-        vector = getattr(norm, part)
-        if vector is not None and tuple(vector.shape) != (x.shape[1],):
-            raise ValueError(
-                f"{name}.{part} has shape {tuple(vector.shape)}; wanted ({x.shape[1]},), the map's channels"
-            )
-        if vector is not None and vector.device != x.device:
-            raise ValueError(f"{name}.{part} is on {vector.device}; wanted {x.device}, where the map is")
-    if not norm.training and (norm.running_mean is None or norm.running_var is None):
-        raise ValueError(f"{name}.training is False without running statistics; wanted both")
-
-
-def _check_rows(valid_rows: int | Tensor | None, x: Tensor) -> None:
-    if isinstance(valid_rows, Tensor):
-        if valid_rows.dtype != torch.int32 or valid_rows.dim() != 0:
-            raise TypeError(
-                f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted None, an int or an int32 scalar"
-            )
-        if valid_rows.device != x.device:
-            raise ValueError(f"valid_rows is on {valid_rows.device}; wanted {x.device}, where x is")
-    elif valid_rows is not None and (
-        isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= len(x)
-    ):
-        raise ValueError(f"valid_rows is {valid_rows!r}; wanted 0 to {len(x)}, the images of x")
-
-
-def _check_elements(norm: Norm, x: Tensor, valid_rows: int | Tensor | None) -> None:
-    rows = len(x) if valid_rows is None else valid_rows
-    if norm.training and not isinstance(rows, Tensor) and rows * x.shape[2] * x.shape[3] == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+def _check(x: Tensor, norms: dict[str, Norm], valid_rows: int | Tensor | None) -> None:
+    check_tensor("x", x, FLOATS, MAP)
+    if valid_rows is not None:
+        check_rows("valid_rows", valid_rows, len(x), ("x", x))
+    for name, norm in norms.items():
+        check_norm(name, norm, x.shape[1], x)
+        check_statistics(norm, x.shape, valid_rows)
 
 
 def _serves(x: Tensor, *norms: Norm) -> bool:
@@ -122,63 +94,54 @@ def batch_norm_act(
     consumers: int = 1,
     valid_rows: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """y = relu(norm(x') + r), with batch norm as Ioffe and Szegedy 2015 define it (running
-    statistics as PyTorch's).
+    """Computes y = relu(norm(x) + residual): batch norm, residual add and ReLU in one op.
+
+    The same in PyTorch, for a ``BatchNorm2d`` and without the terms whose argument is None::
+
+        x = F.relu(scale * (x - mean) + shift)  # of the prologue's rows
+        y = F.relu(norm(x) + residual_norm(residual))
 
     Args:
         x: [N, C, H, W], float32, bfloat16 or float16; float64 is computed by the reference.
         norm: Parameters and running statistics; in training the latter are updated in place.
-        relu: Without, y = norm(x') + r.
-        residual: r, of the shape of ``x``; another dtype is cast to that of ``x``.
-        residual_norm: r is this norm of ``residual``: the two norms of a block that changes the
-        shape, in one pass.
-        prologue: The state [4, C], float32, of the norm of the layer before: x' = relu(scale (x -
-            mean) + shift) instead of x, computed while ``x`` is read and never rounded to its
-            dtype. Not together with ``residual``.
+        relu: Whether to rectify; False: y = norm(x) + residual.
+        residual: A map of the shape of ``x``; another dtype is cast to that of ``x``.
+        residual_norm: The norm of ``residual``, for a block that changes the shape: both norms in
+            one pass.
+        prologue: float32 [4, C], the state of the norm over ``x``, which with its ReLU is still to
+            be applied: computed while ``x`` is read and never rounded to its dtype. Not together
+            with ``residual``.
         consumers: How many results are wanted, 1 to 8. They are the same values in the same memory;
             autograd sends each its own gradient, and the backward pass adds them up while it loads
             them. Do not change one in place.
-        valid_rows: Images from this one on are padding: never read, never counted, zero in the
-            result and in every gradient. None: there is none. An int32 scalar on the device of
-            ``x`` is read by the kernel alone, at each call (and replay), cut to [0, N].
+        valid_rows: The number of valid images; the images after them are padding: never read, not
+            counted, zero in the result and in every gradient. An int, or an int32 scalar on the
+            device of ``x``, read there at each call (and replay) and cut to [0, N]. None: every
+            image is valid.
 
     Returns:
         y, of the shape and dtype of ``x``; a tuple of them if ``consumers`` is not 1.
 
     Raises:
         TypeError: A dtype does not fit.
-        ValueError: A shape, a device or a number does not fit; one element a channel in training.
+        ValueError: A shape, a device or a number does not fit; one element a channel in training,
+            PyTorch's own error.
+
+    Source: Ioffe and Szegedy 2015, running statistics as PyTorch's;
+    mose_fast/reference/batch_norm_act.py.
     """
-    _check_map("x", x)
-    _check_norm("norm", norm, x)
-    _check_rows(valid_rows, x)
-    _check_elements(norm, x, valid_rows)
+    norms = {"norm": norm} if residual_norm is None else {"norm": norm, "residual_norm": residual_norm}
+    _check(x, norms, valid_rows)
     if residual is not None:
-        _check_map("residual", residual)
-        if residual.shape != x.shape or residual.device != x.device:
-            raise ValueError(
-                f"residual has shape {tuple(residual.shape)} on {residual.device}; wanted {tuple(x.shape)} on"
-                f" {x.device}, as x has"
-            )
-    if residual_norm is not None:
-        if residual is None:
-            raise ValueError("residual is None with a residual_norm; wanted the map that it normalises")
-        _check_norm("residual_norm", residual_norm, x)
-        _check_elements(residual_norm, x, valid_rows)
+        check_tensor("residual", residual, FLOATS, x.shape, beside=("x", x))
+    elif residual_norm is not None:
+        raise ValueError("residual is None with a residual_norm; wanted the map that it normalises")
     if prologue is not None:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if not isinstance(prologue, Tensor) or prologue.dtype != wide:
-            raise TypeError(f"prologue is {getattr(prologue, 'dtype', prologue)}; wanted a state of {wide}")
-        if tuple(prologue.shape) != (4, x.shape[1]) or prologue.device != x.device:
-            raise ValueError(
-                f"prologue has shape {tuple(prologue.shape)} on {prologue.device}; wanted (4, {x.shape[1]}) on"
-                f" {x.device}"
-            )
+        check_tensor("prologue", prologue, (wide_dtype(x),), (4, x.shape[1]), beside=("x", x))
         if residual is not None:
             raise ValueError("prologue and residual are both given; wanted at most one of them")
-    if isinstance(consumers, bool) or not isinstance(consumers, int) or not 1 <= consumers <= MOST_CONSUMERS:
-        raise ValueError(f"consumers is {consumers!r}; wanted 1 to {MOST_CONSUMERS}")
-    if not _serves(x, *(each for each in (norm, residual_norm) if each is not None)):
+    check_integer("consumers", consumers, 1, MOST_CONSUMERS)
+    if not _serves(x, *norms.values()):
         return reference.batch_norm_act(
             x,
             norm,
@@ -202,13 +165,19 @@ def batch_norm_act(
 
 
 def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) -> Tensor:
-    """The statistics' half alone: the state that :func:`batch_norm_act` and the alignment ops take
-    as a prologue.
+    """Takes the statistics of a norm over ``x``: the state that :func:`batch_norm_act`,
+    ``align_conv`` and ``norm_pool`` apply.
+
+    The same in PyTorch::
+
+        var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)  # in evaluation the running ones
+        inverse = (var + eps).rsqrt()
+        torch.stack([mean, inverse, weight * inverse, bias])
 
     Args:
-        x: [N, C, H, W], float32, bfloat16 or float16; float64 is computed by the reference.
-        norm: As in :func:`batch_norm_act`.
-        valid_rows: As in :func:`batch_norm_act`.
+        x: As for :func:`batch_norm_act`, as are the others.
+        norm: Parameters and running statistics.
+        valid_rows: The number of valid images.
 
     Returns:
         float32 (float64) [4, C]: mean, inverse deviation, scale (weight x inverse deviation), shift
@@ -218,10 +187,7 @@ def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or a number does not fit; one element a channel in training.
     """
-    _check_map("x", x)
-    _check_norm("norm", norm, x)
-    _check_rows(valid_rows, x)
-    _check_elements(norm, x, valid_rows)
+    _check(x, {"norm": norm}, valid_rows)
     if not _serves(x, norm):
         return reference_norm.norm_state(x, norm, valid_rows)
     norm = _with_floats(norm)

@@ -15,74 +15,26 @@ import torch
 from torch import Tensor
 
 from mose_fast import _loader
+from mose_fast.ops.checks import FLOATS, check_choice, check_integer, check_rows, check_tensor, require
 from mose_fast.reference import expert_losses as reference
 
 __all__ = ["contrastive_loss", "expert_losses", "masked_cross_entropy", "self_distillation"]
 
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DISTILLATIONS = ("off", "rsd", "sd")
 _REDUCTIONS = ("frobenius", "mean_of_norms")
 _WHICH = ("off", "last", "all")
 
 
-def _check_floats(name: str, tensor: Tensor, wanted: str, sizes: tuple[int | None, ...]) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is {tensor!r}; wanted a torch.Tensor")
-    if tensor.dtype not in _FLOATS:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; wanted float32, float64, bfloat16 or float16")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} has layout {tensor.layout}; wanted torch.strided")
-    if tensor.dim() != len(sizes) or any(
-        size is not None and size != given for size, given in zip(sizes, tensor.shape, strict=True)
-    ):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; wanted {wanted}")
+def _check_labels(labels: Tensor, rows: int, owner: str, like: Tensor) -> None:
+    check_tensor(
+        "labels", labels, (torch.int64,), (rows,), beside=(owner, like), because=f", one for each row of {owner}"
+    )
 
 
-def _check_labels(labels: Tensor, rows: int, owner: str, device: torch.device) -> None:
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels is {labels!r}; wanted a torch.Tensor")
-    if labels.dtype != torch.int64:
-        raise TypeError(f"labels has dtype {labels.dtype}; wanted int64")
-    if tuple(labels.shape) != (rows,):
-        raise ValueError(f"labels has shape {tuple(labels.shape)}; wanted ({rows},), one for each row of {owner}")
-    _check_device("labels", labels, device, owner)
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device, owner: str) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; wanted {device}, where {owner} is")
-
-
-def _check_mask(name: str, mask: Tensor | None, classes: int, device: torch.device) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"{name} is {getattr(mask, 'dtype', mask)!r}; wanted a bool tensor or None")
-    if tuple(mask.shape) != (classes,):
-        raise ValueError(f"{name} has shape {tuple(mask.shape)}; wanted ({classes},), one for each class of logits")
-    _check_device(name, mask, device, "logits")
-
-
-def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature!r}; wanted a number above 0")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; wanted one of {', '.join(choices)}")
-
-
-def _check_count(name: str, count: int | Tensor, most: int, device: torch.device) -> None:
-    if isinstance(count, Tensor):
-        if count.dtype != torch.int32 or count.dim() != 0:
-            raise TypeError(f"{name} is {count.dtype} {tuple(count.shape)}; wanted an int or an int32 scalar")
-        _check_device(name, count, device, "projections")
-        if device.type != "cpu" or torch.compiler.is_compiling():
-            return  # its value is known to the kernel alone
-        count = int(count)
-    if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0 or count > most:
-        raise ValueError(f"{name} is {count!r}; wanted 0 to {most}")
+def _check_mask(name: str, mask: Tensor | None, logits: Tensor) -> None:
+    if mask is not None:
+        because = ", one for each class of logits"
+        check_tensor(name, mask, (torch.bool,), logits.shape[-1:], beside=("logits", logits), because=because)
 
 
 def _check_classes(labels: Tensor, new_rows: int, mask: Tensor | None, classes: int) -> None:
@@ -173,49 +125,42 @@ def expert_losses(
         ValueError: A shape, device, number or (on the CPU) label does not fit.
         RuntimeError: The result is differentiated twice.
     """
-    _check_floats(
-        "projections", projections, "[experts, rows, projection size] with at least one expert", (None, None, None)
+    check_tensor(
+        "projections",
+        projections,
+        FLOATS,
+        ("experts", "rows", "size"),
+        filled=(0,),
+        because=" with at least one expert",
     )
     experts, rows, _ = projections.shape
-    if experts < 1:
-        raise ValueError(f"projections has shape {tuple(projections.shape)}; wanted at least one expert")
-    _check_floats(
-        "logits",
-        logits,
-        f"({experts}, {rows}, classes), as projections {tuple(projections.shape)}",
-        (experts, rows, None),
-    )
-    _check_floats(
-        "features",
-        features,
-        f"({experts}, {rows}, size), as projections {tuple(projections.shape)}",
-        (experts, rows, None),
-    )
-    size = features.shape[2]
-    _check_floats("student", student, f"({rows}, {size}), as features {tuple(features.shape)}", (rows, size))
-    device = projections.device
-    _check_labels(labels, rows, "projections", device)
-    for name, tensor in (("logits", logits), ("features", features), ("student", student)):
-        _check_device(name, tensor, device, "projections")
-    _check_mask("current_classes", current_classes, logits.shape[2], device)
+    beside = ("projections", projections)
+    because = f", as projections {tuple(projections.shape)}"
+    check_tensor("logits", logits, FLOATS, (experts, rows, "classes"), beside=beside, because=because)
+    check_tensor("features", features, FLOATS, (experts, rows, "size"), beside=beside, because=because)
+    because = f", as features {tuple(features.shape)}"
+    check_tensor("student", student, FLOATS, features.shape[1:], beside=beside, because=because)
+    _check_labels(labels, rows, *beside)
+    _check_mask("current_classes", current_classes, logits)
     if valid_rows is not None:
-        _check_count("valid_rows", valid_rows, rows, device)
-    _check_count("new_rows", new_rows, valid_rows if isinstance(valid_rows, int) else rows, device)
-    _check_temperature(temperature)
-    _check_choice("cross_entropy", cross_entropy, _WHICH)
-    _check_choice("contrastive", contrastive, _WHICH)
-    _check_choice("distillation", distillation, _DISTILLATIONS)
-    _check_choice("rsd_reduction", rsd_reduction, _REDUCTIONS)
-    if student_index is None:
-        student_index = experts - 1
-    elif isinstance(student_index, bool) or not isinstance(student_index, int) or not 0 <= student_index < experts:
-        raise ValueError(f"student_index is {student_index!r}; wanted 0 to {experts - 1} or None")
-
+        check_rows("valid_rows", valid_rows, rows, beside)
+    check_rows("new_rows", new_rows, valid_rows if isinstance(valid_rows, int) else rows, beside)
+    require(temperature > 0, "temperature", temperature, "a number above 0")
+    check_choice("cross_entropy", cross_entropy, _WHICH)
+    check_choice("contrastive", contrastive, _WHICH)
+    check_choice("distillation", distillation, _DISTILLATIONS)
+    check_choice("rsd_reduction", rsd_reduction, _REDUCTIONS)
+    student_index = experts - 1 if student_index is None else student_index
+    check_integer("student_index", student_index, 0, experts - 1)
     if not _serves(projections, logits, features, student):
-        if device.type == "cpu" and cross_entropy != "off" and not torch.compiler.is_compiling():
+        if projections.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Scalars can be read here; csrc/cpu checks all of this itself.
             valid = rows if valid_rows is None else int(valid_rows)
-            _check_classes(labels[:valid], int(new_rows), current_classes, logits.shape[2])
-        with torch.autocast(device.type, enabled=False):
+            check_integer("valid_rows", valid, 0, rows)
+            check_integer("new_rows", int(new_rows), 0, valid)
+            if cross_entropy != "off":
+                _check_classes(labels[:valid], int(new_rows), current_classes, logits.shape[2])
+        with torch.autocast(projections.device.type, enabled=False):
             return reference.expert_losses(
                 projections,
                 logits,
@@ -273,9 +218,9 @@ def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Te
         TypeError: A dtype or layout does not fit.
         ValueError: A shape, a device or ``temperature`` does not fit.
     """
-    _check_floats("features", features, "[rows, size]", (None, None))
-    _check_labels(labels, len(features), "features", features.device)
-    _check_temperature(temperature)
+    check_tensor("features", features, FLOATS, ("rows", "size"))
+    _check_labels(labels, len(features), "features", features)
+    require(temperature > 0, "temperature", temperature, "a number above 0")
     if not _serves(features):
         with torch.autocast(features.device.type, enabled=False):
             return reference.contrastive_loss(features, labels, temperature)
@@ -303,10 +248,10 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None 
         TypeError: A dtype or layout does not fit.
         ValueError: A shape, a device or (on the CPU) a label does not fit.
     """
-    _check_floats("logits", logits, "[rows, classes]", (None, None))
+    check_tensor("logits", logits, FLOATS, ("rows", "classes"))
     rows = len(logits)
-    _check_labels(labels, rows, "logits", logits.device)
-    _check_mask("classes", classes, logits.shape[1], logits.device)
+    _check_labels(labels, rows, "logits", logits)
+    _check_mask("classes", classes, logits)
     if not _serves(logits):
         if logits.device.type == "cpu" and not torch.compiler.is_compiling():
             _check_classes(labels, rows, classes, logits.shape[1])
@@ -336,10 +281,9 @@ def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tenso
         TypeError: A dtype or layout does not fit.
         ValueError: A shape, a device or ``reduction`` does not fit.
     """
-    _check_floats("student", student, "[rows, size]", (None, None))
-    _check_floats("teacher", teacher, f"{tuple(student.shape)}, as student", tuple(student.shape))
-    _check_device("teacher", teacher, student.device, "student")
-    _check_choice("reduction", reduction, _REDUCTIONS)
+    check_tensor("student", student, FLOATS, ("rows", "size"))
+    check_tensor("teacher", teacher, FLOATS, student.shape, beside=("student", student), because=", as student")
+    check_choice("reduction", reduction, _REDUCTIONS)
     if not _serves(student, teacher):
         with torch.autocast(student.device.type, enabled=False):
             return reference.self_distillation(student, teacher, reduction)

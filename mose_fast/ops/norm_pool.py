@@ -1,8 +1,8 @@
-"""A norm, its ReLU and the global average pool in one pass: the normalised map is never written.
+"""A norm, its ReLU and the global average pool in one pass; the normalised map is never written.
 
-Native code serves float32, bfloat16 and float16; it computes in float32 and rounds once. Autocast
-changes nothing. Sums have a fixed order, so that two runs agree bit for bit. float64, and
-everything where no library was built, is the reference's.
+Native code serves float32, bfloat16 and float16: it computes in float32, rounds once, and sums in a
+fixed order, so that two runs agree bit for bit. The reference serves float64, and everything where
+there is no library. Autocast changes nothing.
 """
 
 from __future__ import annotations
@@ -14,59 +14,44 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
+from mose_fast.ops.checks import FLOATS, MAP, check_rows, check_tensor, wide_dtype
 from mose_fast.ops.maps import say_once
 from mose_fast.reference import norm_pool as reference
 
 __all__ = ["norm_pool"]
 
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
 
 def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
-    """The mean over the pixels of relu(scale (x - mean) + shift): last norm, ReLU and pool of the
-    network (paper section 4.1).
+    """Averages relu(norm(x)) over the pixels: last norm, ReLU and pool of the network.
+
+    The same in PyTorch::
+
+        mean, _, scale, shift = state[:, None, :, None, None]
+        F.relu(scale * (x - mean) + shift).mean(dim=(2, 3))  # without a state: x.mean(dim=(2, 3))
 
     Args:
-        x: [N, C, H, W], best in channels_last memory; other memory is copied first, which is said
-        once.
-        state: float32 [4, C] (float64 beside float64), rows mean, inverse deviation, scale and
-            shift, as :func:`mose_fast.reference.batch_norm.norm_state` gives them. Its gradient
-            flows; the inverse deviation's is 0. None: the mean of ``x`` itself.
-        valid_rows: Images from this one on are padding: zero in the result and in every gradient,
-            never read. An int, or an int32 scalar on the device of ``x``, read there at each call
-            (and replay), cut to [0, N]. None: every image is valid.
+        x: [N, C, H, W], best in channels_last memory; other memory is copied first, with a warning.
+        state: float32 [4, C] (float64 beside float64): mean, inverse deviation, scale and shift, as
+            :func:`mose_fast.ops.batch_norm_act.norm_state` returns them. It receives a gradient,
+            in which that of the inverse deviation is 0. None: the mean of ``x`` itself.
+        valid_rows: The number of valid images; the images after them are padding: never read, zero
+            in the result and in every gradient. An int, or an int32 scalar on the device of ``x``,
+            read there at each call (and replay) and cut to [0, N]. None: every image is valid.
 
     Returns:
-        [N, C] in the dtype of ``x``; native code serves it differentiated once.
+        [N, C] in the dtype of ``x``; native code can be differentiated once.
 
     Raises:
         TypeError: A dtype is not one of the above.
         ValueError: A shape, a device or ``valid_rows`` does not fit.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is {x!r}; wanted a torch.Tensor")
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"x has dtype {x.dtype}; wanted float32, float64, bfloat16 or float16")
-    if x.dim() != 4 or x.shape[2] * x.shape[3] < 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}; wanted [N, C, H, W] with at least one pixel")
-    if state is not None:
-        wanted = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if not isinstance(state, Tensor) or state.dtype != wanted:
-            raise TypeError(f"state is {getattr(state, 'dtype', state)!r}; wanted a {wanted} tensor or None")
-        if tuple(state.shape) != (4, x.shape[1]):
-            raise ValueError(f"state has shape {tuple(state.shape)}; wanted (4, {x.shape[1]})")
-        _check_device("state", state, x)
-    if isinstance(valid_rows, Tensor):
-        if valid_rows.dtype != torch.int32 or valid_rows.dim() != 0:
-            raise TypeError(
-                f"valid_rows is {valid_rows.dtype} {tuple(valid_rows.shape)}; wanted an int or an int32 scalar"
-            )
-        _check_device("valid_rows", valid_rows, x)
-    elif valid_rows is not None and (
-        isinstance(valid_rows, bool) or not isinstance(valid_rows, int) or not 0 <= valid_rows <= len(x)
-    ):
-        raise ValueError(f"valid_rows is {valid_rows!r}; wanted 0 to {len(x)}")
 
+    Source: paper section 4.1; mose_fast/reference/norm_pool.py.
+    """
+    check_tensor("x", x, FLOATS, MAP, filled=(2, 3), because=" with at least one pixel")
+    if state is not None:
+        check_tensor("state", state, (wide_dtype(x),), (4, x.shape[1]), beside=("x", x))
+    if valid_rows is not None:
+        check_rows("valid_rows", valid_rows, len(x), ("x", x))
     if x.dtype == torch.float64 or not _loader.serves(x):
         with torch.autocast(x.device.type, enabled=False):
             return reference.norm_pool(x, state, valid_rows)
@@ -76,11 +61,6 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
             stacklevel=3,
         )
     return _NormPool.apply(x, state, valid_rows)
-
-
-def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
-    if tensor.device != x.device:
-        raise ValueError(f"{name} is on {tensor.device}; wanted {x.device}, where x is")
 
 
 class _NormPool(torch.autograd.Function):

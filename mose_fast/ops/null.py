@@ -1,8 +1,7 @@
-"""Template op: an identity that copies. It does nothing useful; docs/adding_an_op.md walks through
-it.
+"""Template op: an identity that copies. docs/adding_an_op.md walks through it.
 
-``mose_fast/ops/<stem>.py`` is the public face of a native op: it checks what the user gave, picks
-the native code or the reference, and makes the op known to autograd and to ``torch.compile``.
+``mose_fast/ops/<stem>.py`` is the public face of a native op: it checks what the user gave, chooses
+native code or the reference, and makes the op known to autograd and to ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ __all__ = ["null"]
 
 
 def null(x: torch.Tensor) -> torch.Tensor:
-    """Copies ``x``.
+    """Copies ``x``: ``x.clone(memory_format=torch.contiguous_format)``.
 
     Args:
-        x: Any shape, dtype, layout of strides and device; it is not changed.
+        x: A tensor of any shape, dtype, strides and device; it is not changed.
 
     Returns:
-        A new contiguous tensor with the shape, dtype, device and values of ``x``; its gradient is
-        the gradient of ``x``.
+        A new contiguous tensor with the shape, dtype, device and values of ``x``; differentiable
+        any number of times.
 
     Raises:
         TypeError: ``x`` is not a tensor.

@@ -276,9 +276,9 @@ def test_statistics_of_a_large_mean():
         (
             lambda a: a.update(pointwise=a["pointwise"][:, :4]),
             ValueError,
-            r"pointwise has shape \(8, 4, 1, 1\); wanted \(8, 8, 1, 1\)",
+            r"pointwise has shape \(8, 4, 1, 1\); wanted \[out_channels, 8, 1, 1\]",
         ),
-        (lambda a: a.update(pointwise=a["pointwise"].view(8, 8)), ValueError, r"pointwise is torch.Size\(\[8, 8\]\)"),
+        (lambda a: a.update(pointwise=a["pointwise"].view(8, 8)), ValueError, r"pointwise has shape \(8, 8\)"),
         (lambda a: a.update(norm=nn.BatchNorm2d(8)), TypeError, "norm is BatchNorm2d"),
         (
             lambda a: a.update(norm=a["norm"]._replace(weight=torch.ones(4))),
@@ -295,7 +295,11 @@ def test_statistics_of_a_large_mean():
             ValueError,
             "one of running_mean and running_var",
         ),
-        (lambda a: a.update(norm=Norm(None, None, None, None, training=False)), ValueError, "no running statistics"),
+        (
+            lambda a: a.update(norm=Norm(None, None, None, None, training=False)),
+            ValueError,
+            "norm.training is False without running statistics",
+        ),
         (lambda a: a.update(prologue=a["prologue"][:2]), ValueError, r"prologue has shape \(2, 8\); wanted \(4, 8\)"),
         (lambda a: a.update(prologue=a["prologue"].double()), TypeError, "prologue has dtype torch.float64"),
         (
@@ -304,7 +308,7 @@ def test_statistics_of_a_large_mean():
             r"gate has shape \(3, 8, 4, 2\); wanted \(3, 8, 4, 4\)",
         ),
         (lambda a: a.update(gate=a["gate"].half()), TypeError, "gate has dtype torch.float16"),
-        (lambda a: a.update(valid_rows=4), ValueError, "valid_rows is 4; wanted 0 to 3"),
+        (lambda a: a.update(valid_rows=4), ValueError, "valid_rows is 4; wanted an integer from 0 to 3"),
         (lambda a: a.update(valid_rows=True), ValueError, "valid_rows is True"),
         (lambda a: a.update(valid_rows=torch.tensor(2)), TypeError, "valid_rows is torch.int64"),
         (

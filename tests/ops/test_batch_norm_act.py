@@ -484,7 +484,7 @@ def test_errors():
         batch_norm_act(x, norm, residual=x[:2])
     with pytest.raises(ValueError, match="residual is None with a residual_norm"):
         batch_norm_act(x, norm, residual_norm=norm)
-    with pytest.raises(TypeError, match=r"prologue is torch\.float64"):
+    with pytest.raises(TypeError, match=r"prologue has dtype torch\.float64; wanted torch\.float32"):
         batch_norm_act(x, norm, prologue=torch.zeros(4, 8, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"prologue has shape \(3, 8\)"):
         batch_norm_act(x, norm, prologue=torch.zeros(3, 8))

@@ -291,7 +291,7 @@ BAD = {
     "shape of logits": (
         lambda a: a.update(logits=a["logits"][:, :-1]),
         ValueError,
-        r"logits has shape \(3, 21, 11\); wanted \(3, 22, classes\), as projections",
+        r"logits has shape \(3, 21, 11\); wanted \[3, 22, classes\], as projections",
     ),
     "shape of student": (
         lambda a: a.update(student=a["student"][:, :-1]),
@@ -309,13 +309,13 @@ BAD = {
     "mask": (
         lambda a: a.update(current_classes=a["current_classes"].float()),
         TypeError,
-        "current_classes is torch.float32; wanted a bool",
+        "current_classes has dtype torch.float32; wanted torch.bool",
     ),
     "temperature": (lambda a: a.update(temperature=0.0), ValueError, "temperature is 0.0; wanted a number above 0"),
     "dtype": (
         lambda a: a.update(projections=a["projections"].detach().int()),
         TypeError,
-        "projections has dtype torch.int32; wanted float32",
+        "projections has dtype torch.int32; wanted torch.float32",
     ),
     "layout": (
         lambda a: a.update(student=a["student"].detach().to_sparse()),
@@ -327,18 +327,18 @@ BAD = {
         ValueError,
         "features is on meta; wanted cpu, where projections is",
     ),
-    "new rows": (lambda a: a.update(new_rows=23), ValueError, "new_rows is 23; wanted 0 to 22"),
+    "new rows": (lambda a: a.update(new_rows=23), ValueError, "new_rows is 23; wanted an integer from 0 to 22"),
     "valid rows": (
         lambda a: a.update(valid_rows=torch.tensor(-1, dtype=torch.int32)),
         ValueError,
-        "valid_rows is -1; wanted 0 to 22",
+        "valid_rows is -1; wanted an integer from 0 to 22",
     ),
     "type of rows": (lambda a: a.update(new_rows=torch.tensor(2)), TypeError, "new_rows is torch.int64"),
-    "student": (lambda a: a.update(student_index=3), ValueError, "student_index is 3; wanted 0 to 2"),
+    "student": (lambda a: a.update(student_index=3), ValueError, "student_index is 3; wanted an integer from 0 to 2"),
     "switch": (
         lambda a: a.update(cross_entropy="first"),
         ValueError,
-        "cross_entropy is 'first'; wanted one of off, last, all",
+        "cross_entropy is 'first'; wanted off, last or all",
     ),
 }
 

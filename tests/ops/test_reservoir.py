@@ -269,7 +269,7 @@ def with_change(name: str, value: object) -> dict[str, object]:
             "x",
             torch.zeros(2, 2, 2, 3, dtype=torch.uint8),
             ValueError,
-            r"x has shape \(2, 2, 2, 3\); wanted \(2, 2, 3, 3\)",
+            r"x has shape \(2, 2, 2, 3\); wanted \[images, 2, 3, 3\]",
         ),
         ("x", torch.zeros(2, 3, dtype=torch.uint8), ValueError, r"x has shape \(2, 3\); wanted \[images, 2, 3, 3\]"),
         ("y", torch.zeros(3, dtype=torch.int64), ValueError, r"y has shape \(3,\); wanted \(2,\)"),
@@ -302,7 +302,7 @@ def test_insert_refuses(name, value, error, message):
     [
         ({"k": -1}, "k is -1; wanted an integer of at least 0"),
         ({"k": 2.0}, "k is 2.0; wanted an integer"),
-        ({"filter": 3}, "filter is 3; wanted one of ALL, ONLY, OTHERS"),
+        ({"filter": 3}, "filter is 3; wanted ALL, ONLY or OTHERS"),
         ({"task": None}, "task is None; wanted an integer"),
         (
             {"tasks": torch.zeros(0, dtype=torch.int64)},
