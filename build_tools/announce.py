@@ -81,10 +81,10 @@ def native_build(
     lists = read_sources(csrc)
     files = lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"]
     if not toolkits or environment.get("MOSE_FAST_BACKEND") == "cpu":
-        return f"{len(files)} files of C++, 2 to 4 minutes on two cores", len(files)
+        return f"{len(files)} files of C++, about a minute on two cores", len(files)
     files += lists["MOSE_FAST_CUDA_SOURCES"]
     text = (
-        f"{len(files)} files of C++ and CUDA for {environment.get('TORCH_CUDA_ARCH_LIST', 'all cards')}, 3 to 6 minutes"
+        f"{len(files)} files of C++ and CUDA for {environment.get('TORCH_CUDA_ARCH_LIST', 'all cards')}, 1 to 2 minutes"
         " on two cores"
     )
     if not has_driver:

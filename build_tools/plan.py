@@ -27,7 +27,7 @@ __all__ = [
 MINIMUM_TORCH = "torch>=2.11"
 EMULATOR = "clang++-19"
 """The compiler of an emulated build."""
-GIB_PER_JOB = 1.5  # one glue file with torch's headers takes 0.8 GiB in g++; the rest is margin
+GIB_PER_JOB = 1.5  # a translation unit of the glue takes 1.0 GiB in g++; the rest is margin
 GIB_RESERVED = 2.0
 
 

@@ -76,10 +76,6 @@ at::Tensor map_of(const at::Tensor& x, const AlignConvInput& in, int64_t channel
                    x.options().memory_format(at::MemoryFormat::ChannelsLast));
 }
 
-at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
-  return at::empty(sizes, x.options().dtype(at::kFloat));
-}
-
 // y, the norm's state, and the depthwise convolution's result if it is wanted.
 std::tuple<at::Tensor, at::Tensor, MaybeTensor> align_conv(const at::Tensor& pointwise, const Norm& norm,
                                                            bool keeps_map, const at::Tensor& x,

@@ -49,10 +49,6 @@ MapShape shape_of(const at::Tensor& x, const MaybeTensor& valid_tensor, std::opt
   return shape;
 }
 
-at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
-  return at::empty(sizes, x.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous));
-}
-
 // [norms, 4, channels]; `mean_rest`: where the first norm's is written, or null.
 at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& other,
                      const std::optional<Norm>& other_norm, const MaybeTensor& prologue, const MapShape& shape,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <optional>
 #include <tuple>
@@ -29,6 +30,11 @@ inline FloatType float_type(const at::Tensor& tensor, const char* name) {
     default:
       TORCH_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(), "; wanted float32, bfloat16 or float16");
   }
+}
+
+// A float32 tensor beside x, not initialised.
+inline at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
+  return at::empty(sizes, x.options().dtype(at::kFloat));
 }
 
 // `count` float32 numbers in a row beside x, from a multiple of `alignment` bytes.

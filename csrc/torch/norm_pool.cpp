@@ -50,10 +50,6 @@ struct Inputs {
               valid.defined() ? valid.const_data_ptr<int32_t>() : nullptr,
               valid_rows < 0 ? x.size(0) : valid_rows};
   }
-
-  at::Tensor empty_floats(at::IntArrayRef sizes) const {
-    return at::empty(sizes, x.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous));
-  }
 };
 
 // pooled [N, C], and the counts and sums [N, C] that backward needs: empty unless `for_backward`
@@ -67,8 +63,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_pool(const at::Tensor& x, co
   const int64_t images = in.params.images;
   const int64_t channels = in.params.channels;
   const at::Tensor pooled = at::empty({images, channels}, in.x.options().memory_format(at::MemoryFormat::Contiguous));
-  const at::Tensor counts = in.empty_floats({keeps ? images : 0, channels});
-  const at::Tensor sums = in.empty_floats({keeps ? images : 0, channels});
+  const at::Tensor counts = floats({keeps ? images : 0, channels}, in.x);
+  const at::Tensor sums = floats({keeps ? images : 0, channels}, in.x);
   const NormPoolForward params{in.params,
                                {pooled.mutable_data_ptr(), in.params.x.type},
                                keeps ? counts.mutable_data_ptr<float>() : nullptr,
@@ -106,7 +102,7 @@ std::tuple<at::Tensor, at::Tensor> norm_pool_backward(const at::Tensor& grad_in,
         "counts or sums do not fit; wanted what the forward call returned");
   }
   const at::Tensor dx = wants_x ? at::empty_like(in.x) : at::Tensor();
-  const at::Tensor dstate = wants_state ? in.empty_floats({kNormRows, in.params.channels}) : at::Tensor();
+  const at::Tensor dstate = wants_state ? floats({kNormRows, in.params.channels}, in.x) : at::Tensor();
   const NormPoolBackward params{in.params,
                                 grad.const_data_ptr(),
                                 wants_state ? counts->const_data_ptr<float>() : nullptr,

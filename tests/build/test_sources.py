@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "MOSE_FAST_CPU_SOURCES": "cpu/*.cpp",
     "MOSE_FAST_CUDA_SOURCES": "cuda/*.cu",
-    "MOSE_FAST_TORCH_SOURCES": "torch/*.cpp",
+    "MOSE_FAST_TORCH_SOURCES": "torch/unit_*.cpp",
 }
 
 
@@ -68,6 +68,13 @@ def test_every_source_on_disk_is_listed_once(name):
     listed = read_sources(ROOT / "csrc")[name]
     on_disk = [str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc").glob(ROOMS[name])]
     assert sorted(listed) == sorted(on_disk)
+
+
+def test_every_file_of_the_glue_is_in_one_translation_unit():
+    folder = ROOT / "csrc" / "torch"
+    units = sorted(folder.glob("unit_*.cpp"))
+    included = [name for unit in units for name in re.findall(r'#include "torch/(\w+\.cpp)"', unit.read_text())]
+    assert sorted(included) == sorted(path.name for path in folder.glob("*.cpp") if path not in units)
 
 
 @pytest.mark.parametrize("room", ["core", "api", "cpu", "cuda"])
