@@ -108,7 +108,7 @@ def damaged(results):
             yield f"{name} missing", damage([name], KeyError)
             yield f"{name} of no known kind", damage([name], object)
         yield "unknown entry", damage(["accuracies"], {})
-        yield "newer version", damage(["schema_version"], 2)
+        yield "newer version", damage(["schema_version"], 3)
         for matrices in ("accuracy", "buffer_accuracy"):
             yield f"{matrices} in percent", damage([matrices, "ncm", "1", 0, 0], 52.1)
             yield f"{matrices} below 0", damage([matrices, "linear", "mean_logit", 1, 0], -0.1)
