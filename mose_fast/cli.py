@@ -136,10 +136,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mose-fast {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = commands.add_parser(
+    def command(name: str, act: Callable[[argparse.Namespace], int], **how: Any) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, allow_abbrev=False, **how)
+        made.set_defaults(act=act)
+        return made
+
+    run = command(
         "run",
+        _run,
         help="train on a stream, evaluate after every task, write results",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
             "Trains on a stream in one pass, evaluates after every task and writes a run folder. `mose-fast list"
@@ -147,7 +152,6 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         epilog="example: mose-fast run --stream digits --width 16 --memory 500 --seed 0",
     )
-    run.set_defaults(act=_run)
     _add_flags(run)
     files = run.add_argument_group("files and everything else")
     files.add_argument("--out", metavar="DIR", help="the run's folder [runs/STREAM-METHOD-PRESET-mMEMORY-sSEED]")
@@ -157,15 +161,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_wandb(run)
 
-    resume = commands.add_parser("resume", help="continue an interrupted run", allow_abbrev=False)
-    resume.set_defaults(act=_resume)
+    resume = command("resume", _resume, help="continue an interrupted run")
     resume.add_argument("folder", metavar="DIR", help="the run's folder")
     _add_wandb(resume)
 
-    many = commands.add_parser(
+    many = command(
         "sweep",
+        _sweep,
         help="run every combination of some settings' values",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
             "Runs every combination of some settings' values, each in a run folder of its own. Finished runs are not"
@@ -176,7 +179,6 @@ def build_parser() -> argparse.ArgumentParser:
             " runs/first"
         ),
     )
-    many.set_defaults(act=_sweep)
     many.add_argument(
         "file", metavar="FILE", nargs="?", help=".toml or .json file: settings as for run --config, and a table [grid]"
     )
@@ -199,10 +201,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_wandb(many)
 
-    table = commands.add_parser(
+    table = command(
         "paper",
+        _paper,
         help="run the experiments of one of the paper's tables and compare the results",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
             "Runs the experiments of one of the paper's tables or figures and writes our results beside the paper's,"
@@ -214,7 +216,6 @@ def build_parser() -> argparse.ArgumentParser:
             " --limit-per-task 20"
         ),
     )
-    table.set_defaults(act=_paper)
     table.add_argument("name", metavar="NAME", help="a table of `mose-fast list paper`")
     table.add_argument(
         "--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9; the paper uses 15 [0-2]"
@@ -233,14 +234,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_wandb(table)
 
-    gather = commands.add_parser("collect", help="rebuild the table of runs from the run folders", allow_abbrev=False)
-    gather.set_defaults(act=_collect)
+    gather = command("collect", _collect, help="rebuild the table of runs from the run folders")
     gather.add_argument("folder", metavar="DIR", help="folder of a sweep, or any folder above run folders")
 
-    report_page = commands.add_parser(
-        "report", help="one page of tables and figures from many runs", allow_abbrev=False
-    )
-    report_page.set_defaults(act=_report)
+    report_page = command("report", _report, help="one page of tables and figures from many runs")
     report_page.add_argument(
         "folders", metavar="DIR", nargs="+", help="run folders, or folders that contain some at any depth"
     )
@@ -249,13 +246,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--force", action="store_true", help="put runs of different problems into the same tables; a caution is printed"
     )
 
-    deployed = commands.add_parser(
+    deployed = command(
         "export",
+        _export,
         help="write the deployable classifier of a finished run",
-        allow_abbrev=False,
         description="Writes the backbone and class means of a finished run, and leaves out what only training needs.",
     )
-    deployed.set_defaults(act=_export)
     deployed.add_argument("run", metavar="RUN", help="the run's folder")
     deployed.add_argument("--out", metavar="DIR", help="the export's folder [RUN/export]")
     deployed.add_argument(
@@ -266,8 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     deployed.add_argument("--overwrite", action="store_true", help="replace an earlier export in the folder")
 
-    predict = commands.add_parser("predict", help="classify image files with an export", allow_abbrev=False)
-    predict.set_defaults(act=_predict)
+    predict = command("predict", _predict, help="classify image files with an export")
     predict.add_argument("export", metavar="EXPORT", help="folder of an export that contains model.safetensors")
     predict.add_argument(
         "images",
@@ -277,16 +272,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--json", action="store_true", help="print one JSON object a line instead of columns")
 
-    listing = commands.add_parser(
-        "list", help="list the methods, the streams or the paper's tables", allow_abbrev=False
-    )
-    listing.set_defaults(act=_list)
+    listing = command("list", _list, help="list the methods, the streams or the paper's tables")
     listing.add_argument("what", choices=("methods", "streams", "paper"))
 
-    speed = commands.add_parser(
+    speed = command(
         "bench",
+        _bench,
         help="measure what training costs on this machine, beside plain PyTorch",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
             "Measures MOSE's step alone and inside the training loop, with PyTorch's own modules (eager, compiled, as a"
@@ -295,16 +287,13 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         epilog="example: mose-fast bench --memory 5000; on a CPU: --width 8",
     )
-    speed.set_defaults(act=_bench, seconds=2.0, only="", csv=None)
+    speed.set_defaults(seconds=2.0, only="", csv=None)
     _add_flags(speed, _BENCHED)
     speed.add_argument("--seconds", type=float, metavar="S", help="seconds for each measurement, after its warm-up [2]")
     speed.add_argument("--only", metavar="TEXT", help="run only the measurements whose names contain this text")
     speed.add_argument("--csv", metavar="FILE", help="also write the rows to this file")
 
-    doctor = commands.add_parser(
-        "doctor", help="check what this machine has, what is missing and how to install it", allow_abbrev=False
-    )
-    doctor.set_defaults(act=_doctor)
+    doctor = command("doctor", _doctor, help="check what this machine has, what is missing and how to install it")
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
     return parser
 

@@ -16,6 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
@@ -31,6 +32,7 @@ from mose_fast.knobs import (
     Declared,
     documented,
     knob,
+    meanings,
     near_matches,
     settings_of,
     shown,
@@ -86,6 +88,10 @@ def read_table(path: Path, what: str) -> Any:
 # What float32 holds.
 _FLOAT32_MOST = 3.4e38
 
+_problem = partial(knob, role="problem")
+_execution = partial(knob, role="execution")
+_bookkeeping = partial(knob, role="bookkeeping")
+
 
 @documented
 @dataclass(frozen=True)
@@ -94,80 +100,43 @@ class StreamConfig(Declared):
 
     owner: ClassVar[str] = "stream."
 
-    name: str = knob(
+    name: str = _problem(
         "digits",
         "a registered stream, a folder {train,test}/<class>/file.jpg, or an .npz file",
-        "choice",
-        role="problem",
         wanted="the name of a stream, a folder or an .npz file",
         flag="stream",
     )
-    data_dir: str | None = knob(
-        None,
-        "folder with the data set's files",
-        "choice",
-        role="bookkeeping",
-        wanted="a folder",
-        none="~/.cache/mose_fast",
-        flag="data-dir",
+    data_dir: str | None = _bookkeeping(
+        None, "folder with the data set's files", wanted="a folder", none="~/.cache/mose_fast", flag=True
     )
-    tasks: int | None = knob(
-        None,
-        "tasks that the classes are split into, equally and in class order",
-        "paper 5.1",
-        role="problem",
-        low=1,
-        none="the stream's own",
-        flag="tasks",
+    tasks: int | None = _problem(
+        None, "tasks that the classes are split into, in class order", low=1, none="the stream's own", flag=True
     )
-    batch: int = knob(10, "incoming images a step", "paper 5.1; released", role="problem", low=1, flag="batch")
-    limit_per_task: int | None = knob(
-        None,
-        "training images a task at most, balanced over its classes",
-        "choice",
-        role="problem",
-        low=1,
-        none="all",
-        flag="limit-per-task",
+    batch: int = _problem(10, "incoming images a step", "paper 5.1; released", low=1, flag=True)
+    limit_per_task: int | None = _problem(
+        None, "training images a task at most, balanced over its classes", low=1, none="all", flag=True
     )
-    class_order_seed: int | None = knob(
-        None,
-        "seed that the order of classes is drawn from",
-        "released: the natural order",
-        role="problem",
-        low=0,
-        none="the natural order",
-        flag="class-order-seed",
-        cost=False,
+    class_order_seed: int | None = _problem(
+        None, "seed that the order of classes is drawn from", low=0, none="the natural order", flag=True, cost=False
     )
-    normalisation: str | None = knob(
-        None,
-        "name of the constants that normalise the images",
-        "released: CIFAR-10's for CIFAR-100",
-        role="problem",
-        wanted="the name of constants",
-        none="the stream's own",
-        flag="normalisation",
-        cost=False,
+    normalisation: str | None = _problem(
+        None, "name of the images' constants", wanted="the name of constants", none="the stream's own", flag=True
     )
-    decoder: str = knob(
+    decoder: str = _bookkeeping(
         "auto",
         "what reads image files, with the same pixels",
-        "choice",
-        role="bookkeeping",
         choices={"auto": "dali where it is installed and there are 2,000 files or more", "pil": "", "dali": ""},
-        flag="decoder",
+        flag=True,
     )
     # What data two configurations found is compared where it matters, with its own message.
-    fingerprint: str | None = knob(
+    fingerprint: str | None = _problem(
         None,
         "hash of the data's content, which a run writes here; data with another one are refused",
-        "choice",
-        role="problem",
         pattern="[0-9a-f]{16}",
         wanted="a fingerprint of data, 16 hexadecimal digits",
         none="any data",
         cost=False,
+        alters=False,
         compare=False,
     )
 
@@ -250,11 +219,7 @@ class MoseOptions(MethodOptions):
 
     # The network
     experts: int = knob(
-        4,
-        "branch points, 1 to 8; 4 reads the network after each residual stage",
-        "paper 4.1; released; figure of 1 to 8 from the code's history",
-        low=1,
-        below=9,
+        4, "branch points, 1 to 8; 4: after each residual stage", "paper 4.1; released; code's history", low=1, below=9
     )
     attention: bool = knob(
         True, "attention gate before the alignment of every expert but the last", "only in the released code"
@@ -314,11 +279,7 @@ class MoseOptions(MethodOptions):
         choices={"others": "every task but the current", "all": ""},
     )
     per_class_cap: int | None = knob(
-        7,
-        "old rows for each class seen so far, at most",
-        "released: 7; paper: none",
-        low=1,
-        none="no cap",
+        7, "old rows for each class seen so far, at most", "released: 7; paper: none", low=1, none="no cap"
     )
     first_task: str = knob(
         "joint",
@@ -473,146 +434,92 @@ def upgraded(values: Any) -> Any:
 class RunConfig(Declared):
     """One run, complete: the same configuration gives the same result on the same machine."""
 
-    method: str = knob(
-        "mose",
-        "name of a method, or path/to/file.py:Name",
-        "choice",
-        wanted="the name of a method",
-        flag="method",
-    )
+    method: str = knob("mose", "name of a method, or path/to/file.py:Name", wanted="the name of a method", flag=True)
     preset: str = knob(
         "released",
-        "named values of the method's options, which `options` holds; MOSE has released (as the authors' code does"
-        " it) and paper (the text, literally)",
-        "choice",
+        "named values of the method's options; MOSE: released (the authors' code) | paper (its text, literally)",
         wanted="the name of a preset",
-        flag="preset",
-        cost=False,  # the options say all of it
+        flag=True,
+        cost=False,  # `options` holds what it expands to
     )
     stream: StreamConfig = field(default_factory=StreamConfig, metadata={"table": "what arrives"})
     options: MethodOptions = field(default_factory=MoseOptions, metadata={"table": "the method's switches"})
-    memory: int = knob(
-        1000,
-        "images that the replay memory holds (M)",
-        "paper 5.1",
-        role="problem",
-        low=1,
-        flag="memory",
-    )
+    memory: int = _problem(1000, "images that the replay memory holds", "paper 5.1", low=1, flag=True)
     width: int = knob(
-        64, "channels of the first stage; 64 is the full ResNet-18", "paper 5.1; released", low=1, flag="width"
+        64, "channels of the first stage; 64 is the full ResNet-18", "paper 5.1; released", low=1, flag=True
     )
-    epochs: int = knob(
+    epochs: int = _problem(
         1,
-        "passes over each task's data (online learning makes one; only the first fills the memory), or over the"
-        " final memory",
-        "paper 3.3 and 5.1",
-        role="problem",
+        "passes over each task's data, of which the first fills the memory, or over the final memory",
+        "paper 5.1: one",
         low=1,
-        flag="epochs",
+        flag=True,
     )
-    train_on: str = knob(
+    train_on: str = _problem(
         "stream",
         "what trains the network",
-        "paper 3.3",
-        role="problem",
         choices={"stream": "", "final_memory": "the stream only fills the memory, then the network trains on it"},
     )
-    seed: int = knob(
-        0, "seed of weights, order within tasks, memory and views", "choice", low=0, flag="seed", cost=False
-    )
-    init_seed: int | None = knob(
-        None,
-        "seed of the initial weights, where they alone are to vary, or all else but them",
-        "choice",
-        low=0,
-        none="seed",
-        cost=False,
-    )
-    device: str = knob(
+    seed: int = knob(0, "seed of weights, order within tasks, memory and views", low=0, flag=True, cost=False)
+    init_seed: int | None = knob(None, "seed of the initial weights alone", low=0, none="as seed", cost=False)
+    device: str = _execution(
         "auto",
         "where to compute: auto (the GPU where there is one) | cpu | cuda | cuda:N",
-        "choice",
-        role="execution",
-        # PyTorch numbers cards in 8 bits.
-        pattern="auto|cpu|cuda(:(0|[1-9][0-9]?))?",
+        pattern="auto|cpu|cuda(:(0|[1-9][0-9]?))?",  # PyTorch numbers cards in 8 bits
         wanted="auto, cpu, cuda or cuda:N",
-        flag="device",
+        flag=True,
     )
-    feed: str = knob(
+    feed: str = _execution(
         "auto",
         "what makes the views, with the same pixels up to rounding",
-        "choice",
-        role="execution",
         choices={
             "auto": "dali on a GPU where it is installed, else fused",
             "dali": "NVIDIA DALI",
             "fused": "the native op",
             "torch": "PyTorch",
         },
-        flag="feed",
+        flag=True,
     )
-    precision: str = knob(
+    precision: str = _execution(
         "auto",
         "precision of the network, in training and evaluation",
-        "choice",
-        role="execution",
         choices={
             "auto": "bf16 on a GPU of compute capability 8.0 and later, else fp32",
             "fp32": "",
             "tf32": "convolutions round their inputs to 10 bits of mantissa; the same as fp32 on a CPU",
             "bf16": "similarities, softmaxes and norms stay fp32",
         },
-        flag="precision",
+        flag=True,
         alters=True,
     )
-    kernels: str = knob(
+    kernels: str = _execution(
         "auto",
         "what runs the network's norms, alignment path and heads, and Adam; equal up to rounding",
-        "choice",
-        role="execution",
         choices={
             "auto": "fused on a GPU where the native library has kernels, else torch",
             "fused": "the native ops",
             "torch": "PyTorch's modules",
         },
-        flag="kernels",
+        flag=True,
     )
-    step: str = knob(
+    step: str = _execution(
         "auto",
         "how a step runs on a GPU; with deterministic kernels both ways give the same bits",
-        "choice",
-        role="execution",
         choices={
             "auto": "captured where that can be",
             "captured": "replayed as a CUDA graph, where the method allows it",
             "eager": "PyTorch launches each kernel",
         },
-        flag="step",
+        flag=True,
     )
-    deterministic: bool = knob(
-        False,
-        "deterministic kernels only, so that resuming is exact on a GPU too; on a CPU it always is",
-        "choice",
-        role="execution",
-        flag="deterministic",
+    deterministic: bool = _execution(
+        False, "deterministic kernels only, so that resuming is exact on a GPU too; on a CPU it always is", flag=True
     )
-    evaluation_batch: int | None = knob(
-        None,
-        "images a forward pass of an evaluation",
-        "choice",
-        role="execution",
-        low=1,
-        none="256 on a CPU, 2,048 on a GPU",
+    evaluation_batch: int | None = _execution(
+        None, "images a forward pass of an evaluation", low=1, none="256 on a CPU, 2,048 on a GPU"
     )
-    checkpoint_every: int | None = knob(
-        None,
-        "batches between checkpoints within a task",
-        "choice",
-        role="bookkeeping",
-        low=1,
-        none="at task ends only",
-        flag="checkpoint-every",
+    checkpoint_every: int | None = _bookkeeping(
+        None, "batches between checkpoints within a task", low=1, none="at task ends only", flag=True
     )
 
     def __post_init__(self) -> None:
@@ -753,23 +660,18 @@ def takes_settings(function: F) -> F:
     """
     own = inspect.signature(function, eval_str=True)
     create = inspect.signature(RunConfig.create, eval_str=True).parameters
-    types = get_type_hints(RunConfig)
-    declared = settings_of(RunConfig)
+    types, about = get_type_hints(RunConfig), meanings(RunConfig)
     parameters = {name: p for name, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD}
     lines = []
     for f in dataclasses.fields(RunConfig):
-        if f.name in parameters:
-            continue
-        parameter = create.get(f.name, inspect.Parameter(f.name, _KEYWORD, default=f.default, annotation=types[f.name]))
-        parameters[f.name] = parameter.replace(kind=_KEYWORD)
-        kind = re.sub(r"[\w.]+\.", "", inspect.formatannotation(parameter.annotation))
-        default = parameter.default
-        meaning = declared[f.name].full_meaning if f.name in declared else f.metadata["table"]
-        line = f"- ``{f.name}`` ({kind}, {default!r}): {meaning}."
-        lines.append(textwrap.fill(line, 100, initial_indent=" " * 8, subsequent_indent=" " * 10))
+        if f.name not in parameters:
+            known = inspect.Parameter(f.name, _KEYWORD, default=f.default, annotation=types[f.name])
+            parameters[f.name] = known = create.get(f.name, known).replace(kind=_KEYWORD)
+            kind = re.sub(r"[\w.]+\.", "", inspect.formatannotation(known.annotation))
+            line = f"- ``{f.name}`` ({kind}, {known.default!r}): {about[f.name]}."
+            lines.append(textwrap.fill(line, 100, initial_indent=" " * 8, subsequent_indent=" " * 10))
     rest = inspect.Parameter("switches", inspect.Parameter.VAR_KEYWORD, annotation=Any)
     function.__signature__ = own.replace(parameters=[*parameters.values(), rest])
     if function.__doc__:
-        doc = inspect.cleandoc(function.__doc__)
-        function.__doc__ = doc.replace("        {settings}", "\n".join(lines))
+        function.__doc__ = inspect.cleandoc(function.__doc__).replace("        {settings}", "\n".join(lines))
     return function

@@ -15,8 +15,9 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from mose_fast.errors import MoseFastError
 
@@ -28,6 +29,7 @@ __all__ = [
     "as_text",
     "documented",
     "knob",
+    "meanings",
     "near_matches",
     "settings_of",
     "shown",
@@ -119,33 +121,59 @@ def usable_path(value: str) -> bool:
     return b"\0" not in path and len(path) < 4096 and all(len(part) <= 255 for part in path.split(b"/"))
 
 
-class Setting(NamedTuple):
-    """A declared setting: a field of a dataclass of settings, and what :func:`knob` says of it.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a setting is: a field of a dataclass below :class:`Declared`, as :func:`knob` says.
 
     Attributes:
         name: The dotted name: ``memory``, ``stream.batch``, ``options.lr``.
-        kind: The annotation as it is written: ``int | None``.
+        kind: The field's annotation as it is written: ``int | None``.
         default: The field's default.
-
-    The others are the arguments of :func:`knob`.
+        doc: What the setting does, in a line, without its choices.
+        source: Where the values come from.
+        role: ``problem`` (what is learned), ``method`` (how), ``execution`` (where and how fast it
+            is computed: no departure from a protocol) or ``bookkeeping`` (changes no result, so it
+            may change when a run is resumed).
+        choices: The values it may have, and what each of them means.
+        low: The least number it may have.
+        above: A number that it must exceed.
+        below: A number that it must stay below.
+        pattern: A regular expression that a text must match as a whole.
+        wanted: What a text should be, for the message on one that is not.
+        none: What None means; without, None is no value.
+        flag: The name of a command-line flag for it, without dashes; True: the field's name.
+        cost: Whether the time or memory of a run depends on it. None: yes, unless it is a float,
+            which as a rule only scales, or bookkeeping.
+        alters: Whether another value changes results by more than rounding, so that such runs must
+            not be mixed. None: yes for ``problem`` and ``method``.
     """
 
-    name: str
-    kind: str
+    name: str = ""
+    kind: str = ""
     default: Any
     doc: str
     source: str
-    role: str
-    choices: Mapping[Any, str] | None
-    low: float | None
-    above: float | None
-    below: float
-    pattern: str | None
-    wanted: str
-    none: str | None
-    flag: str | None
-    cost: bool
-    alters: bool
+    role: str = "method"
+    choices: Mapping[Any, str] | None = None
+    low: float | None = None
+    above: float | None = None
+    below: float = math.inf
+    pattern: str | None = None
+    wanted: str = "a text"
+    none: str | None = None
+    flag: str | bool = False
+    cost: bool | None = None
+    alters: bool | None = None
+
+    @property
+    def changes_cost(self) -> bool:
+        """See ``cost``."""
+        return self.role != "bookkeeping" and self.type != "float" if self.cost is None else self.cost
+
+    @property
+    def changes_results(self) -> bool:
+        """See ``alters``."""
+        return self.role in ("problem", "method") if self.alters is None else self.alters
 
     @property
     def field(self) -> str:
@@ -222,65 +250,27 @@ class Setting(NamedTuple):
 def knob(
     default: Any,
     doc: str,
-    source: str,
+    source: str = "choice",
     *,
-    role: str = "method",
-    choices: Iterable | Mapping[Any, str] | None = None,
-    low: float | None = None,
-    above: float | None = None,
-    below: float = math.inf,
-    pattern: str | None = None,
-    wanted: str = "a text",
-    none: str | None = None,
-    flag: str | None = None,
-    cost: bool | None = None,
-    alters: bool | None = None,
+    choices: Iterable[Any] | None = None,
     compare: bool = True,
+    **rules: Any,
 ) -> Any:
-    """Declares a setting: a field of a dataclass below :class:`Declared`.
-
-    The field's annotation says the type: ``bool``, ``int``, ``float`` or ``str``.
+    """Declares a setting: a field of a dataclass below :class:`Declared`, whose annotation says the
+    type: ``bool``, ``int``, ``float`` or ``str``.
 
     Args:
-        default: The default.
-        doc: What the setting does, in a line, without its choices.
-        source: Where the values come from.
-        role: ``problem`` (what is learned), ``method`` (how), ``execution`` (where and how fast it
-            is computed: no departure from a protocol) or ``bookkeeping`` (changes no result, so it
-            may change when a run is resumed).
+        default: See :class:`Setting`.
+        doc: See :class:`Setting`.
+        source: See :class:`Setting`.
         choices: The values it may have; as a mapping, with what each of them means.
-        low: The least number it may have.
-        above: A number that it must exceed.
-        below: A number that it must stay below.
-        pattern: A regular expression that a text must match as a whole.
-        wanted: What a text should be, for the message on one that is not.
-        none: What None means; without, None is no value.
-        flag: The name of a command-line flag for it, without dashes.
-        cost: Whether the time or memory of a run depends on it. None: yes, unless it is a float,
-            which as a rule only scales, or bookkeeping.
-        alters: Whether another value changes results by more than rounding, so that such runs must
-            not be mixed. None: yes for ``problem`` and ``method``.
         compare: Whether configurations that differ in it are unequal.
+        **rules: The other attributes of :class:`Setting`.
     """
-    return dataclasses.field(
-        default=default,
-        compare=compare,
-        metadata={
-            "doc": doc,
-            "source": source,
-            "role": role,
-            "choices": choices if choices is None or isinstance(choices, Mapping) else dict.fromkeys(choices, ""),
-            "low": low,
-            "above": above,
-            "below": below,
-            "pattern": pattern,
-            "wanted": wanted,
-            "none": none,
-            "flag": flag,
-            "cost": role != "bookkeeping" and not isinstance(default, float) if cost is None else cost,
-            "alters": role in ("problem", "method") if alters is None else alters,
-        },
-    )
+    if choices is not None and not isinstance(choices, Mapping):
+        choices = dict.fromkeys(choices, "")
+    setting = Setting(default=default, doc=doc, source=source, choices=choices, **rules)
+    return dataclasses.field(default=default, compare=compare, metadata={"setting": setting})
 
 
 class Declared:
@@ -308,26 +298,32 @@ def settings_of(kind: type[Declared]) -> dict[str, Setting]:
     for field in dataclasses.fields(kind):
         if not field.metadata:
             raise TypeError(f"{kind.__name__}.{field.name} is no setting; wanted {field.name}: ... = knob(...)")
-        if "table" not in field.metadata:
+        if "setting" in field.metadata:
             # A type where the module evaluates its annotations, else a text.
             annotation = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-            name = kind.owner + field.name
-            found[name] = Setting(name=name, kind=annotation, default=field.default, **field.metadata)
+            setting, name = field.metadata["setting"], kind.owner + field.name
+            flag = field.name.replace("_", "-") if setting.flag is True else setting.flag
+            found[name] = dataclasses.replace(setting, name=name, kind=annotation, flag=flag)
     return found
+
+
+def meanings(kind: type[Declared]) -> dict[str, str]:
+    """What each field of a dataclass of settings means."""
+    settings = settings_of(kind)
+    return {
+        f.name: settings[kind.owner + f.name].full_meaning if "setting" in f.metadata else f.metadata["table"]
+        for f in dataclasses.fields(kind)
+    }
 
 
 T = TypeVar("T", bound=type)
 
 
 def documented(kind: T) -> T:
-    """Class decorator that appends the fields, as they are declared, to the docstring of a
-    dataclass of settings.
+    """Class decorator that appends what the fields mean to the docstring of a dataclass of
+    settings.
     """
-    lines = []
-    settings = settings_of(kind)
-    for field in dataclasses.fields(kind):
-        setting = settings.get(kind.owner + field.name)
-        lines.append(f"    {field.name}: {field.metadata['table'] if setting is None else setting.full_meaning}.")
+    lines = [f"    {name}: {meaning}." for name, meaning in meanings(kind).items()]
     kind.__doc__ = "\n".join([inspect.cleandoc(kind.__doc__ or ""), "", "Attributes:", *lines])
     return kind
 

@@ -38,7 +38,7 @@ def telling_apart(method: str) -> set[str]:
     """The names of the settings that make two runs of ``method`` different experiments: all but the
     seed and those by which results change by no more than rounding.
     """
-    return {setting.name for setting in all_settings(method).values() if setting.alters} - {"seed"}
+    return {setting.name for setting in all_settings(method).values() if setting.changes_results} - {"seed"}
 
 
 def dotted(config: Mapping[str, Any]) -> dict[str, Any]:

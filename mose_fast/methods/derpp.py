@@ -23,10 +23,7 @@ class DerppOptions(BaselineOptions):
     """Switches of DER++; ``buffer_batch`` is the size of each of its two draws."""
 
     augment: str = knob(
-        "pad_crop",
-        "recipe of the views",
-        "aimagelab/mammoth; the comparison keeps it (paper 5.1)",
-        choices=RECIPES,
+        "pad_crop", "recipe of the views", "aimagelab/mammoth; the comparison keeps it (paper 5.1)", choices=RECIPES
     )
     alpha: float = knob(
         0.1, "weight of the distillation from stored logits", "mammoth's best on CIFAR; for table a choice", low=0

@@ -34,10 +34,7 @@ class GdumbOptions(MethodOptions):
     """
 
     augment: str = knob(
-        "simclr",
-        "recipe of the views",
-        "paper 5.1: the shared one; official: pad_crop",
-        choices=RECIPES,
+        "simclr", "recipe of the views", "paper 5.1: the shared one; official: pad_crop", choices=RECIPES
     )
     buffer_batch: int = knob(
         16, "images a step of the training on the memory", "drimpossible/GDumb; for table a choice", low=1

@@ -43,10 +43,7 @@ class BaselineOptions(MethodOptions):
     """
 
     augment: str = knob(
-        "simclr",
-        "recipe of the views",
-        "paper 5.1: flip, gray and crop for all but SCR and DER++",
-        choices=RECIPES,
+        "simclr", "recipe of the views", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
     )
     lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0)
     weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0)

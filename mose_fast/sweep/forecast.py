@@ -23,7 +23,7 @@ __all__ = ["Forecast", "cost_key", "duration", "measured_costs", "stored_costs"]
 def cost_key(config: RunConfig) -> str:
     """Equal for configurations whose runs take the same time and memory."""
     settings = all_settings(config.method)
-    values = {name: value for name, value in dotted(config.to_dict()).items() if settings[name].cost}
+    values = {name: value for name, value in dotted(config.to_dict()).items() if settings[name].changes_cost}
     return json.dumps(values, sort_keys=True)
 
 

@@ -104,8 +104,9 @@ class Grid:
                 shown = " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in values.items())
                 raise ConfigError(f"in the cell {shown}: {error}") from error
             cells.append(Cell(folder_name(values), config, values))
+        apart = {"seed"}.union(*map(telling_apart, {cell.config.method for cell in cells}))
         for name in self.axes:
-            if name != "seed" and not any(name in telling_apart(method) for method in {c.config.method for c in cells}):
+            if name not in apart:
                 raise ConfigError(
                     f"{name} is in the grid; wanted it the same for all runs, since it must not change their results"
                 )

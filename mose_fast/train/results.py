@@ -48,6 +48,7 @@ def schema() -> dict[str, Any]:
     follows from the declarations of the settings.
     """
     schema = json.loads((Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8"))
+    schema["required"] = list(schema["properties"])
     settings = settings_of(RunConfig)
     resolved = schema["properties"]["resolved"]["properties"]
     for name in ("feed", "kernels", "step", "precision"):

@@ -140,7 +140,7 @@ DAMAGES = {
         "config.json and the configuration in results.json differ",
     ),
     "no threads": (change_results(lambda r: r.pop("threads")), "results.json is incomplete"),
-    "newer": (change_results(lambda r: r.update(schema_version=99)), "schema_version 99; wanted 1"),
+    "newer": (change_results(lambda r: r.update(schema_version=99)), "schema_version 99; wanted 2"),
     "a list": (lambda folder: (folder / "results.json").write_text("[]"), "schema_version None; wanted 1"),
 }
 
