@@ -37,7 +37,6 @@ REQUIREMENTS = [
     "tqdm",
     "safetensors",
     "tomli; python_version < '3.11'",
-    "tomli-w",
     "pandas",
     "scipy",
     "joblib",

@@ -13,20 +13,21 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
 from mose_fast import streams
 from mose_fast._version import __version__
-from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig, usual_name
+from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig, StreamConfig, upgraded
 from mose_fast.errors import MoseFastError
+from mose_fast.knobs import as_text, settings_of, usual_name
 from mose_fast.method_list import listed_methods
 from mose_fast.output import Guarded, guarded_output
-from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
+from mose_fast.settings import all_settings, assignment, full_name, read_value, with_absolute_paths, with_changes
 from mose_fast.signals import raised_at_once
 
 # Commands import the rest when they need it: torch, pandas and scipy take seconds to import, and
@@ -59,11 +60,9 @@ class _Parser(argparse.ArgumentParser):
         """A hint at what was probably meant: a flag of this command or a setting for ``--set``."""
         given = flag.partition("=")[0].lstrip("-").replace("-", "_")
         flags = {option for action in self._actions for option in action.option_strings}
-        of_setting = {known.setting: known.name for group in _FLAGS.values() for known in group if known.name in flags}
+        of_setting = {name: f"--{known.flag}" for name, known in _FLAGS.items() if f"--{known.flag}" in flags}
         settings = (
-            {name.removeprefix("options."): name for name in setting_types(RunConfig.method)}
-            if "--set" in flags
-            else {}
+            {name.removeprefix("options."): name for name in all_settings(RunConfig.method)} if "--set" in flags else {}
         )
         names = [*settings, *(option.lstrip("-").replace("-", "_") for option in flags)]
         for name in (usual_name(given), *get_close_matches(given, names, n=1)):
@@ -75,76 +74,21 @@ class _Parser(argparse.ArgumentParser):
         return ""
 
 
-class _Flag(NamedTuple):
-    """A flag of ``run`` that sets the field ``setting``, given as ``--set`` takes it."""
-
-    name: str
-    setting: str
-    kind: type
-    help: str
-
-
-_FLAGS: dict[str, tuple[_Flag, ...]] = {
-    "what is learned": (
-        _Flag(
-            "--stream",
-            "stream.name",
-            str,
-            "a stream of `mose-fast list streams`, a folder with train and test, or an .npz file",
-        ),
-        _Flag("--data-dir", "stream.data_dir", str, "folder with the data set's files [~/.cache/mose_fast]"),
-        _Flag("--tasks", "stream.tasks", int, "tasks that the classes are split into [the stream's own]"),
-        _Flag("--class-order-seed", "stream.class_order_seed", int, "draws the order of classes [the natural order]"),
-        _Flag("--limit-per-task", "stream.limit_per_task", int, "training images a task, at most [all]"),
-        _Flag("--batch", "stream.batch", int, "incoming images a step"),
-        _Flag("--normalisation", "stream.normalisation", str, "name of the constants [the stream's own]"),
-        _Flag("--decoder", "stream.decoder", str, "what reads image files: auto, pil or dali; the pixels are the same"),
-    ),
-    "how": (
-        _Flag("--method", "method", str, "a method of `mose-fast list methods`, or path/to/file.py:Name"),
-        _Flag(
-            "--preset",
-            "preset",
-            str,
-            "mose has released (as the authors' code does it) and paper (the text, literally)",
-        ),
-        _Flag("--memory", "memory", int, "images that the replay memory holds"),
-        _Flag("--width", "width", int, "channels of the first stage; 64 is the full ResNet-18"),
-        _Flag("--epochs", "epochs", int, "passes over each task; online learning makes one"),
-        _Flag("--seed", "seed", int, "of weights, order within tasks, memory and views"),
-    ),
-    "where": (
-        _Flag("--device", "device", str, "auto (the GPU where there is one), cpu, cuda or cuda:N"),
-        _Flag(
-            "--augment", "feed", str, "what makes the views: auto (dali on a GPU where installed), dali, fused or torch"
-        ),
-        _Flag(
-            "--precision",
-            "precision",
-            str,
-            "auto (bf16 on a GPU that has it, else fp32), fp32, tf32 (convolutions only) or bf16",
-        ),
-        _Flag(
-            "--kernels",
-            "kernels",
-            str,
-            "auto, fused (native norms, alignment path, heads, Adam) or torch (PyTorch's modules)",
-        ),
-        _Flag("--step", "step", str, "auto, captured (CUDA graphs, where the method allows it) or eager"),
-        _Flag(
-            "--deterministic",
-            "deterministic",
-            bool,
-            "deterministic kernels only, so that resuming is exact on CUDA too",
-        ),
-        _Flag(
-            "--checkpoint-every",
-            "checkpoint_every",
-            int,
-            "batches between checkpoints within a task [at task ends only]",
-        ),
-    ),
+# Titles of the groups of flags, by the role of the settings.
+_GROUPS = {
+    "problem": "what is learned",
+    "method": "how",
+    "execution": "where and how fast",
+    "bookkeeping": "data files and checkpoints",
 }
+# Settings of a run that have a flag, by dotted name.
+_FLAGS = {
+    name: setting for name, setting in {**settings_of(StreamConfig), **settings_of(RunConfig)}.items() if setting.flag
+}
+# What `bench` has flags for; it chooses or varies the others itself.
+_BENCHED = ("stream.batch", "preset", "memory", "width", "device", "precision")
+# What the description of a table of the paper says.
+_DESCRIBED = ("method", "preset", "memory", "epochs", "seed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code = arguments.act(arguments)
         except MoseFastError as error:
-            print(f"mose-fast: {error}", file=sys.stderr)
+            instead = "" if error.instead is None else f" (--set {error.instead[0]}={as_text(error.instead[1])})"
+            print(f"mose-fast: {error}{instead}", file=sys.stderr)
             return 2
         except OSError as error:
             # With a file name, the user named that file or its folder; without one, the program is
@@ -191,15 +136,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mose-fast {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    run = commands.add_parser(
+    def command(name: str, act: Callable[[argparse.Namespace], int], **how: Any) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, allow_abbrev=False, **how)
+        made.set_defaults(act=act)
+        return made
+
+    run = command(
         "run",
+        _run,
         help="train on a stream, evaluate after every task, write results",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Trains on a stream in one pass, evaluates after every task and writes a run folder.",
+        description=(
+            "Trains on a stream in one pass, evaluates after every task and writes a run folder. `mose-fast list"
+            " streams` and `mose-fast list methods` show what there is."
+        ),
         epilog="example: mose-fast run --stream digits --width 16 --memory 500 --seed 0",
     )
-    run.set_defaults(act=_run)
     _add_flags(run)
     files = run.add_argument_group("files and everything else")
     files.add_argument("--out", metavar="DIR", help="the run's folder [runs/STREAM-METHOD-PRESET-mMEMORY-sSEED]")
@@ -209,15 +161,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_wandb(run)
 
-    resume = commands.add_parser("resume", help="continue an interrupted run", allow_abbrev=False)
-    resume.set_defaults(act=_resume)
+    resume = command("resume", _resume, help="continue an interrupted run")
     resume.add_argument("folder", metavar="DIR", help="the run's folder")
     _add_wandb(resume)
 
-    many = commands.add_parser(
+    many = command(
         "sweep",
+        _sweep,
         help="run every combination of some settings' values",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
             "Runs every combination of some settings' values, each in a run folder of its own. Finished runs are not"
@@ -228,7 +179,6 @@ def build_parser() -> argparse.ArgumentParser:
             " runs/first"
         ),
     )
-    many.set_defaults(act=_sweep)
     many.add_argument(
         "file", metavar="FILE", nargs="?", help=".toml or .json file: settings as for run --config, and a table [grid]"
     )
@@ -251,10 +201,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_wandb(many)
 
-    table = commands.add_parser(
+    table = command(
         "paper",
+        _paper,
         help="run the experiments of one of the paper's tables and compare the results",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
             "Runs the experiments of one of the paper's tables or figures and writes our results beside the paper's,"
@@ -266,7 +216,6 @@ def build_parser() -> argparse.ArgumentParser:
             " --limit-per-task 20"
         ),
     )
-    table.set_defaults(act=_paper)
     table.add_argument("name", metavar="NAME", help="a table of `mose-fast list paper`")
     table.add_argument(
         "--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9; the paper uses 15 [0-2]"
@@ -274,7 +223,7 @@ def build_parser() -> argparse.ArgumentParser:
     table.add_argument(
         "--preset", metavar="NAME", help=f"MOSE's preset: {' or '.join(MOSE_PRESETS)} [{RunConfig.preset}]"
     )
-    _add_flags(table, without=("method", "preset", "memory", "epochs", "seed"))
+    _add_flags(table, [name for name in _FLAGS if name not in _DESCRIBED])
     _add_place(table)
     files = table.add_argument_group("files")
     files.add_argument(
@@ -285,14 +234,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_wandb(table)
 
-    gather = commands.add_parser("collect", help="rebuild the table of runs from the run folders", allow_abbrev=False)
-    gather.set_defaults(act=_collect)
+    gather = command("collect", _collect, help="rebuild the table of runs from the run folders")
     gather.add_argument("folder", metavar="DIR", help="folder of a sweep, or any folder above run folders")
 
-    report_page = commands.add_parser(
-        "report", help="one page of tables and figures from many runs", allow_abbrev=False
-    )
-    report_page.set_defaults(act=_report)
+    report_page = command("report", _report, help="one page of tables and figures from many runs")
     report_page.add_argument(
         "folders", metavar="DIR", nargs="+", help="run folders, or folders that contain some at any depth"
     )
@@ -301,13 +246,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--force", action="store_true", help="put runs of different problems into the same tables; a caution is printed"
     )
 
-    deployed = commands.add_parser(
+    deployed = command(
         "export",
+        _export,
         help="write the deployable classifier of a finished run",
-        allow_abbrev=False,
         description="Writes the backbone and class means of a finished run, and leaves out what only training needs.",
     )
-    deployed.set_defaults(act=_export)
     deployed.add_argument("run", metavar="RUN", help="the run's folder")
     deployed.add_argument("--out", metavar="DIR", help="the export's folder [RUN/export]")
     deployed.add_argument(
@@ -318,8 +262,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     deployed.add_argument("--overwrite", action="store_true", help="replace an earlier export in the folder")
 
-    predict = commands.add_parser("predict", help="classify image files with an export", allow_abbrev=False)
-    predict.set_defaults(act=_predict)
+    predict = command("predict", _predict, help="classify image files with an export")
     predict.add_argument("export", metavar="EXPORT", help="folder of an export that contains model.safetensors")
     predict.add_argument(
         "images",
@@ -329,16 +272,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--json", action="store_true", help="print one JSON object a line instead of columns")
 
-    listing = commands.add_parser(
-        "list", help="list the methods, the streams or the paper's tables", allow_abbrev=False
-    )
-    listing.set_defaults(act=_list)
+    listing = command("list", _list, help="list the methods, the streams or the paper's tables")
     listing.add_argument("what", choices=("methods", "streams", "paper"))
 
-    speed = commands.add_parser(
+    speed = command(
         "bench",
+        _bench,
         help="measure what training costs on this machine, beside plain PyTorch",
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=(
             "Measures MOSE's step alone and inside the training loop, with PyTorch's own modules (eager, compiled, as a"
@@ -347,60 +287,40 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         epilog="example: mose-fast bench --memory 5000; on a CPU: --width 8",
     )
-    speed.set_defaults(act=_bench, seconds=2.0, only="", csv=None)
-    _add_flags(
-        speed,
-        without=(
-            "method",
-            "epochs",
-            "seed",
-            "stream.name",
-            "stream.data_dir",
-            "stream.tasks",
-            "stream.class_order_seed",
-            "stream.limit_per_task",
-            "stream.normalisation",
-            "stream.decoder",
-            "feed",
-            "kernels",
-            "step",
-            "deterministic",
-            "checkpoint_every",
-        ),
-    )
+    speed.set_defaults(seconds=2.0, only="", csv=None)
+    _add_flags(speed, _BENCHED)
     speed.add_argument("--seconds", type=float, metavar="S", help="seconds for each measurement, after its warm-up [2]")
     speed.add_argument("--only", metavar="TEXT", help="run only the measurements whose names contain this text")
     speed.add_argument("--csv", metavar="FILE", help="also write the rows to this file")
 
-    doctor = commands.add_parser(
-        "doctor", help="check what this machine has, what is missing and how to install it", allow_abbrev=False
-    )
-    doctor.set_defaults(act=_doctor)
+    doctor = command("doctor", _doctor, help="check what this machine has, what is missing and how to install it")
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
     return parser
 
 
-def _add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """Adds the flags of a run's settings, except those of the settings in ``without``."""
-    defaults = RunConfig()
-    for title, flags in _FLAGS.items():
+def _add_flags(parser: argparse.ArgumentParser, names: Collection[str] = tuple(_FLAGS)) -> None:
+    """The flags of some settings, by default of all that have one, and ``--set``."""
+    for role, title in _GROUPS.items():
         group = parser.add_argument_group(title)
-        for flag in flags:
-            if flag.setting in without:
+        for name in names:
+            setting = _FLAGS[name]
+            if setting.role != role:
                 continue
-            default = _get(defaults, flag.setting)
-            text = flag.help if default is None or flag.kind is bool else f"{flag.help} [{default}]"
-            how: dict[str, Any] = (
-                {"action": "store_true"} if flag.kind is bool else {"type": flag.kind, "metavar": _metavar(flag)}
-            )
-            group.add_argument(flag.name, dest=flag.setting, help=text, **how)
+            if setting.type == "bool":
+                how: dict[str, Any] = {"action": "store_true", "help": setting.meaning}
+            else:
+                default = setting.none if setting.default is None else setting.default
+                metavar = "N" if setting.type == "int" else "DIR" if name.endswith("_dir") else "NAME"
+                how = {"type": {"int": int, "str": str}[setting.type], "metavar": metavar}
+                how["help"] = f"{setting.meaning} [{default}]".replace("%", "%%")
+            group.add_argument(f"--{setting.flag}", dest=name, **how)
     parser.add_argument(
         "--set",
         metavar="NAME=VALUE",
         action="append",
         help=(
             "any other setting; may be repeated: augment=simclr, options.student=2, evaluation_batch=64,"
-            " per_class_cap=null"
+            " per_class_cap=null (docs/settings.md lists all)"
         ),
     )
 
@@ -460,15 +380,13 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
 def _changes(arguments: argparse.Namespace, base: RunConfig | None) -> dict[str, Any]:
     """The settings that flags and ``--set`` change, by dotted name."""
     given = vars(arguments)
-    changes = {
-        flag.setting: given[flag.setting] for flags in _FLAGS.values() for flag in flags if flag.setting in given
-    }
+    changes = {name: given[name] for name in _FLAGS if name in given}
     assigned = [assignment(text, "--set") for text in given.get("set", [])]
     method = dict(assigned).get("method", changes.get("method", base.method if base else RunConfig.method))
-    types = setting_types(method)
+    known = all_settings(method)
     for name, text in assigned:
-        setting = full_name(name, types, "--set")
-        changes[setting] = read_value(types[setting], text)
+        setting = full_name(name, known, "--set")
+        changes[setting] = read_value(known[setting], text)
     return changes
 
 
@@ -507,7 +425,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     given = vars(arguments)
     values, table = read_file(given["file"]) if "file" in given else ({}, {})
-    base = RunConfig.from_dict(values) if values else None
+    base = RunConfig.from_dict(upgraded(values)) if values else None
     changes = _changes(arguments, base)
     texts = given.get("grid", [])
     varied = {"method": table.get("method", ())} | dict(
@@ -724,17 +642,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     findings = diagnose(arguments.data_dir)
     print(report(findings))
     return 1 if any(finding.mark == "FAIL" for finding in findings) else 0
-
-
-def _get(config: RunConfig, setting: str) -> Any:
-    owner, _, name = setting.rpartition(".")
-    return getattr(getattr(config, owner) if owner else config, name)
-
-
-def _metavar(flag: _Flag) -> str:
-    if flag.kind is int:
-        return "N"
-    return "DIR" if flag.name.endswith("-dir") else "NAME"
 
 
 def _default_folder(config: RunConfig) -> Path:

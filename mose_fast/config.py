@@ -1,153 +1,66 @@
-"""Every knob of a run, typed and validated, with its source.
+"""Every setting of a run: its default, what it may hold, what it does and where it comes from.
 
-Sources are abbreviated in the field documentation: *paper* is the CVPR 2024 text taken literally,
-*released* is the authors' public code (AnAppleCore/MOSE, commit c24a0e6), *choice* is ours where
-neither decides. :data:`MOSE_PRESETS` pins every switch of :class:`MoseOptions` for both presets;
-the README prints the same table.
+Each is declared once, by :func:`mose_fast.knobs.knob`; docs/settings.md lists them all. Sources are
+abbreviated: *paper* is the CVPR 2024 text taken literally, *released* is the authors' public code
+(AnAppleCore/MOSE, commit c24a0e6), *choice* is ours where neither decides. :data:`MOSE_PRESETS`
+pins every switch of :class:`MoseOptions` for both presets.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
-import math
-import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-from mose_fast.errors import MoseFastError
+from mose_fast.knobs import (
+    RENAMED,
+    SHOWN,
+    ConfigError,
+    Declared,
+    documented,
+    knob,
+    meanings,
+    near_matches,
+    settings_of,
+    shown,
+    usable_path,
+)
 
 __all__ = [
     "METHOD_FINDERS",
     "METHOD_SETTINGS",
     "MOSE_PRESETS",
+    "RECIPES",
     "ConfigError",
     "MethodOptions",
     "MethodSettings",
     "MoseOptions",
     "RunConfig",
     "StreamConfig",
-    "annotation",
+    "current_names",
     "knob",
     "method_settings",
     "near_matches",
-    "preset_table",
     "read_table",
     "shown",
-    "usual_name",
+    "takes_settings",
+    "upgraded",
 ]
 
-
-class ConfigError(MoseFastError, ValueError):
-    """A setting has a value that the run cannot use; the message names the setting, the value and
-    what is wanted.
-    """
-
-
-# Names of settings elsewhere, by which people look for ours.
-_OTHER_NAMES = {
-    "batch_size": "stream.batch",
-    "batchsize": "stream.batch",
-    "betas": "beta1",
-    "buffer": "memory",
-    "buffer_size": "memory",
-    "data": "stream.data_dir",
-    "dataset": "stream.name",
-    "learning_rate": "lr",
-    "mem": "memory",
-    "mem_size": "memory",
-    "memory_size": "memory",
-    "n_tasks": "stream.tasks",
-    "num_tasks": "stream.tasks",
-    "tau": "temperature",
-    "wd": "weight_decay",
-}
-
-
-def usual_name(name: str) -> str:
-    """Our name of a setting that other software calls ``name``; any other name as it is."""
-    return _OTHER_NAMES.get(name.lower().replace("-", "_"), name)
-
-
-def near_matches(name: str, known: list[str]) -> str:
-    """Returns ``"; did you mean 'a' or 'b'?"`` for the known names close to ``name``, else the list
-    of all.
-    """
-    usual = usual_name(name)
-    close = [usual] if usual in known else get_close_matches(name, known, n=3, cutoff=0.5)
-    if close:
-        return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "; known: " + ", ".join(known)
-
-
-# What int64 holds; and what float32 holds, less a few digits for what is computed from it.
-_INTEGERS_BELOW = 2**63
-_NUMBERS_BELOW = 1e32
-_FLOAT32_MOST = 3.4e38
-
-# Characters of a value that a message shows.
-_SHOWN = 60
-
-
-def shown(value: Any) -> str:
-    """A value as a message shows it: its ``repr``, shortened where it is long."""
-    # Python refuses to write an integer of more than 4,300 digits.
-    if isinstance(value, int) and value.bit_length() > 1000:
-        return f"an integer of about {round(value.bit_length() * math.log10(2))} digits"
-    try:
-        text = " ".join(repr(value).split("\n"))
-    except (ValueError, RecursionError):
-        return f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}...{text[-10:]} ({len(text):,} characters)"
-
-
-def _choice(owner: str, name: str, value: Any, allowed: tuple) -> None:
-    # An array is compared element by element, so it must not come to ``in``.
-    if not isinstance(value, str | int | None) or value not in allowed or (type(value) is bool and True not in allowed):
-        raise ConfigError(f"{owner}{name} is {shown(value)}; wanted one of {', '.join(map(repr, allowed))}")
-
-
-def _number(
-    owner: str, name: str, value: Any, kind: type, low: float, *, open_low: bool = False, below: float = math.inf
-) -> None:
-    kinds = (int,) if kind is int else (int, float)
-    limit = min(below, _INTEGERS_BELOW if kind is int else _NUMBERS_BELOW)
-    # An integer of any size can be compared with a float, but not converted to one.
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and low <= value < limit
-    if not fits or (open_low and value == low):
-        what = "an integer" if kind is int else "a number"
-        # The limit of the type is named to those alone who exceed it.
-        beyond = isinstance(value, kinds) and value >= limit
-        end = f" and below {'2**63' if limit == _INTEGERS_BELOW else limit}" if beyond or below < math.inf else ""
-        raise ConfigError(
-            f"{owner}{name} is {shown(value)}; wanted {what} {'above' if open_low else 'of at least'} {low}{end}"
-        )
-
-
-def _flag(owner: str, name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{owner}{name} is {shown(value)}; wanted true or false")
-
-
-def _usable_path(value: str) -> bool:
-    """Whether the system could take a text as a path, or as the name of a file: no null character,
-    no lone surrogate, not too long.
-    """
-    try:
-        path = os.fsencode(value)
-    except UnicodeEncodeError:
-        return False
-    return b"\0" not in path and len(path) < 4096 and all(len(part) <= 255 for part in path.split(b"/"))
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def read_table(path: Path, what: str) -> Any:
@@ -172,126 +85,78 @@ def read_table(path: Path, what: str) -> Any:
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
 
 
-def knob(
-    default: Any,
-    doc: str,
-    source: str,
-    *,
-    choices: tuple | None = None,
-    low: float | None = None,
-    above: float | None = None,
-    below: float = math.inf,
-    optional: bool = False,
-) -> Any:
-    """A field of a method's options: its default, what it does, where its values come from, and
-    what it may hold.
+# What float32 holds.
+_FLOAT32_MOST = 3.4e38
 
-    Args:
-        default: Its type is the field's: a bool, an int (or float) with ``low`` or ``above``, or
-        one of ``choices``.
-        doc: What it does, in a line.
-        source: Where the presets' values come from.
-        choices: The values it may have.
-        low: Least number it may have.
-        above: Number that it must exceed.
-        below: Number that it must stay below.
-        optional: None is a value, too.
-    """
-    check = {"choices": choices, "low": low, "above": above, "below": below, "optional": optional}
-    return field(default=default, metadata={"doc": doc, "source": source, "check": check})
+_problem = partial(knob, role="problem")
+_execution = partial(knob, role="execution")
+_bookkeeping = partial(knob, role="bookkeeping")
 
 
-def annotation(setting: dataclasses.Field) -> str:
-    """The type of a setting as its annotation is written, also where the module evaluates
-    annotations.
-    """
-    return setting.type.__name__ if isinstance(setting.type, type) else str(setting.type)
-
-
-def _check_knob(owner: str, name: str, value: Any, kind_name: str, check: Mapping[str, Any]) -> None:
-    if value is None and check["optional"]:
-        return
-    if check["choices"] is not None:
-        _choice(owner, name, value, check["choices"])
-    elif check["low"] is not None or check["above"] is not None:
-        open_low = check["above"] is not None
-        kind = float if kind_name.startswith("float") else int
-        _number(
-            owner,
-            name,
-            value,
-            kind,
-            check["above"] if open_low else check["low"],
-            open_low=open_low,
-            below=check["below"],
-        )
-    else:
-        _flag(owner, name, value)
-
-
+@documented
 @dataclass(frozen=True)
-class StreamConfig:
-    """What arrives: the data set, how it is split into tasks and in which order its classes come.
+class StreamConfig(Declared):
+    """What arrives: the data set, its split into tasks and the order of its classes."""
 
-    Attributes:
-        name: A registered stream (``mose-fast list streams``), a folder
-        ``{train,test}/<class>/file.jpg``, or an ``.npz`` file.
-        data_dir: Folder that holds the data set's files; None means ``~/.cache/mose_fast``.
-        tasks: Number of tasks the classes are split into, equally and in class order; None means
-        the stream's own default.
-        batch: Incoming images a step (B = 10 in the paper, section 5.1).
-        limit_per_task: Keep at most this many training images a task, balanced over its classes;
-        None keeps all.
-        class_order_seed: None keeps the natural label order (released); a number draws the order of
-        classes from it.
-        normalisation: Name of the constants (``mose_fast.streams.NORMALISATIONS``); None means the
-        stream's default.
-        decoder: What reads image files: ``pil`` or ``dali``, whose pixels are the same; ``auto`` is
-            ``dali`` where it is installed and there are many files.
-        fingerprint: Of the data's content (:attr:`mose_fast.streams.Stream.fingerprint`). A run
-            writes it into its configuration; data with another one are refused. None takes whatever
-            data there are.
-    """
+    owner: ClassVar[str] = "stream."
 
-    name: str = "digits"
-    data_dir: str | None = None
-    tasks: int | None = None
-    batch: int = 10
-    limit_per_task: int | None = None
-    class_order_seed: int | None = None
-    normalisation: str | None = None
-    decoder: str = "auto"
-    # Two configurations are equal where they ask for the same; what data they found is compared
-    # where it matters, with its own message.
-    fingerprint: str | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name or not _usable_path(self.name):
-            raise ConfigError(
-                f"stream.name is {shown(self.name)}; wanted the name of a stream, a folder or an .npz file"
-            )
-        _number("stream.", "batch", self.batch, int, 1)
-        _choice("stream.", "decoder", self.decoder, ("auto", "pil", "dali"))
-        for name, what in (
-            ("data_dir", "a folder"),
-            ("normalisation", "the name of constants"),
-            ("fingerprint", "that of data"),
-        ):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value or not _usable_path(value)):
-                raise ConfigError(f"stream.{name} is {shown(value)}; wanted {what}, or none given")
-        for name, low in (("tasks", 1), ("limit_per_task", 1), ("class_order_seed", 0)):
-            if getattr(self, name) is not None:
-                _number("stream.", name, getattr(self, name), int, low)
+    name: str = _problem(
+        "digits",
+        "a registered stream, a folder {train,test}/<class>/file.jpg, or an .npz file",
+        wanted="the name of a stream, a folder or an .npz file",
+        flag="stream",
+    )
+    data_dir: str | None = _bookkeeping(
+        None, "folder with the data set's files", wanted="a folder", none="~/.cache/mose_fast", flag=True
+    )
+    tasks: int | None = _problem(
+        None, "tasks that the classes are split into, in class order", low=1, none="the stream's own", flag=True
+    )
+    batch: int = _problem(10, "incoming images a step", "paper 5.1; released", low=1, flag=True)
+    limit_per_task: int | None = _problem(
+        None, "training images a task at most, balanced over its classes", low=1, none="all", flag=True
+    )
+    class_order_seed: int | None = _problem(
+        None, "seed that the order of classes is drawn from", low=0, none="the natural order", flag=True, cost=False
+    )
+    normalisation: str | None = _problem(
+        None, "name of the images' constants", wanted="the name of constants", none="the stream's own", flag=True
+    )
+    decoder: str = _bookkeeping(
+        "auto",
+        "what reads image files, with the same pixels",
+        choices={"auto": "dali where it is installed and there are 2,000 files or more", "pil": "", "dali": ""},
+        flag=True,
+    )
+    # What data two configurations found is compared where it matters, with its own message.
+    fingerprint: str | None = _problem(
+        None,
+        "hash of the data's content, which a run writes here; data with another one are refused",
+        pattern="[0-9a-f]{16}",
+        wanted="a fingerprint of data, 16 hexadecimal digits",
+        none="any data",
+        cost=False,
+        alters=False,
+        compare=False,
+    )
 
 
+#: Recipes of the random views, and what each draws.
+RECIPES = {
+    "ocm": "gray, crop",
+    "simclr": "flip, gray, crop",
+    "scr": "crop, flip, jitter, gray",
+    "pad_crop": "4 black pixels around; flip",
+    "none": "",
+}
+
+
+@documented
 @dataclass(frozen=True)
-class MethodOptions:
-    """Switches that every method has. Methods add theirs in a subclass, each a :func:`knob`.
+class MethodOptions(Declared):
+    """Switches that every method has. Methods add theirs in a subclass, each a :func:`knob`."""
 
-    Each field's metadata holds ``doc`` (what it does) and ``source`` (where the presets' values
-    come from).
-    """
+    owner: ClassVar[str] = "options."
 
     #: Number of experts, the one that predicts by default, and what their mean averages; methods
     #: with one network have one.
@@ -301,39 +166,43 @@ class MethodOptions:
 
     init: str = knob(
         "kaiming_fan_out",
-        "initialisation of convolutions: kaiming_fan_out | default (PyTorch's)",
+        "initialisation of convolutions",
         "released; the paper is silent",
-        choices=("kaiming_fan_out", "default"),
+        choices={"kaiming_fan_out": "", "default": "PyTorch's"},
     )
     buffer_batch: int = knob(64, "rows of the buffer set", "paper 5.1; released", low=1)
     augment: str = knob(
         "ocm",
-        "ocm (gray, crop) | simclr (flip, gray, crop) | scr (crop, flip, jitter, gray) | none",
+        "recipe of the views",
         "released default: ocm; paper: simclr",
-        choices=("ocm", "simclr", "scr", "none"),
+        choices={name: about for name, about in RECIPES.items() if name != "pad_crop"},
     )
     jitter_domain: str = knob(
         "unit",
-        "colour jitter acts on: unit (images in [0, 1]) | normalised (clamping them, as released)",
+        "what colour jitter acts on",
         "choice; released: normalised",
-        choices=("unit", "normalised"),
+        choices={"unit": "images in [0, 1]", "normalised": "normalised images, clamped, as released"},
     )
     mirror: str = knob(
         "auto",
-        "mirroring and random flips: auto (off where they change labels) | on | off",
+        "mirroring and random flips",
         "choice; both sources only know natural images",
-        choices=("auto", "on", "off"),
+        choices={"auto": "off where they change labels", "on": "", "off": ""},
     )
     lr: float = knob(1e-3, "learning rate of Adam", "paper 5.1; released", above=0)
     weight_decay: float = knob(1e-4, "weight decay of Adam, added to the gradient", "paper 5.1; released", low=0)
     beta1: float = knob(0.9, "first moment's decay", "released (PyTorch's default)", low=0, below=1)
     beta2: float = knob(0.999, "second moment's decay", "released (PyTorch's default)", low=0, below=1)
     eps: float = knob(1e-8, "Adam's epsilon", "released (PyTorch's default)", above=0)
-    classifier: str = knob("ncm", "ncm (nearest class mean) | linear", "paper 5.1; released", choices=("ncm", "linear"))
+    classifier: str = knob(
+        "ncm",
+        "what predict() classifies by",
+        "paper 5.1; released",
+        choices={"ncm": "nearest class mean", "linear": ""},
+    )
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            _check_knob("options.", f.name, getattr(self, f.name), annotation(f), f.metadata["check"])
+        super().__post_init__()
         # Adam divides by it in its first step.
         if self.lr / (1 - self.beta1) > _FLOAT32_MOST:
             raise ConfigError(
@@ -341,6 +210,7 @@ class MethodOptions:
             )
 
 
+@documented
 @dataclass(frozen=True)
 class MoseOptions(MethodOptions):
     """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in
@@ -349,10 +219,7 @@ class MoseOptions(MethodOptions):
 
     # The network
     experts: int = knob(
-        4,
-        "branch points: 1 to 8; 4 reads the network after each residual stage",
-        "paper 4.1; released; figure of 1 to 8 from the code's history",
-        choices=tuple(range(1, 9)),
+        4, "branch points, 1 to 8; 4: after each residual stage", "paper 4.1; released; code's history", low=1, below=9
     )
     attention: bool = knob(
         True, "attention gate before the alignment of every expert but the last", "only in the released code"
@@ -362,32 +229,30 @@ class MoseOptions(MethodOptions):
 
     # The losses
     cross_entropy: str = knob(
-        "all", "experts with cross-entropy: off | last | all", "paper, ablation table", choices=("off", "last", "all")
+        "all", "experts with cross-entropy", "paper, ablation table", choices=("off", "last", "all")
     )
     contrastive: str = knob(
-        "all",
-        "experts with supervised contrastive loss: off | last | all",
-        "paper, ablation table",
-        choices=("off", "last", "all"),
+        "all", "experts with supervised contrastive loss", "paper, ablation table", choices=("off", "last", "all")
     )
     distillation: str = knob(
         "rsd",
-        "rsd (experts teach the student) | sd (the student teaches them) | off",
+        "distillation between experts",
         "paper 4.2 and table SD vs. RSD",
-        choices=("rsd", "sd", "off"),
+        choices={"rsd": "the experts teach the student", "sd": "the student teaches them", "off": ""},
     )
     student: int | None = knob(
         None,
-        "expert that is distilled into, from 1; null: the deepest",
+        "expert that is distilled into, from 1",
         "paper, appendix on RSD variations",
-        choices=tuple(range(1, 9)),
-        optional=True,
+        low=1,
+        below=9,
+        none="the deepest",
     )
     rsd_reduction: str = knob(
         "frobenius",
-        "frobenius: one norm of the whole batch's difference | mean_of_norms: per image, averaged",
+        "norm of the distillation's differences",
         "released: one norm; paper: eq. RSD averages",
-        choices=("frobenius", "mean_of_norms"),
+        choices={"frobenius": "one norm of the whole batch's difference", "mean_of_norms": "per image, averaged"},
     )
     separate_cross_entropy: bool = knob(
         True,
@@ -409,22 +274,21 @@ class MoseOptions(MethodOptions):
     )
     replay_from: str = knob(
         "others",
-        "buffer rows come from: others (every task but the current) | all",
+        "tasks that buffer rows come from",
         "released: others; paper: the memory",
-        choices=("others", "all"),
+        choices={"others": "every task but the current", "all": ""},
     )
     per_class_cap: int | None = knob(
-        7,
-        "at most this many old rows for each class seen so far; null: no cap",
-        "released: 7; paper: none",
-        low=1,
-        optional=True,
+        7, "old rows for each class seen so far, at most", "released: 7; paper: none", low=1, none="no cap"
     )
     first_task: str = knob(
         "joint",
-        "joint: in task 0 memory rows join the new set and one cross-entropy covers all classes | same: as later tasks",
+        "task 0",
         "released: joint; paper: same",
-        choices=("joint", "same"),
+        choices={
+            "joint": "memory rows join the new set and one cross-entropy covers all classes",
+            "same": "as later tasks",
+        },
     )
     skip_first_batch: bool = knob(
         True,
@@ -433,29 +297,32 @@ class MoseOptions(MethodOptions):
     )
     current_classes: str = knob(
         "seen",
-        "classes of the current task: seen (so far in it) | task (all of it, known at its start)",
+        "classes of the current task",
         "released: seen; paper: C^t",
-        choices=("seen", "task"),
+        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
     )
     inner_views: int = knob(
         2,
-        "fixed copies of every row: 1 | 2 (mirror) | 4 (each half mirrored or not) | 16 (and quarter turns)",
+        "fixed copies of every row",
         "released: 2; the paper describes 4 and doubles: 2",
-        choices=(1, 2, 4, 16),
+        choices={1: "", 2: "mirror", 4: "each half mirrored or not", 16: "and quarter turns"},
     )
 
     # The classifier of predict()
     expert: str = knob(
         "last",
-        "last | 1 ... experts | mean (over all experts)",
+        "expert that predict() uses: last | 1 ... experts | mean (over all experts)",
         "paper: MOSE is the last expert, MOE-MOSE the mean",
-        choices=("last", "mean", *map(str, range(1, 9))),
+        pattern="last|mean|[1-8]",
+        wanted="last, mean, or an expert from 1 to 8",
+        cost=False,
     )
     mean_of_experts: str = knob(
         "distance",
-        "mean of experts averages: distance (squared, to class means) | logit",
+        "what the mean of experts averages",
         "released: distance; paper 4.2: logits",
-        choices=("distance", "logit"),
+        choices={"distance": "squared, to class means", "logit": ""},
+        cost=False,
     )
 
     def __post_init__(self) -> None:
@@ -534,7 +401,7 @@ def method_settings(name: str) -> MethodSettings:
     Raises:
         ConfigError: There is no such method.
     """
-    if isinstance(name, str) and _usable_path(name):
+    if isinstance(name, str) and usable_path(name):
         if name in METHOD_SETTINGS:
             return METHOD_SETTINGS[name]
         for find in METHOD_FINDERS:
@@ -544,81 +411,116 @@ def method_settings(name: str) -> MethodSettings:
     raise ConfigError(f"method is {shown(name)}, which is unknown{near_matches(str(name), list(METHOD_SETTINGS))}")
 
 
-def preset_table(method: str = "mose") -> list[tuple[str, ...]]:
-    """A row for every switch of a method: its name, its value in each preset, what it does, where
-    the values come from.
+def current_names(options: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Options of a method as a file of an earlier version names them, with the names that the
+    method has for them now.
     """
-
-    def show(value: Any) -> str:
-        return value if isinstance(value, str) else json.dumps(value)
-
-    settings = method_settings(method)
-    presets = [settings.options(**changes) for changes in settings.presets.values()]
-    return [
-        (f.name, *(show(getattr(options, f.name)) for options in presets), f.metadata["doc"], f.metadata["source"])
-        for f in dataclasses.fields(settings.options)
-    ]
+    known = settings_of(method_settings(method).options)
+    return {
+        RENAMED[name] if f"options.{name}" not in known and name in RENAMED else name: value
+        for name, value in options.items()
+    }
 
 
+def upgraded(values: Any) -> Any:
+    """The settings in a file of this or of an earlier version, by the names that they have now."""
+    if not isinstance(values, Mapping) or not isinstance(values.get("options"), Mapping):
+        return values
+    return {**values, "options": current_names(values["options"], values.get("method", RunConfig.method))}
+
+
+@documented
 @dataclass(frozen=True)
-class RunConfig:
-    """One run, complete: the same configuration gives the same result on the same machine.
+class RunConfig(Declared):
+    """One run, complete: the same configuration gives the same result on the same machine."""
 
-    Attributes:
-        method: Name of the learner (``mose-fast list methods``).
-        preset: One of the method's presets (MOSE: ``released`` or ``paper``); ``options`` holds
-            what it expands to, so later edits stay visible.
-        stream: What arrives.
-        options: The method's switches.
-        memory: Slots of the replay memory (M).
-        width: Channels of the first stage; 64 is the full ResNet-18.
-        epochs: Passes over each task's data (1 in online learning; more for the study of section
-            3.3). The memory is updated in the first only. With ``train_on`` ``final_memory``:
-            passes over the final memory.
-        train_on: ``stream``, or ``final_memory``: the stream only fills the memory, then the
-        network trains on it (joint).
-        seed: Initial weights, order within tasks, memory decisions and augmentations.
-        init_seed: Of the initial weights, where they alone are to vary, or all else but them; None:
-        ``seed``.
-        device: ``cpu`` or ``cuda`` (``cuda:1`` ...); ``auto`` takes the card where there is one.
-        feed: What makes the views: ``dali``, ``fused`` (the native op) or ``torch`` (plain
-            PyTorch), with the same pixels up to rounding; ``auto`` is ``dali`` on CUDA where it is
-            installed, else ``fused``. The recipe of the views is ``options.augment``.
-        precision: ``fp32``; ``tf32``: the same, but cuDNN's convolutions round their inputs to 10
-            bits of mantissa (no difference on a CPU); ``bf16`` for the network in training and
-            evaluation (similarities, softmaxes and norms stay fp32); ``auto``: bf16 on cards of
-            compute capability 8.0 and later, else fp32.
-        kernels: What runs the network's norms, alignment path and heads, and Adam: ``torch``,
-            PyTorch's own modules, or ``fused``, the ops of mose_fast.ops; ``auto``: fused on CUDA
-            where the native library has kernels, else torch. Equal up to rounding.
-        step: ``captured``: on CUDA, steps of a method that allows it (``mose``) replay as CUDA
-            graphs; ``eager``: PyTorch launches each kernel; ``auto``: captured where that can be.
-            With deterministic kernels both give the same bits.
-        deterministic: On CUDA, use deterministic kernels only, so that resuming is exact. The CPU
-        always is.
-        evaluation_batch: Images a forward pass of an evaluation; None: 256 on the CPU, 2,048 on
-        CUDA.
-        checkpoint_every: Steps between checkpoints within a task; None: at task ends only.
-    """
-
-    method: str = "mose"
-    preset: str = "released"
-    stream: StreamConfig = field(default_factory=StreamConfig)
-    options: MethodOptions = field(default_factory=MoseOptions)
-    memory: int = 1000
-    width: int = 64
-    epochs: int = 1
-    train_on: str = "stream"
-    seed: int = 0
-    init_seed: int | None = None
-    device: str = "auto"
-    feed: str = "auto"
-    precision: str = "auto"
-    kernels: str = "auto"
-    step: str = "auto"
-    deterministic: bool = False
-    evaluation_batch: int | None = None
-    checkpoint_every: int | None = None
+    method: str = knob("mose", "name of a method, or path/to/file.py:Name", wanted="the name of a method", flag=True)
+    preset: str = knob(
+        "released",
+        "named values of the method's options; MOSE: released (the authors' code) | paper (its text, literally)",
+        wanted="the name of a preset",
+        flag=True,
+        cost=False,  # `options` holds what it expands to
+    )
+    stream: StreamConfig = field(default_factory=StreamConfig, metadata={"table": "what arrives"})
+    options: MethodOptions = field(default_factory=MoseOptions, metadata={"table": "the method's switches"})
+    memory: int = _problem(1000, "images that the replay memory holds", "paper 5.1", low=1, flag=True)
+    width: int = knob(
+        64, "channels of the first stage; 64 is the full ResNet-18", "paper 5.1; released", low=1, flag=True
+    )
+    epochs: int = _problem(
+        1,
+        "passes over each task's data, of which the first fills the memory, or over the final memory",
+        "paper 5.1: one",
+        low=1,
+        flag=True,
+    )
+    train_on: str = _problem(
+        "stream",
+        "what trains the network",
+        choices={"stream": "", "final_memory": "the stream only fills the memory, then the network trains on it"},
+    )
+    seed: int = knob(0, "seed of weights, order within tasks, memory and views", low=0, flag=True, cost=False)
+    init_seed: int | None = knob(None, "seed of the initial weights alone", low=0, none="as seed", cost=False)
+    device: str = _execution(
+        "auto",
+        "where to compute: auto (the GPU where there is one) | cpu | cuda | cuda:N",
+        pattern="auto|cpu|cuda(:(0|[1-9][0-9]?))?",  # PyTorch numbers cards in 8 bits
+        wanted="auto, cpu, cuda or cuda:N",
+        flag=True,
+    )
+    feed: str = _execution(
+        "auto",
+        "what makes the views, with the same pixels up to rounding",
+        choices={
+            "auto": "dali on a GPU where it is installed, else fused",
+            "dali": "NVIDIA DALI",
+            "fused": "the native op",
+            "torch": "PyTorch",
+        },
+        flag=True,
+    )
+    precision: str = _execution(
+        "auto",
+        "precision of the network, in training and evaluation",
+        choices={
+            "auto": "bf16 on a GPU of compute capability 8.0 and later, else fp32",
+            "fp32": "",
+            "tf32": "convolutions round their inputs to 10 bits of mantissa; the same as fp32 on a CPU",
+            "bf16": "similarities, softmaxes and norms stay fp32",
+        },
+        flag=True,
+        alters=True,
+    )
+    kernels: str = _execution(
+        "auto",
+        "what runs the network's norms, alignment path and heads, and Adam; equal up to rounding",
+        choices={
+            "auto": "fused on a GPU where the native library has kernels, else torch",
+            "fused": "the native ops",
+            "torch": "PyTorch's modules",
+        },
+        flag=True,
+    )
+    step: str = _execution(
+        "auto",
+        "how a step runs on a GPU; with deterministic kernels both ways give the same bits",
+        choices={
+            "auto": "captured where that can be",
+            "captured": "replayed as a CUDA graph, where the method allows it",
+            "eager": "PyTorch launches each kernel",
+        },
+        flag=True,
+    )
+    deterministic: bool = _execution(
+        False, "deterministic kernels only, so that resuming is exact on a GPU too; on a CPU it always is", flag=True
+    )
+    evaluation_batch: int | None = _execution(
+        None, "images a forward pass of an evaluation", low=1, none="256 on a CPU, 2,048 on a GPU"
+    )
+    checkpoint_every: int | None = _bookkeeping(
+        None, "batches between checkpoints within a task", low=1, none="at task ends only", flag=True
+    )
 
     def __post_init__(self) -> None:
         settings = method_settings(self.method)
@@ -628,31 +530,14 @@ class RunConfig:
                 f"options are {type(self.options).__name__}; wanted {settings.options.__name__} for method"
                 f" {self.method!r}"
             )
-        for name in ("memory", "width", "epochs"):
-            _number("", name, getattr(self, name), int, 1)
-        for name in ("seed", "init_seed"):
-            value = getattr(self, name)
-            if name == "init_seed" and value is None:
-                continue
-            _number("", name, value, int, 0)
-        for name in ("evaluation_batch", "checkpoint_every"):
-            if getattr(self, name) is not None:
-                _number("", name, getattr(self, name), int, 1)
-        _choice("", "train_on", self.train_on, ("stream", "final_memory"))
-        if isinstance(self.feed, str) and self.feed in ("none", "ocm", "simclr", "scr", "pad_crop"):
-            raise ConfigError(
-                f"feed is {self.feed!r}, which is a recipe; wanted auto, dali, fused or torch, or --set"
-                f" augment={self.feed} for the recipe"
+        if isinstance(self.feed, str) and self.feed in settings_of(settings.options)["options.augment"].choices:
+            error = ConfigError(
+                f"feed is {self.feed!r}, which is a recipe; wanted {', '.join(settings_of(RunConfig)['feed'].choices)}"
+                f" for what makes the views, or augment {self.feed!r} for the recipe"
             )
-        _choice("", "feed", self.feed, ("auto", "dali", "fused", "torch"))
-        _choice("", "precision", self.precision, ("auto", "fp32", "tf32", "bf16"))
-        _choice("", "kernels", self.kernels, ("auto", "fused", "torch"))
-        _choice("", "step", self.step, ("auto", "captured", "eager"))
-        _flag("", "deterministic", self.deterministic)
-        # PyTorch numbers cards in 8 bits.
-        numbered = isinstance(self.device, str) and re.fullmatch(r"cuda:(0|[1-9][0-9]?)", self.device)
-        if not numbered and (not isinstance(self.device, str) or self.device not in ("auto", "cpu", "cuda")):
-            raise ConfigError(f"device is {shown(self.device)}; wanted auto, cpu, cuda or cuda:N")
+            error.instead = ("augment", self.feed)
+            raise error
+        super().__post_init__()
         if self.memory < self.options.buffer_batch:
             raise ConfigError(
                 f"memory is {self.memory}, smaller than options.buffer_batch, {self.options.buffer_batch}; "
@@ -676,8 +561,7 @@ class RunConfig:
             options: Fields of the method's options that differ from the preset.
             method: Name of the method.
             **settings: The other fields of :class:`RunConfig`, and fields of the method's options,
-                which may stand beside them as on the command line: ``lr=0.01`` is ``options={"lr":
-                0.01}``.
+                which may be given by themselves: ``lr=0.01`` is ``options={"lr": 0.01}``.
 
         Raises:
             ConfigError: A name is unknown, an option is given twice, or a value is out of range.
@@ -739,35 +623,13 @@ class RunConfig:
         path = Path(path)
         values = read_table(path, "the configuration")
         try:
-            return cls.from_dict(values)
+            return cls.from_dict(upgraded(values))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
     def to_json(self) -> str:
         """The configuration as JSON text."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
-
-    def to_toml(self) -> str:
-        """The configuration as TOML text.
-
-        TOML has no null: fields that are None are left out, and None is their default.
-        """
-        # Not at the top: only who writes TOML needs it.
-        import tomli_w
-
-        values = {
-            key: _without_none(value) if isinstance(value, dict) else value for key, value in self.to_dict().items()
-        }
-        text = tomli_w.dumps(_without_none(values))
-        if RunConfig.from_dict(tomllib.loads(text)) != self:
-            raise ConfigError(
-                "this configuration cannot be written as TOML: a field that the preset sets is None here; use JSON"
-            )
-        return text
-
-
-def _without_none(values: Mapping) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
 
 
 def _build(kind: type, values: Mapping, owner: str) -> Any:
@@ -779,8 +641,37 @@ def _build(kind: type, values: Mapping, owner: str) -> Any:
         if name not in known:
             told = (
                 f"{owner}{name}"
-                if isinstance(name, str) and name.isprintable() and len(name) <= _SHOWN
+                if isinstance(name, str) and name.isprintable() and len(name) <= SHOWN
                 else f"{owner}{shown(name)}"
             )
             raise ConfigError(f"{told} is not a setting{near_matches(str(name), sorted(known))}")
     return kind(**values)
+
+
+F = TypeVar("F", bound=Callable)
+
+
+def takes_settings(function: F) -> F:
+    """Decorator of a function whose last parameter, ``**settings``, goes to
+    :meth:`RunConfig.create`.
+
+    The function's signature gets a parameter for each setting, with type and default, and
+    ``{settings}`` in its docstring becomes the list of what they mean.
+    """
+    own = inspect.signature(function, eval_str=True)
+    create = inspect.signature(RunConfig.create, eval_str=True).parameters
+    types, about = get_type_hints(RunConfig), meanings(RunConfig)
+    parameters = {name: p for name, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    lines = []
+    for f in dataclasses.fields(RunConfig):
+        if f.name not in parameters:
+            known = inspect.Parameter(f.name, _KEYWORD, default=f.default, annotation=types[f.name])
+            parameters[f.name] = known = create.get(f.name, known).replace(kind=_KEYWORD)
+            kind = re.sub(r"[\w.]+\.", "", inspect.formatannotation(known.annotation))
+            line = f"- ``{f.name}`` ({kind}, {known.default!r}): {about[f.name]}."
+            lines.append(textwrap.fill(line, 100, initial_indent=" " * 8, subsequent_indent=" " * 10))
+    rest = inspect.Parameter("switches", inspect.Parameter.VAR_KEYWORD, annotation=Any)
+    function.__signature__ = own.replace(parameters=[*parameters.values(), rest])
+    if function.__doc__:
+        function.__doc__ = inspect.cleandoc(function.__doc__).replace("        {settings}", "\n".join(lines))
+    return function

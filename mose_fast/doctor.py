@@ -274,10 +274,10 @@ def _precision() -> Finding:
 
 
 def _feed() -> Finding:
-    """What makes the views of a run, unless ``--augment`` says otherwise."""
+    """What makes the views of a run, unless ``--feed`` says otherwise."""
     obstacle = _dali.obstacle()
     device = _default_device()
-    used = f"--augment auto is {choose_feed('auto', device, None).name} here"
+    used = f"--feed auto is {choose_feed('auto', device, None).name} here"
     if obstacle:
         return Finding("--", "DALI (optional)", f"{obstacle}; {used}", _dali.INSTALL)
     return Finding("ok", "DALI (optional)", f"{_dali.version()}; {used}")

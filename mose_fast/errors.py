@@ -4,6 +4,8 @@ catches them all.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["MoseFastError"]
 
 
@@ -12,3 +14,7 @@ class MoseFastError(Exception):
 
     The command line prints the message alone.
     """
+
+    #: Name and value of a setting that was probably meant instead; the command line says how to
+    #: give it.
+    instead: tuple[str, Any] | None = None

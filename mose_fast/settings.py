@@ -10,20 +10,35 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast import streams
-from mose_fast.config import ConfigError, RunConfig, StreamConfig, annotation, method_settings, near_matches, shown
+from mose_fast.config import ConfigError, RunConfig, StreamConfig, method_settings, near_matches, shown
+from mose_fast.knobs import Setting, settings_of
 
-__all__ = ["assignment", "dotted", "full_name", "read_value", "setting_types", "with_absolute_paths", "with_changes"]
+__all__ = [
+    "all_settings",
+    "assignment",
+    "dotted",
+    "full_name",
+    "read_value",
+    "telling_apart",
+    "with_absolute_paths",
+    "with_changes",
+]
 
 
-def setting_types(method: str) -> dict[str, str]:
-    """The annotation of every single setting of a run of ``method``, by its dotted name.
+def all_settings(method: str) -> dict[str, Setting]:
+    """Every single setting of a run of ``method``, by its dotted name.
 
     Raises:
         ConfigError: There is no such method.
     """
-    tables = {"": RunConfig, "stream.": StreamConfig, "options.": method_settings(method).options}
-    types = {owner + f.name: annotation(f) for owner, table in tables.items() for f in dataclasses.fields(table)}
-    return {name: kind for name, kind in types.items() if name not in ("stream", "options")}
+    return {**settings_of(RunConfig), **settings_of(StreamConfig), **settings_of(method_settings(method).options)}
+
+
+def telling_apart(method: str) -> set[str]:
+    """The names of the settings that make two runs of ``method`` different experiments: all but the
+    seed and those by which results change by no more than rounding.
+    """
+    return {setting.name for setting in all_settings(method).values() if setting.changes_results} - {"seed"}
 
 
 def dotted(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,35 +67,35 @@ def assignment(text: str, flag: str) -> tuple[str, str]:
     return name, value
 
 
-def full_name(name: str, types: Mapping[str, str], flag: str) -> str:
+def full_name(name: str, known: Mapping[str, Any], flag: str) -> str:
     """The dotted name of a setting; a method's options may be given without theirs, ``augment`` for
     ``options.augment``.
 
     Args:
         name: As given.
-        types: As :func:`setting_types` gives them.
+        known: Settings by dotted name, as :func:`all_settings` gives them.
         flag: That it was given to, for the message.
 
     Raises:
         ConfigError: There is no such setting; the message has near matches.
     """
-    setting = name if name in types else f"options.{name}"
-    if setting not in types:
+    setting = name if name in known else f"options.{name}"
+    if setting not in known:
         told = name if name.isprintable() else shown(name)
         raise ConfigError(
-            f"{flag} {told} is not a setting{near_matches(name, [known.removeprefix('options.') for known in types])}"
+            f"{flag} {told} is not a setting{near_matches(name, [each.removeprefix('options.') for each in known])}"
         )
     return setting
 
 
-def read_value(kind: str, text: str) -> Any:
-    """What ``text`` means for a setting with the annotation ``kind``: JSON, or a bare string."""
+def read_value(setting: Setting, text: str) -> Any:
+    """What ``text`` means for a setting: JSON, or a bare string."""
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError):
         return text
     # expert=1 and a stream called 2024 are names; null is None only where that is a value.
-    if kind.startswith("str") and not isinstance(parsed, str) and not (parsed is None and kind.endswith("None")):
+    if setting.type == "str" and not isinstance(parsed, str) and not (parsed is None and setting.none is not None):
         return text
     return parsed
 

@@ -1,5 +1,6 @@
 """Real data for the tests, where this machine has it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,22 @@ import pytest
 
 PACKED = Path(__file__).resolve().parents[2] / "shared" / "data"
 UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
+
+
+@pytest.fixture(scope="session")
+def as_toml():
+    """A function that gives a configuration as TOML, without what is None: TOML has no null."""
+
+    def lines(values):
+        return [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
+
+    def text(config):
+        values = config.to_dict()
+        tables = {name: values.pop(name) for name in ("stream", "options")}
+        parts = [*lines(values), *(line for name, table in tables.items() for line in (f"[{name}]", *lines(table)))]
+        return "\n".join(parts) + "\n"
+
+    return text
 
 
 @pytest.fixture

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.config import ConfigError, RunConfig, takes_settings
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
 from mose_fast.methods.base import IMAGE_SIZE, Learner, Prepared, check_stream, resolve_device
@@ -57,36 +58,40 @@ __all__ = [
 ]
 
 
-def create_learner(config: RunConfig | None = None, *, classes: int, **stream_or_settings: Any) -> Learner:
+@takes_settings
+def create_learner(
+    config: RunConfig | None = None,
+    *,
+    classes: int,
+    image_size: tuple[int, int] = IMAGE_SIZE,
+    mean: Sequence[float] = (0.5, 0.5, 0.5),
+    std: Sequence[float] = (0.5, 0.5, 0.5),
+    mirror_safe: bool = True,
+    **settings: Any,
+) -> Learner:
     """Creates a learner that can be used without the loop.
 
     Args:
-        config: The settings; None builds them with :meth:`RunConfig.create` from the keywords that
-        the learner does not take itself.
+        config: The settings; None builds them from ``settings`` with :meth:`RunConfig.create`.
         classes: Number of classes of the whole stream.
-        **stream_or_settings: What the learner must know of the stream, and without ``config`` the
-            settings, all by name:
+        image_size: Height and width of the images, multiples of 8.
+        mean: Mean of images in [0, 1], by channel.
+        std: Standard deviation of images in [0, 1], by channel.
+        mirror_safe: False where mirroring an image changes its label.
+        **settings: Without ``config``: the settings, and switches of the method, which may also be
+            given by themselves: ``lr=0.01``.
 
-            - ``image_size`` ((int, int), (32, 32)): height and width, multiples of 8.
-            - ``mean``, ``std`` (three floats each): of the channels of images in [0, 1].
-            - ``mirror_safe`` (bool): False where mirroring an image changes its label.
-            - ``method`` (str, ``"mose"``), ``preset`` (str), ``memory`` (int, 1000), ``width``
-              (int, 64), ``seed`` (int, 0), ``device`` (str, ``"auto"``) and the other fields of
-              :class:`RunConfig`.
-            - ``options`` (dict): switches of the method that differ from the preset; each may also
-              be given by itself: ``lr=0.01``.
+            {settings}
 
     Raises:
         ConfigError: An unknown method, an unusable setting, or a learner that does not fit into the
             free memory.
     """
-    stream = {
-        k: stream_or_settings.pop(k) for k in ("image_size", "mean", "std", "mirror_safe") if k in stream_or_settings
-    }
     if config is None:
-        config = RunConfig.create(**stream_or_settings)
-    elif stream_or_settings:
-        raise ConfigError(f"{', '.join(stream_or_settings)}: given beside config; wanted them inside it")
-    check_stream(classes=classes, **stream)
-    check_room(config, stream.get("image_size", IMAGE_SIZE))
-    return find_method(config.method)(config, classes=classes, **stream)
+        config = RunConfig.create(**settings)
+    elif settings:
+        raise ConfigError(f"{', '.join(settings)}: given beside config; wanted them inside it")
+    stream = {"classes": classes, "image_size": image_size, "mean": mean, "std": std, "mirror_safe": mirror_safe}
+    check_stream(**stream)
+    check_room(config, image_size)
+    return find_method(config.method)(config, **stream)

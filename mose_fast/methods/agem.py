@@ -26,9 +26,9 @@ class AgemOptions(BaselineOptions):
 
     replay_from: str = knob(
         "others",
-        "the reference batch comes from: others (finished tasks) | all",
+        "tasks that the reference batch comes from",
         "facebookresearch/agem: finished tasks; the port in RaptorMai/online-continual-learning: all",
-        choices=("others", "all"),
+        choices={"others": "finished tasks", "all": ""},
     )
 
 

@@ -28,13 +28,17 @@ class AserOptions(BaselineOptions):
         " update",
         "the repository's configuration for CIFAR-100 (for the comparison an assumption); its README: 1.5",
         low=1,
+        cost=True,
     )
     score: str = knob(
         "asvm",
-        "asvm (mean value for the memory minus mean for incoming rows) | asv (maximum minus minimum) | neg_sv (minus"
-        " the latter's sum)",
+        "score by which memory rows are replayed, from their Shapley values",
         "repository's README",
-        choices=("asvm", "asv", "neg_sv"),
+        choices={
+            "asvm": "mean value for the memory minus mean for incoming rows",
+            "asv": "maximum minus minimum",
+            "neg_sv": "minus the latter's sum",
+        },
     )
 
 

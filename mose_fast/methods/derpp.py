@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.config import knob
+from mose_fast.config import RECIPES, knob
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy, table_preset
@@ -23,11 +23,7 @@ class DerppOptions(BaselineOptions):
     """Switches of DER++; ``buffer_batch`` is the size of each of its two draws."""
 
     augment: str = knob(
-        "pad_crop",
-        "pad_crop (4 black pixels around; flip) | simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip,"
-        " jitter, gray) | none",
-        "aimagelab/mammoth; the comparison keeps it (paper 5.1)",
-        choices=("pad_crop", "simclr", "ocm", "scr", "none"),
+        "pad_crop", "recipe of the views", "aimagelab/mammoth; the comparison keeps it (paper 5.1)", choices=RECIPES
     )
     alpha: float = knob(
         0.1, "weight of the distillation from stored logits", "mammoth's best on CIFAR; for table a choice", low=0

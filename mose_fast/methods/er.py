@@ -21,9 +21,12 @@ class ErOptions(BaselineOptions):
 
     reduction: str = knob(
         "sum_of_means",
-        "sum_of_means: mean over incoming rows plus mean over replayed rows | pooled_mean: one mean over all rows",
+        "mean of the losses",
         "MIR repository: sum_of_means; MOSE repository since 2024: pooled_mean",
-        choices=("sum_of_means", "pooled_mean"),
+        choices={
+            "sum_of_means": "mean over incoming rows plus mean over replayed rows",
+            "pooled_mean": "one mean over all rows",
+        },
     )
 
 

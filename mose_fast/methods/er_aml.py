@@ -30,20 +30,20 @@ class ErAmlOptions(BaselineOptions):
 
     incoming: str = knob(
         "metric",
-        "loss of incoming rows: metric (against drawn positives and negatives) | cross_entropy",
+        "loss of incoming rows",
         "ER-AML: metric",
-        choices=("metric", "cross_entropy"),
+        choices={"metric": "against drawn positives and negatives", "cross_entropy": ""},
     )
     negatives: str = knob(
         "batch",
-        "labels of negatives: batch (those of the incoming batch) | task (those of the current task seen so far)",
+        "labels of negatives",
         "pclucas14/AML: batch in its task-free form, task in the other; a choice",
-        choices=("batch", "task"),
+        choices={"batch": "those of the incoming batch", "task": "those of the current task seen so far"},
     )
     temperature: float = knob(
         0.1, "temperature of the metric loss", "pclucas14/AML: its best on CIFAR-100; for table a choice", above=0
     )
-    head: str = knob("cosine", "classifier: cosine (scale 10) | linear", "pclucas14/AML", choices=("cosine", "linear"))
+    head: str = knob("cosine", "linear classifier", "pclucas14/AML", choices={"cosine": "scale 10", "linear": ""})
 
 
 def metric_loss(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.cutmix import cutmix
-from mose_fast.config import MethodOptions, RunConfig, knob
+from mose_fast.config import RECIPES, MethodOptions, RunConfig, knob
 from mose_fast.memory import BalancedMemory
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import ReplayLearner, Rows, cross_entropy, table_preset
@@ -34,11 +34,7 @@ class GdumbOptions(MethodOptions):
     """
 
     augment: str = knob(
-        "simclr",
-        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | pad_crop (4 black pixels"
-        " around; flip) | none",
-        "paper 5.1: the shared one; official: pad_crop",
-        choices=("simclr", "ocm", "scr", "pad_crop", "none"),
+        "simclr", "recipe of the views", "paper 5.1: the shared one; official: pad_crop", choices=RECIPES
     )
     buffer_batch: int = knob(
         16, "images a step of the training on the memory", "drimpossible/GDumb; for table a choice", low=1
@@ -65,7 +61,9 @@ class GdumbOptions(MethodOptions):
         "official: 256; table: a choice, a sixteenth of it",
         low=1,
     )
-    classifier: str = knob("linear", "linear | ncm (nearest class mean)", "GDumb", choices=("linear", "ncm"))
+    classifier: str = knob(
+        "linear", "what predict() classifies by", "GDumb", choices={"linear": "", "ncm": "nearest class mean"}
+    )
 
 
 def learning_rate(number: int, low: float, high: float) -> float:

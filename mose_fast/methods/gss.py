@@ -39,10 +39,10 @@ class GssOptions(BaselineOptions):
     iterations: int = knob(1, "training steps on each incoming batch", "paper 5.1: one; repository: 10", low=1)
     steps: str = knob(
         "joint",
-        "joint: one step on incoming and replayed rows | alternate: one on each",
+        "training steps for a batch",
         "choice (docs/specification/baselines.md section 4), as RaptorMai/online-continual-learning;"
         " repository: alternate",
-        choices=("joint", "alternate"),
+        choices={"joint": "one on incoming and replayed rows", "alternate": "one on each"},
     )
 
 

@@ -77,7 +77,7 @@ def method(
     """Class decorator that enters a :class:`Learner` under a name.
 
     Args:
-        name: As ``--method`` takes it.
+        name: What ``RunConfig.method`` holds.
         options: Type of its switches.
         presets: By name; the first is the default.
         year: See :class:`About`.

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mose_fast.augment import ViewMaker
 from mose_fast.augment.pad_crop import pad_crop
-from mose_fast.config import MethodOptions, knob
+from mose_fast.config import RECIPES, MethodOptions, knob
 from mose_fast.methods.network import NetworkLearner
 from mose_fast.methods.registry import Preset
 from mose_fast.nn import ExpertNetwork
@@ -43,32 +43,34 @@ class BaselineOptions(MethodOptions):
     """
 
     augment: str = knob(
-        "simclr",
-        "simclr (flip, gray, crop) | ocm (gray, crop) | scr (crop, flip, jitter, gray) | pad_crop (4 black pixels"
-        " around; flip) | none",
-        "paper 5.1: flip, gray and crop for all but SCR and DER++",
-        choices=("simclr", "ocm", "scr", "pad_crop", "none"),
+        "simclr", "recipe of the views", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
     )
     lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0)
     weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0)
     classifier: str = knob(
-        "linear", "linear | ncm (nearest class mean)", "the methods' own papers", choices=("linear", "ncm")
+        "linear",
+        "what predict() classifies by",
+        "the methods' own papers",
+        choices={"linear": "", "ncm": "nearest class mean"},
     )
     optimiser: str = knob(
-        "adam", "adam | sgd (without momentum)", "paper 5.1: Adam for all; repositories: SGD", choices=("adam", "sgd")
+        "adam",
+        "optimiser",
+        "paper 5.1: Adam for all; repositories: SGD",
+        choices={"adam": "", "sgd": "without momentum"},
     )
     passes: str = knob(
         "joint",
-        "sets of rows pass the network: joint (batch norm sees all of them) | separate (one set after the other)",
+        "how sets of rows pass the network",
         "choice (docs/specification/baselines.md section 2), as the MOSE repository; the methods' repositories:"
         " separate",
-        choices=("joint", "separate"),
+        choices={"joint": "batch norm sees all of them", "separate": "one set after the other"},
     )
     replay_from: str = knob(
         "all",
-        "replayed rows come from: all | others (every task but the current)",
+        "tasks that replayed rows come from",
         "choice (docs/specification/baselines.md section 2); the repositories differ",
-        choices=("all", "others"),
+        choices={"all": "", "others": "every task but the current"},
     )
 
 

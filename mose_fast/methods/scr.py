@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mose_fast.config import RunConfig, knob
+from mose_fast.config import RECIPES, RunConfig, knob
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, table_preset
 from mose_fast.ops.draws import Purpose, permutation
@@ -29,16 +29,18 @@ class ScrOptions(BaselineOptions):
 
     augment: str = knob(
         "scr",
-        "second view: scr (crop, flip, jitter, gray) | simclr (flip, gray, crop) | ocm (gray, crop) | pad_crop (padded"
-        " crop, flip) | none",
+        "recipe of the second view",
         "RaptorMai/online-continual-learning; the comparison keeps it (paper 5.1)",
-        choices=("scr", "simclr", "ocm", "pad_crop", "none"),
+        choices=RECIPES,
     )
     classifier: str = knob(
-        "ncm", "ncm (nearest class mean) | linear (which is never trained)", "SCR", choices=("ncm", "linear")
+        "ncm",
+        "what predict() classifies by",
+        "SCR",
+        choices={"ncm": "nearest class mean", "linear": "which is never trained"},
     )
     head: str = knob(
-        "mlp", "projection: mlp (two layers) | linear", "SCR: mlp; MOSE repository: linear", choices=("mlp", "linear")
+        "mlp", "projection", "SCR: mlp; MOSE repository: linear", choices={"mlp": "two layers", "linear": ""}
     )
     projection: int = knob(128, "width of the contrastive projection", "SCR", low=1)
     temperature: float = knob(0.07, "temperature of the contrastive loss", "SCR's README; paper 5.1", above=0)

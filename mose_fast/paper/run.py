@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig, method_settings
+from mose_fast.knobs import as_text
 from mose_fast.paper.description import RULE, Entry, PaperTable, Part, Verdict, judge, target
 from mose_fast.paper.metrics import Metric, Results
 from mose_fast.paper.tables import describe
@@ -18,7 +19,7 @@ from mose_fast.report.published import RUNS
 from mose_fast.report.statistics import Summary, summarise
 from mose_fast.report.table import Cell as Shown
 from mose_fast.report.table import Interval, Number, Spread, Table
-from mose_fast.settings import dotted, setting_types, with_absolute_paths, with_changes
+from mose_fast.settings import all_settings, dotted, telling_apart, with_absolute_paths, with_changes
 from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Cell, folder_name
@@ -29,23 +30,6 @@ from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.results import precision_of
 
 __all__ = ["Plan", "run_table"]
-
-# Settings that say where and how fast a run computes, or which of several equal runs it is: no
-# departure from the paper's protocol.
-_FREE = (
-    "seed",
-    "device",
-    "feed",
-    "precision",
-    "kernels",
-    "step",
-    "deterministic",
-    "evaluation_batch",
-    "checkpoint_every",
-    "stream.data_dir",
-    "stream.decoder",
-    "stream.fingerprint",
-)
 
 
 @dataclass(frozen=True)
@@ -101,7 +85,7 @@ class Plan:
         self._cells: dict[str, list[Cell]] = {}
         for runs in {_key(entry.runs): entry.runs for entry in self.description.entries}.values():
             wanted = with_changes(None, runs)
-            known = setting_types(wanted.method)
+            known = all_settings(wanted.method)
             config = with_absolute_paths(
                 with_changes(None, {**runs, **{n: value for n, value in changes.items() if n in known}})
             )
@@ -121,7 +105,7 @@ class Plan:
         self.stem = "-".join(
             [name, *([preset] if preset != RunConfig.preset else []), *(["trial"] if departures else [])]
         )
-        settings = [part for setting, value in changes.items() for part in ("--set", f"{setting}={_text(value)}")]
+        settings = [part for setting, value in changes.items() for part in ("--set", f"{setting}={as_text(value)}")]
         self.command = shlex.join(
             ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset, *settings]
         )
@@ -407,7 +391,7 @@ def _provenance(runs: Sequence[Results]) -> list[str]:
     """Where, by which code and how the runs were made; more than one value where they differ."""
 
     def told(value: Callable[[Results], Any]) -> str:
-        return ", ".join(dict.fromkeys(_text(value(run)) for run in runs))
+        return ", ".join(dict.fromkeys(as_text(value(run)) for run in runs))
 
     def place(run: Results) -> str:
         return run["card"] or f"{run['processor']}, {run['threads']} thread{'' if run['threads'] == 1 else 's'}"
@@ -434,17 +418,22 @@ def _differences(config: RunConfig) -> dict[str, Any]:
     """
     usual = dotted(RunConfig.create(config.preset, method=config.method).to_dict())
     usual |= {"method": RunConfig.method, "preset": method_settings(config.method).preset(None)}
-    return {
-        name: value for name, value in dotted(config.to_dict()).items() if name not in _FREE and value != usual[name]
-    }
+    return {name: value for name, value in _protocol(config).items() if value != usual[name]}
 
 
 def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:
-    found, planned = dotted(config.to_dict()), dotted(wanted.to_dict())
-    differing = [name for name in planned if name not in _FREE and found[name] != planned[name]]
-    return [f"{name} {_text(found[name])} instead of {_text(planned[name])}" for name in differing]
+    found, planned = _protocol(config), _protocol(wanted)
+    differing = [name for name in planned if found[name] != planned[name]]
+    return [f"{name} {as_text(found[name])} instead of {as_text(planned[name])}" for name in differing]
 
 
-def _text(value: Any) -> str:
-    """As ``--set`` takes it."""
-    return value if isinstance(value, str) else json.dumps(value)
+def _protocol(config: RunConfig) -> dict[str, Any]:
+    """What is learned and how, by dotted name: all but the seed, and where and how fast the run
+    computes.
+    """
+    settings, apart = all_settings(config.method), telling_apart(config.method)
+    return {
+        name: value
+        for name, value in dotted(config.to_dict()).items()
+        if name in apart and settings[name].role != "execution"
+    }

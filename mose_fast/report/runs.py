@@ -12,29 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mose_fast import evaluate
+from mose_fast.settings import dotted, telling_apart
 from mose_fast.sweep.store import RunDamaged, find_runs, read_run
 from mose_fast.train.files import RunError
 
 __all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
 
-# Where and how fast a run computes, but not what: no reason to keep two runs apart.
-_NO_SETTING = (
-    "seed",
-    "device",
-    "feed",
-    "kernels",
-    "step",
-    "deterministic",
-    "evaluation_batch",
-    "checkpoint_every",
-    "stream.data_dir",
-    "stream.decoder",
-    "stream.tasks",
-    "stream.fingerprint",
-)
-# What the data made of the settings: equal names may stand for different data. (So may the machine:
-# precision auto.)
-_DATA = ("tasks", "classes", "image_size", "class_order")
+# What data and machine made of the settings: equal names may stand for different data, and
+# precision auto for different precisions.
+_RESOLVED = ("tasks", "classes", "image_size", "class_order", "precision")
 # Shown in columns of their own, or by the preset.
 _SHOWN_APART = ("method", "preset", "memory", "class_order")
 
@@ -301,15 +287,9 @@ def _square(rows: Any, tasks: int, what: str) -> NDArray[np.float64]:
 
 def _flat(run: Run) -> dict[str, Any]:
     """All settings that make two runs different experiments, by dotted name."""
-    config = dict(run.config)
-    stream, options = config.pop("stream"), config.pop("options")
-    flat = {
-        **config,
-        **{f"stream.{k}": v for k, v in stream.items()},
-        **{f"options.{k}": v for k, v in options.items()},
-    }
-    flat = {name: value for name, value in flat.items() if name not in _NO_SETTING}
-    return flat | {name: run.row[name] for name in (*_DATA, "precision")}
+    apart = telling_apart(run.config["method"]) - {"stream.tasks"}  # None or a number may be the same
+    flat = {name: value for name, value in dotted(run.config).items() if name in apart}
+    return flat | {name: run.row[name] for name in _RESOLVED}
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:

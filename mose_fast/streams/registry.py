@@ -159,11 +159,13 @@ def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
         StreamError: The configuration has a fingerprint, and the stream another one.
     """
     if config.fingerprint not in (None, stream.fingerprint):
-        raise StreamError(
+        error = StreamError(
             f"the data of stream {config.name!r} have changed: their fingerprint is {stream.fingerprint}, and was"
-            f" {config.fingerprint} when the run began. Put the earlier data back, or begin a new run in another folder"
-            " (with --config: --set stream.fingerprint=null takes the data that are there now)"
+            f" {config.fingerprint} when the run began. Put the earlier data back, or begin a new run in another"
+            " folder, where stream.fingerprint null takes the data that are there now"
         )
+        error.instead = ("stream.fingerprint", None)
+        raise error
 
 
 def _make(config: StreamConfig, watch: Watch | None) -> Stream:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig
+from mose_fast.settings import all_settings, dotted
 from mose_fast.sweep.engine import Engine
 from mose_fast.sweep.grid import Cell
 from mose_fast.sweep.measure import Cost
@@ -20,16 +21,9 @@ __all__ = ["Forecast", "cost_key", "duration", "measured_costs", "stored_costs"]
 
 
 def cost_key(config: RunConfig) -> str:
-    """Equal for configurations whose runs take the same time and memory: the seeds and the numbers
-    that only scale do not matter.
-    """
-    values = config.to_dict()
-    for name in ("seed", "checkpoint_every", "deterministic"):
-        del values[name]
-    del values["preset"]  # the options say all of it
-    for name in ("class_order_seed", "decoder", "fingerprint"):
-        del values["stream"][name]
-    values["options"] = {name: value for name, value in values["options"].items() if not isinstance(value, float)}
+    """Equal for configurations whose runs take the same time and memory."""
+    settings = all_settings(config.method)
+    values = {name: value for name, value in dotted(config.to_dict()).items() if settings[name].changes_cost}
     return json.dumps(values, sort_keys=True)
 
 

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig, read_table, shown
-from mose_fast.settings import assignment, full_name, read_value, setting_types, with_absolute_paths, with_changes
+from mose_fast.knobs import Setting
+from mose_fast.settings import (
+    all_settings,
+    assignment,
+    full_name,
+    read_value,
+    telling_apart,
+    with_absolute_paths,
+    with_changes,
+)
 
 # Runs of a sweep, and so seeds: more are a slip of the finger, and to plan them would take minutes.
 _MOST_RUNS = 10_000
@@ -80,11 +89,6 @@ class Grid:
             repeated = [value for i, value in enumerate(values) if value in values[:i]]
             if repeated:
                 raise ConfigError(f"the grid has {name} = {repeated[0]!r} twice; wanted each value once")
-        for name in ("device", "feed", "kernels", "step", "checkpoint_every", "stream.decoder", "stream.fingerprint"):
-            if name in self.axes:
-                raise ConfigError(
-                    f"{name} is in the grid; wanted it the same for all runs, since it must not change their results"
-                )
         runs = math.prod(map(len, self.axes.values()))
         if runs > _MOST_RUNS:
             sizes = ", ".join(f"{name} {len(values):,}" for name, values in self.axes.items())
@@ -100,6 +104,12 @@ class Grid:
                 shown = " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in values.items())
                 raise ConfigError(f"in the cell {shown}: {error}") from error
             cells.append(Cell(folder_name(values), config, values))
+        apart = {"seed"}.union(*map(telling_apart, {cell.config.method for cell in cells}))
+        for name in self.axes:
+            if name not in apart:
+                raise ConfigError(
+                    f"{name} is in the grid; wanted it the same for all runs, since it must not change their results"
+                )
         return _with_unique_names(cells)
 
 
@@ -184,15 +194,15 @@ def axes_of(grid: Mapping[str, Any], methods: Sequence[str], owner: str) -> dict
 
 
 def _add_axis(axes: dict[str, tuple[Any, ...]], name: str, values: Any, methods: Sequence[str], owner: str) -> None:
-    types: dict[str, str] = {}
+    known: dict[str, Setting] = {}
     for method in methods:
-        types = {**setting_types(method), **types}
-    setting = full_name(name, types, owner)
+        known = {**all_settings(method), **known}
+    setting = full_name(name, known, owner)
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{owner} {name} is {shown(values)}; wanted a list of values")
     if setting in axes:
         raise ConfigError(f"{owner} names {name} twice; wanted all its values together")
-    axes[setting] = tuple(read_value(types[setting], value) if isinstance(value, str) else value for value in values)
+    axes[setting] = tuple(read_value(known[setting], value) if isinstance(value, str) else value for value in values)
 
 
 def _short_name(setting: str) -> str:

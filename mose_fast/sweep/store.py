@@ -22,9 +22,9 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from mose_fast import evaluate
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.config import ConfigError, RunConfig, current_names, upgraded
 from mose_fast.train.files import RunError, RunFolder
-from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of
+from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of, read_results
 
 if TYPE_CHECKING:
     import pandas
@@ -45,8 +45,9 @@ __all__ = [
 #: Name of the table's file in a sweep's folder.
 STORE = "runs.sqlite"
 
-#: Version of the table's format, SQLite's ``user_version``; a reader refuses others.
-FORMAT = 2
+#: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
+#: options of MOSE; readers refuse what is neither.
+FORMAT = 3
 
 
 class Column(NamedTuple):
@@ -193,12 +194,12 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     try:
         raw = files.results.read_bytes()
-        results = json.loads(raw)
-        stored = json.loads(files.config.read_text(encoding="utf-8"))
+        results = read_results(raw)
+        stored = upgraded(json.loads(files.config.read_text(encoding="utf-8")))
         table = files.accuracy.read_text(encoding="utf-8")
     except OSError as error:
         raise damaged(f"{Path(error.filename or files.path).name} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise damaged(f"{files.results.name} or {files.config.name} is truncated or no JSON ({error})") from error
     if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
         found = results.get("schema_version") if isinstance(results, dict) else None
@@ -394,9 +395,13 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
         raise RunError(f"there is no table of runs {path}; build it with: mose-fast collect {path.parent}")
     columns = ", ".join(f"runs.{name}" for name in COLUMNS)
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as database:
-            _check_format(database, path)
-            rows = database.execute(
+        with (
+            closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as database,
+            closing(sqlite3.connect(":memory:")) as copy,
+        ):
+            database.backup(copy)
+            _upgrade(copy, path)
+            rows = copy.execute(
                 f"SELECT {columns} FROM runs JOIN (SELECT MAX(rowid) AS newest FROM runs GROUP BY folder) ON runs.rowid"
                 " = newest ORDER BY folder"
             ).fetchall()
@@ -427,19 +432,34 @@ def _refuse_foreign(path: Path) -> None:
 
 def _prepare(database: sqlite3.Connection, path: Path) -> None:
     if database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-        _check_format(database, path)
+        _upgrade(database, path)
         return
     database.execute(f"CREATE TABLE runs ({', '.join(f'{name} {column.sql}' for name, column in COLUMNS.items())})")
     database.execute(f"PRAGMA user_version = {FORMAT}")
 
 
-def _check_format(database: sqlite3.Connection, path: Path) -> None:
+def _upgrade(database: sqlite3.Connection, path: Path) -> None:
+    """Brings a table of format 2 into the current one.
+
+    Raises:
+        RunError: The table has another format.
+    """
     found = database.execute("PRAGMA user_version").fetchone()[0]
-    if found != FORMAT:
+    if found == FORMAT:
+        return
+    if found != 2:
         raise RunError(
             f"the table of runs {path} has format {found}; wanted {FORMAT}. Rebuild it with: mose-fast collect"
             f" {path.parent}"
         )
+    for row, text, changes in database.execute("SELECT rowid, config, changes FROM runs").fetchall():
+        config = RunConfig.from_dict(upgraded(json.loads(text)))
+        changes = json.dumps(current_names(json.loads(changes), config.method), sort_keys=True)
+        database.execute(
+            "UPDATE runs SET setting = ?, config = ?, changes = ? WHERE rowid = ?",
+            (setting_id(config), config.to_json(), changes, row),
+        )
+    database.execute(f"PRAGMA user_version = {FORMAT}")
 
 
 def _insert(database: sqlite3.Connection, row: Mapping[str, Any]) -> None:

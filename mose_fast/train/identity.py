@@ -10,15 +10,12 @@ from typing import Any
 import torch
 
 from mose_fast._build_info import build_info, code_hash
-from mose_fast.config import RunConfig
+from mose_fast.config import RunConfig, upgraded
 from mose_fast.methods import Learner
-from mose_fast.settings import dotted
+from mose_fast.settings import all_settings, dotted
 from mose_fast.train.files import RunError
 
 __all__ = ["check_identity", "identity"]
-
-# Settings that say where and how often, and change no result.
-_FREE = ("checkpoint_every", "device", "stream.data_dir", "stream.decoder")
 
 
 def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
@@ -51,8 +48,11 @@ def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpo
             f"the checkpoint {checkpoint} was written by a version of mose-fast that did not note which run it belongs"
             f" to; go on with that version, or {afresh}"
         )
-    before, now = dotted(found["config"]), dotted(wanted["config"])
-    differing = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in _FREE]
+    before, now = dotted(upgraded(found["config"])), dotted(wanted["config"])
+    settings = all_settings(now["method"])
+    # The device belongs to the machine, which is compared below.
+    free = {"device", *(name for name, setting in settings.items() if setting.role == "bookkeeping")}
+    differing = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in free]
     if os.sep in before["stream.name"] and os.sep in now["stream.name"] and "stream.fingerprint" not in differing:
         differing = [name for name in differing if name != "stream.name"]  # the same data, in another place
     if differing:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mose_fast import streams
 from mose_fast.augment import choose_feed
-from mose_fast.config import RunConfig, StreamConfig
+from mose_fast.config import RunConfig, StreamConfig, takes_settings
 from mose_fast.device import own_stream, upload
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import Learner, create_learner, resolve_device, warn_of_other_protocol
@@ -54,6 +54,7 @@ class TrainingDiverged(RunError):
     """A loss became NaN or infinite."""
 
 
+@takes_settings
 def run(
     config: RunConfig | None = None,
     *,
@@ -78,22 +79,11 @@ def run(
         listeners: Are told what happens.
         whole_process: The wall time in the results begins with this process, imports included, not
         with this call.
-        **settings: Without ``config``: the fields of :class:`RunConfig` and of the method's
-            options. The main ones:
+        **settings: Without ``config``: the settings of the run, and switches of the method
+            (:class:`MoseOptions` has those of MOSE), which may also be given by themselves:
+            ``lr=0.01``, ``augment="simclr"``.
 
-            - ``method`` (str, ``"mose"``): a name of ``mose_fast.METHODS``, or
-              ``path/to/file.py:Name``.
-            - ``preset`` (str): one of the method's; MOSE has ``released`` (as the authors' code
-              does it) and ``paper`` (the text).
-            - ``memory`` (int, 1000): images that the replay memory holds.
-            - ``width`` (int, 64): channels of the first stage; 64 is the full ResNet-18.
-            - ``seed`` (int, 0): of weights, order within tasks, memory and views.
-            - ``epochs`` (int, 1): passes over each task.
-            - ``device`` (str, ``"auto"``): ``cpu``, ``cuda`` or ``cuda:N``; auto takes the card
-              where there is one.
-            - ``options`` (dict): switches of the method that differ from the preset:
-              :class:`MoseOptions` has those of MOSE. Each may also be given by itself: ``lr=0.01``,
-              ``temperature=0.1``, ``augment="simclr"``.
+            {settings}
 
     Returns:
         The contents of ``results.json``; ``results["acc"]["ncm"]["4"]`` is the paper's ACC of MOSE,

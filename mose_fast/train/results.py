@@ -18,15 +18,25 @@ import torch
 
 from mose_fast import evaluate
 from mose_fast._build_info import build_info
-from mose_fast.config import RunConfig
+from mose_fast.config import RunConfig, StreamConfig, current_names, upgraded
 from mose_fast.device import peak_bytes, processor
+from mose_fast.knobs import Declared, settings_of
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
 from mose_fast.train.clock import Clock
 
-__all__ = ["SCHEMA_VERSION", "accuracy_csv", "build_results", "precision_of", "schema", "summary"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "accuracy_csv",
+    "build_results",
+    "precision_of",
+    "read_results",
+    "schema",
+    "summary",
+]
 
-SCHEMA_VERSION = 1
+#: Version of the format of ``results.json``. Version 1 had other names for some options of MOSE.
+SCHEMA_VERSION = 2
 
 #: Accuracies by classifier, expert, after_task: [classifier][expert] -> rows over time, each a list
 #: over the tasks seen.
@@ -34,8 +44,47 @@ Matrices = dict[str, dict[str, list[list[float | None]]]]
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of ``results.json``."""
-    return json.loads((Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8"))
+    """The JSON schema of ``results.json``: that of the file ``results.schema.json``, and what
+    follows from the declarations of the settings.
+    """
+    schema = json.loads((Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8"))
+    schema["required"] = list(schema["properties"])
+    settings = settings_of(RunConfig)
+    resolved = schema["properties"]["resolved"]["properties"]
+    for name in ("feed", "kernels", "step", "precision"):
+        resolved[name]["enum"] += [choice for choice in settings[name].choices if choice != "auto"]
+    stream = _table(StreamConfig, "What arrives.", {})
+    schema["$defs"]["config"] = _table(RunConfig, "", {"stream": stream, "options": {"$ref": "#/$defs/options"}})
+    return schema
+
+
+def _table(kind: type[Declared], about: str, tables: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a dataclass of settings; ``tables`` are those of its fields that are
+    tables.
+    """
+    properties = {setting.field: setting.schema() for setting in settings_of(kind).values()} | tables
+    return {
+        "description": about,
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def read_results(text: str | bytes) -> Any:
+    """The contents of a ``results.json`` of this version or of one before, with the names that
+    options have now.
+
+    Raises:
+        ValueError: The text is no JSON.
+    """
+    results = json.loads(text)
+    if isinstance(results, dict) and results.get("schema_version") == 1:
+        config = upgraded(results["config"])
+        changes = current_names(results["changes_from_preset"], config["method"])
+        results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
+    return results
 
 
 def build_results(

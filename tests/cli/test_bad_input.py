@@ -64,8 +64,8 @@ def contents(folder):
         (("--normalisation", "cifar11"), ("'cifar11'", "cifar10")),
         (("--precision", "fp16"), ("precision is 'fp16'", "'bf16'")),
         (("--device", "gpu"), ("device is 'gpu'", "wanted auto, cpu, cuda or cuda:N")),
-        (("--augment", "cuda"), ("feed is 'cuda'", "wanted one of 'auto', 'dali', 'fused', 'torch'")),
-        (("--augment", "simclr"), ("feed is 'simclr', which is a recipe", "--set augment=simclr")),
+        (("--feed", "cuda"), ("feed is 'cuda'", "wanted one of 'auto', 'dali', 'fused', 'torch'")),
+        (("--feed", "simclr"), ("feed is 'simclr', which is a recipe", "--set augment=simclr")),
         (("--decoder", "turbo"), ("stream.decoder is 'turbo'", "'pil'")),
         (("--checkpoint-every", "0"), ("checkpoint_every is 0",)),
         (
@@ -218,7 +218,7 @@ def test_dali_is_asked_for_and_missing(call, tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     monkeypatch.setattr("mose_fast.streams.create", lambda *arguments, **named: pytest.fail("data were loaded first"))
     says = ("feed is 'dali', but DALI is not installed", "wanted: pip install 'mose-fast[dali]'", "nvidia-dali-cuda130")
-    refused(call, "run", *tiny, "--augment", "dali", "--out", tmp_path / "run", says=says)
+    refused(call, "run", *tiny, "--feed", "dali", "--out", tmp_path / "run", says=says)
     assert not (tmp_path / "run").exists()
 
 

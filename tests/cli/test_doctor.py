@@ -225,7 +225,7 @@ def test_missing_native_library_says_why(tmp_path, switched_off):
 @pytest.mark.parametrize(("card", "feed"), [(False, "fused"), (True, "dali")])
 def test_dali_and_what_makes_the_views(monkeypatch, card, feed):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
-    assert doctor._feed() == Finding("ok", "DALI (optional)", f"{_dali.version()}; --augment auto is {feed} here")
+    assert doctor._feed() == Finding("ok", "DALI (optional)", f"{_dali.version()}; --feed auto is {feed} here")
 
 
 @pytest.mark.parametrize("card", [False, True])
@@ -234,7 +234,7 @@ def test_without_dali_the_views_are_fused(monkeypatch, card):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     found = doctor._feed()
     assert (found.mark, found.fix) == ("--", _dali.INSTALL)
-    assert found.found == "DALI is not installed; --augment auto is fused here"
+    assert found.found == "DALI is not installed; --feed auto is fused here"
 
 
 def test_report_puts_each_fix_below_its_finding():

@@ -44,7 +44,7 @@ FLAGS = (
     "--epochs",
     "--seed",
     "--device",
-    "--augment",
+    "--feed",
     "--precision",
     "--kernels",
     "--step",
@@ -180,7 +180,7 @@ def accept(*arguments, **named):
 
 
 @pytest.fixture(scope="module")
-def house(finished, tmp_path_factory):
+def house(finished, as_toml, tmp_path_factory):
     """Folders that are in use, with everything that commands read."""
     house = tmp_path_factory.mktemp("house")
     shutil.copytree(finished, house / "finished")
@@ -191,7 +191,7 @@ def house(finished, tmp_path_factory):
         stream={"name": "digits", "limit_per_task": 20}, width=1, memory=64, device="cpu", options={}
     )
     (house / "run.json").write_text(config.to_json())
-    (house / "run.toml").write_text(config.to_toml())
+    (house / "run.toml").write_text(as_toml(config))
     rng = np.random.default_rng(0)
     for part in ("train", "test"):
         for name in ("cat", "dog"):

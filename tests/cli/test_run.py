@@ -47,9 +47,9 @@ def test_run_writes_the_folder_and_says_what_happens(call, tiny, tmp_path):
     ("arguments", "feed", "line"),
     [
         ((), "fused", "views    ocm, made by fused"),
-        (("--augment", "torch"), "torch", "views    ocm, made by torch"),
-        (("--augment", "dali"), "dali", "views    ocm, made by dali"),
-        (("--augment", "dali", "--set", "augment=scr"), "fused", f"views    scr, made by fused ({JITTER})"),
+        (("--feed", "torch"), "torch", "views    ocm, made by torch"),
+        (("--feed", "dali"), "dali", "views    ocm, made by dali"),
+        (("--feed", "dali", "--set", "augment=scr"), "fused", f"views    scr, made by fused ({JITTER})"),
     ],
 )
 def test_what_makes_the_views_is_said_once_and_recorded(call, tiny, tmp_path, arguments, feed, line):
@@ -144,12 +144,12 @@ def test_every_flag_reaches_its_setting(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["json", "toml"])
-def test_flags_override_the_file_and_absent_flags_do_not(tmp_path, suffix):
+def test_flags_override_the_file_and_absent_flags_do_not(tmp_path, as_toml, suffix):
     written = RunConfig.create(
         memory=200, width=8, seed=4, stream={"name": "digits", "batch": 5}, options={"augment": "simclr"}
     )
     file = tmp_path / f"run.{suffix}"
-    file.write_text(written.to_json() if suffix == "json" else written.to_toml())
+    file.write_text(written.to_json() if suffix == "json" else as_toml(written))
     assert settings("--config", file) == written
     config = settings("--config", file, "--memory", 300, "--tasks", 2, "--set", "contrastive=last")
     assert (config.memory, config.width, config.seed) == (300, 8, 4)

@@ -1,4 +1,4 @@
-"""docs/methods.md tells of every method what the code says."""
+"""docs/methods.md and docs/settings.md tell of every method what the code says."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.config import METHOD_SETTINGS, preset_table
+from mose_fast.config import METHOD_SETTINGS
+from mose_fast.knobs import settings_of
 from mose_fast.methods import METHODS, BaselineOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+SETTINGS = PAGE.with_name("settings.md")
 BASELINES = [name for name in METHODS if issubclass(METHOD_SETTINGS[name].options, BaselineOptions)]
 
 
@@ -30,21 +32,6 @@ def overview(name: str) -> str:
         f"| `{name}` | {learner.about.year} | {cell(said)} | {learner.about.cost:.2f} | {ahead} |"
         f" {cell(learner.about.reference)} |"
     )
-
-
-def switches(name: str) -> list[str]:
-    """A row for every switch that is the method's own or that its presets set otherwise than the
-    shared defaults.
-    """
-    shared = {f.name: f.default for f in dataclasses.fields(BaselineOptions)}
-    presets = METHODS[name].about.presets
-    rows = []
-    for switch, *values, doc, source in preset_table(name):
-        options = METHOD_SETTINGS[name].options
-        pinned = [getattr(options(**METHOD_SETTINGS[name].presets[preset]), switch) for preset in presets]
-        if switch not in shared or any(value != shared[switch] for value in pinned):
-            rows.append(f"| `{switch}` | {' | '.join(map(cell, values))} | {cell(doc)} | {cell(source)} |")
-    return rows
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -75,16 +62,31 @@ def test_the_table_of_task_boundaries_is_what_methods_declare():
     assert found == [row for name in METHODS for row in boundaries(name)]
 
 
+def switches(name: str) -> list[str]:
+    """The row in docs/settings.md of every switch that is the method's own or that its
+    presets set otherwise than the shared defaults.
+    """
+    shared = {f.name: f.default for f in dataclasses.fields(BaselineOptions)}
+    options, presets = METHOD_SETTINGS[name]
+    rows = []
+    for setting in settings_of(options).values():
+        values = [getattr(options(**changes), setting.field) for changes in presets.values()]
+        if setting.field not in shared or any(value != shared[setting.field] for value in values):
+            texts = map(cell, (*values, setting.full_meaning, setting.source))
+            rows.append(f"| `{setting.field}` | {' | '.join(texts)} |")
+    return rows
+
+
 @pytest.mark.parametrize("name", BASELINES)
 def test_every_switch_and_every_presets_source_is_there(name):
-    page = PAGE.read_text(encoding="utf-8")
-    for row in switches(name):
-        assert row in page
+    section = SETTINGS.read_text(encoding="utf-8").partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    assert [line for line in section.splitlines()[3:] if line.startswith("| `")] == switches(name)
     for preset, values in METHODS[name].about.presets.items():
-        assert preset == "table" or f"`{preset}`: {values.source}" in page
+        assert preset == "table" or f"`{preset}`: {values.source}" in section
 
 
 def test_the_shared_defaults_are_there():
-    page = PAGE.read_text(encoding="utf-8")
-    for f in dataclasses.fields(BaselineOptions):
-        assert f"| `{f.name}` | {cell(f.default)} | {cell(f.metadata['doc'])} | {cell(f.metadata['source'])} |" in page
+    page = SETTINGS.read_text(encoding="utf-8")
+    for setting in settings_of(BaselineOptions).values():
+        row = (setting.field, setting.default, setting.full_meaning, setting.source)
+        assert f"| `{row[0]}` | {' | '.join(map(cell, row[1:]))} |" in page
