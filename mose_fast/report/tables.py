@@ -20,7 +20,6 @@ __all__ = ["WIDE", "comparison_table", "comparisons", "counted", "deviations", "
 #: Tasks up to which the table by task has a column a task, as the paper's; beyond, a row a task.
 WIDE = 20
 
-_SECONDS = ("train", "capture", "evaluate", "checkpoint", "other", "wall")
 _METRICS = {"acc": "ACC", "af_paper": "AF"}
 _NO_METRICS = (
     "A dash marks what a run without an evaluation after every task does not have, or what the paper does not give."
@@ -75,58 +74,41 @@ def _main(groups: Sequence[Group]) -> Table:
 
 def _estimates(groups: Sequence[Group]) -> Table:
     data = _paper_data(groups)
+    theirs = "Paper: its numbers for the same data set and memory; difference: our ACC minus the paper's, where "
     table = Table(
         "estimates",
         f"Each mean with its 95 % intervals by Student's t and by bootstrap over n seeds ({seeds(groups)}), in percent."
         " AF released: over all T tasks with the last included, as the released code counts. Anytime: ACC averaged"
         " over time. Untrained: ACC of the network before training, with the same memory. "
-        + (
-            "Paper: its numbers for the same data set and memory; difference: ours minus its ACC, where protocols"
-            " agree. "
-            if data
-            else ""
-        )
+        + (f"{theirs}protocols agree. " if data else "")
         + _NO_METRICS,
-        [
-            "method",
-            "classifier",
-            "M",
-            "n",
-            "ACC",
-            "ACC 95 % t",
-            "ACC 95 % bootstrap",
-            "AF",
-            "AF 95 % t",
-            "AF released",
-            "anytime",
-            "untrained",
-            *(("paper ACC", "paper AF", "difference") if data else ()),
-        ],
         spreads=("ACC", "AF", "AF released", "anytime", "untrained", "paper ACC", "paper AF"),
         intervals=("ACC 95 % t", "ACC 95 % bootstrap", "AF 95 % t"),
     )
     for g in groups:
         for view in g.shown_views():
-            acc, af = g.values("acc", view), g.values("af_paper", view)
-            row: list[Cell] = [
-                g.label,
-                str(view),
-                g.memory,
-                g.n,
-                _spread(g, "acc", view),
-                *_intervals(acc.values()),
-                _spread(g, "af_paper", view),
-                _intervals(af.values())[0],
-                _spread(g, "af_released", view),
-                _spread(g, "average_anytime_accuracy", view),
-                _spread_of(run.untrained[view] for run in g.runs),
-            ]
+            acc = g.values("acc", view).values()
+            t_interval, bootstrap_interval = _intervals(acc)
+            row: dict[str, Cell] = {
+                "method": g.label,
+                "classifier": str(view),
+                "M": g.memory,
+                "n": g.n,
+                "ACC": _spread(g, "acc", view),
+                "ACC 95 % t": t_interval,
+                "ACC 95 % bootstrap": bootstrap_interval,
+                "AF": _spread(g, "af_paper", view),
+                "AF 95 % t": _intervals(g.values("af_paper", view).values())[0],
+                "AF released": _spread(g, "af_released", view),
+                "anytime": _spread(g, "average_anytime_accuracy", view),
+                "untrained": _spread_of(run.untrained[view] for run in g.runs),
+            }
             if data:
-                _, theirs, their_af = _lookup(g, view) or (None, None, None)
-                fair = theirs is not None and not deviations(g)
-                difference = Number(100 * _summary(acc.values()).mean - theirs.mean) if fair else None
-                row += [_published(theirs), _published(their_af), difference]
-            table.rows.append(row)
+                _, their_acc, their_af = _lookup(g, view) or (None, None, None)
+                fair = their_acc is not None and not deviations(g)
+                difference = Number(100 * _summary(acc).mean - their_acc.mean) if fair else None
+                row |= {"paper ACC": _published(their_acc), "paper AF": _published(their_af), "difference": difference}
+            table.add(row)
     return table
 
 
@@ -216,39 +198,38 @@ def _by_task(g: Group) -> dict[str, np.ndarray]:
 
 
 def _cost(groups: Sequence[Group]) -> Table:
-    measured = [*(f"{part} s" for part in _SECONDS), "steps/s", "host MiB", "card MiB"]
+    phases = {
+        f"{part} s": f"seconds_{part}" for part in ("train", "capture", "evaluate", "checkpoint", "other", "wall")
+    }
     table = Table(
         "cost",
-        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, in no phase (other) and"
-        " of the whole (wall; both unknown for runs of older versions), steps a second of training, peak memory in MiB"
-        " of the process and on the card as torch allocates it, parameters in training and of the deployed model,"
-        " multiply-accumulates an image in training.",
-        ["method", "M", "n", *measured, "parameters", "deployed", "MACs", "computed on"],
-        spreads=measured,
+        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds of each phase, in no phase (other)"
+        " and of the whole (wall; both unknown for runs of older versions), training steps per second, peak memory in"
+        " MiB of the process and on the card as torch allocates it, parameters of the trained and of the deployed"
+        " model, multiply-accumulates per image in training.",
+        spreads=(*phases, "steps/s", "host MiB", "card MiB"),
     )
     for g in groups:
         rows = [run.row for run in g.runs]
-        told = ([row[f"seconds_{part}"] for row in rows] for part in _SECONDS)
-        phases = (_plain(seconds for seconds in part if seconds is not None) for part in told)
-        speed = _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0)
-        on_card = _plain(row["peak_bytes_device"] / 2**20 for row in rows if row["peak_bytes_device"] is not None)
-        where = dict.fromkeys(
-            row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows
-        )
-        table.rows.append(
-            [
-                g.label,
-                g.memory,
-                g.n,
-                *phases,
-                speed,
-                _plain(row["peak_bytes"] / 2**20 for row in rows),
-                on_card,
-                rows[0]["parameters"],
-                rows[0]["parameters_deployed"],
-                rows[0]["macs"],
-                ", ".join(where),
-            ]
+        on_card = [row["peak_bytes_device"] for row in rows if row["peak_bytes_device"] is not None]
+        where = (row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
+        table.add(
+            {
+                "method": g.label,
+                "M": g.memory,
+                "n": g.n,
+                **{
+                    heading: _plain(row[column] for row in rows if row[column] is not None)
+                    for heading, column in phases.items()
+                },
+                "steps/s": _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0),
+                "host MiB": _plain(row["peak_bytes"] / 2**20 for row in rows),
+                "card MiB": _plain(peak / 2**20 for peak in on_card),
+                "parameters": rows[0]["parameters"],
+                "deployed": rows[0]["parameters_deployed"],
+                "MACs": rows[0]["macs"],
+                "computed on": ", ".join(dict.fromkeys(where)),
+            }
         )
     return table
 
@@ -258,26 +239,24 @@ def _runs(groups: Sequence[Group]) -> Table:
         "runs",
         f"The {sum(g.n for g in groups)} runs behind this page: ACC and AF in percent of the classifier of predict(),"
         " folders as given.",
-        ["method", "M", "seed", "ACC", "AF", "seconds", "resumed", "torch", "mose-fast", "commit", "folder"],
     )
     for g in groups:
         for run in g.runs:
             row = run.row
-            af = row["af_paper"]
-            table.rows.append(
-                [
-                    g.label,
-                    g.memory,
-                    str(run.seed),
-                    Number(100 * row["acc"]),
-                    None if af is None else Number(100 * af),
-                    Number(row["seconds_wall"] or row["seconds_total"]),
-                    row["resumed"],
-                    row["torch"],
-                    row["mose_fast"],
-                    (row["commit_id"] or "")[:12] or None,
-                    str(run.folder),
-                ]
+            table.add(
+                {
+                    "method": g.label,
+                    "M": g.memory,
+                    "seed": str(run.seed),
+                    "ACC": Number(100 * row["acc"]),
+                    "AF": None if row["af_paper"] is None else Number(100 * row["af_paper"]),
+                    "seconds": Number(row["seconds_wall"] or row["seconds_total"]),
+                    "resumed": row["resumed"],
+                    "torch": row["torch"],
+                    "mose-fast": row["mose_fast"],
+                    "commit": (row["commit_id"] or "")[:12] or None,
+                    "folder": str(run.folder),
+                }
             )
     return table
 
@@ -310,33 +289,23 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
         " seeds (n), its 95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t"
         " test after Holm's correction over this table; effect size: Cohen's d of the paired differences, from three"
         " seeds on. The best was chosen by these same runs, so a small lead of it means little.",
-        [
-            "M",
-            "setting",
-            "against",
-            "n",
-            "difference",
-            "95 % interval",
-            "p (t)",
-            "p (Wilcoxon)",
-            "p (Holm)",
-            "effect size",
-        ],
         intervals=("95 % interval",),
     )
     for memory, c in found:
         several = len(c.seeds) > 1
-        table.rows.append(
-            [
-                memory,
-                c.a,
-                c.b,
-                len(c.seeds),
-                Number(100 * c.difference) if c.seeds else None,
-                Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
-                *(Number(p, 4) if several else None for p in (c.t_p, c.wilcoxon_p, c.holm_p)),
-                None if math.isnan(c.effect_size) else Number(c.effect_size, 2),
-            ]
+        table.add(
+            {
+                "M": memory,
+                "setting": c.a,
+                "against": c.b,
+                "n": len(c.seeds),
+                "difference": Number(100 * c.difference) if c.seeds else None,
+                "95 % interval": Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
+                "p (t)": Number(c.t_p, 4) if several else None,
+                "p (Wilcoxon)": Number(c.wilcoxon_p, 4) if several else None,
+                "p (Holm)": Number(c.holm_p, 4) if several else None,
+                "effect size": None if math.isnan(c.effect_size) else Number(c.effect_size, 2),
+            }
         )
     return table
 
