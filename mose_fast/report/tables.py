@@ -17,12 +17,13 @@ from mose_fast.report.table import Cell, Interval, Number, Spread, Table
 
 __all__ = ["WIDE", "comparison_table", "comparisons", "counted", "deviations", "seeds", "sentence", "streams", "tables"]
 
-#: Tasks up to which the table by task has a column a task, as the paper's; beyond, a row a task.
+#: Up to this many tasks, the table by task has one column per task, as the paper's; otherwise one
+#: row per task.
 WIDE = 20
 
 _METRICS = {"acc": "ACC", "af_paper": "AF"}
 _NO_METRICS = (
-    "A dash marks what a run without an evaluation after every task does not have, or what the paper does not give."
+    "A dash marks values that a run without an evaluation after every task does not have, or that the paper lacks."
 )
 
 
@@ -32,8 +33,8 @@ def tables(groups: Sequence[Group]) -> list[Table]:
 
 
 def _main(groups: Sequence[Group]) -> Table:
-    """ACC and AF by method and memory in the paper's form, the paper's own rows below where there
-    are any for the stream.
+    """ACC and AF by method and memory in the paper's form, with the paper's own rows below if it
+    has any for the stream.
     """
     data = _paper_data(groups)
     sizes = sorted({g.memory for g in groups})
@@ -118,9 +119,9 @@ def _experts(groups: Sequence[Group]) -> Table:
     headings = [f"{kind} {what}" for kind in ("NCM", "linear") for what in (*(f"E{e}" for e in names), "MOE")]
     table = Table(
         "experts",
-        "ACC in percent of every expert alone (E1 the shallowest) and of the mean of experts (MOE), for"
+        "ACC in percent of every single expert (E1 is the shallowest) and of the mean of experts (MOE), for"
         f" nearest-class-mean (NCM) and linear classifiers; mean ± standard deviation over {seeds(groups)}. A dash"
-        " marks experts that a method does not have.",
+        " marks experts that the method does not have.",
         ["method", "M", "n", *headings],
         spreads=headings,
     )
@@ -162,7 +163,7 @@ def _tasks(groups: Sequence[Group]) -> Table:
     table = Table(
         "tasks",
         f"Accuracy in percent on each task after the last one, means over {seeds(groups)}, classifiers of the kind that"
-        " predict() uses. E: each expert alone; MAX: the best single expert of each task and seed; MOE: the mean of"
+        " predict() uses. E: each single expert; MAX: the best single expert of each task and seed; MOE: the mean of"
         " experts; new: the classifier of predict() just after the task was learned.",
         ["method", "M", "n"],
     )
@@ -185,7 +186,7 @@ def _tasks(groups: Sequence[Group]) -> Table:
 
 
 def _by_task(g: Group) -> dict[str, np.ndarray]:
-    """Means over the seeds, [T + 1] in percent with the mean over the tasks last, by expert."""
+    """Means over the seeds in percent by expert, each [T + 1] with the mean over tasks last."""
     kind = g.view.classifier
     single = [v for v in g.runs[0].views if v.classifier == kind and not v.expert.startswith("mean")]
     columns = {f"E{v.expert}": np.array([run.final[v] for run in g.runs]) for v in single}
@@ -262,10 +263,10 @@ def _runs(groups: Sequence[Group]) -> Table:
 
 
 def comparisons(groups: Sequence[Group]) -> list[tuple[int, Comparison]]:
-    """At each memory, every setting against the one with the highest mean ACC, over common seeds
-    and by the classifier of predict().
+    """Compares, at each memory size, every setting with the one that has the highest mean ACC, over
+    common seeds and with the classifier of predict().
 
-    Holm's correction is over all of them, since they stand in one table.
+    Holm's correction covers all comparisons, since they stand in one table.
     """
     found: list[tuple[int, Comparison]] = []
     for memory in sorted({g.memory for g in groups}):
@@ -282,13 +283,13 @@ def sentence(memory: int, comparison: Comparison) -> str:
 
 
 def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
-    """What :func:`comparisons` gives, as a table."""
+    """The result of :func:`comparisons` as a table."""
     table = Table(
         "comparisons",
         "At each memory, every setting against the one with the highest mean ACC: difference in points over the common"
         " seeds (n), its 95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t"
         " test after Holm's correction over this table; effect size: Cohen's d of the paired differences, from three"
-        " seeds on. The best was chosen by these same runs, so a small lead of it means little.",
+        " seeds on. The best setting was chosen by these same runs, so a small lead means little.",
         intervals=("95 % interval",),
     )
     for memory, c in found:
@@ -311,8 +312,8 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
 
 
 def deviations(g: Group) -> list[str]:
-    """How a group's protocol and options differ from those behind the paper's numbers; empty on a
-    data set the paper has none for.
+    """How a group's protocol and options differ from those behind the paper's numbers; empty if the
+    paper has no numbers for its data set.
     """
     run = g.runs[0]
     if published.dataset(run.config) is None:
@@ -326,7 +327,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def seeds(groups: Iterable[Group]) -> str:
-    """How many seeds are behind each number: ``3 seeds`` or ``2 to 15 seeds``."""
+    """The number of seeds behind each number: ``3 seeds`` or ``2 to 15 seeds``."""
     numbers = sorted({g.n for g in groups})
     return counted(numbers[0], "seed") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} seeds"
 
@@ -337,7 +338,7 @@ def streams(groups: Iterable[Group]) -> str:
 
 
 def _paper_data(groups: Sequence[Group]) -> str | None:
-    """The one data set of all groups that the paper has numbers for."""
+    """The data set of all groups, if it is the same and the paper has numbers for it."""
     data = {published.dataset(g.runs[0].config) for g in groups}
     return data.pop() if len(data) == 1 else None
 
