@@ -63,7 +63,7 @@ def test_dry_run_writes_nothing(tmp_path, engine):
     assert outcome.table is None
     assert made.runs == []
     assert not (tmp_path / "s").exists()
-    assert "all alike" in said[1]
+    assert "only the seed varies" in said[1]
     assert "1:00" in said[1]
     assert "1.0 GB" in said[1]
 
