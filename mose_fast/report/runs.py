@@ -1,4 +1,4 @@
-"""Finished runs read from their folders, and grouped by everything but the seed."""
+"""Reads finished runs from their folders and groups them by everything but the seed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
 # What data and machine made of the settings: equal names may stand for different data, and
 # precision auto for different precisions.
 _RESOLVED = ("tasks", "classes", "image_size", "class_order", "precision")
-# Shown in columns of their own, or by the preset.
+# Shown in columns of their own or implied by the preset.
 _SHOWN_APART = ("method", "preset", "memory", "class_order")
 
 
 class Skipped(NamedTuple):
-    """A folder that is not in the report, and why."""
+    """A folder that is left out of the report, and the reason."""
 
     folder: Path
     reason: str
@@ -45,13 +45,14 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What a report needs of ``results.json``: of 100 tasks, the whole would be a hundred times as
-    large.
+    """The part of ``results.json`` that a report needs. With 100 tasks, the whole file would take a
+    hundred times as much memory.
 
     Attributes:
-        folder: Of the run.
-        row: Of the store (:data:`mose_fast.sweep.store.COLUMNS`), without its long texts.
-        seed: Of the run.
+        folder: The run's folder.
+        row: The run's row of the store (:data:`mose_fast.sweep.store.COLUMNS`), without its long
+            texts.
+        seed: The run's seed.
         config: Every setting, as in ``results.json``.
         changes: Options that differ from the preset.
         facts: Metrics by classifier and expert, as in ``results.json``.
@@ -59,7 +60,7 @@ class Run:
         views: Every classifier and expert.
         final: Accuracy of each task after the last one by view, [T] each.
         running: Mean accuracy over the tasks seen by view, [T] each; NaN where nothing was
-        evaluated.
+            evaluated.
         matrix: Accuracy matrix of ``view``, [T, T].
         bof: Buffer overfitting by view, [T] each; NaN where undefined.
         untrained: ACC before training by view.
@@ -87,7 +88,7 @@ class Run:
 
     @property
     def stream(self) -> str:
-        """Name of the stream, without the path of one's own data."""
+        """Name of the stream, without the path of the user's own data."""
         return Path(self.row["stream"]).name
 
     @property
@@ -96,19 +97,19 @@ class Run:
         return self.facts["evaluated_after"] == list(range(self.tasks))
 
     def metric(self, name: str, view: View) -> float | None:
-        """``acc``, ``af_paper`` ... of a view, a fraction; None where the run has none."""
+        """A metric such as ``acc`` of a view, as a fraction; None if the run has none."""
         return self.facts[name][view.classifier].get(view.expert)
 
 
 @dataclass
 class Group:
-    """Runs that differ in their seed alone.
+    """Runs that differ only in their seed.
 
     Attributes:
-        label: Method, preset and the settings in which it differs from other groups of the report;
-        without the memory's size.
-        memory: Slots of the replay memory.
-        runs: By seed, ascending.
+        label: Method, preset and the settings in which it differs from other groups of the report,
+            without the memory size.
+        memory: Number of slots of the replay memory.
+        runs: The runs in ascending order of seed.
     """
 
     label: str
@@ -117,7 +118,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Label and memory: no two groups have the same."""
+        """Label and memory size, which are unique to the group."""
         return f"{self.label}, M = {self.memory}"
 
     @property
@@ -130,8 +131,8 @@ class Group:
         return self.runs[0].view
 
     def shown_views(self) -> list[View]:
-        """The last expert, and the mean of experts where there are several, of the classifier of
-        ``predict()``.
+        """The views of the classifier of ``predict()`` that tables show: the last expert and, if
+        there are several, the mean of experts.
         """
         return [
             v
@@ -149,7 +150,7 @@ class Group:
 
     @property
     def mean(self) -> str | None:
-        """The name of the mean of experts, None where there is a single one."""
+        """Name of the mean of experts; None if there is only one expert."""
         return {"ncm": "mean_distance", "linear": "mean_logit"}[self.view.classifier] if self.experts > 1 else None
 
     def values(self, name: str, view: View) -> dict[int, float]:
@@ -159,14 +160,14 @@ class Group:
 
 
 def read_folders(folders: Iterable[str | Path]) -> tuple[list[Run], list[Skipped]]:
-    """Every finished run in or below some folders.
+    """Reads every finished run in or below some folders.
 
     Args:
         folders: Run folders, or folders that hold some at any depth.
 
     Returns:
-        The runs in the order of their folders' names, and the folders that hold none that can be
-        used, each with the reason.
+        The runs in the order of their folders' names, and the run folders that cannot be used, each
+        with the reason.
 
     Raises:
         RunError: A folder does not exist, or there is no finished run at all.
@@ -190,10 +191,11 @@ def read_folders(folders: Iterable[str | Path]) -> tuple[list[Run], list[Skipped
 
 
 def group_runs(runs: Iterable[Run]) -> tuple[list[Group], list[Skipped]]:
-    """Runs grouped by all settings but the seed, ordered by label, then memory.
+    """Groups runs by all settings but the seed.
 
     Returns:
-        The groups, and the runs left out since another has the same settings and the same seed.
+        The groups ordered by label and memory, and the runs that are left out because another run
+        has the same settings and seed.
     """
     settings: dict[str, dict[str, Any]] = {}
     members: dict[str, dict[int, Run]] = {}
@@ -201,8 +203,8 @@ def group_runs(runs: Iterable[Run]) -> tuple[list[Group], list[Skipped]]:
     runs = list(runs)
     several = len({run.row["data"] for run in runs} - {None}) > len({run.row["stream"] for run in runs})
     for run in runs:
-        # Where a stream's data have changed, which a report shows only when forced, they keep the
-        # runs apart.
+        # If the data of a stream have changed, which only a forced report shows, runs on different
+        # data are kept apart.
         flat = {**_flat(run), "data": run.row["data"]} if several else _flat(run)
         key = json.dumps(flat, sort_keys=True)
         settings[key] = flat
@@ -293,8 +295,8 @@ def _flat(run: Run) -> dict[str, Any]:
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
-    """Method, preset, and what else tells a group from the others; options as changes from the
-    preset.
+    """Labels of groups by key: method, preset, and the settings in which the groups differ. Options
+    count as changes from the preset.
     """
     own: dict[str, dict[str, Any]] = {}
     for key, (flat, run) in groups.items():
@@ -318,5 +320,5 @@ def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
 def _plain(value: Any) -> str:
     if value is None:
         return "none"
-    # The last part of a path, of one's own data for example.
+    # Of a path, for example to the user's own data, only the last part is shown.
     return Path(value).name if isinstance(value, str) else str(value)

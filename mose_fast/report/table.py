@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Number(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """A mean and its standard deviation, None where one value alone has none."""
+    """A mean and its standard deviation, which is None for a single value."""
 
     mean: float
     sd: float | None
@@ -30,7 +30,7 @@ class Spread(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Lower and upper end."""
+    """The lower and the upper end of an interval."""
 
     low: float
     high: float
@@ -45,21 +45,26 @@ class Table:
     """A table.
 
     Attributes:
-        name: Of its files and of its place on the page.
+        name: Name of its files and of its anchor on the page.
         caption: What it shows, of how many runs, in which unit.
-        columns: Headings.
-        rows: A cell for each column; None where there is nothing to tell.
-        spreads: The columns that may hold a :class:`Spread`. They have two columns in the CSV,
-        whatever the rows hold.
-        intervals: Those that may hold an :class:`Interval`.
+        columns: Headings; empty: the first :meth:`add` sets them.
+        rows: One cell for each column; None if there is no value.
+        spreads: Columns that may hold a :class:`Spread`. Each gives two columns of the CSV,
+            whatever the rows hold.
+        intervals: Columns that may hold an :class:`Interval`; two columns of the CSV likewise.
     """
 
     name: str
     caption: str
-    columns: Sequence[str]
+    columns: Sequence[str] = ()
     rows: list[Sequence[Cell]] = field(default_factory=list)
     spreads: Sequence[str] = ()
     intervals: Sequence[str] = ()
+
+    def add(self, cells: Mapping[str, Cell]) -> None:
+        """Adds a row, given by heading. All rows have the same headings."""
+        self.columns = self.columns or list(cells)
+        self.rows.append([cells[heading] for heading in self.columns])
 
     def html(self) -> str:
         """As an HTML ``table`` in a ``figure`` with a caption."""
@@ -68,8 +73,8 @@ class Table:
             f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(self.columns, kinds, strict=True)
         )
         lines = [
-            # Not a caption element, which would be no wider than a narrow table. The table alone
-            # scrolls, by the keyboard, too.
+            # Not a caption element, which would be no wider than a narrow table. Only the table
+            # scrolls, also by keyboard.
             f'<figure><figcaption id="about-{html.escape(self.name)}">{html.escape(self.caption)}</figcaption>',
             (
                 f'<div class="wide" tabindex="0"><table id="{html.escape(self.name)}"'
@@ -115,10 +120,8 @@ class Table:
         )
 
     def csv(self) -> str:
-        """As CSV: a column a number, so that a spread gives two (``ACC``, ``ACC sd``) and an
-        interval two (``... low``, ``... high``).
-
-        Numbers have no separators of thousands here.
+        """As CSV with one number per column: a spread gives two columns (``ACC``, ``ACC sd``), and
+        so does an interval (``... low``, ``... high``). Numbers have no thousands separators.
 
         Raises:
             ValueError: A column holds a spread or an interval that :attr:`spreads` and
@@ -144,12 +147,12 @@ class Table:
         return text.getvalue()
 
     def _textual(self) -> list[bool]:
-        """Of each column, whether it holds text."""
+        """Whether each column holds text."""
         return [any(isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
 
 
 def _numbers(cell: Cell, separator: str = "") -> list[str]:
-    """The parts of a cell with a separator of thousands; a missing part is empty."""
+    """The numbers of a cell, with a thousands separator; a missing number is empty."""
     if cell is None:
         return [""]
     if isinstance(cell, Number):

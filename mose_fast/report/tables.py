@@ -17,13 +17,13 @@ from mose_fast.report.table import Cell, Interval, Number, Spread, Table
 
 __all__ = ["WIDE", "comparison_table", "comparisons", "counted", "deviations", "seeds", "sentence", "streams", "tables"]
 
-#: Tasks up to which the table by task has a column a task, as the paper's; beyond, a row a task.
+#: Up to this many tasks, the table by task has one column per task, as the paper's; otherwise one
+#: row per task.
 WIDE = 20
 
-_SECONDS = ("train", "capture", "evaluate", "checkpoint", "other", "wall")
 _METRICS = {"acc": "ACC", "af_paper": "AF"}
 _NO_METRICS = (
-    "A dash marks what a run without an evaluation after every task does not have, or what the paper does not give."
+    "A dash marks values that a run without an evaluation after every task does not have, or that the paper lacks."
 )
 
 
@@ -33,8 +33,8 @@ def tables(groups: Sequence[Group]) -> list[Table]:
 
 
 def _main(groups: Sequence[Group]) -> Table:
-    """ACC and AF by method and memory in the paper's form, the paper's own rows below where there
-    are any for the stream.
+    """ACC and AF by method and memory in the paper's form, with the paper's own rows below if it
+    has any for the stream.
     """
     data = _paper_data(groups)
     sizes = sorted({g.memory for g in groups})
@@ -75,58 +75,41 @@ def _main(groups: Sequence[Group]) -> Table:
 
 def _estimates(groups: Sequence[Group]) -> Table:
     data = _paper_data(groups)
+    theirs = "Paper: its numbers for the same data set and memory; difference: our ACC minus the paper's, where "
     table = Table(
         "estimates",
         f"Each mean with its 95 % intervals by Student's t and by bootstrap over n seeds ({seeds(groups)}), in percent."
         " AF released: over all T tasks with the last included, as the released code counts. Anytime: ACC averaged"
         " over time. Untrained: ACC of the network before training, with the same memory. "
-        + (
-            "Paper: its numbers for the same data set and memory; difference: ours minus its ACC, where protocols"
-            " agree. "
-            if data
-            else ""
-        )
+        + (f"{theirs}protocols agree. " if data else "")
         + _NO_METRICS,
-        [
-            "method",
-            "classifier",
-            "M",
-            "n",
-            "ACC",
-            "ACC 95 % t",
-            "ACC 95 % bootstrap",
-            "AF",
-            "AF 95 % t",
-            "AF released",
-            "anytime",
-            "untrained",
-            *(("paper ACC", "paper AF", "difference") if data else ()),
-        ],
         spreads=("ACC", "AF", "AF released", "anytime", "untrained", "paper ACC", "paper AF"),
         intervals=("ACC 95 % t", "ACC 95 % bootstrap", "AF 95 % t"),
     )
     for g in groups:
         for view in g.shown_views():
-            acc, af = g.values("acc", view), g.values("af_paper", view)
-            row: list[Cell] = [
-                g.label,
-                str(view),
-                g.memory,
-                g.n,
-                _spread(g, "acc", view),
-                *_intervals(acc.values()),
-                _spread(g, "af_paper", view),
-                _intervals(af.values())[0],
-                _spread(g, "af_released", view),
-                _spread(g, "average_anytime_accuracy", view),
-                _spread_of(run.untrained[view] for run in g.runs),
-            ]
+            acc = g.values("acc", view).values()
+            t_interval, bootstrap_interval = _intervals(acc)
+            row: dict[str, Cell] = {
+                "method": g.label,
+                "classifier": str(view),
+                "M": g.memory,
+                "n": g.n,
+                "ACC": _spread(g, "acc", view),
+                "ACC 95 % t": t_interval,
+                "ACC 95 % bootstrap": bootstrap_interval,
+                "AF": _spread(g, "af_paper", view),
+                "AF 95 % t": _intervals(g.values("af_paper", view).values())[0],
+                "AF released": _spread(g, "af_released", view),
+                "anytime": _spread(g, "average_anytime_accuracy", view),
+                "untrained": _spread_of(run.untrained[view] for run in g.runs),
+            }
             if data:
-                _, theirs, their_af = _lookup(g, view) or (None, None, None)
-                fair = theirs is not None and not deviations(g)
-                difference = Number(100 * _summary(acc.values()).mean - theirs.mean) if fair else None
-                row += [_published(theirs), _published(their_af), difference]
-            table.rows.append(row)
+                _, their_acc, their_af = _lookup(g, view) or (None, None, None)
+                fair = their_acc is not None and not deviations(g)
+                difference = Number(100 * _summary(acc).mean - their_acc.mean) if fair else None
+                row |= {"paper ACC": _published(their_acc), "paper AF": _published(their_af), "difference": difference}
+            table.add(row)
     return table
 
 
@@ -136,9 +119,9 @@ def _experts(groups: Sequence[Group]) -> Table:
     headings = [f"{kind} {what}" for kind in ("NCM", "linear") for what in (*(f"E{e}" for e in names), "MOE")]
     table = Table(
         "experts",
-        "ACC in percent of every expert alone (E1 the shallowest) and of the mean of experts (MOE), for"
+        "ACC in percent of every single expert (E1 is the shallowest) and of the mean of experts (MOE), for"
         f" nearest-class-mean (NCM) and linear classifiers; mean ± standard deviation over {seeds(groups)}. A dash"
-        " marks experts that a method does not have.",
+        " marks experts that the method does not have.",
         ["method", "M", "n", *headings],
         spreads=headings,
     )
@@ -180,7 +163,7 @@ def _tasks(groups: Sequence[Group]) -> Table:
     table = Table(
         "tasks",
         f"Accuracy in percent on each task after the last one, means over {seeds(groups)}, classifiers of the kind that"
-        " predict() uses. E: each expert alone; MAX: the best single expert of each task and seed; MOE: the mean of"
+        " predict() uses. E: each single expert; MAX: the best single expert of each task and seed; MOE: the mean of"
         " experts; new: the classifier of predict() just after the task was learned.",
         ["method", "M", "n"],
     )
@@ -203,7 +186,7 @@ def _tasks(groups: Sequence[Group]) -> Table:
 
 
 def _by_task(g: Group) -> dict[str, np.ndarray]:
-    """Means over the seeds, [T + 1] in percent with the mean over the tasks last, by expert."""
+    """Means over the seeds in percent by expert, each [T + 1] with the mean over tasks last."""
     kind = g.view.classifier
     single = [v for v in g.runs[0].views if v.classifier == kind and not v.expert.startswith("mean")]
     columns = {f"E{v.expert}": np.array([run.final[v] for run in g.runs]) for v in single}
@@ -216,39 +199,38 @@ def _by_task(g: Group) -> dict[str, np.ndarray]:
 
 
 def _cost(groups: Sequence[Group]) -> Table:
-    measured = [*(f"{part} s" for part in _SECONDS), "steps/s", "host MiB", "card MiB"]
+    phases = {
+        f"{part} s": f"seconds_{part}" for part in ("train", "capture", "evaluate", "checkpoint", "other", "wall")
+    }
     table = Table(
         "cost",
-        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds by phase, in no phase (other) and"
-        " of the whole (wall; both unknown for runs of older versions), steps a second of training, peak memory in MiB"
-        " of the process and on the card as torch allocates it, parameters in training and of the deployed model,"
-        " multiply-accumulates an image in training.",
-        ["method", "M", "n", *measured, "parameters", "deployed", "MACs", "computed on"],
-        spreads=measured,
+        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds of each phase, in no phase (other)"
+        " and of the whole (wall; both unknown for runs of older versions), training steps per second, peak memory in"
+        " MiB of the process and on the card as torch allocates it, parameters of the trained and of the deployed"
+        " model, multiply-accumulates per image in training.",
+        spreads=(*phases, "steps/s", "host MiB", "card MiB"),
     )
     for g in groups:
         rows = [run.row for run in g.runs]
-        told = ([row[f"seconds_{part}"] for row in rows] for part in _SECONDS)
-        phases = (_plain(seconds for seconds in part if seconds is not None) for part in told)
-        speed = _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0)
-        on_card = _plain(row["peak_bytes_device"] / 2**20 for row in rows if row["peak_bytes_device"] is not None)
-        where = dict.fromkeys(
-            row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows
-        )
-        table.rows.append(
-            [
-                g.label,
-                g.memory,
-                g.n,
-                *phases,
-                speed,
-                _plain(row["peak_bytes"] / 2**20 for row in rows),
-                on_card,
-                rows[0]["parameters"],
-                rows[0]["parameters_deployed"],
-                rows[0]["macs"],
-                ", ".join(where),
-            ]
+        on_card = [row["peak_bytes_device"] for row in rows if row["peak_bytes_device"] is not None]
+        where = (row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
+        table.add(
+            {
+                "method": g.label,
+                "M": g.memory,
+                "n": g.n,
+                **{
+                    heading: _plain(row[column] for row in rows if row[column] is not None)
+                    for heading, column in phases.items()
+                },
+                "steps/s": _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0),
+                "host MiB": _plain(row["peak_bytes"] / 2**20 for row in rows),
+                "card MiB": _plain(peak / 2**20 for peak in on_card),
+                "parameters": rows[0]["parameters"],
+                "deployed": rows[0]["parameters_deployed"],
+                "MACs": rows[0]["macs"],
+                "computed on": ", ".join(dict.fromkeys(where)),
+            }
         )
     return table
 
@@ -258,35 +240,33 @@ def _runs(groups: Sequence[Group]) -> Table:
         "runs",
         f"The {sum(g.n for g in groups)} runs behind this page: ACC and AF in percent of the classifier of predict(),"
         " folders as given.",
-        ["method", "M", "seed", "ACC", "AF", "seconds", "resumed", "torch", "mose-fast", "commit", "folder"],
     )
     for g in groups:
         for run in g.runs:
             row = run.row
-            af = row["af_paper"]
-            table.rows.append(
-                [
-                    g.label,
-                    g.memory,
-                    str(run.seed),
-                    Number(100 * row["acc"]),
-                    None if af is None else Number(100 * af),
-                    Number(row["seconds_wall"] or row["seconds_total"]),
-                    row["resumed"],
-                    row["torch"],
-                    row["mose_fast"],
-                    (row["commit_id"] or "")[:12] or None,
-                    str(run.folder),
-                ]
+            table.add(
+                {
+                    "method": g.label,
+                    "M": g.memory,
+                    "seed": str(run.seed),
+                    "ACC": Number(100 * row["acc"]),
+                    "AF": None if row["af_paper"] is None else Number(100 * row["af_paper"]),
+                    "seconds": Number(row["seconds_wall"] or row["seconds_total"]),
+                    "resumed": row["resumed"],
+                    "torch": row["torch"],
+                    "mose-fast": row["mose_fast"],
+                    "commit": (row["commit_id"] or "")[:12] or None,
+                    "folder": str(run.folder),
+                }
             )
     return table
 
 
 def comparisons(groups: Sequence[Group]) -> list[tuple[int, Comparison]]:
-    """At each memory, every setting against the one with the highest mean ACC, over common seeds
-    and by the classifier of predict().
+    """Compares, at each memory size, every setting with the one that has the highest mean ACC, over
+    common seeds and with the classifier of predict().
 
-    Holm's correction is over all of them, since they stand in one table.
+    Holm's correction covers all comparisons, since they stand in one table.
     """
     found: list[tuple[int, Comparison]] = []
     for memory in sorted({g.memory for g in groups}):
@@ -303,47 +283,37 @@ def sentence(memory: int, comparison: Comparison) -> str:
 
 
 def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
-    """What :func:`comparisons` gives, as a table."""
+    """The result of :func:`comparisons` as a table."""
     table = Table(
         "comparisons",
         "At each memory, every setting against the one with the highest mean ACC: difference in points over the common"
         " seeds (n), its 95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t"
         " test after Holm's correction over this table; effect size: Cohen's d of the paired differences, from three"
-        " seeds on. The best was chosen by these same runs, so a small lead of it means little.",
-        [
-            "M",
-            "setting",
-            "against",
-            "n",
-            "difference",
-            "95 % interval",
-            "p (t)",
-            "p (Wilcoxon)",
-            "p (Holm)",
-            "effect size",
-        ],
+        " seeds on. The best setting was chosen by these same runs, so a small lead means little.",
         intervals=("95 % interval",),
     )
     for memory, c in found:
         several = len(c.seeds) > 1
-        table.rows.append(
-            [
-                memory,
-                c.a,
-                c.b,
-                len(c.seeds),
-                Number(100 * c.difference) if c.seeds else None,
-                Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
-                *(Number(p, 4) if several else None for p in (c.t_p, c.wilcoxon_p, c.holm_p)),
-                None if math.isnan(c.effect_size) else Number(c.effect_size, 2),
-            ]
+        table.add(
+            {
+                "M": memory,
+                "setting": c.a,
+                "against": c.b,
+                "n": len(c.seeds),
+                "difference": Number(100 * c.difference) if c.seeds else None,
+                "95 % interval": Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
+                "p (t)": Number(c.t_p, 4) if several else None,
+                "p (Wilcoxon)": Number(c.wilcoxon_p, 4) if several else None,
+                "p (Holm)": Number(c.holm_p, 4) if several else None,
+                "effect size": None if math.isnan(c.effect_size) else Number(c.effect_size, 2),
+            }
         )
     return table
 
 
 def deviations(g: Group) -> list[str]:
-    """How a group's protocol and options differ from those behind the paper's numbers; empty on a
-    data set the paper has none for.
+    """How a group's protocol and options differ from those behind the paper's numbers; empty if the
+    paper has no numbers for its data set.
     """
     run = g.runs[0]
     if published.dataset(run.config) is None:
@@ -357,7 +327,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def seeds(groups: Iterable[Group]) -> str:
-    """How many seeds are behind each number: ``3 seeds`` or ``2 to 15 seeds``."""
+    """The number of seeds behind each number: ``3 seeds`` or ``2 to 15 seeds``."""
     numbers = sorted({g.n for g in groups})
     return counted(numbers[0], "seed") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} seeds"
 
@@ -368,7 +338,7 @@ def streams(groups: Iterable[Group]) -> str:
 
 
 def _paper_data(groups: Sequence[Group]) -> str | None:
-    """The one data set of all groups that the paper has numbers for."""
+    """The data set of all groups, if it is the same and the paper has numbers for it."""
     data = {published.dataset(g.runs[0].config) for g in groups}
     return data.pop() if len(data) == 1 else None
 

@@ -8,50 +8,23 @@ from dataclasses import dataclass
 
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Cell
+from mose_fast.sweep.protocol import Event
 
-__all__ = ["Attempt", "CellRecord", "CellState", "Failure"]
+__all__ = ["CellRecord", "CellState", "Failure"]
 
 # Lines of a failed run's log that are shown.
 _LOG_LINES = 15
 
 
 class CellState(enum.Enum):
-    """What a cell is doing."""
+    """What a cell is doing. A waiting cell will be started, for the first time or again; a failed
+    one was given up.
+    """
 
-    #: It will be started, for the first time or again, in this sweep or when it is continued.
     WAITING = enum.auto()
     RUNNING = enum.auto()
     DONE = enum.auto()
-    #: It was given up.
     FAILED = enum.auto()
-
-
-@dataclass
-class Attempt:
-    """One start of a cell's run, and how far it is.
-
-    Attributes:
-        resumed: Whether the run continues an earlier one.
-        checkpoints: Names of the checkpoints that there were at its start.
-        batch: Number of batches trained on.
-        batches: Number of batches in all.
-        task: Last task that has ended, from 0.
-        tasks: Number of tasks.
-        accuracy: Mean accuracy over the tasks seen, in [0, 1].
-    """
-
-    resumed: bool = False
-    checkpoints: tuple[str, ...] = ()
-    batch: int = 0
-    batches: int = 0
-    task: int | None = None
-    tasks: int = 0
-    accuracy: float | None = None
-
-    @property
-    def share(self) -> float:
-        """Share of its batches that the run has trained on."""
-        return self.batch / self.batches if self.batches else 0.0
 
 
 @dataclass(frozen=True)
@@ -82,8 +55,11 @@ class CellRecord:
     Attributes:
         cell: The cell.
         state: What it is doing.
-        attempt: Its last start by this sweep.
-        from_start: Whether the next attempt ignores the checkpoints.
+        resumed: Whether its last start continued an earlier run.
+        checkpoints: Names of the checkpoints that there were at its last start.
+        progress: Last event ``progress`` since then.
+        task: Last event ``task`` since then.
+        from_start: Whether the next start ignores the checkpoints.
         deaths: How often its process was killed since there was a new checkpoint.
         errors: How often its run ended with an error.
         seconds: What its run took; None unless this sweep finished it.
@@ -92,12 +68,20 @@ class CellRecord:
 
     cell: Cell
     state: CellState = CellState.WAITING
-    attempt: Attempt | None = None
+    resumed: bool = False
+    checkpoints: tuple[str, ...] = ()
+    progress: Event | None = None
+    task: Event | None = None
     from_start: bool = False
     deaths: int = 0
     errors: int = 0
     seconds: float | None = None
     failure: Failure | None = None
+
+    @property
+    def share(self) -> float:
+        """Share of its batches that the run has trained on, in [0, 1]."""
+        return self.progress["batch"] / max(self.progress["batches"], 1) if self.progress else 0.0
 
     def give_up(self, reason: str, folder: SweepFolder, threads: int, *, show_log: bool = True) -> Failure:
         """Marks the cell as failed.
@@ -106,7 +90,7 @@ class CellRecord:
             reason: A sentence.
             folder: The sweep's folder.
             threads: Number of CPU threads of each run.
-            show_log: Whether the end of the cell's log belongs to the failure.
+            show_log: Whether the end of the cell's log is part of the failure.
         """
         name = self.cell.name
         log: list[str] = []

@@ -55,14 +55,14 @@ class Display:
         size = shutil.get_terminal_size()
         lines = [self.status()]
         room = max(size.lines - 3, 1)
-        running = {name: record.attempt for name, record in self.records.items() if record.state is CellState.RUNNING}
-        width = max(map(len, running), default=0)
-        for name, attempt in list(running.items())[:room]:
-            bar = "#" * round(20 * attempt.share)
-            accuracy = ""
-            if attempt.accuracy is not None:
-                accuracy = f"  accuracy {100 * attempt.accuracy:5.1f} after task {attempt.task + 1} of {attempt.tasks}"
-            lines.append(f"  {name:<{width}}  {100 * attempt.share:3.0f} % [{bar:<20}]{accuracy}")
+        running = [record for record in self.records.values() if record.state is CellState.RUNNING]
+        width = max((len(record.cell.name) for record in running), default=0)
+        for record in running[:room]:
+            bar = "#" * round(20 * record.share)
+            line = f"  {record.cell.name:<{width}}  {100 * record.share:3.0f} % [{bar:<20}]"
+            if task := record.task:
+                line += f"  accuracy {100 * task['accuracy']:5.1f} after task {task['task'] + 1} of {task['tasks']}"
+            lines.append(line)
         if len(running) > room:
             lines.append(f"  and {len(running) - room} more")
         self._clear()
@@ -98,7 +98,7 @@ class Display:
             if record.seconds is not None:
                 taken, expected = taken + record.seconds, expected + cost.seconds
             elif record.state is CellState.RUNNING:
-                remaining.append(cost.seconds * (1 - record.attempt.share))
+                remaining.append(cost.seconds * (1 - record.share))
             elif record.state is CellState.WAITING:
                 remaining.append(cost.seconds)
         scale = taken / expected if expected else 1.0

@@ -1,4 +1,4 @@
-"""Where the runs of a sweep compute: worker processes on this machine."""
+"""What the scheduler needs of a place to compute, and worker processes on this machine."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class LocalEngine:
     def close(self) -> None:
         for worker in filter(None, self.workers):
             self.selector.unregister(worker.process.stdout)
-            worker.process.stdin.close()  # upon this it kills its child and ends
+            worker.process.stdin.close()  # then the worker kills its child and ends
         for worker in filter(None, self.workers):
             try:
                 worker.process.wait(10)

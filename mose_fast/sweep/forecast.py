@@ -1,4 +1,4 @@
-"""The plan of a sweep: what it will take, and how many runs fit at the same time."""
+"""Forecasts the time and memory of a sweep, and how many runs fit at the same time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def cost_key(config: RunConfig) -> str:
 
 
 def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
-    """Costs by :func:`cost_key` of the runs in the folder's table that had this many threads; empty
-    without a table.
+    """Costs of the runs in the folder's table that had this many threads, by :func:`cost_key`;
+    empty if there is no table.
     """
     if not (folder / STORE).is_file():
         return {}
@@ -49,15 +49,15 @@ def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
 
 
 def measured_costs(configs: Mapping[str, RunConfig], engine: Engine) -> dict[str, Cost]:
-    """Measures a run of each configuration in the workers, as many at a time as the sweep's runs
-    will be: they slow each other down.
+    """Measures one run of each configuration in the workers. As many are measured at the same time
+    as the sweep will run, since they slow each other down.
 
     Args:
-        configs: By :func:`cost_key`.
-        engine: Of the sweep.
+        configs: Configurations by :func:`cost_key`.
+        engine: The sweep's engine.
 
     Raises:
-        RunError: A run cannot start: its message.
+        RunError: A run cannot start; holds its message.
     """
     costs: dict[str, Cost] = {}
     waiting = list(configs.items())
@@ -83,14 +83,14 @@ def measured_costs(configs: Mapping[str, RunConfig], engine: Engine) -> dict[str
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a sweep will take.
+    """The time and memory that a sweep will take.
 
     Attributes:
-        cells: All of them.
-        costs: Of the runs that are still to do, by name of the cell.
-        runs: Computed at the same time.
-        threads: Of the CPU, for each run.
-        available: Bytes of memory that are free on this machine.
+        cells: All cells.
+        costs: Costs of the runs that remain, by name of the cell.
+        runs: Number of runs at the same time.
+        threads: Number of CPU threads of each run.
+        available: Bytes of free memory of this machine.
     """
 
     cells: Sequence[Cell]
@@ -101,26 +101,26 @@ class Forecast:
 
     @property
     def compute_seconds(self) -> float:
-        """Of all runs to do together."""
+        """Sum over all runs that remain."""
         return sum(cost.seconds for cost in self.costs.values())
 
     @property
     def seconds(self) -> float:
-        """Until the end: all runs spread evenly, but no less than the longest one."""
+        """Seconds until the end: all runs spread evenly, but at least the longest one."""
         return max([self.compute_seconds / self.runs, *(cost.seconds for cost in self.costs.values())], default=0.0)
 
     @property
     def bytes(self) -> int:
-        """Of the largest runs at the same time."""
+        """Bytes of memory of the largest runs that compute at the same time."""
         return sum(sorted((cost.bytes for cost in self.costs.values()), reverse=True)[: self.runs])
 
     @property
     def fitting(self) -> int:
-        """How many of the largest runs fit into the free memory at the same time."""
+        """Number of the largest runs that fit into the free memory at the same time."""
         return self.available // max((cost.bytes for cost in self.costs.values()), default=1)
 
     def check_memory(self) -> None:
-        """Refuses more runs at a time than fit.
+        """Checks that the runs fit.
 
         Raises:
             ConfigError: They need more memory than is free; the message says how many fit.
@@ -132,7 +132,7 @@ class Forecast:
             )
 
     def __str__(self) -> str:
-        """The plan, for people."""
+        """The plan as a table."""
         settings: dict[str, list[Cell]] = {}
         for cell in self.cells:
             settings.setdefault(cell.label, []).append(cell)

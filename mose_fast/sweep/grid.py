@@ -1,4 +1,4 @@
-"""Grids: which settings vary, over which values, and the runs that they expand to."""
+"""Grids: the settings that vary, their values, and the runs that result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from mose_fast.settings import (
     with_changes,
 )
 
-# Runs of a sweep, and so seeds: more are a slip of the finger, and to plan them would take minutes.
+# Largest number of runs or seeds of a sweep. More are a typing error, and planning them would take
+# minutes.
 _MOST_RUNS = 10_000
 
 __all__ = ["Cell", "Grid", "axes_of", "folder_name", "read_axes", "read_file", "read_seeds"]
@@ -36,9 +37,9 @@ class Cell:
     """One run of a sweep.
 
     Attributes:
-        name: Of its folder below the sweep's.
-        config: Complete.
-        values: What the grid sets, by dotted name.
+        name: Name of its run folder in the sweep's folder.
+        config: Its complete configuration.
+        values: Values that the grid sets, by dotted name.
     """
 
     name: str
@@ -47,21 +48,21 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """What the grid sets beside the seed, for people."""
+        """The values that the grid sets, without the seed, as readable text."""
         return (
             " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in self.values.items() if name != "seed")
-            or "all alike"
+            or "only the seed varies"
         )
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Which settings vary over which values, and what stays.
+    """The settings that vary, and those that are the same in all runs.
 
     Attributes:
-        axes: Values by dotted name.
-        changes: What differs from ``base`` in every run, by dotted name.
-        base: To start from; None: the defaults.
+        axes: Values of the settings that vary, by dotted name.
+        changes: Values that differ from ``base`` in every run, by dotted name.
+        base: Configuration that all runs start from; None: the defaults.
     """
 
     axes: Mapping[str, tuple[Any, ...]]
@@ -69,11 +70,11 @@ class Grid:
     base: RunConfig | None = None
 
     def cells(self) -> list[Cell]:
-        """All runs. The seed varies slowest, so that every setting is seen early.
+        """All runs. The seed varies slowest, so that the first runs cover all settings.
 
         Raises:
             ConfigError: The grid is empty, names one setting twice, or holds a value that a run
-                cannot use; nothing has started then.
+                cannot use.
         """
         if not self.axes:
             raise ConfigError(
@@ -114,11 +115,11 @@ class Grid:
 
 
 def read_axes(texts: Iterable[str], methods: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Axes from ``NAME=V1,V2,...`` as ``--grid`` takes them.
+    """Reads axes from texts ``NAME=V1,V2,...`` as ``--grid`` takes them.
 
     Args:
-        texts: As given.
-        methods: Whose settings may be named.
+        texts: The texts.
+        methods: Methods whose settings may be named.
 
     Raises:
         ConfigError: A name is unknown (with near matches) or given twice.
@@ -136,10 +137,10 @@ def read_axes(texts: Iterable[str], methods: Sequence[str]) -> dict[str, tuple[A
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
-    """Seeds from ``0-14`` or ``0,1,5-9``.
+    """Reads seeds from a text such as ``0-14`` or ``0,1,5-9``.
 
     Raises:
-        ConfigError: The text means no seeds.
+        ConfigError: The text is no such list.
     """
     seeds: list[int] = []
     for part in str(text).split(","):
@@ -147,7 +148,7 @@ def read_seeds(text: str) -> tuple[int, ...]:
         if not found or (found[2] and int(found[2]) < int(found[1])):
             raise ConfigError(f"seeds are {shown(text)}; wanted numbers and ranges, for example 0-14 or 0,1,5-9")
         more = range(int(found[1]), int(found[2] or found[1]) + 1)
-        # len() of a range counts no further than 2**63.
+        # len() of a range fails above 2**63.
         if len(seeds) + more.stop - more.start > _MOST_RUNS:
             raise ConfigError(f"seeds are {shown(text)}; wanted at most {_MOST_RUNS:,} of them")
         seeds += more
@@ -155,8 +156,8 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings and the table ``grid`` of a ``.toml`` or ``.json`` file; the settings are those
-    of ``run --config``.
+    """Reads a ``.toml`` or ``.json`` file; returns its settings, which are those of
+    ``run --config``, and its table ``grid``.
 
     Raises:
         ConfigError: The file cannot be read or is no TOML or JSON; the message names it.
@@ -170,16 +171,17 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def axes_of(grid: Mapping[str, Any], methods: Sequence[str], owner: str) -> dict[str, tuple[Any, ...]]:
-    """Axes from a mapping of names to values. Texts are read as on the command line; for the seed,
-    ranges serve, too.
+    """Reads axes from a mapping of names to values. Texts are read as on the command line; seeds
+    may be given as ranges.
 
     Args:
         grid: Values by name, dotted or not.
-        methods: Whose settings may be named.
-        owner: What holds it, for the message.
+        methods: Methods whose settings may be named.
+        owner: Name of what holds the grid, for messages.
 
     Raises:
-        ConfigError: A name is unknown (with near matches), given twice, or its values are no list.
+        ConfigError: A name is unknown (with near matches) or given twice, or its values are no
+            list.
     """
     axes: dict[str, tuple[Any, ...]] = {}
     for name, values in grid.items():
@@ -216,14 +218,14 @@ def _shown(value: Any) -> str:
 
 
 def folder_name(values: Mapping[str, Any]) -> str:
-    """Name of a cell's folder, from what it sets by dotted name."""
+    """Name of a cell's folder, made from the values that the grid sets by dotted name."""
     parts = (f"{_short_name(name)}-{_shown(value)}" for name, value in values.items())
     return "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", part)[:60] for part in parts)
 
 
 def _with_unique_names(cells: list[Cell]) -> list[Cell]:
-    """Cells whose names are the same, as of two folders of the same name, get the position of their
-    values behind it.
+    """Appends a number to the names of cells that have the same name, such as for two data files
+    with the same name in different folders.
     """
     counts = Counter(cell.name for cell in cells)
     used: Counter[str] = Counter()

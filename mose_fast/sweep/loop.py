@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mose_fast.signals import StopRequest
-from mose_fast.sweep.cells import Attempt, CellRecord, CellState
+from mose_fast.sweep.cells import CellRecord, CellState
 from mose_fast.sweep.display import Display
 from mose_fast.sweep.engine import Engine
 from mose_fast.sweep.folder import SweepFolder
@@ -78,8 +78,8 @@ class CellLoop:
     def _start(self, record: CellRecord) -> None:
         name = record.cell.name
         files = RunFolder(self.folder.run(name))
-        resumed = files.config.is_file() and not record.from_start
-        record.attempt = Attempt(resumed, self._checkpoints(record))
+        record.resumed = files.config.is_file() and not record.from_start
+        record.checkpoints, record.progress, record.task = self._checkpoints(record), None, None
         record.state = CellState.RUNNING
         self.engine.start(
             {
@@ -98,12 +98,11 @@ class CellLoop:
         return tuple(path.name for path in checkpoint_files(RunFolder(self.folder.run(record.cell.name)).checkpoints))
 
     def _on_event(self, record: CellRecord, event: Event) -> None:
-        attempt = record.attempt
         match event["event"]:
             case "progress":
-                attempt.batch, attempt.batches = event["batch"], event["batches"]
+                record.progress = event
             case "task":
-                attempt.task, attempt.tasks, attempt.accuracy = event["task"], event["tasks"], event["accuracy"]
+                record.task = event
             case "done":
                 self._on_done(record)
             case "failed":
@@ -134,7 +133,7 @@ class CellLoop:
             self.table_is_behind = True
 
     def _on_death(self, record: CellRecord, signal: int | None) -> None:
-        progressed = self._checkpoints(record) != record.attempt.checkpoints
+        progressed = self._checkpoints(record) != record.checkpoints
         record.deaths = 1 if progressed else record.deaths + 1
         how = f"killed by signal {signal}" if signal else "ended without a message"
         if record.deaths >= _DEATHS:
@@ -150,7 +149,7 @@ class CellLoop:
         if record.errors > 1 or self.stopping:
             self._give_up(record, error)
             return
-        record.from_start = record.attempt.resumed
+        record.from_start = record.resumed
         where = ", from its start" if record.from_start else ""
         self.display.say(f"{record.cell.name}: {error}; it is tried once more{where}")
         record.state = CellState.WAITING

@@ -1,6 +1,4 @@
-"""What a run will cost, from a few of its steps: measured in a process of its own, as the run would
-be.
-"""
+"""Estimates the cost of a run from a few of its steps, in a process of its own like the run's."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from mose_fast.streams import Stream
 
 __all__ = ["Cost", "measure"]
 
-# Batches of a skipped task that are only stored, so that the memory is as full and as varied as
-# late in a run.
+# Batches of a skipped task that are stored without training, so that the memory is as full and as
+# varied as late in a run.
 _STORED = 100
 
 
@@ -32,10 +30,10 @@ class Cost:
     """What one run takes.
 
     Attributes:
-        seconds: From start to end.
-        bytes: Memory of its process on the host that it shares with no other.
-        bytes_device: Peak memory allocated on the card; None on the CPU.
-        source: ``measured`` or ``stored``.
+        seconds: Seconds from start to end.
+        bytes: Bytes of host memory that its process does not share with others.
+        bytes_device: Peak of bytes allocated on the card; None on the CPU.
+        source: ``measured`` or ``stored`` (taken from the table of runs).
     """
 
     seconds: float
@@ -45,14 +43,14 @@ class Cost:
 
 
 def measure(config: RunConfig, budget: float = 2.0) -> Cost:
-    """Times steps early and late in the stream and a part of an evaluation, and reckons the whole
+    """Times steps early and late in the stream and a part of an evaluation, and estimates the whole
     run from them.
 
-    Steps grow with the classes seen; the ones between are taken to grow evenly. A run shorter than
-    the budget is trained to its end.
+    Steps take longer the more classes have been seen; the growth is assumed to be linear. A run
+    shorter than the budget is trained to its end.
 
     Args:
-        config: Of the run; its stream is loaded.
+        config: The run's configuration; its stream is loaded.
         budget: Seconds for the steps, half of them early and half of them late.
     """
     start = time.perf_counter()
@@ -62,7 +60,7 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
         torch.cuda.reset_peak_memory_stats(learner.device)
     setting_up = time.perf_counter() - start
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run itself will say it
+        warnings.simplefilter("ignore")  # the run itself will warn
         training = _training(config, stream, learner, budget)
         evaluating = _evaluating(config, stream, learner)
     device = torch.cuda.max_memory_allocated(learner.device) if learner.device.type == "cuda" else None
@@ -70,10 +68,10 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
 
 
 def own_bytes() -> int:
-    """Peak memory of this process without the pages of files, such as libraries, that it shares
-    with its siblings.
+    """Peak memory of this process in bytes, without pages of files such as libraries, which it
+    shares with its siblings.
     """
-    # Only Linux tells what is shared.
+    # psutil knows the shared memory on Linux only.
     return max(peak_bytes() - getattr(psutil.Process().memory_info(), "shared", 0), 1)
 
 
@@ -128,8 +126,8 @@ def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float
 
 
 def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
-    """All evaluations: after every task over the memory and the test images of the tasks seen, and
-    once more untrained.
+    """Seconds of all evaluations: after every task over the memory and the test images of the tasks
+    seen, and once before training.
     """
     images = stream.x_test[: learner.evaluation_batch]
     times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
@@ -144,7 +142,7 @@ def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
 
 
 def _timed(steps: list[Callable[[], object]], budget: float) -> list[float]:
-    """Seconds of each step, of as many as the budget allows, but at least of one."""
+    """Seconds of each step, for as many steps as the budget allows and at least one."""
     times: list[float] = []
     for step in steps:
         start = time.perf_counter()
@@ -156,5 +154,5 @@ def _timed(steps: list[Callable[[], object]], budget: float) -> list[float]:
 
 
 def _steady(times: list[float]) -> float:
-    """The middle of the later half: first steps warm up."""
+    """The median of the later half, since the first steps warm up."""
     return statistics.median(times[len(times) // 2 :])

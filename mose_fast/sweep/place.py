@@ -17,7 +17,7 @@ from mose_fast.sweep.grid import Cell
 from mose_fast.sweep.ray_engine import RayEngine
 from mose_fast.threads import usable_cores
 
-__all__ = ["Layout", "Place", "make_engine"]
+__all__ = ["Layout", "Place"]
 
 # Default of per_gpu.
 _PER_GPU = 2
@@ -56,12 +56,14 @@ class Layout:
     """How the runs of a sweep share its place.
 
     Attributes:
+        place: Where they compute.
         device: ``cpu`` or ``cuda``.
         cores: Number of cores that this process may use.
         cards: Names of the cards of this machine that are used; empty on the CPU and with Ray.
         runs: Number of runs at the same time.
     """
 
+    place: Place
     device: str
     cores: int
     cards: tuple[str, ...]
@@ -77,38 +79,31 @@ class Layout:
         device, cores = _device(cells[0], place), usable_cores()
         if device == "cuda" and place.engine == "local":
             cards = _cards(place)
-            return cls(device, cores, cards, len(cards) * _runs_per_card(cells, place))
+            return cls(place, device, cores, cards, len(cards) * _runs_per_card(cells, place))
         if place.per_gpu is not None and device == "cpu":
             raise ConfigError(f"per_gpu is {place.per_gpu}, but the runs compute on the CPU; wanted --workers")
         if place.workers is not None and place.workers > cores and place.engine == "local":
             raise ConfigError(f"workers is {place.workers}; wanted at most {cores}, the number of cores here")
-        return cls(device, cores, (), place.workers or min(cores, len(cells)))
+        return cls(place, device, cores, (), place.workers or min(cores, len(cells)))
 
     @property
     def threads(self) -> int:
         """Number of CPU threads of each run."""
         return max(1, self.cores // self.runs)
 
+    def engine(self, folder: Path, logs: Path, lock: int | None) -> Engine:
+        """An engine for the sweep in ``folder``; workers print to ``logs`` and inherit the
+        descriptor ``lock`` of the sweep's lock.
 
-def make_engine(place: Place, layout: Layout, folder: Path, logs: Path, lock: int | None) -> Engine:
-    """The engine for a place.
-
-    Args:
-        place: Where to compute.
-        layout: How the runs share it.
-        folder: The sweep's folder.
-        logs: Folder for what workers print outside of runs.
-        lock: File descriptor of the sweep's lock; None: no lock.
-
-    Raises:
-        ConfigError: Ray is not installed.
-        RunError: There is no such Ray cluster, or it has no room.
-    """
-    if place.engine == "ray":
-        share = 1 / (place.per_gpu or 1) if layout.device == "cuda" else 0.0
-        return RayEngine(place.address, place.workers, layout.threads, share, folder)
-    slots = [Slot(layout.runs // len(layout.cards), card) for card in layout.cards] or [Slot()] * layout.runs
-    return LocalEngine(slots, layout.threads, logs, lock)
+        Raises:
+            ConfigError: Ray is not installed.
+            RunError: There is no such Ray cluster, or it has no room.
+        """
+        if self.place.engine == "ray":
+            share = 1 / (self.place.per_gpu or 1) if self.device == "cuda" else 0.0
+            return RayEngine(self.place.address, self.place.workers, self.threads, share, folder)
+        slots = [Slot(self.runs // len(self.cards), card) for card in self.cards] or [Slot()] * self.runs
+        return LocalEngine(slots, self.threads, logs, lock)
 
 
 def _device(cell: Cell, place: Place) -> str:

@@ -1,6 +1,6 @@
-"""Where the runs of a sweep compute: a Ray cluster (``pip install 'mose-fast[ray]'``).
+"""Runs a sweep on a Ray cluster (``pip install 'mose-fast[ray]'``).
 
-Each run is a Ray task that starts an ordinary worker process for it, so it computes as on one
+Each run is a Ray task that starts an ordinary worker process, so it computes as on a single
 machine. The sweep's folder must be on a file system that all machines share.
 """
 

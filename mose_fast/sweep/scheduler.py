@@ -30,7 +30,7 @@ from mose_fast.sweep.forecast import Forecast, cost_key, measured_costs, stored_
 from mose_fast.sweep.grid import Cell, Grid, axes_of
 from mose_fast.sweep.loop import CellLoop
 from mose_fast.sweep.measure import Cost
-from mose_fast.sweep.place import Layout, Place, make_engine
+from mose_fast.sweep.place import Layout, Place
 from mose_fast.sweep.store import RunDamaged, Store, read_store
 from mose_fast.train.files import write_atomically
 from mose_fast.train.lock import FolderLock
@@ -210,7 +210,6 @@ class _Sweep:
         # digits of the remaining results.
         if place.workers is None and stored.get("workers") and place.engine == stored.get("engine"):
             place = dataclasses.replace(place, workers=stored["workers"])
-        self.place = place
         self.layout = Layout.of(cells, place)
         earlier = stored["measured"] if stored.get("threads") == self.layout.threads else {}
         self.measured = {key: Cost(**cost) for key, cost in earlier.items()}
@@ -252,7 +251,7 @@ class _Sweep:
         try:
             costs = self._costs(engine)
             forecast = Forecast(self.cells, costs, self.layout.runs, self.layout.threads, available_bytes())
-            if self.place.engine == "local":
+            if self.layout.place.engine == "local":
                 too_large = forecast.bytes > forecast.available and forecast.fitting >= 1
                 if too_large and not self.chosen and not self.layout.cards:
                     fewer = min(self.layout.runs, forecast.fitting)
@@ -295,13 +294,13 @@ class _Sweep:
             )
 
     def _engine(self, logs: Path, lock: int | None) -> Engine:
-        return make_engine(self.place, self.layout, self.folder.path, logs, lock)
+        return self.layout.engine(self.folder.path, logs, lock)
 
     def _write_plan(self) -> None:
         plan = {
             "workers": self.layout.runs if self.layout.device == "cpu" else None,
             "threads": self.layout.threads,
-            "engine": self.place.engine,
+            "engine": self.layout.place.engine,
             "data": {cell.config.stream.name: cell.config.stream.fingerprint for cell in self.cells},
             "cells": {cell.name: cell.values for cell in self.cells},
             # A sweep that is continued need not measure again.

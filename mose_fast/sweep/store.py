@@ -1,9 +1,7 @@
-"""The table of runs: one SQLite file beside the run folders, a row a finished run, rows only ever
-added.
+"""The table of runs: an SQLite file beside the run folders, with one row per finished run.
 
-The run folders are the truth; :func:`collect` builds the table from them at any time.
-:data:`COLUMNS` is the format. A row is added in one transaction on disk, so a crash leaves it whole
-or leaves none.
+:func:`collect` can rebuild it from the run folders at any time. :data:`COLUMNS` defines the format.
+Rows are only added, each in one transaction, so a crash leaves a whole row or none.
 """
 
 from __future__ import annotations
@@ -29,18 +27,7 @@ from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of, 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = [
-    "COLUMNS",
-    "FORMAT",
-    "STORE",
-    "RunDamaged",
-    "Store",
-    "collect",
-    "find_runs",
-    "read_run",
-    "read_store",
-    "setting_id",
-]
+__all__ = ["COLUMNS", "STORE", "RunDamaged", "Store", "collect", "find_runs", "read_run", "read_store", "setting_id"]
 
 #: Name of the table's file in a sweep's folder.
 STORE = "runs.sqlite"
@@ -54,13 +41,12 @@ class Column(NamedTuple):
     """A column of the table of runs.
 
     Attributes:
-        type: Python type of its values. A list or a table is stored as JSON.
-        meaning: A noun phrase that says what it holds. After a comma come details.
-        source: Where it comes from: a path of keys in ``results.json``, or a name in :func:`_row`.
-            None: the column's own name.
-        compared: ``problem``: runs that differ in it solve different problems and do not belong in
-            one table of a report. ``protocol``: a report compares them with a warning. None: the
-            difference does not matter.
+        type: Python type of its values. Lists and dictionaries are stored as JSON.
+        meaning: What it holds; details follow a comma.
+        source: Path of keys in ``results.json``, or a key that :func:`_row` adds; None: the
+            column's own name.
+        compared: ``problem``: runs that differ in it do not belong in one table of a report;
+            ``protocol``: a report warns of the difference; None: it does not matter.
     """
 
     type: Any
@@ -162,12 +148,12 @@ _METRICS: dict[str, Callable[[Any], float]] = {
 
 
 class RunDamaged(RunError):
-    """A run folder is unfinished, or was edited or truncated by hand."""
+    """A run folder is unfinished, or a file in it was edited or truncated."""
 
 
 def setting_id(config: RunConfig) -> str:
-    """12 hex digits that are equal for configurations which differ in nothing but the seed and the
-    data that they found.
+    """12 hex digits that are equal for configurations which differ only in the seed and the
+    fingerprint of the data.
     """
     values = config.to_dict()
     del values["seed"], values["stream"]["fingerprint"]
@@ -175,13 +161,13 @@ def setting_id(config: RunConfig) -> str:
 
 
 def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A finished run: its row (:data:`COLUMNS`, with ``folder`` as given) and the contents of its
-    ``results.json``.
+    """Reads a finished run: its row (:data:`COLUMNS`, with ``folder`` as given) and the contents of
+    its ``results.json``.
 
     Raises:
-        RunDamaged: A file is missing or unreadable, or the files contradict each other:
-            ``config.json`` against the configuration in ``results.json``, ``accuracy.csv`` and the
-            metrics against the accuracy matrices.
+        RunDamaged: A file is missing or unreadable, or files contradict each other: ``config.json``
+            and the configuration in ``results.json``, or the accuracy matrices and ``accuracy.csv``
+            or the metrics.
     """
     files = RunFolder(folder)
 
@@ -219,7 +205,7 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_metrics(results: dict[str, Any], table: str, damaged: Any) -> None:
-    """Recomputes what follows from the accuracy matrices; an edited number no longer fits."""
+    """Recomputes what follows from the accuracy matrices, to find edited numbers."""
     after = results["evaluated_after"]
 
     def rows(matrices: Mapping) -> dict:
@@ -245,7 +231,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
     known = {
         **results,
         **metrics[classifier][expert],
-        # Older versions measured no capture, and neither of the others.
+        # Older versions did not measure these three.
         "seconds": {"capture": 0.0, "other": None, "wall": None, **results["seconds"]},
         "config": config.to_dict(),
         "folder": str(files.path),
@@ -269,13 +255,13 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
 
 
 class Store:
-    """The table of one folder, to add runs to.
+    """The table of one folder, which runs can be added to.
 
     Args:
-        folder: Of the sweep; the table is ``runs.sqlite`` in it and is made where it is missing.
+        folder: The sweep's folder. The table is ``runs.sqlite`` in it, and is created if missing.
 
     Raises:
-        RunError: The file is no table of runs or of another format, or cannot be written.
+        RunError: The file is no table of runs, has another format, or cannot be written.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -285,12 +271,12 @@ class Store:
             _prepare(database, self.path)
 
     def add(self, folder: str | Path) -> dict[str, Any]:
-        """Adds the finished run in ``folder``, or does nothing where the table holds this very
-        result; returns its row.
+        """Adds the finished run in ``folder`` unless the table already holds the same result;
+        returns its row.
 
         Raises:
-            RunDamaged: The folder holds no finished, unharmed run.
-            RunError: The table cannot be written (a full disk); what it held before is untouched.
+            RunDamaged: The folder holds no finished run, or a damaged one.
+            RunError: The table cannot be written, for example on a full disk; it stays as it was.
         """
         row, _ = read_run(folder)
         row["folder"] = _relative(Path(folder), self.folder)
@@ -315,20 +301,19 @@ class Store:
 
 
 def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
-    """Rebuilds the table of a folder from the run folders below it; the old table is replaced in
-    one move.
+    """Rebuilds the table of a folder from the run folders below it. The old table is replaced
+    atomically.
 
     Args:
-        folder: Of a sweep, or any folder above run folders.
+        folder: A sweep's folder, or any folder above run folders.
 
     Returns:
-        The table as :func:`read_store` gives it, and for each folder that was skipped a line that
-        names it and says why.
+        The table as :func:`read_store` returns it, and one line for each skipped folder with its
+        name and the reason.
 
     Raises:
         RunError: The folder does not exist, there is neither a run nor a table in it, its
-            ``runs.sqlite`` is a database of something else, or the table cannot be written; what
-            was there is untouched then.
+            ``runs.sqlite`` holds other data, or the table cannot be written. The old table stays.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -364,7 +349,7 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Every run folder at or below ``folder``, in order: those with a ``config.json`` or a
+    """Every run folder at or below ``folder``, sorted. A run folder holds a ``config.json`` or a
     ``results.json``.
     """
     found = []
@@ -377,16 +362,16 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def read_store(folder: str | Path) -> pandas.DataFrame:
-    """The table as a data frame with the columns :data:`COLUMNS`: the newest row of each run
-    folder, ordered by folder.
+    """Reads the table as a data frame with the columns :data:`COLUMNS`, ordered by folder. If a
+    folder appears twice, its newest row is used.
 
     Args:
-        folder: That holds ``runs.sqlite``, or that file.
+        folder: The folder that holds ``runs.sqlite``, or that file.
 
     Raises:
-        RunError: There is no such table, or it is damaged or of another format.
+        RunError: There is no such table, or it is damaged or has another format.
     """
-    # Not at the top: this import takes half a second that a single run need not pay.
+    # Imported here because it takes half a second, which a single run does not need.
     import pandas
 
     path = Path(folder)
@@ -415,7 +400,7 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuses to replace a database that holds something else. A damaged one may be replaced."""
+    """Refuses to replace a database that holds other data. A damaged one may be replaced."""
     if not path.is_file():
         return
     try:

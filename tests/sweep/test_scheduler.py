@@ -13,7 +13,7 @@ import pytest
 import mose_fast
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.sweep import display, scheduler
-from mose_fast.sweep.cells import Attempt, CellRecord, CellState
+from mose_fast.sweep.cells import CellRecord, CellState
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.forecast import Forecast, cost_key
 from mose_fast.sweep.grid import Grid, axes_of
@@ -63,7 +63,7 @@ def test_dry_run_writes_nothing(tmp_path, engine):
     assert outcome.table is None
     assert made.runs == []
     assert not (tmp_path / "s").exists()
-    assert "all alike" in said[1]
+    assert "only the seed varies" in said[1]
     assert "1:00" in said[1]
     assert "1.0 GB" in said[1]
 
@@ -401,7 +401,7 @@ def test_table_is_drawn_in_a_terminal(tmp_path, engine, say, monkeypatch):
 def test_tasks_are_counted_from_one_in_the_table():
     out = Terminal()
     (cell,) = Grid({"seed": (0,)}, CHANGES).cells()
-    record = CellRecord(cell, CellState.RUNNING, Attempt(batch=1, batches=2, task=1, tasks=5, accuracy=0.5))
+    record = CellRecord(cell, CellState.RUNNING, task={"task": 1, "tasks": 5, "accuracy": 0.5})
     forecast = Forecast([cell], {}, runs=1, threads=1, available=0)
     display.Display({"seed-0": record}, forecast, out).draw()
     assert "accuracy  50.0 after task 2 of 5\n" in out.getvalue()
