@@ -22,7 +22,7 @@ _COMPUTES_NOTHING = (
     "benchmark.py",
     "cli.py",
     "doctor.py",
-    "export.py",
+    "export",
     "progress.py",
     "settings.py",
 )

@@ -17,7 +17,7 @@ from mose_fast import streams, train
 from mose_fast.cli import main
 from mose_fast.config import RunConfig
 from mose_fast.export import Classifier, DeployedNetwork, ExportError, classify_files, export_run
-from mose_fast.export import _restore as restore
+from mose_fast.export.run import restore
 from mose_fast.train import Listener
 
 

@@ -130,6 +130,8 @@ class RunFolder:
         self.figure = self.path / "accuracy.png"
         self.checkpoints = self.path / "checkpoints"
         self.events = self.path / "tensorboard"
+        self.wandb = self.path / "wandb_id.txt"
+        self._written = (self.results, self.accuracy, self.figure, self.wandb)
 
     def create(self, *, overwrite: bool) -> None:
         """Makes the folder ready for a new run, whose configuration the caller writes next. The
@@ -153,8 +155,8 @@ class RunFolder:
                 self._refuse_foreign_files()
             # The configuration stays until the new one replaces it: it is what tells that the other
             # files are a run's.
-            files = [self.results, self.accuracy, self.figure, *checkpoint_files(self.checkpoints)]
-            for file in [*files, *self.events.glob("events.out.tfevents.*")]:
+            events = self.events.glob("events.out.tfevents.*")
+            for file in [*self._written, *checkpoint_files(self.checkpoints), *events]:
                 file.unlink(missing_ok=True)
             self._prepare()
         except OSError as error:
@@ -185,7 +187,7 @@ class RunFolder:
 
     def _refuse_foreign_files(self) -> None:
         """Where there is no configuration of ours, files with a run's names are somebody else's."""
-        files = [file for file in (self.config, self.results, self.accuracy, self.figure) if file.exists()]
+        files = [file for file in (self.config, *self._written) if file.exists()]
         files += [
             file
             for folder in (self.checkpoints, self.events)
@@ -206,7 +208,5 @@ class RunFolder:
 
     def _prepare(self) -> None:
         self.checkpoints.mkdir(exist_ok=True)
-        remove_leftovers(
-            self.path, [re.escape(file.name) for file in (self.config, self.results, self.accuracy, self.figure)]
-        )
+        remove_leftovers(self.path, [re.escape(file.name) for file in (self.config, *self._written)])
         remove_leftovers(self.checkpoints, [_CHECKPOINT])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from mose_fast.config import RunConfig
 from mose_fast.evaluate import TaskAccuracy
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
-from mose_fast.train.files import RunError
+from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.listeners import Listener
 
 __all__ = ["WeightsAndBiases"]
@@ -23,13 +23,14 @@ class WeightsAndBiases(Listener):
     """Logs a run to Weights & Biases: losses every ``every`` batches, accuracies after every task,
     ACC and forgetting at the end.
 
-    A run never depends on it: whatever goes wrong there (no network, no account, a full disk) is
-    one warning, and the run goes on. Without WANDB_MODE and without an API key it works offline;
-    ``wandb sync`` uploads later.
+    A run never depends on it: whatever fails there (no network, no account, a full disk) is one
+    warning, and the run continues. Without WANDB_MODE and without an API key it works offline;
+    ``wandb sync`` uploads later. A resumed run continues the same W&B run, whose id is in the run's
+    folder.
 
     Args:
-        project: Name of the project there.
-        folder: The run's folder; its name is the run's, its files go to ``wandb/`` in it.
+        project: The project's name at Weights & Biases.
+        folder: The run's folder, after which the W&B run is named; wandb writes to its ``wandb/``.
         every: Batches between two points of the loss curves.
 
     Raises:
@@ -55,7 +56,7 @@ class WeightsAndBiases(Listener):
             self._run = self.wandb.init(
                 project=self.project,
                 name=folder.name,
-                id=hashlib.sha256(str(folder).encode()).hexdigest()[:16],  # a resumed run goes on in its own curves
+                id=self._id(),
                 resume="allow",
                 dir=str(folder),
                 mode=mode,
@@ -90,6 +91,16 @@ class WeightsAndBiases(Listener):
     def _has_key(self) -> bool:
         return bool(os.environ.get("WANDB_API_KEY") or getattr(getattr(self.wandb, "api", None), "api_key", None))
 
+    def _id(self) -> str:
+        """The id of the folder's W&B run; a new one where the folder has none, as after
+        ``--overwrite``.
+        """
+        file = RunFolder(self.folder).wandb
+        if not file.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, secrets.token_hex(8))
+        return file.read_text(encoding="ascii")
+
     def _log(self, values: dict[str, float], batch: int) -> None:
         if self._run is not None:
             self._or_give_up(lambda: self._run.log(values, step=batch))
@@ -100,6 +111,6 @@ class WeightsAndBiases(Listener):
         except Exception as error:
             self._run = None
             warnings.warn(
-                f"Weights & Biases does not work ({type(error).__name__}: {error}); the run goes on without it",
+                f"Weights & Biases does not work ({type(error).__name__}: {error}); the run continues without it",
                 stacklevel=4,
             )

@@ -213,7 +213,7 @@ def case(house, tmp_path, monkeypatch):
         "sweep.scheduler.SweepFolder.create",
         "report.page.render_page",
         "benchmark.benchmark",
-        "export._write",
+        "export.run._write",
         "sweep.store.tempfile.mkstemp",
     ):
         monkeypatch.setattr(f"mose_fast.{place}", accept)

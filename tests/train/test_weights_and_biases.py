@@ -6,7 +6,7 @@ import types
 import pytest
 
 from mose_fast.config import RunConfig
-from mose_fast.train import RunError, run
+from mose_fast.train import Interrupted, Listener, RunError, resume, run
 from mose_fast.train.weights_and_biases import WeightsAndBiases
 
 CONFIG = RunConfig.create(stream={"name": "digits", "tasks": 2, "limit_per_task": 30}, width=1, memory=64, device="cpu")
@@ -69,6 +69,25 @@ def test_losses_accuracies_and_results_are_logged(tmp_path, wandb, monkeypatch):
     assert module.finished == 1
 
 
+def test_a_resumed_run_continues_the_same_one_also_in_a_moved_folder_and_an_overwritten_one_does_not(tmp_path, wandb):
+    module, first, moved = wandb(), tmp_path / "first", tmp_path / "moved"
+
+    class Stop(Listener):
+        def on_batch(self, batch, losses):
+            if batch == 4:
+                raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run(CONFIG, out=first, listeners=[WeightsAndBiases("project", first), Stop()])
+    first.rename(moved)
+    resume(moved, listeners=[WeightsAndBiases("project", moved)])
+    run(CONFIG, out=moved, overwrite=True, listeners=[WeightsAndBiases("project", moved)])
+    run(CONFIG, out=first, listeners=[WeightsAndBiases("project", first)])
+    before, after, overwritten, other = (started["id"] for started in module.started)
+    assert before == after and len({after, overwritten, other}) == 3
+    assert [started["resume"] for started in module.started] == ["allow"] * 4
+
+
 def test_a_key_or_wandb_mode_decides_where_it_goes(tmp_path, wandb, monkeypatch):
     for name, value, mode in (("WANDB_API_KEY", "abc", "online"), ("WANDB_MODE", "disabled", "disabled")):
         module = wandb()
@@ -82,7 +101,7 @@ def test_a_run_goes_on_when_it_fails(tmp_path, wandb, what):
     wandb(fails=(what,))
     plain = run(CONFIG)
     with pytest.warns(
-        UserWarning, match=r"Weights & Biases does not work .*No space left.* the run goes on without it"
+        UserWarning, match=r"Weights & Biases does not work .*No space left.* the run continues without it"
     ) as seen:
         results = run(CONFIG, listeners=[WeightsAndBiases("project", tmp_path)])
     assert len([w for w in seen if "Weights & Biases" in str(w.message)]) == 1

@@ -1,0 +1,274 @@
+"""The exported classifier: its card, its network from raw images to labels, and reading both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mose_fast.methods.network import first_difference
+from mose_fast.nn import CosineClassifier, ExpertNetwork
+from mose_fast.train.files import RunError
+
+__all__ = [
+    "BATCH",
+    "CARD",
+    "FORMAT",
+    "MODELS",
+    "Classifier",
+    "DeployedNetwork",
+    "ExportError",
+    "Predictions",
+    "stored_card",
+]
+
+#: Version of the export format; a reader refuses newer ones.
+FORMAT = 1
+
+#: The file that describes an export. While the models are written it says that the export is
+#: unfinished.
+CARD = "card.json"
+
+#: The model's file by format.
+MODELS = {"safetensors": "model.safetensors", "onnx": "model.onnx", "torch": "model.pt2"}
+
+#: Images that are classified together.
+BATCH = 256
+
+
+class ExportError(RunError):
+    """A run cannot be exported, or an export cannot be read or applied; the message says why and
+    what to do.
+    """
+
+
+class NearestClassMean(nn.Module):
+    """Squared Euclidean distances to the class means (paper section 5.1), float64 [N, K], infinite
+    for classes without a mean.
+
+    :class:`mose_fast.nn.ClassMeans` for one expert, in operations that ONNX has.
+    """
+
+    def __init__(self, classes: int, feature_size: int) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.zeros(classes, feature_size))
+        self.register_buffer("known", torch.zeros(classes, dtype=torch.bool))
+
+    def forward(self, features: Tensor) -> Tensor:
+        # In float64, since means may lie within 1e-4 of each other: |a|^2 + |m|^2 - 2am would
+        # cancel.
+        features, means = F.normalize(features, dim=-1).double(), self.means.double()
+        squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1)
+        return (squares - 2 * features @ means.T).masked_fill(~self.known, math.inf)
+
+
+class DeployedNetwork(nn.Module):
+    """From raw images to labels, in one module.
+
+    Args:
+        width: Channels of the first stage; the feature has D = 8 * width.
+        head: ``ncm``, ``linear`` or ``cosine``.
+        class_order: Original label by head index; K classes.
+        mean: Mean of images in [0, 1] by channel.
+        std: Their standard deviation by channel.
+
+    Attributes:
+        backbone: ResNet-18 without alignment modules and heads: 11,168,832 parameters at width 64.
+        head: Gives a score for each class.
+    """
+
+    def __init__(
+        self, width: int, head: str, class_order: Sequence[int], mean: Sequence[float], std: Sequence[float]
+    ) -> None:
+        super().__init__()
+        classes, feature_size = len(class_order), 8 * width
+        # On the meta device, since all weights are assigned afterwards.
+        with torch.device("meta"):
+            self.backbone = ExpertNetwork(classes, width=width, experts=1, attention=False, adapter=False)
+            # The feature does not need them.
+            del self.backbone.classifier1, self.backbone.projection1
+            if head == "ncm":
+                self.head: nn.Module = NearestClassMean(classes, feature_size)
+            elif head == "linear":
+                self.head = nn.Linear(feature_size, classes)
+            else:
+                self.head = CosineClassifier(torch.empty(classes, feature_size))
+        self.nearest = head == "ncm"
+        self.register_buffer("class_order", torch.tensor(class_order, dtype=torch.int64), persistent=False)
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Classifies raw images.
+
+        Args:
+            images: uint8 [N, H, W, 3].
+
+        Returns:
+            head_index: int64 [N], position in the class order.
+            label: int64 [N], the data set's own.
+            scores: float32 [N, K]: squared distances (``ncm``, the smallest wins) or logits (the
+                largest wins).
+        """
+        x = (images.permute(0, 3, 1, 2).float() / 255 - self.mean) / self.std
+        scores = self.head(self.backbone.deepest_feature(x))
+        head_index = scores.argmin(-1) if self.nearest else scores.argmax(-1)
+        return head_index, self.class_order[head_index], scores.float()
+
+
+class Predictions(NamedTuple):
+    """The predictions for N images.
+
+    Attributes:
+        head_index: int64 [N], position in the class order.
+        label: int64 [N], the data set's own label.
+        scores: float32 [N, K], as :class:`DeployedNetwork` gives them.
+        margin: float32 [N], the difference of the best and the second best score, at least 0;
+            infinite where only one class is known.
+    """
+
+    head_index: Tensor
+    label: Tensor
+    scores: Tensor
+    margin: Tensor
+
+
+class Classifier:
+    """An exported classifier, on the CPU.
+
+    Args:
+        card: Contents of ``card.json``.
+        tensors: Weights, running statistics and head by name, as in ``model.safetensors``.
+
+    Attributes:
+        card: The card.
+        network: The :class:`DeployedNetwork`, in evaluation mode.
+        image_size: (H, W) of the images in pixels.
+        class_names: By head index.
+
+    Raises:
+        ValueError: Card and tensors do not belong together.
+    """
+
+    def __init__(self, card: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self.card = card
+        self.image_size = tuple(card["image_size"])
+        self.class_names = list(card["class_names"])
+        if len(self.class_names) != len(card["class_order"]):
+            raise ValueError(
+                f"class_names has {len(self.class_names)} entries; wanted {len(card['class_order'])}, as class_order"
+            )
+        normalisation = card["normalisation"]
+        self.network = DeployedNetwork(
+            card["width"], card["head"], card["class_order"], normalisation["mean"], normalisation["std"]
+        )
+        for name, wanted in self.network.state_dict().items():
+            if name in tensors and tensors[name].dtype != wanted.dtype:
+                raise ValueError(f"{name} has dtype {tensors[name].dtype}; wanted {wanted.dtype}")
+        difference = first_difference(tensors, self.network.state_dict())
+        if difference is not None:
+            raise ValueError(f"the tensors belong to another network: {difference}")
+        self.network.load_state_dict(tensors, assign=True)
+        self.network.requires_grad_(False).eval()
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Classifier:
+        """Reads ``card.json`` and ``model.safetensors``, which can execute nothing.
+
+        Raises:
+            ExportError: The folder holds no complete export, a file is damaged, or the format is
+                newer.
+        """
+        folder = Path(folder)
+        card = _read_card(folder)
+        path = folder / MODELS["safetensors"]
+        try:
+            files = card["files"]
+            if path.name not in files:
+                held = ", ".join(files)
+                raise ExportError(
+                    f"{folder} holds {held} and no {path.name}; export again with --format safetensors (and others)"
+                )
+            raw = path.read_bytes()
+            if hashlib.sha256(raw).hexdigest() != files[path.name]["sha256"]:
+                raise ExportError(
+                    f"{path} is damaged or of another export: its SHA-256 is not the one in {CARD}; export the run"
+                    " again"
+                )
+            return cls(card, load(raw))
+        except OSError as error:
+            raise ExportError(f"cannot read {path}: {error.strerror}; export the run again") from error
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, ExportError):
+                raise
+            raise ExportError(
+                f"the export {folder} is damaged ({type(error).__name__}: {error}); export the run again"
+            ) from error
+
+    def predict(self, images: Tensor | np.ndarray) -> Predictions:
+        """Classifies raw images.
+
+        Args:
+            images: uint8 [N, H, W, 3].
+
+        Raises:
+            ValueError: Another shape or dtype.
+        """
+        images = torch.as_tensor(images)
+        height, width = self.image_size
+        if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != (height, width, 3):
+            raise ValueError(
+                f"images is {images.dtype} of shape {list(images.shape)}; wanted torch.uint8 [N, {height}, {width}, 3]"
+            )
+        with torch.inference_mode():
+            parts = [self.network(part) for part in images.split(BATCH)]
+        head_index, label, scores = (torch.cat(p) for p in zip(*parts, strict=True))
+        best = scores.topk(2, largest=not self.network.nearest).values
+        return Predictions(head_index, label, scores, (best[:, 0] - best[:, 1]).abs())
+
+
+def stored_card(folder: Path) -> dict[str, Any] | None:
+    """The card of an export of any version in a folder; None where there is none."""
+    try:
+        card = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return card if isinstance(card, dict) and type(card.get("mose_fast_export")) is int else None
+
+
+def _read_card(folder: Path) -> dict[str, Any]:
+    path = folder / CARD
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"there is no export in {folder} (no {CARD}); make one with: mose-fast export RUN --out {folder}"
+        ) from error
+    except NotADirectoryError as error:
+        raise ExportError(f"{folder} is a file; wanted the folder of an export") from error
+    except OSError as error:
+        raise ExportError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ExportError(f"{path} is truncated or no JSON ({error}); export the run again") from error
+    found = card.get("mose_fast_export") if isinstance(card, dict) else None
+    if type(found) is not int:
+        raise ExportError(f"{path} is not the card of an export of mose-fast")
+    if found > FORMAT:
+        raise ExportError(
+            f"{path} has format {found}; this version of mose-fast reads {FORMAT} and older: update mose-fast"
+        )
+    if "unfinished" in card:
+        raise ExportError(
+            f"the export in {folder} was broken off; make it again with: mose-fast export RUN --out {folder}"
+        )
+    return card

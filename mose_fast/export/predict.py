@@ -1,0 +1,100 @@
+"""Classifying image files with an export."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mose_fast.errors import MoseFastError
+from mose_fast.export.classifier import BATCH, Classifier, ExportError
+from mose_fast.streams.decoding import decode_image
+from mose_fast.streams.files import SUFFIXES
+
+__all__ = ["classify_files"]
+
+
+def classify_files(
+    classifier: Classifier, paths: Iterable[str | Path], unusable: Callable[[MoseFastError], None] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Classifies image files.
+
+    Args:
+        classifier: An export.
+        paths: Files, and folders whose images (file types as in an image folder of a stream, at any
+            depth) are taken in the order of their names.
+        unusable: Takes the error of a file or folder that cannot be used; the others are
+            classified. None: the first such error is raised.
+
+    Yields:
+        For each file ``path``, ``name`` of the class, ``label`` in the data set, ``head_index``,
+        ``score`` (squared distance or logit) and ``margin`` to the second best class; a margin is
+        None where only one class is known.
+
+    Raises:
+        ExportError: Without ``unusable``: there is no such file, no image in a folder, or an image
+            has another size than the classifier's.
+        StreamError: Without ``unusable``: a file is no image, damaged, or holds more than 8 bits a
+            channel.
+    """
+    files: list[Path] = []
+    for path in paths:
+        with _reported(unusable):
+            files += _image_files(Path(path))
+    for first in range(0, len(files), BATCH):
+        images: dict[Path, np.ndarray] = {}
+        rows: list[Path] = []
+        for file in files[first : first + BATCH]:
+            with _reported(unusable):
+                images[file] = _read_image(file, classifier.image_size)
+                rows.append(file)
+        if not rows:
+            continue
+        found = classifier.predict(np.stack([images[file] for file in rows]))
+        for row, file in enumerate(rows):
+            head_index, margin = int(found.head_index[row]), float(found.margin[row])
+            yield {
+                "path": str(file),
+                "name": classifier.class_names[head_index],
+                "label": int(found.label[row]),
+                "head_index": head_index,
+                "score": float(found.scores[row, head_index]),
+                "margin": margin if math.isfinite(margin) else None,
+            }
+
+
+@contextmanager
+def _reported(unusable: Callable[[MoseFastError], None] | None) -> Iterator[None]:
+    """Passes an error to ``unusable`` instead of raising it, unless that is None."""
+    try:
+        yield
+    except MoseFastError as error:
+        if unusable is None:
+            raise
+        unusable(error)
+
+
+def _image_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(
+        p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith(".") and p.is_file()
+    )
+    if not files:
+        raise ExportError(f"the folder {path} holds no images ({', '.join(SUFFIXES)}); wanted at least one")
+    return files
+
+
+def _read_image(file: Path, image_size: tuple[int, ...]) -> np.ndarray:
+    try:
+        image = decode_image(file.read_bytes(), str(file))
+    except OSError as error:
+        raise ExportError(f"cannot read {file}: {error.strerror}") from error
+    if image.shape[:2] != image_size:
+        sizes = ["x".join(map(str, size)) for size in (image.shape[:2], image_size)]
+        raise ExportError(f"{file} is {sizes[0]} (height x width); wanted {sizes[1]}, as in training: resize it first")
+    return image
