@@ -56,7 +56,11 @@ def wrong_citations(text: str) -> list[str]:
 def pages_outside(text: str, folder: Path) -> list[str]:
     """Pages of the design that a text in this folder names and the repository does not hold."""
     names = re.findall(r"[\w./-]*\b(?:mose|baselines|kernels|performance|layout|craft)\.md", text)
-    return [name for name in names if not (folder / name).is_file() and not (ROOT / name).is_file()]
+
+    def inside(path: Path) -> bool:
+        return path.is_file() and path.resolve().is_relative_to(ROOT)
+
+    return [name for name in names if not inside(folder / name) and not inside(ROOT / name)]
 
 
 def texts() -> Iterator[Path]:
