@@ -7,14 +7,14 @@ import selectors
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from mose_fast.sweep.protocol import ENDS, Command, Event, Reader, died, send
 
-__all__ = ["Engine", "LocalEngine", "Slot", "worker_command", "worker_environment"]
+__all__ = ["Engine", "LocalEngine", "Slot"]
 
 
 class Engine(Protocol):
@@ -59,13 +59,7 @@ class _Worker:
     cells: set[str] = field(default_factory=set)
 
 
-def worker_command(threads: int, *, together: bool) -> list[str]:
-    """The command line of a worker process."""
-    command = [sys.executable, "-m", "mose_fast.sweep.worker", "--threads", str(threads)]
-    return [*command, "--together"] if together else command
-
-
-def worker_environment(threads: int, card: str | None) -> dict[str, str]:
+def _environment(threads: int, card: str | None) -> dict[str, str]:
     """The environment of a worker process: the number of its threads, which must be known before
     torch is imported, and a path that leads to this package.
     """
@@ -87,12 +81,12 @@ class LocalEngine:
     Args:
         slots: One for each worker process.
         threads: Number of CPU threads of each run.
-        logs: Folder for what workers print outside of runs.
+        logs: Folder for what workers print outside of runs; None: they print to stderr.
         lock: File descriptor of the sweep's lock, which the workers inherit, so that they hold the
             lock as long as they live; None: no lock.
     """
 
-    def __init__(self, slots: Sequence[Slot], threads: int, logs: Path, lock: int | None = None) -> None:
+    def __init__(self, slots: Sequence[Slot], threads: int, logs: Path | None = None, lock: int | None = None) -> None:
         self.slots, self.threads, self.logs, self.lock = list(slots), threads, logs, lock
         self.workers: list[_Worker | None] = [None] * len(self.slots)
         self.selector = selectors.DefaultSelector()
@@ -142,13 +136,15 @@ class LocalEngine:
         return self.slots[number].runs - (len(worker.cells) if worker else 0)
 
     def _launch(self, slot: Slot) -> _Worker:
-        with open(self.logs / "workers.log", "ab") as log:
+        command = [sys.executable, "-m", "mose_fast.sweep.worker", "--threads", str(self.threads)]
+        command += ["--together"] if slot.runs > 1 else []
+        with nullcontext() if self.logs is None else open(self.logs / "workers.log", "ab") as log:
             process = subprocess.Popen(
-                worker_command(self.threads, together=slot.runs > 1),
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=worker_environment(self.threads, slot.card),
+                env=_environment(self.threads, slot.card),
                 pass_fds=() if self.lock is None else (self.lock,),
                 start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
             )

@@ -7,20 +7,17 @@ machine. The sweep's folder must be on a file system that all machines share.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError
-from mose_fast.sweep.engine import worker_command, worker_environment
-from mose_fast.sweep.protocol import ENDS, Command, Event, Reader, died, send
+from mose_fast.sweep.engine import LocalEngine, Slot
+from mose_fast.sweep.protocol import ENDS, Command, Event, died
 from mose_fast.threads import usable_cores
 from mose_fast.train.files import RunError
 
@@ -108,13 +105,15 @@ class RayEngine:
         self.ended |= {event["cell"] for event in found if event["event"] in ENDS}
         for task in finished:
             cell = self.running.pop(task)
+            last = died(cell)
             try:
                 self.ray.get(task)
             except self.ray.exceptions.RayError as error:
-                if cell not in self.ended:
-                    cause = getattr(error, "cause", None) or error
-                    failed = {"event": "failed", "cell": cell, "error": str(cause)}
-                    found.append(failed if isinstance(cause, RunError) else died(cell))
+                cause = getattr(error, "cause", None)
+                if isinstance(cause, RunError):
+                    last = {"event": "failed", "cell": cell, "error": str(cause)}
+            if cell not in self.ended:
+                found.append(last)
         return found
 
     def stop(self) -> None:
@@ -151,43 +150,22 @@ def _run_on_this_machine(command: Command, threads: int, token: str, queue: Any)
             f"machine {socket.gethostname()} does not see {token}; wanted the sweep's folder on a file system that all"
             " machines share"
         )
-    worker = subprocess.Popen(
-        worker_command(threads, together=False),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=worker_environment(threads, None),
-        start_new_session=True,
-    )
-
-    stdin, events = worker.stdin.fileno(), Reader(worker.stdout.fileno())
-    send(stdin, command)
+    engine = LocalEngine([Slot()], threads)
     unsent: deque[Event] = deque()
-    ended = False
     try:
-        while not ended:
+        engine.start(command)
+        while unsent or not engine.free():
             try:
-                if not unsent:
-                    unsent += events.read()
-                if events.closed:
-                    unsent.append(died(command["cell"]))
-                while unsent and not ended:
+                unsent += engine.events(1.0)
+                while unsent:
                     queue.put(unsent[0])
-                    ended = unsent.popleft()["event"] in ENDS
+                    unsent.popleft()
             except KeyboardInterrupt:  # Ray cancels the task
-                send(stdin, {"do": "stop"})
+                engine.stop()
     finally:
-        if not ended:
-            # Ray ends this task, or its machine: the run writes its checkpoint first.
-            with suppress(OSError):
-                send(stdin, {"do": "stop"})
-                _wait_for_end(events)
-        worker.stdin.close()
-        worker.wait()
-
-
-def _wait_for_end(events: Reader) -> None:
-    """Waits until the run has ended, at most as long as a cluster allows."""
-    deadline = time.monotonic() + _GRACE
-    while not events.closed and select.select([events.pipe], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-        if any(event["event"] in ENDS for event in events.read()):
-            return
+        # If Ray ends this task or its machine, the run writes its checkpoint first.
+        engine.stop()
+        deadline = time.monotonic() + _GRACE
+        while not engine.free() and time.monotonic() < deadline:
+            engine.events(1.0)
+        engine.close()

@@ -116,17 +116,53 @@ def run_cell(command: Command, emit: Emit, stop: threading.Event, listeners: lis
         emit({"event": "failed", "error": f"{type(error).__name__}: {error}"})
 
 
-class _Forking:
-    """Runs one cell at a time, each in a child of this process."""
+class _Worker:
+    """Carries out commands.
+
+    Args:
+        threads: Number of CPU threads of each run.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.child: int | None = None
-        self.cell = ""
-        self.ended = False
-        self.events: Reader | None = None
+
+    def serve(self, signals: int) -> None:
+        """Takes commands until stdin closes, or until a signal, which makes the pipe ``signals``
+        readable, has ended the runs.
+        """
+        commands = Reader(0)
+        ending = False
+        while not commands.closed and (self.busy() or not ending):
+            ready, _, _ = select.select([0, signals, *self.pipes()], [], [], 0.1 if ending else None)
+            if set(ready) & set(self.pipes()):
+                self.pump()
+            if signals in ready:
+                # This process is asked to end. Its runs write a checkpoint first.
+                os.read(signals, 4096)
+                ending = True
+                self.stop()
+            for command in commands.read() if 0 in ready else []:
+                if command["do"] == "stop":
+                    self.stop()
+                else:
+                    self.start(command)
+        self.kill()
+
+
+class _Forking(_Worker):
+    """Runs one cell at a time, each in a child of this process."""
+
+    child: int | None = None
+
+    def busy(self) -> bool:
+        return self.child is not None
+
+    def pipes(self) -> list[int]:
+        return [self.events.pipe] if self.busy() else []
 
     def start(self, command: Command) -> None:
+        while self.busy():  # the last child has reported its end, but may still live
+            self.pump()
         self.cell, self.ended = command["cell"], False
         pipe, end = os.pipe()
         self.events = Reader(pipe)
@@ -186,44 +222,34 @@ class _Forking:
         if not self.ended:
             _report(died(self.cell, os.WTERMSIG(status) if os.WIFSIGNALED(status) else None))
 
-    def signal(self, number: int) -> None:
-        if self.child is not None:
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        if self.busy():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.child, number)
 
-    def serve(self, signals: int) -> None:
-        commands = Reader(0)
-        ending = False
-        while not ending or self.child is not None:
-            watched = [0, signals] if self.child is None else [0, signals, self.events.pipe]
-            ready, _, _ = select.select(watched, [], [])
-            if self.child is not None and self.events.pipe in ready:
-                self.pump()
-            if signals in ready:
-                # A signal asks this process to end. Its run writes a checkpoint first.
-                os.read(signals, 4096)
-                ending = True
-                self.signal(signal.SIGTERM)
-            if 0 in ready:
-                for command in commands.read():
-                    if command["do"] == "stop":
-                        self.signal(signal.SIGTERM)
-                    else:
-                        self.start(command)
-                if commands.closed:
-                    self.signal(signal.SIGKILL)
-                    return
+    def kill(self) -> None:
+        self.stop(signal.SIGKILL)
 
 
-class _Together:
+class _Together(_Worker):
     """Runs several cells at the same time in threads of this process, on a card each on a CUDA
     stream of its own.
     """
 
     def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self.stop = threading.Event()
+        super().__init__(threads)
+        self.stopping = threading.Event()
         self.running: list[threading.Thread] = []
+
+    def busy(self) -> bool:
+        return any(thread.is_alive() for thread in self.running)
+
+    def pipes(self) -> list[int]:
+        return []
+
+    def start(self, command: Command) -> None:
+        self.running.append(threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True))
+        self.running[-1].start()
 
     def run(self, command: Command) -> None:
         def emit(event: Event) -> None:
@@ -234,25 +260,12 @@ class _Together:
             _measure(command, emit)
             return
         with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext():
-            run_cell(command, emit, self.stop, [])
+            run_cell(command, emit, self.stopping, [])
 
-    def serve(self, signals: int) -> None:
-        commands = Reader(0)
-        ending = False
-        while not commands.closed and not (ending and not any(thread.is_alive() for thread in self.running)):
-            ready, _, _ = select.select([0, signals], [], [], 0.1 if ending else None)
-            if signals in ready:
-                os.read(signals, 4096)
-                ending = True
-                self.stop.set()
-            for command in commands.read() if 0 in ready else []:
-                if command["do"] == "stop":
-                    self.stop.set()
-                else:
-                    self.running.append(
-                        threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True)
-                    )
-                    self.running[-1].start()
+    def stop(self) -> None:
+        self.stopping.set()
+
+    def kill(self) -> None:
         os._exit(0)  # ends threads in the middle of a step; their runs have checkpoints
 
 
