@@ -121,7 +121,7 @@ class DaliViews:
         device, count, (height, width) = images.device, len(layout.rows), images.shape[1:3]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "views were asked of DALI while a CUDA graph is captured; wanted them made before, and copied in"
+                "DALI was asked for views while a CUDA graph is captured; make the views before and copy them in"
             )
         views = torch.empty(count + layout.padding, height, width, 3, device=device)
         if count:

@@ -275,7 +275,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"the checkpoint {path} is truncated, damaged or no checkpoint at all ({error}){_instead(path)}"
+            f"the checkpoint {path} is truncated, damaged or not a checkpoint ({error}){_instead(path)}"
         ) from error
     if "mose_fast_checkpoint" not in metadata:
         raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of mose-fast{_instead(path)}")

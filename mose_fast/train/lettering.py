@@ -28,7 +28,7 @@ def lettering(texts: Iterable[str]) -> Iterator[None]:
     if missing:
         warnings.warn(
             f"no font of this machine has the letters {''.join(sorted(missing)[:20])}, so figures show boxes for them;"
-            " install one that has, for example fonts-noto-cjk, and write the figures again",
+            " install a font that has them, for example fonts-noto-cjk, and write the figures again",
             stacklevel=3,
         )
     # Fonts for other scripts are often of a kind that type 42 cannot hold.
