@@ -31,12 +31,12 @@ def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
 
 
 def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpoint: Path) -> None:
-    """Refuses the checkpoint of another run, and warns where the machine is another.
+    """Refuses the checkpoint of another run, and warns if the machine is another one.
 
     Args:
-        found: In the checkpoint; None in those of versions that noted nothing.
-        wanted: Of the run that goes on.
-        checkpoint: For messages.
+        found: The identity in the checkpoint; None if an old version stored none.
+        wanted: The identity of the run that continues.
+        checkpoint: The checkpoint's file, for messages.
 
     Raises:
         RunError: The settings, the data or the code differ; the message says which.
