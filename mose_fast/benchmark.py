@@ -91,8 +91,8 @@ class Variant(NamedTuple):
     """One way to train.
 
     Attributes:
-        name: Of its row.
-        settings: Of :class:`RunConfig` by name.
+        name: Name of its row.
+        settings: Settings of :class:`RunConfig`, by name.
         compiled: The network is compiled by ``torch.compile``.
         looped: It is measured in the loop; else the step is by itself, on inputs that lie ready.
     """
@@ -127,9 +127,9 @@ class Report:
 
     Attributes:
         where: Card or processor, versions.
-        config: Of the network and the steps.
+        config: Settings of the network and the steps.
         macs: Multiply-accumulates of a forward pass of one image.
-        ceilings: Of the machine.
+        ceilings: The machine's peak rates.
         rows: One a variant.
         evaluation: Seconds of an evaluation of all classifiers and experts, on as many images as
         ``evaluated``; None where not measured.
@@ -250,7 +250,7 @@ def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) 
 
     Args:
         config: Its ``stream.batch`` is the stream's.
-        classes: Of both tasks, half each.
+        classes: Number of classes; each of the two tasks has half of them.
         images: Training images of the second task.
         tests: Test images of both.
     """
@@ -305,11 +305,11 @@ def benchmark(
     """Measures all variants on the configuration's device.
 
     Args:
-        config: Of MOSE; device, precision, width, memory, batch and options count.
-        classes: Of the network.
+        config: MOSE's settings; device, precision, width, memory, batch and options are used.
+        classes: Number of the network's classes.
         seconds: Spent on each variant, once it is warm.
         only: Variants whose names hold this text.
-        watch: Told the name of what is measured next.
+        watch: Called with the name of the next measurement.
 
     Raises:
         ConfigError: The method is another one, the device is not there, or no measurement's name
@@ -357,9 +357,9 @@ def back_to_back(
     card the host only launches them.
 
     Args:
-        device: Where they run; on a card, in the current stream.
+        device: Device that they run on; on a card, in the current stream.
         call: What is measured. On a card it should not wait for it.
-        seconds: To spend.
+        seconds: Time to spend.
         calls: How many, in place of ``seconds``.
     """
     warm = laps(device, call, 3 if calls is None else 1)
@@ -449,9 +449,9 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
     reading of losses.
 
     Args:
-        config: Of MOSE.
-        stream: Of :func:`random_stream`.
-        seconds: To measure for, once it is warm.
+        config: MOSE's settings.
+        stream: A stream of :func:`random_stream`.
+        seconds: Time to measure for, after the warm-up.
 
     Returns:
         Views of a step; seconds a step, by the host's clock from losses to losses, each a mean over

@@ -1,5 +1,5 @@
-"""Where things are computed, and in which precision: names of cards and processors, and moving
-tensors to a card without waiting for it.
+"""The device and precision that a run computes with, names of cards and processors, and uploads
+that do not wait for a card.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = [
 
 
 class Choice(NamedTuple):
-    """What a setting became on this machine.
+    """The value that a setting has on this machine.
 
     Attributes:
         name: The value that is used.
-        reason: Why, where it is not simply what was asked for or the first choice; else empty.
+        reason: Why, unless it is what was asked for or the first choice; else empty.
     """
 
     name: str
@@ -51,7 +51,7 @@ def choose_precision(wanted: str, device: torch.device) -> Choice:
 
     Args:
         wanted: ``auto``, ``fp32``, ``tf32`` or ``bf16``.
-        device: Where the network is.
+        device: The network's device.
     """
     if wanted != "auto":
         return Choice(wanted)
@@ -64,7 +64,7 @@ def choose_precision(wanted: str, device: torch.device) -> Choice:
 
 
 def processor() -> str:
-    """The processor's name as the system tells it."""
+    """The processor's name, from the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -81,10 +81,10 @@ def device_name(device: torch.device) -> str:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """A stream for all steps and evaluations on a card; on the CPU nothing.
+    """A context with one stream for all steps and evaluations on a card; empty on the CPU.
 
-    A step that ran on the default stream could not be captured later: its gradients' accumulation
-    stays with the stream it ran on first.
+    After a step on the default stream, no step could be captured: the accumulation of gradients
+    stays on the stream where it first ran.
     """
     if device.type != "cuda":
         yield
@@ -97,8 +97,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor on a device; from the host to a card through pinned memory, so that the host does
-    not wait for what the card is doing.
+    """Copies a tensor to a device. From the host to a card it goes through pinned memory, so that
+    the host does not wait for the card.
     """
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -96,7 +96,7 @@ def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
 
     Args:
         capability: The card's, (major, minor).
-        archs: As in ``TORCH_CUDA_ARCH_LIST``.
+        archs: Compute capabilities, in the form of ``TORCH_CUDA_ARCH_LIST``.
     """
     for arch in archs:
         number = re.match(r"(\d+)\.(\d+)([af]?)", arch)

@@ -10,9 +10,9 @@ __all__ = ["MoseFastError"]
 
 
 class MoseFastError(Exception):
-    """Something that was given cannot be used: a setting, data, a folder.
+    """Something that the user gave cannot be used: a setting, data, a folder.
 
-    The command line prints the message alone.
+    The command line prints only its message, without a traceback.
     """
 
     #: Name and value of a setting that was probably meant instead; the command line says how to

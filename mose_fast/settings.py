@@ -55,8 +55,8 @@ def assignment(text: str, flag: str) -> tuple[str, str]:
     """Splits ``NAME=VALUE``.
 
     Args:
-        text: As given.
-        flag: That it was given to, for the message.
+        text: The text that was given.
+        flag: The flag that it was given to, for the message.
 
     Raises:
         ConfigError: There is no ``=``.
@@ -72,9 +72,9 @@ def full_name(name: str, known: Mapping[str, Any], flag: str) -> str:
     ``options.augment``.
 
     Args:
-        name: As given.
+        name: The name that was given.
         known: Settings by dotted name, as :func:`all_settings` gives them.
-        flag: That it was given to, for the message.
+        flag: The flag that it was given to, for the message.
 
     Raises:
         ConfigError: There is no such setting; the message has near matches.
@@ -108,7 +108,7 @@ def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfi
     another stream, the fingerprint of the earlier one's data goes with it.
 
     Args:
-        base: To start from; None: the defaults of the method and preset in ``changes``.
+        base: Settings to start from; None: the defaults of the method and preset in ``changes``.
         changes: Values by dotted name.
 
     Raises:

@@ -11,16 +11,16 @@ __all__ = ["cutmix"]
 
 
 def cutmix(views: Tensor, probability: float, seed: int, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces one box, the same in all images, by that box of a random partner; with ``1 -
-    probability`` the box is empty.
+    """Replaces one box, the same in all images, by the same box of a random partner. With
+    probability ``1 - probability`` the box is empty.
 
     The box has the images' shape and a uniformly drawn share of their area (Beta(1, 1)) around a
     uniformly drawn centre, and is cut off at the border.
 
     Args:
         views: float [N, C, H, W].
-        probability: With which the batch is mixed at all.
-        seed: Of the run.
+        probability: Probability that the batch is mixed at all.
+        seed: The run's seed.
         sequence: Number of the step; the same (seed, sequence) gives the same boxes on every
             device.
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DaliLayout", "DaliViews"]
 
-#: Views that a pipeline takes at first; twice as many, and so on, where a step has more.
+#: Number of views that a new pipeline takes; it is doubled until a step fits.
 _VIEWS = 512
 
-#: Bytes behind the pixels of a view in what the pipeline is fed: a 2x3 matrix and whether the view
-#: is grey, float32.
+#: Bytes after the pixels of a view in the pipeline's input: a 2x3 matrix and whether the view is
+#: grey, as float32.
 _PARAMETERS = 28
 
 # DALI loads its operators with the first pipeline of a process.
@@ -32,16 +32,16 @@ _BUILDING = threading.Lock()
 
 
 class DaliLayout(NamedTuple):
-    """What each view of a call shows, on the host; of V views, those that are padding are left out.
+    """What each of the V views of a call shows, on the host; padding views are left out.
 
     Attributes:
-        rows: int32 [V], the image.
-        mirrored: bool [V], whether the fixed orientation is the mirror, which the matrix then
-        holds.
-        turned: First view, last view + 1 and orientation of each run of views in another
-        orientation than that.
-        draws: int64 [V], the drawn parameters; -1 for none.
-        padding: Views to add behind, which are zero.
+        rows: int32 [V], the row of the image that each view shows.
+        mirrored: bool [V], whether the fixed orientation is the mirror image; the matrix then
+            contains the mirroring.
+        turned: First view, last view + 1 and orientation of each run of views that have another
+            orientation.
+        draws: int64 [V], the row of the drawn parameters; -1 for none.
+        padding: Number of zero views to append.
     """
 
     rows: NDArray[np.int32]
@@ -52,8 +52,8 @@ class DaliLayout(NamedTuple):
 
     @classmethod
     def of(cls, layout: Tensor, padding: int = 0) -> DaliLayout:
-        """Of a layout int32 [V, 3] on the host, as :func:`mose_fast.ops.augment.augment` takes it;
-        its last ``padding`` views are zero.
+        """Converts a layout int32 [V, 3] on the host, in the form that
+        :func:`mose_fast.ops.augment.augment` takes; its last ``padding`` views are zero.
         """
         rows, orientations, draws = np.ascontiguousarray(layout[: len(layout) - padding].numpy().T)
         ends = [*(np.flatnonzero(np.diff(orientations)) + 1).tolist(), len(orientations)]
@@ -70,25 +70,26 @@ class DaliViews:
     """Makes views by DALI: the twin of :func:`mose_fast.ops.augment.augment` for recipes without
     colour jitter.
 
-    All that decides the views lies on the host, where the matrices are computed, too: the pipeline
-    takes one array a call, of every view's row with its matrix behind. It samples the drawn window
-    bilinearly (a mirror is a negative width), normalises and makes grey; half mirrors and quarter
-    turns come before, by moving pixels. Every call gives the views of its own arguments: nothing is
-    prefetched, so nothing is left over at an evaluation, a checkpoint or a resumed run.
+    The host has everything that decides the views, and computes the matrices. The pipeline takes
+    one array a call: the pixels of every view's row, followed by its matrix. It samples the drawn
+    window bilinearly (a mirror is a negative width), normalises and makes grey. Half mirrors and
+    quarter turns are done before, by moving pixels. Every call makes the views of its own
+    arguments and nothing is prefetched, so nothing is left over at an evaluation, a checkpoint or a
+    resumed run.
 
-    On CUDA everything is in the order of torch's current stream: DALI copies its input on that
-    stream, its result is handed to that stream, and is copied out before anything else is asked of
-    the pipeline. (DALI can take input without copying it, but does not wait for the stream then.)
-    The calling thread waits for DALI's launches, not for the device; a run therefore calls this
-    from a thread of its own, :class:`mose_fast.train.feeder.Feeder`. DALI lets other Python threads
+    On CUDA everything runs in the order of torch's current stream: DALI copies its input on that
+    stream and hands its result to that stream, and the result is copied before the next call uses
+    the pipeline. (DALI can take input without copying it, but then does not wait for the stream.)
+    The calling thread waits for DALI's launches, not for the device. A run therefore calls this
+    from a thread of its own, :class:`mose_fast.train.feeder.Feeder`; DALI lets other Python threads
     run meanwhile.
 
-    The pipeline is built at the first call. One object serves one size of images at a time, from
-    any thread, one call at a time.
+    The pipeline is built at the first call. One object handles one image size at a time, and one
+    call at a time, from any thread.
 
     Args:
-        mean: Of images in [0, 1], by channel.
-        std: Alike.
+        mean: Mean of each channel of images in [0, 1].
+        std: Standard deviation of each channel.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -100,20 +101,20 @@ class DaliViews:
         self._copied: torch.cuda.Event | None = None
 
     def __call__(self, images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
-        """Views of rows.
+        """Makes the views of rows.
 
         Args:
             images: uint8 [R, H, W, 3], on the CPU or on a card.
-            layout: What V views show of them. Orientations that turn need square images.
+            layout: What the V views show of them. Quarter turns need square images.
             codes: int32 [D, 6] on the host, from
-                :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`; no flag asks for
-                jitter.
+                :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`; no flag may
+                ask for jitter.
 
         Returns:
             float32 [V + padding, 3, H, W], normalised, contiguous in channels_last order; within
-            1e-6 (1 + |value|) of exact arithmetic where H and W are powers of two. Else DALI on the
-            CPU is less exact, since it adds the step between two places again and
-            again: within 1e-4 for sides up to 40, 5e-3 up to 224.
+            1e-6 (1 + |value|) of exact arithmetic if H and W are powers of two. Otherwise DALI on
+            the CPU is less exact, since it reaches each position by adding steps: within 1e-4 for
+            sides up to 40 and 5e-3 up to 224.
 
         Raises:
             RuntimeError: A CUDA graph is being captured on the current stream.
@@ -121,7 +122,7 @@ class DaliViews:
         device, count, (height, width) = images.device, len(layout.rows), images.shape[1:3]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "views were asked of DALI while a CUDA graph is captured; wanted them made before, and copied in"
+                "DALI was asked for views while a CUDA graph is captured; make the views before and copy them in"
             )
         views = torch.empty(count + layout.padding, height, width, 3, device=device)
         if count:
@@ -130,7 +131,7 @@ class DaliViews:
                 pipeline = self._ready(device, (height, width), count)
                 try:
                     self._run(pipeline, packed, views[:count])
-                except BaseException:  # Ctrl-C, too: what was fed already must not come out of a later call
+                except BaseException:  # also Ctrl-C: a later call must not return what this one fed
                     self._pipeline = None
                     raise
         if layout.padding:
@@ -138,18 +139,18 @@ class DaliViews:
         return views.permute(0, 3, 1, 2)
 
     def close(self) -> None:
-        """Ends the pipeline's threads and frees its memory; a later call builds another."""
+        """Ends the pipeline's threads and frees its memory; a later call builds a new one."""
         with self._lock:
             self._pipeline = self._built_for = None
             self._capacity = 0
 
     def _ready(self, device: torch.device, size: tuple[int, int], count: int) -> Pipeline:
-        """The pipeline for images of this size on this device, and for at least so many views."""
+        """The pipeline for images of this size on this device, for at least ``count`` views."""
         if self._pipeline is None or self._built_for != (device, size) or count > self._capacity:
             self._capacity = _VIEWS
             while self._capacity < count:
                 self._capacity *= 2
-            self._pipeline = None  # its memory goes first
+            self._pipeline = None  # frees its memory before the new one takes some
             with _BUILDING:
                 self._pipeline = _build(device, size, self._capacity, self.mean, self.std)
             self._built_for = (device, size)
@@ -166,7 +167,7 @@ class DaliViews:
         with torch.cuda.device(packed.device):
             stream = torch.cuda.current_stream()
             if self._copied is not None:
-                stream.wait_event(self._copied)  # of the call before, which may have come on another stream
+                stream.wait_event(self._copied)  # of the previous call, which may have used another stream
             pipeline.feed_input("packed", packed, cuda_stream=stream)
             pipeline.schedule_run()
             (made,) = pipeline.outputs(cuda_stream=stream)
@@ -175,8 +176,8 @@ class DaliViews:
 
 
 def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
-    """uint8 [V, H * W * 3 + 28], where the images are: the row that each view shows, oriented, and
-    its matrix and grey behind.
+    """uint8 [V, H * W * 3 + 28] on the images' device: the oriented pixels that each view shows,
+    followed by its matrix and whether it is grey.
     """
     _, height, width, channels = images.shape
     # One upload: the parameters, then the row as int32.
@@ -198,16 +199,16 @@ def _fill_parameters(
     """Where the pixels of each view come from, a 2x3 matrix, and whether it is grey, 0 or 1:
     float32 [V, 7].
 
-    A window of w pixels whose centre lies at x = (W + offset) / 2 gives pixel x' of the view the
-    place w / W x' + (W + offset - w) / 2, corners counting from 0; a mirrored image has it at W
-    minus that. Views without a draw show the whole image.
+    In a window of w pixels with its centre at x = (W + offset) / 2, pixel x' of the view comes from
+    position w / W x' + (W + offset - w) / 2, where corners count from 0; in a mirrored image it
+    comes from W minus that. Views without drawn parameters show the whole image.
     """
     whole = np.array([[0, width, height, 0, 0, 0]], np.int32)
     drawn = np.concatenate([whole, codes])[layout.draws + 1]
     mirror, flags = drawn[:, 0], drawn[:, 5]
     w, h, x, y = drawn[:, 1:5].T.astype(np.float32)
     across, left = w / np.float32(width), (width + x - w) / 2
-    # A mirror that was drawn of a row that is shown mirrored is none.
+    # A drawn mirror of a view that is already mirrored cancels out.
     mirrored = (mirror != 0) != layout.mirrored
     target[:, 0] = np.where(mirrored, -across, across)
     target[:, 1] = 0
@@ -225,8 +226,8 @@ def _build(
     from nvidia.dali import Pipeline, fn, types
 
     where = "gpu" if device.type == "cuda" else "cpu"
-    # Two sets of buffers, so that a run need not wait for the result before to be copied out; not
-    # pipelined: no run starts by itself.
+    # Two sets of buffers, so that a call need not wait until the previous result was copied. Not
+    # pipelined, so that DALI starts nothing by itself.
     pipeline = Pipeline(
         batch_size=views,
         num_threads=torch.get_num_threads(),

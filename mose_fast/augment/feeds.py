@@ -1,5 +1,5 @@
-"""Which back end makes the views: the same parameters and the same pixels, from DALI, from the
-native op or from plain PyTorch.
+"""Chooses the back end that makes the views: DALI, the native op or plain PyTorch. All make the
+same pixels from the same parameters.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["choose_feed"]
 def choose_feed(wanted: str, device: torch.device, recipe: Recipe | None) -> Choice:
     """The back end that a configuration's ``feed`` means on a device.
 
-    ``auto`` is ``dali`` on CUDA where DALI can be imported, else ``fused``. Recipes with colour
-    jitter are made by ``fused`` where ``dali`` was meant: DALI turns hues in another colour space
-    (YIQ, not HSV), so its pixels would differ.
+    ``auto`` is ``dali`` on CUDA if DALI can be imported, else ``fused``. For recipes with colour
+    jitter ``fused`` replaces ``dali``: DALI rotates hues in another colour space (YIQ, not HSV), so
+    its pixels would differ.
 
     Args:
         wanted: ``auto``, ``dali``, ``fused`` or ``torch``.
-        device: Where the images are.
-        recipe: What views are drawn from; None draws nothing.
+        device: The images' device.
+        recipe: The recipe of the views; None draws no parameters.
 
     Raises:
         ConfigError: DALI is asked for and cannot be used.
@@ -38,6 +38,6 @@ def choose_feed(wanted: str, device: torch.device, recipe: Recipe | None) -> Cho
         if obstacle:
             return Choice("fused", f"{obstacle}: {_dali.INSTALL}")
         if recipe is not None and recipe.jitter_p > 0:
-            return Choice("fused", "not dali, whose colour jitter is another function")
+            return Choice("fused", "not dali, whose colour jitter gives other pixels")
         return Choice("dali")
     return Choice(wanted)

@@ -19,10 +19,10 @@ def pad_crop(images: Tensor, seed: int, sequence: int, *, mirror: bool, padding:
 
     Args:
         images: uint8 [N, H, W, 3].
-        seed: Of the run.
+        seed: The run's seed.
         sequence: Number of the step; the same (seed, sequence) gives the same views on every
         device.
-        mirror: Also mirror each with probability 1/2.
+        mirror: Whether to mirror each image with probability 1/2.
         padding: Pixels on every side.
 
     Returns:

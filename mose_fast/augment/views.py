@@ -29,19 +29,19 @@ RECIPES: dict[str, Recipe | None] = {
     "none": None,
 }
 
-#: Orientation codes of the fixed copies, by their number: the image; its mirror; each half mirrored
-#: or not; these in four quarter turns.
+#: Orientation codes of the fixed copies, by their number: the image; also its mirror image; each
+#: half mirrored or not; these in four quarter turns.
 _ORIENTATIONS = {1: (0,), 2: (0, MIRROR), 4: (0, 1, 2, 3), 16: tuple(range(16))}
 
 
 class ViewInputs(NamedTuple):
-    """What decides the views of a step, beside its images.
+    """Everything that decides the views of a step, apart from its images.
 
     Attributes:
-        rows: int64 [R], the numbers of the images; -1 for rows that are padding.
+        rows: int64 [R], the number of each row's image; -1 for padding rows.
         layout: int32 [V, 3], what each view shows, for :func:`mose_fast.ops.augment.augment`.
         codes: int32 [D, 6], the drawn parameters of augmented views.
-        factors: float32 [D, 4], alike.
+        factors: float32 [D, 4], the drawn factors of colour jitter.
         shown: int64 [V], the row that each view shows.
     """
 
@@ -57,7 +57,7 @@ def _layout_on_host(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int
 ) -> tuple[Tensor, DaliLayout]:
     """``layout`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows, and
-    the same for DALI; never written.
+    the same for DALI. Cached, so never write to it.
     """
     entries: list[tuple[int, int, int]] = []
     first, draw = 0, 0
@@ -68,7 +68,7 @@ def _layout_on_host(
             entries += [(row, code, draw + i) for i, (row, code) in enumerate(copies)]
         first += size
         draw += len(copies)
-    # All padding shows the last row, which is padding itself wherever there is any.
+    # Padding views show the last row, which is a padding row if there are any.
     padding = (capacity - first) * len(orientations) * (2 if augmented else 1)
     entries += [(capacity - 1, 0, -1)] * padding
     layout = torch.tensor(entries, dtype=torch.int32).reshape(-1, 3)
@@ -79,7 +79,7 @@ def _layout(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to
-    ``capacity`` rows; never written.
+    ``capacity`` rows. Cached, so never write to them.
     """
     layout, _ = _layout_on_host(sizes, orientations, augmented, capacity)
     rows = torch.arange(capacity)
@@ -88,29 +88,29 @@ def _layout(
 
 
 class ViewMaker:
-    """Makes the views of a step: every set of rows is copied in fixed orientations, then all of
-    that once more, randomly augmented.
+    """Makes the views of a step: fixed copies of every set of rows, then the same copies once more
+    with random augmentation.
 
-    Views are made where the images are, contiguous in channels_last order. Three back ends (feeds)
-    make the same pixels of the same
-    parameters: the native op :func:`mose_fast.ops.augment.augment`, its meaning in plain PyTorch,
-        and DALI (:class:`DaliViews`).
+    Views are made on the images' device, contiguous in channels_last order. Three back ends (feeds)
+    make the same pixels from the same parameters: the native op
+    :func:`mose_fast.ops.augment.augment`, its reference in plain PyTorch, and DALI
+    (:class:`DaliViews`).
 
     Args:
         recipe: Name in :data:`RECIPES`.
         inner_views: Fixed copies of a row: 1, 2, 4 or 16.
-        mirror: False where mirroring changes the label: no fixed copies but the image itself, no
-        random mirror.
-        mean: Of images in [0, 1], by channel.
-        std: Alike.
-        jitter_normalised: Colour jitter acts on normalised images, as released.
+        mirror: False if mirroring changes the label; then there are no mirrored copies and no
+            random mirrors.
+        mean: Mean of each channel of images in [0, 1].
+        std: Standard deviation of each channel.
+        jitter_normalised: Whether colour jitter acts on normalised images, as in the released code.
         feed: ``fused``, ``torch`` or ``dali`` (see :func:`mose_fast.augment.choose_feed`).
 
     Attributes:
-        feed: As given.
+        feed: The feed that was given.
 
     Raises:
-        ValueError: DALI is asked for a recipe with colour jitter.
+        ValueError: ``feed`` is ``dali`` and the recipe has colour jitter.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class ViewMaker:
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
         self.feed = feed
         self._dali = DaliViews(self.mean, self.std) if feed == "dali" else None
-        # Its own, since an upload is in the order of the stream on which it was asked for, and
-        # other runs have other streams.
+        # A cache of its own: an upload is ordered by the stream that it was made on, and other
+        # runs have other streams.
         self._layout = lru_cache(maxsize=256)(_layout)
 
     @property
@@ -153,56 +153,57 @@ class ViewMaker:
 
     @property
     def apart(self) -> bool:
-        """Whether views are made by :meth:`views` alone, from what the host knows, and so may be
+        """Whether only :meth:`views` makes views, from what the host knows, so that they can be
         made ahead on a thread of their own.
         """
         return self._dali is not None
 
     @property
     def capturable(self) -> bool:
-        """Whether :meth:`apply` can be captured in a CUDA graph: DALI runs outside of graphs, plain
-        PyTorch waits for the host.
+        """Whether :meth:`apply` can be captured in a CUDA graph. DALI runs outside graphs, and
+        plain PyTorch waits for the host.
         """
         return self.feed == "fused" and _loader.card() == "cuda"
 
     def close(self) -> None:
-        """Frees what the feed holds beside tensors (DALI: threads and buffers); the next views
-        build it again.
+        """Frees what the feed holds apart from tensors (DALI's threads and buffers); the next call
+        builds it again.
         """
         if self._dali is not None:
             self._dali.close()
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 [N, H, W, 3] to normalised float32 [N, 3, H, W], as evaluations need them: never by
-        DALI, which has nothing to do there.
+        """Normalises images for evaluations, uint8 [N, H, W, 3] to float32 [N, 3, H, W]; never with
+        DALI.
         """
         rows = torch.arange(len(images), device=images.device)
         return self._op(images, rows, _plain_layout(len(images), images.device), *_nothing_drawn(images.device))
 
     def make(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> tuple[Tensor, Tensor]:
-        """All views of a step.
+        """Makes all views of a step.
 
         Args:
             images: uint8 [R, H, W, 3], the rows of all sets, one set after the other.
             sizes: Rows of each set; their sum is R.
-            seed: Of the run.
+            seed: The run's seed.
             sequence: Number of this step; the same (seed, sequence) gives the same views on every
                 device.
 
         Returns:
-            views: float32 [V, 3, H, W] with V = R * views_per_row, normalised; a set's views lie
-                together, sets in order: its fixed copies, orientation by orientation, then the
-                augmented copies of these.
+            views: float32 [V, 3, H, W] with V = R * views_per_row, normalised. Sets follow each
+                other in order; a set's views are its fixed copies, orientation by orientation, then
+                their augmented copies.
             rows: int64 [V], the row that each view shows.
         """
         return self.views(images, sizes, seed, sequence), self.shown(sizes, len(images), images.device).clone()
 
     def views(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int, rows: int | None = None) -> Tensor:
-        """The views alone of :meth:`make`.
+        """Makes only the views of :meth:`make`, not their rows.
 
         Args:
-            images, sizes, seed, sequence: As for :meth:`make`.
-            rows: Add zero views, to as many as so many rows have; None: as many as there are.
+            images, sizes, seed, sequence: The arguments of :meth:`make`.
+            rows: Append zero views until there are as many as this many rows have; None appends
+                none.
         """
         rows = len(images) if rows is None else rows
         if self._dali is None:
@@ -213,17 +214,17 @@ class ViewMaker:
         return self._dali(images, layout, codes)
 
     def shown(self, sizes: Sequence[int], rows: int, device: torch.device) -> Tensor:
-        """int64 [V], the row that each view of a step shows; what the sets leave of ``rows`` is
-        padding. Never write to it.
+        """int64 [V], the row that each view of a step shows; rows beyond the sets are padding.
+        Cached, so never write to it.
         """
         return self._layout(tuple(sizes), self.orientations, self.recipe is not None, rows, device)[2]
 
     def inputs(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> ViewInputs:
-        """All that :meth:`apply` needs beside the images; arguments as for :meth:`make`, but the
-        sets may have fewer rows than there are.
+        """Everything that :meth:`apply` needs apart from the images. The arguments are those of
+        :meth:`make`, but the sets may have fewer rows than there are images.
 
-        What the sets do not fill is padding: its rows are never read, and its views, which come
-        last, are zero. The other views are the same as without padding.
+        The remaining rows are padding: they are never read, and their views, which come last, are
+        zero. The other views are the same as without padding.
         """
         rows, layout, shown = self._layout(
             tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device
@@ -232,24 +233,24 @@ class ViewMaker:
         return ViewInputs(rows, layout, codes, factors, shown)
 
     def apply(self, images: Tensor, inputs: ViewInputs) -> Tensor:
-        """The views float32 [V, 3, H, W] that ``inputs`` decides, normalised. Nothing is drawn:
-        where the feed is :attr:`capturable`, a captured graph makes other views of other inputs in
-        the same places.
+        """Makes the normalised views, float32 [V, 3, H, W], that ``inputs`` describes. Nothing is
+        drawn, so if the feed is :attr:`capturable`, a captured graph makes other views when other
+        inputs are copied into the same tensors.
 
         Raises:
-            ValueError: The views are made :attr:`apart`.
+            ValueError: This feed makes views :attr:`apart`.
         """
         if self.apart:
             raise ValueError(f"feed is {self.feed!r}, which makes views apart from the step; wanted them from views()")
         return self._op(images, inputs.rows, inputs.layout, inputs.codes, inputs.factors)
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
-        """One randomly augmented view of every image and no other; the images themselves for the
-        recipe ``none``.
+        """Makes one randomly augmented view of every image; for the recipe ``none`` the image
+        itself.
 
         Args:
             images: uint8 [R, H, W, 3].
-            seed: Of the run.
+            seed: The run's seed.
             sequence: Number of this step.
 
         Returns:
@@ -277,7 +278,7 @@ class ViewMaker:
 
 
 def padded(rows: Tensor, count: int) -> Tensor:
-    """Images or labels with zeros behind them: so many in all."""
+    """Images or labels with zeros appended, ``count`` rows in all."""
     return rows if count == len(rows) else torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
@@ -286,7 +287,7 @@ def _nothing_drawn(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _plain_layout(images: int, device: torch.device) -> Tensor:
-    """The layout of so many images as they are, one view each."""
+    """The layout of this many images, one view each, without change."""
     rows = torch.arange(images, device=device)
     nothing = torch.zeros_like(rows)
     return torch.stack([rows, nothing, nothing - 1], dim=1).to(torch.int32)

@@ -30,7 +30,7 @@ __all__ = [
     "running_accuracy",
 ]
 
-# To evaluate needs torch; to compute with accuracies does not.
+# Evaluating needs torch; computing with accuracies does not.
 __getattr__ = lazy_names(
     __name__, {"TaskAccuracy": "mose_fast.evaluate.one_pass", "evaluate_learner": "mose_fast.evaluate.one_pass"}
 )

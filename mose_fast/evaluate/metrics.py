@@ -2,7 +2,8 @@
 evaluation metrics).
 
 A matrix is float [T, T] with ``matrix[k, j]`` the accuracy on task j after task k, in [0, 1];
-entries with j > k are 0. All functions take anything NumPy reads as such and leave it as it is.
+entries with j > k are 0. All functions take whatever NumPy can convert to such a matrix, and do
+not change it.
 """
 
 from __future__ import annotations

@@ -18,18 +18,16 @@ __all__ = ["TaskAccuracy", "evaluate_learner"]
 
 
 class TaskAccuracy(NamedTuple):
-    """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far, and what
-    was taken for what.
+    """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far, and
+    confusion counts.
 
     Attributes:
-        test: On each task's test images.
-        buffer: On each task's memory samples; None for a task that has none.
-        confusion: Of the classifier and expert of ``predict()``: a row for each task seen so far
-            with the numbers of its test images whose predicted class belongs to task 0, 1, ... of
-            the stream.
-        confusion_by_class: Likewise, for each head index how many images of this class were taken
-            for which head index (as text, since JSON wants that of a key); without those that are
-            0.
+        test: Accuracy on each task's test images.
+        buffer: Accuracy on each task's memory samples; None for a task that has none.
+        confusion: For the classifier and expert of ``predict()``, a row for each task seen so far:
+            how many of its test images were predicted as a class of task 0, 1, ... of the stream.
+        confusion_by_class: The same by class: for each head index, how many of its images were
+            predicted as which head index. Keys are text, as JSON requires; zeros are left out.
     """
 
     test: dict[str, dict[str, list[float]]]
@@ -44,7 +42,7 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bo
     The memory's features serve both the class means and the buffer accuracy.
 
     Args:
-        learner: With at least one stored sample.
+        learner: The learner, with at least one stored sample.
         stream: The stream it was trained on.
         task: The last task to evaluate on; 0 ... ``task`` have been seen, later ones may have been.
         prepare: False evaluates the network as it stands, even where the method trains it only for
@@ -56,12 +54,12 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bo
     filled = memory.filled
     features, logits = learner.outputs(memory.images[:filled])
     means = learner.class_means(features)
-    # By class, not by the task in which a sample came: the upper bound meets all classes in one.
+    # By class, not by the task in which a sample arrived: `joint` has all classes in one task.
     task_of_class = torch.empty(stream.classes, dtype=torch.int64)
     for t, classes in enumerate(stream.tasks):
         task_of_class[list(classes)] = t
-    # What was predicted goes to the host once for the memory and once for the test images, and is
-    # counted there.
+    # Predictions go to the host once for the memory and once for the test images, and are counted
+    # there.
     stored = memory.labels[:filled].cpu()
     buffer = _by_task(_on_host([classify(features, logits, means)]), stored, task_of_class[stored], task)
 
@@ -88,7 +86,7 @@ def _by_class(labels: Tensor, predicted: Tensor, classes: int) -> list[dict[str,
 
 
 def _on_host(parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
-    """Predictions of consecutive images as one, on the host, in a single transfer."""
+    """Joins the predictions of consecutive images on the host, in a single transfer."""
     names = [(c, e) for c, experts in parts[0].items() for e in experts]
     labels = torch.cat([torch.stack([part[c][e] for c, e in names]) for part in parts], dim=1).cpu()
     predictions: dict[str, dict[str, Tensor]] = {}

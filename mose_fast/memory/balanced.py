@@ -27,8 +27,8 @@ class BalancedMemory(ReplayMemory):
         capacity: Slots M.
         image_size: (H, W) of the images.
         classes: Number of classes K of the stream.
-        seed: Of the run.
-        device: Where the slots live.
+        seed: The run's seed.
+        device: Device of the slots.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class GradientMemory(ReplayMemory):
         2.
 
         Args:
-            x, y, task, index: As for :meth:`ReplayMemory.insert`.
+            x, y, task, index: The arguments of :meth:`ReplayMemory.insert`.
             scores: float32 [B] in [-1, 1].
 
         Returns:

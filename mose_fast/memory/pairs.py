@@ -24,14 +24,14 @@ def draw_pairs(
         labels: int64 [B], of the anchors.
         stored: int64 [F], labels of the samples in memory.
         negatives: bool [K], the labels that a negative may have.
-        seed: Of the run.
+        seed: The run's seed.
         sequence: Number of the step; the same (seed, sequence) gives the same draws on every
             device.
 
     Returns:
         anchors: int64 [n], the anchors for which there are both, n <= B.
         positives: int64 [n], positions in [stored samples; anchors].
-        negatives: Alike.
+        negatives: int64 [n], positions in the same list.
     """
     pool = torch.cat([stored, labels])
     same = labels[:, None] == pool

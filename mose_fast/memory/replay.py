@@ -42,8 +42,8 @@ class ReplayMemory:
     Args:
         capacity: Slots M.
         image_size: (H, W) of the images.
-        seed: Of the run.
-        device: Where the slots live.
+        seed: The run's seed.
+        device: Device of the slots.
 
     Attributes:
         images: uint8 [M, H, W, 3]; labels, tasks, indices: int64 [M]. The first ``filled`` slots
@@ -100,7 +100,7 @@ class ReplayMemory:
 
         Args:
             slots: int64 [B], each slot at most once; -1 where an item is not kept.
-            x, y, task, index: As for :meth:`insert`.
+            x, y, task, index: The arguments of :meth:`insert`.
         """
         kept = slots >= 0
         written = slots[kept]

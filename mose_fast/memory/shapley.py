@@ -77,7 +77,7 @@ class ShapleyMemory(ReplayMemory):
     full it takes everything.
 
     Args:
-        capacity, image_size, seed, device: As for :class:`ReplayMemory`.
+        capacity, image_size, seed, device: The arguments of :class:`ReplayMemory`.
         classes: Number of classes of the whole stream.
         neighbours: k of the nearest neighbours.
         per_class: Samples drawn of each class; a fraction counts only for the candidates of an
@@ -150,7 +150,7 @@ class ShapleyMemory(ReplayMemory):
         the place of a sample that is not.
 
         Args:
-            x, y, task, index: As for :meth:`ReplayMemory.insert`.
+            x, y, task, index: The arguments of :meth:`ReplayMemory.insert`.
             features: Maps uint8 [N, H, W, 3] to float32 [N, D].
 
         Returns:

@@ -18,7 +18,7 @@ class HostTwin:
 
     Args:
         capacity: Slots M.
-        seed: Of the run.
+        seed: The run's seed.
 
     Attributes:
         tasks: int64 [M], as :attr:`mose_fast.memory.ReplayMemory.tasks`.

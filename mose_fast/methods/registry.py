@@ -93,7 +93,7 @@ def method(
         check_learner(learner, f"method {name!r}")
         if name in METHODS:
             raise ConfigError(
-                f"method {name!r} is entered already, by {METHODS[name].__module__}.{METHODS[name].__qualname__}"
+                f"method {name!r} is already registered, by {METHODS[name].__module__}.{METHODS[name].__qualname__}"
             )
         learner.about = About(year, reference, cost, presets)
         METHODS[name] = learner

@@ -61,11 +61,11 @@ class Picture(NamedTuple):
     """A figure.
 
     Attributes:
-        name: Of its file.
-        title: Of its place on the page.
-        caption: What it shows, and of how many runs.
-        svg: Of the page; UTF-8, without references to other files.
-        pdf: For papers.
+        name: Name of its file.
+        title: Title on the page.
+        caption: What it shows, and for how many runs.
+        svg: The figure for the page; UTF-8, without references to other files.
+        pdf: The figure for papers.
     """
 
     name: str

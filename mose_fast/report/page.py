@@ -139,7 +139,7 @@ def render_page(
     """The HTML of a report, and the tables and figures in it.
 
     Args:
-        groups: Of :func:`mose_fast.report.runs.group_runs`.
+        groups: The groups of :func:`mose_fast.report.runs.group_runs`.
         skipped: Folders to name as left out.
         warnings: What differs between the runs, a sentence each.
     """

@@ -57,7 +57,7 @@ class Summary:
 
     Attributes:
         n: Number of values.
-        mean: Of the values.
+        mean: Mean of the values.
         sd: Sample standard deviation (n - 1); NaN for one value.
         t_interval: Ends of the interval of the mean by Student's t; NaN for one value.
         bootstrap_interval: Ends of the bias-corrected and accelerated bootstrap interval of the
@@ -90,7 +90,7 @@ class Comparison:
             two differences hardly tell their deviation.
         holm_p: ``t_p`` after Holm's correction over the comparisons of one table; equal to ``t_p``
         for a comparison alone.
-        confidence: Of ``interval``.
+        confidence: Confidence level of ``interval``.
         warnings: What a reader must know before believing it, each a sentence.
     """
 
@@ -143,8 +143,8 @@ def summarise(values: Iterable[float], *, confidence: float = 0.95, resamples: i
 
     Args:
         values: One number a seed.
-        confidence: Of both intervals.
-        resamples: Of the bootstrap; 0 leaves its interval NaN, a hundred times faster.
+        confidence: Confidence level of both intervals.
+        resamples: Resamples of the bootstrap; 0 leaves its interval NaN, and is 100 times faster.
 
     Raises:
         ValueError: There is no value, one is not finite, or ``confidence`` is outside (0, 1).
@@ -183,9 +183,9 @@ def compare(
     Args:
         a: Value by seed.
         b: Value by seed.
-        names: Of the two.
-        confidence: Of the interval.
-        warnings: To carry along; one about few seeds is added where there are fewer than
+        names: Names of the two.
+        confidence: Confidence level of the interval.
+        warnings: Warnings to pass on; one about few seeds is added if there are fewer than
             :data:`FEW_SEEDS`.
 
     Raises:
@@ -231,8 +231,8 @@ def compare_all(
     Args:
         groups: Value by seed, by name.
         baseline: The name that all others are compared with; None: every pair, in order.
-        confidence: Of the intervals.
-        warnings: To carry along, by name.
+        confidence: Confidence level of the intervals.
+        warnings: Warnings to pass on, by name.
 
     Raises:
         ValueError: ``baseline`` is no name in ``groups``, or a value is not finite.
@@ -274,7 +274,7 @@ def protocol_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] =
     """What differs in how the runs were made, a sentence for each column of :data:`PROTOCOL`.
 
     Args:
-        rows: Of the store.
+        rows: Rows of the store.
         varied: Columns that differ on purpose, since the table shows them.
     """
     return _differences(rows, PROTOCOL, varied)
@@ -286,7 +286,7 @@ def check_comparable(
     """Refuses to put runs of different problems into one table, and tells what else differs.
 
     Args:
-        rows: Of the store.
+        rows: Rows of the store.
         varied: Columns that differ on purpose, since the table shows them.
         force: Turn the refusal into a warning.
 

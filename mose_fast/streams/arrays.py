@@ -143,7 +143,7 @@ def assemble(
         )
     if len(known) < 2:
         raise StreamError(
-            f"{prefix}y_train holds one class alone, {known[0]}; wanted at least two classes to tell apart"
+            f"{prefix}y_train holds only one class, {known[0]}; wanted at least two classes to tell apart"
         )
     names = _names(class_names, known)
     # Before the class order and the limit, which are settings and no property of the data.

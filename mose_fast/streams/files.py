@@ -139,8 +139,8 @@ def _warn_of_others(root: Path, read: list[Path]) -> None:
     if others:
         more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         warnings.warn(
-            f"{root} holds files that are not read ({len(others)}): {', '.join(map(str, others[:_NAMED]))}{more}; read"
-            f" are {', '.join(SUFFIXES)} that lie in a class folder itself: train/<class>/<image>",
+            f"{root} holds files that are not read ({len(others)}): {', '.join(map(str, others[:_NAMED]))}{more}; only"
+            f" {', '.join(SUFFIXES)} directly in a class folder are read: train/<class>/<image>",
             stacklevel=2,
         )
 

@@ -124,7 +124,7 @@ def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
     folder = _data_dir(data_dir)
     if data_dir is not None and not folder.is_dir():
         raise StreamError(
-            f"data_dir is {str(data_dir)!r}, which is no folder; wanted the folder with the data sets' files"
+            f"data_dir is {str(data_dir)!r}, which is not a folder; wanted the folder with the data sets' files"
         )
     found = entry.find(folder)
     return (True, str(found)) if found else (False, f"not in {folder}: {entry.obtain}")
@@ -193,8 +193,8 @@ def _make(config: StreamConfig, watch: Watch | None) -> Stream:
         contents = {**contents, "class_names": class_names}
     elif os.sep in config.name or path.exists():
         raise StreamError(
-            f"stream {config.name!r} is no folder and no .npz file; wanted a folder with train and test, or an .npz"
-            " file"
+            f"stream {config.name!r} is neither a folder nor an .npz file; wanted a folder with train and"
+            " test, or an .npz file"
         )
     else:
         raise StreamError(

@@ -76,7 +76,7 @@ class Snapshot:
     copy to the host a few transfers; the tensors are cut out of it there.
 
     Args:
-        tensors: By name, on any devices. The copy is made in the order of the current stream.
+        tensors: Tensors by name, on any devices; copied in the order of the current stream.
 
     Attributes:
         flats: The copies.
@@ -185,9 +185,9 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
     """Writes ``step-<step>.safetensors`` atomically, then deletes all but the newest two.
 
     Args:
-        folder: Of the checkpoints.
+        folder: Folder of the checkpoints.
         step: A number that grows from checkpoint to checkpoint; orders the files.
-        tensors: By name, on the host.
+        tensors: Tensors by name, on the host.
         values: Plain values that JSON can hold.
 
     Raises:
@@ -210,8 +210,8 @@ class CheckpointWriter:
     own. What goes wrong then is raised by the next call.
 
     Args:
-        folder: Of the checkpoints.
-        device: Where the run computes.
+        folder: Folder of the checkpoints.
+        device: The run's device.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -275,7 +275,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"the checkpoint {path} is truncated, damaged or no checkpoint at all ({error}){_instead(path)}"
+            f"the checkpoint {path} is truncated, damaged or not a checkpoint ({error}){_instead(path)}"
         ) from error
     if "mose_fast_checkpoint" not in metadata:
         raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of mose-fast{_instead(path)}")

@@ -30,8 +30,8 @@ class Clock:
             when that was, it begins now, too.
 
     Attributes:
-        seconds: By phase.
-        since: Where the whole began: ``process`` or ``call``.
+        seconds: Seconds of each phase.
+        since: What the total is counted from: ``process`` or ``call``.
     """
 
     def __init__(self, *, whole_process: bool = False) -> None:
@@ -95,7 +95,7 @@ class Stopwatch:
     runs.
 
     Args:
-        device: Where the work runs.
+        device: The device that does the work.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -35,7 +35,7 @@ class Feeder:
     nobody holds the feeder any more.
 
     Args:
-        device: Where the views are made.
+        device: Device that the views are made on.
     """
 
     def __init__(self, device: torch.device) -> None:

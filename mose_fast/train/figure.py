@@ -22,7 +22,7 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
     their mean, one panel a classifier.
 
     Args:
-        results: As :func:`mose_fast.train.results.build_results` gives them.
+        results: The results of :func:`mose_fast.train.results.build_results`.
     """
     config = results["config"]
     title = (

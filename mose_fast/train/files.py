@@ -36,10 +36,10 @@ class RunError(MoseFastError, RuntimeError):
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Replaces ``path`` by ``content`` in one move, on disk before the name changes.
+    """Replaces ``path`` by ``content`` in one move; the content is on disk before the name changes.
 
     Raises:
-        RunError: The disk is full or the folder unwritable; ``path`` is as it was.
+        RunError: The disk is full or the folder unwritable; ``path`` is unchanged.
     """
     if isinstance(content, str):
         content = content.encode()
@@ -84,8 +84,8 @@ def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
 
 
 def is_configuration(file: Path) -> bool:
-    """Whether a file is the configuration of a run, of this version or another: so the files beside
-    it are a run's.
+    """Whether a file is the configuration of a run, of this version or another. Then the files
+    beside it belong to a run.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def _umask() -> int:
 
 
 class RunFolder:
-    """Names of what lies in a run's folder.
+    """The paths of the files in a run's folder.
 
     Attributes:
         path: The folder.
@@ -186,7 +186,7 @@ class RunFolder:
             raise self._cannot_write(error) from error
 
     def _refuse_foreign_files(self) -> None:
-        """Where there is no configuration of ours, files with a run's names are somebody else's."""
+        """Refuses files with a run's names if no configuration shows that they are ours."""
         files = [file for file in (self.config, *self._written) if file.exists()]
         files += [
             file

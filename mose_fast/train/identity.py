@@ -31,22 +31,22 @@ def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
 
 
 def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpoint: Path) -> None:
-    """Refuses the checkpoint of another run, and warns where the machine is another.
+    """Refuses the checkpoint of another run, and warns if the machine is another one.
 
     Args:
-        found: In the checkpoint; None in those of versions that noted nothing.
-        wanted: Of the run that goes on.
-        checkpoint: For messages.
+        found: The identity in the checkpoint; None if an old version stored none.
+        wanted: The identity of the run that continues.
+        checkpoint: The checkpoint's file, for messages.
 
     Raises:
         RunError: The settings, the data or the code differ; the message says which.
     """
     folder = checkpoint.parent.parent
-    afresh = f"begin the run again with: mose-fast run --config {folder / 'config.json'} --out {folder} --overwrite"
+    afresh = f"start the run again with: mose-fast run --config {folder / 'config.json'} --out {folder} --overwrite"
     if found is None:
         raise RunError(
-            f"the checkpoint {checkpoint} was written by a version of mose-fast that did not note which run it belongs"
-            f" to; go on with that version, or {afresh}"
+            f"the checkpoint {checkpoint} was written by a version of mose-fast that did not record which run it"
+            f" belongs to; continue with that version, or {afresh}"
         )
     before, now = dotted(upgraded(found["config"])), dotted(wanted["config"])
     settings = all_settings(now["method"])
@@ -58,19 +58,19 @@ def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpo
     if differing:
         shown = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r} now" for name in differing[:5])
         raise RunError(
-            f"the checkpoint {checkpoint} does not belong to the configuration beside it: {shown}. Set it back, or"
+            f"the checkpoint {checkpoint} does not belong to the configuration beside it: {shown}. Change it back, or"
             f" {afresh}"
         )
     if found["code"] != wanted["code"]:
         versions = [f"{each['version']}, commit {each['commit'] or 'unknown'}" for each in (found, wanted)]
         raise RunError(
-            f"the checkpoint {checkpoint} was written by other code (mose-fast {versions[0]}) than that which is"
-            f" running ({versions[1]}), and the results would be of neither; go on with that code, or {afresh}"
+            f"the checkpoint {checkpoint} was written by other code (mose-fast {versions[0]}) than the code that is"
+            f" running ({versions[1]}), and the results would mix the two; continue with that code, or {afresh}"
         )
     before, now = found["machine"], wanted["machine"]
     differing = [f"{name} was {before[name]} and is {now[name]} now" for name in now if before[name] != now[name]]
     if differing:
         warnings.warn(
-            f"{'; '.join(differing)}: the last digits of the results will differ from those of an unbroken run",
+            f"{'; '.join(differing)}: the last digits of the results will differ from those of an uninterrupted run",
             stacklevel=2,
         )

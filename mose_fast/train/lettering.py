@@ -1,4 +1,4 @@
-"""Letters of figures: names of streams and methods may be in a script that matplotlib's own font
+"""Fonts of figures: names of streams and methods may be in a script that matplotlib's own font
 lacks.
 """
 
@@ -13,34 +13,34 @@ __all__ = ["lettering"]
 
 @contextmanager
 def lettering(texts: Iterable[str]) -> Iterator[None]:
-    """Within it, matplotlib takes the letters that its font lacks from other fonts of the machine.
+    """A context in which matplotlib takes letters that its font lacks from other fonts.
 
-    Where no font has a letter, a figure shows a box for it, and one warning says which letters
-    these are.
+    If no font of the machine has a letter, figures show a box for it, and one warning names these
+    letters.
 
     Args:
-        texts: All that figures will show and that users have named.
+        texts: All texts of the figures that users have named.
     """
-    # Not at the top: matplotlib takes half a second that other commands need not pay.
+    # Imported here, because it takes half a second that other commands do not need.
     from matplotlib import rc_context, rcParams
 
     families, missing = _families({letter for text in texts for letter in text if not letter.isspace()})
     if missing:
         warnings.warn(
             f"no font of this machine has the letters {''.join(sorted(missing)[:20])}, so figures show boxes for them;"
-            " install one that has, for example fonts-noto-cjk, and write the figures again",
+            " install a font that has them, for example fonts-noto-cjk, and write the figures again",
             stacklevel=3,
         )
     # Fonts for other scripts are often of a kind that type 42 cannot hold.
     style = {"font.family": [*rcParams["font.family"], *families], "pdf.fonttype": 3} if families else {}
     with rc_context(style), warnings.catch_warnings():
-        # A line a letter and a size, which the warning above says once.
+        # One warning for each letter and size; the one above says it once.
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from", category=UserWarning)
         yield
 
 
 def _families(letters: set[str]) -> tuple[list[str], set[str]]:
-    """Fonts that have what matplotlib's own lacks, and the letters that none has."""
+    """Fonts that have the letters that matplotlib's own lacks, and the letters that no font has."""
     from matplotlib.font_manager import FontProperties, findfont, fontManager
 
     missing = _lacking(findfont(FontProperties()), letters)

@@ -1,4 +1,4 @@
-"""Who is told what happens in a run: the base class with nothing to say, and TensorBoard."""
+"""Listeners are notified of what happens in a run: their base class, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,62 +20,61 @@ __all__ = ["Listener", "TensorBoard"]
 
 
 class Listener:
-    """Base class; every method may be overridden and does nothing here."""
+    """Base class. Its methods do nothing; override those that you need."""
 
     def on_decode(self, done: int, images: int) -> None:
-        """Before the start: ``done`` of so many image files are decoded.
+        """Before the start: ``done`` of ``images`` image files are decoded.
 
-        Not called for data that are no image files, or kept decoded.
+        It is called only if the data are image files that are not decoded yet.
         """
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         """The run starts or continues.
 
         Args:
-            config: Of the run.
-            stream: Of the run.
-            learner: Ready to observe.
-            batch: Batches done already, more than 0 for a resumed run.
-            batches: Batches in all.
+            config: The run's settings.
+            stream: The run's stream.
+            learner: The learner, ready to observe.
+            batch: Number of batches already done; more than 0 for a resumed run.
+            batches: Number of batches in all.
         """
 
     def on_task_start(self, task: int) -> None:
-        """A task's first batch comes next."""
+        """The next batch is the first of a task."""
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
-        """Batch number ``batch`` (from 1) is done; ``losses`` is None where nothing was trained.
+        """Batch number ``batch`` (from 1) is done; ``losses`` is None if nothing was trained.
 
         Raise :class:`mose_fast.train.Interrupted` to stop here as Ctrl-C does: the run writes a
         checkpoint and can be resumed.
         """
 
     def on_step(self) -> None:
-        """A step is done that belongs to no batch of the stream: of an evaluation, of a training
-        for it (GDumb), of a review (SCR).
+        """A step is done that belongs to no batch of the stream: part of an evaluation, of the
+        training before one (GDumb), or of a review (SCR).
 
-        It may raise :class:`mose_fast.train.Interrupted`, as :meth:`on_batch` may; all that ends
-        the task is then done again.
+        Like :meth:`on_batch` it may raise :class:`mose_fast.train.Interrupted`; the resumed run
+        then repeats the end of the task.
         """
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
-        """A task is over and was evaluated, or not (None)."""
+        """A task is over; ``accuracy`` is None if it was not evaluated."""
 
     def on_end(self, results: dict[str, Any]) -> None:
         """The run is over; its files are written."""
 
     def close(self) -> None:
-        """The run is over or broke off."""
+        """The run is over or has failed."""
 
 
 class TensorBoard(Listener):
     """Writes TensorBoard events: losses every ``every`` batches, accuracies after every task.
 
-    Events are an extra: where they cannot be written (a full disk), one warning says so and the run
-    goes on without them. So they are written here and not by PyTorch's ``SummaryWriter``, whose
-    thread shows a traceback then.
+    If events cannot be written (a full disk), there is one warning, and the run continues without
+    them. PyTorch's ``SummaryWriter`` is not used, because its thread would show a traceback then.
 
     Args:
-        folder: Of the event files.
+        folder: Folder of the event files.
         every: Batches between two points of the loss curves.
     """
 
@@ -84,7 +83,7 @@ class TensorBoard(Listener):
         self._writer: Any = None
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
-        # Not at the top: runs in Python need not wait for it.
+        # Imported here, because not every run needs it.
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -93,8 +92,8 @@ class TensorBoard(Listener):
             name = f"events.out.tfevents.{time.time_ns() / 1e9:.9f}.{socket.gethostname()}.{os.getpid()}"
             # Unbuffered, so that nothing is left to fail when the file is closed.
             self._writer = RecordWriter((self.folder / name).open("xb", buffering=0))
-        # What a killed run wrote beyond its last checkpoint is purged, since those batches are
-        # repeated.
+        # TensorBoard drops what a killed run wrote after its last checkpoint, since those batches
+        # are repeated.
         self._write(step=batch + 1, file_version="brain.Event:2")
         self._write(step=batch + 1, session_log=SessionLog(status=SessionLog.START))
 

@@ -103,17 +103,17 @@ def build_results(
     """Everything about a finished run, as plain values.
 
     Args:
-        config: Of the run.
-        stream: Of the run.
+        config: The run's settings.
+        stream: The run's stream.
         learner: After the last task.
         test: Accuracy on test images; a row per entry of ``evaluated_after``.
-        buffer: Accuracy on memory samples, alike; None for a task without samples.
+        buffer: Accuracy on memory samples in the same form; None for a task without samples.
         confusion: Test images by task and predicted task, after the last evaluation.
         confusion_by_class: Likewise by class and predicted class, without zeros.
         evaluated_after: Tasks after which there was an evaluation, in order.
         untrained: Accuracy by classifier, expert and task of the network before training, on the
         same final memory.
-        clock: Of the run; it is read last.
+        clock: The run's clock; it is read last.
         interruptions: How often the run was resumed.
     """
     tasks = len(stream.tasks)

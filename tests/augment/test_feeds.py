@@ -287,7 +287,7 @@ def test_automatic_choice_on_cuda(with_dali):
 def test_colour_jitter_is_left_to_the_fused_op_and_the_line_says_so(with_dali, wanted):
     chosen = choose_feed(wanted, CUDA, RECIPES["scr"])
     assert chosen.name == "fused"
-    assert str(chosen) == "fused (not dali, whose colour jitter is another function)"
+    assert str(chosen) == "fused (not dali, whose colour jitter gives other pixels)"
     assert choose_feed("torch", CUDA, RECIPES["scr"]) == ("torch", "")
 
 

@@ -138,7 +138,7 @@ def test_a_variable_that_names_no_toolkit_is_named(tmp_path, variable):
 def test_a_data_folder_that_does_not_exist_is_refused(tmp_path, call):
     code, _, err = call("doctor", "--data-dir", tmp_path / "none")
     assert code == 2
-    assert err.endswith("which is no folder; wanted the folder with the data sets' files\n")
+    assert err.endswith("which is not a folder; wanted the folder with the data sets' files\n")
 
 
 @pytest.mark.parametrize(("release", "mark"), [("12.8", "--"), ("13.1", "ok")])

@@ -79,7 +79,7 @@ def test_a_path_with_a_comma_in_a_grid_points_to_a_file(call, tmp_path):
             "contains NaN, first at row 2 (2 in all); wanted integer labels: leave these",
         ),
         (np.array([0.0, 1.0] * 4), "is float64; wanted integer labels: y.astype('int64') converts whole numbers"),
-        (np.full(8, 3), "y_train holds one class alone, 3; wanted at least two classes"),
+        (np.full(8, 3), "y_train holds only one class, 3; wanted at least two classes"),
     ],
 )
 def test_unusable_labels_of_a_file_are_told_with_its_name(call, tmp_path, labels, told):

@@ -13,7 +13,7 @@ from mose_fast.cli import build_parser, read_settings
 from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig
 from mose_fast.methods import METHODS
 
-JITTER = "not dali, whose colour jitter is another function"
+JITTER = "not dali, whose colour jitter gives other pixels"
 
 
 def settings(*arguments):

@@ -125,7 +125,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_a_name_is_entered_once(outside):
     text = page_example().replace('"smooth-er"', '"er"')
-    with pytest.raises(ConfigError, match=r"'er' is entered already, by mose_fast.methods.er.Er"):
+    with pytest.raises(ConfigError, match=r"'er' is already registered, by mose_fast.methods.er.Er"):
         RunConfig.create(method=outside(text, "SmoothEr"))
 
 

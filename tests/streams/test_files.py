@@ -75,10 +75,10 @@ def test_files_that_are_not_read_are_named(folder):
     assert len(stream.x_train) == 6
     (warning,) = [str(w.message) for w in caught]
     named = "train/cat/deeper/9.png, train/cat/notes.txt, test/stray.png"
-    assert warning.startswith(f"{folder} holds files that are not read (3): {named}; read are .jpg, ")
+    assert warning.startswith(f"{folder} holds files that are not read (3): {named}; only .jpg, ")
     for i in range(10):
         (folder / "train" / "cat" / f"{i}.heic").touch()
-    with pytest.warns(UserWarning, match=r"holds files that are not read \(13\): .* and 8 more; read are "):
+    with pytest.warns(UserWarning, match=r"holds files that are not read \(13\): .* and 8 more; only "):
         load(folder)
 
 
@@ -232,7 +232,7 @@ def test_damage_anywhere_in_an_npz_is_noticed(tmp_path, save_npz):
     [
         ("split-cifar", "stream 'split-cifar' is unknown; did you mean 'split-cifar1"),
         ("zzz", "stream 'zzz' is unknown; known: digits, .*; own data: a folder, or an .npz file"),
-        ("no/such/folder", "stream 'no/such/folder' is no folder and no .npz file"),
+        ("no/such/folder", "stream 'no/such/folder' is neither a folder nor an .npz file"),
     ],
 )
 def test_unknown_streams_are_refused(name, message):

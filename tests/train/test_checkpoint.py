@@ -141,10 +141,10 @@ def foreign(name, sprung):
     [
         ("safetensors of another program", "is a safetensors file, but not a checkpoint of mose-fast"),
         ("safetensors without metadata", "is a safetensors file, but not a checkpoint of mose-fast"),
-        ("random bytes", "is truncated, damaged or no checkpoint at all"),
-        ("pickle", "is truncated, damaged or no checkpoint at all"),
-        ("torch.save", "is truncated, damaged or no checkpoint at all"),
-        ("torch.save of old", "is truncated, damaged or no checkpoint at all"),
+        ("random bytes", "is truncated, damaged or not a checkpoint"),
+        ("pickle", "is truncated, damaged or not a checkpoint"),
+        ("torch.save", "is truncated, damaged or not a checkpoint"),
+        ("torch.save of old", "is truncated, damaged or not a checkpoint"),
         ("values cut", "is damaged: its header is unreadable"),
         ("values missing", "is damaged: its header is unreadable"),
         ("format no number", "is damaged: its header is unreadable"),
@@ -174,7 +174,7 @@ def test_truncated_files_are_refused(tmp_path, length):
     bad = save_checkpoint(tmp_path, 5, TENSORS, VALUES)
     bad.write_bytes(bad.read_bytes()[:length])
     with pytest.raises(
-        CheckpointError, match=r"step-000000005.safetensors is truncated, damaged or no checkpoint at all"
+        CheckpointError, match=r"step-000000005.safetensors is truncated, damaged or not a checkpoint"
     ) as error:
         load_checkpoint(bad)
     assert f"the one before it is {good}" in str(error.value)

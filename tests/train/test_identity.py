@@ -93,7 +93,8 @@ def test_another_setting_is_named_and_refused(stopped, changes, says):
     change_config(stopped, **changes)
     before = sorted((stopped / "checkpoints").iterdir())
     with pytest.raises(
-        RunError, match=f"step-\\d+.safetensors does not belong to the configuration beside it: {says}. Set it back, or"
+        RunError,
+        match=f"step-\\d+.safetensors does not belong to the configuration beside it: {says}. Change it back, or",
     ):
         resume(stopped)
     assert sorted((stopped / "checkpoints").iterdir()) == before
@@ -208,7 +209,7 @@ def test_every_byte_of_a_small_checkpoint_counts(tmp_path):
 def test_other_code_is_refused(stopped, monkeypatch):
     monkeypatch.setattr("mose_fast.train.identity.code_hash", lambda learner: "of another version")
     with pytest.raises(
-        RunError, match=r"was written by other code \(mose-fast 0.* running .*results would be of neither"
+        RunError, match=r"was written by other code \(mose-fast 0.* running .*results would mix the two"
     ):
         resume(stopped)
 
@@ -232,7 +233,7 @@ def test_a_checkpoint_that_does_not_say_whose_it_is_is_refused(stopped):
         del values["identity"]
         save_checkpoint(path.parent, int(path.stem.removeprefix("step-")), tensors, values)
     with pytest.raises(
-        RunError, match="was written by a version of mose-fast that did not note which run it belongs to"
+        RunError, match="was written by a version of mose-fast that did not record which run it belongs to"
     ):
         resume(stopped)
 
