@@ -98,7 +98,7 @@ _bookkeeping = partial(knob, role="bookkeeping")
 class StreamConfig(Declared):
     """What arrives: the data set, its split into tasks and the order of its classes."""
 
-    owner: ClassVar[str] = "stream."
+    owner = "stream."
 
     name: str = _problem(
         "digits",
@@ -156,7 +156,7 @@ RECIPES = {
 class MethodOptions(Declared):
     """Switches that every method has. Methods add theirs in a subclass, each a :func:`knob`."""
 
-    owner: ClassVar[str] = "options."
+    owner = "options."
 
     #: Number of experts, the one that predicts by default, and what their mean averages; methods
     #: with one network have one.

@@ -50,7 +50,7 @@ def choose_precision(wanted: str, device: torch.device) -> Choice:
     else ``fp32``.
 
     Args:
-        wanted: ``auto``, ``fp32``, ``tf32`` or ``bf16``.
+        wanted: The configuration's value.
         device: The network's device.
     """
     if wanted != "auto":

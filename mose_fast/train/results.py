@@ -225,7 +225,7 @@ def build_results(
 
 
 def precision_of(results: dict[str, Any]) -> str:
-    """The precision that a run had: ``fp32``, ``tf32`` or ``bf16``.
+    """The precision that a run had, which is not ``auto``.
 
     Results from before there was ``auto`` hold what was asked for only.
     """

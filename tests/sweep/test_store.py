@@ -141,7 +141,7 @@ DAMAGES = {
     ),
     "no threads": (change_results(lambda r: r.pop("threads")), "results.json is incomplete"),
     "newer": (change_results(lambda r: r.update(schema_version=99)), "schema_version 99; wanted 2"),
-    "a list": (lambda folder: (folder / "results.json").write_text("[]"), "schema_version None; wanted 1"),
+    "a list": (lambda folder: (folder / "results.json").write_text("[]"), "schema_version None; wanted 2"),
 }
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import dataclasses
 import io
 import json
 import subprocess
@@ -69,8 +68,8 @@ def test_schema_is_a_schema_and_describes_every_entry():
         assert entry.get("description"), name
         assert "\n" not in entry["description"]
     settings = schema()["$defs"]["config"]["properties"]
-    assert settings.keys() == {f.name for f in dataclasses.fields(RunConfig)}
-    assert settings["stream"]["properties"].keys() == {f.name for f in dataclasses.fields(StreamConfig)}
+    assert settings.keys() == RunConfig.__dataclass_fields__.keys()
+    assert settings["stream"]["properties"].keys() == StreamConfig.__dataclass_fields__.keys()
 
 
 def test_results_fit_the_schema(finished, joint):
