@@ -112,8 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code = arguments.act(arguments)
         except MoseFastError as error:
-            instead = "" if error.instead is None else f" (--set {error.instead[0]}={as_text(error.instead[1])})"
-            print(f"mose-fast: {error}{instead}", file=sys.stderr)
+            print(f"mose-fast: {error}{_instead(error)}", file=sys.stderr)
             return 2
         except OSError as error:
             # With a file name, the user named that file or its folder; without one, the program is
@@ -125,6 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as error:
             return _interrupted(error)
         return _lost(shown, arguments.act in (_list, _collect, _predict, _bench, _doctor)) or code
+
+
+def _instead(error: MoseFastError) -> str:
+    """How to give the setting that an error names as probably meant."""
+    if error.instead is None:
+        return ""
+    name, value = error.instead
+    return f" (--{_FLAGS[name].flag} {value})" if name in _FLAGS else f" (--set {name}={as_text(value)})"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -531,12 +531,11 @@ class RunConfig(Declared):
                 f" {self.method!r}"
             )
         if isinstance(self.feed, str) and self.feed in settings_of(settings.options)["options.augment"].choices:
-            error = ConfigError(
+            raise ConfigError(
                 f"feed is {self.feed!r}, which is a recipe; wanted {', '.join(settings_of(RunConfig)['feed'].choices)}"
-                f" for what makes the views, or augment {self.feed!r} for the recipe"
+                f" for what makes the views, or augment {self.feed!r} for the recipe",
+                instead=("augment", self.feed),
             )
-            error.instead = ("augment", self.feed)
-            raise error
         super().__post_init__()
         if self.memory < self.options.buffer_batch:
             raise ConfigError(

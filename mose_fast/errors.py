@@ -13,8 +13,13 @@ class MoseFastError(Exception):
     """Something that the user gave cannot be used: a setting, data, a folder.
 
     The command line prints only its message, without a traceback.
+
+    Args:
+        message: What was given, and what is wanted.
+        instead: The name and the value of a setting that may be meant; the command line says how
+            to give it.
     """
 
-    #: Name and value of a setting that was probably meant instead; the command line says how to
-    #: give it.
-    instead: tuple[str, Any] | None = None
+    def __init__(self, message: str = "", *, instead: tuple[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.instead = instead

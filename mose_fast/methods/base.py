@@ -85,7 +85,9 @@ def resolve_device(name: str) -> torch.device:
                 if torch.version.cuda is None
                 else "torch sees no GPU (is there a driver?)"
             )
-            raise ConfigError(f"device is {name!r}, but {why}; wanted a machine with an NVIDIA GPU, or --device cpu")
+            raise ConfigError(
+                f"device is {name!r}, but {why}; wanted a machine with an NVIDIA GPU, or cpu", instead=("device", "cpu")
+            )
         if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(
                 f"device is {name!r}, but this machine has {torch.cuda.device_count()} GPU(s); wanted a lower number"

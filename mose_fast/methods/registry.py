@@ -49,7 +49,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class About:
-    """What ``mose-fast list methods`` shows of a method.
+    """What lists of methods show of a method.
 
     Attributes:
         year: Of publication.

@@ -159,13 +159,12 @@ def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
         StreamError: The configuration has a fingerprint, and the stream another one.
     """
     if config.fingerprint not in (None, stream.fingerprint):
-        error = StreamError(
+        raise StreamError(
             f"the data of stream {config.name!r} have changed: their fingerprint is {stream.fingerprint}, and was"
             f" {config.fingerprint} when the run began. Put the earlier data back, or begin a new run in another"
-            " folder, where stream.fingerprint null takes the data that are there now"
+            " folder, where stream.fingerprint null takes the data that are there now",
+            instead=("stream.fingerprint", None),
         )
-        error.instead = ("stream.fingerprint", None)
-        raise error
 
 
 def _make(config: StreamConfig, watch: Watch | None) -> Stream:

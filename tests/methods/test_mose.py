@@ -369,5 +369,5 @@ def test_unusable_settings():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu_is_a_clear_error():
-    with pytest.raises(ConfigError, match=r"GPU.*--device cpu"):
+    with pytest.raises(ConfigError, match=r"GPU.*or cpu"):
         learner(device="cuda")

@@ -1,0 +1,159 @@
+"""What follows from the declarations of settings: each place that asks which settings matter gets
+its answer from their roles.
+"""
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import mose_fast
+from mose_fast.config import ConfigError, MethodOptions, RunConfig, knob
+from mose_fast.knobs import settings_of
+from mose_fast.paper.run import _departures
+from mose_fast.settings import all_settings, dotted, with_changes
+from mose_fast.sweep.forecast import cost_key
+from mose_fast.sweep.grid import Grid
+from mose_fast.train import RunError
+from mose_fast.train.identity import check_identity
+
+# Another value of every setting that neither problem nor method needs to be what it is.
+BOOKKEEPING = {
+    "stream.data_dir": "/data",
+    "stream.decoder": "pil",
+    "checkpoint_every": 3,
+}
+EXECUTION = {
+    "device": "cpu",
+    "feed": "torch",
+    "precision": "bf16",
+    "kernels": "torch",
+    "step": "eager",
+    "deterministic": True,
+    "evaluation_batch": 5,
+}
+DATA = {"stream.fingerprint": "0123456789abcdef"}
+OTHERS = {"memory": 500, "width": 8, "epochs": 2, "stream.name": "split-mnist", "options.lr": 0.5, "init_seed": 3}
+
+
+def usual():
+    return RunConfig()
+
+
+def changed(name, value):
+    return with_changes(usual(), {name: value})
+
+
+def names_by_role(role):
+    return {setting.name for setting in all_settings("mose").values() if setting.role == role}
+
+
+def test_roles():
+    assert names_by_role("bookkeeping") == BOOKKEEPING.keys()
+    assert names_by_role("execution") == EXECUTION.keys()
+    assert names_by_role("problem") == {
+        *("stream.name", "stream.tasks", "stream.batch", "stream.limit_per_task", "stream.class_order_seed"),
+        *("stream.normalisation", "stream.fingerprint", "memory", "epochs", "train_on"),
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), {**BOOKKEEPING, **EXECUTION, **DATA}.items())
+def test_a_grid_does_not_vary_what_must_not_change_results(name, value):
+    grid = Grid({name: (value,), "seed": (0, 1)}, {})
+    if name == "precision":
+        assert len(grid.cells()) == 2
+    else:
+        with pytest.raises(ConfigError, match=f"{name} is in the grid; wanted it the same for all runs"):
+            grid.cells()
+
+
+@pytest.mark.parametrize(("name", "value"), {**BOOKKEEPING, **EXECUTION, **DATA, "seed": 3, **OTHERS}.items())
+def test_a_departure_from_the_paper_is_another_problem_or_method(name, value):
+    departs = _departures(changed(name, value), usual()) != []
+    assert departs == (name in OTHERS)
+
+
+@pytest.mark.parametrize(("name", "value"), {**BOOKKEEPING, **EXECUTION, **DATA, "seed": 3, **OTHERS}.items())
+def test_a_resumed_run_may_change_bookkeeping_and_device(name, value):
+    wrote, goes_on = (
+        {"config": config.to_dict(), "code": "", "machine": {}} for config in (usual(), changed(name, value))
+    )
+    if name in BOOKKEEPING or name == "device":
+        check_identity(wrote, goes_on, Path("run/checkpoints/step-1"))
+    else:
+        with pytest.raises(RunError, match=f"{name} was .* and is .* now"):
+            check_identity(wrote, goes_on, Path("run/checkpoints/step-1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    {
+        **BOOKKEEPING,
+        **DATA,
+        "seed": 3,
+        "init_seed": 3,
+        "stream.class_order_seed": 3,
+        "options.lr": 0.5,
+        "options.expert": "mean",
+    }.items(),
+)
+def test_what_changes_no_cost(name, value):
+    assert cost_key(changed(name, value)) == cost_key(usual())
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value"),
+    [
+        ("mose", "memory", 500),
+        ("mose", "deterministic", True),
+        ("mose", "precision", "bf16"),
+        ("mose", "options.inner_views", 4),
+        ("aser", "options.per_class", 3.0),
+    ],
+)
+def test_what_changes_cost(method, name, value):
+    base = RunConfig.create(method=method)
+    assert cost_key(with_changes(base, {name: value})) != cost_key(base)
+
+
+@pytest.mark.parametrize("function", [mose_fast.run, mose_fast.create_learner])
+def test_the_signature_lists_every_setting_with_type_and_default(function):
+    parameters = inspect.signature(function).parameters
+    types = get_type_hints(RunConfig)
+    for setting in settings_of(RunConfig).values():
+        parameter = parameters[setting.name]
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        if setting.name != "preset":  # None means the method's first
+            assert (parameter.annotation, parameter.default) == (types[setting.name], setting.default)
+    assert {"stream", "options"} <= parameters.keys()
+    told = " ".join(inspect.getdoc(function).split())
+    for setting in settings_of(RunConfig).values():
+        assert f"``{setting.name}`` (" in told and setting.meaning in told
+
+
+def test_docstrings_list_the_fields():
+    for kind in (RunConfig, type(RunConfig().stream), type(RunConfig().options)):
+        for setting in settings_of(kind).values():
+            assert f"\n    {setting.field}: {setting.full_meaning}." in kind.__doc__
+
+
+def test_a_field_that_is_not_declared_is_named():
+    @dataclasses.dataclass(frozen=True)
+    class Options(MethodOptions):
+        declared: int = knob(1, "a number", low=0)
+        plain: int = 2
+
+    with pytest.raises(TypeError, match=r"Options.plain is no setting; wanted plain: ... = knob\(...\)"):
+        Options()
+
+
+@pytest.mark.parametrize("name", dotted(RunConfig().to_dict()))
+def test_every_setting_refuses_what_it_cannot_hold(name):
+    """An object that no setting can hold, and None where it has no meaning."""
+    setting = all_settings("mose")[name]
+    for value in (object(), *([None] if setting.none is None else [])):
+        with pytest.raises(ConfigError, match=rf"^{name} is "):
+            setting.check(value)
+    setting.check(setting.default)
