@@ -272,7 +272,8 @@ fi
 "$python" - <<'PYTHON' || exit 1
 import importlib.util
 
-wanted = ("torch", "torchvision", "numpy", "safetensors", "tqdm", "PIL", "setuptools", "pytest", "pytest_benchmark", "xdist")
+wanted = ("torch", "torchvision", "numpy", "safetensors", "tqdm", "psutil", "PIL", "setuptools", "pytest")
+wanted += ("pytest_benchmark", "xdist")
 missing = [name for name in wanted if importlib.util.find_spec(name) is None]
 if missing:
     raise SystemExit(f"missing Python packages: {', '.join(missing)}. Bring wheels and set PYTHONPATH: docs/benchmarks.md")

@@ -19,6 +19,7 @@ from mose_fast.config import RunConfig
 from mose_fast.export import Classifier, DeployedNetwork, ExportError, classify_files, export_run
 from mose_fast.export.run import restore
 from mose_fast.train import Listener
+from mose_fast.train.files import LOCK
 
 
 class Keep(Listener):
@@ -256,6 +257,21 @@ def test_overwrite_replaces_the_export_and_nothing_else(finished, copy, capsys):
     assert sorted(os.listdir(copy)) == ["card.json", "mine.txt", "model.pt2"]
     assert main(["predict", str(copy), "x.png"]) == 2
     assert "no model.safetensors; export again with --format safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["card.json", "model.safetensors"])
+def test_what_a_killed_export_was_writing_does_not_keep_the_next_out(finished, tmp_path, name):
+    folder = tmp_path / "e"
+    folder.mkdir()
+    (folder / f".{name}.ab0_xyz9").touch()
+    (folder / LOCK).touch()
+    export_run(finished().folder, folder)
+    assert sorted(os.listdir(folder)) == ["card.json", "model.safetensors"]
+    (folder / "card.json").unlink()
+    (folder / "model.safetensors").unlink()
+    (folder / f".{name}.backup").touch()
+    with pytest.raises(ExportError, match="already used"):
+        export_run(finished().folder, folder)
 
 
 # What it refuses

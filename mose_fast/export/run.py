@@ -22,11 +22,14 @@ from mose_fast.methods.network import NetworkLearner
 from mose_fast.nn import CLASSIFIERS, CosineClassifier
 from mose_fast.sweep.store import read_run
 from mose_fast.train.checkpoint import latest, load_checkpoint
-from mose_fast.train.files import LOCK, RunError, RunFolder, remove_leftovers, write_atomically
+from mose_fast.train.files import LOCK, RunError, RunFolder, leftovers, remove_leftovers, write_atomically
 from mose_fast.train.lock import FolderLock
 from mose_fast.train.results import precision_of
 
 __all__ = ["export_run", "restore"]
+
+# Names of the files of an export, as regular expressions.
+_OWN_FILES = tuple(map(re.escape, (CARD, *MODELS.values())))
 
 _STAGES = ("stem.", "stage1.", "stage2.", "stage3.", "stage4.")
 
@@ -232,6 +235,8 @@ def _programs(classifier: Classifier, formats: Sequence[str]) -> dict[str, bytes
 def _check_free(folder: Path, overwrite: bool) -> None:
     try:
         names = {path.name for path in folder.iterdir()} - {LOCK}
+        # What a killed export was writing does not make the folder a used one.
+        names -= {path.name for path in leftovers(folder, _OWN_FILES)}
     except FileNotFoundError:
         return
     except OSError as error:
@@ -266,7 +271,7 @@ def _write(folder: Path, files: dict[str, bytes], card: dict[str, Any], overwrit
             write_atomically(folder / CARD, text({"mose_fast_export": FORMAT, "unfinished": True}))
             for name in MODELS.values():
                 (folder / name).unlink(missing_ok=True)
-            remove_leftovers(folder, map(re.escape, (CARD, *MODELS.values())))
+            remove_leftovers(folder, _OWN_FILES)
             for name, content in files.items():
                 write_atomically(folder / name, content)
             write_atomically(folder / CARD, text(card))

@@ -114,30 +114,24 @@ def _estimates(groups: Sequence[Group]) -> Table:
 
 
 def _experts(groups: Sequence[Group]) -> Table:
-    most = max(g.experts for g in groups)
-    names = [str(e + 1) for e in range(most)]
-    headings = [f"{kind} {what}" for kind in ("NCM", "linear") for what in (*(f"E{e}" for e in names), "MOE")]
+    names = [str(e + 1) for e in range(max(g.experts for g in groups))]
+    views: dict[str, View] = {}
+    for kind, classifier, mean in (("NCM", "ncm", "mean_distance"), ("linear", "linear", "mean_logit")):
+        views |= {f"{kind} E{e}": View(classifier, e) for e in names} | {f"{kind} MOE": View(classifier, mean)}
     table = Table(
         "experts",
         "ACC in percent of every single expert (E1 is the shallowest) and of the mean of experts (MOE), for"
         f" nearest-class-mean (NCM) and linear classifiers; mean ± standard deviation over {seeds(groups)}. A dash"
         " marks experts that the method does not have.",
-        ["method", "M", "n", *headings],
-        spreads=headings,
+        ["method", "M", "n", *views],
+        spreads=tuple(views),
     )
     theirs: dict[int, list[Cell]] = {}
     for g in groups:
-        views = [
-            *(View("ncm", e) for e in names),
-            View("ncm", "mean_distance"),
-            *(View("linear", e) for e in names),
-            View("linear", "mean_logit"),
-        ]
-        table.rows.append(
-            [g.label, g.memory, g.n, *(_spread(g, "acc", v) if v in g.runs[0].views else None for v in views)]
-        )
-        if cells := _paper_experts(g, names):
-            theirs[g.memory] = cells
+        cells = [_spread(g, "acc", view) if view in g.runs[0].views else None for view in views.values()]
+        table.rows.append([g.label, g.memory, g.n, *cells])
+        if paper := _paper_experts(g, names):
+            theirs[g.memory] = paper
     table.rows += [["MOSE, paper", memory, published.RUNS, *cells] for memory, cells in sorted(theirs.items())]
     return table
 

@@ -34,7 +34,8 @@ class RayEngine:
     """Runs commands as tasks of a Ray cluster.
 
     Args:
-        address: The cluster's, ``HOST:PORT`` or ``auto``; ``local`` starts one on this machine.
+        address: Address of the cluster, ``HOST:PORT`` or ``auto``; ``local`` starts one on this
+            machine.
         runs: Largest number of runs at the same time; None: as many as the cluster has room for.
         threads: Number of CPU threads of each run.
         cards: Share of a card that each run gets, 0 for the CPU.
@@ -88,13 +89,12 @@ class RayEngine:
         self.queue = Queue(actor_options={"num_cpus": 0})  # its actor only waits
         self.task = ray.remote(num_cpus=threads, num_gpus=cards, max_retries=0, max_calls=1)(_run_on_this_machine)
         self.running: dict[Any, str] = {}
-        self.ended: set[str] = set()
+        self.ended: set[Any] = set()
 
     def free(self) -> int:
         return self.runs - len(self.running)
 
     def start(self, command: Command) -> None:
-        self.ended.discard(command["cell"])
         self.running[self.task.remote(command, self.threads, str(self.token), self.queue)] = command["cell"]
 
     def events(self, timeout: float) -> list[Event]:
@@ -102,7 +102,10 @@ class RayEngine:
         if self.running:
             finished, _ = self.ray.wait(list(self.running), num_returns=len(self.running), timeout=timeout)
         found = self.queue.get_nowait_batch(self.queue.qsize())
-        self.ended |= {event["cell"] for event in found if event["event"] in ENDS}
+        for event in found:
+            if event["event"] in ENDS:  # of the oldest task: the cell may have started again
+                tasks = (task for task, cell in self.running.items() if cell == event["cell"])
+                self.ended.add(next((task for task in tasks if task not in self.ended), None))
         for task in finished:
             cell = self.running.pop(task)
             last = died(cell)
@@ -112,7 +115,7 @@ class RayEngine:
                 cause = getattr(error, "cause", None)
                 if isinstance(cause, RunError):
                     last = {"event": "failed", "cell": cell, "error": str(cause)}
-            if cell not in self.ended:
+            if task not in self.ended:
                 found.append(last)
         return found
 

@@ -21,6 +21,7 @@ from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.device import available_bytes
 from mose_fast.methods import check_room
 from mose_fast.output import guarded_output
+from mose_fast.settings import dotted
 from mose_fast.signals import stop_request
 from mose_fast.sweep.cells import CellRecord, CellState, Failure
 from mose_fast.sweep.display import Display
@@ -116,10 +117,11 @@ def run_sweep(
     for name in lists:
         if name not in table and not isinstance(lists[name], Mapping):
             setting = next(axis for axis in axes if axis in (name, f"options.{name}"))
-            table[name] = [_value(json.loads(config), setting) for config in table["config"]]
+            table[name] = [dotted(json.loads(config))[setting] for config in table["config"]]
     return table
 
 
+@guarded_output()
 def run_grid(
     grid: Grid | Sequence[Cell],
     out: str | Path,
@@ -144,18 +146,7 @@ def run_grid(
         RunError: The folder is in use, holds other runs, or cannot be written.
         Interrupted: Ctrl-C, SIGTERM or SIGHUP; unfinished runs have written a checkpoint.
     """
-    with guarded_output():
-        return _run_grid(grid, SweepFolder(out), place or Place(), dry_run, wandb, say)
-
-
-def _run_grid(
-    grid: Grid | Sequence[Cell],
-    folder: SweepFolder,
-    place: Place,
-    dry_run: bool,
-    wandb: str | None,
-    say: Callable[[str], None],
-) -> Outcome:
+    folder, place = SweepFolder(out), place or Place()
     given = _with_fingerprints(grid.cells() if isinstance(grid, Grid) else list(grid), place)
     cells = folder.with_known_names(given)
     folders = {cell.name: found.name for cell, found in zip(given, cells, strict=True)}
@@ -341,8 +332,3 @@ class _Sweep:
         for failure in failures:
             self.say(str(failure))
         return table, failures
-
-
-def _value(config: Mapping[str, Any], setting: str) -> Any:
-    owner, _, name = setting.rpartition(".")
-    return (config[owner] if owner else config)[name]

@@ -20,6 +20,7 @@ __all__ = [
     "RunFolder",
     "checkpoint_files",
     "is_configuration",
+    "leftovers",
     "remove_leftovers",
     "write_atomically",
 ]
@@ -67,20 +68,26 @@ def _temporary_prefix(name: str) -> str:
     return f".{name}."
 
 
-def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Deletes the unfinished files that :func:`write_atomically` leaves in ``folder`` when it is
-    killed, for some names of its files.
+def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
+    """The unfinished files that :func:`write_atomically` leaves in ``folder`` when it is killed.
 
-    The caller holds the folder, so nobody is writing them. Names are regular expressions.
+    Args:
+        folder: May not exist.
+        names: Names of the files that it was writing, as regular expressions.
+    """
+    # Random letters as tempfile makes them.
+    unfinished = re.compile(rf"\.(?:{'|'.join(names)})\.[a-z0-9_]{{8}}")
+    return [path for path in _listed(folder) if unfinished.fullmatch(path.name)]
+
+
+def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
+    """Deletes :func:`leftovers`. The caller holds the folder's lock, so nobody is writing them.
 
     Raises:
         OSError: One cannot be deleted.
     """
-    # Random letters as tempfile makes them.
-    unfinished = re.compile(rf"\.(?:{'|'.join(names)})\.[a-z0-9_]{{8}}")
-    for path in _listed(folder):
-        if unfinished.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+    for path in leftovers(folder, names):
+        path.unlink(missing_ok=True)
 
 
 def is_configuration(file: Path) -> bool:

@@ -1,4 +1,6 @@
-"""One process a folder: a lock that the kernel takes back when its holder dies."""
+"""Lets one process at a time work in a folder, by a lock that the kernel releases when its holder
+dies.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +21,30 @@ from mose_fast.train.files import LOCK, RunError
 
 __all__ = ["FolderLock", "FolderLocked"]
 
-# Seconds that the children of a killed holder get to notice it.
+# Seconds that the children of a killed holder have to notice its death.
 _PATIENCE = 15.0
 
-# What flock says where a file system has no locks.
+# Errors of flock on a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FolderLocked(RunError):
-    """Another process works in the folder."""
+    """Another process is working in the folder."""
 
 
 class FolderLock:
-    """Holds a folder for this process and for the children that inherit :attr:`descriptor`.
+    """Locks a folder for this process and for the children that inherit :attr:`descriptor`.
 
-    The kernel drops the lock when the last of them ends, however it ends, so no child of a killed
-    sweep can still write when the next sweep starts. Where the file system has no locks, a warning
-    says so; a holder on this machine that still lives is refused even then.
+    The kernel releases the lock when the last of them has ended, for whatever reason. So no child
+    of a killed sweep can still write when the next sweep starts. If the file system has no locks, a
+    warning says so; the folder is then refused only while its holder lives on this machine.
 
     Args:
-        folder: Exists.
-        work: What works in it, for messages: ``run``, ``sweep``, ``export``, ``report``.
+        folder: An existing folder.
+        work: What works in it, for messages: ``run``, ``sweep``, ``export`` or ``report``.
 
     Raises:
-        FolderLocked: Another process holds it; the message names the process and its machine.
+        FolderLocked: Another process holds the lock; the message names it and its machine.
         RunError: The folder cannot be written.
     """
 
@@ -68,19 +70,19 @@ class FolderLock:
         self.remove()
 
     def release(self) -> None:
-        """Lets go; children that still live keep holding it."""
+        """Releases the lock of this process. Children that still live keep holding it."""
         self._close()
 
     def remove(self) -> None:
-        """Lets go and takes the file away, for a holder without children."""
-        # While it is held: whoever opened the file before finds that it is gone and opens a new
-        # one.
+        """Releases the lock and deletes its file. Only for a holder without children."""
+        # Deleted before it is released: a process that has opened the file before then finds that
+        # it is gone, and opens a new one.
         with contextlib.suppress(OSError):
             self.path.unlink()
         self._close()
 
     def _take(self) -> bool:
-        """Opens the file and locks it; False where another process holds it."""
+        """Opens the file and locks it; returns False if another process holds it."""
         try:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -107,7 +109,7 @@ class FolderLock:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self.path)):
                 return True
-        # Its holder took the file away after this process had opened it.
+        # Its holder deleted the file after this process had opened it.
         self._close()
         return self._take()
 
@@ -119,7 +121,7 @@ class FolderLock:
             holder = json.loads(os.pread(self.descriptor, 4096, 0))
             return holder if {"process", "machine"} <= holder.keys() else None
         except (ValueError, AttributeError):
-            return None  # it has not yet written who it is
+            return None  # the holder has not yet written its name
 
     def _refusal(self, holder: dict | None) -> FolderLocked:
         who = f"process {holder['process']} on {holder['machine']}" if holder else "another process"

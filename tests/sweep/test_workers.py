@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from mose_fast.sweep.engine import LocalEngine, Slot
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Grid
 from mose_fast.sweep.place import Place
+from mose_fast.sweep.ray_engine import RayEngine
 from mose_fast.sweep.scheduler import run_grid
 from mose_fast.sweep.store import read_store
 from mose_fast.train import RunError, run
@@ -301,6 +303,45 @@ def test_ray_gives_the_same_runs(tmp_path, alone):
     )
     assert outcome.failures == ()
     assert dict(zip(outcome.table["seed"], outcome.table["weights_sha256"], strict=True)) == alone
+
+
+class RayOfTasks:
+    """Ray whose tasks are numbers. They end when they are told to, and events are put by hand."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self):
+        self.finished, self.events = [], []
+
+    def wait(self, tasks, num_returns, timeout):
+        return [task for task in tasks if task in self.finished], []
+
+    def get(self, task):
+        pass
+
+    def qsize(self):
+        return len(self.events)
+
+    def get_nowait_batch(self, count):
+        found, self.events = self.events[:count], self.events[count:]
+        return found
+
+
+def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one():
+    ray = RayOfTasks()
+    engine = RayEngine.__new__(RayEngine)
+    engine.ray = engine.queue = ray
+    engine.runs, engine.running, engine.ended = 2, {1: "a"}, set()
+    failed = {"event": "failed", "cell": "a", "error": "no room"}
+    ray.events = [failed]
+    assert engine.events(0) == [failed]
+    engine.running[2] = "a"  # started again, while the first task still has its process to end
+    ray.finished = [1]
+    assert engine.events(0) == []
+    assert engine.free() == 1
+    ray.finished = [2]
+    assert engine.events(0) == [{"event": "died", "cell": "a", "signal": None}]
+    assert engine.free() == 2
 
 
 def test_unreachable_ray(tmp_path):
