@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The paper's main table on a card, and the two that share its runs: three seeds, three memory sizes; the pages go to docs/paper.
+# Runs the paper's main table on a card, and the two tables that share its runs: three seeds, three memory sizes. The pages go to docs/paper.
 #
 #   bench/paper.sh DATA_DIR                    table1-cifar, taskwise and classifier
 #   bench/paper.sh DATA_DIR ablation cost ...  tables of `mose-fast list paper`
 #
-# The same command goes on where it was stopped. SEEDS (0-2), OUT (runs/paper) and PYTHON (python3) may be set; runs are bf16.
+# After an interruption, the same command continues. Runs are bf16. SEEDS (0-2), OUT (runs/paper) and PYTHON (python3) may be set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 data=${1:?usage: bench/paper.sh DATA_DIR [TABLE ...], with the folder of CIFAR-100}

@@ -128,6 +128,14 @@ class StreamConfig(Declared):
         choices={"auto": "dali where it is installed and there are 2,000 files or more", "pil": "", "dali": ""},
         flag=True,
     )
+    resize: int | None = _problem(
+        None,
+        "side in pixels that an image folder's images are resized and centre-cropped to",
+        low=8,
+        multiple=8,
+        none="as they are",
+        flag=True,
+    )
     # What data two configurations found is compared where it matters, with its own message.
     fingerprint: str | None = _problem(
         None,

@@ -138,6 +138,7 @@ class Setting:
         low: The least number it may have.
         above: A number that it must exceed.
         below: A number that it must stay below.
+        multiple: What a number must be divisible by.
         pattern: A regular expression that a text must match as a whole.
         wanted: What a text should be, for the message on one that is not.
         none: What None means; without, None is no value.
@@ -158,6 +159,7 @@ class Setting:
     low: float | None = None
     above: float | None = None
     below: float = math.inf
+    multiple: int = 1
     pattern: str | None = None
     wanted: str = "a text"
     none: str | None = None
@@ -229,6 +231,9 @@ class Setting:
         wanted = "an integer" if self.type == "int" else "a number"
         bounds = [f"above {self.above}"] if self.above is not None else []
         bounds += [f"of at least {self.low}"] if self.low is not None else []
+        if fits and self.multiple > 1:
+            fits = value % self.multiple == 0
+        bounds += [f"divisible by {self.multiple}"] if self.multiple > 1 else []
         # The limit of the type is named to those alone who exceed it.
         if self.below < math.inf or (number and value >= limit):
             bounds.append(f"below {'2**63' if limit == _INTEGERS_BELOW else limit}")
@@ -244,6 +249,7 @@ class Setting:
         if kind == "string":
             schema |= {"minLength": 1} if self.pattern is None else {"pattern": f"^({self.pattern})$"}
         bounds = {"minimum": self.low, "exclusiveMinimum": self.above, "exclusiveMaximum": self.below}
+        bounds["multipleOf"] = None if self.multiple == 1 else self.multiple
         return schema | {name: value for name, value in bounds.items() if value not in (None, math.inf)}
 
 

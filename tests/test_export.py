@@ -123,6 +123,30 @@ def test_methods_that_predict_by_a_head_export_it(finished, tmp_path, method, he
     assert (found.margin >= 0).all()
 
 
+def test_files_are_resized_as_in_training(tmp_path):
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(("dark", "bright")):
+        for part, count in (("train", 6), ("test", 3)):
+            (tmp_path / "photos" / part / name).mkdir(parents=True)
+            for number in range(count):
+                size = (*rng.integers(17, 60, 2), 3)
+                pixels = (rng.integers(0, 128, size) + 128 * label).astype(np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "photos" / part / name / f"{number}.png")
+    stream = {"name": str(tmp_path / "photos"), "resize": 16, "tasks": 1, "batch": 4}
+    config = RunConfig.create(stream=stream, width=2, memory=12, device="cpu", options={"buffer_batch": 4})
+    keep = Keep()
+    train.run(config, out=tmp_path / "run", listeners=[keep])
+    classifier = Classifier.load(export_run(tmp_path / "run"))
+    assert classifier.card["resize"] == 16 and classifier.image_size == (16, 16)
+    images = streams.create(config.stream).x_test
+    found = [row["head_index"] for row in classify_files(classifier, [tmp_path / "photos" / "test"])]
+    assert found == keep.learner.predict(images).tolist()
+    scores = [row["score"] for row in classify_files(classifier, [tmp_path / "photos" / "test"])]
+    assert scores == pytest.approx(classifier.predict(images).scores.min(1).values.tolist())
+    with pytest.raises(ValueError, match=r"resize is 32 and image_size \(16, 16\)"):
+        Classifier(classifier.card | {"resize": 32}, {})
+
+
 def test_any_method_exports_class_means(finished, tmp_path):
     run = finished("er")
     found = Classifier.load(export_run(run.folder, tmp_path, classifier="ncm")).predict(run.stream.x_test)

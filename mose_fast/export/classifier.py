@@ -154,6 +154,8 @@ class Classifier:
         card: The card.
         network: The :class:`DeployedNetwork`, in evaluation mode.
         image_size: (H, W) of the images in pixels.
+        resize: The side that image files are resized and centre-cropped to
+            (:func:`mose_fast.streams.decoding.centre_square`); None: they must have ``image_size``.
         class_names: By head index.
 
     Raises:
@@ -163,6 +165,9 @@ class Classifier:
     def __init__(self, card: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.card = card
         self.image_size = tuple(card["image_size"])
+        self.resize = card.get("resize")
+        if self.resize is not None and self.image_size != (self.resize, self.resize):
+            raise ValueError(f"resize is {self.resize} and image_size {self.image_size}; wanted the same side")
         self.class_names = list(card["class_names"])
         if len(self.class_names) != len(card["class_order"]):
             raise ValueError(

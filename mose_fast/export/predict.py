@@ -12,8 +12,8 @@ import numpy as np
 
 from mose_fast.errors import MoseFastError
 from mose_fast.export.classifier import BATCH, Classifier, ExportError
-from mose_fast.streams.decoding import decode_image
-from mose_fast.streams.files import SUFFIXES
+from mose_fast.streams.decoding import centre_square, decode_image
+from mose_fast.streams.folder import SUFFIXES
 
 __all__ = ["classify_files"]
 
@@ -50,7 +50,7 @@ def classify_files(
         rows: list[Path] = []
         for file in files[first : first + BATCH]:
             with _reported(unusable):
-                images[file] = _read_image(file, classifier.image_size)
+                images[file] = _read_image(file, classifier)
                 rows.append(file)
         if not rows:
             continue
@@ -89,12 +89,14 @@ def _image_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_image(file: Path, image_size: tuple[int, ...]) -> np.ndarray:
+def _read_image(file: Path, classifier: Classifier) -> np.ndarray:
     try:
         image = decode_image(file.read_bytes(), str(file))
     except OSError as error:
         raise ExportError(f"cannot read {file}: {error.strerror}") from error
-    if image.shape[:2] != image_size:
-        sizes = ["x".join(map(str, size)) for size in (image.shape[:2], image_size)]
+    if classifier.resize is not None:
+        return centre_square(image, classifier.resize)
+    if image.shape[:2] != classifier.image_size:
+        sizes = ["x".join(map(str, size)) for size in (image.shape[:2], classifier.image_size)]
         raise ExportError(f"{file} is {sizes[0]} (height x width); wanted {sizes[1]}, as in training: resize it first")
     return image

@@ -159,6 +159,7 @@ def _describe(
         "expert": expert,
         "width": config["width"],
         "image_size": results["image_size"],
+        "resize": config["stream"].get("resize"),
         "normalisation": results["resolved"]["normalisation"],
         "class_order": results["class_order"],
         "class_names": results["class_names"],

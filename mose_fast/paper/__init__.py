@@ -1,3 +1,3 @@
-"""The paper's tables and figures, each as the runs behind it, the numbers it prints, and the rule
-by which ours pass or miss.
+"""The paper's tables and figures: the runs behind each, the paper's numbers, and the rule by which
+our numbers pass or miss.
 """

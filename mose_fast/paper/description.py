@@ -1,5 +1,5 @@
-"""How a table of the paper is described: which runs, which number of them, and what the paper has
-in its place.
+"""The description of a table of the paper: for each cell the runs behind it, what is read from
+them, and the paper's number.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["RULE", "Entry", "PaperTable", "Part", "Verdict", "judge", "target"]
 
 #: The one rule of pass and miss, for readers; :func:`target` and :func:`judge` follow it.
 RULE = (
-    "An accuracy passes where its mean over the seeds is at most 1 point below the paper's; a forgetting where it is"
-    " at most 1 point above; a count of parameters or multiply-accumulates where it is at most 1 % above. Seconds and"
-    ' what the paper gives no number for are not judged. "not sure": the 95 % interval of the mean holds the target, or'
-    " a single seed has no interval."
+    "An accuracy passes if its mean over the seeds is at most 1 point below the paper's; forgetting if it is at most 1"
+    " point above; a count of parameters or multiply-accumulates if it is at most 1 % above. Minutes, and cells for"
+    ' which the paper gives no number, are not judged. "not sure": the 95 % interval of the mean contains the target,'
+    " or there is no interval, as with one seed."
 )
 
 _POINT = 1.0
@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
     """Whether a number passes.
 
     Attributes:
-        passed: As :data:`RULE` has it.
+        passed: Whether it passes by :data:`RULE`.
         sure: The 95 % interval of the mean lies on one side of the target.
     """
 
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 
 
 def target(metric: Metric, paper: Published | None) -> float | None:
-    """The value that passes just so; None where nothing is judged."""
+    """The worst value that passes; None where nothing is judged."""
     if paper is None:
         return None
     return {
@@ -60,9 +60,9 @@ def judge(metric: Metric, paper: Published | None, ours: Summary | None) -> Verd
     """Our mean against the paper's; None where nothing is judged.
 
     Args:
-        metric: Of both.
-        paper: Its number, None where it gives none.
-        ours: Over the seeds, None where there is no run yet.
+        metric: What both numbers are.
+        paper: The paper's number, None where it gives none.
+        ours: Our statistics over the seeds, None where there is no run yet.
     """
     wanted = target(metric, paper)
     if wanted is None or ours is None:
@@ -81,11 +81,11 @@ class Entry:
     """A cell of a table.
 
     Attributes:
-        row: Its heading.
-        column: Its heading.
-        runs: Settings by dotted name in which the runs behind it differ from the defaults; there is
-        one run a seed.
-        metric: What is read off the runs.
+        row: The heading of its row.
+        column: The heading of its column.
+        runs: Settings of the runs behind it that differ from the defaults, by dotted name; there
+            is one run for each seed.
+        metric: What is read from the runs.
         paper: The paper's number, None where it gives none.
     """
 

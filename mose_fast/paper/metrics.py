@@ -1,8 +1,8 @@
-"""What the paper's tables count, read off the ``results.json`` of a setting's runs.
+"""The metrics of the paper's tables, read from the ``results.json`` of a setting's runs.
 
-Accuracies and forgetting are in percent. Tasks count from 0. Experts are named ``1`` ..., ``last``
-and ``mean``; the mean of nearest class mean classifiers averages squared distances, that of linear
-ones logits.
+Accuracies and forgetting are in percent. Tasks are counted from 0. Experts are named ``1`` ...,
+``last`` and ``mean``; the mean of nearest-class-mean classifiers averages squared distances, that
+of linear classifiers logits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
 #: Contents of a ``results.json``.
 Results = Mapping[str, Any]
 
-#: What decides how a metric is judged: larger is better, smaller is better, the same for every
-#: seed, or nothing.
+#: How a metric is judged: larger is better, smaller is better, smaller is better and equal for all
+#: seeds, or not at all.
 KINDS = ("accuracy", "forgetting", "size", "free")
 
 
@@ -46,9 +46,10 @@ class Metric:
     """A number of each run of a setting.
 
     Attributes:
-        name: For tables.
+        name: Its name in tables.
         kind: One of :data:`KINDS`.
-        read: From the results of all seeds to a value for each; None where a run does not have it.
+        read: A function from the results of all seeds to a value for each; None for a run that does
+            not have it.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Metric:
 
 
 def average_accuracy(classifier: str = "ncm", expert: str = "last") -> Metric:
-    """ACC."""
+    """ACC, the mean accuracy over all tasks after the last one."""
     return _of_each("ACC", "accuracy", lambda run: 100 * run["acc"][classifier][_name(run, classifier, expert)])
 
 
@@ -85,7 +86,7 @@ def best_final_accuracy(task: int | None = None, classifier: str = "ncm") -> Met
     mean over the seeds there.
 
     Args:
-        task: None: the mean over all tasks, each with its best expert.
+        task: The task tested; None: the mean over all tasks, each with its best expert.
         classifier: ``ncm`` or ``linear``.
     """
 
@@ -108,10 +109,10 @@ def accuracy_after(after: int, task: int | None, classifier: str = "ncm", expert
     """Accuracy on a task after an earlier one.
 
     Args:
-        after: Task that was learned last; -1: the last of all.
-        task: None: the mean over the tasks up to ``after``.
+        after: The task that was learned last; -1: the last of all.
+        task: The task tested; None: the mean over the tasks up to ``after``.
         classifier: ``ncm`` or ``linear``.
-        expert: Of the classifier.
+        expert: The classifier's expert.
     """
 
     def read(run: Results) -> float | None:
@@ -137,8 +138,8 @@ def new_task_accuracy(task: int | None, classifier: str = "ncm", expert: str = "
 
 
 def overfitting_of_old_tasks(after: int | None, classifier: str = "ncm", expert: str = "last") -> Metric:
-    """Mean BOF of the tasks before ``after``, once that is learned; None: the mean over all such
-    times.
+    """Mean BOF of the tasks before ``after`` when that task has been learned; None: the mean over
+    all tasks but the first.
 
     A task without samples in the memory, or with a test accuracy of 0, has no BOF and is left out.
     """
@@ -192,7 +193,7 @@ def _mean_of_experts(classifier: str) -> str:
 
 
 def _name(run: Results, classifier: str, expert: str) -> str:
-    """The expert as results name it."""
+    """The expert's name in the results."""
     if expert == "mean":
         return _mean_of_experts(classifier)
     return str(len(run["acc"][classifier]) - 1) if expert == "last" else expert
@@ -207,6 +208,6 @@ def _has_task(run: Results, task: int | None) -> bool:
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:
-    """Over what is defined."""
+    """The mean of the values that are not NaN; None where all are."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else None

@@ -1,8 +1,8 @@
 """The tables and figures that ``mose-fast paper`` knows, by name.
 
-Each is made for a preset of MOSE. What both leave open is as in the submission: views of ``simclr``
-(flip, gray, crop), which the paper describes and the code then had; the code's default of today
-leaves the flip out (docs/specification/mose.md section 5.3). Standard deviations are the paper's,
+Each is described for a preset of MOSE. Augmentation is that of the submission: ``simclr`` (flip,
+gray, crop), which the paper describes and the code had then; today the code's default leaves the
+flip out (docs/specification/mose.md section 5.3). Standard deviations are the paper's,
 over 15 runs.
 """
 
@@ -28,11 +28,11 @@ _NO_NUMBER = "The paper shows a figure without numbers; nothing is judged."
 
 
 def describe(name: str, preset: str = "released") -> PaperTable:
-    """What a name stands for.
+    """The description of a table.
 
     Args:
         name: A key of :data:`TABLES`.
-        preset: Of MOSE, ``released`` or ``paper``.
+        preset: The preset of MOSE, ``released`` or ``paper``.
 
     Raises:
         ConfigError: There is no such name or preset; the message has near matches.
@@ -47,7 +47,9 @@ def describe(name: str, preset: str = "released") -> PaperTable:
 def _mose(
     preset: str, memory: int, stream: str = _CIFAR, *, tasks: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Settings of MOSE: the preset, with the submission's views unless ``options`` names others."""
+    """Settings of MOSE: the preset, with the submission's augmentation unless ``options`` has
+    another.
+    """
     changes: dict[str, Any] = {"preset": preset, "stream.name": stream, "memory": memory}
     if tasks is not None:
         changes["stream.tasks"] = tasks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mose_fast.streams.files import read_npz
+from mose_fast.streams.npz import read_npz
 from mose_fast.streams.stream import StreamError
 
 __all__ = [

@@ -1,10 +1,10 @@
-"""From image files to pixels: by Pillow, or many at a time by DALI, whose pixels are the same."""
+"""Image files to pixels: by Pillow, or many at a time by DALI, with the same pixels."""
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,14 +14,16 @@ from PIL import Image
 from mose_fast import _dali
 from mose_fast.streams.stream import StreamError
 
-__all__ = ["Decoding", "Watch", "decode_image", "decode_images"]
+__all__ = ["Decoding", "Watch", "centre_square", "decode_image", "decode_images"]
 
-#: Told how many images are decoded, and of how many.
+#: Called with the number of images decoded so far, and of all.
 Watch = Callable[[int, int], None]
 
 # From so many files on, DALI saves more than the second that its import takes.
 _MANY = 2000
+# Files that are decoded together; fewer where they are resized, since those may be large photos.
 _BATCH = 256
+_RESIZED_BATCH = 32
 
 
 class _Differs(Exception):
@@ -35,11 +37,27 @@ class Decoding:
     Attributes:
         decoder: ``pil``, ``dali``, or ``auto``: DALI where it is installed and there are many
         files.
-        watch: Told how many images are decoded so far.
+        watch: Called with the number of images decoded so far, and of all.
+        resize: Side in pixels of the images, see :func:`centre_square`; None: as they are.
     """
 
     decoder: str = "auto"
     watch: Watch | None = None
+    resize: int | None = None
+
+
+def centre_square(pixels: np.ndarray, side: int) -> np.ndarray:
+    """Resizes an image of any size so that its shorter side is ``side``, and cuts out the centre:
+    uint8 [H, W, 3] to [side, side, 3].
+
+    Both are one step of Pillow's bilinear filter, which averages over what becomes one pixel
+    (antialiasing). An image of that size is unchanged.
+    """
+    height, width = pixels.shape[:2]
+    short = min(height, width)
+    left, top = (width - short) / 2, (height - short) / 2
+    box = (left, top, left + short, top + short)
+    return np.array(Image.fromarray(pixels).resize((side, side), Image.Resampling.BILINEAR, box))
 
 
 def decode_image(data: bytes, what: str) -> np.ndarray:
@@ -80,12 +98,12 @@ def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: De
     """Decodes files in order, uint8 [H, W, 3] each.
 
     DALI decodes JPEG files only, on the host, where it uses the same algorithm as Pillow: one image
-    of every batch is decoded by both, and must be the same in every pixel. So the decoder changes
-    how long it takes and nothing else.
+    of every batch is decoded by both, and must be the same in every pixel. Resizing is Pillow's in
+    both cases. So the decoder changes how long it takes and nothing else.
 
     Args:
-        files: Name of each, for messages, and what reads its bytes.
-        decoding: By what, and who is told of the progress.
+        files: The name of each file, for messages, and a function that reads its bytes.
+        decoding: The decoder, the size wanted, and who is told of the progress.
 
     Raises:
         StreamError: A file is damaged; DALI is asked for and cannot be used, or decodes a file
@@ -101,9 +119,10 @@ def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: De
 
     done = 0
     decode = _by_dali() if decoder == "dali" else _by_pillow
-    for start in range(0, len(files), _BATCH):
+    batch = _BATCH if decoding.resize is None else _RESIZED_BATCH
+    for start in range(0, len(files), batch):
         names, data = [], []
-        for name, read in files[start : start + _BATCH]:
+        for name, read in files[start : start + batch]:
             names.append(name)
             data.append(read())
         try:
@@ -113,17 +132,19 @@ def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: De
                 raise StreamError(f"{difference}; wanted decoder pil") from None
             decode = _by_pillow
             images = decode(names, data)
-        yield from images
+        for image in images:
+            yield image if decoding.resize is None else centre_square(image, decoding.resize)
         done += len(names)
         if decoding.watch is not None:
             decoding.watch(done, len(files))
 
 
-def _by_pillow(names: Sequence[str], data: Sequence[bytes]) -> list[np.ndarray]:
-    return [decode_image(one, name) for name, one in zip(names, data, strict=True)]
+def _by_pillow(names: Sequence[str], data: Sequence[bytes]) -> Iterable[np.ndarray]:
+    # One at a time: a list of large photos may not fit into the memory.
+    return (decode_image(one, name) for name, one in zip(names, data, strict=True))
 
 
-def _by_dali() -> Callable[[Sequence[str], Sequence[bytes]], list[np.ndarray]]:
+def _by_dali() -> Callable[[Sequence[str], Sequence[bytes]], Iterable[np.ndarray]]:
     # Not at the top: DALI is an extra, and its import takes half a second.
     from nvidia.dali import Pipeline, fn, types
 
@@ -134,7 +155,7 @@ def _by_dali() -> Callable[[Sequence[str], Sequence[bytes]], list[np.ndarray]]:
         pipeline.set_outputs(fn.decoders.image(encoded, device="cpu", output_type=types.RGB, adjust_orientation=False))
     pipeline.build()
 
-    def decode(names: Sequence[str], data: Sequence[bytes]) -> list[np.ndarray]:
+    def decode(names: Sequence[str], data: Sequence[bytes]) -> Iterable[np.ndarray]:
         jpeg = [i for i, one in enumerate(data) if one[:2] == b"\xff\xd8"]
         images: list[np.ndarray | None] = [None] * len(data)
         if jpeg:

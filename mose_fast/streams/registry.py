@@ -16,7 +16,8 @@ from mose_fast.streams import datasets, tiny_imagenet
 from mose_fast.streams.arrays import assemble
 from mose_fast.streams.catalogue import names, summary
 from mose_fast.streams.decoding import Decoding, Watch
-from mose_fast.streams.files import ARRAYS, read_folder, read_npz
+from mose_fast.streams.folder import read_folder
+from mose_fast.streams.npz import ARRAYS, read_npz
 from mose_fast.streams.stream import Stream, StreamError
 
 __all__ = ["check_fingerprint", "create", "locate"]
@@ -168,7 +169,12 @@ def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
 
 
 def _make(config: StreamConfig, watch: Watch | None) -> Stream:
-    decoding = Decoding(config.decoder, watch)
+    decoding = Decoding(config.decoder, watch, config.resize)
+    path = Path(config.name).expanduser()
+    if config.resize is not None and (config.name in _STREAMS or path.is_file()):
+        raise StreamError(
+            f"stream.resize is {config.resize}, but {config.name!r} is no image folder; wanted one, or no stream.resize"
+        )
     settings = {
         "batch": config.batch,
         "class_order_seed": config.class_order_seed,
@@ -184,7 +190,6 @@ def _make(config: StreamConfig, watch: Watch | None) -> Stream:
             tasks=entry.tasks if config.tasks is None else config.tasks,
             normalisation=config.normalisation or entry.normalisation,
         )
-    path = Path(config.name).expanduser()
     if path.suffix.lower() == ".npz":
         contents: dict[str, Any] = dict(read_npz(path, ARRAYS))
     elif path.is_dir():

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import os
 import re
-import time
 import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from mose_fast.streams.cache import Decoded, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
-from mose_fast.streams.files import ARRAYS, read_npz
 from mose_fast.streams.stream import StreamError
 
 __all__ = ["FOLDER", "ZIP", "find", "read"]
@@ -27,17 +22,13 @@ __all__ = ["FOLDER", "ZIP", "find", "read"]
 FOLDER = "tiny-imagenet-200"
 ZIP = f"{FOLDER}.zip"
 CACHE = f"{FOLDER}.decoded.npz"
-# In seconds.
-_DAY = 86400.0
 
 SOURCE = f"{ZIP} from the Tiny-ImageNet page of Stanford's course CS231n"
 
 
 @dataclass(frozen=True)
 class _Files:
-    """The data set's files by their path in the official layout, whether they lie in a folder or in
-    the zip.
-    """
+    """The data set's files by their path in the official layout, in a folder or in the zip."""
 
     root: Path
     stamps: dict[str, str]  # path -> size and date, to see whether the decoded copy is still of these files
@@ -62,19 +53,18 @@ def find(data_dir: Path) -> Path | None:
     return data_dir / ZIP if (data_dir / ZIP).is_file() else None
 
 
-def read(data_dir: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
+def read(data_dir: Path, decoding: Decoding) -> Decoded:
     """Reads the training images and, as test data, the validation images (the official test set has
     no labels).
 
     Labels number the WordNet ids in sorted order: ``wnids.txt`` lists them in no order that means
     anything, and sorted is what every reader of class folders produces, so that label i is the same
-    class with all of them. A subset of the classes works alike. The decoded arrays are kept in an
-    ``.npz`` beside the data where that folder is writable, and made anew when the files have
-    changed or the copy is damaged.
+    class with all of them. The data may hold a subset of the classes. The decoded arrays are kept
+    beside the data; see :func:`mose_fast.streams.cache.decoded_once`.
 
     Args:
         data_dir: Folder of the data; see :func:`find`.
-        decoding: What decodes the images.
+        decoding: How the images are decoded.
 
     Returns:
         The four arrays of a stream (images uint8 [N, 64, 64, 3]; training images by class,
@@ -90,10 +80,12 @@ def read(data_dir: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], lis
             f" it in {data_dir}"
         )
     if root.is_dir():
-        return _read_cached(_folder_files(root), root / CACHE, decoding)
+        files = _folder_files(root)
+        return decoded_once(root / CACHE, files.stamps, partial(_decode, files, decoding))
     try:
         with zipfile.ZipFile(root) as archive:
-            return _read_cached(_zip_files(root, archive), root.with_name(CACHE), decoding)
+            files = _zip_files(root, archive)
+            return decoded_once(root.with_name(CACHE), files.stamps, partial(_decode, files, decoding))
     except (zipfile.BadZipFile, EOFError) as error:
         raise StreamError(f"{root} is damaged or truncated ({error}); get {SOURCE} again") from error
 
@@ -130,21 +122,7 @@ def _zip_files(root: Path, archive: zipfile.ZipFile) -> _Files:
     return _Files(root, {path: f"{i.file_size} {i.CRC}" for path, i in infos.items()}, read_member)
 
 
-def _read_cached(files: _Files, cache: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
-    lines = "\n".join(f"{path} {stamp}" for path, stamp in sorted(files.stamps.items()))
-    fingerprint = hashlib.sha256(lines.encode()).hexdigest()
-    _remove_leftovers(cache)
-    if cache.is_file():
-        with contextlib.suppress(StreamError):  # a damaged copy is made anew
-            if str(read_npz(cache, ("fingerprint",))["fingerprint"]) == fingerprint:
-                held = read_npz(cache, (*ARRAYS, "wnids"))
-                return {n: held[n] for n in ARRAYS}, held["wnids"].tolist()
-    arrays, wnids = _decode(files, decoding)
-    _write(cache, {**arrays, "wnids": np.array(wnids), "fingerprint": np.array(fingerprint)})
-    return arrays, wnids
-
-
-def _decode(files: _Files, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
+def _decode(files: _Files, decoding: Decoding) -> Decoded:
     wnids = sorted(files.text("wnids.txt").split())
     label_of = {wnid: label for label, wnid in enumerate(wnids)}
     train: dict[str, list[tuple[int, str]]] = {wnid: [] for wnid in wnids}
@@ -193,47 +171,3 @@ def _images(files: _Files, paths: list[str], decoding: Decoding) -> np.ndarray:
             )
         images[i] = image
     return images
-
-
-def _write(cache: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes the decoded copy in one step, or not at all where the folder is read-only or the disk
-    full.
-    """
-    temporary = cache.with_name(f".{CACHE}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        try:
-            with temporary.open("wb") as file:
-                with contextlib.suppress(OSError):
-                    _lock(file)
-                np.savez(file, **arrays)
-            os.replace(temporary, cache)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _remove_leftovers(cache: Path) -> None:
-    """Deletes the unfinished copies of processes that were killed while they wrote them: the lock
-    of one that lives holds its copy.
-
-    Where the file system has no locks, those that have not grown for a day.
-    """
-    for path in cache.parent.glob(f".{CACHE}.*"):
-        with contextlib.suppress(OSError), path.open("r+b") as file:
-            try:
-                _lock(file)
-            except BlockingIOError:
-                continue
-            except OSError:
-                if time.time() - path.stat().st_mtime < _DAY:
-                    continue
-            path.unlink()
-
-
-def _lock(file: BinaryIO) -> None:
-    """Locks a file for as long as it is open.
-
-    Raises:
-        BlockingIOError: Another process holds it.
-        OSError: The file system has no locks.
-    """
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

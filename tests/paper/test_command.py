@@ -98,7 +98,7 @@ def test_verdicts(tmp_path, digits, monkeypatch, engine):
     place of the paper's, runs are judged.
     """
     engine()
-    monkeypatch.setattr("mose_fast.paper.run._departures", lambda config, wanted: [])
+    monkeypatch.setattr("mose_fast.paper.plan._departures", lambda config, wanted: [])
     changes = {"stream.name": str(digits), "stream.tasks": 2, "width": 1, "stream.limit_per_task": 20, "device": "cpu"}
     page, failures = run_table("taskwise", tmp_path, seeds=[0, 1], changes=changes, say=lambda line: None)
     assert (page, failures) == (tmp_path / "taskwise.md", ())

@@ -6,7 +6,7 @@ import pytest
 
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.paper.description import target
-from mose_fast.paper.run import Plan
+from mose_fast.paper.plan import Plan
 from mose_fast.paper.tables import TABLES, describe
 from mose_fast.report import published
 from mose_fast.report.published import numbers

@@ -10,11 +10,13 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import center_crop, resize
 
 from mose_fast import _dali
 from mose_fast.config import ConfigError, StreamConfig
 from mose_fast.streams import StreamError, create, decoding
-from mose_fast.streams.decoding import Decoding, decode_image, decode_images
+from mose_fast.streams.decoding import Decoding, centre_square, decode_image, decode_images
 
 NO_DALI = _dali.obstacle()
 needs_dali = pytest.mark.skipif(NO_DALI is not None, reason=f"{NO_DALI}; {_dali.INSTALL}")
@@ -56,10 +58,9 @@ KINDS = {
 }
 
 
-def decoded(files: dict[str, bytes], decoder: str, watch=None) -> list[np.ndarray]:
-    return list(
-        decode_images([(name, lambda data=data: data) for name, data in files.items()], Decoding(decoder, watch))
-    )
+def decoded(files: dict[str, bytes], decoder: str, watch=None, resize=None) -> list[np.ndarray]:
+    sources = [(name, lambda data=data: data) for name, data in files.items()]
+    return list(decode_images(sources, Decoding(decoder, watch, resize)))
 
 
 @needs_dali
@@ -140,6 +141,35 @@ def test_other_pixels_are_noticed(monkeypatch):
         StreamError, match=r"a has other pixels when DALI \d.* decodes it than by Pillow; wanted decoder pil"
     ):
         decoded({"a": picture()}, "dali")
+
+
+@pytest.mark.parametrize("size", [(48, 96), (96, 48), (64, 64), (8, 24), (16, 16)])
+def test_resizing_is_torchvisions_resize_and_centre_crop(size):
+    """To one level of the last bit, where the sizes leave nothing to round."""
+    height, width = size
+    image = np.array(Image.open(io.BytesIO(picture(2, height, width, form="PNG"))))
+    wanted = np.array(center_crop(resize(Image.fromarray(image), 16, InterpolationMode.BILINEAR), 16))
+    assert np.abs(centre_square(image, 16).astype(int) - wanted).max() <= (0 if size == (16, 16) else 1)
+
+
+def test_a_resized_image_shows_the_centre_undistorted():
+    """A disc in the middle of an odd-sized image remains a disc, and the edges beyond are gone."""
+    y, x = np.mgrid[:301, :451]
+    disc = ((y - 150) ** 2 + (x - 225) ** 2 < 100**2) * 255
+    disc[:, :60] = disc[:, -60:] = 255  # outside the centre
+    small = centre_square(np.repeat(disc[..., None], 3, 2).astype(np.uint8), 32)
+    assert small.shape == (32, 32, 3) and np.array_equal(small, small[::-1]) and np.array_equal(small, small[:, ::-1])
+    assert small[0].max() == small[:, 0].max() == 0
+    assert (
+        (small[..., 0] > 127).any(0).sum() == (small[..., 0] > 127).any(1).sum() == pytest.approx(200 / 301 * 32, abs=1)
+    )
+
+
+@needs_dali
+def test_resized_images_are_the_same_by_both_decoders():
+    files = {f"{n}": picture(n, 40 + 4 * n, 120 - 8 * n) for n in range(10)}
+    ours, wanted = decoded(files, "dali", resize=24), decoded(files, "pil", resize=24)
+    assert np.array_equal(np.stack(ours), np.stack(wanted)) and ours[0].shape == (24, 24, 3)
 
 
 def test_automatic_choice(monkeypatch):

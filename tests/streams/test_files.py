@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mose_fast.config import StreamConfig
-from mose_fast.streams import StreamError, create
+from mose_fast.config import ConfigError, StreamConfig
+from mose_fast.streams import StreamError, create, decoding
+from mose_fast.streams.decoding import centre_square
 
 RNG = np.random.default_rng(0)
 
@@ -90,6 +91,59 @@ def test_a_folder_of_images_alone_has_no_warning(folder, recwarn):
 
 def break_missing_test(folder):
     (folder / "test").rename(folder / "tests")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two classes of images of four sizes, and what they are at 16x16."""
+    images = {}
+    for name in ("cat", "dog"):
+        for part, sizes in (("train", ((40, 32), (17, 90))), ("test", ((16, 16),))):
+            for number, size in enumerate(sizes):
+                path = tmp_path / "photos" / part / name / f"{number}.png"
+                images[path] = centre_square(save(path, RNG.integers(0, 256, (*size, 3), np.uint8)), 16)
+    return tmp_path / "photos", images
+
+
+def test_images_of_any_size_are_resized(photos):
+    folder, images = photos
+    stream = load(folder, resize=16)
+    assert stream.image_size == (16, 16)
+    train = [image for path, image in images.items() if "train" in path.parts]
+    assert np.array_equal(stream.x_train.numpy(), np.stack(train))
+    with pytest.raises(StreamError, match="wanted images of one size: resize them"):
+        load(folder)
+
+
+def test_resized_images_are_decoded_once_and_again_when_files_change(photos, monkeypatch):
+    folder, _ = photos
+    seen = []
+    decode = decoding.decode_image
+    monkeypatch.setattr(decoding, "decode_image", lambda data, what: seen.append(what) or decode(data, what))
+    before = load(folder, resize=16).fingerprint
+    assert len(seen) == 6
+    assert load(folder, resize=16).fingerprint == before and len(seen) == 6
+    assert load(folder, resize=8).image_size == (8, 8) and len(seen) == 12  # not the copy of another size
+    save(folder / "train" / "dog" / "0.png", np.zeros((50, 20, 3), np.uint8))
+    changed = load(folder, resize=16)
+    assert len(seen) == 18 and changed.fingerprint != before and not changed.x_train[2].any()
+    (folder / "train" / "dog" / "1.png").unlink()
+    assert len(load(folder, resize=16).x_train) == 3
+
+
+def test_only_image_folders_are_resized(tmp_path):
+    np.savez(tmp_path / "mine.npz", **ARRAYS)
+    for stream in ("digits", tmp_path / "mine.npz"):
+        with pytest.raises(StreamError, match=r"stream\.resize is 16, but .* is no image folder"):
+            load(stream, resize=16)
+
+
+@pytest.mark.parametrize("size", [20, 0, -8, True, "16"])
+def test_sizes_that_no_network_takes_are_refused(size):
+    with pytest.raises(
+        ConfigError, match=f"stream.resize is {size!r}; wanted an integer of at least 8 and divisible by 8"
+    ):
+        StreamConfig(name="photos", resize=size)
 
 
 def break_no_classes(folder):

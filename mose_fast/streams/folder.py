@@ -1,4 +1,4 @@
-"""Reading image folders and ``.npz`` archives, with errors that name the file."""
+"""Reading image folders, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -8,68 +8,33 @@ from pathlib import Path
 
 import numpy as np
 
+from mose_fast.streams.cache import Decoded, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
 from mose_fast.streams.stream import StreamError
 
-__all__ = ["ARRAYS", "read_folder", "read_npz"]
+__all__ = ["SUFFIXES", "read_folder"]
 
-#: The arrays that an ``.npz`` of a stream holds.
-ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-
+#: Names of image files end so.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 # Files that are not read, which a warning names.
 _NAMED = 5
 
 
-def read_npz(
-    path: Path, names: tuple[str, ...] = ARRAYS, *, remedy: str = "write it again with numpy.savez"
-) -> dict[str, np.ndarray]:
-    """Reads the named arrays. Pickled contents are refused, never executed.
-
-    Args:
-        path: The archive.
-        names: Arrays it must hold.
-        remedy: What to do about a damaged file, for the message.
-
-    Raises:
-        StreamError: The file is missing, damaged or lacks an array.
-    """
-    if not path.is_file():
-        raise StreamError(f"{path} is no file; wanted an .npz with {', '.join(names)}")
-    try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise StreamError(
-                f"{path} holds a single array; wanted an .npz with {', '.join(names)}: numpy.savez writes it"
-            )
-        with archive:
-            missing = [n for n in names if n not in archive.files]
-            if missing:
-                held = ", ".join(archive.files) or "nothing"
-                raise StreamError(f"{path} lacks {', '.join(missing)} and holds {held}; wanted {', '.join(names)}")
-            return {n: archive[n] for n in names}
-    except StreamError:
-        raise
-    except MemoryError as error:
-        raise StreamError(f"{path} is damaged, or its arrays do not fit into the memory ({error}); {remedy}") from error
-    except Exception as error:  # zipfile, zlib and numpy raise many unrelated types on damaged input
-        raise StreamError(f"{path} is damaged, truncated or no .npz archive ({error}); {remedy}") from error
-
-
-def read_folder(root: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], list[str]]:
+def read_folder(root: Path, decoding: Decoding) -> Decoded:
     """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``.
 
     Files of other types and in other places are not read, and a warning says so. Names that begin
-    with a point are passed over.
+    with a point are ignored. Resized images are kept in the folder, see
+    :func:`mose_fast.streams.cache.decoded_once`, since photos take long to decode.
 
     Args:
         root: The folder.
-        decoding: What decodes the images.
+        decoding: How the images are decoded, and to what size.
 
     Returns:
-        The four arrays of :data:`ARRAYS`, labels numbering the class folders of ``train`` in sorted
-        order, and their names.
+        The four arrays of a stream, labels numbering the class folders of ``train`` in sorted
+        order, and the names of these folders.
 
     Raises:
         StreamError: A folder is missing or empty, a file is damaged, or sizes differ or cannot be
@@ -104,6 +69,18 @@ def read_folder(root: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], 
             )
     files = [file for found in labelled.values() for file, _ in found]
     _warn_of_others(root, files)
+    decode = partial(_decode, labelled, names, decoding)
+    if decoding.resize is None:
+        return decode()
+    stamps = {}
+    for file in files:
+        status = file.stat()
+        stamps[file.relative_to(root).as_posix()] = f"{status.st_size} {status.st_mtime_ns}"
+    return decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode)
+
+
+def _decode(labelled: dict[str, list[tuple[Path, int]]], names: list[str], decoding: Decoding) -> Decoded:
+    files = [file for found in labelled.values() for file, _ in found]
     images: list[np.ndarray] = []
     for file, image in zip(
         files, decode_images([(str(file), partial(_read, file)) for file in files], decoding), strict=True
@@ -112,11 +89,12 @@ def read_folder(root: Path, decoding: Decoding) -> tuple[dict[str, np.ndarray], 
         if images and image.shape != images[0].shape:
             raise StreamError(
                 f"{files[0]} is {images[0].shape[0]}x{images[0].shape[1]} and {file} is {height}x{width}; wanted images"
-                " of one size: resize them first, for example with Pillow's Image.resize"
+                " of one size: resize them with --resize N (stream.resize)"
             )
         if height % 8 or width % 8:
             raise StreamError(
-                f"{file} is {height}x{width}; wanted sides divisible by 8: pad or resize the images first"
+                f"{file} is {height}x{width}; wanted sides divisible by 8: pad or resize the images, for example with"
+                " --resize N (stream.resize)"
             )
         images.append(image)
     arrays: dict[str, np.ndarray] = {}

@@ -1,0 +1,214 @@
+"""The page of a table of the paper: our numbers beside the paper's, with verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mose_fast.knobs import as_text
+from mose_fast.paper.description import RULE, Entry, Part, Verdict, judge, target
+from mose_fast.paper.metrics import Results
+from mose_fast.paper.plan import Plan, settings_key
+from mose_fast.report.published import RUNS
+from mose_fast.report.statistics import Summary, summarise
+from mose_fast.report.table import Cell as Shown
+from mose_fast.report.table import Interval, Number, Spread, Table
+from mose_fast.sweep.cells import Failure
+from mose_fast.sweep.folder import SweepFolder
+from mose_fast.sweep.grid import Cell
+from mose_fast.train.results import precision_of
+
+__all__ = ["overview", "render"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Our number for a cell of the paper's table.
+
+    Attributes:
+        entry: The cell's description.
+        ours: Statistics over the seeds; None where no finished run has the number.
+        verdict: None where nothing is judged.
+    """
+
+    entry: Entry
+    ours: Summary | None
+    verdict: Verdict | None
+
+
+def overview(plan: Plan) -> str:
+    """The paper's cells and what passes, before anything has run."""
+    lines = [f"{plan.name}: {plan.description.title}"]
+    for part in plan.description.parts:
+        lines += ["", f"{part.title} ({part.source})", _paper_table(part).markdown().rstrip()]
+    return "\n".join([*lines, "", *plan.description.notes, RULE, *plan.departure_lines()])
+
+
+def render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tuple[str, str]:
+    """The page in Markdown, and all cells as CSV.
+
+    Args:
+        plan: The table's runs.
+        folder: The folder of the runs.
+        failures: Runs that could not be finished.
+    """
+    parts = plan.description.parts
+    by_runs: dict[str, list[tuple[int, Entry]]] = {}
+    for number, part in enumerate(parts):
+        for entry in part.entries:
+            by_runs.setdefault(settings_key(entry.runs), []).append((number, entry))
+    measured: list[dict[tuple[str, str], Measured]] = [{} for _ in parts]
+    by_name: dict[str, tuple[Cell, Results]] = {}
+    for entries in by_runs.values():
+        # One setting at a time: the matrices of a hundred tasks are large.
+        found = plan.finished(entries[0][1].runs, folder, [failure.name for failure in failures])
+        results = [run for _, run in found]
+        for number, entry in entries:
+            measured[number][entry.row, entry.column] = _measure(entry, results, judged=not plan.departures)
+        by_name |= {cell.name: (cell, _facts(run)) for cell, run in found}
+    runs = list(by_name.values())
+
+    verdicts = [m.verdict for cells in measured for m in cells.values() if m.verdict is not None]
+    lines = [f"# {plan.name}: {plan.description.title}", "", f"    {plan.command}", ""]
+    lines += [f"**{line[:1].upper()}{line[1:]}.**\n" for line in plan.departure_lines()]
+    if verdicts:
+        passed, unsure = sum(v.passed for v in verdicts), sum(not v.sure for v in verdicts)
+        lines += [
+            f"{passed} of {len(verdicts)} judged cells pass; {unsure} of these verdicts are not sure with these seeds.",
+            "",
+        ]
+    for part, cells in zip(parts, measured, strict=True):
+        lines += [f"## {part.title}", "", _table(part, cells).markdown()]
+    lines += ["## Notes", "", *(f"- {note}" for note in plan.description.notes)]
+    lines += [] if plan.departures else [f"- {RULE}"]
+    lines += [
+        "- Ours: mean ± standard deviation over the seeds, and 95 % interval of the mean by Student's t; the paper's:"
+        f" {RUNS} runs."
+    ]
+    lines += [f"- Not finished: {failure.name}: {failure.reason}" for failure in failures]
+    lines += ["", "## Runs", "", _runs_table(runs).markdown(), *_provenance([run for _, run in runs])]
+    return "\n".join(lines) + "\n", _long_table(parts, measured).csv()
+
+
+def _measure(entry: Entry, results: Sequence[Results], *, judged: bool) -> Measured:
+    values = [value for value in (entry.metric.read(results) if results else []) if value is not None]
+    ours = summarise(values, resamples=0) if values else None
+    return Measured(entry, ours, judge(entry.metric, entry.paper, ours) if judged else None)
+
+
+def _paper_table(part: Part) -> Table:
+    """The paper's numbers and the values that pass."""
+    entries = {(entry.row, entry.column): entry for entry in part.entries}
+    table = Table("paper", "", ["", "", *part.columns])
+    for row in part.rows:
+        line = [entries.get((row, column)) for column in part.columns]
+        table.rows.append([row, "paper", *(_published(entry, part.digits) for entry in line)])
+        to_pass = [None if entry is None else _to_pass(entry, part.digits) for entry in line]
+        table.rows += [[row, "to pass", *to_pass]] if any(to_pass) else []
+    return table
+
+
+def _table(part: Part, measured: Mapping[tuple[str, str], Measured]) -> Table:
+    """For each row of the paper's table up to four lines: our numbers, their intervals, the
+    paper's numbers, the verdicts.
+    """
+    numbers = any(entry.paper is not None for entry in part.entries)
+    about = f"The paper's numbers: {part.source}." if numbers else f"{part.source} has no numbers."
+    table = Table(part.title, about, ["", "", *part.columns])
+    for row in part.rows:
+        cells = [measured.get((row, column)) for column in part.columns]
+        summaries = [m.ours if m is not None else None for m in cells]
+        table.rows.append([row, "ours", *(_spread(s, part.digits) for s in summaries)])
+        lines: dict[str, list[Shown]] = {
+            "95 % interval": [_interval(s, part.digits) for s in summaries],
+            "paper": [_published(None if m is None else m.entry, part.digits) for m in cells] if numbers else [],
+            "verdict": [str(m.verdict) if m is not None and m.verdict is not None else None for m in cells],
+        }
+        table.rows += [[row, name, *line] for name, line in lines.items() if any(line)]
+    return table
+
+
+def _long_table(parts: Sequence[Part], measured: Sequence[Mapping[tuple[str, str], Measured]]) -> Table:
+    """One row for each cell."""
+    table = Table("cells", "", spreads=("ours", "paper"), intervals=("interval",))
+    for part, cells in zip(parts, measured, strict=True):
+        digits = part.digits + 1
+        for entry in part.entries:
+            m = cells[entry.row, entry.column]
+            table.add(
+                {
+                    "part": part.title,
+                    "source": part.source,
+                    "row": entry.row,
+                    "column": entry.column,
+                    "metric": entry.metric.name,
+                    "n": m.ours.n if m.ours else 0,
+                    "ours": _spread(m.ours, digits),
+                    "interval": _interval(m.ours, digits),
+                    "paper": Spread(entry.paper.mean, entry.paper.sd, part.digits) if entry.paper else None,
+                    "difference": Number(m.ours.mean - entry.paper.mean, digits) if m.ours and entry.paper else None,
+                    "to pass": _to_pass(entry, part.digits),
+                    "verdict": str(m.verdict) if m.verdict else None,
+                }
+            )
+    return table
+
+
+def _spread(summary: Summary | None, digits: int) -> Shown:
+    return None if summary is None else Spread(summary.mean, summary.sd if summary.n > 1 else None, digits)
+
+
+def _interval(summary: Summary | None, digits: int) -> Shown:
+    return None if summary is None or summary.n < 2 else Interval(*summary.t_interval, digits)
+
+
+def _published(entry: Entry | None, digits: int) -> Shown:
+    if entry is None:
+        return None
+    return "no number" if entry.paper is None else Spread(entry.paper.mean, entry.paper.sd, digits)
+
+
+def _to_pass(entry: Entry, digits: int) -> str | None:
+    wanted = target(entry.metric, entry.paper)
+    relation = ">=" if entry.metric.kind == "accuracy" else "<="
+    return None if wanted is None else f"{relation} {wanted:.{digits}f}"
+
+
+def _facts(results: Results) -> Results:
+    """The part of the results that the list of runs needs, without the large accuracy matrices."""
+    names = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
+    return {name: results[name] for name in names}
+
+
+def _runs_table(runs: Sequence[tuple[Cell, Results]]) -> Table:
+    by_setting: dict[str, list[tuple[Cell, Results]]] = {}
+    for cell, results in runs:
+        by_setting.setdefault(cell.label, []).append((cell, results))
+    about = "Settings that differ from the method's preset. Each run's folder is named by these settings and its seed."
+    table = Table("runs", about, ["setting", "seeds", "minutes a run"])
+    for label, same in by_setting.items():
+        minutes = summarise([results["seconds"]["total"] / 60 for _, results in same], resamples=0)
+        table.rows.append([label, ", ".join(str(cell.config.seed) for cell, _ in same), _spread(minutes, 2)])
+    return table
+
+
+def _provenance(runs: Sequence[Results]) -> list[str]:
+    """Machine, code and precision of the runs; several values where runs differ."""
+
+    def values(value: Callable[[Results], Any]) -> str:
+        return ", ".join(dict.fromkeys(as_text(value(run)) for run in runs))
+
+    def place(run: Results) -> str:
+        return run["card"] or f"{run['processor']}, {run['threads']} thread{'' if run['threads'] == 1 else 's'}"
+
+    if not runs:
+        return ["No run is finished."]
+    return [
+        f"- computed on: {values(place)}",
+        f"- commit: {values(lambda run: run['commit'])}; native library: {values(lambda run: run['native_backend'])}",
+        "- versions: "
+        + "; ".join(f"{name} {values(lambda run, name=name: run['versions'][name])}" for name in runs[0]["versions"]),
+        f"- data: {values(lambda run: run['config']['stream'].get('fingerprint') or 'of runs before fingerprints')}",
+        f"- precision: {values(precision_of)}; deterministic: {values(lambda run: run['config']['deterministic'])}",
+    ]

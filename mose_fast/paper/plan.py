@@ -1,0 +1,161 @@
+"""Which runs stand behind a table of the paper, and whether they follow its protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from mose_fast.config import ConfigError, RunConfig, method_settings
+from mose_fast.knobs import as_text
+from mose_fast.paper.description import PaperTable
+from mose_fast.paper.metrics import Results
+from mose_fast.paper.tables import describe
+from mose_fast.settings import all_settings, dotted, telling_apart, with_absolute_paths, with_changes
+from mose_fast.sweep.folder import SweepFolder
+from mose_fast.sweep.grid import Cell, folder_name
+from mose_fast.sweep.store import read_run
+from mose_fast.train.files import RunFolder
+
+__all__ = ["Plan", "settings_key"]
+
+
+class Plan:
+    """The runs behind a table of the paper.
+
+    Args:
+        name: The table's name, a key of :data:`mose_fast.paper.tables.TABLES`.
+        seeds: The runs' seeds.
+        preset: The preset of MOSE.
+        changes: Settings by dotted name that all runs get, whatever the paper says; those that a
+            method does not have are left out for its runs.
+
+    Attributes:
+        description: The table's description.
+        departures: How the runs differ from the paper's protocol, each ``name value instead of
+            value``; only without any are numbers judged.
+        command: The command line that makes this plan, without the folder.
+        stem: The name of its files without ending: the table's, the preset's unless it is the
+            default, and ``trial`` if there are departures.
+
+    Raises:
+        ConfigError: The name is unknown, or a setting is unusable.
+    """
+
+    def __init__(
+        self, name: str, seeds: Sequence[int], preset: str = "released", changes: Mapping[str, Any] | None = None
+    ) -> None:
+        self.name, self.seeds, changes = name, tuple(seeds), dict(changes or {})
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"seeds are {list(self.seeds)}; wanted at least one, and each once")
+        for setting in ("method", "preset", "seed"):
+            if setting in changes:
+                raise ConfigError(
+                    f"{setting} is set to {changes[setting]!r} for all runs of {name}, whose description says it"
+                )
+        self.description: PaperTable = describe(name, preset)
+        departures: dict[str, None] = {}
+        self._cells: dict[str, list[Cell]] = {}
+        for runs in {settings_key(entry.runs): entry.runs for entry in self.description.entries}.values():
+            wanted = with_changes(None, runs)
+            known = all_settings(wanted.method)
+            config = with_absolute_paths(
+                with_changes(None, {**runs, **{n: value for n, value in changes.items() if n in known}})
+            )
+            departures |= dict.fromkeys(_departures(config, wanted))
+            # A run is named by how it differs from the method's preset, so that tables share
+            # their common runs.
+            values = {"stream.name": config.stream.name, "memory": config.memory, **_differences(config)}
+            self._cells[settings_key(runs)] = [
+                Cell(
+                    folder_name({**values, "seed": seed}),
+                    dataclasses.replace(config, seed=seed),
+                    {**values, "seed": seed},
+                )
+                for seed in self.seeds
+            ]
+        self.departures = list(departures)
+        self.stem = "-".join(
+            [name, *([preset] if preset != RunConfig.preset else []), *(["trial"] if departures else [])]
+        )
+        settings = [part for setting, value in changes.items() for part in ("--set", f"{setting}={as_text(value)}")]
+        self.command = shlex.join(
+            ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset, *settings]
+        )
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All runs, each once. The seed varies slowest, so that every setting is run early."""
+        return list(
+            {cells[i].name: cells[i] for i in range(len(self.seeds)) for cells in self._cells.values()}.values()
+        )
+
+    def cells_of(self, runs: Mapping[str, Any]) -> list[Cell]:
+        """The runs behind an entry with these settings, by seed."""
+        return self._cells[settings_key(runs)]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Replaces the runs' names by those of their folders.
+
+        Args:
+            names: The new name by the present one.
+        """
+        self._cells = {
+            key: [dataclasses.replace(cell, name=names[cell.name]) for cell in cells]
+            for key, cells in self._cells.items()
+        }
+
+    def finished(
+        self, runs: Mapping[str, Any], folder: SweepFolder, without: Collection[str]
+    ) -> list[tuple[Cell, Results]]:
+        """The finished runs of :meth:`cells_of` and their results.
+
+        Args:
+            runs: The entry's settings.
+            folder: The folder of all runs.
+            without: Names of runs to leave out.
+        """
+        there = [
+            c for c in self.cells_of(runs) if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()
+        ]
+        return [(cell, read_run(folder.run(cell.name))[1]) for cell in there]
+
+    def departure_lines(self) -> list[str]:
+        """One line if the runs depart from the paper's protocol, else none."""
+        return (
+            [f"departs from the protocol: {', '.join(self.departures)}; nothing is judged"] if self.departures else []
+        )
+
+
+def settings_key(runs: Mapping[str, Any]) -> str:
+    """A text that is equal for equal settings."""
+    return json.dumps(runs, sort_keys=True)
+
+
+def _differences(config: RunConfig) -> dict[str, Any]:
+    """What sets a configuration apart from its method's preset, from the default method, and from
+    the method's first preset.
+    """
+    usual = dotted(RunConfig.create(config.preset, method=config.method).to_dict())
+    usual |= {"method": RunConfig.method, "preset": method_settings(config.method).preset(None)}
+    return {name: value for name, value in _protocol(config).items() if value != usual[name]}
+
+
+def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:
+    found, planned = _protocol(config), _protocol(wanted)
+    differing = [name for name in planned if found[name] != planned[name]]
+    return [f"{name} {as_text(found[name])} instead of {as_text(planned[name])}" for name in differing]
+
+
+def _protocol(config: RunConfig) -> dict[str, Any]:
+    """What is learned and how, by dotted name: all but the seed, and where and how fast the run
+    computes.
+    """
+    settings, apart = all_settings(config.method), telling_apart(config.method)
+    return {
+        name: value
+        for name, value in dotted(config.to_dict()).items()
+        if name in apart and settings[name].role != "execution"
+    }

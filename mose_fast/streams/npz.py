@@ -1,0 +1,49 @@
+"""Reading ``.npz`` archives, with errors that name the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mose_fast.streams.stream import StreamError
+
+__all__ = ["ARRAYS", "read_npz"]
+
+#: The arrays that an ``.npz`` of a stream holds.
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+def read_npz(
+    path: Path, names: tuple[str, ...] = ARRAYS, *, remedy: str = "write it again with numpy.savez"
+) -> dict[str, np.ndarray]:
+    """Reads the named arrays. Pickled contents are refused, never executed.
+
+    Args:
+        path: The archive.
+        names: Arrays it must hold.
+        remedy: What to do about a damaged file, for the message.
+
+    Raises:
+        StreamError: The file is missing, damaged or lacks an array.
+    """
+    if not path.is_file():
+        raise StreamError(f"{path} is no file; wanted an .npz with {', '.join(names)}")
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise StreamError(
+                f"{path} holds a single array; wanted an .npz with {', '.join(names)}: numpy.savez writes it"
+            )
+        with archive:
+            missing = [n for n in names if n not in archive.files]
+            if missing:
+                held = ", ".join(archive.files) or "nothing"
+                raise StreamError(f"{path} lacks {', '.join(missing)} and holds {held}; wanted {', '.join(names)}")
+            return {n: archive[n] for n in names}
+    except StreamError:
+        raise
+    except MemoryError as error:
+        raise StreamError(f"{path} is damaged, or its arrays do not fit into the memory ({error}); {remedy}") from error
+    except Exception as error:  # zipfile, zlib and numpy raise many unrelated types on damaged input
+        raise StreamError(f"{path} is damaged, truncated or no .npz archive ({error}); {remedy}") from error
