@@ -1,4 +1,4 @@
-"""One process a folder: a lock that the kernel takes back when its holder dies."""
+"""A lock that lets one process work in a folder; the kernel releases it when that process dies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mose_fast.train.files import LOCK, RunError
 
 __all__ = ["FolderLock", "FolderLocked"]
 
-# Seconds that the children of a killed holder get to notice it.
+# Seconds in which the children of a killed holder notice that it is gone.
 _PATIENCE = 15.0
 
-# What flock says where a file system has no locks.
+# Errors of flock on file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -31,15 +31,15 @@ class FolderLocked(RunError):
 
 
 class FolderLock:
-    """Holds a folder for this process and for the children that inherit :attr:`descriptor`.
+    """Locks a folder for this process and for the children that inherit :attr:`descriptor`.
 
-    The kernel drops the lock when the last of them ends, however it ends, so no child of a killed
-    sweep can still write when the next sweep starts. Where the file system has no locks, a warning
-    says so; a holder on this machine that still lives is refused even then.
+    The kernel releases the lock when the last of them ends, in whatever way, so no child of a
+    killed sweep can still write when the next sweep starts. If the file system has no locks, there
+    is a warning; a second process on this machine is refused even then.
 
     Args:
-        folder: Exists.
-        work: What works in it, for messages: ``run``, ``sweep``, ``export``, ``report``.
+        folder: An existing folder.
+        work: The kind of work, for messages: ``run``, ``sweep``, ``export`` or ``report``.
 
     Raises:
         FolderLocked: Another process holds it; the message names the process and its machine.
@@ -68,19 +68,19 @@ class FolderLock:
         self.remove()
 
     def release(self) -> None:
-        """Lets go; children that still live keep holding it."""
+        """Releases the lock in this process; children that still live keep it."""
         self._close()
 
     def remove(self) -> None:
-        """Lets go and takes the file away, for a holder without children."""
-        # While it is held: whoever opened the file before finds that it is gone and opens a new
-        # one.
+        """Releases the lock and deletes its file, for a holder without children."""
+        # While the lock is held: a process that opened the file before sees that it is gone and
+        # opens a new one.
         with contextlib.suppress(OSError):
             self.path.unlink()
         self._close()
 
     def _take(self) -> bool:
-        """Opens the file and locks it; False where another process holds it."""
+        """Opens the file and locks it; returns False if another process holds the lock."""
         try:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -107,7 +107,7 @@ class FolderLock:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self.path)):
                 return True
-        # Its holder took the file away after this process had opened it.
+        # Its holder deleted the file after this process had opened it.
         self._close()
         return self._take()
 
@@ -119,14 +119,14 @@ class FolderLock:
             holder = json.loads(os.pread(self.descriptor, 4096, 0))
             return holder if {"process", "machine"} <= holder.keys() else None
         except (ValueError, AttributeError):
-            return None  # it has not yet written who it is
+            return None  # the holder has not written its name yet
 
     def _refusal(self, holder: dict | None) -> FolderLocked:
         who = f"process {holder['process']} on {holder['machine']}" if holder else "another process"
         work = holder.get("work", self.work) if holder else self.work
         return FolderLocked(
-            f"{'an' if work[0] in 'aeiou' else 'a'} {work} works in {self.path.parent} already ({who}); wait for its"
-            " end, stop it, or choose another --out"
+            f"{'an' if work[0] in 'aeiou' else 'a'} {work} already works in {self.path.parent} ({who}); wait until it"
+            " ends, stop it, or choose another --out"
         )
 
 
