@@ -155,7 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         description=(
             "Trains on a stream in one pass, evaluates after every task and writes a run folder. `mose-fast list"
-            " streams` and `mose-fast list methods` show what there is."
+            " streams` and `mose-fast list methods` show the choices."
         ),
         epilog="example: mose-fast run --stream digits --width 16 --memory 500 --seed 0",
     )

@@ -1,5 +1,5 @@
-"""Checkpoints: one safetensors file each, which holds arrays and JSON text and can execute
-nothing.
+"""Checkpoints. Each is one safetensors file, which contains arrays and JSON text and cannot
+execute code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "serialised",
 ]
 
-#: Version of the checkpoint format; a reader refuses newer ones.
+#: Version of the checkpoint format. Files of newer versions are refused.
 FORMAT = 1
 
 _KEPT = 2
@@ -58,8 +58,8 @@ class CheckpointError(RunError):
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in a :class:`Snapshot`: in which flat tensor, from which element on, and
-    how.
+    """A tensor's place in a :class:`Snapshot`: which flat tensor, from which element on, and with
+    which strides.
     """
 
     flat: int
@@ -71,9 +71,9 @@ class _Place(NamedTuple):
 class Snapshot:
     """A copy of tensors in a few flat ones, one for each dtype and device.
 
-    The state of a learner is hundreds of tensors, most of them views of a few buffers. What lies in
-    one piece of memory is copied in one piece, so that a copy on a card takes a few launches, and a
-    copy to the host a few transfers; the tensors are cut out of it there.
+    A learner's state is hundreds of tensors, most of them views of a few buffers. Each piece of
+    memory is copied as a whole, so that a copy on a card takes a few launches and a copy to the
+    host a few transfers. The tensors are views of these copies.
 
     Args:
         tensors: Tensors by name, on any devices; copied in the order of the current stream.
@@ -83,8 +83,8 @@ class Snapshot:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # Of each piece of memory that tensors lie in: its kind, the first element used and the
-        # first beyond; elements count from its start.
+        # For each piece of memory that holds tensors: its kind, the first used element, and the
+        # element after the last; elements count from its start.
         extents: dict[tuple[Any, ...], tuple[int, int, Tensor]] = {}
         keys = {}
         for name, tensor in tensors.items():
@@ -99,8 +99,8 @@ class Snapshot:
             known = extents.get(key, (start, end, tensor))
             extents[key] = (min(start, known[0]), max(end, known[1]), known[2])
         pieces: dict[tuple[Any, ...], list[Tensor]] = {}
-        # Of each piece: the flat tensor that it goes into, and what to add to an element's number
-        # in its memory.
+        # For each piece: the flat tensor that it is copied to, and what to add to the number of an
+        # element.
         moved: dict[tuple[Any, ...], tuple[int, int]] = {}
         sizes: list[int] = []
         order: dict[tuple[Any, ...], int] = {}
@@ -119,11 +119,11 @@ class Snapshot:
             self._places[name] = _Place(flat, tensor.storage_offset() + shift, tuple(tensor.shape), tensor.stride())
 
     def not_finite(self) -> str | None:
-        """The name of a tensor that holds NaN or infinity, None where there is none.
+        """The name of a tensor that contains NaN or infinity; None if none does.
 
-        On a card the host waits for it.
+        On a card, the host waits for the answer.
         """
-        # Both are NaN where a NaN is; unlike isfinite, this keeps no map of all elements.
+        # A NaN makes both NaN. Unlike isfinite, this needs no memory for a flag per element.
         extremes = [
             torch.stack(torch.aminmax(flat)) for flat in self.flats if flat.is_floating_point() and flat.numel()
         ]
@@ -136,7 +136,7 @@ class Snapshot:
         return {name: self.flats[p.flat].as_strided(p.shape, p.strides, p.start) for name, p in self._places.items()}
 
     def on_host(self) -> Snapshot:
-        """The same on the host, in pinned memory where it lay on a card.
+        """The same snapshot on the host, in pinned memory if it was on a card.
 
         Waits for the current stream, without the interpreter's lock.
         """
@@ -157,11 +157,11 @@ class Snapshot:
 def serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> np.ndarray:
     """Tensors on the host as a safetensors file: uint8 [bytes].
 
-    Other threads run meanwhile: each tensor is put into its place by one copy of PyTorch's, which
-    does not hold the interpreter's lock. ``safetensors.torch.save`` holds it while it puts the
-    whole file together, and the steps that are launched then wait.
+    Other threads can run meanwhile: PyTorch copies each tensor into its place without holding the
+    interpreter's lock. ``safetensors.torch.save`` holds the lock while it builds the whole file, so
+    that steps cannot be launched.
     """
-    # Wide elements first, so that each tensor starts at a multiple of its own element.
+    # Wide elements come first, so that each tensor is aligned to its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     size = 0
@@ -186,7 +186,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
 
     Args:
         folder: Folder of the checkpoints.
-        step: A number that grows from checkpoint to checkpoint; orders the files.
+        step: A number that grows from checkpoint to checkpoint and orders the files.
         tensors: Tensors by name, on the host.
         values: Plain values that JSON can hold.
 
@@ -204,10 +204,10 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
 
 
 class CheckpointWriter:
-    """Writes checkpoints one after the other; those of a run on a card while it goes on.
+    """Writes checkpoints one after the other; on a card, while the run continues.
 
-    There, a thread takes the copy of the state to the host and into the file, on one stream of its
-    own. What goes wrong then is raised by the next call.
+    On a card, a thread copies the snapshot to the host and writes the file, on a stream of its own.
+    The next call raises any error of that thread.
 
     Args:
         folder: Folder of the checkpoints.
@@ -218,14 +218,14 @@ class CheckpointWriter:
         self.folder, self.device = folder, device
         on_card = device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "checkpoint") if on_card else None
-        # One for all checkpoints: PyTorch hands out 32 streams in turn, so that one a checkpoint
-        # would come round to the steps' own.
+        # One stream for all checkpoints: PyTorch hands out 32 streams in turn, so a new one for
+        # each checkpoint would at some time be the steps' own.
         self._stream = torch.cuda.Stream(device) if on_card else None
         self._writing: Future | None = None
 
     def write(self, step: int, snapshot: Snapshot, values: dict[str, Any]) -> None:
-        """Like :func:`save_checkpoint`, of a copy that the writer may keep; waits for the one
-        before, so that at most two exist.
+        """Like :func:`save_checkpoint`, from a copy that the writer may keep. It waits until the
+        previous checkpoint is written, so that at most two copies exist.
         """
         if self._thread is None:
             save_checkpoint(self.folder, step, snapshot.tensors(), values)
@@ -247,7 +247,7 @@ class CheckpointWriter:
     def close(self) -> None:
         """Waits for the thread and ends it.
 
-        What went wrong since the last call is not raised: the run has ended by then.
+        An error since the last call is not raised, because the run has ended by then.
         """
         if self._thread is not None:
             self._thread.shutdown()
@@ -260,8 +260,8 @@ class CheckpointWriter:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values. The content's hash is
-    checked, where there is one: older versions wrote none.
+    """The inverse of :func:`save_checkpoint`: returns tensors on the CPU, and values. It checks the
+    hash of the content, if there is one; older versions wrote none.
 
     Raises:
         CheckpointError: The file is missing, damaged, not a checkpoint of this program, or of a
@@ -286,7 +286,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             values = json.loads(metadata["values"])
             if not isinstance(values, dict):
                 raise ValueError(f"its values are a {type(values).__name__}")
-            # What says which run it is came with the hash.
+            # Versions that wrote no hash wrote no identity either.
             if not intact or ("identity" in values and "sha256" not in metadata):
                 raise CheckpointError(
                     f"the checkpoint {path} is damaged: its content does not have the hash in its"
@@ -304,14 +304,12 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint of a folder, None if it holds none."""
+    """The newest checkpoint of a folder; None if it contains none."""
     return next(reversed(checkpoint_files(folder)), None)
 
 
 def _sign(file: np.ndarray) -> None:
-    """Writes the SHA-256 of a file into its header, in the place of 64 zeros that it is taken
-    with.
-    """
+    """Writes the SHA-256 of a file into its header; it is taken with 64 zeros in its place."""
     digest = hashlib.sha256(file.data).hexdigest()
     header = int.from_bytes(file[:8].tobytes(), "little")
     start = file[: 8 + header].tobytes().index(_signature(_UNSIGNED)) + len(_signature("")) - 1

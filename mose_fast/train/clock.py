@@ -1,4 +1,4 @@
-"""The time that a run takes: by phase, and of the whole."""
+"""Measures the time of a run, by phase and in total."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ import torch
 
 __all__ = ["PHASES", "Clock", "Stopwatch", "laps", "process_start"]
 
-#: What is timed apart. ``capture`` is not in ``train``.
+#: The phases that are timed separately. ``capture`` is not part of ``train``.
 PHASES = ("train", "evaluate", "checkpoint", "capture")
 
 
 class Clock:
     """Wall-clock seconds of a run, by phase and in all.
 
-    Time that is in no phase (imports, loading and uploading of data, listeners, files) is
-    ``other``. A run that is continued adds to the times of its checkpoint; what it lost is in none
-    of them.
+    Time in no phase (imports, loading and uploading data, listeners, files) is ``other``. A resumed
+    run adds to the times of its checkpoint; the time of lost work is not counted.
 
     Args:
-        whole_process: The whole began with this process, not now; where the system does not say
-            when that was, it begins now, too.
+        whole_process: Count from the start of this process, not from now. If the system does not
+            say when it started, count from now.
 
     Attributes:
         seconds: Seconds of each phase.
@@ -39,33 +38,33 @@ class Clock:
         started = process_start() if whole_process else None
         self.since = "call" if started is None else "process"
         self._started = time.perf_counter() if started is None else started
-        # Of what went before the checkpoint that a run continues from.
+        # Time before the checkpoint that a run continues from.
         self._earlier = 0.0
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Counts what is done inside to a phase; phases must not be nested."""
+        """A context whose time counts to a phase; phases must not be nested."""
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Counts time to another phase than the one it was counted to."""
+        """Moves time from the phase that it was counted to, to another phase."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     @property
     def wall(self) -> float:
-        """Seconds of the whole until now."""
+        """Total seconds until now."""
         return self._earlier + time.perf_counter() - self._started
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must hold: seconds by phase, and ``other``."""
+        """The state for a checkpoint: seconds by phase, and ``other``."""
         return {**self.seconds, "other": max(self.wall - sum(self.seconds.values()), 0.0)}
 
     def results(self) -> dict[str, float | str]:
-        """What the results say: seconds by phase, their sum ``total``, ``other``, the ``wall`` time
-        of all, and since when it counts.
+        """The entries of the results: seconds by phase, their sum ``total``, ``other``, the total
+        ``wall`` time, and what it is counted from.
         """
         phases = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
         wall, total = round(self.wall, 3), round(sum(self.seconds.values()), 3)
@@ -78,8 +77,7 @@ class Clock:
         }
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Takes over what :meth:`state` gave to a checkpoint, to which the time since this clock's
-        own start is added.
+        """Restores the state from a checkpoint and adds the time since this clock's own start.
 
         Older checkpoints have no ``other``, and the oldest no ``capture``.
         """
@@ -88,11 +86,10 @@ class Clock:
 
 
 class Stopwatch:
-    """Seconds between marks: on a card by events in the current stream, which neither wait nor make
-    it wait; else by the host's clock.
+    """Measures seconds between marks: on a card with events in the current stream, which do not
+    interrupt it; else with the host's clock.
 
-    What is marked on a card runs there without a gap, as long as the host launches faster than it
-    runs.
+    On a card, the marked work runs without gaps as long as the host launches it fast enough.
 
     Args:
         device: The device that does the work.
@@ -103,7 +100,7 @@ class Stopwatch:
         self._marks: list[float | torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Marks the moment when all that was launched until now is done."""
+        """Marks the moment when everything launched so far is done."""
         if self._on_card:
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
@@ -111,7 +108,7 @@ class Stopwatch:
             self._marks.append(time.perf_counter())
 
     def laps(self) -> list[float]:
-        """Seconds from each mark to the next; waits for the last one."""
+        """Seconds from each mark to the next; waits for the last mark."""
         if not self._on_card:
             return [after - before for before, after in pairwise(self._marks)]
         self._marks[-1].synchronize()
@@ -131,8 +128,8 @@ def laps(device: torch.device, call: Callable[[], object], calls: int) -> list[f
 
 
 def process_start() -> float | None:
-    """When this process started, as :func:`time.perf_counter` would have told it, to 10 ms; None
-    where the system does not say.
+    """The start of this process on the scale of :func:`time.perf_counter`, to 10 ms; None if the
+    system does not say.
     """
     if not sys.platform.startswith("linux"):
         return None

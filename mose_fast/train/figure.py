@@ -12,14 +12,14 @@ from mose_fast.train.lettering import lettering
 
 __all__ = ["accuracy_figure"]
 
-# Okabe-Ito: told apart by colour-blind readers; markers tell the curves apart in print.
+# Okabe-Ito colours can be distinguished by colour-blind readers, markers in print.
 _COLOURS = ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#F0E442", "#999999")
 _MARKERS = "osD^vP*X"
 
 
 def accuracy_figure(results: dict[str, Any]) -> bytes:
-    """A PNG: the mean accuracy over the tasks seen so far, after each task, for every expert and
-    their mean, one panel a classifier.
+    """Draws, as a PNG, the mean accuracy over the tasks seen so far against the tasks, for every
+    expert and their mean, with one panel for each classifier.
 
     Args:
         results: The results of :func:`mose_fast.train.results.build_results`.
@@ -34,7 +34,7 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
 
 
 def _drawn(results: dict[str, Any], title: str) -> bytes:
-    # Not at the top: matplotlib takes half a second that a run without a figure need not pay.
+    # Imported here, because it takes half a second that a run without a figure does not need.
     from matplotlib.figure import Figure
 
     evaluated = results["evaluated_after"]
@@ -60,12 +60,12 @@ def _drawn(results: dict[str, Any], title: str) -> bytes:
         if len(ticks) <= 20:
             axis.set_xticks(ticks)
         axis.grid(alpha=0.3, linewidth=0.5)
-    # From 0, and with room above the highest curve, which may be low: 100 classes and a small
-    # network.
+    # The axis begins at 0 and leaves room above the highest curve, which may be low (100 classes,
+    # a small network).
     highest = max(axis.dataLim.ymax for axis in axes)
     axes[0].set_ylim(0, min(100, 1.1 * highest) if highest > 0 else 100)
     axes[0].set_ylabel("accuracy on the tasks seen (%)")
-    # Beside the panels, since curves may run anywhere within them.
+    # The legend is beside the panels, since curves may run anywhere inside them.
     figure.legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="outside right center")
     figure.suptitle(title, fontsize=10)
     png = io.BytesIO()

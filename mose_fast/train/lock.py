@@ -1,6 +1,4 @@
-"""Lets one process at a time work in a folder, by a lock that the kernel releases when its holder
-dies.
-"""
+"""A lock that lets one process work in a folder; the kernel releases it when that process dies."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from mose_fast.train.files import LOCK, RunError
 
 __all__ = ["FolderLock", "FolderLocked"]
 
-# Seconds that the children of a killed holder have to notice its death.
+# Seconds in which the children of a killed holder notice that it is gone.
 _PATIENCE = 15.0
 
-# Errors of flock on a file system without locks.
+# Errors of flock on file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -35,13 +33,13 @@ class FolderLocked(RunError):
 class FolderLock:
     """Locks a folder for this process and for the children that inherit :attr:`descriptor`.
 
-    The kernel releases the lock when the last of them has ended, for whatever reason. So no child
-    of a killed sweep can still write when the next sweep starts. If the file system has no locks, a
-    warning says so; the folder is then refused only while its holder lives on this machine.
+    The kernel releases the lock when the last of them ends, in whatever way, so no child of a
+    killed sweep can still write when the next sweep starts. If the file system has no locks, there
+    is a warning; a second process on this machine is refused even then.
 
     Args:
         folder: An existing folder.
-        work: What works in it, for messages: ``run``, ``sweep``, ``export`` or ``report``.
+        work: The kind of work, for messages: ``run``, ``sweep``, ``export`` or ``report``.
 
     Raises:
         FolderLocked: Another process holds the lock; the message names it and its machine.
@@ -70,19 +68,19 @@ class FolderLock:
         self.remove()
 
     def release(self) -> None:
-        """Releases the lock of this process. Children that still live keep holding it."""
+        """Releases the lock in this process; children that still live keep it."""
         self._close()
 
     def remove(self) -> None:
-        """Releases the lock and deletes its file. Only for a holder without children."""
-        # Deleted before it is released: a process that has opened the file before then finds that
-        # it is gone, and opens a new one.
+        """Releases the lock and deletes its file, for a holder without children."""
+        # While the lock is held: a process that opened the file before sees that it is gone and
+        # opens a new one.
         with contextlib.suppress(OSError):
             self.path.unlink()
         self._close()
 
     def _take(self) -> bool:
-        """Opens the file and locks it; returns False if another process holds it."""
+        """Opens the file and locks it; returns False if another process holds the lock."""
         try:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -121,14 +119,14 @@ class FolderLock:
             holder = json.loads(os.pread(self.descriptor, 4096, 0))
             return holder if {"process", "machine"} <= holder.keys() else None
         except (ValueError, AttributeError):
-            return None  # the holder has not yet written its name
+            return None  # the holder has not written its name yet
 
     def _refusal(self, holder: dict | None) -> FolderLocked:
         who = f"process {holder['process']} on {holder['machine']}" if holder else "another process"
         work = holder.get("work", self.work) if holder else self.work
         return FolderLocked(
-            f"{'an' if work[0] in 'aeiou' else 'a'} {work} works in {self.path.parent} already ({who}); wait for its"
-            " end, stop it, or choose another --out"
+            f"{'an' if work[0] in 'aeiou' else 'a'} {work} already works in {self.path.parent} ({who}); wait until it"
+            " ends, stop it, or choose another --out"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves: ``results.json`` (described by ``results.schema.json``) and
+"""Writes the results of a run: ``results.json`` (described by ``results.schema.json``) and
 ``accuracy.csv``.
 """
 
@@ -44,8 +44,8 @@ Matrices = dict[str, dict[str, list[list[float | None]]]]
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of ``results.json``: that of the file ``results.schema.json``, and what
-    follows from the declarations of the settings.
+    """The JSON schema of ``results.json``: the file ``results.schema.json``, completed by the
+    declarations of the settings.
     """
     schema = json.loads((Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8"))
     schema["required"] = list(schema["properties"])
@@ -73,8 +73,7 @@ def _table(kind: type[Declared], about: str, tables: dict[str, Any]) -> dict[str
 
 
 def read_results(text: str | bytes) -> Any:
-    """The contents of a ``results.json`` of this version or of one before, with the names that
-    options have now.
+    """Reads a ``results.json`` of this version or an older one; options get their present names.
 
     Raises:
         ValueError: The text is no JSON.
@@ -105,14 +104,14 @@ def build_results(
     Args:
         config: The run's settings.
         stream: The run's stream.
-        learner: After the last task.
+        learner: The learner after the last task.
         test: Accuracy on test images; a row per entry of ``evaluated_after``.
         buffer: Accuracy on memory samples in the same form; None for a task without samples.
         confusion: Test images by task and predicted task, after the last evaluation.
-        confusion_by_class: Likewise by class and predicted class, without zeros.
+        confusion_by_class: Test images by class and predicted class, without zeros.
         evaluated_after: Tasks after which there was an evaluation, in order.
-        untrained: Accuracy by classifier, expert and task of the network before training, on the
-        same final memory.
+        untrained: Accuracy of the network before training by classifier, expert and task, with the
+            same final memory.
         clock: The run's clock; it is read last.
         interruptions: How often the run was resumed.
     """
@@ -144,7 +143,7 @@ def build_results(
     images = [len(stream.test_rows(task)) for task in range(tasks)]
 
     def over_time(function: Any) -> dict[str, dict[str, Any]]:
-        """Metrics that need an evaluation after every task are null without."""
+        """A metric that needs an evaluation after every task; null if there was none."""
         return over_all(function if complete else lambda _: None, accuracy)
 
     trained, deployed = learner.costs()
@@ -227,7 +226,7 @@ def build_results(
 def precision_of(results: dict[str, Any]) -> str:
     """The precision that a run had, which is not ``auto``.
 
-    Results from before there was ``auto`` hold what was asked for only.
+    Results of versions without ``auto`` contain only the precision that was asked for.
     """
     return results["resolved"].get("precision", results["config"]["precision"])
 
@@ -250,8 +249,8 @@ def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -
 
 
 def summary(results: dict[str, Any]) -> str:
-    """A table of ACC (mean over tasks), sample ACC (mean over test images) and forgetting for
-    people, in percent.
+    """A table for people, in percent: ACC (mean over tasks), sample ACC (mean over test images) and
+    forgetting.
     """
 
     def percent(value: float | None) -> str:

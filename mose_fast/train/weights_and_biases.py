@@ -1,4 +1,4 @@
-"""Weights & Biases: an extra (``pip install mose-fast[wandb]``), off unless asked for."""
+"""Logs to Weights & Biases (``pip install mose-fast[wandb]``); off unless asked for."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class WeightsAndBiases(Listener):
         return bool(os.environ.get("WANDB_API_KEY") or getattr(getattr(self.wandb, "api", None), "api_key", None))
 
     def _id(self) -> str:
-        """The id of the folder's W&B run; a new one where the folder has none, as after
+        """The id of the folder's W&B run; a new one if the folder has none, as after
         ``--overwrite``.
         """
         file = RunFolder(self.folder).wandb

@@ -138,7 +138,7 @@ class Meddler(Listener):
 def test_a_folder_is_held_while_a_run_works_in_it(tmp_path):
     meddler = Meddler(tmp_path)
     results = run(CONFIG, out=tmp_path, listeners=[meddler])
-    says = f"a run works in {tmp_path} already (process {os.getpid()} on {socket.gethostname()}); wait for its end"
+    says = f"a run already works in {tmp_path} (process {os.getpid()} on {socket.gethostname()}); wait until it ends"
     assert len(meddler.refused) == 3
     assert all(message.startswith(says) for message in meddler.refused)
     assert results == json.loads((tmp_path / "results.json").read_text())
@@ -171,12 +171,12 @@ def test_a_killed_holder_lets_go(tmp_path):
         'lock = FolderLock(folder, "run"); print("held", flush=True); __import__("signal").pause()', tmp_path
     )
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(FolderLocked, match=f"a run works in {tmp_path} already \\(process {holder.pid} on"):
+    with pytest.raises(FolderLocked, match=f"a run already works in {tmp_path} \\(process {holder.pid} on"):
         FolderLock(tmp_path, "export")
     holder.kill()
     holder.communicate()
     assert (tmp_path / LOCK).exists()
-    held = f"an export works in {tmp_path} already \\(process {os.getpid()} on"
+    held = f"an export already works in {tmp_path} \\(process {os.getpid()} on"
     with FolderLock(tmp_path, "export"), pytest.raises(FolderLocked, match=held):
         FolderLock(tmp_path, "run")
     assert not (tmp_path / LOCK).exists()
@@ -212,5 +212,5 @@ def test_a_file_system_without_locks_is_told_and_a_living_holder_refused(tmp_pat
         FolderLock(tmp_path, "run").release()
     note = {"process": os.getppid(), "machine": socket.gethostname(), "work": "sweep"}
     (tmp_path / LOCK).write_text(json.dumps(note))
-    with pytest.raises(FolderLocked, match=f"a sweep works in {tmp_path} already \\(process {os.getppid()} on"):
+    with pytest.raises(FolderLocked, match=f"a sweep already works in {tmp_path} \\(process {os.getppid()} on"):
         FolderLock(tmp_path, "run")
