@@ -205,8 +205,8 @@ class _BatchNormAct(torch.autograd.Function):
         residual_norm: Norm | None,
         relu: bool,
         consumers: int,
-        valid_tensor: Tensor | None,
-        valid: int | None,
+        valid_rows_tensor: Tensor | None,
+        valid_rows: int | None,
         trains: bool,
     ) -> tuple[Tensor, ...]:
         second = Norm(None, None, None, None) if residual_norm is None else residual_norm
@@ -218,8 +218,8 @@ class _BatchNormAct(torch.autograd.Function):
             residual_norm is not None,
             *second,
             prologue,
-            valid_tensor,
-            valid,
+            valid_rows_tensor,
+            valid_rows,
             relu and trains,
         )
         ctx.set_materialize_grads(False)
@@ -229,14 +229,14 @@ class _BatchNormAct(torch.autograd.Function):
             None if residual_norm is None else residual,
             second_weight,
             prologue,
-            valid_tensor,
+            valid_rows_tensor,
             mask if relu else None,
             states,
         )
-        ctx.normed_residual, ctx.training, ctx.valid = (
+        ctx.normed_residual, ctx.training, ctx.valid_rows = (
             residual_norm is not None,
             (norm.training, second.training),
-            valid,
+            valid_rows,
         )
         # Tensors of their own, so that each receives its own gradient; autograd would tie views to
         # one another.
@@ -245,7 +245,7 @@ class _BatchNormAct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, residual, second_weight, prologue, valid_tensor, mask, states = ctx.saved_tensors
+        x, weight, residual, second_weight, prologue, valid_rows_tensor, mask, states = ctx.saved_tensors
         given = [aligned(g.to(x.dtype)) for g in grads if g is not None]
         if not given:
             return (None,) * 14
@@ -261,8 +261,8 @@ class _BatchNormAct(torch.autograd.Function):
             ctx.training[1],
             states,
             prologue,
-            valid_tensor,
-            ctx.valid,
+            valid_rows_tensor,
+            ctx.valid_rows,
             (needs[0], needs[3], needs[6]),
         )
         second = (to_norms[1, 0], to_norms[1, 1]) if ctx.normed_residual else (None, None)
@@ -278,23 +278,23 @@ class _NormState(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         norm: Norm,
-        valid_tensor: Tensor | None,
-        valid: int | None,
+        valid_rows_tensor: Tensor | None,
+        valid_rows: int | None,
     ) -> Tensor:
-        state, mean_rest = _loader.ops().norm_state(x, *norm, valid_tensor, valid)
-        ctx.save_for_backward(x, weight, valid_tensor, state, mean_rest)
-        ctx.training, ctx.valid = norm.training, valid
+        state, mean_rest = _loader.ops().norm_state(x, *norm, valid_rows_tensor, valid_rows)
+        ctx.save_for_backward(x, weight, valid_rows_tensor, state, mean_rest)
+        ctx.training, ctx.valid_rows = norm.training, valid_rows
         return state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, valid_tensor, state, mean_rest = ctx.saved_tensors
+        x, weight, valid_rows_tensor, state, mean_rest = ctx.saved_tensors
         needs = ctx.needs_input_grad
         # Running statistics do not depend on x.
         wants_x = needs[0] and ctx.training
         to_x, to_norm = _loader.ops().norm_state_backward(
-            grad.contiguous(), x, weight, ctx.training, state, mean_rest, valid_tensor, ctx.valid, wants_x
+            grad.contiguous(), x, weight, ctx.training, state, mean_rest, valid_rows_tensor, ctx.valid_rows, wants_x
         )
         return to_x, to_norm[0] if needs[1] else None, to_norm[1] if needs[2] else None, None, None, None
 
