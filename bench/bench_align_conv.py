@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bench.common import DIRECTIONS, HEADLINE, SIZES, Case, choose
-from mose_fast.ops.align_conv import Norm, align_conv
+from mose_fast.ops.align_conv import Norm, align_conv, align_conv_serves
 from mose_fast.reference.align_conv import align_conv as reference
 
 #: Channels in and out, side, stride, and whether the norm before and the gate are read.
@@ -33,7 +33,15 @@ BANDWIDTH, LAUNCH = 0.75 * 4.17e6, 3.0
 
 
 def elements_moved(
-    images: int, channels: int, out_channels: int, side: int, stride: int, *, gate: bool, fused: bool, backward: bool
+    images: int,
+    channels: int,
+    out_channels: int,
+    side: int,
+    stride: int,
+    *,
+    gate: bool,
+    dtype: torch.dtype,
+    backward: bool,
 ) -> tuple[int, int]:
     """Elements that the op needs to move, and that its launches do.
 
@@ -42,31 +50,36 @@ def elements_moved(
     and its gradient, and the gradient of y in all.
 
     Args:
-        images: Of maps with so many ``channels`` and ``side`` x ``side`` pixels, to
-        ``out_channels`` and a ``stride``-th of the side.
-        gate: Whether one is read.
-        fused: Whether one kernel runs the forward pass: 16 bits, at most 128 channels.
+        images: The number of maps.
+        channels: The channels read.
+        out_channels: The channels written.
+        side: The sides of a map read, in pixels.
+        stride: The depthwise convolution's stride.
+        gate: Whether a gate is read.
+        dtype: The maps' dtype.
         backward: Count the backward pass too.
     """
+    served = align_conv_serves(dtype, channels, out_channels)
     entering = images * channels * side**2 * (5 if gate else 4) // 4
     between = images * channels * (side // stride) ** 2
     leaving = images * out_channels * (side // stride) ** 2
-    needed, done = entering + leaving, entering + leaving + (0 if fused else 2 * between + leaving)
+    needed, done = entering + leaving, entering + leaving + (0 if served.fused_forward else 2 * between + leaving)
     if backward:
-        done += between if fused else 0  # kept for backward
+        done += between if served.fused_forward else 0  # kept for backward
         needed += 2 * entering + 2 * leaving
         # Gradient of y in all: two reads, one write, one more for each product that reads it; the
         # depthwise map, and its gradient twice.
-        done += 2 * entering + (4 if fused and out_channels <= 128 else 5) * leaving + 3 * between
+        done += 2 * entering + (4 if served.fused_backward else 5) * leaving + 3 * between
     return needed, done
 
 
 def moved(case: Case) -> tuple[int, int]:
     """:func:`elements_moved` of a case."""
-    fused = case.shape["C"] <= 128 and case.dtype != torch.float32
-    gate = bool(case.shape["gate"])
     return elements_moved(
-        *(case.shape[name] for name in "NCOHs"), gate=gate, fused=fused, backward=case.direction != "forward"
+        *(case.shape[name] for name in "NCOHs"),
+        gate=bool(case.shape["gate"]),
+        dtype=case.dtype,
+        backward=case.direction != "forward",
     )
 
 

@@ -131,9 +131,9 @@ def counted_bytes() -> Iterator[dict[str, list[int]]]:
 
     def align(original: Callable[..., Any]) -> Callable[..., Any]:
         def counted(x: Tensor, depthwise: Tensor, pointwise: Tensor, *arguments: Any, **options: Any) -> Any:
-            gate, fused = options.get("gate") is not None, x.shape[1] <= 128 and x.element_size() == 2
+            gate = options.get("gate") is not None
             sizes = len(x), x.shape[1], len(pointwise), x.shape[2], options.get("stride", 1)
-            needed, moved = elements_moved(*sizes, gate=gate, fused=fused, backward=True)
+            needed, moved = elements_moved(*sizes, gate=gate, dtype=x.dtype, backward=True)
             add("align_conv", needed * x.element_size(), moved * x.element_size())
             return original(x, depthwise, pointwise, *arguments, **options)
 

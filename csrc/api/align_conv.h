@@ -12,6 +12,22 @@
 
 namespace mf {
 
+// Which kernels take maps of a type with these numbers of channels: the one rule for the launchers,
+// mose_fast/ops and the benchmarks.
+struct AlignConvServes {
+  bool any;             // all launches below but for the two that follow
+  bool fused_forward;   // align_conv_forward: both convolutions and the statistics
+  bool fused_backward;  // align_conv_grad_y with the product with the pointwise weights
+};
+
+constexpr AlignConvServes align_conv_serves(FloatType type, int64_t channels, int64_t out_channels) {
+  const bool any = type != FloatType::kFloat64 && channels >= 8 && channels % 8 == 0 && channels < INT32_MAX &&
+                   out_channels >= 8 && out_channels % 8 == 0 && out_channels <= 2048;
+  const bool narrow = any && type != FloatType::kFloat32 && channels <= 128;
+  return {any, narrow && channels % 16 == 0 && out_channels <= 256,
+          narrow && out_channels % 16 == 0 && out_channels <= 128};
+}
+
 // What the convolution reads: x' = x, with a prologue relu(scale (x - mean) + shift), with a gate
 // times sigmoid(up(gate)), up doubling both sides bilinearly. Maps and gate are float32, bfloat16
 // or float16, all of one type, and aligned to 16 bytes.
@@ -44,8 +60,7 @@ struct AlignConvDepthwise {
   void* map;  // [images, out_height, out_width, channels] out
 };
 
-// Both convolutions and the norm's state. Serves bfloat16 and float16, channels a multiple of 16 up
-// to 128, out_channels a multiple of 8 up to 256.
+// Both convolutions and the norm's state, for what `fused_forward` names.
 struct AlignConvForward {
   AlignConvInput input;
   const void* pointwise;  // [out_channels, channels], of the input's type, aligned to 16 bytes
@@ -73,8 +88,7 @@ struct AlignConvGradY {
   const int32_t* valid_pointer;
   int64_t valid;
   void* total;  // as y, out
-  // The product with the pointwise weights in the same pass: bfloat16 and float16 alone, both
-  // numbers of channels at most 128, `channels` a multiple of 16, in_channels of 8.
+  // The product with the pointwise weights in the same pass, for what `fused_backward` names.
   const void* pointwise;  // [channels, in_channels], of y's type, aligned to 16 bytes; null: no product
   int64_t in_channels;
   void* map;      // [images, pixels, in_channels] out: the gradient of the depthwise convolution's result

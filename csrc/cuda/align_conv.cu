@@ -70,10 +70,9 @@ __global__ void __launch_bounds__(kThreads) align_conv_sums_kernel(const AlignCo
 }
 
 void check(const AlignConvInput& in) {
-  MF_CHECK(in.type != FloatType::kFloat64, "x is float64; on CUDA wanted float32, bfloat16 or float16");
+  MF_CHECK(align_conv_serves(in.type, in.channels, 8).any, "channels is ", in.channels,
+           "; wanted a multiple of 8, in float32, bfloat16 or float16");
   MF_CHECK(in.images >= 0, "images is ", in.images, "; wanted at least 0");
-  MF_CHECK(in.channels >= 8 && in.channels % 8 == 0 && in.channels < INT32_MAX, "channels is ", in.channels,
-           "; wanted a multiple of 8");
   MF_CHECK(in.stride == 1 || in.stride == 2, "stride is ", in.stride, "; wanted 1 or 2");
   MF_CHECK(in.stride == 1 || (in.height % 2 == 0 && in.width % 2 == 0), "sides are ", in.height, " x ", in.width,
            "; wanted even ones for stride 2");
@@ -140,10 +139,10 @@ template <typename T, int kStride>
 FusedPlan fused_plan(const AlignConvForward& params) {
   const AlignConvInput& in = params.input;
   check(in);
-  MF_CHECK(in.channels % 16 == 0 && in.channels <= 128 && params.out_channels >= 8 && params.out_channels % 8 == 0 &&
-               params.out_channels <= kMaxChunks * kSlice,
-           "channels and out_channels are ", in.channels, " and ", params.out_channels,
-           "; wanted a multiple of 16 up to 128 and a multiple of 8 up to 256");
+  static_assert(!align_conv_serves(FloatType::kBFloat16, 128, kMaxChunks * kSlice + 8).fused_forward);
+  MF_CHECK(align_conv_serves(in.type, in.channels, params.out_channels).fused_forward, "channels and out_channels are ",
+           in.channels, " and ", params.out_channels,
+           "; wanted a multiple of 16 up to 128 and a multiple of 8 up to 256, in bfloat16 or float16");
   const FusedMemory without = FusedMemory::of(in.channels, params.out_channels, 0, sizeof(T), kWarps);
   const size_t y_or_moments = without.taps - without.staged;
   FusedPlan plan{};
@@ -256,8 +255,6 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
       forward<T, kStride, kMaxChunks>(params, run_on);
     }
   };
-  MF_CHECK(in.type == FloatType::kBFloat16 || in.type == FloatType::kFloat16,
-           "x is float32 or float64; wanted bfloat16 or float16");
   if (in.images > 0) {
     if (in.type == FloatType::kBFloat16) {
       with_stride<__nv_bfloat16>(in.stride, launch);
@@ -270,17 +267,15 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
 }
 
 void align_conv_grad_y(const AlignConvGradY& params, Stream stream) {
-  MF_CHECK(params.type != FloatType::kFloat64, "y is float64; on CUDA wanted float32, bfloat16 or float16");
-  MF_CHECK(params.channels >= 8 && params.channels % 8 == 0 && params.channels <= 8 * kThreads, "channels is ",
-           params.channels, "; wanted a multiple of 8 up to ", 8 * kThreads);
+  static_assert(!align_conv_serves(FloatType::kFloat32, 8, 8 * kThreads + 8).any);
+  MF_CHECK(align_conv_serves(params.type, 8, params.channels).any, "channels is ", params.channels,
+           "; wanted a multiple of 8 up to ", 8 * kThreads, ", in float32, bfloat16 or float16");
   MF_CHECK(params.images >= 0 && params.pixels >= 0, "images and pixels are ", params.images, " and ", params.pixels,
            "; wanted at least 0");
   if (params.pointwise != nullptr) {
-    MF_CHECK(params.type != FloatType::kFloat32, "y is float32; with pointwise wanted bfloat16 or float16");
-    MF_CHECK(params.channels % 16 == 0 && params.channels <= 128 && params.in_channels >= 8 &&
-                 params.in_channels % 8 == 0 && params.in_channels <= 128,
+    MF_CHECK(align_conv_serves(params.type, params.in_channels, params.channels).fused_backward,
              "channels and in_channels are ", params.channels, " and ", params.in_channels,
-             "; wanted a multiple of 16 and one of 8, both up to 128");
+             "; wanted a multiple of 16 and one of 8, both up to 128, in bfloat16 or float16");
     return params.type == FloatType::kBFloat16 ? product<__nv_bfloat16>(params, stream)
                                                : product<__half>(params, stream);
   }

@@ -13,40 +13,22 @@
 #include <vector>
 
 #include "torch/bind.h"
+#include "torch/checks.h"
 #include "torch/device.h"
-#include "torch/maps.h"
 
 namespace mf {
 namespace {
 
 void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-               const std::vector<std::optional<at::Tensor>>& gradients, const std::vector<int64_t>& offsets,
-               const at::Tensor& steps, const at::Tensor& lr, double beta1, double beta2, double eps,
-               double weight_decay, const std::optional<at::Tensor>& shadow, const std::optional<at::Tensor>& loss,
-               const std::optional<at::Tensor>& latch) {
+               const std::vector<MaybeTensor>& gradients, const std::vector<int64_t>& offsets, const at::Tensor& steps,
+               const at::Tensor& lr, double beta1, double beta2, double eps, double weight_decay,
+               const MaybeTensor& shadow, const MaybeTensor& loss, const MaybeTensor& latch) {
   const int64_t size = master.numel();
   const auto parameters = static_cast<int64_t>(gradients.size());
-  const auto check = [&](const char* name, const at::Tensor& tensor, at::ScalarType type, int64_t count) {
-    TORCH_CHECK(tensor.scalar_type() == type && tensor.numel() == count && tensor.is_contiguous() &&
-                    tensor.device() == master.device(),
-                name, " is ", tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device(),
-                "; wanted contiguous ", type, " of ", count, " elements on ", master.device());
-  };
-  check("master", master, at::kFloat, size);
-  check("exp_avg", exp_avg, at::kFloat, size);
-  check("exp_avg_sq", exp_avg_sq, at::kFloat, size);
-  check("steps", steps, at::kFloat, parameters);
-  check("lr", lr, at::kFloat, 1);
+  const at::Device device = master.device();
   MutableFloatArray shadows{nullptr, FloatType::kBFloat16};
   if (shadow) {
-    check("shadow", *shadow, shadow->scalar_type() == at::kHalf ? at::kHalf : at::kBFloat16, size);
-    shadows = {shadow->mutable_data_ptr(), float_type(*shadow, "shadow")};
-  }
-  if (loss) {
-    check("loss", *loss, at::kFloat, 1);
-  }
-  if (latch) {
-    check("latch", *latch, at::kBool, 1);
+    shadows = {row_pointer(*shadow, "shadow", shadow->scalar_type(), size, device), float_type(*shadow, "shadow")};
   }
   TORCH_CHECK(offsets.size() == gradients.size(), "there are ", parameters, " gradients and ", offsets.size(),
               " offsets; wanted as many");
@@ -60,23 +42,22 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
       continue;
     }
     const at::Tensor& gradient = *gradients[i];
-    TORCH_CHECK(gradient.device() == master.device() && gradient.is_non_overlapping_and_dense(), "gradients[", i,
-                "] is on ", gradient.device(), " with strides ", gradient.strides(), "; wanted dense memory on ",
-                master.device());
+    TORCH_CHECK(gradient.device() == device && gradient.is_non_overlapping_and_dense(), "gradients[", i, "] is on ",
+                gradient.device(), " with strides ", gradient.strides(), "; wanted dense memory on ", device);
     end += gradient.numel();
     TORCH_CHECK_VALUE(end <= size, "parameter ", i, " ends at ", end, "; wanted at most ", size,
                       ", the size of master");
     tensors.push_back({gradient.const_data_ptr(), offsets[i], gradient.numel(), static_cast<int32_t>(i),
                        float_type(gradient, "a gradient")});
   }
-  AdamParams params{master.mutable_data_ptr<float>(),
-                    exp_avg.mutable_data_ptr<float>(),
-                    exp_avg_sq.mutable_data_ptr<float>(),
+  AdamParams params{row_pointer<float>(master, "master", size, device),
+                    row_pointer<float>(exp_avg, "exp_avg", size, device),
+                    row_pointer<float>(exp_avg_sq, "exp_avg_sq", size, device),
                     shadows,
-                    steps.mutable_data_ptr<float>(),
-                    lr.const_data_ptr<float>(),
-                    loss ? loss->const_data_ptr<float>() : nullptr,
-                    latch ? latch->mutable_data_ptr<bool>() : nullptr,
+                    row_pointer<float>(steps, "steps", parameters, device),
+                    row_pointer<float>(lr, "lr", 1, device),
+                    row_pointer<float>(loss, "loss", 1, device),
+                    row_pointer<bool>(latch, "latch", 1, device),
                     tensors.data(),
                     static_cast<int64_t>(tensors.size()),
                     parameters,
@@ -98,8 +79,7 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
     return;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(master), "master is on ", master.device(), "; this build of mose_fast serves ",
-                              kDevices);
+  check_served(master.device(), "master");
   cpu::adam_step(params, at::get_num_threads());
 }
 

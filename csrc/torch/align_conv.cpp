@@ -15,7 +15,9 @@
 #include <ATen/ops/empty_like.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "torch/maps.h"
@@ -23,51 +25,33 @@
 namespace mf {
 namespace {
 
-// A map of these sizes, with x's type and device, in channels_last memory.
-const void* map_pointer(const at::Tensor& map, const char* name, at::IntArrayRef sizes, const at::Tensor& x) {
-  TORCH_CHECK(on_card(map) && map.device() == x.device(), name, " is on ", map.device(),
-              "; wanted the card where x is");
-  TORCH_CHECK(map.sizes() == sizes && map.scalar_type() == x.scalar_type(), name, " is ", map.scalar_type(), " ",
-              map.sizes(), "; wanted ", x.scalar_type(), " ", sizes);
-  TORCH_CHECK(
-      map.is_contiguous(at::MemoryFormat::ChannelsLast) && reinterpret_cast<uintptr_t>(map.const_data_ptr()) % 16 == 0,
-      name, " has shape ", map.sizes(), " and strides ", map.strides(), " from ", map.const_data_ptr(),
-      "; wanted channels_last memory from a multiple of 16 bytes");
-  return map.const_data_ptr();
-}
-
 // The pointwise weights [out_channels, channels], of the maps' type.
 const void* matrix_pointer(const at::Tensor& pointwise, int64_t out_channels, const at::Tensor& x) {
-  TORCH_CHECK(pointwise.dim() == 2 && pointwise.size(0) == out_channels && pointwise.is_contiguous() &&
-                  pointwise.device() == x.device() && pointwise.scalar_type() == x.scalar_type() &&
-                  reinterpret_cast<uintptr_t>(pointwise.const_data_ptr()) % 16 == 0,
-              "pointwise is ", pointwise.scalar_type(), " ", pointwise.sizes(), " on ", pointwise.device(), "; wanted ",
-              x.scalar_type(), " [", out_channels, ", channels] in a row on ", x.device(),
-              ", from a multiple of 16 bytes");
-  return pointwise.const_data_ptr();
+  TORCH_CHECK(pointwise.dim() == 2 && pointwise.size(0) == out_channels, "pointwise is ", pointwise.sizes(),
+              "; wanted ", out_channels, " rows");
+  return row_pointer(pointwise, "pointwise", x.scalar_type(), pointwise.numel(), x.device(), 16);
 }
 
-// What all calls read: x, depthwise, stride, prologue, gate, valid_tensor, valid.
+// What all calls read of their last arguments, those of `input` in the schemas.
 AlignConvInput input_of(const at::Tensor& x, const at::Tensor& depthwise, int64_t stride, const MaybeTensor& prologue,
-                        const MaybeTensor& gate, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
+                        const MaybeTensor& gate, const MaybeTensor& valid_rows_tensor,
+                        std::optional<int64_t> valid_rows) {
   TORCH_CHECK(x.dim() == 4, "x has shape ", x.sizes(), "; wanted [images, channels, height, width]");
   const int64_t channels = x.size(1);
-  TORCH_CHECK(depthwise.device() == x.device() && depthwise.is_contiguous() && depthwise.numel() == channels * 9,
-              "depthwise is ", depthwise.sizes(), " on ", depthwise.device(), "; wanted ", channels,
-              " x 9 weights in a row on ", x.device());
   AlignConvInput in{};
   in.type = float_type(x, "x");
   in.x = map_pointer(x, "x", x.sizes(), x);
-  in.depthwise = {depthwise.const_data_ptr(), float_type(depthwise, "depthwise")};
-  in.prologue = prologue ? floats_pointer(*prologue, "prologue", kNormRows * channels, x, alignof(float2)) : nullptr;
+  in.depthwise = {row_pointer(depthwise, "depthwise", depthwise.scalar_type(), channels * 9, x.device()),
+                  float_type(depthwise, "depthwise")};
+  in.prologue = row_pointer<float>(prologue, "prologue", kNormRows * channels, x.device(), alignof(float2));
   in.gate = gate ? map_pointer(*gate, "gate", {x.size(0), channels, x.size(2) / 2, x.size(3) / 2}, x) : nullptr;
   in.images = x.size(0);
   in.height = x.size(2);
   in.width = x.size(3);
   in.channels = channels;
   in.stride = stride;
-  in.valid_pointer = valid_pointer(valid_tensor, x);
-  in.valid = valid.value_or(x.size(0));
+  in.valid_pointer = row_pointer<int32_t>(valid_rows_tensor, "valid_rows", 1, x.device());
+  in.valid = valid_rows.value_or(x.size(0));
   return in;
 }
 
@@ -76,28 +60,26 @@ at::Tensor map_of(const at::Tensor& x, const AlignConvInput& in, int64_t channel
                    x.options().memory_format(at::MemoryFormat::ChannelsLast));
 }
 
-// y, the norm's state, and the depthwise convolution's result if it is wanted.
-std::tuple<at::Tensor, at::Tensor, MaybeTensor> align_conv(const at::Tensor& pointwise, const Norm& norm,
-                                                           bool keeps_map, const at::Tensor& x,
-                                                           const at::Tensor& depthwise, int64_t stride,
-                                                           const MaybeTensor& prologue, const MaybeTensor& gate,
-                                                           const MaybeTensor& valid_tensor,
-                                                           std::optional<int64_t> valid) {
+// y, the norm's state, and the depthwise convolution's result, an empty tensor if it is not wanted:
+// an op that writes into arguments cannot return None under torch.compile.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> align_conv(
+    const at::Tensor& pointwise, const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& running_mean,
+    const MaybeTensor& running_var, const MaybeTensor& batches, double momentum, double eps, bool training,
+    bool keeps_map, const at::Tensor& x, const at::Tensor& depthwise, int64_t stride, const MaybeTensor& prologue,
+    const MaybeTensor& gate, const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows) {
   AlignConvForward params{};
-  params.input = input_of(x, depthwise, stride, prologue, gate, valid_tensor, valid);
+  params.input = input_of(x, depthwise, stride, prologue, gate, valid_rows_tensor, valid_rows);
   const DeviceGuard guard(x.device());
   params.pointwise = matrix_pointer(pointwise, pointwise.size(0), x);
   TORCH_CHECK(pointwise.size(1) == x.size(1), "pointwise is ", pointwise.sizes(), "; wanted ", x.size(1), " columns");
   params.out_channels = pointwise.size(0);
-  params.norm = params_of(norm, params.out_channels, x);
+  params.norm = norm_params(weight, bias, running_mean, running_var, batches, momentum, eps, training,
+                            params.out_channels, x.device());
   const at::Tensor moments = floats({cuda::align_conv_moments(params), 3, params.out_channels}, x);
   const at::Tensor y = map_of(x, params.input, params.out_channels);
   const at::Tensor state = floats({kNormRows, params.out_channels}, x);
-  MaybeTensor map;
-  if (keeps_map) {
-    map = map_of(x, params.input, params.input.channels);
-    params.map = map->mutable_data_ptr();
-  }
+  const at::Tensor map = keeps_map ? map_of(x, params.input, params.input.channels) : at::empty({0}, x.options());
+  params.map = keeps_map ? map.mutable_data_ptr() : nullptr;
   params.moments = moments.mutable_data_ptr<float>();
   params.y = y.mutable_data_ptr();
   params.state = state.mutable_data_ptr<float>();
@@ -106,9 +88,9 @@ std::tuple<at::Tensor, at::Tensor, MaybeTensor> align_conv(const at::Tensor& poi
 }
 
 at::Tensor align_conv_depthwise(const at::Tensor& x, const at::Tensor& depthwise, int64_t stride,
-                                const MaybeTensor& prologue, const MaybeTensor& gate, const MaybeTensor& valid_tensor,
-                                std::optional<int64_t> valid) {
-  const AlignConvInput in = input_of(x, depthwise, stride, prologue, gate, valid_tensor, valid);
+                                const MaybeTensor& prologue, const MaybeTensor& gate,
+                                const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows) {
+  const AlignConvInput in = input_of(x, depthwise, stride, prologue, gate, valid_rows_tensor, valid_rows);
   const DeviceGuard guard(x.device());
   const at::Tensor map = map_of(x, in, in.channels);
   cuda::align_conv_depthwise({in, map.mutable_data_ptr()}, current_stream());
@@ -119,8 +101,8 @@ at::Tensor align_conv_depthwise(const at::Tensor& x, const at::Tensor& depthwise
 // gradients of the norm's weight and bias (None without grad_state, or where the norm has none).
 std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_grad_y(
     const MaybeTensor& grad, const MaybeTensor& grad_state, const at::Tensor& y, const at::Tensor& state,
-    const MaybeTensor& mean_rest, const Norm& norm, const MaybeTensor& pointwise, const MaybeTensor& valid_tensor,
-    std::optional<int64_t> valid) {
+    const MaybeTensor& mean_rest, const MaybeTensor& weight, bool has_bias, bool training, const MaybeTensor& pointwise,
+    const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows) {
   TORCH_CHECK(y.dim() == 4, "y has shape ", y.sizes(), "; wanted [images, channels, height, width]");
   AlignConvGradY params{};
   params.type = float_type(y, "y");
@@ -129,24 +111,25 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_grad_y(
   params.pixels = y.size(2) * y.size(3);
   params.y = map_pointer(y, "y", y.sizes(), y);
   params.grad = grad ? map_pointer(*grad, "grad", y.sizes(), y) : nullptr;
-  params.state = floats_pointer(state, "state", kNormRows * params.channels, y, alignof(float2));
-  params.grad_state =
-      grad_state ? floats_pointer(*grad_state, "grad_state", kNormRows * params.channels, y, alignof(float2)) : nullptr;
-  params.mean_rest = mean_rest ? floats_pointer(*mean_rest, "mean_rest", params.channels, y, alignof(float)) : nullptr;
-  params.norm = params_of(norm, params.channels, y);
-  params.valid_pointer = valid_pointer(valid_tensor, y);
-  params.valid = valid.value_or(params.images);
+  const int64_t states = kNormRows * params.channels;
+  params.state = row_pointer<float>(state, "state", states, y.device(), alignof(float2));
+  params.grad_state = row_pointer<float>(grad_state, "grad_state", states, y.device(), alignof(float2));
+  params.mean_rest = row_pointer<float>(mean_rest, "mean_rest", params.channels, y.device());
+  params.norm.weight = row_pointer<float>(weight, "weight", params.channels, y.device());
+  params.norm.training = training;
+  params.valid_pointer = row_pointer<int32_t>(valid_rows_tensor, "valid_rows", 1, y.device());
+  params.valid = valid_rows.value_or(params.images);
   const DeviceGuard guard(y.device());
   const at::Tensor total = at::empty_like(y);
   params.total = total.mutable_data_ptr();
-  MaybeTensor weight, bias;
-  if (grad_state && params.norm.weight != nullptr) {
-    weight = floats({params.channels}, y);
-    params.weight = weight->mutable_data_ptr<float>();
+  MaybeTensor to_weight, to_bias;
+  if (grad_state && weight) {
+    to_weight = floats({params.channels}, y);
+    params.weight = to_weight->mutable_data_ptr<float>();
   }
-  if (grad_state && params.norm.bias != nullptr) {
-    bias = floats({params.channels}, y);
-    params.bias = bias->mutable_data_ptr<float>();
+  if (grad_state && has_bias) {
+    to_bias = floats({params.channels}, y);
+    params.bias = to_bias->mutable_data_ptr<float>();
   }
   MaybeTensor map;
   if (pointwise) {
@@ -157,18 +140,18 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_grad_y(
     params.map = map->mutable_data_ptr();
   }
   cuda::align_conv_grad_y(params, current_stream());
-  return {total, map, weight, bias};
+  return {total, map, to_weight, to_bias};
 }
 
 // The gradients of x, depthwise, prologue and gate from that of the depthwise convolution's result;
 // None where not wanted.
 std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_backward(
-    const at::Tensor& grad, std::tuple<bool, bool, bool, bool> wants, const at::Tensor& x, const at::Tensor& depthwise,
-    int64_t stride, const MaybeTensor& prologue, const MaybeTensor& gate, const MaybeTensor& valid_tensor,
-    std::optional<int64_t> valid) {
+    const at::Tensor& grad, std::array<bool, 4> wants, const at::Tensor& x, const at::Tensor& depthwise, int64_t stride,
+    const MaybeTensor& prologue, const MaybeTensor& gate, const MaybeTensor& valid_rows_tensor,
+    std::optional<int64_t> valid_rows) {
   const auto [wants_x, wants_depthwise, wants_prologue, wants_gate] = wants;
   AlignConvBackward params{};
-  params.input = input_of(x, depthwise, stride, prologue, gate, valid_tensor, valid);
+  params.input = input_of(x, depthwise, stride, prologue, gate, valid_rows_tensor, valid_rows);
   const AlignConvInput& in = params.input;
   TORCH_CHECK((prologue || !wants_prologue) && (gate || !wants_gate),
               "prologue or gate is None; wanted one whose gradient is wanted");
@@ -200,7 +183,30 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_backwa
   return {to_x, to_depthwise, to_prologue, to_gate};
 }
 
+std::tuple<bool, bool, bool> serves(at::ScalarType type, int64_t channels, int64_t out_channels) {
+  const AlignConvServes served = align_conv_serves(float_type(type, "x", true), channels, out_channels);
+  return {served.any, served.fused_forward, served.fused_backward};
+}
+
 }  // namespace
+
+void register_align_conv(torch::Library& library) {
+  const std::string valid = kValidSchema;
+  const std::string input =
+      "Tensor x, Tensor depthwise, int stride, Tensor? prologue, Tensor? gate, " + valid + ") -> ";
+  define(
+      library,
+      "align_conv(Tensor pointwise, " + norm_schema("", 'a') + "bool keeps_map, " + input + "(Tensor, Tensor, Tensor)",
+      &align_conv);
+  define(library, "align_conv_depthwise(" + input + "Tensor", &align_conv_depthwise);
+  define(library,
+         "align_conv_grad_y(Tensor? grad, Tensor? grad_state, Tensor y, Tensor state, Tensor? mean_rest, "
+         "Tensor? weight, bool has_bias, bool training, Tensor? pointwise, " +
+             valid + ") -> (Tensor, Tensor?, Tensor?, Tensor?)",
+         &align_conv_grad_y);
+  define(library, "align_conv_backward(Tensor grad, bool[4] wants, " + input + "(Tensor?, Tensor?, Tensor?, Tensor?)",
+         &align_conv_backward);
+}
 
 void bind_align_conv(py::module_& module) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
@@ -208,6 +214,7 @@ void bind_align_conv(py::module_& module) {
   module.def("align_conv_depthwise", &align_conv_depthwise, Unlocked());
   module.def("align_conv_grad_y", &align_conv_grad_y, Unlocked());
   module.def("align_conv_backward", &align_conv_backward, Unlocked());
+  module.def("align_conv_serves", &serves);
 }
 
 }  // namespace mf
@@ -216,6 +223,7 @@ void bind_align_conv(py::module_& module) {
 
 namespace mf {
 
+void register_align_conv(torch::Library& /*library*/) {}
 void bind_align_conv(py::module_& /*module*/) {}
 
 }  // namespace mf

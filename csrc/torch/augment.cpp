@@ -12,20 +12,11 @@
 #include <vector>
 
 #include "torch/bind.h"
+#include "torch/checks.h"
 #include "torch/device.h"
 
 namespace mf {
 namespace {
-
-void check(const at::Tensor& tensor, const char* name, at::ScalarType dtype, int64_t columns,
-           const at::Device& device) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " has dtype ", tensor.scalar_type(), "; wanted ", dtype);
-  TORCH_CHECK_VALUE(tensor.device() == device, name, " is on ", tensor.device(), "; wanted ", device,
-                    ", where the first source is");
-  const bool fits = columns == 0 ? tensor.dim() == 1 : tensor.dim() == 2 && tensor.size(1) == columns;
-  TORCH_CHECK_VALUE(fits, name, " has shape ", tensor.sizes(), "; wanted ", columns == 0 ? "one dimension" : "[n, ",
-                    columns == 0 ? "" : std::to_string(columns) + "]");
-}
 
 ViewType view_type(at::ScalarType dtype) {
   switch (dtype) {
@@ -67,10 +58,6 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   TORCH_CHECK_VALUE(mean.size() == 3, "mean has ", mean.size(), " numbers; wanted 3");
   TORCH_CHECK_VALUE(std.size() == 3, "std has ", std.size(), " numbers; wanted 3");
   const at::Device device = sources[0].device();
-  check(rows_in, "rows", at::kLong, 0, device);
-  check(layout_in, "layout", at::kInt, AugmentParams::kLayout, device);
-  check(codes_in, "codes", at::kInt, AugmentParameters::kCodes, device);
-  check(factors_in, "factors", at::kFloat, AugmentParameters::kFactors, device);
   TORCH_CHECK_VALUE(codes_in.size(0) == factors_in.size(0), "codes has shape ", codes_in.sizes(), " and factors ",
                     factors_in.sizes(), "; wanted as many rows in both");
 
@@ -78,16 +65,13 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   std::vector<at::Tensor> kept;  // outlive the launch
   int64_t all_rows = 0;
   for (const at::Tensor& source : sources) {
-    TORCH_CHECK_TYPE(source.scalar_type() == at::kByte, "a source has dtype ", source.scalar_type(), "; wanted ",
-                     at::kByte);
-    TORCH_CHECK_VALUE(source.device() == device, "a source is on ", source.device(), "; wanted ", device,
-                      ", where the first source is");
     TORCH_CHECK_VALUE(
         source.dim() == 4 && source.size(3) == 3 && source.sizes().slice(1) == sources[0].sizes().slice(1),
         "a source has shape ", source.sizes(), "; wanted [rows, H, W, 3] with the H and W of the first, ",
         sources[0].sizes());
     kept.push_back(source.contiguous());
-    params.source[params.sources++] = {kept.back().const_data_ptr<uint8_t>(), source.size(0)};
+    params.source[params.sources++] = {row_pointer<uint8_t>(kept.back(), "a source", source.numel(), device),
+                                       source.size(0)};
     all_rows += source.size(0);
   }
   const int64_t height = sources[0].size(1);
@@ -100,10 +84,10 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   const at::Tensor factors = factors_in.contiguous();
   const at::Tensor output = at::empty({layout.size(0), height, width, channels}, sources[0].options().dtype(dtype));
 
-  params.rows = rows.const_data_ptr<int64_t>();
-  params.layout = layout.const_data_ptr<int32_t>();
-  params.codes = codes.const_data_ptr<int32_t>();
-  params.factors = factors.const_data_ptr<float>();
+  params.rows = row_pointer<int64_t>(rows, "rows", rows.size(0), device);
+  params.layout = row_pointer<int32_t>(layout, "layout", layout.size(0) * AugmentParams::kLayout, device);
+  params.codes = row_pointer<int32_t>(codes, "codes", codes.size(0) * AugmentParameters::kCodes, device);
+  params.factors = row_pointer<float>(factors, "factors", factors.size(0) * AugmentParameters::kFactors, device);
   params.output = output.mutable_data_ptr();
   params.row_count = rows.size(0);
   params.views = layout.size(0);
@@ -125,8 +109,7 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
     return views;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(device), "the first source is on ", device, "; this build of mose_fast serves ",
-                              kDevices);
+  check_served(device, "the first source");
   check_contents(params, all_rows);
   cpu::augment(params, at::get_num_threads());
   return views;
@@ -142,10 +125,10 @@ at::Tensor augment_op(at::TensorList sources, const at::Tensor& rows, const at::
 }  // namespace
 
 void register_augment(torch::Library& library) {
-  library.def(
-      "augment(Tensor[] sources, Tensor rows, Tensor layout, Tensor codes, Tensor factors, float[] mean, float[] std, "
-      "bool jitter_normalised, ScalarType dtype, int channels) -> Tensor");
-  implement(library, "augment", &augment_op);
+  define(library,
+         "augment(Tensor[] sources, Tensor rows, Tensor layout, Tensor codes, Tensor factors, float[] mean, "
+         "float[] std, bool jitter_normalised, ScalarType dtype, int channels) -> Tensor",
+         &augment_op);
 }
 
 void bind_augment(py::module_& module) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "torch/bind.h"
+#include "torch/checks.h"
 #include "torch/device.h"
 
 namespace mf {
@@ -22,17 +23,13 @@ namespace {
 // `recipe` in the order of AugmentRecipe's members.
 std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recipe, int64_t seed, int64_t sequence,
                                                       int64_t count, int64_t height, int64_t width,
-                                                      std::string device_name,
-                                                      const std::optional<at::Tensor>& counter) {
+                                                      std::string device_name, const MaybeTensor& counter) {
   TORCH_CHECK_VALUE(recipe.size() == 9, "recipe has ", recipe.size(), " numbers; wanted 9");
   TORCH_CHECK(count >= 0 && count <= UINT32_MAX, "count is ", count, "; wanted 0 to ", UINT32_MAX);
   TORCH_CHECK(height >= 1 && height <= INT32_MAX / 2, "height is ", height, "; wanted 1 to ", INT32_MAX / 2);
   TORCH_CHECK(width >= 1 && width <= INT32_MAX / 2, "width is ", width, "; wanted 1 to ", INT32_MAX / 2);
   at::Device device(device_name);
   if (counter) {
-    TORCH_CHECK_TYPE(counter->scalar_type() == at::kLong, "counter has dtype ", counter->scalar_type(), "; wanted ",
-                     at::kLong);
-    TORCH_CHECK_VALUE(counter->numel() == 1, "counter has shape ", counter->sizes(), "; wanted one number");
     TORCH_CHECK_VALUE(counter->device().type() == device.type() && (!device.has_index() || counter->device() == device),
                       "counter is on ", counter->device(), "; wanted ", device, ", where the parameters are drawn");
     device = counter->device();
@@ -44,7 +41,7 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recip
       {recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5], recipe[6], recipe[7], recipe[8]},
       static_cast<uint64_t>(seed),
       static_cast<uint64_t>(sequence),
-      counter ? counter->mutable_data_ptr<int64_t>() : nullptr,
+      row_pointer<int64_t>(counter, "counter", 1, device),
       count,
       static_cast<int32_t>(height),
       static_cast<int32_t>(width),
@@ -57,7 +54,7 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recip
     return {codes, factors};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(device), "device is ", device, "; this build of mose_fast serves ", kDevices);
+  check_served(device, "device");
   cpu::augment_parameters(params, at::get_num_threads());
   return {codes, factors};
 }
@@ -77,7 +74,7 @@ void bind_augment_parameters(py::module_& module) {
   module.def(
       "augment_parameters",
       [](const std::vector<double>& recipe, int64_t seed, int64_t sequence, int64_t count, int64_t height,
-         int64_t width, const std::string& device, const std::optional<at::Tensor>& counter) {
+         int64_t width, const std::string& device, const MaybeTensor& counter) {
         return augment_parameters(recipe, seed, sequence, count, height, width, device, counter);
       },
       py::arg("recipe"), py::arg("seed"), py::arg("sequence"), py::arg("count"), py::arg("height"), py::arg("width"),

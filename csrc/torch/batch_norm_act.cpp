@@ -15,7 +15,9 @@
 #include <ATen/ops/empty_like.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -25,72 +27,61 @@
 namespace mf {
 namespace {
 
-void check_map(const at::Tensor& map, const char* name, const at::Tensor& x) {
-  TORCH_CHECK(map.device() == x.device() && on_card(map), name, " is on ", map.device(),
-              "; wanted the card where x is");
-  TORCH_CHECK(map.sizes() == x.sizes() && map.scalar_type() == x.scalar_type(), name, " is ", map.scalar_type(), " ",
-              map.sizes(), "; wanted ", x.scalar_type(), " ", x.sizes(), ", as x is");
-  TORCH_CHECK(map.dim() == 4 && map.is_contiguous(at::MemoryFormat::ChannelsLast), name, " has shape ", map.sizes(),
-              " and strides ", map.strides(), "; wanted a map in channels_last memory");
-  TORCH_CHECK(map.size(1) % kGroup == 0 && reinterpret_cast<uintptr_t>(map.const_data_ptr()) % 16 == 0, name, " has ",
-              map.size(1), " channels from ", map.const_data_ptr(), "; wanted a multiple of ", kGroup,
-              " from a multiple of 16 bytes");
-}
-
 // The kernels read states as words of 16 bytes.
 const float* state_pointer(const at::Tensor& state, const char* name, int64_t count, const at::Tensor& x) {
-  return floats_pointer(state, name, count, x, 16);
+  return row_pointer<float>(state, name, count, x.device(), 16);
 }
 
-MapShape shape_of(const at::Tensor& x, const MaybeTensor& valid_tensor, std::optional<int64_t> valid) {
-  check_map(x, "x", x);
-  MapShape shape{x.size(0), x.size(2) * x.size(3), x.size(1), nullptr, valid.value_or(x.size(0))};
-  shape.valid_pointer = valid_pointer(valid_tensor, x);
-  return shape;
+MapShape shape_of(const at::Tensor& x, const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows) {
+  map_pointer(x, "x", x.sizes(), x);
+  TORCH_CHECK(x.size(1) % kGroup == 0, "x has ", x.size(1), " channels; wanted a multiple of ", kGroup);
+  return {x.size(0), x.size(2) * x.size(3), x.size(1),
+          row_pointer<int32_t>(valid_rows_tensor, "valid_rows", 1, x.device()), valid_rows.value_or(x.size(0))};
 }
 
 // [norms, 4, channels]; `mean_rest`: where the first norm's is written, or null.
-at::Tensor states_of(const at::Tensor& x, const Norm& norm, const MaybeTensor& other,
-                     const std::optional<Norm>& other_norm, const MaybeTensor& prologue, const MapShape& shape,
+at::Tensor states_of(const at::Tensor& x, const NormParams& norm, const MaybeTensor& other,
+                     const std::optional<NormParams>& other_norm, const MaybeTensor& prologue, const MapShape& shape,
                      float* mean_rest) {
   const int count = processors(x.device());
   const ChannelGrid grid = norm_grid(shape, count);
   const int norms = other_norm ? 2 : 1;
-  for (const Norm* each : {&norm, other_norm ? &*other_norm : &norm}) {
-    const bool mean = std::get<2>(*each).has_value();
-    TORCH_CHECK(mean == std::get<3>(*each).has_value() && (mean || std::get<7>(*each)),
-                "running_mean and running_var are not both there; wanted both, or none in training");
-  }
   const at::Tensor states = floats({norms, kNormRows, shape.channels}, x);
   const at::Tensor partials = floats({norms * grid.partials(NormStatistics::kFields)}, x);
-  const NormStatistics params{
-      shape,
-      float_type(x, "x"),
-      count,
-      norms,
-      {x.const_data_ptr(), other ? other->const_data_ptr() : nullptr},
-      {params_of(norm, x.size(1), x), other_norm ? params_of(*other_norm, x.size(1), x) : NormParams{}},
-      prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr,
-      states.mutable_data_ptr<float>(),
-      mean_rest,
-      partials.mutable_data_ptr<float>(),
-      tickets(norms * grid.tickets())};
+  const NormStatistics params{shape,
+                              float_type(x, "x"),
+                              count,
+                              norms,
+                              {x.const_data_ptr(), other ? other->const_data_ptr() : nullptr},
+                              {norm, other_norm.value_or(NormParams{})},
+                              prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr,
+                              states.mutable_data_ptr<float>(),
+                              mean_rest,
+                              partials.mutable_data_ptr<float>(),
+                              tickets(norms * grid.tickets())};
   cuda::norm_statistics(params, current_stream());
   return states;
 }
 
 // y, the mask [pixels, channels / 8] (empty if not wanted) and the states [1 or 2, 4, channels].
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& x, const Norm& norm, bool relu,
-                                                              const MaybeTensor& residual,
-                                                              const std::optional<Norm>& residual_norm,
-                                                              const MaybeTensor& prologue,
-                                                              const MaybeTensor& valid_tensor,
-                                                              std::optional<int64_t> valid, bool wants_mask) {
-  const MapShape shape = shape_of(x, valid_tensor, valid);
-  if (residual) {
-    check_map(*residual, "residual", x);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(
+    const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& running_mean,
+    const MaybeTensor& running_var, const MaybeTensor& batches, double momentum, double eps, bool training, bool relu,
+    const MaybeTensor& residual, bool normed_residual, const MaybeTensor& residual_weight,
+    const MaybeTensor& residual_bias, const MaybeTensor& residual_mean, const MaybeTensor& residual_var,
+    const MaybeTensor& residual_batches, double residual_momentum, double residual_eps, bool residual_training,
+    const MaybeTensor& prologue, const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows,
+    bool wants_mask) {
+  const MapShape shape = shape_of(x, valid_rows_tensor, valid_rows);
+  const void* added = residual ? map_pointer(*residual, "residual", x.sizes(), x) : nullptr;
+  TORCH_CHECK(residual || !normed_residual, "residual is None with a residual_norm; wanted the map that it normalises");
+  const NormParams norm = norm_params(weight, bias, running_mean, running_var, batches, momentum, eps, training,
+                                      shape.channels, x.device());
+  std::optional<NormParams> residual_norm;
+  if (normed_residual) {
+    residual_norm = norm_params(residual_weight, residual_bias, residual_mean, residual_var, residual_batches,
+                                residual_momentum, residual_eps, residual_training, shape.channels, x.device());
   }
-  TORCH_CHECK(residual || !residual_norm, "residual is None with a residual_norm; wanted the map that it normalises");
   const DeviceGuard guard(x.device());
   const at::Tensor states = states_of(x, norm, residual, residual_norm, prologue, shape, nullptr);
   const at::Tensor y = at::empty_like(x);
@@ -102,8 +93,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_act(const at::Tensor& 
                                    x.const_data_ptr(),
                                    states.const_data_ptr<float>(),
                                    prologue ? prologue->const_data_ptr<float>() : nullptr,
-                                   residual ? residual->const_data_ptr() : nullptr,
-                                   residual_norm.has_value(),
+                                   added,
+                                   normed_residual,
                                    relu,
                                    y.mutable_data_ptr(),
                                    wants_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr};
@@ -126,42 +117,33 @@ void run_backward(BatchNormActBackward& params, const at::Tensor& x) {
 // rows of NormGradRow.
 //   grads: at least one, like x; residual: given if it has a norm; wants: x, residual, prologue
 std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_backward(
-    const std::vector<at::Tensor>& grads, const MaybeTensor& mask, const at::Tensor& x, const Norm& norm,
-    const MaybeTensor& residual, const std::optional<Norm>& residual_norm, const at::Tensor& states,
-    const MaybeTensor& prologue, const MaybeTensor& valid_tensor, std::optional<int64_t> valid,
-    std::tuple<bool, bool, bool> wants) {
+    const std::vector<at::Tensor>& grads, const MaybeTensor& mask, const at::Tensor& x, const MaybeTensor& weight,
+    bool training, const MaybeTensor& residual, const MaybeTensor& residual_weight, bool residual_training,
+    const at::Tensor& states, const MaybeTensor& prologue, const MaybeTensor& valid_rows_tensor,
+    std::optional<int64_t> valid_rows, std::array<bool, 3> wants) {
   const auto [wants_x, wants_residual, wants_prologue] = wants;
-  const MapShape shape = shape_of(x, valid_tensor, valid);
-  const int norms = residual_norm ? 2 : 1;
+  const MapShape shape = shape_of(x, valid_rows_tensor, valid_rows);
+  const int norms = residual ? 2 : 1;
   TORCH_CHECK(!grads.empty() && grads.size() <= BatchNormActBackward::kMostGrads, "there are ", grads.size(),
               " gradients; wanted 1 to ", BatchNormActBackward::kMostGrads);
-  TORCH_CHECK(residual.has_value() == residual_norm.has_value(),
-              "residual or residual_norm is None; wanted both or none");
-  TORCH_CHECK(!prologue || !residual_norm, "prologue and residual_norm are both given; wanted at most one of them");
+  TORCH_CHECK(!prologue || !residual, "prologue and residual are both given; wanted at most one of them");
   BatchNormActBackward params{};
   params.shape = shape;
   params.type = float_type(x, "x");
   const DeviceGuard guard(x.device());
   params.processors = processors(x.device());
   for (const at::Tensor& grad : grads) {
-    check_map(grad, "a gradient", x);
-    params.grads[params.grad_count++] = grad.const_data_ptr();
+    params.grads[params.grad_count++] = map_pointer(grad, "a gradient", x.sizes(), x);
   }
-  if (mask) {
-    TORCH_CHECK(mask->scalar_type() == at::kByte && mask->device() == x.device() &&
-                    mask->numel() == shape.pixels() * shape.channels / kGroup,
-                "mask does not fit; wanted what the forward call returned");
-    params.mask = mask->const_data_ptr<uint8_t>();
-  }
+  params.mask = row_pointer<uint8_t>(mask, "mask", shape.pixels() * shape.channels / kGroup, x.device());
   params.x = x.const_data_ptr();
-  if (residual) {
-    check_map(*residual, "residual", x);
-    params.residual = residual->const_data_ptr();
-  }
+  params.residual = residual ? map_pointer(*residual, "residual", x.sizes(), x) : nullptr;
   params.state = state_pointer(states, "states", norms * kNormRows * shape.channels, x);
   params.prologue = prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr;
-  params.norm[0] = params_of(norm, x.size(1), x);
-  params.norm[1] = residual_norm ? params_of(*residual_norm, x.size(1), x) : NormParams{};
+  params.norm[0].weight = row_pointer<float>(weight, "weight", shape.channels, x.device());
+  params.norm[0].training = training;
+  params.norm[1].weight = row_pointer<float>(residual_weight, "residual_weight", shape.channels, x.device());
+  params.norm[1].training = residual_training;
   const ChannelGrid grid = norm_grid(shape, params.processors);
   const at::Tensor norm_grads = floats({norms, kNormGradRows, shape.channels}, x);
   const at::Tensor partials = floats({grid.partials(BatchNormActBackward::kSumFields)}, x);
@@ -170,7 +152,7 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
   params.tickets = tickets(grid.tickets());
   // Written once where it is a result itself, or where the second pass would have to add it up
   // again.
-  const bool plain_residual = wants_residual && !residual_norm;
+  const bool plain_residual = wants_residual && !residual;
   MaybeTensor sum;
   if (plain_residual || grads.size() > 1) {
     sum = at::empty_like(x);
@@ -179,7 +161,7 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
   cuda::batch_norm_act_sums(params, current_stream());
 
   MaybeTensor x_grad, residual_grad, prologue_grad;
-  const bool second_residual = wants_residual && residual_norm;
+  const bool second_residual = wants_residual && residual;
   if (wants_x || second_residual || wants_prologue) {
     if (sum) {
       params.grads[0] = params.g;
@@ -202,28 +184,36 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
 }
 
 // The state [4, channels], and what rounding left of its mean [channels], which its gradient takes.
-std::tuple<at::Tensor, at::Tensor> norm_state(const at::Tensor& x, const Norm& norm, const MaybeTensor& valid_tensor,
-                                              std::optional<int64_t> valid) {
-  const MapShape shape = shape_of(x, valid_tensor, valid);
+std::tuple<at::Tensor, at::Tensor> norm_state(const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+                                              const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                                              const MaybeTensor& batches, double momentum, double eps, bool training,
+                                              const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows) {
+  const MapShape shape = shape_of(x, valid_rows_tensor, valid_rows);
+  const NormParams norm = norm_params(weight, bias, running_mean, running_var, batches, momentum, eps, training,
+                                      shape.channels, x.device());
   const DeviceGuard guard(x.device());
   const at::Tensor mean_rest = floats({shape.channels}, x);
   return {states_of(x, norm, {}, {}, {}, shape, mean_rest.mutable_data_ptr<float>()).squeeze(0), mean_rest};
 }
 
 // The gradient of x (None if not wanted) and the rows of NormGradRow, from the state's gradient.
-std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, const at::Tensor& x, const Norm& norm,
+std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, const at::Tensor& x,
+                                                        const MaybeTensor& weight, bool training,
                                                         const at::Tensor& state, const at::Tensor& mean_rest,
-                                                        const MaybeTensor& valid_tensor, std::optional<int64_t> valid,
-                                                        bool wants_x) {
-  const MapShape shape = shape_of(x, valid_tensor, valid);
+                                                        const MaybeTensor& valid_rows_tensor,
+                                                        std::optional<int64_t> valid_rows, bool wants_x) {
+  const MapShape shape = shape_of(x, valid_rows_tensor, valid_rows);
+  NormParams norm{};
+  norm.weight = row_pointer<float>(weight, "weight", shape.channels, x.device());
+  norm.training = training;
   const int64_t count = kNormRows * shape.channels;
   const DeviceGuard guard(x.device());
   const at::Tensor norm_grads = floats({kNormGradRows, shape.channels}, x);
   const NormStateBackward first{shape,
                                 state_pointer(state, "state", count, x),
-                                floats_pointer(mean_rest, "mean_rest", shape.channels, x, alignof(float)),
-                                floats_pointer(grad, "grad", count, x, alignof(float)),
-                                params_of(norm, x.size(1), x),
+                                row_pointer<float>(mean_rest, "mean_rest", shape.channels, x.device()),
+                                row_pointer<float>(grad, "grad", count, x.device()),
+                                norm,
                                 norm_grads.mutable_data_ptr<float>()};
   cuda::norm_state_backward(first, current_stream());
   if (!wants_x) {
@@ -244,6 +234,25 @@ std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, 
 
 }  // namespace
 
+void register_batch_norm_act(torch::Library& library) {
+  const std::string valid = kValidSchema;
+  define(library,
+         "batch_norm_act(Tensor x, " + norm_schema("", 'a') + "bool relu, Tensor? residual, bool normed_residual, " +
+             norm_schema("residual_", 'd') + "Tensor? prologue, " + valid +
+             ", bool wants_mask) -> (Tensor, Tensor, Tensor)",
+         &batch_norm_act);
+  define(library,
+         "batch_norm_act_backward(Tensor[] grads, Tensor? mask, Tensor x, Tensor? weight, bool training, "
+         "Tensor? residual, Tensor? residual_weight, bool residual_training, Tensor states, Tensor? prologue, " +
+             valid + ", bool[3] wants) -> (Tensor?, Tensor?, Tensor?, Tensor)",
+         &batch_norm_act_backward);
+  define(library, "norm_state(Tensor x, " + norm_schema("", 'a') + valid + ") -> (Tensor, Tensor)", &norm_state);
+  define(library,
+         "norm_state_backward(Tensor grad, Tensor x, Tensor? weight, bool training, Tensor state, Tensor mean_rest, " +
+             valid + ", bool wants_x) -> (Tensor?, Tensor)",
+         &norm_state_backward);
+}
+
 void bind_batch_norm_act(py::module_& module) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   module.def("batch_norm_act", &batch_norm_act, Unlocked());
@@ -258,6 +267,7 @@ void bind_batch_norm_act(py::module_& module) {
 
 namespace mf {
 
+void register_batch_norm_act(torch::Library& /*library*/) {}
 void bind_batch_norm_act(py::module_& /*module*/) {}
 
 }  // namespace mf

@@ -26,8 +26,13 @@ void bind_augment(py::module_& module);
 
 void bind_adam(py::module_& module);
 
+void register_norm_pool(torch::Library& library);
 void bind_norm_pool(py::module_& module);
+
+void register_align_conv(torch::Library& library);
 void bind_align_conv(py::module_& module);
+
+void register_batch_norm_act(torch::Library& library);
 void bind_batch_norm_act(py::module_& module);
 
 }  // namespace mf

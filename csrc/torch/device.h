@@ -23,6 +23,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 
 namespace mf {
@@ -69,7 +70,7 @@ inline bool on_cpu(const at::Tensor& tensor) { return on_cpu(tensor.device()); }
 
 #if defined(MOSE_FAST_WITH_CUDA)
 
-// Of the card.
+// The number of the card's multiprocessors.
 int processors(const at::Device& device);
 
 // Memory of the current device, zeroed and never freed, also while a graph is captured.
@@ -80,13 +81,15 @@ std::pair<int, int64_t> current_stream_key();
 
 #endif
 
-// Registers one function, which asks on_card() itself, for tensors of every device that this build
-// serves.
+// Defines an op by its schema, and registers one function, which asks on_card() itself, for tensors
+// of every device that this build serves.
 template <typename Function>
-void implement(torch::Library& library, const char* name, Function* function) {
-  library.impl(name, c10::DispatchKey::CPU, function);
+void define(torch::Library& library, const std::string& schema, Function* function) {
+  const std::string name = schema.substr(0, schema.find('('));
+  library.def(schema.c_str());
+  library.impl(name.c_str(), c10::DispatchKey::CPU, function);
 #if defined(MOSE_FAST_WITH_CUDA) && !defined(MOSE_FAST_EMULATED)
-  library.impl(name, c10::DispatchKey::CUDA, function);
+  library.impl(name.c_str(), c10::DispatchKey::CUDA, function);
 #endif
 }
 

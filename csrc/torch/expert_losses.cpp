@@ -17,6 +17,7 @@
 
 #include "core/check.h"
 #include "torch/bind.h"
+#include "torch/checks.h"
 #include "torch/device.h"
 
 namespace mf {
@@ -27,35 +28,19 @@ struct WithoutAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-FloatType float_type(const at::Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return FloatType::kFloat32;
-    case at::kDouble:
-      return FloatType::kFloat64;
-    case at::kBFloat16:
-      return FloatType::kBFloat16;
-    case at::kHalf:
-      return FloatType::kFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(),
-                       "; wanted float32, float64, bfloat16 or float16");
-  }
-}
-
 // The inputs as the kernels want them (contiguous; on the CPU all of one type), owned while the
 // kernels run, and their description.
 struct Inputs {
-  at::Tensor projections, logits, features, student, labels, current_classes, new_rows_scalar, valid_scalar;
+  at::Tensor projections, logits, features, student, labels;
+  MaybeTensor current_classes;
   at::ScalarType type;  // of the terms and the statistics
   ExpertLossesInput params;
 
   Inputs(const at::Tensor& projections_in, const at::Tensor& logits_in, const at::Tensor& features_in,
-         const at::Tensor& student_in, const at::Tensor& labels_in, const std::optional<at::Tensor>& classes_in,
-         int64_t new_rows, int64_t valid_rows, const std::optional<at::Tensor>& new_rows_tensor,
-         const std::optional<at::Tensor>& valid_rows_tensor, double temperature, double buffer_weight,
-         int64_t first_contrastive, int64_t first_cross_entropy, int64_t distillation, int64_t reduction,
-         int64_t student_index) {
+         const at::Tensor& student_in, const at::Tensor& labels_in, const MaybeTensor& classes_in, int64_t new_rows,
+         int64_t valid_rows, const MaybeTensor& new_rows_tensor, const MaybeTensor& valid_rows_tensor,
+         double temperature, double buffer_weight, int64_t first_contrastive, int64_t first_cross_entropy,
+         int64_t distillation, int64_t reduction, int64_t student_index) {
     const at::Device device = labels_in.device();
     TORCH_CHECK(projections_in.dim() == 3 && logits_in.dim() == 3 && features_in.dim() == 3 && student_in.dim() == 2 &&
                     labels_in.dim() == 1,
@@ -71,25 +56,11 @@ struct Inputs {
                 "projections ", projections_in.sizes(), ", logits ", logits_in.sizes(), ", features ",
                 features_in.sizes(), ", student ", student_in.sizes(), " and labels ", labels_in.sizes(),
                 " do not fit one another");
-    TORCH_CHECK(labels_in.scalar_type() == at::kLong, "labels has dtype ", labels_in.scalar_type(), "; wanted int64");
-    TORCH_CHECK(!classes_in || (classes_in->scalar_type() == at::kBool && classes_in->dim() == 1 &&
-                                classes_in->size(0) == classes),
-                "current_classes does not fit; wanted bool [", classes, "]");
-    for (const auto* scalar : {&new_rows_tensor, &valid_rows_tensor}) {
-      TORCH_CHECK(!*scalar || ((*scalar)->scalar_type() == at::kInt && (*scalar)->numel() == 1),
-                  "new_rows or valid_rows does not fit; wanted an int or an int32 scalar");
-    }
-    for (const at::Tensor* tensor : {&projections_in, &logits_in, &features_in, &student_in}) {
-      TORCH_CHECK(tensor->device() == device, "inputs are on ", tensor->device(), " and ", device,
-                  "; wanted one device");
-    }
-    for (const auto* tensor : {&classes_in, &new_rows_tensor, &valid_rows_tensor}) {
-      TORCH_CHECK(!*tensor || (*tensor)->device() == device, "inputs are on ", (*tensor)->device(), " and ", device,
-                  "; wanted one device");
-    }
     TORCH_CHECK(temperature > 0, "temperature is ", temperature, "; wanted a number above 0");
     type = at::kFloat;
     for (const at::Tensor* tensor : {&projections_in, &logits_in, &features_in, &student_in}) {
+      TORCH_CHECK(tensor->device() == device, "inputs are on ", tensor->device(), " and ", device,
+                  "; wanted one device");
       type = tensor->scalar_type() == at::kDouble ? at::kDouble : type;
     }
     const auto prepared = [&](const at::Tensor& tensor) {
@@ -100,22 +71,22 @@ struct Inputs {
     features = prepared(features_in);
     student = prepared(student_in);
     labels = labels_in.contiguous();
-    current_classes = classes_in ? classes_in->contiguous() : at::Tensor();
-    new_rows_scalar = new_rows_tensor.value_or(at::Tensor());
-    valid_scalar = valid_rows_tensor.value_or(at::Tensor());
-    params = {{projections.const_data_ptr(), float_type(projections, "projections")},
-              {logits.const_data_ptr(), float_type(logits, "logits")},
-              {features.const_data_ptr(), float_type(features, "features")},
-              {student.const_data_ptr(), float_type(student, "student")},
-              labels.const_data_ptr<int64_t>(),
-              current_classes.defined() ? current_classes.const_data_ptr<bool>() : nullptr,
+    if (classes_in) {
+      current_classes = classes_in->contiguous();
+    }
+    params = {{projections.const_data_ptr(), float_type(projections, "projections", true)},
+              {logits.const_data_ptr(), float_type(logits, "logits", true)},
+              {features.const_data_ptr(), float_type(features, "features", true)},
+              {student.const_data_ptr(), float_type(student, "student", true)},
+              row_pointer<int64_t>(labels, "labels", rows, device),
+              row_pointer<bool>(current_classes, "current_classes", classes, device),
               experts,
               rows,
               projections.size(2),
               classes,
               features.size(2),
-              new_rows_scalar.defined() ? new_rows_scalar.const_data_ptr<int32_t>() : nullptr,
-              valid_scalar.defined() ? valid_scalar.const_data_ptr<int32_t>() : nullptr,
+              row_pointer<int32_t>(new_rows_tensor, "new_rows", 1, device),
+              row_pointer<int32_t>(valid_rows_tensor, "valid_rows", 1, device),
               new_rows,
               valid_rows < 0 ? rows : valid_rows,
               temperature,
@@ -126,9 +97,10 @@ struct Inputs {
               static_cast<DistanceReduction>(reduction),
               student_index};
     if (on_cpu(device)) {
-      const int64_t v = valid_scalar.defined() ? *params.valid_pointer : params.valid;
-      const int64_t f = new_rows_scalar.defined() ? *params.new_rows_pointer : params.new_rows;
-      TORCH_CHECK_VALUE(v >= 0 && v <= rows, "valid_rows is ", v, "; wanted an integer from 0 to ", rows, ", the rows of projections");
+      const int64_t v = params.valid_pointer != nullptr ? *params.valid_pointer : params.valid;
+      const int64_t f = params.new_rows_pointer != nullptr ? *params.new_rows_pointer : params.new_rows;
+      TORCH_CHECK_VALUE(v >= 0 && v <= rows, "valid_rows is ", v, "; wanted an integer from 0 to ", rows,
+                        ", the rows of projections");
       TORCH_CHECK_VALUE(f >= 0 && f <= v, "new_rows is ", f, "; wanted an integer from 0 to ", v, ", the valid rows");
     }
   }
@@ -163,10 +135,10 @@ at::Tensor forward_on_cpu(const Inputs& in, const ExpertLossesForward& params) {
 // similarities of each anchor.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> expert_losses(
     const at::Tensor& projections, const at::Tensor& logits, const at::Tensor& features, const at::Tensor& student,
-    const at::Tensor& labels, const std::optional<at::Tensor>& current_classes, int64_t new_rows, int64_t valid_rows,
-    const std::optional<at::Tensor>& new_rows_tensor, const std::optional<at::Tensor>& valid_rows_tensor,
-    double temperature, double buffer_weight, int64_t first_contrastive, int64_t first_cross_entropy,
-    int64_t distillation, int64_t reduction, int64_t student_index) {
+    const at::Tensor& labels, const MaybeTensor& current_classes, int64_t new_rows, int64_t valid_rows,
+    const MaybeTensor& new_rows_tensor, const MaybeTensor& valid_rows_tensor, double temperature, double buffer_weight,
+    int64_t first_contrastive, int64_t first_cross_entropy, int64_t distillation, int64_t reduction,
+    int64_t student_index) {
   const Inputs in(projections, logits, features, student, labels, current_classes, new_rows, valid_rows,
                   new_rows_tensor, valid_rows_tensor, temperature, buffer_weight, first_contrastive,
                   first_cross_entropy, distillation, reduction, student_index);
@@ -180,8 +152,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> expert_losses(
     return {terms, statistics, in.empty({0, 0, 0})};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(labels), "labels is on ", labels.device(), "; this build of mose_fast serves ",
-                              kDevices);
+  check_served(labels.device(), "labels");
   return {terms, statistics,
           in.type == at::kDouble ? forward_on_cpu<double>(in, params) : forward_on_cpu<float>(in, params)};
 }
@@ -208,10 +179,10 @@ void backward_on_cpu(const Inputs& in, const ExpertLossesBackward& params, const
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> expert_losses_backward(
     const at::Tensor& grad, const at::Tensor& statistics, const at::Tensor& similarity, std::array<bool, 4> wanted,
     const at::Tensor& projections, const at::Tensor& logits, const at::Tensor& features, const at::Tensor& student,
-    const at::Tensor& labels, const std::optional<at::Tensor>& current_classes, int64_t new_rows, int64_t valid_rows,
-    const std::optional<at::Tensor>& new_rows_tensor, const std::optional<at::Tensor>& valid_rows_tensor,
-    double temperature, double buffer_weight, int64_t first_contrastive, int64_t first_cross_entropy,
-    int64_t distillation, int64_t reduction, int64_t student_index) {
+    const at::Tensor& labels, const MaybeTensor& current_classes, int64_t new_rows, int64_t valid_rows,
+    const MaybeTensor& new_rows_tensor, const MaybeTensor& valid_rows_tensor, double temperature, double buffer_weight,
+    int64_t first_contrastive, int64_t first_cross_entropy, int64_t distillation, int64_t reduction,
+    int64_t student_index) {
   const Inputs in(projections, logits, features, student, labels, current_classes, new_rows, valid_rows,
                   new_rows_tensor, valid_rows_tensor, temperature, buffer_weight, first_contrastive,
                   first_cross_entropy, distillation, reduction, student_index);
@@ -219,29 +190,26 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> expert_losses_backwar
                   grad.scalar_type() == in.type && grad.device() == labels.device(),
               "grad is ", grad.scalar_type(), " ", grad.sizes(), " on ", grad.device(), "; wanted ", in.type, " [",
               in.params.experts, ", ", kTerms, "] on ", labels.device());
-  TORCH_CHECK(statistics.numel() == in.params.statistics().size() && statistics.scalar_type() == in.type &&
-                  statistics.is_contiguous() && statistics.device() == labels.device(),
-              "statistics does not fit; wanted what the forward call returned");
   const int64_t similarities =
       on_cpu(labels) && in.contrasts() ? in.params.experts * in.params.rows * in.params.rows : 0;
-  TORCH_CHECK(similarity.numel() == similarities && similarity.scalar_type() == in.type && similarity.is_contiguous(),
-              "similarity does not fit; wanted what the forward call returned");
+  row_pointer(similarity, "similarity", in.type, similarities, labels.device());
   wanted[0] = wanted[0] && in.contrasts();
   std::array<at::Tensor, 4> grads;
   const std::array<const at::Tensor*, 4> inputs{&in.projections, &in.logits, &in.features, &in.student};
   std::array<MutableFloatArray, 4> arrays;
   for (size_t i = 0; i < 4; ++i) {
     grads[i] = at::empty(wanted[i] ? inputs[i]->sizes() : at::IntArrayRef{0}, inputs[i]->options());
-    arrays[i] = {wanted[i] ? grads[i].mutable_data_ptr() : nullptr, float_type(grads[i], "grad")};
+    arrays[i] = {wanted[i] ? grads[i].mutable_data_ptr() : nullptr, float_type(grads[i], "grad", true)};
   }
-  const ExpertLossesBackward params{in.params,
-                                    statistics.const_data_ptr(),
-                                    grad.const_data_ptr(),
-                                    {grad.stride(0), grad.stride(1)},
-                                    arrays[0],
-                                    arrays[1],
-                                    arrays[2],
-                                    arrays[3]};
+  const ExpertLossesBackward params{
+      in.params,
+      row_pointer(statistics, "statistics", in.type, in.params.statistics().size(), labels.device()),
+      grad.const_data_ptr(),
+      {grad.stride(0), grad.stride(1)},
+      arrays[0],
+      arrays[1],
+      arrays[2],
+      arrays[3]};
 #if defined(MOSE_FAST_WITH_CUDA)
   if (on_card(labels)) {
     const DeviceGuard guard(labels.device());
@@ -249,8 +217,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> expert_losses_backwar
     return {grads[0], grads[1], grads[2], grads[3]};
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(labels), "labels is on ", labels.device(), "; this build of mose_fast serves ",
-                              kDevices);
+  check_served(labels.device(), "labels");
   if (in.type == at::kDouble) {
     backward_on_cpu<double>(in, params, similarity);
   } else {
@@ -261,22 +228,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> expert_losses_backwar
 }
 
 constexpr const char* kInputs =
-    "Tensor projections, Tensor logits, Tensor features, Tensor student, Tensor labels, Tensor? current_classes, int "
-    "new_rows, "
-    "int valid_rows, Tensor? new_rows_tensor, Tensor? valid_rows_tensor, float temperature, float buffer_weight, int "
-    "first_contrastive, "
-    "int first_cross_entropy, int distillation, int reduction, int student_index";
+    "Tensor projections, Tensor logits, Tensor features, Tensor student, Tensor labels, Tensor? current_classes, "
+    "int new_rows, int valid_rows, Tensor? new_rows_tensor, Tensor? valid_rows_tensor, float temperature, "
+    "float buffer_weight, int first_contrastive, int first_cross_entropy, int distillation, int reduction, "
+    "int student_index";
 
 }  // namespace
 
 void register_expert_losses(torch::Library& library) {
-  library.def((std::string("expert_losses(") + kInputs + ") -> (Tensor, Tensor, Tensor)").c_str());
-  library.def(
-      (std::string("expert_losses_backward(Tensor grad, Tensor statistics, Tensor similarity, bool[4] wanted, ") +
-       kInputs + ") -> (Tensor, Tensor, Tensor, Tensor)")
-          .c_str());
-  implement(library, "expert_losses", &expert_losses);
-  implement(library, "expert_losses_backward", &expert_losses_backward);
+  const std::string inputs = kInputs;
+  define(library, "expert_losses(" + inputs + ") -> (Tensor, Tensor, Tensor)", &expert_losses);
+  define(library,
+         "expert_losses_backward(Tensor grad, Tensor statistics, Tensor similarity, bool[4] wanted, " + inputs +
+             ") -> (Tensor, Tensor, Tensor, Tensor)",
+         &expert_losses_backward);
 }
 
 void bind_expert_losses(py::module_& module) {

@@ -1,84 +1,65 @@
-// What the glue of ops over feature maps shares: types, norms as Python hands them over, checked
-// pointers.
+// What the glue of the ops over feature maps shares.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include <optional>
-#include <tuple>
+#include <string>
 
-#include "api/float_array.h"
 #include "core/batch_norm.h"
+#include "torch/checks.h"
+#include "torch/device.h"
 
 namespace mf {
-
-using MaybeTensor = std::optional<at::Tensor>;
-
-// The fields of mose_fast.reference.batch_norm.Norm: weight, bias, running_mean, running_var,
-// batches_tracked, momentum, eps, training.
-using Norm = std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, double, double, bool>;
-
-inline FloatType float_type(const at::Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return FloatType::kFloat32;
-    case at::kBFloat16:
-      return FloatType::kBFloat16;
-    case at::kHalf:
-      return FloatType::kFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, name, " has dtype ", tensor.scalar_type(), "; wanted float32, bfloat16 or float16");
-  }
-}
 
 // A float32 tensor beside x, not initialised.
 inline at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
   return at::empty(sizes, x.options().dtype(at::kFloat));
 }
 
-// `count` float32 numbers in a row beside x, from a multiple of `alignment` bytes.
-inline float* floats_pointer(const at::Tensor& values, const char* name, int64_t count, const at::Tensor& x,
-                             uintptr_t alignment) {
-  TORCH_CHECK(values.device() == x.device() && values.scalar_type() == at::kFloat && values.is_contiguous() &&
-                  values.numel() == count && reinterpret_cast<uintptr_t>(values.const_data_ptr()) % alignment == 0,
-              name, " is ", values.scalar_type(), " ", values.sizes(), " on ", values.device(), " from ",
-              values.const_data_ptr(), "; wanted ", count, " float32 in a row on ", x.device(), " from a multiple of ",
-              alignment, " bytes");
-  return values.mutable_data_ptr<float>();
+// A map of these sizes, with x's type, on the card where x is, in channels_last memory from a
+// multiple of 16 bytes.
+inline const void* map_pointer(const at::Tensor& map, const char* name, at::IntArrayRef sizes, const at::Tensor& x) {
+  TORCH_CHECK(on_card(map) && map.device() == x.device(), name, " is on ", map.device(),
+              "; wanted the card where x is");
+  TORCH_CHECK(map.dim() == 4 && map.sizes() == sizes && map.scalar_type() == x.scalar_type() &&
+                  map.is_contiguous(at::MemoryFormat::ChannelsLast) &&
+                  reinterpret_cast<uintptr_t>(map.const_data_ptr()) % 16 == 0,
+              name, " is ", map.scalar_type(), " ", map.sizes(), " with strides ", map.strides(), " from ",
+              map.const_data_ptr(), "; wanted ", x.scalar_type(), " ", sizes,
+              " in channels_last memory from a multiple of 16 bytes");
+  return map.const_data_ptr();
 }
 
-inline NormParams params_of(const Norm& norm, int64_t channels, const at::Tensor& x) {
-  const auto& [weight, bias, running_mean, running_var, batches, momentum, eps, training] = norm;
-  const auto vector = [&](const MaybeTensor& values, const char* name) {
-    return values ? floats_pointer(*values, name, channels, x, alignof(float)) : nullptr;
+// A norm's parameters and running statistics, as mose_fast.reference.batch_norm.Norm holds them.
+inline NormParams norm_params(const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& running_mean,
+                              const MaybeTensor& running_var, const MaybeTensor& batches, double momentum, double eps,
+                              bool training, int64_t channels, const at::Device& device) {
+  TORCH_CHECK(running_mean.has_value() == running_var.has_value() && (running_mean || training),
+              "running_mean and running_var are not both there; wanted both, or none in training");
+  return {row_pointer<float>(weight, "weight", channels, device),
+          row_pointer<float>(bias, "bias", channels, device),
+          row_pointer<float>(running_mean, "running_mean", channels, device),
+          row_pointer<float>(running_var, "running_var", channels, device),
+          row_pointer<int64_t>(batches, "batches_tracked", 1, device),
+          static_cast<float>(momentum),
+          static_cast<float>(eps),
+          training};
+}
+
+// The arguments of norm_params in a schema, their names after a prefix; the running statistics are
+// written, by three alias sets from `first` on.
+inline std::string norm_schema(const std::string& prefix, char first) {
+  const auto written = [&](int number, const char* name) {
+    return std::string("Tensor(") + static_cast<char>(first + number) + "!)? " + prefix + name + ", ";
   };
-  NormParams params{vector(weight, "weight"),
-                    vector(bias, "bias"),
-                    vector(running_mean, "running_mean"),
-                    vector(running_var, "running_var"),
-                    nullptr,
-                    static_cast<float>(momentum),
-                    static_cast<float>(eps),
-                    training};
-  if (batches) {
-    TORCH_CHECK(batches->device() == x.device() && batches->scalar_type() == at::kLong && batches->numel() == 1,
-                "batches_tracked is ", batches->scalar_type(), " on ", batches->device(),
-                "; wanted an int64 scalar on ", x.device());
-    params.batches = batches->mutable_data_ptr<int64_t>();
-  }
-  return params;
+  return "Tensor? " + prefix + "weight, Tensor? " + prefix + "bias, " + written(0, "running_mean") +
+         written(1, "running_var") + written(2, "batches_tracked") + "float " + prefix + "momentum, float " + prefix +
+         "eps, bool " + prefix + "training, ";
 }
 
-// The count of valid images on the device; null where it is not there.
-inline const int32_t* valid_pointer(const MaybeTensor& valid, const at::Tensor& x) {
-  if (!valid) {
-    return nullptr;
-  }
-  TORCH_CHECK(valid->device() == x.device() && valid->scalar_type() == at::kInt && valid->numel() == 1,
-              "valid_rows is ", valid->scalar_type(), " on ", valid->device(), "; wanted an int32 scalar on ",
-              x.device());
-  return valid->const_data_ptr<int32_t>();
-}
+// How the ops over maps take the number of valid images, the rest being padding: an int32 scalar on
+// the device, or an int; None: all.
+inline constexpr const char* kValidSchema = "Tensor? valid_rows_tensor, int? valid_rows";
 
 }  // namespace mf

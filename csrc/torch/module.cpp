@@ -7,6 +7,9 @@ TORCH_LIBRARY(mose_fast, library) {
   mf::register_augment_parameters(library);
   mf::register_augment(library);
   mf::register_expert_losses(library);
+  mf::register_norm_pool(library);
+  mf::register_align_conv(library);
+  mf::register_batch_norm_act(library);
 }
 
 PYBIND11_MODULE(_C, module) {

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include "torch/bind.h"
+#include "torch/checks.h"
 #include "torch/device.h"
 
 namespace mf {
@@ -30,18 +31,14 @@ at::Tensor null(const at::Tensor& input) {
     return output;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(source), "x is on ", source.device(), "; this build of mose_fast serves ",
-                              kDevices);
+  check_served(source.device(), "x");
   cpu::null(params, at::get_num_threads());
   return output;
 }
 
 }  // namespace
 
-void register_null(torch::Library& library) {
-  library.def("null(Tensor x) -> Tensor");
-  implement(library, "null", &null);
-}
+void register_null(torch::Library& library) { define(library, "null(Tensor x) -> Tensor", &null); }
 
 void bind_null(py::module_& module) {
   module.def("null", &null, py::arg("x"), py::call_guard<py::gil_scoped_release>());

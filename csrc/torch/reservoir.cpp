@@ -10,19 +10,11 @@
 #include <algorithm>
 
 #include "torch/bind.h"
+#include "torch/checks.h"
 #include "torch/device.h"
 
 namespace mf {
 namespace {
-
-void check(const at::Tensor& tensor, const char* name, at::ScalarType dtype, int64_t rows, const at::Tensor& state) {
-  TORCH_CHECK(tensor.scalar_type() == dtype, name, " has dtype ", tensor.scalar_type(), "; wanted ", dtype);
-  TORCH_CHECK(tensor.device() == state.device(), name, " is on ", tensor.device(), "; wanted ", state.device(),
-              ", where state is");
-  TORCH_CHECK(tensor.is_contiguous(), name, " is not contiguous; wanted rows that follow one another in memory");
-  TORCH_CHECK(tensor.dim() >= 1 && tensor.size(0) == rows, name, " has shape ", tensor.sizes(), "; wanted ", rows,
-              " rows");
-}
 
 at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tasks, at::Tensor indices,
                             at::Tensor state, const at::Tensor& x_in, const at::Tensor& y_in, int64_t task,
@@ -36,25 +28,17 @@ at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tas
   const int64_t capacity = images.size(0);
   const int64_t count = x.size(0);
   TORCH_CHECK(capacity >= 1, "images has shape ", images.sizes(), "; wanted at least one slot");
-  check(state, "state", at::kLong, kStateSize, state);
-  check(images, "images", at::kByte, capacity, state);
-  check(labels, "labels", at::kLong, capacity, state);
-  check(tasks, "tasks", at::kLong, capacity, state);
-  check(indices, "indices", at::kLong, capacity, state);
-  check(x, "x", at::kByte, count, state);
-  check(y, "y", at::kLong, count, state);
-  check(index, "index", at::kLong, count, state);
-
+  const at::Device device = state.device();
   const at::Tensor slots = at::empty({count}, state.options());
   const at::Tensor claims = at::empty({on_card(state) ? count : 0}, state.options());
-  const ReservoirInsertParams params{images.mutable_data_ptr<uint8_t>(),
-                                     labels.mutable_data_ptr<int64_t>(),
-                                     tasks.mutable_data_ptr<int64_t>(),
-                                     indices.mutable_data_ptr<int64_t>(),
-                                     state.mutable_data_ptr<int64_t>(),
-                                     x.const_data_ptr<uint8_t>(),
-                                     y.const_data_ptr<int64_t>(),
-                                     index.const_data_ptr<int64_t>(),
+  const ReservoirInsertParams params{row_pointer<uint8_t>(images, "images", images.numel(), device),
+                                     row_pointer<int64_t>(labels, "labels", capacity, device),
+                                     row_pointer<int64_t>(tasks, "tasks", capacity, device),
+                                     row_pointer<int64_t>(indices, "indices", capacity, device),
+                                     row_pointer<int64_t>(state, "state", kStateSize, device),
+                                     row_pointer<uint8_t>(x, "x", x.numel(), device),
+                                     row_pointer<int64_t>(y, "y", count, device),
+                                     row_pointer<int64_t>(index, "index", count, device),
                                      task,
                                      claims.mutable_data_ptr<int64_t>(),
                                      slots.mutable_data_ptr<int64_t>(),
@@ -68,8 +52,7 @@ at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tas
     return slots;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(state), "state is on ", state.device(), "; this build of mose_fast serves ",
-                              kDevices);
+  check_served(state.device(), "state");
   cpu::reservoir_insert(params);
   return slots;
 }
@@ -81,12 +64,9 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
   TORCH_CHECK(tasks.dim() == 1 && tasks.size(0) >= 1, "tasks has shape ", tasks.sizes(),
               "; wanted [slots] with at least one slot");
   const int64_t capacity = tasks.size(0);
-  check(state, "state", at::kLong, kStateSize, state);
-  check(tasks, "tasks", at::kLong, capacity, state);
-
   const at::Tensor slots = at::empty({std::min(k, capacity)}, state.options());
-  const ReservoirDrawParams params{tasks.const_data_ptr<int64_t>(),
-                                   state.mutable_data_ptr<int64_t>(),
+  const ReservoirDrawParams params{row_pointer<int64_t>(tasks, "tasks", capacity, state.device()),
+                                   row_pointer<int64_t>(state, "state", kStateSize, state.device()),
                                    slots.mutable_data_ptr<int64_t>(),
                                    slots.size(0),
                                    capacity,
@@ -99,8 +79,7 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
     return slots;
   }
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(state), "state is on ", state.device(), "; this build of mose_fast serves ",
-                              kDevices);
+  check_served(state.device(), "state");
   cpu::reservoir_draw(params);
   return slots;
 }
@@ -108,13 +87,12 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
 }  // namespace
 
 void register_reservoir(torch::Library& library) {
-  library.def(
-      "reservoir_insert(Tensor(a!) images, Tensor(b!) labels, Tensor(c!) tasks, Tensor(d!) indices, Tensor(e!) state, "
-      "Tensor x, Tensor y, "
-      "int task, Tensor index) -> Tensor");
-  library.def("reservoir_draw(Tensor tasks, Tensor(a!) state, int k, int filter, int task) -> Tensor");
-  implement(library, "reservoir_insert", &reservoir_insert);
-  implement(library, "reservoir_draw", &reservoir_draw);
+  define(library,
+         "reservoir_insert(Tensor(a!) images, Tensor(b!) labels, Tensor(c!) tasks, Tensor(d!) indices, "
+         "Tensor(e!) state, Tensor x, Tensor y, int task, Tensor index) -> Tensor",
+         &reservoir_insert);
+  define(library, "reservoir_draw(Tensor tasks, Tensor(a!) state, int k, int filter, int task) -> Tensor",
+         &reservoir_draw);
 }
 
 void bind_reservoir(py::module_& module) {

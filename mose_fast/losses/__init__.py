@@ -1,5 +1,5 @@
-"""Losses as modules over :mod:`mose_fast.ops`: supervised contrastive, masked cross-entropy,
-reverse self-distillation.
+"""MOSE's losses: supervised contrastive, masked cross-entropy and self-distillation, by
+:mod:`mose_fast.ops`.
 """
 
 from mose_fast.losses.expert_losses import ExpertLosses

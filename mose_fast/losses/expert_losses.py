@@ -1,4 +1,4 @@
-"""MOSE's losses with a run's switches applied."""
+"""MOSE's losses with a run's options."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ __all__ = ["ExpertLosses"]
 
 
 class ExpertLosses(nn.Module):
-    """All losses of one MOSE step (paper eq. for L_MOSE; docs/specification/mose.md section 5.4).
+    """Computes all losses of one MOSE step (paper eq. for L_MOSE; docs/specification/mose.md
+    section 5.4).
 
     Args:
-        options: The switches ``temperature``, ``cross_entropy``, ``contrastive``, ``distillation``,
-            ``rsd_reduction``, ``student``, ``separate_cross_entropy`` and ``buffer_weight``.
+        options: MOSE's options; read are ``temperature``, ``cross_entropy``, ``contrastive``,
+            ``distillation``, ``rsd_reduction``, ``student``, ``separate_cross_entropy`` and
+            ``buffer_weight``.
     """
 
     def __init__(self, options: MoseOptions) -> None:
@@ -32,23 +34,24 @@ class ExpertLosses(nn.Module):
         current_classes: Tensor | None,
         valid_rows: Tensor | None = None,
     ) -> Tensor:
-        """A row (supervised contrastive, cross-entropy, distillation) per expert; training
+        """Computes a row (supervised contrastive, cross-entropy, distillation) per expert; training
         minimises their sum.
 
         Args:
-            outputs: Of the network, for N views.
+            outputs: The network's outputs for N views.
             labels: int64 [N].
-            new_rows: The first rows, which are the new set; the others are the buffer set. May be
-            an int32 scalar on the device.
-            current_classes: bool [K]; None: one cross-entropy over all rows and classes.
-            valid_rows: int32 scalar on the device: rows from this one on are padding. None: there
-                is none.
+            new_rows: The number of new rows, which come first; the others are the buffer rows. An
+                int, or an int32 scalar on the device.
+            current_classes: bool [K], the current task's classes; None: one cross-entropy over all
+                rows and classes.
+            valid_rows: The number of valid rows, an int32 scalar on the device; the rows after them
+                are padding. None: every row is valid.
 
         Returns:
             float32 [E, 3].
         """
         o = self.options
-        # Whatever precision the network ran in: similarities, softmaxes and norms are float32.
+        # Similarities, softmaxes and norms are float32, whatever precision the network ran in.
         with torch.autocast(labels.device.type, enabled=False):
             return expert_losses(
                 outputs.projections,

@@ -1,5 +1,5 @@
-"""Alignment modules and attention gates: what turns a shallow feature map into a vector of the
-deepest one's size.
+"""Alignment modules and attention gates, which turn a shallow feature map into a vector of the
+deepest stage's width.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class DownBlock(nn.Module):
     def fused(
         self, x: Tensor, state: Tensor | None = None, gate: Tensor | None = None, valid_rows: int | Tensor | None = None
     ) -> AlignedMap:
-        """The same by fused ops, which leave each norm and ReLU to whoever reads the map.
+        """Computes the same by fused ops; a norm and its ReLU are applied where the map is read.
 
         Args:
             x: [N, C, H, W]; with ``state`` a map whose norm and ReLU are still to come.
-            state: [4, C], of that norm.
-            gate: [N, C, H / 2, W / 2], of :meth:`AttentionGate.fused`.
-            valid_rows: Images from this one on are padding.
+            state: [4, C], the state of that norm.
+            gate: [N, C, H / 2, W / 2], the result of :meth:`AttentionGate.fused`.
+            valid_rows: The number of valid images; the images after them are padding.
 
         Returns:
             The block's map before ``norm2`` and its ReLU, and the state of ``norm2``.
@@ -80,10 +80,11 @@ class AlignmentModule(nn.Sequential):
     is at least 0. With no blocks it is the average pool alone.
 
     Args:
-        channels: C.
-        blocks: Down blocks, each halves the map and doubles its channels.
-        kernels: ``torch``: PyTorch's modules one by one. ``fused``: native ops where there are any
-            (mose_fast.ops); the same values up to rounding, the same ``state_dict``.
+        channels: The number of channels C.
+        blocks: The number of down blocks; each halves the map and doubles its channels.
+        kernels: ``torch``: PyTorch's modules one by one. ``fused``: the ops of
+            :mod:`mose_fast.ops`, native where there is a library; the same values up to rounding,
+            the same ``state_dict``.
     """
 
     def __init__(self, channels: int, blocks: int, *, kernels: str = "torch") -> None:
@@ -93,14 +94,14 @@ class AlignmentModule(nn.Sequential):
         self.kernels = check_kernels(kernels)
 
     def forward(self, x: Tensor, *, gate: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
-        """Features [N, D].
+        """Computes features [N, D].
 
         Args:
             x: [N, C, H, W].
-            gate: [N, C, H / 2, W / 2], of :meth:`AttentionGate.fused`; multiplies ``x`` by
-            sigmoid(its up-sampling). Fused only.
-            valid_rows: Images from this one on are padding: zero in the result, not counted by any
-                norm. Fused only.
+            gate: [N, C, H / 2, W / 2], the result of :meth:`AttentionGate.fused`; multiplies ``x``
+                by sigmoid(its up-sampling). Fused only.
+            valid_rows: The number of valid images; the images after them are padding: zero in the
+                result, not counted by any norm. Fused only.
         """
         if self.kernels == "torch":
             if gate is not None or valid_rows is not None:
@@ -132,8 +133,8 @@ class AttentionGate(nn.Module):
         return x * gate.sigmoid()
 
     def fused(self, x: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
-        """The gate [N, C, H / 2, W / 2] before up-sampling and sigmoid, which whoever multiplies by
-        it does while loading.
+        """Computes the gate [N, C, H / 2, W / 2] before up-sampling and sigmoid, which are applied
+        where the gate is read.
         """
         aligned = self.down.fused(x, valid_rows=valid_rows)
         return batch_norm_act(aligned.y, Norm.of(self.norm), prologue=aligned.state, valid_rows=valid_rows)

@@ -18,8 +18,8 @@ STAGE_STRIDES = (1, 2, 2, 2)
 
 
 def backbone_parameters(width: int) -> int:
-    """Number of parameters of the backbone whose first stage has ``width`` channels: 11,168,832 at
-    width 64.
+    """Returns the number of parameters of the backbone whose first stage has ``width`` channels:
+    11,168,832 at width 64.
     """
     count, channels = 3 * 9 * width + 2 * width, width
     for stage in range(len(STAGE_STRIDES)):
@@ -43,7 +43,7 @@ class Stem(nn.Module):
         return F.relu(self.norm(self.conv(x)))
 
     def fused(self, x: Tensor, consumers: int, valid_rows: int | Tensor | None) -> Tensor | tuple[Tensor, ...]:
-        """The same by fused ops, once for each of the ``consumers`` that read it."""
+        """Computes the same by fused ops, one result for each of the ``consumers`` that read it."""
         return batch_norm_act(self.conv(x), Norm.of(self.norm), consumers=consumers, valid_rows=valid_rows)
 
 
@@ -56,9 +56,10 @@ class PointwiseConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         stride = self.stride[0]
         if x.device.type == "cpu" and stride > 1:
-            # The same numbers from the pixels that the stride leaves. With more than one thread,
-            # the CPU's weight gradient of a strided 1x1 convolution writes beyond its memory for an
-            # odd number of more than 64 images and fewer than 16 channels (torch 2.14.1).
+            # The same numbers, computed from the pixels that the stride leaves: with more than one
+            # thread, the CPU's weight gradient of a strided 1x1 convolution writes beyond its
+            # memory for an odd number of more than 64 images and fewer than 16 channels (torch
+            # 2.14.1).
             return F.conv2d(x[:, :, ::stride, ::stride], self.weight)
         return super().forward(x)
 
@@ -94,13 +95,13 @@ class BasicBlock(nn.Module):
     def fused(
         self, x: Sequence[Tensor], consumers: int, valid_rows: int | Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
-        """The same by fused ops.
+        """Computes the same by fused ops.
 
         Args:
-            x: The input twice, each with a gradient of its own: for the first convolution, and for
-            the residual path.
-            consumers: How often the result is wanted, once for each module that reads it.
-            valid_rows: Images from this one on are padding.
+            x: The input twice, each with a gradient of its own: for the first convolution and for
+                the residual path.
+            consumers: The number of results, one for each module that reads one.
+            valid_rows: The number of valid images; the images after them are padding.
         """
         y = batch_norm_act(self.conv1(x[0]), Norm.of(self.norm1), valid_rows=valid_rows)
         residual, residual_norm = x[1], None

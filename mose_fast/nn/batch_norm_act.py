@@ -14,11 +14,11 @@ class BatchNormAct2d(nn.BatchNorm2d):
     buffers and state_dict are the same.
 
     Args:
-        channels: C.
-        relu: Without, the norm and the add alone.
-        eps: Added to the variance.
-        momentum: Share of a batch's statistics in the running ones; a cumulative average (None) is
-        refused.
+        channels: The number of channels C.
+        relu: Whether to rectify.
+        eps: The term added to the variance.
+        momentum: The share of a batch's statistics in the running ones; a cumulative average (None)
+            is refused.
         affine: Whether there are a weight and a bias.
         track_running_stats: Whether there are running statistics; without, evaluation uses the
             batch's too.
@@ -52,10 +52,10 @@ class BatchNormAct2d(nn.BatchNorm2d):
         consumers: int = 1,
         valid_rows: int | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """relu(norm(x) + residual), or + residual_norm(residual);
-        :func:`mose_fast.ops.batch_norm_act.batch_norm_act` says more.
+        """Computes relu(norm(x) + residual), or + residual_norm(residual);
+        :func:`mose_fast.ops.batch_norm_act.batch_norm_act` describes the arguments.
 
-        ``residual_norm`` is a module whose own forward is then not called.
+        ``residual_norm`` is a module whose own forward is not called.
         """
         return batch_norm_act(
             x,

@@ -18,8 +18,8 @@ class ClassMeans:
     random one).
 
     Args:
-        features: float [E, N, D], the experts' aligned features of the replay memory, evaluation
-        mode.
+        features: float [E, N, D], the experts' aligned features of the replay memory, in evaluation
+            mode.
         labels: int64 [N].
         classes: Number of classes K.
 
@@ -35,12 +35,13 @@ class ClassMeans:
             raise ValueError(f"labels reach {len(counts) - 1}; wanted labels below classes, {classes}")
         sums = features.new_zeros(features.shape[0], classes, features.shape[2]).index_add_(1, labels, features)
         self.known = counts > 0
-        # Asked once: where features lie on a card, each question waits for it.
+        # Asked once, since on a card each question waits.
         self._any_known = bool(self.known.any())
         self.means = F.normalize(sums / counts.clamp_min(1).unsqueeze(-1), dim=-1)
 
     def distances(self, features: Tensor) -> Tensor:
-        """Squared Euclidean distances between normalised ``features`` [E, N, D] and the prototypes.
+        """Computes squared Euclidean distances between normalised ``features`` [E, N, D] and the
+        prototypes.
 
         Returns:
             float64 [E, N, K]; infinite for classes without a prototype.
@@ -52,7 +53,7 @@ class ClassMeans:
         return (squares - 2 * features @ means.transpose(1, 2)).masked_fill(~self.known, float("inf"))
 
     def predict(self, features: Tensor) -> Tensor:
-        """Labels by expert and by the mean of experts.
+        """Predicts labels by every expert and by the mean of experts.
 
         Args:
             features: float [E, N, D].

@@ -1,4 +1,4 @@
-"""All classifiers of all experts at once (docs/specification/mose.md section 7)."""
+"""The predictions of all classifiers of all experts (docs/specification/mose.md section 7)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLASSIFIERS = tuple(MEAN_OF_EXPERTS)
 
 
 def classify(features: Tensor, logits: Tensor, means: ClassMeans) -> dict[str, dict[str, Tensor]]:
-    """Predicted labels by classifier and expert.
+    """Predicts labels by every classifier and expert.
 
     Args:
         features: float [E, N, D]; logits: float [E, N, K].

@@ -1,4 +1,4 @@
-"""A classifier that looks at directions alone."""
+"""A classifier by cosines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CosineClassifier", "directions"]
 
 
 def directions(vectors: Tensor, eps: float = 1e-5) -> Tensor:
-    """Vectors [..., D] divided by their length plus ``eps``, in float32 at least."""
+    """Returns vectors [..., D] divided by their length plus ``eps``, in float32 at least."""
     vectors = vectors if vectors.dtype == torch.float64 else vectors.float()
     return vectors / (vectors.norm(dim=-1, keepdim=True) + eps)
 
@@ -19,8 +19,8 @@ class CosineClassifier(nn.Module):
     (ER-AML, docs/specification/baselines.md section 6).
 
     Args:
-        weight: [K, D], initial weight vectors; they become parameters.
-        scale: What the cosines are multiplied by.
+        weight: [K, D], the initial weight vectors, which become a parameter.
+        scale: The factor of the cosines.
     """
 
     def __init__(self, weight: Tensor, scale: float = 10.0) -> None:
@@ -29,6 +29,6 @@ class CosineClassifier(nn.Module):
         self.scale = scale
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits [N, K] for ``features`` [N, D], in float32 whatever autocast says."""
+        """Computes logits [N, K] for ``features`` [N, D], in float32 whatever autocast says."""
         with torch.autocast(features.device.type, enabled=False):
             return self.scale * directions(features) @ directions(self.weight).T

@@ -14,8 +14,8 @@ __all__ = ["Cost", "count_cost"]
 
 
 class Cost(NamedTuple):
-    """``parameters`` of the modules that ran, ``macs``: multiply-accumulates of their convolutions,
-    linear and cosine layers an image.
+    """``parameters``: the number of parameters of the modules that ran; ``macs``: the
+    multiply-accumulates per image of their convolutions, linear and cosine layers.
     """
 
     parameters: int
@@ -23,13 +23,14 @@ class Cost(NamedTuple):
 
 
 def count_cost(network: nn.Module, forward: Callable[[Tensor], object], image_size: tuple[int, int]) -> Cost:
-    """Counts what ``forward`` uses of ``network`` for one image [1, 3, H, W].
+    """Counts the parameters and multiply-accumulates that ``forward`` uses for one image [1, 3, H,
+    W].
 
     Norms, of maps or vectors, activations, pooling and up-sampling count no multiply-accumulates.
     The network's state does not change.
 
     Args:
-        network: Owner of the modules.
+        network: The network that owns the modules.
         forward: A method of ``network`` that takes a batch of normalised images.
         image_size: (H, W).
     """

@@ -34,7 +34,7 @@ BRANCH_POINTS = {
 
 
 class ExpertOutputs(NamedTuple):
-    """What one training forward gives: ``projections`` [E, N, P], ``logits`` [E, N, K],
+    """The outputs of one training forward pass: ``projections`` [E, N, P], ``logits`` [E, N, K],
     ``features`` [E, N, D], ``student`` [N, D].
     """
 
@@ -45,8 +45,8 @@ class ExpertOutputs(NamedTuple):
 
 
 def check_image_size(height: int, width: int) -> None:
-    """Raises ValueError unless both sides are multiples of 8: three halvings, each undone by a
-    gate's up-sampling, must come out even.
+    """Raises ValueError unless both sides are multiples of 8: the network halves them three times,
+    and gates double them again.
     """
     if height % 8 or width % 8 or min(height, width) < 8:
         raise ValueError(
@@ -142,13 +142,13 @@ class ExpertNetwork(nn.Module):
                 module.kernels = self.kernels
 
     def features(self, x: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
-        """Aligned features a_1 ... a_E of normalised images.
+        """Computes the aligned features a_1 ... a_E of normalised images.
 
         Args:
             x: float [N, 3, H, W]; H and W multiples of 8.
-            valid_rows: Images from this one on are padding, which wants to be zero: their features
-                are zero and no norm counts them. An int, or an int32 scalar beside ``x``. Only with
-                ``kernels`` ``fused``.
+            valid_rows: The number of valid images; the images after them are padding, which must be
+                zero: their features are zero and no norm counts them. An int, or an int32 scalar on
+                the device of ``x``. Only with ``kernels`` ``fused``.
 
         Returns:
             [E, N, D], every entry at least 0.
@@ -172,9 +172,9 @@ class ExpertNetwork(nn.Module):
 
     def _fused_features(self, x: Tensor, valid_rows: int | Tensor | None) -> Tensor:
         pooled = AlignmentModule(self.feature_size, 0, kernels="fused")
-        # A map with several readers is handed out once to each, so that the norm before it sums
-        # their gradients: the next block reads it twice, for its first convolution and for its
-        # residual path, the gate once, the alignment module once.
+        # Each reader of a map gets a result of its own, so that the norm before it sums their
+        # gradients: the next block reads it twice, for its first convolution and for its residual
+        # path, the gate once, the alignment module once.
         inputs = self.stem.fused(x, 2, valid_rows)
         features = []
         for block, module in self._blocks():
@@ -195,8 +195,8 @@ class ExpertNetwork(nn.Module):
 
     @contextmanager
     def _side_stream(self, expert: int, maps: Sequence[Tensor]) -> Iterator[None]:
-        """Runs an expert's branch on a stream of its own where there are any; ``maps`` are what it
-        reads.
+        """Runs an expert's branch, which reads ``maps``, on a stream of its own, if there are side
+        streams.
         """
         if not self.side_streams or expert == self.experts:
             yield
@@ -209,17 +209,17 @@ class ExpertNetwork(nn.Module):
             yield
 
     def _blocks(self) -> list[tuple[int, BasicBlock]]:
-        """Number, from 1, and module of every residual block in order."""
+        """Returns number, from 1, and module of every residual block in order."""
         stages = (getattr(self, f"stage{stage + 1}") for stage in range(4))
         return list(enumerate((block for stage in stages for block in (stage.block0, stage.block1)), start=1))
 
     def _branch(self, expert: int, pooled: AlignmentModule) -> tuple[AttentionGate | None, AlignmentModule]:
-        """Gate and alignment module of an expert; ``pooled`` where it has none of its own."""
+        """Returns an expert's gate, if any, and its alignment module, else ``pooled``."""
         return getattr(self, f"gate{expert}", None), getattr(self, f"align{expert}", pooled)
 
     def deepest_feature(self, x: Tensor) -> Tensor:
-        """The last expert's feature [N, D] alone: the deployed network, without alignment modules
-        and heads.
+        """Computes the last expert's feature [N, D] alone: the deployed network, without alignment
+        modules and heads.
         """
         check_image_size(*x.shape[2:])
         h = self.stem(x)
@@ -229,12 +229,12 @@ class ExpertNetwork(nn.Module):
         return h.mean(dim=(2, 3))
 
     def classify(self, features: Tensor) -> Tensor:
-        """Logits [E, N, K] of all experts' classifiers for ``features`` [E, N, D]."""
+        """Computes logits [E, N, K] of all experts' classifiers for ``features`` [E, N, D]."""
         return self._heads("classifier", features)
 
     def project(self, features: Tensor) -> Tensor:
-        """Contrastive projections [E, N, P] for ``features`` [E, N, D]; not normalised, the loss
-        does that.
+        """Computes contrastive projections [E, N, P] for ``features`` [E, N, D]; the loss
+        normalises them.
         """
         return self._heads("projection", features)
 
@@ -246,15 +246,15 @@ class ExpertNetwork(nn.Module):
         return torch.stack([head(feature) for head, feature in zip(heads, features, strict=True)])
 
     def forward(self, x: Tensor, detach_student: bool = False, valid_rows: int | Tensor | None = None) -> ExpertOutputs:
-        """Everything a training step needs.
+        """Computes everything that a training step needs.
 
         Args:
             x: Normalised images, float [N, 3, H, W].
-            detach_student: Let no gradient through the adapter into the network; forward
-                self-distillation (SD) wants that, since there the adapted feature teaches
+            detach_student: Whether to stop the gradient between adapter and network, as forward
+                self-distillation (SD) wants, where the adapted feature is the teacher
                 (docs/specification/mose.md section 9.17).
-            valid_rows: As for :meth:`features`. Projections, logits and student of padding are
-                those of zero features.
+            valid_rows: The number of valid images, see :meth:`features`. Projections, logits and
+                student of padding are those of zero features.
         """
         features = self.features(x, valid_rows)
         student = features[self.student]

@@ -11,16 +11,16 @@ __all__ = ["batched_linear", "linears"]
 
 
 def batched_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """One linear map per expert, x_e W_e^T + b_e, as a single batched product.
+    """Computes one linear map per expert, x_e W_e^T + b_e, as a single batched product.
 
     Equal to ``F.linear`` of each expert within rounding. Weights and biases of another dtype than
-    ``x`` are cast to it; their gradients come in their own. Under autocast the product runs in
+    ``x`` are cast to it; their gradients have their own dtypes. Under autocast the product runs in
     autocast's dtype, as ``F.linear`` would.
 
     Args:
         x: [E, N, D].
-        weights: E of shape [K, D].
-        biases: E of shape [K].
+        weights: E tensors [K, D].
+        biases: E tensors [K].
 
     Returns:
         [E, N, K].
@@ -38,7 +38,7 @@ def batched_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
 
 
 def linears(modules: Sequence[nn.Linear], x: Tensor) -> Tensor:
-    """:func:`batched_linear` with the parameters of E modules of one size, each with a bias: [E, N,
-    D] to [E, N, K].
+    """Applies :func:`batched_linear` with the parameters of E modules of one size, each with a
+    bias: [E, N, D] to [E, N, K].
     """
     return batched_linear(x, [m.weight for m in modules], [m.bias for m in modules])

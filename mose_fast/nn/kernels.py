@@ -1,4 +1,4 @@
-"""Which code runs a network's norms, alignment and heads."""
+"""The choice of code for a network's norms, alignment and heads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check_kernels(kernels: str) -> str:
 
 
 def choose_kernels(wanted: str, device: torch.device) -> str:
-    """The kernels that a configuration's ``kernels`` means on a device: ``auto`` is ``fused`` where
-    CUDA kernels run.
+    """Returns the kernels that a configuration's ``kernels`` means on a device: ``auto`` is
+    ``fused`` where CUDA kernels run.
 
     Args:
         wanted: ``auto``, ``fused`` or ``torch``.
-        device: Where the network is.
+        device: The network's device.
     """
     if wanted != "auto":
         return wanted

@@ -7,7 +7,7 @@ nor a gated map.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ from mose_fast.ops.checks import (
     check_tensor,
     wide_dtype,
 )
-from mose_fast.ops.maps import aligned, aligned_row, say_once
+from mose_fast.ops.maps import aligned, aligned_row, say_once, split_rows
 from mose_fast.reference import align_conv as reference
 from mose_fast.reference.align_conv import AlignedMap
 from mose_fast.reference.batch_norm import Norm
 
-__all__ = ["AlignedMap", "Norm", "align_conv"]
+__all__ = ["AlignedMap", "Norm", "Serves", "align_conv", "align_conv_serves"]
 
 
 def _check(
@@ -143,37 +143,39 @@ def align_conv(
     return AlignedMap(*_AlignConv.apply(*tensors, norm, stride, valid_rows, trains))
 
 
-def _has_kernels(x: Tensor, out_channels: int) -> bool:
-    """Kernels are for cards; PyTorch's convolutions serve the CPU, float64 and channels that are no
-    multiple of 8.
+class Serves(NamedTuple):
+    """Which kernels take maps of a dtype with given numbers of channels: ``any`` at all,
+    ``fused_forward``: one kernel for both convolutions and the statistics, else the product with
+    the pointwise weights is cuBLAS's; ``fused_backward``: one kernel for the gradient of y and its
+    product with the pointwise weights.
     """
+
+    any: bool
+    fused_forward: bool
+    fused_backward: bool
+
+
+@torch.compiler.assume_constant_result
+def align_conv_serves(dtype: torch.dtype, channels: int, out_channels: int) -> Serves:
+    """Asks the native library which kernels it has for maps of ``dtype`` with ``channels`` in and
+    ``out_channels`` out; none without a library for cards.
+    """
+    if not hasattr(_loader.native, "align_conv_serves"):
+        return Serves(False, False, False)
+    return Serves(*_loader.native.align_conv_serves(dtype, channels, out_channels))
+
+
+def _has_kernels(x: Tensor, out_channels: int) -> bool:
+    """Whether kernels serve ``x``, which are for cards; PyTorch's convolutions serve the rest."""
     if x.dtype == torch.float64 or not _loader.on_card(x):
         return False
-    if x.shape[1] % 8 or out_channels % 8 or out_channels > 2048:
+    if not align_conv_serves(x.dtype, x.shape[1], out_channels).any:
         say_once(
             f"align_conv of {x.shape[1]} to {out_channels} channels runs on PyTorch's own operations, which is slower: "
             "its kernels want multiples of 8, at most 2048 put out"
         )
         return False
     return True
-
-
-def _is_fused_back(dtype: torch.dtype, channels: int, out_channels: int) -> bool:
-    """Whether the product with the gradient of y is taken where that gradient is summed up."""
-    return (
-        dtype != torch.float32
-        and channels % 8 == 0
-        and channels <= 128
-        and out_channels % 16 == 0
-        and out_channels <= 128
-    )
-
-
-def _is_fused(dtype: torch.dtype, channels: int, out_channels: int) -> bool:
-    """Whether one kernel does both convolutions and the statistics; else the product with the
-    pointwise weights is cuBLAS's.
-    """
-    return dtype != torch.float32 and channels % 16 == 0 and channels <= 128 and out_channels <= 256
 
 
 def _in_channels_last(name: str, x: Tensor) -> Tensor:
@@ -213,7 +215,7 @@ class _AlignConv(torch.autograd.Function):
         valid_rows: int | Tensor | None,
         trains: bool,
     ) -> tuple[Tensor, Tensor]:
-        native = _loader.native
+        native = _loader.ops()
         ctx.set_materialize_grads(False)
         ctx.types = depthwise.dtype, pointwise.dtype
         x = _in_channels_last("x", x)
@@ -225,27 +227,26 @@ class _AlignConv(torch.autograd.Function):
             weight=None if weight is None else weight.contiguous(),
             bias=None if bias is None else bias.contiguous(),
         )
-        valid = (valid_rows, None) if isinstance(valid_rows, Tensor) else (None, valid_rows)
-        entering = (x, taps, stride, prologue, gate, *valid)
-        if _is_fused(x.dtype, *matrix.shape[::-1]):
-            y, state, m = native.align_conv(matrix, norm, trains, *entering)
+        rows, count = split_rows(valid_rows)
+        entering = (x, taps, stride, prologue, gate, rows, count)
+        if align_conv_serves(x.dtype, *matrix.shape[::-1]).fused_forward:
+            y, state, m = native.align_conv(matrix, *norm, trains, *entering)
             mean_rest = None
         else:
             m = native.align_conv_depthwise(*entering)
             with torch.autocast(x.device.type, enabled=False):
                 y = _as_map(torch.mm(_as_rows(m), matrix.t()), m)
-            state, mean_rest = native.norm_state(y, norm, *valid)
+            state, mean_rest = native.norm_state(y, *norm, rows, count)
         if trains:
-            rows = valid_rows if isinstance(valid_rows, Tensor) else None
             ctx.save_for_backward(x, taps, matrix, norm.weight, prologue, gate, m, y, state, mean_rest, rows)
-            ctx.norm = norm._replace(weight=None)
-            ctx.stride, ctx.valid_rows = stride, valid[1]
+            ctx.norm = norm.bias is not None, norm.training
+            ctx.stride, ctx.valid_rows = stride, count
         return y, state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None) -> tuple:
-        native = _loader.native
+        native = _loader.ops()
         x, taps, matrix, weight, prologue, gate, m, y, state, mean_rest, rows = ctx.saved_tensors
         wants_x, wants_depthwise, wants_pointwise, _, _, wants_prologue, wants_gate = ctx.needs_input_grad[:7]
         grads: list[Tensor | None] = [None] * 11
@@ -254,12 +255,12 @@ class _AlignConv(torch.autograd.Function):
         valid = (rows, ctx.valid_rows)
         total, of_map = None if grad is None else aligned(grad), None
         wants = (wants_x, wants_depthwise, wants_prologue, wants_gate)
-        if grad_state is not None or valid != (None, None):
-            norm = ctx.norm._replace(weight=weight)
+        if grad_state is not None or rows is not None or ctx.valid_rows is not None:
             of_state = None if grad_state is None else aligned_row(grad_state)
-            factor = matrix if any(wants) and _is_fused_back(x.dtype, *matrix.shape[::-1]) else None
-            results = native.align_conv_grad_y(total, of_state, y, state, mean_rest, norm, factor, *valid)
-            total, of_map, grads[3], grads[4] = results
+            fused = any(wants) and align_conv_serves(x.dtype, *matrix.shape[::-1]).fused_backward
+            total, of_map, grads[3], grads[4] = native.align_conv_grad_y(
+                total, of_state, y, state, mean_rest, weight, *ctx.norm, matrix if fused else None, *valid
+            )
         with torch.autocast(x.device.type, enabled=False):
             if wants_pointwise:
                 grads[2] = torch.mm(_as_rows(total).t(), _as_rows(m)).to(ctx.types[1]).view(*matrix.shape, 1, 1)
@@ -271,3 +272,36 @@ class _AlignConv(torch.autograd.Function):
                 if wants_depthwise:
                     grads[1] = grads[1].to(ctx.types[0])
         return tuple(grads)
+
+
+if _loader.card() is not None:
+
+    def _new_map(x: Tensor, channels: int, stride: int) -> Tensor:
+        height, width = x.shape[2:]
+        return x.new_empty(len(x), height // stride, width // stride, channels).permute(0, 3, 1, 2)
+
+    @torch.library.register_fake("mose_fast::align_conv")
+    def _fake(pointwise, weight, bias, mean, var, batches, momentum, eps, training, keeps_map, x, _, stride, *others):
+        out_channels, channels = pointwise.shape
+        state = x.new_empty(4, out_channels, dtype=torch.float32)
+        kept = _new_map(x, channels, stride) if keeps_map else x.new_empty(0)
+        return _new_map(x, out_channels, stride), state, kept
+
+    @torch.library.register_fake("mose_fast::align_conv_depthwise")
+    def _fake_depthwise(x, depthwise, stride, *others):
+        return _new_map(x, x.shape[1], stride)
+
+    @torch.library.register_fake("mose_fast::align_conv_grad_y")
+    def _fake_grad_y(grad, grad_state, y, state, mean_rest, weight, has_bias, training, pointwise, *valid):
+        vector = y.new_empty(y.shape[1], dtype=torch.float32)
+        return (
+            torch.empty_like(y),
+            None if pointwise is None else _new_map(y, pointwise.shape[1], 1),
+            None if grad_state is None or weight is None else vector,
+            None if grad_state is None or not has_bias else torch.empty_like(vector),
+        )
+
+    @torch.library.register_fake("mose_fast::align_conv_backward")
+    def _fake_backward(grad, wants, x, depthwise, stride, prologue, gate, *valid):
+        inputs = (x, depthwise, prologue, gate)
+        return tuple(torch.empty_like(t) if want else None for t, want in zip(inputs, wants, strict=True))

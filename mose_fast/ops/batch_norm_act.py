@@ -3,8 +3,8 @@ norm and ReLU of another layer before it.
 
 Everything is computed in float32 (float64 for float64 maps), whatever autocast says. On a card
 kernels serve maps of float32, bfloat16 and float16 with a multiple of 8 channels, in channels_last
-memory (others are copied into it). PyTorch's operations serve everything else, the CPU and
-torch.compile. The kernels sum in a fixed order, so that two runs agree bit for bit.
+memory (others are copied into it). PyTorch's operations serve everything else and the CPU. The
+kernels sum in a fixed order, so that two runs agree bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mose_fast.ops.checks import (
     check_tensor,
     wide_dtype,
 )
-from mose_fast.ops.maps import aligned, aligned_row, say_once
+from mose_fast.ops.maps import aligned, aligned_row, say_once, split_rows
 from mose_fast.reference import batch_norm as reference_norm
 from mose_fast.reference import batch_norm_act as reference
 from mose_fast.reference.batch_norm import Norm
@@ -47,8 +47,8 @@ def _check(x: Tensor, norms: dict[str, Norm], valid_rows: int | Tensor | None) -
 
 
 def _serves(x: Tensor, *norms: Norm) -> bool:
-    """Whether the kernels take this; says once why where one could expect it."""
-    if not _loader.on_card(x) or torch.compiler.is_compiling() or x.numel() == 0:
+    """Whether the kernels take this; warns once if they do not, though ``x`` is on a card."""
+    if not _loader.on_card(x) or x.numel() == 0:
         return False
     obstacle = None
     if x.dtype == torch.float64:
@@ -74,13 +74,9 @@ def _input_map(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _with_floats(norm: Norm) -> Norm:
-    """Weight and bias as the kernels take them; a copy of another dtype sends the gradient back."""
+    """The norm with weight and bias in contiguous float32; a copy passes its gradient on."""
     vectors = [None if v is None else v.to(torch.float32).contiguous() for v in (norm.weight, norm.bias)]
     return norm._replace(weight=vectors[0], bias=vectors[1])
-
-
-def _split_rows(valid_rows: int | Tensor | None) -> tuple[Tensor | None, int | None]:
-    return (valid_rows, None) if isinstance(valid_rows, Tensor) else (None, valid_rows)
 
 
 def batch_norm_act(
@@ -160,7 +156,7 @@ def batch_norm_act(
     prologue = None if prologue is None else aligned_row(prologue)
     tensors = (x, norm.weight, norm.bias, residual, *second, prologue)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    results = _BatchNormAct.apply(*tensors, norm, residual_norm, relu, consumers, *_split_rows(valid_rows), trains)
+    results = _BatchNormAct.apply(*tensors, norm, residual_norm, relu, consumers, *split_rows(valid_rows), trains)
     return results[0] if consumers == 1 else results
 
 
@@ -191,12 +187,7 @@ def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
     if not _serves(x, norm):
         return reference_norm.norm_state(x, norm, valid_rows)
     norm = _with_floats(norm)
-    return _NormState.apply(_input_map(x, x.dtype), norm.weight, norm.bias, norm, *_split_rows(valid_rows))
-
-
-def _for_backward(norm: Norm | None) -> Norm | None:
-    """What the backward reads beside the weight, which goes through ``save_for_backward``."""
-    return None if norm is None else Norm(None, None, None, None, None, norm.momentum, norm.eps, norm.training)
+    return _NormState.apply(_input_map(x, x.dtype), norm.weight, norm.bias, norm, *split_rows(valid_rows))
 
 
 class _BatchNormAct(torch.autograd.Function):
@@ -214,12 +205,22 @@ class _BatchNormAct(torch.autograd.Function):
         residual_norm: Norm | None,
         relu: bool,
         consumers: int,
-        valid_tensor: Tensor | None,
-        valid: int | None,
+        valid_rows_tensor: Tensor | None,
+        valid_rows: int | None,
         trains: bool,
     ) -> tuple[Tensor, ...]:
-        y, mask, states = _loader.native.batch_norm_act(
-            x, norm, relu, residual, residual_norm, prologue, valid_tensor, valid, relu and trains
+        second = Norm(None, None, None, None) if residual_norm is None else residual_norm
+        y, mask, states = _loader.ops().batch_norm_act(
+            x,
+            *norm,
+            relu,
+            residual,
+            residual_norm is not None,
+            *second,
+            prologue,
+            valid_rows_tensor,
+            valid_rows,
+            relu and trains,
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
@@ -228,38 +229,43 @@ class _BatchNormAct(torch.autograd.Function):
             None if residual_norm is None else residual,
             second_weight,
             prologue,
-            valid_tensor,
+            valid_rows_tensor,
             mask if relu else None,
             states,
         )
-        ctx.norms, ctx.valid = (_for_backward(norm), _for_backward(residual_norm)), valid
-        # Results of their own, so that each receives its own gradient; not views, which autograd
-        # would tie to one another.
+        ctx.normed_residual, ctx.training, ctx.valid_rows = (
+            residual_norm is not None,
+            (norm.training, second.training),
+            valid_rows,
+        )
+        # Tensors of their own, so that each receives its own gradient; autograd would tie views to
+        # one another.
         return (y, *(y.detach() for _ in range(consumers - 1)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, residual, second_weight, prologue, valid_tensor, mask, states = ctx.saved_tensors
+        x, weight, residual, second_weight, prologue, valid_rows_tensor, mask, states = ctx.saved_tensors
         given = [aligned(g.to(x.dtype)) for g in grads if g is not None]
         if not given:
             return (None,) * 14
-        norm, residual_norm = ctx.norms
         needs = ctx.needs_input_grad
-        to_x, to_residual, to_prologue, to_norms = _loader.native.batch_norm_act_backward(
+        to_x, to_residual, to_prologue, to_norms = _loader.ops().batch_norm_act_backward(
             given,
             mask,
             x,
-            norm._replace(weight=weight),
+            weight,
+            ctx.training[0],
             residual,
-            None if residual_norm is None else residual_norm._replace(weight=second_weight),
+            second_weight,
+            ctx.training[1],
             states,
             prologue,
-            valid_tensor,
-            ctx.valid,
+            valid_rows_tensor,
+            ctx.valid_rows,
             (needs[0], needs[3], needs[6]),
         )
-        second = (None, None) if residual_norm is None else (to_norms[1, 0], to_norms[1, 1])
+        second = (to_norms[1, 0], to_norms[1, 1]) if ctx.normed_residual else (None, None)
         results = (to_x, to_norms[0, 0], to_norms[0, 1], to_residual, *second, to_prologue)
         return (*(r if n else None for r, n in zip(results, needs, strict=False)), *(None,) * 7)
 
@@ -272,22 +278,55 @@ class _NormState(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         norm: Norm,
-        valid_tensor: Tensor | None,
-        valid: int | None,
+        valid_rows_tensor: Tensor | None,
+        valid_rows: int | None,
     ) -> Tensor:
-        state, mean_rest = _loader.native.norm_state(x, norm, valid_tensor, valid)
-        ctx.save_for_backward(x, weight, valid_tensor, state, mean_rest)
-        ctx.norm, ctx.valid = _for_backward(norm), valid
+        state, mean_rest = _loader.ops().norm_state(x, *norm, valid_rows_tensor, valid_rows)
+        ctx.save_for_backward(x, weight, valid_rows_tensor, state, mean_rest)
+        ctx.training, ctx.valid_rows = norm.training, valid_rows
         return state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, valid_tensor, state, mean_rest = ctx.saved_tensors
+        x, weight, valid_rows_tensor, state, mean_rest = ctx.saved_tensors
         needs = ctx.needs_input_grad
         # Running statistics do not depend on x.
-        wants_x = needs[0] and ctx.norm.training
-        to_x, to_norm = _loader.native.norm_state_backward(
-            grad.contiguous(), x, ctx.norm._replace(weight=weight), state, mean_rest, valid_tensor, ctx.valid, wants_x
+        wants_x = needs[0] and ctx.training
+        to_x, to_norm = _loader.ops().norm_state_backward(
+            grad.contiguous(), x, weight, ctx.training, state, mean_rest, valid_rows_tensor, ctx.valid_rows, wants_x
         )
         return to_x, to_norm[0] if needs[1] else None, to_norm[1] if needs[2] else None, None, None, None
+
+
+if _loader.card() is not None:
+
+    def _rows(x: Tensor, *sizes: int) -> Tensor:
+        return x.new_empty(*sizes, x.shape[1], dtype=torch.float32)
+
+    @torch.library.register_fake("mose_fast::batch_norm_act")
+    def _fake(x, *arguments):
+        normed_residual, wants_mask = arguments[10], arguments[-1]
+        mask = x.new_empty(x.numel() // 8 if wants_mask else 0, dtype=torch.uint8)
+        return torch.empty_like(x), mask, _rows(x, 2 if normed_residual else 1, 4)
+
+    @torch.library.register_fake("mose_fast::batch_norm_act_backward")
+    def _fake_backward(grads, mask, x, weight, training, residual, *arguments):
+        prologue, wants = arguments[3], arguments[-1]
+        wants_x, wants_residual, wants_prologue = wants
+        second = wants_residual and residual is not None
+        applies = wants_x or second or wants_prologue
+        return (
+            torch.empty_like(x) if applies else None,
+            torch.empty_like(x) if wants_residual else None,
+            _rows(x, 4) if applies and prologue is not None else None,
+            _rows(x, 1 if residual is None else 2, 4),
+        )
+
+    @torch.library.register_fake("mose_fast::norm_state")
+    def _fake_state(x, *arguments):
+        return _rows(x, 4), _rows(x)
+
+    @torch.library.register_fake("mose_fast::norm_state_backward")
+    def _fake_state_backward(grad, x, *arguments):
+        return torch.empty_like(x) if arguments[-1] else None, _rows(x, 4)

@@ -1,10 +1,8 @@
-"""The losses of one step, all experts at once, and the same code's single losses for use without
-MOSE.
+"""The losses of one step, all experts at once, and each loss alone, for use without MOSE.
 
-Native code serves float32, bfloat16 and float16, each input in its own type, and float64 on the
-CPU; everything is computed in float32 (float64 if any input is), and each gradient comes in its
-input's type. Autocast changes nothing: there is nothing in here that may run in a lower precision.
-The sums have a fixed order, so that two runs agree bit for bit.
+Native code serves float32, bfloat16 and float16, each input in its own dtype, and float64 on the
+CPU. Everything is computed in float32 (float64 if any input is), whatever autocast says; each
+gradient has its input's dtype. Sums have a fixed order, so that two runs agree bit for bit.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def _check_mask(name: str, mask: Tensor | None, logits: Tensor) -> None:
 
 
 def _check_classes(labels: Tensor, new_rows: int, mask: Tensor | None, classes: int) -> None:
-    """What csrc/cpu checks for itself; for the reference on the CPU."""
+    """Checks labels for the reference on the CPU, as csrc/cpu does for native code."""
     if mask is not None and not mask.any():
         raise ValueError("current_classes names no class; wanted at least one")
     outside = (labels < 0) | (labels >= classes)
@@ -76,47 +74,47 @@ def expert_losses(
     rsd_reduction: str = "frobenius",
     student_index: int | None = None,
 ) -> Tensor:
-    """All losses of one step (paper eq. for L_MOSE; docs/specification/mose.md section 5.4): a row
-    per expert; training minimises their sum.
+    """Computes all losses of one step, a row per expert; training minimises their sum.
 
-    The terms are a supervised contrastive loss over all rows, a cross-entropy over the current
-    classes for the new rows plus a weighted one over all classes for the others, and the distance
-    between the student's and the expert's features on the unit sphere.
-    mose_fast/reference/expert_losses.py holds the formulas.
+    The same in PyTorch, for expert e, with the three single losses below::
+
+        contrastive_loss(projections[e], labels, temperature)
+        masked_cross_entropy(logits[e, :new_rows], labels[:new_rows], current_classes)
+            + buffer_weight * masked_cross_entropy(logits[e, new_rows:], labels[new_rows:])
+        self_distillation(student, features[e].detach(), rsd_reduction)  # sd: features[e], student
 
     On the CPU a wrong label is an error. On CUDA nothing can be raised without waiting for the
     card: a label that is no class, or a new row's label outside ``current_classes``, makes its
-    experts' cross-entropy NaN. The term is the flag: whoever next reads the terms (and so waits)
-    sees it, and no earlier call does.
+    experts' cross-entropy NaN, which is seen by whoever next reads the terms.
 
     Args:
         projections: [E, N, P], not normalised.
         logits: [E, N, K].
         features: [E, N, D], the aligned features a_i: teachers without gradient under ``rsd``,
-        students under ``sd``.
+            students under ``sd``.
         student: [N, D]: for ``rsd`` u(a_s); for ``sd`` the same map u of the detached a_s, which
-        then is the teacher.
+            then is the teacher.
         labels: int64 [N]; below K where there is a cross-entropy.
-        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set. An int, or
-            an int32 scalar tensor beside the other inputs, whose value a captured graph reads anew
-            at each replay.
+        new_rows: The number of new rows, which come first; the others are the buffer rows. An int,
+            or an int32 scalar tensor on the device of ``projections``, read there at each call (and
+            replay).
         current_classes: bool [K], the current task's classes, over which the new rows' softmax
             runs. None: one cross-entropy over all rows and all classes with weight 1.
-        valid_rows: Rows from this one on are padding: they get zero gradient and count nowhere,
-            whatever they and their labels hold. None: every row is valid. An int or an int32
-            scalar, as ``new_rows``; on CUDA a scalar's value is cut to [0, N].
-        temperature: Of the contrastive loss.
-        buffer_weight: Weight of the buffer rows' cross-entropy.
-        cross_entropy: Experts with cross-entropy: ``off``, ``last`` or ``all``.
-        contrastive: Experts with the contrastive loss, alike.
-        distillation: ``rsd`` | ``sd`` | ``off``.
+        valid_rows: The number of valid rows; the rows after them are padding: zero gradient, not
+            counted, whatever they and their labels hold. An int or an int32 scalar, as
+            ``new_rows``; on CUDA a scalar's value is cut to [0, N]. None: every row is valid.
+        temperature: The contrastive loss's temperature, above 0.
+        buffer_weight: The weight of the buffer rows' cross-entropy.
+        cross_entropy: The experts with a cross-entropy: ``off``, ``last`` or ``all``.
+        contrastive: The experts with a contrastive loss: ``off``, ``last`` or ``all``.
+        distillation: ``rsd``, ``sd`` or ``off``.
         rsd_reduction: ``frobenius``: one norm over all rows (released code); ``mean_of_norms``:
-        mean of the rows' norms (paper).
-        student_index: Position s of the student, from 0; None: the last. Its own distillation term
+            the mean of the rows' norms (paper).
+        student_index: The student's position s, from 0; None: the last. Its own distillation term
             is 0.
 
     Returns:
-        [E, 3] (contrastive, cross-entropy weighted, distillation), float32 (float64 if any input
+        [E, 3] (contrastive, weighted cross-entropy, distillation), float32 (float64 if any input
         is); terms that are switched off are 0. It can be differentiated once. Anchors without a
         positive, rows of norm 0 and rows at distance 0 get zero gradient from the term concerned.
 
@@ -124,6 +122,9 @@ def expert_losses(
         TypeError: A dtype or layout is not one of the above.
         ValueError: A shape, device, number or (on the CPU) label does not fit.
         RuntimeError: The result is differentiated twice.
+
+    Source: the paper's L_MOSE; docs/specification/mose.md section 5;
+    mose_fast/reference/expert_losses.py.
     """
     check_tensor(
         "projections",
@@ -199,12 +200,17 @@ def expert_losses(
 
 
 def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Supervised contrastive loss over one batch of views (Khosla et al. 2020, L_out), for use
-    without MOSE too.
+    """Computes the supervised contrastive loss over one batch of views.
 
-    The mean over the anchors that have a positive; an anchor's loss is the mean over its positives
-    p, the other rows of its label, of -log of p's share in the softmax over the cosine similarities
-    / temperature to all other rows. 0 without any positive.
+    The mean over the anchors that have a positive, 0 if none has. An anchor's loss is the mean over
+    its positives p, the other rows of its label, of -log of p's share in the softmax over the
+    cosine similarities / temperature to all other rows. The same in PyTorch::
+
+        z = F.normalize(features, dim=1)
+        s = (z @ z.T / temperature).fill_diagonal_(-inf)
+        positive = (labels == labels[:, None]).fill_diagonal_(False)
+        loss = torch.where(positive, s.logsumexp(1, keepdim=True) - s, 0).sum(1) / positive.sum(1)
+        loss[positive.any(1)].mean()
 
     Args:
         features: [N, P], not normalised.
@@ -212,11 +218,13 @@ def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Te
         temperature: Above 0.
 
     Returns:
-        A scalar, float32 (float64 for float64 features); native code serves it differentiated once.
+        A scalar, float32 (float64 for float64 features); native code can be differentiated once.
 
     Raises:
         TypeError: A dtype or layout does not fit.
         ValueError: A shape, a device or ``temperature`` does not fit.
+
+    Source: Khosla et al. 2020, L_out; the paper's L_scl.
     """
     check_tensor("features", features, FLOATS, ("rows", "size"))
     _check_labels(labels, len(features), "features", features)
@@ -231,22 +239,24 @@ def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Te
 
 
 def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy with the softmax over the classes of a mask (paper eq. for L_ce,new), for
-    use without MOSE too.
+    """Computes the mean cross-entropy with the softmax over the classes of a mask:
+    ``F.cross_entropy(logits.masked_fill(~classes, -inf), labels)``.
 
     Args:
         logits: [N, K].
-        labels: int64 [N], inside the mask. On CUDA a label that is not makes the loss NaN; on the
-        CPU it is an error.
+        labels: int64 [N], inside the mask. Another label is an error on the CPU, on CUDA it makes
+            the loss NaN.
         classes: bool [K] on the logits' device; None: all classes.
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 with zero gradient for N = 0; native code
-        serves it differentiated once.
+        can be differentiated once.
 
     Raises:
         TypeError: A dtype or layout does not fit.
         ValueError: A shape, a device or (on the CPU) a label does not fit.
+
+    Source: the paper's L_ce,new.
     """
     check_tensor("logits", logits, FLOATS, ("rows", "classes"))
     rows = len(logits)
@@ -264,22 +274,24 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None 
 
 
 def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
-    """Distance between two sets of features on the unit sphere (paper eq. RSD;
-    docs/specification/mose.md section 9.3).
+    """Computes the distance between two sets of features on the unit sphere, with
+    d = F.normalize(student) - F.normalize(teacher).
 
     Args:
         student: [N, D].
         teacher: [N, D]. Neither side is detached here.
-        reduction: ``frobenius``: the norm of the whole difference (released code);
-            ``mean_of_norms``: the mean of the rows' norms (paper).
+        reduction: ``frobenius``: ``d.norm()`` (released code); ``mean_of_norms``:
+            ``d.norm(dim=1).mean()`` (paper).
 
     Returns:
-        A scalar, float32 (float64 if an input is); at distance 0 its gradient is 0; native code
-        serves it differentiated once.
+        A scalar, float32 (float64 if an input is); at distance 0 its gradient is 0; native code can
+        be differentiated once.
 
     Raises:
         TypeError: A dtype or layout does not fit.
         ValueError: A shape, a device or ``reduction`` does not fit.
+
+    Source: the paper's L_RSD; docs/specification/mose.md section 9.3.
     """
     check_tensor("student", student, FLOATS, ("rows", "size"))
     check_tensor("teacher", teacher, FLOATS, student.shape, beside=("student", student), because=", as student")
@@ -308,7 +320,7 @@ def _native(
     student_index: int = 0,
 ) -> Tensor:
     """Calls the library with ``tensors`` = projections, logits, features, student, labels,
-    current_classes; see the schema.
+    current_classes and the other arguments of the schema.
     """
     arguments = (
         *tensors,
@@ -329,9 +341,9 @@ def _native(
     return _ExpertLosses.apply(*arguments)
 
 
-# Positions in the schema.
+# Positions in the schema, and their number.
 _TENSORS = (0, 1, 2, 3, 4, 5, 8, 9)
-_FIRST_SCL, _FIRST_CE, _DISTIL = 12, 13, 14
+_FIRST_CONTRASTIVE, _FIRST_CROSS_ENTROPY, _DISTILLATION = 12, 13, 14
 _INPUTS = 17
 
 
@@ -339,11 +351,12 @@ def _save(ctx: Any, inputs: tuple, statistics: Tensor, similarity: Tensor) -> No
     ctx.save_for_backward(statistics, similarity, *(inputs[i] for i in _TENSORS))
     ctx.arguments = [None if i in _TENSORS else value for i, value in enumerate(inputs)]
     experts = inputs[0].shape[0]
+    distillation = _DISTILLATIONS[inputs[_DISTILLATION]]
     ctx.has_gradient = [
-        inputs[_FIRST_SCL] < experts,
-        inputs[_FIRST_CE] < experts,
-        _DISTILLATIONS[inputs[_DISTIL]] == "sd",
-        _DISTILLATIONS[inputs[_DISTIL]] != "off",
+        inputs[_FIRST_CONTRASTIVE] < experts,
+        inputs[_FIRST_CROSS_ENTROPY] < experts,
+        distillation == "sd",
+        distillation != "off",
     ]
 
 
@@ -395,29 +408,12 @@ def _backward_of_op(ctx: Any, grad: Tensor, *_: Any) -> tuple:
 if _loader.native is not None:
 
     @torch.library.register_fake("mose_fast::expert_losses")
-    def _fake(
-        projections,
-        logits,
-        features,
-        student,
-        labels,
-        current_classes,
-        new_rows,
-        valid_rows,
-        new_rows_tensor,
-        valid_rows_tensor,
-        temperature,
-        buffer_weight,
-        first_contrastive,
-        first_cross_entropy,
-        distillation,
-        reduction,
-        student_index,
-    ):
+    def _fake(projections, logits, features, student, labels, *others):
         experts, rows, _ = projections.shape
         is_double = any(t.dtype == torch.float64 for t in (projections, logits, features, student))
         options = {"dtype": torch.float64 if is_double else torch.float32, "device": labels.device}
-        side = (0, 0, 0) if _loader.on_card(labels) or first_contrastive >= experts else (experts, rows, rows)
+        on_card = _loader.on_card(labels)
+        side = (0, 0, 0) if on_card or others[_FIRST_CONTRASTIVE - 5] >= experts else (experts, rows, rows)
         return (
             torch.empty(experts, 3, **options),
             torch.empty((11 * experts + 1) * rows + 2 * experts, **options),  # ExpertStatistics::size() of csrc/core
@@ -425,34 +421,8 @@ if _loader.native is not None:
         )
 
     @torch.library.register_fake("mose_fast::expert_losses_backward")
-    def _fake_backward(
-        grad,
-        statistics,
-        similarity,
-        wanted,
-        projections,
-        logits,
-        features,
-        student,
-        labels,
-        current_classes,
-        new_rows,
-        valid_rows,
-        new_rows_tensor,
-        valid_rows_tensor,
-        temperature,
-        buffer_weight,
-        first_contrastive,
-        first_cross_entropy,
-        distillation,
-        reduction,
-        student_index,
-    ):
-        shapes = [x.shape if w else (0,) for x, w in zip((projections, logits, features, student), wanted, strict=True)]
-        inputs = (projections, logits, features, student)
-        return tuple(
-            torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, inputs, strict=True)
-        )
+    def _fake_backward(grad, statistics, similarity, wanted, *arguments):
+        return tuple(x.new_empty(x.shape if w else 0) for x, w in zip(arguments[:4], wanted, strict=True))
 
     torch.library.register_autograd("mose_fast::expert_losses", _backward_of_op, setup_context=_set_up)
     torch.library.register_autograd("mose_fast::expert_losses_backward", _refuse)

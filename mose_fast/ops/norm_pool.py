@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
 from mose_fast.ops.checks import FLOATS, MAP, check_rows, check_tensor, wide_dtype
-from mose_fast.ops.maps import say_once
+from mose_fast.ops.maps import say_once, split_rows
 from mose_fast.reference import norm_pool as reference
 
 __all__ = ["norm_pool"]
@@ -66,11 +66,10 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
 class _NormPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, state: Tensor | None, valid_rows: int | Tensor | None) -> Tensor:
-        on_device = isinstance(valid_rows, Tensor)
-        ctx.rows = (-1 if valid_rows is None or on_device else valid_rows, valid_rows if on_device else None)
+        ctx.rows = split_rows(valid_rows)
         # Copied here rather than by each pass.
         x = x.contiguous(memory_format=torch.channels_last)
-        pooled, counts, sums = _loader.native.norm_pool(x, state, *ctx.rows, ctx.needs_input_grad[1])
+        pooled, counts, sums = _loader.ops().norm_pool(x, state, *ctx.rows, ctx.needs_input_grad[1])
         # A plain mean's gradient needs no values: memory of the map's size need not be kept for it.
         ctx.plain = (x.shape, x.dtype, x.device) if state is None else None
         ctx.save_for_backward(*(() if state is None else (x, state, counts, sums)))
@@ -80,11 +79,26 @@ class _NormPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         if ctx.plain is None:
-            x, state, counts, sums = ctx.saved_tensors
+            saved = ctx.saved_tensors
         else:
             shape, dtype, device = ctx.plain
             x = torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
-            state = counts = sums = None
-        return *_loader.native.norm_pool_backward(
-            grad, x, state, counts, sums, *ctx.rows, *ctx.needs_input_grad[:2]
-        ), None
+            saved = (x, None, None, None)
+        return *_loader.ops().norm_pool_backward(grad, *saved, *ctx.rows, ctx.needs_input_grad[:2]), None
+
+
+if _loader.native is not None:
+
+    @torch.library.register_fake("mose_fast::norm_pool")
+    def _fake(x, state, valid_rows_tensor, valid_rows, for_backward):
+        images, channels = x.shape[:2]
+        kept = images if for_backward and state is not None else 0
+        counts, sums = (x.new_empty(kept, channels, dtype=torch.float32) for _ in range(2))
+        return x.new_empty(images, channels), counts, sums
+
+    @torch.library.register_fake("mose_fast::norm_pool_backward")
+    def _fake_backward(grad, x, state, counts, sums, valid_rows_tensor, valid_rows, wants):
+        return (
+            torch.empty_like(x, memory_format=torch.channels_last) if wants[0] else None,
+            x.new_empty(4, x.shape[1], dtype=torch.float32) if wants[1] else None,
+        )

@@ -1,5 +1,5 @@
-"""Adam whose weights, moments and half-precision copies lie in flat buffers, stepped in two or
-three launches.
+"""Adam over flat buffers of weights, moments and half-precision weights; a step is two or three
+launches.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ __all__ = ["FlatAdam"]
 
 _ALIGNMENT = 64  # elements: each parameter's share of each buffer starts at a multiple of 128 bytes
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Switches of torch.optim.Adam that change what is computed.
+# Options of torch.optim.Adam that this class does not have.
 _NOT_SERVED = ("amsgrad", "maximize", "decoupled_weight_decay", "differentiable")
 
 
 def _strides_in_memory(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape whose elements lie in the order of this
-    tensor's.
-    """
+    """Returns the strides of a dense tensor with the shape and the memory order of this one."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def _lies_alike(gradient: Tensor, leaf: Tensor) -> bool:
-    """Whether the elements of both lie in the same order; where a dimension has size 1, its stride
-    means nothing.
-    """
+def _same_order(gradient: Tensor, leaf: Tensor) -> bool:
+    """Whether both have the same memory order; strides of dimensions of size 1 mean nothing."""
     pairs = zip(gradient.shape, gradient.stride(), leaf.stride(), strict=True)
     return all(size == 1 or ours == wanted for size, ours, wanted in pairs)
 
@@ -42,29 +38,29 @@ class FlatAdam(torch.optim.Optimizer):
 
     On construction every parameter's ``data`` becomes a view of one flat float32 buffer, in its own
     memory format: a channels_last weight stays channels_last. Build it after the network has been
-    moved to its device and format, and do not move it later. Weights loaded by ``load_state_dict``
-    of the network are copied into those views; call :meth:`refresh_shadows` afterwards.
+    moved to its device and format, and do not move the network later. The network's
+    ``load_state_dict`` copies weights into those views; call :meth:`refresh_shadows` afterwards.
 
-    A forward pass uses :attr:`leaves` in place of the parameters: a parameter of more than one
-    dimension has a *shadow*, a leaf tensor of ``shadow_dtype`` that is rewritten by every step, so
-    that no weight is cast in the forward pass; norms' weights and biases stay float32 and are their
-    own leaves. Gradients gather in the leaves' ``grad``.
+    A forward pass uses :attr:`leaves` in place of the parameters. A parameter of more than one
+    dimension has a *shadow*, a leaf tensor of ``shadow_dtype`` that every step rewrites, so that no
+    weight is cast in the forward pass; norms' weights and biases stay float32 and are their own
+    leaves. Gradients accumulate in the leaves' ``grad``.
 
     A step reads the learning rate, the counts of steps and the latch on the device and never waits:
     it can be captured in a CUDA graph. The learning rate is a tensor in ``param_groups[0]["lr"]``,
-    which PyTorch's schedulers fill in place, also for a captured step; a number put there instead
-    is taken over by the next call of :meth:`step` (not by a replay).
+    which PyTorch's schedulers fill in place, also for a captured step; the next call of
+    :meth:`step` (not a replay) takes over a number that is put there instead.
 
     Args:
         params: Parameters, or pairs of name and parameter: float32, on one device; one group.
-        lr: Learning rate.
-        betas: Decay of the two moments, each in [0, 1).
-        eps: Added to the root of the second moment.
-        weight_decay: Times the weight is added to its gradient.
+        lr: The learning rate.
+        betas: The decay of the two moments, each in [0, 1).
+        eps: The term added to the root of the second moment.
+        weight_decay: The factor of the weight that is added to its gradient.
         shadow_dtype: bfloat16 or float16; None: the parameters are the leaves.
 
     Attributes:
-        leaves: What a forward pass should use for each parameter, in order.
+        leaves: For each parameter, in order, the tensor that a forward pass uses.
         shadows: The shadow of each parameter, None where it has none.
         latch: bool scalar. Once set, by a ``loss`` that is not finite or by the caller, no step
             writes anything until it is cleared.
@@ -111,7 +107,7 @@ class FlatAdam(torch.optim.Optimizer):
         self._master, self._exp_avg, self._exp_avg_sq = (torch.zeros(size, device=device) for _ in range(3))
         self._shadow = None if shadow_dtype is None else torch.zeros(size, dtype=shadow_dtype, device=device)
 
-        self._moments = []  # of each parameter, as torch.optim.Adam keeps them
+        self._moments = []  # for each parameter, as torch.optim.Adam keeps them
         self.shadows: list[Tensor | None] = []
         with torch.no_grad():
             for position, parameter in enumerate(self._parameters):
@@ -144,8 +140,8 @@ class FlatAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def refresh_shadows(self) -> None:
-        """Rounds the weights into the shadows, after the weights were changed by anything but
-        :meth:`step`.
+        """Rounds the weights into the shadows; call it after anything but :meth:`step` changed the
+        weights.
         """
         if self._shadow is not None:
             self._shadow.copy_(self._master)
@@ -162,17 +158,17 @@ class FlatAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None] | None = None, loss: Tensor | None = None) -> None:
-        """One step; the shadows hold the new weights afterwards.
+        """Takes one step; the shadows hold the new weights afterwards.
 
         Args:
             gradients: One for each parameter, in order, of its shape, float32, bfloat16 or float16;
-                None stands for a parameter that is left as it is. By default each leaf's ``grad``.
+                None leaves its parameter unchanged. By default each leaf's ``grad``.
             loss: float32, one element: where it is not finite, :attr:`latch` is set and nothing is
                 written.
 
         Raises:
             RuntimeError: A parameter's ``data`` was replaced since construction, for example by
-            ``network.to(...)``.
+                ``network.to(...)``.
             ValueError: A gradient does not fit its parameter.
         """
         group = self.param_groups[0]
@@ -195,7 +191,7 @@ class FlatAdam(torch.optim.Optimizer):
                     raise ValueError(
                         f"gradient {position} has shape {tuple(gradient.shape)}; wanted {tuple(leaf.shape)}"
                     )
-                if not _lies_alike(gradient, leaf):
+                if not _same_order(gradient, leaf):
                     gradient = torch.empty_strided(
                         leaf.shape, leaf.stride(), dtype=gradient.dtype, device=gradient.device
                     ).copy_(gradient)
@@ -218,7 +214,7 @@ class FlatAdam(torch.optim.Optimizer):
             loss=loss,
             latch=self.latch,
         )
-        # Native code writes behind autograd's back: a backward pass that still needs the old
+        # Autograd does not see what native code writes; a backward pass that still needs the old
         # weights must fail, not use the new ones.
         increment_version([leaf for leaf, gradient in zip(self.leaves, prepared, strict=True) if gradient is not None])
 
@@ -229,7 +225,7 @@ class FlatAdam(torch.optim.Optimizer):
             group["lr"] = self._lr
 
     def _keep_moments(self, position: int) -> None:
-        """Shows the moments of a parameter in ``state``: from its first gradient on, as
+        """Puts the moments of a parameter into ``state``, from its first gradient on, as
         torch.optim.Adam does.
         """
         parameter = self._parameters[position]
@@ -237,8 +233,8 @@ class FlatAdam(torch.optim.Optimizer):
             self.state[parameter] = self._moments[position]
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Adam``'s, which can load it: the learning rate is a number, tensors are
-        views of the buffers, not copies.
+        """Returns a state that ``torch.optim.Adam`` can load: the learning rate is a number,
+        tensors are views of the buffers, not copies.
         """
         self._take_over_lr()
         state = super().state_dict()
@@ -247,11 +243,11 @@ class FlatAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state of this class or of ``torch.optim.Adam``, by copying: captured graphs
-        go on with it.
+        """Copies a state of this class or of ``torch.optim.Adam`` into the buffers, so that
+        captured graphs use it.
 
-        Parameters without a state start afresh. The shadows are rewritten, :attr:`latch` is left as
-        it is.
+        Moments of parameters without a state become zero. The shadows are rewritten, :attr:`latch`
+        stays as it is.
 
         Raises:
             ValueError: The state is of another number of parameters or groups, a tensor has another

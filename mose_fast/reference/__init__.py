@@ -1,1 +1,1 @@
-"""Pure PyTorch twins of every op, of the model and of the whole step: the meaning of the code."""
+"""Pure PyTorch versions of the ops: the definitions that every back end is tested against."""

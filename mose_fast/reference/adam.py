@@ -1,4 +1,4 @@
-"""Adam over flat buffers in plain PyTorch: the meaning of the native step.
+"""Adam over flat buffers in plain PyTorch: the definition of the native step.
 
 The formulas are those of ``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1, with weight decay
 added to the gradient). For a parameter w with moments m and v, gradient g and its own count of
@@ -35,9 +35,8 @@ def adam_step(
     loss: Tensor | None = None,
     latch: Tensor | None = None,
 ) -> None:
-    """One step in place; :func:`mose_fast.ops.adam.adam_step` describes the arguments.
-
-    Never waits for a device.
+    """Takes one step in place, without waiting for the device;
+    :func:`mose_fast.ops.adam.adam_step` describes the arguments.
     """
     frozen = torch.zeros((), dtype=torch.bool, device=master.device) if latch is None else latch.clone()
     if loss is not None:
@@ -50,7 +49,7 @@ def adam_step(
         count = gradient.numel()
         part = slice(start, start + count)
         t = steps[position].double() + 1
-        # As it lies in memory, as the flat buffers hold it.
+        # In memory order, as the flat buffers hold it.
         g = gradient.detach().as_strided((count,), (1,)).float() + weight_decay * master[part]
         m = exp_avg[part].lerp(g, 1 - beta1)
         v = (exp_avg_sq[part] * beta2).addcmul(g, g, value=1 - beta2)

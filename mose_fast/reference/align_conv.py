@@ -14,8 +14,8 @@ __all__ = ["AlignedMap", "align_conv"]
 
 
 class AlignedMap(NamedTuple):
-    """A convolution's result before its norm, [N, O, H', W'], and the state [4, O] of that norm:
-    what the next one's prologue takes.
+    """``y``: a convolution's result before its norm, [N, O, H', W']; ``state``: the state [4, O] of
+    that norm, which the next convolution takes as its prologue.
     """
 
     y: Tensor
@@ -33,8 +33,8 @@ def align_conv(
     gate: Tensor | None = None,
     valid_rows: int | Tensor | None = None,
 ) -> AlignedMap:
-    """y = pointwise(depthwise(x')), x' = relu(prologue(x)) sigmoid(up(gate)) without the factors
-    that are None, and the state of norm(y).
+    """Computes y = pointwise(depthwise(x')) with x' = relu(prologue(x)) sigmoid(up(gate)), without
+    the factors that are None, and the state of norm(y).
 
     Norms, up-sampling and sigmoid are computed in float32 (float64 for float64); x' and y are
     rounded to the type of ``x``, as they are under autocast.

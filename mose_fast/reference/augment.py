@@ -25,7 +25,7 @@ GREY_WEIGHTS = (0.299, 0.587, 0.114)
 
 
 def orient(images: Tensor, code: int) -> Tensor:
-    """Images in one of the sixteen orientations.
+    """Turns images into one of the sixteen orientations.
 
     Raises:
         ValueError: The code is outside 0 to 15, or turns images that are not square.
@@ -47,7 +47,7 @@ def orient(images: Tensor, code: int) -> Tensor:
 
 
 def crop(images: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Resized crop: bilinear sampling of a window, stretched to the image's own size, reflection
+    """Crops and resizes: samples a window bilinearly at the image's own size, with reflection
     beyond the border.
 
     Args:
@@ -132,7 +132,8 @@ def apply_views(
             are in half pixels of the image, see ``crop``), flags (bit 0 grey, bit 1 jitter, bit 2
             contrast first).
         factors: float32 [N, 4], see :func:`jitter`.
-        mean: float [3], std: float [3]: of images in [0, 1].
+        mean: float [3], the channel means of images in [0, 1].
+        std: float [3], their standard deviations.
         jitter_normalised: Jitter the normalised images, clamping them to [0, 1], as the released
             code does.
 

@@ -1,9 +1,9 @@
-"""The random parameters of augmented views in PyTorch: the meaning of
+"""The random parameters of augmented views in PyTorch: the definition of
 ``csrc/core/augment_parameters.h``.
 
-The order of the float64 operations is part of the law. PyTorch rounds after every operation, as the
-native code does; constants meet tensors by ``+``, ``-`` and ``*`` only, because CUDA's PyTorch
-divides by a constant through its reciprocal.
+The order of the float64 operations is part of the definition. PyTorch rounds after every operation,
+as the native code does; constants are combined with tensors by ``+``, ``-`` and ``*`` only, because
+CUDA's PyTorch divides by a constant through its reciprocal.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _TRIALS = 10
 
 @dataclass(frozen=True)
 class Recipe:
-    """What views are drawn from (docs/specification/mose.md section 5.3; SCR's and SimCLR's
-    augmentations).
+    """Probabilities and ranges from which views are drawn (docs/specification/mose.md section 5.3;
+    SCR's and SimCLR's augmentations).
 
     Attributes:
         mirror_p: Probability of a horizontal mirror.

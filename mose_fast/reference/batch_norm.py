@@ -36,7 +36,7 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.BatchNorm2d) -> Norm:
-        """What a PyTorch module would compute with at this moment, by its own settings.
+        """Returns the norm that a PyTorch module computes at this moment, by its own settings.
 
         In training: the batch's statistics, which enter the running ones unless
         ``track_running_stats`` is False, as it may be set for a while. In evaluation (``eval()``):
@@ -63,21 +63,21 @@ class Norm(NamedTuple):
 
 
 def valid_mask(y: Tensor, valid_rows: int | Tensor) -> Tensor:
-    """bool [N, 1, ..., 1]: rows that are no padding."""
+    """Returns bool [N, 1, ..., 1], True for the rows that are not padding."""
     rows = torch.arange(len(y), device=y.device)
     return (rows < valid_rows).view(-1, *[1] * (y.dim() - 1))
 
 
 def without_padding(y: Tensor, valid_rows: int | Tensor | None) -> Tensor:
-    """``y`` with its padded rows zero, whatever they held: no NaN comes through, forward or
+    """Returns ``y`` with zeros in its padded rows, whatever they held: no NaN passes, forward or
     backward.
     """
     return y if valid_rows is None else torch.where(valid_mask(y, valid_rows), y, 0)
 
 
 def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) -> Tensor:
-    """The state [4, C] of a norm over a map [N, C, H, W], differentiable; updates the running
-    statistics in training as PyTorch does.
+    """Computes the state [4, C] of a norm over a map [N, C, H, W], differentiable; in training it
+    updates the running statistics as PyTorch does.
 
     Statistics are those of ``y`` as it is stored, computed in float32 (float64 for float64). Padded
     rows do not count.
@@ -87,21 +87,12 @@ def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
     """
     wide = without_padding(y, valid_rows).to(torch.float64 if y.dtype == torch.float64 else torch.float32)
     if norm.training:
-        rows = (
-            len(y)
-            if valid_rows is None
-            else valid_rows.clamp(0, len(y))
-            if isinstance(valid_rows, Tensor)
-            else valid_rows
-        )
+        rows = len(y) if valid_rows is None else valid_rows
+        rows = rows.clamp(0, len(y)) if isinstance(rows, Tensor) else rows
         count = rows * wide.shape[2] * wide.shape[3]
         if not isinstance(count, Tensor) and count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
-        mean = (
-            wide.sum(dim=(0, 2, 3)) / max(count, 1)
-            if not isinstance(count, Tensor)
-            else wide.sum(dim=(0, 2, 3)) / count.clamp(min=1)
-        )
+        mean = wide.sum(dim=(0, 2, 3)) / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
         deviations = without_padding(wide - mean.view(1, -1, 1, 1), valid_rows)
         squares = deviations.square().sum(dim=(0, 2, 3))
         total = torch.as_tensor(count, device=y.device)
@@ -122,8 +113,8 @@ def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
 
 
 def normalised(y: Tensor, state: Tensor, *, relu: bool = True) -> Tensor:
-    """norm(y), rectified if ``relu``, in the state's dtype: float32 or float64, not rounded to that
-    of ``y``.
+    """Computes norm(y), rectified if ``relu``, in the state's dtype (float32 or float64), not
+    rounded to that of ``y``.
     """
     mean, _, scale, shift = (row.view(1, -1, 1, 1) for row in state)
     z = (y.to(state.dtype) - mean) * scale + shift

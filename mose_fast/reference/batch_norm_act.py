@@ -1,5 +1,5 @@
-"""Batch norm, residual add and ReLU in plain PyTorch: the meaning of
-``mose_fast.ops.batch_norm_act``.
+"""Batch norm, residual add and ReLU in plain PyTorch: the definition of
+:mod:`mose_fast.ops.batch_norm_act`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["batch_norm_act"]
 
 
 def _plain(x: Tensor, norm: Norm) -> Tensor:
-    """What ``nn.BatchNorm2d`` computes."""
+    """Computes what ``nn.BatchNorm2d`` does."""
     if norm.training and norm.batches_tracked is not None:
         norm.batches_tracked.add_(1)
     return F.batch_norm(
@@ -32,7 +32,8 @@ def batch_norm_act(
     consumers: int = 1,
     valid_rows: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """y = relu(norm(x') + residual), see the op.
+    """Computes y = relu(norm(x') + residual);
+    :func:`mose_fast.ops.batch_norm_act.batch_norm_act` describes the arguments.
 
     Without ``prologue`` and ``valid_rows`` these are PyTorch's own operations, each rounded to the
     map's dtype, so that a network gives the same bits as one of ``nn.BatchNorm2d``; else everything

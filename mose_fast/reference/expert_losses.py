@@ -26,8 +26,8 @@ def _normalise(x: Tensor) -> Tensor:
 
 
 def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Supervised contrastive loss over one batch of views (paper eq. for L_scl; Khosla et al.
-    2020).
+    """Computes the supervised contrastive loss over one batch of views (paper eq. for L_scl; Khosla
+    et al. 2020).
 
     For an anchor i with positives P(i) = {j != i, y_j = y_i}: -(1/|P(i)|) sum_p (s_ip - log sum_{j
     != i} exp s_ij), with s_ij = n(z_i) . n(z_j) / temperature; the mean over the anchors that have
@@ -58,7 +58,8 @@ def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Te
 
 
 def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy with the softmax over the classes of a mask (paper eq. for L_ce,new).
+    """Computes the mean cross-entropy with the softmax over the classes of a mask (paper eq. for
+    L_ce,new).
 
     Args:
         logits: [N, K].
@@ -77,7 +78,7 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None 
 
 
 def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
-    """Distance between two sets of features on the unit sphere (paper eq. RSD;
+    """Computes the distance between two sets of features on the unit sphere (paper eq. RSD;
     docs/specification/mose.md section 9.3).
 
     Args:
@@ -119,33 +120,11 @@ def expert_losses(
     rsd_reduction: str = "frobenius",
     student_index: int | None = None,
 ) -> Tensor:
-    """All losses of one step: a row (supervised contrastive, cross-entropy, distillation) per
-    expert; training minimises their sum.
+    """Computes all losses of one step: a row (supervised contrastive, cross-entropy, distillation)
+    per expert; training minimises their sum.
 
-    Args:
-        projections: [E, N, P].
-        logits: [E, N, K].
-        features: [E, N, D], the aligned features a_i: teachers under ``rsd``, students under
-        ``sd``.
-        student: [N, D]: for ``rsd`` u(a_s); for ``sd`` the same map u of the detached a_s, which
-        then is the teacher.
-        labels: int64 [N].
-        new_rows: The first ``new_rows`` rows are the new set, the others the buffer set. An int or
-        an integer scalar on any device.
-        current_classes: bool [K], the current task's classes, over which the new rows' softmax
-            runs. None: one cross-entropy over all rows and all classes with weight 1 (task 0 of the
-            released code; no separate cross-entropy).
-        valid_rows: Rows from this one on are padding: they get zero gradient and count nowhere,
-            whatever they and their labels hold. None: every row is valid. An int or an integer
-            scalar on any device.
-        temperature: Of the contrastive loss.
-        buffer_weight: Weight of the buffer rows' cross-entropy.
-        cross_entropy: Experts with cross-entropy: ``off``, ``last`` or ``all``.
-        contrastive: Experts with the contrastive loss, alike.
-        distillation: ``rsd`` | ``sd`` | ``off``.
-        rsd_reduction: See :func:`self_distillation`.
-        student_index: Position s of the student, from 0; None: the last. Its own distillation term
-            is 0.
+    :func:`mose_fast.ops.expert_losses.expert_losses` describes the arguments; here scalars may be
+    on any device.
 
     Returns:
         [E, 3], float32 (float64 for float64 inputs); terms that are switched off are 0.

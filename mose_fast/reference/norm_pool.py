@@ -1,4 +1,4 @@
-"""Batch norm, ReLU and global average pool in plain PyTorch: the meaning of the native op."""
+"""Batch norm, ReLU and global average pool in plain PyTorch: the definition of the native op."""
 
 from __future__ import annotations
 
@@ -11,18 +11,9 @@ __all__ = ["norm_pool"]
 
 
 def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
-    """The mean over the pixels of relu(scale (x - mean) + shift), or of x itself.
-
-    Computed in float32 (float64 for float64), rounded to the dtype of ``x`` once.
-
-    Args:
-        x: [N, C, H, W].
-        state: A norm's, [4, C] (:mod:`mose_fast.reference.batch_norm`); None: ``x`` is pooled as it
-        is.
-        valid_rows: Rows from this one on are padding, zero in the result.
-
-    Returns:
-        [N, C] in the dtype of ``x``.
+    """Computes the mean over the pixels of relu(scale (x - mean) + shift), or of x itself, in
+    float32 (float64 for float64), rounded to the dtype of ``x`` once;
+    :func:`mose_fast.ops.norm_pool.norm_pool` describes the arguments.
     """
     x = without_padding(x, valid_rows)
     z = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) if state is None else normalised(x, state)

@@ -1,6 +1,4 @@
-"""What the template op means, in pure PyTorch: the definition that every back end is tested
-against.
-"""
+"""The template op in pure PyTorch: the definition that every back end is tested against."""
 
 from __future__ import annotations
 

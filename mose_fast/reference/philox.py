@@ -1,4 +1,4 @@
-"""Counter-based randomness: Philox4x32-10 in PyTorch, the meaning of ``csrc/core/philox.h``.
+"""Counter-based randomness: Philox4x32-10 in PyTorch, the definition of ``csrc/core/philox.h``.
 
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A word is a pure function of
 (seed, sequence, item, purpose, lane), so any device computes any draw in any order. Words are held
@@ -19,7 +19,7 @@ _MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What a draw is for: no two purposes ever share a counter.
+    """The purpose of a draw; no two purposes ever share a counter.
 
     Saved runs depend on these numbers.
     """
@@ -46,7 +46,7 @@ def _high(value: Tensor) -> Tensor:
 
 
 def philox4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """The bijection itself: ten rounds on a counter of four words under a key of two.
+    """Applies the bijection: ten rounds on a counter of four words under a key of two.
 
     Args:
         counter: Four int64 tensors with values in ``[0, 2**32)``, of shapes that broadcast.
@@ -67,13 +67,14 @@ def philox4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tu
 
 
 def philox(seed: Tensor, sequence: Tensor, item: Tensor, purpose: Purpose, lane: int = 0) -> tuple[Tensor, ...]:
-    """Four random words for every element of the broadcast of ``seed``, ``sequence`` and ``item``.
+    """Draws four random words for every element of the broadcast of ``seed``, ``sequence`` and
+    ``item``.
 
     Args:
         seed: int64; all 64 bits are the key.
         sequence: int64; all 64 bits count.
         item: int64 in ``[0, 2**32)``.
-        purpose: What the words are for.
+        purpose: The purpose of the words.
         lane: In ``[0, 2**24)``; further words for the same purpose.
 
     Returns:
@@ -84,8 +85,8 @@ def philox(seed: Tensor, sequence: Tensor, item: Tensor, purpose: Purpose, lane:
 
 
 def uniform_below(high: Tensor, low: Tensor, n: Tensor) -> Tensor:
-    """Uniform integers in ``[0, n)`` from 64 random bits: the high half of the 128-bit product
-    ``(high * 2**32 + low) * n``.
+    """Draws uniform integers in ``[0, n)`` from 64 random bits: the high half of the 128-bit
+    product ``(high * 2**32 + low) * n``.
 
     Args:
         high: int64 words in ``[0, 2**32)``.
@@ -99,12 +100,12 @@ def uniform_below(high: Tensor, low: Tensor, n: Tensor) -> Tensor:
 
 
 def uniform_below32(word: Tensor, n: Tensor) -> Tensor:
-    """Uniform integers in ``[0, n)`` from one word, for small ``n`` (int64, at most ``2**31``):
-    ``word * n >> 32``.
+    """Draws uniform integers in ``[0, n)`` from one word, for small ``n`` (int64, at most
+    ``2**31``): ``word * n >> 32``.
     """
     return word * n >> 32
 
 
 def unit(word: Tensor) -> Tensor:
-    """A word as a float64 number in ``[0, 1)``: ``word * 2**-32``, exact."""
+    """Returns a word as a float64 number in ``[0, 1)``: ``word * 2**-32``, exact."""
     return word.to(torch.float64) * 2.0**-32

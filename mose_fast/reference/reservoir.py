@@ -1,4 +1,4 @@
-"""The replay memory's decisions in PyTorch: the meaning of ``csrc/core/reservoir.h``.
+"""The replay memory's decisions in PyTorch: the definition of ``csrc/core/reservoir.h``.
 
 State is int64[3] = {seed, counter, n_seen}. Slots ``0 ... min(n_seen, capacity) - 1`` are filled.
 """
@@ -26,12 +26,12 @@ class SlotFilter(IntEnum):
 
 
 def reservoir_slots(seed: Tensor, positions: Tensor, capacity: int) -> Tensor:
-    """Algorithm R (Vitter 1985) for every item by itself, whatever the batch.
+    """Applies Algorithm R (Vitter 1985) to every item by itself, whatever the batch.
 
     Args:
         seed: int64 [].
         positions: int64 [B]: positions in the stream, from 0.
-        capacity: Slots of the memory.
+        capacity: The number of the memory's slots.
 
     Returns:
         int64 [B]: the slot each item is written to, -1 where it is rejected.
@@ -73,7 +73,7 @@ def insert(
 
 
 def draw_keys(seed: Tensor, counter: Tensor, slots: Tensor) -> Tensor:
-    """Random 63-bit sort keys, int64, of the given slots (int64)."""
+    """Returns random 63-bit sort keys, int64, for the given slots (int64)."""
     words = philox(seed, counter, slots, Purpose.DRAW)
     return (words[0] << 31) | (words[1] >> 1)
 

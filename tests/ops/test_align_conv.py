@@ -356,6 +356,10 @@ class KernelsInPyTorch:
 
     def __init__(self):
         self.calls = []
+        self.fused = False
+
+    def align_conv_serves(self, dtype, channels, out_channels):
+        return True, self.fused, self.fused
 
     @staticmethod
     def enter(x, prologue, gate, valid):
@@ -373,7 +377,8 @@ class KernelsInPyTorch:
     def check_rows(self, *tensors):
         assert all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
 
-    def align_conv(self, matrix, norm, keeps_map, x, depthwise, stride, prologue, gate, rows, valid):
+    def align_conv(self, matrix, *arguments):
+        norm, (keeps_map, x, depthwise, stride, prologue, gate, rows, valid) = Norm(*arguments[:8]), arguments[8:]
         m = self.align_conv_depthwise(x, depthwise, stride, prologue, gate, rows, valid)
         self.check_rows(matrix)
         self.calls[-1] = "align_conv"
@@ -390,22 +395,23 @@ class KernelsInPyTorch:
             m = F.conv2d(entered, depthwise.to(x.dtype), stride=stride, padding=1, groups=x.shape[1])
         return m.contiguous(memory_format=torch.channels_last)
 
-    def norm_state(self, y, norm, rows, valid):
+    def norm_state(self, y, *arguments):
+        norm, (rows, valid) = Norm(*arguments[:8]), arguments[8:]
         self.check_map(y)
         self.calls.append("norm_state")
         return norm_state(y, norm, valid if rows is None else rows), torch.zeros(y.shape[1])
 
-    def align_conv_grad_y(self, grad, grad_state, y, state, mean_rest, norm, matrix, rows, valid):
+    def align_conv_grad_y(self, grad, grad_state, y, state, mean_rest, weight, has_bias, training, matrix, rows, valid):
         assert (mean_rest is None) == ("align_conv" in self.calls)
         self.check_rows(grad_state, matrix)
-        total, *others = self.total(grad, grad_state, y, state, norm, rows, valid)
+        total, *others = self.total(grad, grad_state, y, state, weight, has_bias, training, rows, valid)
         product = None
         if matrix is not None:
             self.calls[-1] = "align_conv_grad_y with product"
             product = F.conv2d(total, matrix.t()[:, :, None, None]).contiguous(memory_format=torch.channels_last)
         return total, product, *others
 
-    def total(self, grad, grad_state, y, state, norm, rows, valid):
+    def total(self, grad, grad_state, y, state, weight, has_bias, training, rows, valid):
         self.check_map(y)
         self.calls.append("align_conv_grad_y")
         valid = valid if rows is None else rows
@@ -413,17 +419,17 @@ class KernelsInPyTorch:
         if grad_state is None:
             return total, None, None
         count = (len(y) if valid is None else int(valid)) * y.shape[2] * y.shape[3]
-        weight = torch.ones_like(state[0]) if norm.weight is None else norm.weight
-        if norm.training:
-            slope = -(weight * grad_state[2] + grad_state[1]) * state[1] ** 3 / count
+        factor = torch.ones_like(state[0]) if weight is None else weight
+        if training:
+            slope = -(factor * grad_state[2] + grad_state[1]) * state[1] ** 3 / count
             more = slope.view(1, -1, 1, 1) * (y - state[0].view(1, -1, 1, 1)) + (grad_state[0] / count).view(
                 1, -1, 1, 1
             )
             total = without_padding(total + more, valid)
         return (
             total.to(y.dtype),
-            None if norm.weight is None else grad_state[2] * state[1],
-            None if norm.bias is None else grad_state[3],
+            None if weight is None else grad_state[2] * state[1],
+            grad_state[3] if has_bias else None,
         )
 
     def align_conv_backward(self, grad, wants, x, depthwise, stride, prologue, gate, rows, valid):
@@ -460,9 +466,8 @@ def kernels(monkeypatch):
     ("with_prologue", "with_gate", "valid"), [(False, True, None), (True, False, 2), (True, True, "tensor")]
 )
 @pytest.mark.parametrize("used", ["y", "state", "both"])
-def test_the_path_of_a_card(kernels, monkeypatch, fused, with_prologue, with_gate, valid, used):
-    monkeypatch.setattr(op, "_is_fused", lambda *_: fused)
-    monkeypatch.setattr(op, "_is_fused_back", lambda *_: fused)
+def test_the_path_of_a_card(kernels, fused, with_prologue, with_gate, valid, used):
+    kernels.fused = fused
     x, depthwise, pointwise, norm, prologue, gate = make(3, 8, 16, dtype=torch.float32)
     pointwise, prologue = misaligned(pointwise), misaligned(prologue)
     leaves = [
@@ -552,24 +557,29 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
     x, depthwise, pointwise, norm, state, gate = make(dtype=torch.float32)
     matrix, rows = pointwise.view(8, 8), torch.tensor(2, dtype=torch.int32)
     for call in (
-        lambda: native.align_conv(matrix, norm, True, x, depthwise, 1, None, gate, rows, None),
+        lambda: native.align_conv(matrix, *norm, True, x, depthwise, 1, None, gate, rows, None),
         lambda: native.align_conv_depthwise(x, depthwise, 2, state, None, None, 2),
-        lambda: native.align_conv_grad_y(x, None, x, state, None, norm, None, None, None),
-        lambda: native.align_conv_grad_y(None, state, x, state, state[0], norm, matrix, rows, None),
+        lambda: native.align_conv_grad_y(x, None, x, state, None, None, True, True, None, None, None),
+        lambda: native.align_conv_grad_y(None, state, x, state, state[0], norm[0], False, True, matrix, rows, None),
         lambda: native.align_conv_backward(x, (True, False, True, False), x, depthwise, 1, state, None, None, 3),
     ):
         with pytest.raises(RuntimeError, match="is on cpu; wanted the card where x is"):
             call()
 
 
+@pytest.mark.skipif(_loader.card() is None, reason="the native library has no kernels")
 def test_which_kernels():
-    half = torch.bfloat16
-    assert [op._is_fused(half, c, o) for c, o in ((64, 64), (64, 128), (128, 128), (128, 256), (16, 8))] == [True] * 5
-    assert (
-        op._is_fused_back(half, 64, 128)
-        and not op._is_fused_back(half, 128, 256)
-        and not op._is_fused_back(torch.float32, 64, 64)
-    )
-    assert not any(
-        op._is_fused(*case) for case in ((torch.float32, 64, 64), (half, 256, 256), (half, 128, 512), (half, 24, 64))
-    )
+    half, served = torch.bfloat16, op.align_conv_serves
+    assert all(served(half, c, o).fused_forward for c, o in ((64, 64), (64, 128), (128, 128), (128, 256), (16, 8)))
+    assert served(half, 64, 128).fused_backward
+    assert not served(half, 128, 256).fused_backward
+    assert not served(torch.float32, 64, 64).fused_backward
+    for case in ((torch.float32, 64, 64), (half, 256, 256), (half, 128, 512), (half, 24, 64)):
+        assert served(*case).any and not served(*case).fused_forward
+    for case in ((torch.float64, 64, 64), (half, 12, 64), (half, 64, 12), (half, 64, 2056), (half, 0, 64)):
+        assert served(*case) == (False, False, False)
+
+
+def test_no_kernels_without_a_library(monkeypatch):
+    monkeypatch.setattr(_loader, "native", None)
+    assert op.align_conv_serves(torch.bfloat16, 64, 64) == (False, False, False)

@@ -42,8 +42,8 @@ class StandIn:
     def _inner(self, x, prologue):
         return x.float() if prologue is None else normalised(x, prologue)
 
-    def norm_state(self, x, norm, valid_tensor, valid):
-        return self._state(x, norm, valid_tensor, valid), torch.zeros(x.shape[1])
+    def norm_state(self, x, *arguments):
+        return self._state(x, Norm(*arguments[:8]), *arguments[8:]), torch.zeros(x.shape[1])
 
     def _state(self, x, norm, valid_tensor, valid, prologue=None):
         rows, _ = self._padding(x, valid_tensor, valid)
@@ -62,14 +62,16 @@ class StandIn:
             [mean, inverse, weight * inverse, torch.zeros_like(mean) if norm.bias is None else norm.bias]
         ).detach()
 
-    def batch_norm_act(self, x, norm, relu, residual, residual_norm, prologue, valid_tensor, valid, wants_mask):
+    def batch_norm_act(self, x, *arguments):
+        norm, (relu, residual, normed_residual) = Norm(*arguments[:8]), arguments[8:11]
+        residual_norm, (prologue, valid_tensor, valid, wants_mask) = Norm(*arguments[11:19]), arguments[19:]
         self.calls.append(("forward", wants_mask))
         assert prologue is None or prologue.data_ptr() % 16 == 0
         assert all(t is None or t.is_contiguous(memory_format=torch.channels_last) for t in (x, residual))
         _, padding = self._padding(x, valid_tensor, valid)
         states = [self._state(x, norm, valid_tensor, valid, prologue)]
         z = normalised(self._inner(x, prologue), states[0], relu=False)
-        if residual_norm is not None:
+        if normed_residual:
             states.append(self._state(residual, residual_norm, valid_tensor, valid))
             z = z + normalised(residual, states[1], relu=False)
         elif residual is not None:
@@ -77,10 +79,10 @@ class StandIn:
         y = torch.where(padding, 0, F.relu(z) if relu else z).to(x.dtype)
         return y, (z > 0) & ~padding if wants_mask else torch.empty(0), torch.stack(states)
 
-    def _rows(self, g, inner, norm, state, count):
+    def _rows(self, g, inner, training, state, count):
         sums = torch.stack([g.sum(dim=(0, 2, 3)), (g * (inner - state[0].view(1, -1, 1, 1))).sum(dim=(0, 2, 3))])
-        slope = -sums[1] * state[1] ** 2 * state[2] / count if norm.training else torch.zeros_like(state[0])
-        offset = -sums[0] * state[2] / count if norm.training else torch.zeros_like(state[0])
+        slope = -sums[1] * state[1] ** 2 * state[2] / count if training else torch.zeros_like(state[0])
+        offset = -sums[0] * state[2] / count if training else torch.zeros_like(state[0])
         return torch.stack([sums[1] * state[1], sums[0], slope, offset])
 
     def _through(self, g, inner, state, rows):
@@ -88,20 +90,21 @@ class StandIn:
         return scale * g + slope * (inner - mean) + offset
 
     def batch_norm_act_backward(
-        self, grads, mask, x, norm, residual, residual_norm, states, prologue, valid_tensor, valid, wants
+        self, grads, mask, x, weight, training, residual, second_weight, second_training, *more
     ):
+        states, prologue, valid_tensor, valid, wants = more
         self.calls.append(("backward", len(grads)))
         assert all(g.dtype == x.dtype and g.is_contiguous(memory_format=torch.channels_last) for g in grads)
         rows, padding = self._padding(x, valid_tensor, valid)
         count = rows * x[0, 0].numel()
         g = torch.where(padding, 0, sum(g.float() for g in grads) * (1 if mask is None else mask))
         inner = torch.where(padding, 0, self._inner(x, prologue))
-        norm_rows = [self._rows(g, inner, norm, states[0], count)]
+        norm_rows = [self._rows(g, inner, training, states[0], count)]
         to_x = self._through(g, inner, states[0], norm_rows[0])
         to_residual, to_prologue = g, None
-        if residual_norm is not None:
+        if residual is not None:
             other = torch.where(padding, 0, residual.float())
-            norm_rows.append(self._rows(g, other, residual_norm, states[1], count))
+            norm_rows.append(self._rows(g, other, second_training, states[1], count))
             to_residual = self._through(g, other, states[1], norm_rows[1])
         if prologue is not None:
             scale = prologue[2].view(1, -1, 1, 1)
@@ -116,11 +119,11 @@ class StandIn:
         ]
         return *maps, to_prologue, torch.stack(norm_rows)
 
-    def norm_state_backward(self, grad, x, norm, state, mean_rest, valid_tensor, valid, wants_x):
+    def norm_state_backward(self, grad, x, weight, training, state, mean_rest, valid_tensor, valid, wants_x):
         self.calls.append(("state backward", wants_x))
         rows, padding = self._padding(x, valid_tensor, valid)
         count = rows * x[0, 0].numel()
-        weight = 1 if norm.weight is None else norm.weight
+        weight = 1 if weight is None else weight
         slope = -(weight * grad[2] + grad[1]) * state[1] ** 3 / count
         out = torch.stack([grad[2] * state[1], grad[3], slope, grad[0] / count])
         to_x = (
@@ -455,13 +458,13 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
     native, x, norm, state = _loader.native, make_map(), Norm.of(make_norm()), torch.zeros(4, CHANNELS)
     rows = torch.tensor(3, dtype=torch.int32)
     for call in (
-        lambda: native.batch_norm_act(x, norm, True, None, None, None, None, None, True),
-        lambda: native.batch_norm_act(x, norm, True, x, norm, state, rows, 3, False),
+        lambda: native.batch_norm_act(x, *norm, True, None, False, *norm, None, None, None, True),
+        lambda: native.batch_norm_act(x, *norm, True, x, True, *norm, state, rows, 3, False),
         lambda: native.batch_norm_act_backward(
-            [x], None, x, norm, x, norm, state, None, None, None, (True, False, True)
+            [x], None, x, norm[0], True, x, norm[0], True, state, None, None, None, (True, False, True)
         ),
-        lambda: native.norm_state(x, norm, rows, None),
-        lambda: native.norm_state_backward(state, x, norm, state, state[0], None, 2, True),
+        lambda: native.norm_state(x, *norm, rows, None),
+        lambda: native.norm_state_backward(state, x, norm[0], True, state, state[0], None, 2, True),
     ):
         with pytest.raises(RuntimeError, match="x is on cpu; wanted the card where x is"):
             call()
