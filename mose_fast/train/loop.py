@@ -331,7 +331,7 @@ class _Loop:
         earlier = ", ".join(f"{value:g}" for value in self.last_losses) or "none"
         message = (
             f"the loss is not finite at batch {taken.position['done'] + 1} (task {taken.position['task'] + 1}):"
-            f" {shown}; the step had {self.learner.describe(taken.prepared)}; losses before it: {earlier};"
+            f" {shown}; the step had {taken.prepared.describe()}; losses before it: {earlier};"
             f" {_AGAINST_DIVERGENCE}"
         )
         if exact and self.folder is not None:
@@ -431,7 +431,7 @@ class _Loop:
         untrained = type(self.learner)(
             dataclasses.replace(self.config, precision=self.learner.precision.name), **self.stream.spec
         )
-        untrained.memory, untrained.seen = self.learner.memory, self.learner.seen
+        untrained.data = self.learner.data
         with warnings.catch_warnings():
             # The trained learner has warned about the same memory already.
             warnings.filterwarnings("ignore", message=".* no sample in the memory")
