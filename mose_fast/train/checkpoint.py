@@ -224,7 +224,7 @@ class CheckpointWriter:
         self._writing: Future | None = None
 
     def write(self, step: int, snapshot: Snapshot, values: dict[str, Any]) -> None:
-        """Like :func:`save_checkpoint`, of a copy that the writer may keep; waits for the one
+        """Like :func:`save_checkpoint`, of copies that nobody changes any more; waits for the one
         before, so that at most two exist.
         """
         if self._thread is None:
@@ -232,7 +232,7 @@ class CheckpointWriter:
             return
         self.wait()
         copied = torch.cuda.current_stream(self.device).record_event()
-        self._writing = self._thread.submit(self._save, step, snapshot, copy.deepcopy(values), copied)
+        self._writing = self._thread.submit(self._save, step, snapshot, values, copied)
 
     def wait(self) -> None:
         """Returns when the last checkpoint is written.

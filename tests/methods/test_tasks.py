@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partialmethod
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from mose_fast.config import RunConfig
 from mose_fast.methods import METHODS, Er, Learner
-from mose_fast.train import Interrupted, Listener, resume, run
+from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 
 
 def bits(learner) -> dict[str, bytes]:
@@ -67,12 +68,14 @@ def test_states_of_older_versions_end_no_task_twice(ended, make, teach):
     assert ended == []
 
 
-def test_a_run_that_is_resumed_in_a_task_does_not_begin_it_again(monkeypatch, tmp_path):
+@pytest.mark.parametrize("how", ["stopped in the middle", "diverged at the first batch"])
+def test_a_run_that_is_resumed_in_a_task_does_not_begin_it_again(monkeypatch, tmp_path, how):
     """What a method builds there is state: here the number of steps before the task, which decides
     how many rows are replayed.
     """
     begun = []
-    begin_task, retrieve = Learner.begin_task, Er.retrieve
+    begin_task, retrieve, losses = Learner.begin_task, Er.retrieve, Er.losses
+    broken = set()
 
     def noting(learner, task, classes=None):
         begin_task(learner, task, classes)
@@ -82,10 +85,15 @@ def test_a_run_that_is_resumed_in_a_task_does_not_begin_it_again(monkeypatch, tm
     def fewer(learner, x, y):
         return retrieve(learner, x, y)[: learner.before]
 
+    def breaking(learner, outputs, rows):
+        terms = losses(learner, outputs, rows)
+        return {name: term * (math.nan if learner.task in broken else 1) for name, term in terms.items()}
+
     # Not the functions themselves: a learner with a function of another file is other code, which
     # cannot resume.
     monkeypatch.setattr(Er, "begin_task", partialmethod(noting))
     monkeypatch.setattr(Er, "retrieve", partialmethod(fewer))
+    monkeypatch.setattr(Er, "losses", partialmethod(breaking))
     monkeypatch.setattr(Er, "remembered", ("before",))
     monkeypatch.setattr(Er, "before", 0, raising=False)
     settings = {"width": 1, "memory": 30, "device": "cpu", "options": {"buffer_batch": 12}}
@@ -93,13 +101,15 @@ def test_a_run_that_is_resumed_in_a_task_does_not_begin_it_again(monkeypatch, tm
 
     class Stop(Listener):
         def on_batch(self, batch, losses):
-            if batch == 9:
+            if batch == 9 and not broken:
                 raise Interrupted
 
     whole = run(config)
     begun.clear()
-    with pytest.raises(Interrupted):
+    broken |= {1} if how.startswith("diverged") else set()
+    with pytest.raises((Interrupted, TrainingDiverged)):
         run(config, out=tmp_path / "run", listeners=[Stop()])
+    broken.clear()
     resumed = resume(tmp_path / "run")
     # Another learner evaluates the untrained network; it begins no task.
     assert begun == [0, 1]

@@ -27,7 +27,7 @@ from mose_fast.train import Listener, TrainingDiverged, resume, run
 from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot
 from mose_fast.train.feeder import Feeder
-from mose_fast.train.loop import _Loop
+from mose_fast.train.loop import Loop
 from mose_fast.train.losses import LossReader
 from mose_fast.train.ring import Ring
 from tests.ordering import dali as stand_in
@@ -222,7 +222,7 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "a checkpoint is not waited for": [
         (CheckpointWriter._save, "self._stream.wait_event(copied)", "pass"),
         # Which waits for the card as well.
-        (_Loop._state, "broken = snapshot.not_finite()", "broken = None"),
+        (Loop._state, "broken = snapshot.not_finite()", "broken = None"),
     ],
     "a checkpoint is written before it has arrived": [
         (Snapshot.on_host, "torch.cuda.current_stream(device).synchronize()", "pass")
