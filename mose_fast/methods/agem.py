@@ -71,4 +71,4 @@ class Agem(ReplayLearner):
                 write_gradient(parameters, project(gradient, reference))
 
             self.model.minimise(losses[0] + losses[1], backward)
-        return {"loss": self.model.reported(losses[0]), "reference": losses[1].detach()}
+        return {"loss": self.model.latch.reported(losses[0]), "reference": losses[1].detach()}

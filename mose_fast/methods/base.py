@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from mose_fast.device import Choice, choose_precision
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods.data import IMAGE_SIZE, DataPlane, DataRecord, check_stream
 from mose_fast.methods.model import Model
-from mose_fast.methods.prepared import PlannedBatch, Prepared, Rehearsal, StoredBatch, ViewsToCome, WholeBatch
+from mose_fast.methods.prepared import PlannedBatch, Prepared, StoredBatch, ViewsToCome, WholeBatch
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork, classify
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.optim import FlatAdam
@@ -128,9 +128,6 @@ class Learner(ABC):
     #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
     about: ClassVar[About]
 
-    #: The method's own attributes with plain values that a checkpoint must hold.
-    remembered: ClassVar[tuple[str, ...]] = ()
-
     def __init__(
         self,
         config: RunConfig,
@@ -174,11 +171,6 @@ class Learner(ABC):
     def seen(self) -> list[int]:
         """All labels seen so far, in order of appearance."""
         return self.data.seen
-
-    @property
-    def current(self) -> list[int]:
-        """The labels of the current task seen so far, in order of appearance."""
-        return self.data.current
 
     @property
     def steps(self) -> int:
@@ -278,9 +270,9 @@ class Learner(ABC):
         """
         x, y = self.data.check_batch(x, y)
         if self.planning < Planning.AHEAD:
-            arguments = {"x": x, "y": y, "task": task, "index": index, "train": train, "store": store}
-            return WholeBatch(self, self.record(), arguments)
-        before = self.record(len(x) if store else 0)
+            observe = partial(self.observe, x, y, task, index=index, train=train, store=store)
+            return WholeBatch(self, self.data.record(), observe, f"{len(x)} incoming rows")
+        before = self.data.record(len(x) if store else 0)
         x, y, index = self._receive(x, y, task, index)
         plan = self.plan(x, y) if train else None
         if store:
@@ -292,7 +284,7 @@ class Learner(ABC):
 
     def prepare_rehearsal(self, slots: Tensor) -> Prepared:
         """Prepares :meth:`rehearse`, all of which is left to do; no other batch may be prepared."""
-        return Rehearsal(self, self.record(), slots)
+        return WholeBatch(self, self.data.record(), partial(self.rehearse, slots), f"{len(slots)} rows of the memory")
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
         """One training step on memory slots alone (training on the final memory).
@@ -322,24 +314,10 @@ class Learner(ABC):
         self._means = None
         return self.named(losses)
 
-    def record(self, upcoming: int = 0) -> tuple[DataRecord, dict[str, Any]]:
-        """What :meth:`undo` needs to undo the batch that comes next, as far as data are concerned.
-
-        Args:
-            upcoming: Images that will be offered to the memory.
-        """
-        return self.data.record(upcoming), self._own_values()
-
-    def undo(self, record: tuple[DataRecord, dict[str, Any]]) -> None:
-        """Undoes all batches since :meth:`record`, except in the model."""
-        data, values = record
-        self.data.undo(data)
-        self._set_own(values)
+    def undo(self, record: DataRecord) -> None:
+        """Undoes the batch since a record of the data plane, except in the model."""
+        self.data.undo(record)
         self._means = None
-
-    def changed_nothing_since(self, record: tuple[DataRecord, dict[str, Any]]) -> bool:
-        """Whether no step since :meth:`record` has changed the model, because the run diverged."""
-        return self.diverged and (self.reads_losses_late or self.steps == record[0].sequence)
 
     def _receive(self, x: Tensor, y: Tensor, task: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Registers a checked batch's task and labels; returns it on the device."""
@@ -417,10 +395,6 @@ class Learner(ABC):
         """The recipe of the views, a name in :data:`mose_fast.augment.RECIPES`."""
         return self.config.options.augment
 
-    def inner_views(self) -> int:
-        """Fixed copies of every row: 1, 2, 4 or 16."""
-        return 1
-
     @abstractmethod
     def build_network(self) -> ExpertNetwork:
         """The untrained network; PyTorch's random state is set by the seed of the weights."""
@@ -445,7 +419,7 @@ class Learner(ABC):
         """What makes views of raw images."""
         return ViewMaker(
             self.recipe,
-            self.inner_views(),
+            getattr(self.config.options, "inner_views", 1),
             mirror=self.mirrored,
             mean=self.mean,
             std=self.std,
@@ -486,7 +460,7 @@ class Learner(ABC):
 
         Returns:
             What :meth:`named` makes losses by name of; the first is the loss that was minimised, as
-            :meth:`Model.reported` gives it.
+            :meth:`Model.minimise` gives it.
         """
 
     def named(self, losses: Any) -> dict[str, Tensor]:
@@ -607,7 +581,7 @@ class Learner(ABC):
         for JSON.
         """
         tensors = self.model.state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
-        return tensors, self.data.values() | self._own_values() | {"precision": self.precision.name}
+        return tensors, self.data.values() | {"precision": self.precision.name}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Takes over what :meth:`state` gave. Where the configuration leaves the precision open, it
@@ -616,7 +590,8 @@ class Learner(ABC):
         Raises:
             ValueError: The state belongs to another network or memory.
         """
-        precision = values.get("precision", self.precision.name)
+        values = dict(values)
+        precision = values.pop("precision", self.precision.name)
         if self.config.precision == "auto" and precision != self.precision.name:
             self.precision = Choice(precision, "as the run began")
             # The optimiser may keep copies of the weights in that precision.
@@ -624,19 +599,11 @@ class Learner(ABC):
         memory = {name.removeprefix("memory/"): t for name, t in tensors.items() if name.startswith("memory/")}
         self.model.load({name: t for name, t in tensors.items() if not name.startswith("memory/")})
         self.data.load(values, memory)
-        self._set_own(values)
         self._means = None
 
     def weights_hash(self) -> str:
         """SHA-256 of all weights and running statistics: equal hashes mean bit-equal networks."""
         return self.model.weights_hash()
-
-    def _own_values(self) -> dict[str, Any]:
-        return {name: copy.copy(getattr(self, name)) for name in self.remembered}
-
-    def _set_own(self, values: dict[str, Any]) -> None:
-        for name in self.remembered:
-            setattr(self, name, copy.copy(values[name]))
 
     def _choose_step(self, wanted: str) -> Choice:
         obstacle = ""

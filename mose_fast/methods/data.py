@@ -95,6 +95,7 @@ class DataPlane:
         steps: Training steps taken.
         ahead: Steps that are planned and not yet taken.
         ended: Whether the current task was ended already.
+        own: Plain values of the method's own, by name; they belong to the state like the others.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class DataPlane:
         self.steps = 0
         self.ahead = 0
         self.ended = True
+        self.own: dict[str, Any] = {}
 
     @property
     def sequence(self) -> int:
@@ -144,7 +146,7 @@ class DataPlane:
 
     def values(self) -> dict[str, Any]:
         """The plain values that a checkpoint must hold."""
-        return {name: copy.copy(getattr(self, name)) for name in _VALUES}
+        return {name: copy.copy(getattr(self, name)) for name in _VALUES} | self.own
 
     def load(self, values: dict[str, Any], memory: dict[str, Tensor]) -> None:
         """Takes over what :meth:`values` and ``memory.tensors()`` gave."""
@@ -173,6 +175,7 @@ class DataPlane:
     def _set(self, values: dict[str, Any]) -> None:
         for name in _VALUES:
             setattr(self, name, copy.copy(values[name]))
+        self.own = {name: value for name, value in values.items() if name not in _VALUES}
 
     # Checks
 

@@ -122,7 +122,7 @@ class ErAml(ReplayLearner):
         if o.incoming == "cross_entropy" or memory.filled == 0:
             return self.rows(x, y, none, none, replayed)
         allowed = torch.zeros(self.classes, dtype=torch.bool, device=y.device)
-        allowed[y if o.negatives == "batch" else torch.tensor(self.current, device=y.device)] = True
+        allowed[y if o.negatives == "batch" else torch.tensor(self.data.current, device=y.device)] = True
         stored = memory.labels[: memory.filled]
         anchors, *pairs = draw_pairs(y, stored, allowed, self.config.seed, self.data.sequence)
         places = torch.cat(pairs)

@@ -100,12 +100,10 @@ class Gdumb(ReplayLearner):
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
 
-    #: ``fitted`` is the number of stream items seen when the network was trained, -1 before.
-    remembered: ClassVar[tuple[str, ...]] = ("fitted",)
-
     def __init__(self, config: RunConfig, **stream: object) -> None:
         super().__init__(config, **stream)
-        self.fitted = -1
+        # Stream items seen when the network was trained, -1 before.
+        self.data.own["fitted"] = -1
 
     def build_memory(self) -> BalancedMemory:
         config = self.config
@@ -127,7 +125,7 @@ class Gdumb(ReplayLearner):
         evaluation before.
         """
         o = self.config.options
-        if self.fitted == self.memory.seen or self.memory.filled == 0:
+        if self.data.own["fitted"] == self.memory.seen or self.memory.filled == 0:
             return
         self.model = self.build_model()
         passes = o.passes if len(self.seen) == self.classes else o.passes_before
@@ -140,13 +138,13 @@ class Gdumb(ReplayLearner):
                 self.step(self._memory_rows(slots, sequence))
                 self.after_step()
                 sequence += 1
-        self.fitted = self.memory.seen
+        self.data.own["fitted"] = self.memory.seen
 
     def rehearsal(self, slots: Tensor) -> Rows:
         """Memory slots as the rows of a step at the highest learning rate; the network that such
         steps train is what is evaluated.
         """
-        self.fitted = self.memory.seen
+        self.data.own["fitted"] = self.memory.seen
         return self._memory_rows(slots, self.steps)
 
     def _memory_rows(self, slots: Tensor, sequence: int) -> Rows:
@@ -165,5 +163,4 @@ class Gdumb(ReplayLearner):
                 loss.backward()
                 nn.utils.clip_grad_norm_(self.network.parameters(), _LARGEST_NORM)
 
-            self.model.minimise(loss, backward)
-        return {"loss": self.model.reported(loss)}
+            return {"loss": self.model.minimise(loss, backward)}

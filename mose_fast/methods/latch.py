@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -78,7 +78,7 @@ class Latch:
     """
 
     def __init__(self, network: nn.Module, optimiser: torch.optim.Optimizer, *, reads_losses_late: bool) -> None:
-        self._optimiser, self._late = optimiser, reads_losses_late
+        self._late = reads_losses_late
         self.statistics = RunningStatistics(network)
         device = next(network.parameters()).device
         self.froze = False
@@ -100,30 +100,15 @@ class Latch:
         self.closed.fill_(False)
         self.froze = False
 
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Undoes what the forward passes inside did to the running statistics if the latch is
-        closed at the end.
-        """
-        with self.statistics.undone_if(self.closed):
-            yield
-
-    def minimise(self, loss: Tensor, backward: Callable[[], None] | None = None) -> None:
-        """One optimiser step on a loss, unless it or an earlier one is not finite.
-
-        Args:
-            loss: Scalar.
-            backward: Fills the parameters' gradients; None: those of the loss.
+    def admits(self, loss: Tensor) -> bool:
+        """Closes unless a loss is finite. False where the host knows that it is closed, and nothing
+        must be changed by the step.
         """
         self.closed.logical_or_(loss.detach().isfinite().logical_not_())
         if self._skip is not None:
             self._skip.copy_(self.closed)
         self.froze = not self._late and bool(self)
-        if self.froze:
-            return
-        self._optimiser.zero_grad(set_to_none=True)
-        (loss.backward if backward is None else backward)()
-        self._optimiser.step()
+        return not self.froze
 
     def reported(self, loss: Tensor) -> Tensor:
         """A loss as the step reports it: NaN once the latch is closed, though the frozen network's

@@ -102,7 +102,7 @@ class Model:
         """Surrounds the forward passes and :meth:`minimise` of one training step: sets the
         precision, and keeps the running statistics as they were where the step changes nothing.
         """
-        with self.precise(), self.latch.guarded():
+        with self.precise(), self.latch.statistics.undone_if(self.latch.closed):
             yield
 
     def autocast(self) -> torch.autocast:
@@ -120,12 +120,20 @@ class Model:
         with self.autocast():
             return self.network(images, *args, **kwargs)
 
-    def minimise(self, loss: Tensor, backward: Callable[[], None] | None = None) -> None:
-        """One optimiser step; see :meth:`Latch.minimise`."""
-        self.latch.minimise(loss, backward)
+    def minimise(self, loss: Tensor, backward: Callable[[], None] | None = None) -> Tensor:
+        """One optimiser step on a loss, unless it or an earlier one is not finite.
 
-    def reported(self, loss: Tensor) -> Tensor:
-        """A loss as the step reports it; see :meth:`Latch.reported`."""
+        Args:
+            loss: Scalar.
+            backward: Fills the parameters' gradients; None: those of the loss.
+
+        Returns:
+            The loss as :meth:`Latch.reported` gives it.
+        """
+        if self.latch.admits(loss):
+            self.optimiser.zero_grad(set_to_none=True)
+            (loss.backward if backward is None else backward)()
+            self.optimiser.step()
         return self.latch.reported(loss)
 
     @torch.no_grad()

@@ -152,9 +152,6 @@ class Mose(Learner):
             init=o.init,
         )
 
-    def inner_views(self) -> int:
-        return self.config.options.inner_views
-
     def plan(self, x: Tensor, y: Tensor) -> StepPlan | None:
         o = self.config.options
         if o.skip_first_batch and self.memory.seen == 0:
@@ -167,7 +164,7 @@ class Mose(Learner):
                 )
             current = self.data.task_classes
         else:
-            current = self.current
+            current = self.data.current
         none = torch.empty(0, dtype=torch.int64, device=self.device)
         if self.task == self.data.first_task and o.first_task == "joint":
             extra, copies, old = self.memory.draw(o.buffer_batch, only=self.task), 0, none
@@ -209,10 +206,8 @@ class Mose(Learner):
         """What the step of a plan reads; padded on a card, so that one graph serves steps of
         different sizes.
         """
-        return self.padded_inputs(plan) if self.reads_losses_late else self.step_inputs(plan)
-
-    def padded_inputs(self, plan: StepPlan) -> StepRows | StepViews | ViewsToCome:
-        """The inputs of a step that is captured."""
+        if not self.reads_losses_late:
+            return self.step_inputs(plan)
         return self.step_inputs(plan, self.padded_rows(plan), ready=not self.views.capturable)
 
     def step_inputs(
@@ -277,9 +272,8 @@ class Mose(Learner):
             terms = self.losses(
                 outputs, targets.labels, targets.new_views, targets.current_classes, targets.valid_views
             )
-            loss = terms.sum()
-            self.model.minimise(loss)
-        return torch.cat([self.model.reported(loss)[None], terms.detach().sum(0)])
+            reported = self.model.minimise(terms.sum())
+        return torch.cat([reported[None], terms.detach().sum(0)])
 
     def _mask_of(self, classes: list[int]) -> Tensor:
         """bool [K] on the device.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from mose_fast.methods.data import DataRecord
+
 if TYPE_CHECKING:
     from mose_fast.methods.base import Learner
 
-__all__ = ["PlannedBatch", "Prepared", "Rehearsal", "StoredBatch", "ViewsToCome", "WholeBatch"]
+__all__ = ["PlannedBatch", "Prepared", "StoredBatch", "ViewsToCome", "WholeBatch"]
 
 
 class ViewsToCome(NamedTuple):
@@ -32,21 +35,18 @@ class ViewsToCome(NamedTuple):
         return self.kind(views, self.targets)
 
 
+@dataclass(eq=False)
 class Prepared(ABC):
     """A batch that a learner was given and whose step is still to be taken.
 
-    Args:
-        learner: Prepares it.
-        before: What :meth:`mose_fast.methods.Learner.record` gave before the batch came.
+    Attributes:
+        learner: The learner.
+        before: Its data plane before the batch came.
     """
 
-    #: Whether a step belongs to it that may change the model.
-    trains = True
-
-    def __init__(self, learner: Learner, before: Any) -> None:
-        self.learner = learner
-        self._before = before
-        self._taken = False
+    learner: Learner
+    before: DataRecord
+    _taken: bool = field(default=False, init=False)
 
     def take(self, train_on: Callable[[Any], Any] | None = None) -> dict[str, Tensor] | None:
         """Does the rest of :meth:`mose_fast.methods.Learner.observe`; of several batches, the
@@ -69,9 +69,13 @@ class Prepared(ABC):
             Whether all is as before the batch. After a step that is so only if the step changed
             nothing: its loss was not finite, and this was seen before any weight changed.
         """
-        exact = not self._taken or not self.trains or self.learner.changed_nothing_since(self._before)
-        self.learner.undo(self._before)
+        exact = not self._taken or self._changed_nothing()
+        self.learner.undo(self.before)
         return exact
+
+    def _changed_nothing(self) -> bool:
+        learner = self.learner
+        return learner.diverged and (learner.reads_losses_late or learner.steps == self.before.sequence)
 
     @abstractmethod
     def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor] | None: ...
@@ -81,53 +85,47 @@ class Prepared(ABC):
         """How large its step is, for messages."""
 
 
+@dataclass(eq=False)
 class WholeBatch(Prepared):
-    """A batch of a learner that does not plan ahead: all is still to do.
-
-    Args:
-        learner, before: See :class:`Prepared`.
-        arguments: Those of :meth:`mose_fast.methods.Learner.observe`, by name.
+    """A batch all of which is still to do: one of a learner that does not plan ahead, or memory
+    slots of the final memory. ``do`` does it; ``size`` describes it.
     """
 
-    def __init__(self, learner: Learner, before: Any, arguments: dict[str, Any]) -> None:
-        super().__init__(learner, before)
-        self._arguments = arguments
+    do: Callable[[], dict[str, Tensor] | None]
+    size: str
 
     def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor] | None:
-        return self.learner.observe(**self._arguments)
+        return self.do()
 
     def describe(self) -> str:
-        return f"{len(self._arguments['x'])} incoming rows"
+        return self.size
 
 
 class StoredBatch(Prepared):
     """A batch that was offered to the memory and trains nothing."""
 
-    trains = False
-
     def _take(self, train_on: Callable[[Any], Any] | None) -> None:
         return None
+
+    def _changed_nothing(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return "nothing to train on"
 
 
+@dataclass(eq=False)
 class PlannedBatch(Prepared):
     """A batch whose step is planned: only the step itself is still to do.
 
-    Args:
-        learner, before: See :class:`Prepared`.
-        plan: From the learner's ``plan``.
-        inputs: What the step reads, from the learner's ``inputs``.
-
     Attributes:
-        plan: As given.
-        inputs: As given; whoever makes views ahead puts the inputs with views here.
+        plan: From the learner's ``plan``.
+        inputs: From the learner's ``inputs``; whoever makes views ahead puts the inputs with their
+            views here.
     """
 
-    def __init__(self, learner: Learner, before: Any, plan: Any, inputs: Any) -> None:
-        super().__init__(learner, before)
-        self.plan, self.inputs = plan, inputs
+    plan: Any
+    inputs: Any
 
     def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor]:
         self.learner.data.ahead -= 1
@@ -135,22 +133,3 @@ class PlannedBatch(Prepared):
 
     def describe(self) -> str:
         return self.learner.describe(self.plan)
-
-
-class Rehearsal(Prepared):
-    """A step on memory slots alone (training on the final memory).
-
-    Args:
-        learner, before: See :class:`Prepared`.
-        slots: int64 [n].
-    """
-
-    def __init__(self, learner: Learner, before: Any, slots: Tensor) -> None:
-        super().__init__(learner, before)
-        self._slots = slots
-
-    def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor]:
-        return self.learner.rehearse(self._slots)
-
-    def describe(self) -> str:
-        return f"{len(self._slots)} rows of the memory"

@@ -187,9 +187,8 @@ class ReplayLearner(Learner):
             outputs = [self.forward(part) for part in parts if len(part)]
             joined = outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
             terms = self.losses(joined, rows)
-            loss = torch.stack(list(terms.values())).sum()
-            self.model.minimise(loss)
-        return {"loss": self.model.reported(loss), **{name: term.detach() for name, term in terms.items()}}
+            loss = self.model.minimise(torch.stack(list(terms.values())).sum())
+        return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
     def make_views(self, rows: Rows) -> Tensor:
         """float32 [V, 3, H, W], normalised: one augmented view of every row, in the rows' order."""

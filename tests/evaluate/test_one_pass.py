@@ -6,11 +6,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from mose_fast.methods.model import padded_size
 from torch.nn import functional as F
 
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import create_learner
+from mose_fast.methods.model import padded_size
 from mose_fast.streams import from_arrays
 
 CLASSES, TASKS = 6, 3

@@ -80,10 +80,10 @@ def test_a_run_that_is_resumed_in_a_task_does_not_begin_it_again(monkeypatch, tm
     def noting(learner, task, classes=None):
         begin_task(learner, task, classes)
         begun.append(task)
-        learner.before = learner.steps
+        learner.data.own["before"] = learner.steps
 
     def fewer(learner, x, y):
-        return retrieve(learner, x, y)[: learner.before]
+        return retrieve(learner, x, y)[: learner.data.own["before"]]
 
     def breaking(learner, outputs, rows):
         terms = losses(learner, outputs, rows)
@@ -94,8 +94,6 @@ def test_a_run_that_is_resumed_in_a_task_does_not_begin_it_again(monkeypatch, tm
     monkeypatch.setattr(Er, "begin_task", partialmethod(noting))
     monkeypatch.setattr(Er, "retrieve", partialmethod(fewer))
     monkeypatch.setattr(Er, "losses", partialmethod(breaking))
-    monkeypatch.setattr(Er, "remembered", ("before",))
-    monkeypatch.setattr(Er, "before", 0, raising=False)
     settings = {"width": 1, "memory": 30, "device": "cpu", "options": {"buffer_batch": 12}}
     config = RunConfig.create(method="er", stream={"name": "digits", "tasks": 2, "limit_per_task": 60}, **settings)
 

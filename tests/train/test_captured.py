@@ -91,7 +91,7 @@ class CapturedStepsLearner(Mose):
 
     def inputs(self, plan):
         """As on a card."""
-        return self.padded_inputs(plan)
+        return self.step_inputs(plan, self.padded_rows(plan), ready=not self.views.capturable)
 
 
 def learner(kernels: str, **settings) -> Mose:
