@@ -428,12 +428,11 @@ def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: flo
             for rows in stream.batches(task, seed=config.seed)[: _RAMP if task else None]:
                 # Only the data plane runs: the model is not needed to fill the memory.
                 prepared = learner.prepare(stream.x_train[rows], stream.y_train[rows], task, index=rows)
-        prepared = dataclasses.replace(prepared, inputs=steps.inputs(prepared.plan))
         if variant.compiled:
             learner.network.compile(dynamic=False)
 
         def step() -> None:
-            steps(prepared)
+            learner.step(prepared.inputs, steps)
 
         if config.step == "captured":
             # The second step of a shape is the one that is captured.
@@ -441,7 +440,7 @@ def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: flo
             step()
             if not steps.graphs:
                 raise RuntimeError(f"{steps.obstacle}\n{steps.traceback}")
-        return len(prepared.inputs.labels), back_to_back(learner.device, step, seconds=seconds)
+        return len(prepared.inputs.targets.labels), back_to_back(learner.device, step, seconds=seconds)
 
 
 def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:

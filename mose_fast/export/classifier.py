@@ -16,7 +16,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mose_fast.methods.network import first_difference
+from mose_fast.methods.model import first_difference
 from mose_fast.nn import CosineClassifier, ExpertNetwork
 from mose_fast.train.files import RunError
 

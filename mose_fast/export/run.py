@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from mose_fast.config import ConfigError, RunConfig, near_matches
 from mose_fast.export.classifier import CARD, FORMAT, MODELS, Classifier, ExportError, stored_card
-from mose_fast.methods import create_learner
-from mose_fast.methods.network import NetworkLearner
+from mose_fast.methods import Learner, create_learner
 from mose_fast.nn import CLASSIFIERS, CosineClassifier
 from mose_fast.sweep.store import read_run
 from mose_fast.train.checkpoint import latest, load_checkpoint
@@ -91,7 +90,7 @@ def export_run(
     return folder
 
 
-def restore(run: Path, results: dict[str, Any]) -> NetworkLearner:
+def restore(run: Path, results: dict[str, Any]) -> Learner:
     """The run's learner after its last batch, on the CPU."""
     resolved = results["resolved"]
     # The run's precision, since auto may choose another one here; step and feed, since the run's
@@ -110,10 +109,6 @@ def restore(run: Path, results: dict[str, Any]) -> NetworkLearner:
         )
     except ConfigError as error:
         raise ExportError(f"the run in {run} cannot be restored: {error}") from error
-    if not isinstance(learner, NetworkLearner):
-        raise ExportError(
-            f"method is {config.method!r}, whose learner has no network of experts; wanted a NetworkLearner"
-        )
     folder = RunFolder(run)
     checkpoint = latest(folder.checkpoints)
     if checkpoint is None:
@@ -133,7 +128,7 @@ def restore(run: Path, results: dict[str, Any]) -> NetworkLearner:
 
 
 def _describe(
-    run: Path, results: dict[str, Any], learner: NetworkLearner, classifier: str | None
+    run: Path, results: dict[str, Any], learner: Learner, classifier: str | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The card, without its files, and the tensors of the last expert's classifier."""
     expert = str(learner.network.experts)
@@ -180,7 +175,7 @@ def _describe(
     return card, weights | {f"head.{name}": tensor for name, tensor in tensors.items()}
 
 
-def _head(learner: NetworkLearner, classifier: str) -> tuple[str, dict[str, Tensor]]:
+def _head(learner: Learner, classifier: str) -> tuple[str, dict[str, Tensor]]:
     """The kind and the tensors of the last expert's head."""
     if classifier == "ncm":
         means = learner.class_means()

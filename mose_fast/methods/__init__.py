@@ -8,7 +8,8 @@ from typing import Any
 from mose_fast.config import ConfigError, RunConfig, takes_settings
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
-from mose_fast.methods.base import IMAGE_SIZE, Learner, Prepared, check_stream, resolve_device
+from mose_fast.methods.base import Learner, Planning, resolve_device
+from mose_fast.methods.data import IMAGE_SIZE, check_stream
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
 from mose_fast.methods.er_aml import ErAml
@@ -18,7 +19,7 @@ from mose_fast.methods.gss import Gss
 from mose_fast.methods.joint import Joint
 from mose_fast.methods.mir import Mir
 from mose_fast.methods.mose import Mose
-from mose_fast.methods.network import NetworkLearner
+from mose_fast.methods.prepared import PlannedBatch, Prepared, ViewsToCome
 from mose_fast.methods.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.methods.room import check_room
@@ -40,13 +41,15 @@ __all__ = [
     "Learner",
     "Mir",
     "Mose",
-    "NetworkLearner",
     "Outputs",
+    "PlannedBatch",
+    "Planning",
     "Prepared",
     "Preset",
     "ReplayLearner",
     "Rows",
     "Scr",
+    "ViewsToCome",
     "check_room",
     "create_learner",
     "cross_entropy",

@@ -57,17 +57,18 @@ class Agem(ReplayLearner):
         ("replay_from", "others"): "has no reference batch and is plain fine-tuning",
     }
 
-    def step(self, rows: Rows) -> dict[str, Tensor]:
+    def train_on(self, rows: Rows) -> dict[str, Tensor]:
         if 0 in rows.sizes:  # no finished task yet, or rehearsal: one loss, nothing that it could oppose
-            return super().step(rows)
+            return super().train_on(rows)
         parameters = list(self.network.parameters())
         views = self.make_views(rows).split(rows.sizes)
         labels = rows.labels.split(rows.sizes)
-        with self.precise(), self.statistics.undone_if(self.latch):
+        with self.model.step():
             losses = [cross_entropy(self.forward(part).logits, y) for part, y in zip(views, labels, strict=True)]
-            if self.accepts(losses[0] + losses[1]):
+
+            def backward() -> None:
                 gradient, reference = (flat_gradient(loss, parameters) for loss in losses)
                 write_gradient(parameters, project(gradient, reference))
-                self.optimiser.step()
-                self.steps += 1
-        return {"loss": self.reported(losses[0]), "reference": losses[1].detach()}
+
+            self.model.minimise(losses[0] + losses[1], backward)
+        return {"loss": self.model.latch.reported(losses[0]), "reference": losses[1].detach()}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mose_fast.config import knob
 from mose_fast.memory.shapley import ShapleyMemory
+from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy, table_preset
 
@@ -71,7 +72,7 @@ class Aser(ReplayLearner):
     classifier on the network's features.
     """
 
-    plan_depends_on_model: ClassVar[bool] = True
+    planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
     memory: ShapleyMemory
 
     def build_memory(self) -> ShapleyMemory:

@@ -1,72 +1,57 @@
-"""What every online learner offers to the loop and to users."""
+"""The learner: a data plane and a model behind one face, and what a method states of both."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import math
+import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.config import ConfigError, RunConfig, near_matches, shown
-from mose_fast.device import Choice, choose_precision, upload
-from mose_fast.memory import MemoryRecord, ReplayMemory
-from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, check_image_size, classify
+from mose_fast.augment import RECIPES, ViewMaker, choose_feed
+from mose_fast.config import ConfigError, RunConfig, near_matches
+from mose_fast.device import Choice, choose_precision
+from mose_fast.memory import ReplayMemory
+from mose_fast.methods.data import IMAGE_SIZE, DataPlane, DataRecord, check_stream
+from mose_fast.methods.model import Model
+from mose_fast.methods.prepared import PlannedBatch, Prepared, StoredBatch, ViewsToCome, WholeBatch
+from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork, classify
+from mose_fast.nn.kernels import choose_kernels
+from mose_fast.optim import FlatAdam
 
 if TYPE_CHECKING:
     from mose_fast.methods.registry import About
 
-__all__ = ["IMAGE_SIZE", "DataState", "Learner", "Prepared", "check_stream", "resolve_device"]
-
-#: (H, W) of images, where nothing else is said: CIFAR's.
-IMAGE_SIZE = (32, 32)
-
+__all__ = ["Learner", "Planning", "resolve_device"]
 
 # Images a forward pass of an evaluation, unless the configuration says otherwise.
 _EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
 
+# The random state is the process's; runs in several threads must not draw from each other's.
+_PYTORCH_RANDOM_STATE = threading.Lock()
 
-def check_stream(
-    *, classes: Any, image_size: Any = IMAGE_SIZE, mean: Any = (0, 0, 0), std: Any = (1, 1, 1), mirror_safe: Any = True
-) -> None:
-    """Refuses what no stream can be: see :class:`Learner` for what is wanted.
 
-    Raises:
-        ConfigError: One of the arguments has another type or form; the message names it.
+class Planning(IntEnum):
+    """How far ahead of training a method's batches can be planned. Each value allows what those
+    before it allow, and more.
     """
 
-    def integer(value: Any) -> bool:
-        return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-    if not integer(classes) or not 2 <= classes < 2**31:
-        raise ConfigError(f"classes is {shown(classes)}; wanted an integer of at least 2 (and below 2**31)")
-    if (
-        not isinstance(image_size, Sequence)
-        or len(image_size) != 2
-        or not all(integer(side) and 0 < side < 2**31 for side in image_size)
-    ):
-        raise ConfigError(f"image_size is {shown(image_size)}; wanted height and width in pixels, for example (32, 32)")
-    for name, value in (("mean", mean), ("std", std)):
-        try:
-            numbers = [float(number) for number in value]
-        except (TypeError, ValueError, OverflowError):
-            numbers = []
-        if len(numbers) != 3 or not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
-            above = " above 0" if name == "std" else ""
-            raise ConfigError(
-                f"{name} is {shown(value)}; wanted three numbers{above}, one for each channel of images in [0, 1]"
-            )
-    if not isinstance(mirror_safe, bool | np.bool_):
-        raise ConfigError(f"mirror_safe is {shown(mirror_safe)}; wanted True or False")
-    check_image_size(*image_size)
+    #: Rows are chosen, to be replayed or to be kept, by looking at the network.
+    LOOKS_AT_MODEL = 0
+    #: Rows are chosen without the network, but one batch at a time.
+    BATCH_BY_BATCH = 1
+    #: Neither ``plan`` nor ``store`` looks at the model or at what training changes: several
+    #: batches are planned, and the memory filled, before the first of their steps is taken.
+    AHEAD = 2
+    #: Moreover ``train_on`` can be captured as a CUDA graph. On a card, losses are read only after
+    #: later steps were launched.
+    CAPTURED = 3
 
 
 def resolve_device(name: str) -> torch.device:
@@ -95,91 +80,47 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-class DataState(NamedTuple):
-    """What a batch changes beside the model, as it was before.
-
-    Attributes:
-        values: Of :attr:`Learner.remembered`.
-        memory: Undoes what happened to the memory.
-    """
-
-    values: dict[str, Any]
-    memory: MemoryRecord
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A batch between :meth:`Learner.prepare` and :meth:`Learner.consume`.
-
-    Attributes:
-        before: The state before the batch came, for :meth:`Learner.roll_back`.
-        plan: Of a learner that plans ahead, what its ``plan`` gave: None where the batch trains
-        nothing.
-        incoming: Of the others, the arguments of :meth:`Learner.observe`, all of which is still to
-        do.
-        rehearsed: Of training on the final memory, the slots.
-        inputs: The step's inputs as a captured step wants them, where there is one.
-        views: The step's views, where they were made ahead: see :meth:`Learner.views_ahead`.
-    """
-
-    before: DataState
-    plan: Any = None
-    incoming: dict[str, Any] | None = None
-    rehearsed: Tensor | None = None
-    inputs: Any = None
-    views: Tensor | None = None
-
-
 class Learner(ABC):
     """An online learner: sees each batch once, keeps a replay memory, predicts at any time.
 
-    Subclasses implement :meth:`train_batch`, :meth:`rehearse`, :meth:`outputs`, :meth:`costs`,
-    :meth:`network_state` and :meth:`load_network_state`.
+    It is used by :meth:`observe` and :meth:`predict`. Whoever drives many batches calls
+    :meth:`prepare` and the prepared batch's ``take`` instead, which together do what
+    :meth:`observe` does.
 
-    The loop calls :meth:`prepare` and :meth:`consume`, which together do what :meth:`observe` does.
-    Learners that plan ahead do in :meth:`prepare` all that concerns data alone, so that it can run
-    several batches before the model.
+    A method says how rows are chosen (:meth:`plan`, :meth:`rehearsal`, :meth:`store`), what the
+    network is (:meth:`build_network`) and what a step does (:meth:`train_on`);
+    :class:`mose_fast.methods.ReplayLearner` has all of these for one network and replayed rows.
 
     Args:
         config: The run's settings.
         classes: Number of classes K of the whole stream; labels are 0 ... K - 1.
         image_size: (H, W) of the images, multiples of 8.
-        mean: Of images in [0, 1], by channel.
-        std: Alike.
+        mean: Mean of images in [0, 1], by channel.
+        std: Standard deviation of images in [0, 1], by channel.
         mirror_safe: False where mirroring changes the label, as for digits.
 
     Attributes:
-        memory: The replay memory.
-        seen: All labels seen so far, in order of appearance.
-        current: The labels of the current task seen so far, in order of appearance.
-        steps: Training steps taken.
+        data: The memory, the tasks and the classes seen.
+        model: The network and its optimiser.
+        views: Makes views of raw images.
         mirrored: Whether images are mirrored, in fixed copies and at random.
-        kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became; None for
-        learners without an :class:`ExpertNetwork`.
-        evaluation_batch: Images a forward pass of an evaluation.
+        kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became.
+        evaluation_batch: Images in a forward pass of an evaluation.
         precision: What the configuration's ``precision`` became, and why.
         stepping: What the configuration's ``step`` became, and why.
-        feed: What makes the views, and why; None for learners that make none by
-            :mod:`mose_fast.augment`.
+        feed: What makes the views, and why.
     """
 
-    #: True where replay rows are chosen by looking at the model, so that batches cannot be planned
-    #: ahead of training.
-    plan_depends_on_model: ClassVar[bool] = False
-
-    #: True where :meth:`prepare` plans the step, by ``plan(x, y)``, and fills the memory, and
-    #: :meth:`consume` calls ``step`` with the plan. Neither ``plan`` nor ``store`` may then look at
-    #: the model or at what training changes.
-    plans_ahead: ClassVar[bool] = False
-
-    #: True where the step can be captured as a CUDA graph besides, which asks for what
-    #: :class:`mose_fast.train.captured.CapturedSteps` calls. On a card, its losses are read only
-    #: after later steps were launched.
-    capturable: ClassVar[bool] = False
+    #: How far ahead of training batches can be planned.
+    planning: ClassVar[Planning] = Planning.BATCH_BY_BATCH
 
     #: True for the upper bound that sees the data of all tasks shuffled into one: the loop presents
     #: the stream as a single task.
     joint_stream: ClassVar[bool] = False
+
+    #: True where every forward pass in training goes through :meth:`Model.forward`, so that the
+    #: optimiser may keep copies of the weights in bf16 for it.
+    uses_shadows: ClassVar[bool] = False
 
     #: What the method does where the whole stream is one task, by a switch and the value of it that
     #: needs task boundaries: the end of a sentence about the method. The page of methods lists it,
@@ -188,9 +129,6 @@ class Learner(ABC):
 
     #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
     about: ClassVar[About]
-
-    #: Attributes with plain values that a checkpoint must hold; subclasses extend it.
-    remembered: ClassVar[tuple[str, ...]] = ("task", "first_task", "task_classes", "seen", "current", "steps")
 
     def __init__(
         self,
@@ -210,32 +148,46 @@ class Learner(ABC):
         self.mirrored = mirror_safe if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
         self.precision = choose_precision(config.precision, self.device)
-        self.feed: Choice | None = None
-        self.kernels: str | None = None
         self.stepping = self._choose_step(config.step)
         self.evaluation_batch = config.evaluation_batch or _EVALUATION_BATCH[self.device.type]
-        self.memory = self.build_memory()
-        self.task: int | None = None
-        self.first_task: int | None = None
-        self.task_classes: list[int] | None = None
-        self.seen: list[int] = []
-        self.current: list[int] = []
-        self.steps = 0
-        # Planned steps that were not taken yet.
-        self._ahead = 0
+        self.kernels = choose_kernels(config.kernels, self.device)
+        self.data = DataPlane(self.build_memory(), classes=classes, image_size=self.image_size, device=self.device)
+        self.feed: Choice = choose_feed(config.feed, self.device, RECIPES[self.recipe])
+        self.views = self.build_views()
+        self.model = self.build_model()
         self._means: ClassMeans | None = None
         self._warned_missing = False
         self._warned_boundaries = False
 
     @property
-    def sequence(self) -> int:
-        """Number of the step that is planned next, from 0; it decides the step's random views."""
-        return self.steps + self._ahead
+    def memory(self) -> ReplayMemory:
+        """The replay memory."""
+        return self.data.memory
+
+    @property
+    def task(self) -> int | None:
+        """The current task; None before the first."""
+        return self.data.task
+
+    @property
+    def seen(self) -> list[int]:
+        """All labels seen so far, in order of appearance."""
+        return self.data.seen
+
+    @property
+    def steps(self) -> int:
+        """Training steps taken."""
+        return self.data.steps
+
+    @property
+    def network(self) -> ExpertNetwork:
+        """The network."""
+        return self.model.network
 
     @property
     def reads_losses_late(self) -> bool:
         """Whether losses are read only after later steps were launched."""
-        return self.capturable and self.device.type == "cuda"
+        return self.planning is Planning.CAPTURED and self.device.type == "cuda"
 
     @property
     def diverged(self) -> bool:
@@ -243,21 +195,29 @@ class Learner(ABC):
 
         On a card this waits for it.
         """
-        return False
+        return bool(self.model.latch)
 
     # The stream
 
     def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
-        """Starts a task. :meth:`observe` does it by itself when the task changes.
+        """Starts a task, and ends the one before where nobody did. :meth:`observe` calls it when
+        the task changes.
+
+        A run that is resumed in the middle of a task does not call it again: whatever a method
+        builds here belongs to its state.
 
         Args:
             task: Any number that no other task has.
             classes: All labels of the task, where they are known beforehand.
         """
-        self.task = int(task)
-        self.first_task = self.task if self.first_task is None else self.first_task
-        self.task_classes = None if classes is None else [int(c) for c in classes]
-        self.current = []
+        if not self.data.ended:
+            self.end_task()
+        self.data.begin_task(task, classes)
+
+    def end_task(self) -> None:
+        """Ends the current task."""
+        self.on_task_end()
+        self.data.ended = True
 
     def observe(
         self,
@@ -276,7 +236,7 @@ class Learner(ABC):
             y: integers [B] in 0 ... K - 1.
             task: The task that the batch belongs to.
             index: int64 [B], positions in the original stream, kept in the memory; None: counted
-            from 0.
+                from 0.
             train: False only stores the batch.
             store: False leaves the memory as it is (every epoch after the first).
 
@@ -287,9 +247,8 @@ class Learner(ABC):
         Raises:
             ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed then.
         """
-        x, y, index = self._receive(*self._check_batch(x, y), task, index)
+        x, y, index = self._receive(*self.data.check_batch(x, y), task, index)
         losses = self.train_batch(x, y) if train else None
-        self._means = None
         # Where losses are read late there is no time to ask.
         if store and (self.reads_losses_late or losses is None or not self.diverged):
             self.store(x, y, index)
@@ -308,131 +267,74 @@ class Learner(ABC):
         """Does all of :meth:`observe` that does not need the model; arguments and errors as there.
 
         A learner that plans ahead chooses the step's rows and fills the memory here, and may
-        prepare more batches before it consumes this one. ``x`` may lie on the learner's device
-        already; ``y`` on the host is read without waiting for a card.
+        prepare more batches before it takes the step of this one. ``x`` may lie on the learner's
+        device already; ``y`` on the host is read without waiting for a card.
         """
-        x, y = self._check_batch(x, y)
-        if not self.plans_ahead:
-            incoming = {"x": x, "y": y, "task": task, "index": index, "train": train, "store": store}
-            return Prepared(self._data_state(), incoming=incoming)
-        before = self._data_state(len(x) if store else 0)
+        x, y = self.data.check_batch(x, y)
+        if self.planning < Planning.AHEAD:
+            observe = partial(self.observe, x, y, task, index=index, train=train, store=store)
+            return WholeBatch(self, self.data.record(), observe, f"{len(x)} incoming rows")
+        before = self.data.record(len(x) if store else 0)
         x, y, index = self._receive(x, y, task, index)
         plan = self.plan(x, y) if train else None
         if store:
             self.store(x, y, index)
-        self._means = None
-        self._ahead += plan is not None
-        return Prepared(before, plan)
+        if plan is None:
+            return StoredBatch(self, before)
+        self.data.ahead += 1
+        return PlannedBatch(self, before, plan, self.inputs(plan))
 
     def prepare_rehearsal(self, slots: Tensor) -> Prepared:
-        """Prepares :meth:`rehearse`, which then is all left to do; no other batch may be
-        prepared.
-        """
-        return Prepared(self._data_state(), rehearsed=slots)
+        """Prepares :meth:`rehearse`, all of which is left to do; no other batch may be prepared."""
+        return WholeBatch(self, self.data.record(), partial(self.rehearse, slots), f"{len(slots)} rows of the memory")
 
-    def consume(
-        self, prepared: Prepared, step: Callable[[Prepared], dict[str, Tensor]] | None = None
-    ) -> dict[str, Tensor] | None:
-        """Does the rest of :meth:`observe` for the oldest batch that was prepared.
+    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
+        """One training step on memory slots alone (training on the final memory).
 
         Args:
-            prepared: What :meth:`prepare` gave.
-            step: Takes the step of a learner that plans ahead; None: its own ``step`` with the
-                plan.
+            slots: int64 [n].
 
         Returns:
-            As :meth:`observe`.
+            The step's losses by name.
         """
-        if prepared.incoming is not None:
-            return self.observe(**prepared.incoming)
-        if prepared.rehearsed is not None:
-            losses = self.rehearse(prepared.rehearsed)
-            if self.reads_losses_late and self.diverged:
-                self.steps -= 1
-            return losses
-        self._means = None
-        if prepared.plan is None:
-            return None
-        self._ahead -= 1
-        if step is not None:
-            return step(prepared)
-        return self.step(prepared.plan) if prepared.views is None else self.step(prepared.plan, prepared.views)
+        return self.step(self.rehearsal(slots))
 
-    def views_ahead(self, prepared: Prepared) -> Callable[[], Tensor] | None:
-        """What makes the views of a prepared batch's step on another thread, before
-        :meth:`consume`; None: the step makes them itself.
-
-        A learner that gives such a function finds its result in ``prepared.views``, and its
-        ``step`` takes it as the second argument. The function reads nothing but the plan and what
-        never changes.
-        """
-        return None
-
-    def roll_back(self, prepared: Prepared, *, consumed: bool = False) -> bool:
-        """Undoes a batch that was prepared; of several, the newest first.
+    def step(self, inputs: Any, train_on: Callable[[Any], Any] | None = None) -> dict[str, Tensor]:
+        """Takes one training step and counts it.
 
         Args:
-            prepared: What :meth:`prepare` gave.
-            consumed: Whether it was consumed as well.
+            inputs: From :meth:`inputs`.
+            train_on: Takes the step in place of :meth:`train_on`.
 
         Returns:
-            Whether all is as before the batch. After a step that is so only if it changed nothing:
-            its loss was not finite, and this was seen before any weight changed.
+            The step's losses by name, as scalars on the learner's device.
         """
-        values = dict(prepared.before.values)
-        steps = values.pop("steps")
-        planned = int(prepared.plan is not None)
-        exact = True
-        if not consumed:
-            self._ahead -= planned
-        elif prepared.incoming is None and prepared.rehearsed is None:
-            exact = not planned or self.diverged
-            # Where the host did not know that the step changed nothing, it was counted.
-            self.steps -= planned if self.reads_losses_late else 0
-        else:
-            exact = self.diverged and self.steps == steps
-            self.steps = steps
-        for name, value in values.items():
-            setattr(self, name, value)
-        self.memory.restore(prepared.before.memory)
+        if isinstance(inputs, ViewsToCome):
+            inputs = inputs.complete(inputs.make())
+        losses = (self.train_on if train_on is None else train_on)(inputs)
+        self.data.steps += not self.model.latch.froze
         self._means = None
-        return exact
+        return self.named(losses)
 
-    def _choose_step(self, wanted: str) -> Choice:
-        obstacle = ""
-        if self.device.type != "cuda":
-            obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
-        elif not self.capturable:
-            why = (
-                "looks at the network to plan a step"
-                if self.plan_depends_on_model
-                else "has no step that could be captured"
-            )
-            obstacle = f"method {self.config.method!r} {why}"
-        if wanted == "captured" and obstacle:
-            raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")
-        if wanted == "eager" or obstacle:
-            return Choice("eager", "" if wanted == "eager" or self.device.type != "cuda" else obstacle)
-        return Choice("captured")
+    def undo(self, record: DataRecord) -> None:
+        """Undoes the batch since a record of the data plane, except in the model."""
+        self.data.undo(record)
+        self._means = None
 
     def _receive(self, x: Tensor, y: Tensor, task: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Registers a checked batch's task and labels; returns it on the device."""
-        if index is None:
-            index = torch.arange(self.memory.seen, self.memory.seen + len(x))
         if task != self.task:
             self.begin_task(task)
-        for label in y.tolist():
-            if label not in self.seen:
-                self.seen.append(label)
-            if label not in self.current:
-                self.current.append(label)
+        self._means = None
+        batch = self.data.receive(x, y, index)
         # Nobody said which classes the task has, so that it may be a constant. Of several equal
         # tasks none has more than half of them.
-        if task == self.first_task and self.task_classes is None and 2 * len(self.current) > self.classes:
+        data = self.data
+        if task == data.first_task and data.task_classes is None and 2 * len(data.current) > self.classes:
             self.warn_of_boundaries(
-                f"{len(self.current)} of {self.classes} classes came in task {task}, the only one so far"
+                f"{len(data.current)} of {self.classes} classes came in task {task}, the only one so far"
             )
-        return upload(x, self.device), upload(y, self.device), upload(index, self.device).to(torch.int64)
+        return batch
 
     def warn_of_boundaries(self, found: str) -> None:
         """Warns, once, where an option needs task boundaries and there are none.
@@ -449,13 +351,130 @@ class Learner(ABC):
                     stacklevel=4,
                 )
 
-    def _data_state(self, upcoming: int = 0) -> DataState:
-        return DataState(
-            {name: copy.copy(getattr(self, name)) for name in self.remembered}, self.memory.record(upcoming)
+    # What a method states of data
+
+    def build_memory(self) -> ReplayMemory:
+        """The empty replay memory; methods with another policy or with more to keep for each slot
+        override it.
+        """
+        return ReplayMemory(self.config.memory, self.image_size, seed=self.config.seed, device=self.device)
+
+    @abstractmethod
+    def plan(self, x: Tensor, y: Tensor) -> Any:
+        """Chooses the rows of the step for an incoming batch; None where the batch trains nothing.
+
+        Args:
+            x: uint8 [B, H, W, 3] on the learner's device.
+            y: int64 [B] on the learner's device, registered in ``seen`` and ``current``. The memory
+                does not hold the batch yet.
+        """
+
+    @abstractmethod
+    def rehearsal(self, slots: Tensor) -> Any:
+        """What a step on memory slots alone reads."""
+
+    def inputs(self, plan: Any) -> Any:
+        """What the step of a plan reads, made with the plan; by default the plan itself."""
+        return plan
+
+    def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        """Offers a batch to the memory after its training step; arguments as those of
+        :meth:`observe`, checked and on the device.
+
+        Returns:
+            int64 [B]: the slot in which each item lies now, -1 where it was not kept.
+        """
+        return self.memory.insert(x, y, self.task, index)
+
+    def describe(self, plan: Any) -> str:
+        """How large the step of a plan is, for messages."""
+        return "a plan of its own"
+
+    # What a method states of the model
+
+    @property
+    def recipe(self) -> str:
+        """The recipe of the views, a name in :data:`mose_fast.augment.RECIPES`."""
+        return self.config.options.augment
+
+    @abstractmethod
+    def build_network(self) -> ExpertNetwork:
+        """The untrained network; PyTorch's random state is set by the seed of the weights."""
+
+    def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
+        """The optimiser of all parameters of the network."""
+        o = self.config.options
+        settings = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": o.weight_decay}
+        if self.kernels == "fused":
+            shadow_dtype = torch.bfloat16 if self.shadowed else None
+            return FlatAdam(network.parameters(), **settings, shadow_dtype=shadow_dtype)
+        # PyTorch's fused Adam can skip a step without the host knowing.
+        how = {"fused": True, "capturable": True} if self.reads_losses_late else {}
+        return torch.optim.Adam(network.parameters(), **settings, **how)
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether the optimiser keeps copies of the weights in bf16."""
+        return self.uses_shadows and self.kernels == "fused" and self.precision.name == "bf16"
+
+    def build_views(self) -> ViewMaker:
+        """What makes views of raw images."""
+        return ViewMaker(
+            self.recipe,
+            getattr(self.config.options, "inner_views", 1),
+            mirror=self.mirrored,
+            mean=self.mean,
+            std=self.std,
+            jitter_normalised=self.config.options.jitter_domain == "normalised",
+            feed=self.feed.name,
         )
 
-    def end_task(self) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Ends the current task."""
+    def build_model(self) -> Model:
+        """An untrained network, the same for the same seed, with an optimiser for it."""
+        # The weights depend on their seed alone, not on the device or on what the program drew
+        # before.
+        seed = self.config.seed if self.config.init_seed is None else self.config.init_seed
+        with _PYTORCH_RANDOM_STATE, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = self.build_network()
+        network.use_kernels(self.kernels)
+        network = network.to(self.device, memory_format=torch.channels_last)
+        return Model(
+            network,
+            self.build_optimiser(network),
+            self.views,
+            precision=self.precision.name,
+            evaluation_batch=self.evaluation_batch,
+            reads_losses_late=self.reads_losses_late,
+        )
+
+    def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
+        """Trains on a batch, as given to :meth:`plan`: one step, unless a method takes several."""
+        plan = self.plan(x, y)
+        return None if plan is None else self.step(self.inputs(plan))
+
+    @abstractmethod
+    def train_on(self, inputs: Any) -> Any:
+        """One training step: views, forward, losses, backward and optimiser. It counts nothing.
+
+        Args:
+            inputs: From :meth:`inputs`.
+
+        Returns:
+            What :meth:`named` makes losses by name of; the first is the loss that was minimised, as
+            :meth:`Model.minimise` gives it.
+        """
+
+    def named(self, losses: Any) -> dict[str, Tensor]:
+        """The losses of :meth:`train_on` by name."""
+        return losses
+
+    def on_task_end(self) -> None:  # noqa: B027 - most methods have nothing to do here
+        """What a method does at the end of a task, before the next one begins.
+
+        Methods that train here call :meth:`after_step` after every step. What plans ahead must have
+        taken all its steps by then.
+        """
 
     def prepare_evaluation(self) -> None:  # noqa: B027 - most methods are ready at any time
         """Called before every evaluation and prediction; methods that train only when asked do it
@@ -473,56 +492,13 @@ class Learner(ABC):
         raising; the state from before is then what counts.
         """
 
-    def build_memory(self) -> ReplayMemory:
-        """The empty replay memory; methods with another policy or with more to keep for each slot
-        override it.
-        """
-        return ReplayMemory(self.config.memory, self.image_size, seed=self.config.seed, device=self.device)
-
-    def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """Offers a batch to the memory after its training step; arguments as those of
-        :meth:`observe`, checked and on the device.
-
-        Returns:
-            int64 [B]: the slot in which each item lies now, -1 where it was not kept.
-        """
-        return self.memory.insert(x, y, self.task, index)
-
-    @abstractmethod
-    def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
-        """One training step on a checked batch on the device; labels are registered already, the
-        memory does not hold the batch yet.
-        """
-
-    def describe(self, prepared: Prepared) -> str:
-        """How large a step is, for messages."""
-        if prepared.rehearsed is not None:
-            return f"{len(prepared.rehearsed)} rows of the memory"
-        return "a plan of its own" if prepared.incoming is None else f"{len(prepared.incoming['x'])} incoming rows"
-
-    @abstractmethod
-    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One training step on memory slots alone (training on the final memory)."""
-
-    @contextmanager
-    def precise(self) -> Iterator[None]:
-        """Makes fp32 mean fp32: cuDNN's convolutions use TF32 (10 bits of mantissa) on their own,
-        unlike PyTorch's matrix products.
-        """
-        before = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = self.precision.name == "tf32"
-        try:
-            yield
-        finally:
-            torch.backends.cudnn.allow_tf32 = before
-
     # Prediction
 
-    @abstractmethod
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3],
         in evaluation mode.
         """
+        return self.model.outputs(x, self.after_step)
 
     def class_means(self, features: Tensor | None = None) -> ClassMeans:
         """The prototypes that the memory gives now; computed once between two batches.
@@ -563,7 +539,7 @@ class Learner(ABC):
         Raises:
             ValueError: Unusable images or names, or an empty memory with ``ncm``.
         """
-        x = self._check_images(x)
+        x = self.data.check_images(x)
         classifier, expert = self.resolve_expert(classifier, expert)
         self.prepare_evaluation()
         features, logits = self.outputs(x)
@@ -594,29 +570,20 @@ class Learner(ABC):
             )
         return classifier, expert
 
-    @abstractmethod
     def costs(self) -> tuple[Cost, Cost]:
         """Parameters and multiply-accumulates an image of the network in training, and of what
         :meth:`predict` needs by default.
         """
+        return self.model.costs(self.image_size, deepest=self.resolve_expert() == ("ncm", str(self.network.experts)))
 
     # State
-
-    @abstractmethod
-    def network_state(self) -> dict[str, Tensor]:
-        """Weights, running statistics and optimiser state, by name."""
-
-    @abstractmethod
-    def load_network_state(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over what :meth:`network_state` gave."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that must be restored to continue exactly: tensors by name, and plain values
         for JSON.
         """
-        tensors = self.network_state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
-        values = {name: copy.copy(getattr(self, name)) for name in self.remembered}
-        return tensors, values | {"precision": self.precision.name}
+        tensors = self.model.state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
+        return tensors, self.data.values() | {"precision": self.precision.name}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Takes over what :meth:`state` gave. Where the configuration leaves the precision open, it
@@ -625,61 +592,31 @@ class Learner(ABC):
         Raises:
             ValueError: The state belongs to another network or memory.
         """
-        precision = values.get("precision", self.precision.name)
+        values = dict(values)
+        precision = values.pop("precision", self.precision.name)
         if self.config.precision == "auto" and precision != self.precision.name:
-            self.change_precision(Choice(precision, "as the run began"))
+            self.precision = Choice(precision, "as the run began")
+            # The optimiser may keep copies of the weights in that precision.
+            self.model = self.build_model()
         memory = {name.removeprefix("memory/"): t for name, t in tensors.items() if name.startswith("memory/")}
-        self.load_network_state({name: t for name, t in tensors.items() if not name.startswith("memory/")})
-        self.memory.load(memory)
-        for name in self.remembered:
-            setattr(self, name, copy.copy(values[name]))
-        self._ahead = 0
+        self.model.load({name: t for name, t in tensors.items() if not name.startswith("memory/")})
+        self.data.load(values, memory)
         self._means = None
-
-    def change_precision(self, precision: Choice) -> None:
-        """Computes in another precision from now on.
-
-        What the learner has learned may be lost: a state is loaded next.
-        """
-        self.precision = precision
 
     def weights_hash(self) -> str:
         """SHA-256 of all weights and running statistics: equal hashes mean bit-equal networks."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.network_state().items()):
-            if name.startswith("network/"):
-                digest.update(name.encode())
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return self.model.weights_hash()
 
-    # Checks
-
-    def _check_images(self, x: Tensor | np.ndarray) -> Tensor:
-        x = torch.as_tensor(x)
-        if x.dtype != torch.uint8:
-            nan = x.is_floating_point() and bool(x.isnan().any())
-            raise ValueError(
-                f"x has dtype {x.dtype}{' and holds NaN' if nan else ''}; wanted raw images in uint8, 0 to 255"
-            )
-        wanted = f"[N, {self.image_size[0]}, {self.image_size[1]}, 3]"
-        if x.ndim != 4 or tuple(x.shape[1:]) != (*self.image_size, 3):
-            hint = " (channels come last)" if x.ndim == 4 and x.shape[1] == 3 else ""
-            raise ValueError(f"x has shape {list(x.shape)}; wanted {wanted}{hint}")
-        return x
-
-    def _check_batch(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | Sequence[int]) -> tuple[Tensor, Tensor]:
-        x, y = self._check_images(x), torch.as_tensor(y)
-        if len(x) == 0:
-            raise ValueError("x is an empty batch; wanted at least one image")
-        if y.ndim != 1 or len(y) != len(x):
-            raise ValueError(f"y has shape {list(y.shape)} for {len(x)} images; wanted [{len(x)}]")
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise ValueError(f"y has dtype {y.dtype}; wanted integers")
-        y = y.to(torch.int64)
-        low, high = int(y.min()), int(y.max())
-        if low < 0 or high >= self.classes:
-            raise ValueError(
-                f"y holds {low if low < 0 else high}; wanted labels of 0 to {self.classes - 1}, since classes is"
-                f" {self.classes}"
-            )
-        return x, y
+    def _choose_step(self, wanted: str) -> Choice:
+        obstacle = ""
+        if self.device.type != "cuda":
+            obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
+        elif self.planning < Planning.CAPTURED:
+            looks = self.planning is Planning.LOOKS_AT_MODEL
+            why = "looks at the network to plan a step" if looks else "has no step that could be captured"
+            obstacle = f"method {self.config.method!r} {why}"
+        if wanted == "captured" and obstacle:
+            raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")
+        if wanted == "eager" or obstacle:
+            return Choice("eager", "" if wanted == "eager" or self.device.type != "cuda" else obstacle)
+        return Choice("captured")

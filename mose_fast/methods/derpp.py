@@ -5,7 +5,7 @@ docs/specification/baselines.md section 12).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -53,6 +53,8 @@ class Derpp(ReplayLearner):
     their labels.
     """
 
+    sets: ClassVar[int] = 3
+
     def build_memory(self) -> ReplayMemory:
         memory = super().build_memory()
         memory.keep("logits", (self.classes,))
@@ -95,11 +97,3 @@ class Derpp(ReplayLearner):
         slots = super().store(x, y, index)
         self.memory.write_extra("logits", slots, logits)
         return slots
-
-    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One step of cross-entropy on memory slots: their logits are those of the network before
-        it was trained.
-        """
-        self._means = None
-        none = slots[:0]
-        return self.step(self.rows(self.memory.images[none], self.memory.labels[none], none, slots))

@@ -104,6 +104,8 @@ class ErAml(ReplayLearner):
         ): "draws negatives from every class seen, so that incoming rows move the features of old classes too",
     }
 
+    sets: ClassVar[int] = 4
+
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear
 
@@ -120,9 +122,9 @@ class ErAml(ReplayLearner):
         if o.incoming == "cross_entropy" or memory.filled == 0:
             return self.rows(x, y, none, none, replayed)
         allowed = torch.zeros(self.classes, dtype=torch.bool, device=y.device)
-        allowed[y if o.negatives == "batch" else torch.tensor(self.current, device=y.device)] = True
+        allowed[y if o.negatives == "batch" else torch.tensor(self.data.current, device=y.device)] = True
         stored = memory.labels[: memory.filled]
-        anchors, *pairs = draw_pairs(y, stored, allowed, self.config.seed, self.steps)
+        anchors, *pairs = draw_pairs(y, stored, allowed, self.config.seed, self.data.sequence)
         places = torch.cat(pairs)
         if len(anchors) + len(replayed) == 0:
             return None
@@ -136,7 +138,7 @@ class ErAml(ReplayLearner):
             torch.cat([y[anchors], labels, memory.labels[replayed]]),
             (*[len(anchors)] * 3, len(replayed)),
             torch.cat([slots, replayed]),
-            self.steps,
+            self.data.sequence,
         )
 
     def view_sizes(self, rows: Rows) -> tuple[int, ...]:
@@ -161,9 +163,3 @@ class ErAml(ReplayLearner):
             first = len(rows.labels) - replayed
             terms["replayed"] = cross_entropy(outputs.logits[first:], rows.labels[first:])
         return terms
-
-    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One step of cross-entropy on memory slots alone, as replayed rows."""
-        self._means = None
-        none = slots[:0]
-        return self.step(self.rows(self.memory.images[none], self.memory.labels[none], none, none, slots))

@@ -17,6 +17,7 @@ from mose_fast.config import RECIPES, MethodOptions, RunConfig, knob
 from mose_fast.memory import BalancedMemory
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import ReplayLearner, Rows, cross_entropy, table_preset
+from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation
 
 __all__ = ["Gdumb", "GdumbOptions", "learning_rate"]
@@ -99,12 +100,10 @@ class Gdumb(ReplayLearner):
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
 
-    #: ``fitted`` is the number of stream items seen when the network was trained, -1 before.
-    remembered: ClassVar[tuple[str, ...]] = (*ReplayLearner.remembered, "fitted")
-
     def __init__(self, config: RunConfig, **stream: object) -> None:
         super().__init__(config, **stream)
-        self.fitted = -1
+        # Stream items seen when the network was trained, -1 before.
+        self.data.own["fitted"] = -1
 
     def build_memory(self) -> BalancedMemory:
         config = self.config
@@ -112,9 +111,9 @@ class Gdumb(ReplayLearner):
             config.memory, self.image_size, classes=self.classes, seed=config.seed, device=self.device
         )
 
-    def build_optimiser(self) -> torch.optim.Optimizer:
+    def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
         o = self.config.options
-        return torch.optim.SGD(self.network.parameters(), lr=o.lr, momentum=_MOMENTUM, weight_decay=o.weight_decay)
+        return torch.optim.SGD(network.parameters(), lr=o.lr, momentum=_MOMENTUM, weight_decay=o.weight_decay)
 
     def plan(self, x: Tensor, y: Tensor) -> None:
         """Incoming batches train nothing."""
@@ -126,50 +125,42 @@ class Gdumb(ReplayLearner):
         evaluation before.
         """
         o = self.config.options
-        if self.fitted == self.memory.seen or self.memory.filled == 0:
+        if self.data.own["fitted"] == self.memory.seen or self.memory.filled == 0:
             return
-        self.start_afresh()
-        self._means = None
+        self.model = self.build_model()
         passes = o.passes if len(self.seen) == self.classes else o.passes_before
         sequence = self.memory.seen << 24
         for number in range(passes):
-            for group in self.optimiser.param_groups:
+            for group in self.model.optimiser.param_groups:
                 group["lr"] = learning_rate(number, o.lr_low, o.lr)
             order = permutation(self.config.seed, sequence, self.memory.filled, Purpose.FIT, self.device)
             for slots in order.split(o.buffer_batch):
                 self.step(self._memory_rows(slots, sequence))
                 self.after_step()
                 sequence += 1
-        self.fitted = self.memory.seen
+        self.data.own["fitted"] = self.memory.seen
 
-    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One step on memory slots at the highest learning rate; the network that comes of such
-        steps is what is evaluated.
+    def rehearsal(self, slots: Tensor) -> Rows:
+        """Memory slots as the rows of a step at the highest learning rate; the network that such
+        steps train is what is evaluated.
         """
-        self._means = None
-        self.fitted = self.memory.seen
-        return self.step(self._memory_rows(slots, self.steps))
+        self.data.own["fitted"] = self.memory.seen
+        return self._memory_rows(slots, self.steps)
 
     def _memory_rows(self, slots: Tensor, sequence: int) -> Rows:
         return Rows(self.memory.images[slots], self.memory.labels[slots], (0, len(slots)), slots, sequence)
 
-    def step(self, rows: Rows) -> dict[str, Tensor]:
+    def train_on(self, rows: Rows) -> dict[str, Tensor]:
         views, partners, share = cutmix(
             self.make_views(rows), self.config.options.cutmix, self.config.seed, rows.sequence
         )
-        with self.precise(), self.statistics.undone_if(self.latch):
+        with self.model.step():
             logits = self.forward(views).logits
-            loss = share * cross_entropy(logits, rows.labels) + (1 - share) * cross_entropy(
-                logits, rows.labels[partners]
-            )
-            self.update(loss)
-        return {"loss": self.reported(loss)}
+            whole, mixed_in = cross_entropy(logits, rows.labels), cross_entropy(logits, rows.labels[partners])
+            loss = share * whole + (1 - share) * mixed_in
 
-    def update(self, loss: Tensor) -> None:
-        if not self.accepts(loss):
-            return
-        self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.network.parameters(), _LARGEST_NORM)
-        self.optimiser.step()
-        self.steps += 1
+            def backward() -> None:
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.network.parameters(), _LARGEST_NORM)
+
+            return {"loss": self.model.minimise(loss, backward)}

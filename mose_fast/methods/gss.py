@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 from mose_fast.config import knob
 from mose_fast.memory.gradient import GradientMemory
+from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, ReplayLearner, cross_entropy, table_preset
 
@@ -74,7 +75,7 @@ class Gss(ReplayLearner):
     holds.
     """
 
-    plan_depends_on_model: ClassVar[bool] = True
+    planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
     memory: GradientMemory
 
     def build_memory(self) -> GradientMemory:
@@ -130,7 +131,7 @@ class Gss(ReplayLearner):
             return cross_entropy(functional_call(self.network, parameters, (views,)).logits[0], labels)
 
         views = self.views.normalise(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        with self.precise():
+        with self.model.precise():
             return vmap(grad(loss), in_dims=(None, 0, 0))(parameters, views, y)
 
 
@@ -139,7 +140,7 @@ def cosine_similarity(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
 
     Args:
         a: [G, ...] for every parameter, by name.
-        b: [H, ...] alike.
+        b: [H, ...] for every parameter, by name.
 
     Returns:
         float32 [G, H] in [-1, 1]; 0 where a gradient is 0.

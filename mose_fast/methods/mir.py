@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from mose_fast.config import ConfigError, knob
 from mose_fast.memory.retrieval import highest
+from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, ReplayLearner, cross_entropy, table_preset
 
@@ -75,7 +76,7 @@ class Mir(ReplayLearner):
     incoming batch alone would raise most.
     """
 
-    plan_depends_on_model: ClassVar[bool] = True
+    planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         o = self.config.options
@@ -103,7 +104,7 @@ class Mir(ReplayLearner):
         incoming = self.make_views(self.rows(x, y, y[:0]))
         images = self.views.normalise(self.memory.images[slots]).contiguous(memory_format=torch.channels_last)
         labels = self.memory.labels[slots]
-        with self.precise(), batch_statistics(self.network):
+        with self.model.precise(), batch_statistics(self.network):
             gradients = torch.autograd.grad(cross_entropy(self.forward(incoming).logits, y), parameters)
             with torch.no_grad():
                 stepped = [p - self.config.options.virtual_lr * g for p, g in zip(parameters, gradients, strict=True)]

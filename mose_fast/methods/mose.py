@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,12 +14,12 @@ from mose_fast.augment.views import padded
 from mose_fast.config import MOSE_PRESETS, ConfigError, MoseOptions, RunConfig
 from mose_fast.device import upload
 from mose_fast.losses import ExpertLosses
-from mose_fast.methods.base import Prepared
-from mose_fast.methods.network import NetworkLearner
+from mose_fast.methods.base import Learner, Planning
+from mose_fast.methods.prepared import ViewsToCome
 from mose_fast.methods.registry import Preset, method
 from mose_fast.nn import ExpertNetwork
 
-__all__ = ["Composition", "Mose", "StepInputs", "StepPlan"]
+__all__ = ["Composition", "Mose", "StepPlan", "StepRows", "StepViews", "Targets"]
 
 _LOSSES = ("loss", "contrastive", "cross_entropy", "distillation")
 
@@ -62,28 +62,48 @@ class StepPlan(NamedTuple):
         return self.composition.incoming + self.composition.current, self.composition.copies + self.composition.old
 
 
-class StepInputs(NamedTuple):
-    """All that :meth:`Mose.train_on` reads beside the model: tensors of one shape for every step of
-    a kind, once they are padded.
+class Targets(NamedTuple):
+    """What the losses of a step compare its views with: tensors of one shape for every step of a
+    kind, once they are padded.
 
     Attributes:
-        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding. Or float32 [V, 3, H,
-            W], the views themselves. None where these are made apart and are still to be put here.
-        views: What decides the views of uint8 images; those of padding come last. None where the
-        images are views already.
         labels: int64 [V], by view; 0 for padding.
         current_classes: As in :class:`StepPlan`.
         new_views: Views of the new set, which come first; an int32 scalar on the device where the
-        inputs are padded.
+            inputs are padded.
         valid_views: Views that are not padding, likewise; None where none is.
     """
 
-    images: Tensor | None
-    views: ViewInputs | None
     labels: Tensor
     current_classes: Tensor | None
     new_views: int | Tensor
     valid_views: Tensor | None
+
+
+class StepRows(NamedTuple):
+    """What a step reads that makes its views itself.
+
+    Attributes:
+        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding.
+        views: What decides the views; those of padding come last.
+        targets: See :class:`Targets`.
+    """
+
+    images: Tensor
+    views: ViewInputs
+    targets: Targets
+
+
+class StepViews(NamedTuple):
+    """What a step reads whose views were made before.
+
+    Attributes:
+        views: float32 [V, 3, H, W].
+        targets: See :class:`Targets`.
+    """
+
+    views: Tensor
+    targets: Targets
 
 
 @method(
@@ -97,13 +117,12 @@ class StepInputs(NamedTuple):
     reference="Orchestrate Latent Expertise, Yan et al., CVPR 2024",
     cost=5.3,
 )
-class Mose(NetworkLearner):
+class Mose(Learner):
     """Nested experts with supervised contrastive loss and cross-entropy each, and reverse
     self-distillation into the student.
     """
 
-    plans_ahead: ClassVar[bool] = True
-    capturable: ClassVar[bool] = True
+    planning: ClassVar[Planning] = Planning.CAPTURED
     uses_shadows: ClassVar[bool] = True
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
         (
@@ -133,34 +152,21 @@ class Mose(NetworkLearner):
             init=o.init,
         )
 
-    def inner_views(self) -> int:
-        return self.config.options.inner_views
-
-    def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
-        plan = self.plan(x, y)
-        return None if plan is None else self.step(plan)
-
     def plan(self, x: Tensor, y: Tensor) -> StepPlan | None:
-        """Chooses the rows of the step for an incoming batch; None where the batch trains nothing.
-
-        Args:
-            x: uint8 [B, H, W, 3] on the learner's device; y: int64 [B], registered in ``seen`` and
-                ``current``.
-        """
         o = self.config.options
         if o.skip_first_batch and self.memory.seen == 0:
             return None
         if o.current_classes == "task":
-            if self.task_classes is None:
+            if self.data.task_classes is None:
                 raise ConfigError(
                     "options.current_classes is 'task', but the task's classes are unknown; "
                     "wanted begin_task(task, classes=...) before its first batch, or current_classes 'seen'"
                 )
-            current = self.task_classes
+            current = self.data.task_classes
         else:
-            current = self.current
+            current = self.data.current
         none = torch.empty(0, dtype=torch.int64, device=self.device)
-        if self.task == self.first_task and o.first_task == "joint":
+        if self.task == self.data.first_task and o.first_task == "joint":
             extra, copies, old = self.memory.draw(o.buffer_batch, only=self.task), 0, none
             mask = None
         else:
@@ -176,30 +182,17 @@ class Mose(NetworkLearner):
         m = self.memory
         images = torch.cat([x, m.images[extra], x[:copies], m.images[old]])
         labels = torch.cat([y, m.labels[extra], y[:copies], m.labels[old]])
-        return StepPlan(images, labels, Composition(len(x), len(extra), copies, len(old)), mask, self.sequence)
+        return StepPlan(images, labels, Composition(len(x), len(extra), copies, len(old)), mask, self.data.sequence)
 
-    def step(self, plan: StepPlan, views: Tensor | None = None) -> dict[str, Tensor]:
-        """One optimiser step; returns the loss and its three parts, each summed over the experts.
-
-        Args:
-            plan: Of :meth:`plan`.
-            views: Those of :meth:`make_views`, where they were made already.
+    def rehearsal(self, slots: Tensor) -> StepRows | StepViews | ViewsToCome:
+        """Memory slots as the inputs of a step: they are the buffer set, with one cross-entropy
+        over all classes.
         """
-        inputs = self.step_inputs(plan)
-        if inputs.images is None:
-            inputs = inputs._replace(images=self.make_views(plan) if views is None else views)
-        losses = self.train_on(inputs)
-        self.count_step()
-        return self.named(losses)
+        images, labels = self.memory.images[slots], self.memory.labels[slots]
+        return self.step_inputs(StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.data.sequence))
 
-    def count_step(self) -> None:
-        """Counts a step that :meth:`train_on` took, as far as the host knows."""
-        self.steps += int(self.reads_losses_late or not self.diverged)
-
-    def describe(self, prepared: Prepared) -> str:
-        if prepared.plan is None:
-            return super().describe(prepared)
-        rows = prepared.plan.composition
+    def describe(self, plan: StepPlan) -> str:
+        rows = plan.composition
         return (
             f"{rows.incoming} incoming, {rows.current} current, {rows.copies} copied and {rows.old} old rows, "
             f"{sum(rows) * self.views.views_per_row} views"
@@ -209,16 +202,26 @@ class Mose(NetworkLearner):
         """The losses of :meth:`train_on` by name."""
         return dict(zip(_LOSSES, losses.unbind(), strict=True))
 
-    def step_inputs(self, plan: StepPlan, rows: int | None = None, *, ready: bool = False) -> StepInputs:
+    def inputs(self, plan: StepPlan) -> StepRows | StepViews | ViewsToCome:
+        """What the step of a plan reads; padded on a card, so that one graph serves steps of
+        different sizes.
+        """
+        if not self.reads_losses_late:
+            return self.step_inputs(plan)
+        return self.step_inputs(plan, self.padded_rows(plan), ready=not self.views.capturable)
+
+    def step_inputs(
+        self, plan: StepPlan, rows: int | None = None, *, ready: bool = False
+    ) -> StepRows | StepViews | ViewsToCome:
         """What the step of a plan reads; nothing of it is drawn anew, so that the same plan always
         gives the same step.
 
         Args:
-            plan: Of :meth:`plan`.
+            plan: From :meth:`plan`.
             rows: Pad to so many rows, so that steps of different sizes have inputs of the same
-            shapes; None: as many as there are.
-            ready: Make the views here, for a feed that cannot be captured. Those that are made
-                apart are left out in any case.
+                shapes; None: as many as there are.
+            ready: Make the views here, for a feed that cannot be captured, unless they are made on
+                a thread of their own.
         """
         sizes, count = plan.sizes, len(plan.labels) if rows is None else rows
         labels = padded(plan.labels, count)[self.views.shown(sizes, count, self.device)]
@@ -227,25 +230,19 @@ class Mose(NetworkLearner):
         if rows is not None:
             counts = torch.tensor([new_views, sum(sizes) * per_row], dtype=torch.int32)
             new_views, valid_views = upload(counts, self.device).unbind()
-        images, views = None, None
-        if ready and not self.views.apart:
-            images = self.make_views(plan, rows)
-        elif not self.views.apart:
-            images = padded(plan.images, count)
-            views = self.views.inputs(images, sizes, self.config.seed, plan.sequence)
-        return StepInputs(images, views, labels, plan.current_classes, new_views, valid_views)
+        targets = Targets(labels, plan.current_classes, new_views, valid_views)
+        if self.views.apart:
+            return ViewsToCome(partial(self.make_views, plan, rows), StepViews, targets)
+        if ready:
+            return StepViews(self.make_views(plan, rows), targets)
+        images = padded(plan.images, count)
+        return StepRows(images, self.views.inputs(images, sizes, self.config.seed, plan.sequence), targets)
 
     def make_views(self, plan: StepPlan, rows: int | None = None) -> Tensor:
         """The views of a plan's step, float32 [V, 3, H, W], of as many rows as :meth:`step_inputs`
         was asked for.
         """
         return self.views.views(plan.images, plan.sizes, self.config.seed, plan.sequence, rows)
-
-    def views_ahead(self, prepared: Prepared) -> Callable[[], Tensor] | None:
-        if prepared.plan is None or not self.views.apart:
-            return None
-        rows = None if prepared.inputs is None else len(prepared.inputs.labels) // self.views.views_per_row
-        return partial(self.make_views, prepared.plan, rows)
 
     def padded_rows(self, plan: StepPlan) -> int | None:
         """Rows that a step of this kind has at most, to which a captured step pads; None where it
@@ -257,26 +254,26 @@ class Mose(NetworkLearner):
         rows = self.config.stream.batch + o.buffer_batch + (0 if plan.current_classes is None else o.new_extra)
         return rows if self.kernels == "fused" and len(plan.images) <= rows else None
 
-    def train_on(self, inputs: StepInputs) -> Tensor:
-        """Views, forward, losses, backward and optimiser: all that a captured step captures. Counts
-        nothing.
+    def train_on(self, inputs: StepRows | StepViews) -> Tensor:
+        """Views, forward, losses, backward and optimiser: all that a captured step captures.
 
         Returns:
             float32 [4]: the loss and its three parts, each summed over the experts. Once the run
             has diverged, the loss is NaN or infinite in every step.
         """
-        ready = inputs.images.is_floating_point()
-        views = inputs.images if ready else self.views.apply(inputs.images, inputs.views)
+        rows, targets = isinstance(inputs, StepRows), inputs.targets
+        views = self.views.apply(inputs.images, inputs.views) if rows else inputs.views
         self.network.train()
-        with self.precise(), self.statistics.undone_if(self.latch):
-            # Without padding, as before there was any: PyTorch's own norms know nothing of it.
-            padded = {} if inputs.valid_views is None else {"valid_rows": inputs.valid_views}
+        with self.model.step():
+            # PyTorch's own norms know nothing of padding.
+            padded = {} if targets.valid_views is None else {"valid_rows": targets.valid_views}
             views = views.contiguous(memory_format=torch.channels_last)
-            outputs = self.run_network(views, self.config.options.distillation == "sd", **padded)
-            terms = self.losses(outputs, inputs.labels, inputs.new_views, inputs.current_classes, inputs.valid_views)
-            loss = terms.sum()
-            self.minimise(loss)
-        return torch.cat([self.reported(loss)[None], terms.detach().sum(0)])
+            outputs = self.model.forward(views, self.config.options.distillation == "sd", **padded)
+            terms = self.losses(
+                outputs, targets.labels, targets.new_views, targets.current_classes, targets.valid_views
+            )
+            reported = self.model.minimise(terms.sum())
+        return torch.cat([reported[None], terms.detach().sum(0)])
 
     def _mask_of(self, classes: list[int]) -> Tensor:
         """bool [K] on the device.
@@ -288,11 +285,3 @@ class Mose(NetworkLearner):
             mask[classes] = True
             self._mask, self._masked = upload(mask, self.device), list(classes)
         return self._mask
-
-    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One step on memory slots alone: they are the buffer set, with one cross-entropy over all
-        classes.
-        """
-        images, labels = self.memory.images[slots], self.memory.labels[slots]
-        self._means = None
-        return self.step(StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.sequence))

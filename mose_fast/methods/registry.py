@@ -81,8 +81,8 @@ def method(
         options: Type of its switches.
         presets: By name; the first is the default.
         year: See :class:`About`.
-        reference: Alike.
-        cost: Alike.
+        reference: See :class:`About`.
+        cost: See :class:`About`.
 
     Raises:
         ConfigError: The class is no learner, lacks a function that every learner has, or the name

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mose_fast.augment import ViewMaker
 from mose_fast.augment.pad_crop import pad_crop
 from mose_fast.config import RECIPES, MethodOptions, knob
-from mose_fast.methods.network import NetworkLearner
+from mose_fast.methods.base import Learner
 from mose_fast.methods.registry import Preset
 from mose_fast.nn import ExpertNetwork
 
@@ -108,17 +107,25 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
-class ReplayLearner(NetworkLearner):
+class ReplayLearner(Learner):
     """A learner that trains on the incoming batch and on rows drawn from memory, each seen in one
     augmented view.
 
     A method overrides what it does differently: :meth:`retrieve` chooses the replayed rows,
     :meth:`losses` what is minimised; beyond these :meth:`plan` (which sets of rows there are),
-    :meth:`make_views`, :meth:`projection_head`, :meth:`classification_head` and :meth:`step`. All
-    of them start from the same weights for the same seed.
+    :meth:`make_views`, :meth:`projection_head`, :meth:`classification_head` and :meth:`train_on`.
+    All of them start from the same weights for the same seed.
     """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {("replay_from", "others"): "replays nothing"}
+
+    #: Sets of rows in a step, the incoming ones among them; the last one is replayed by its labels.
+    sets: ClassVar[int] = 2
+
+    @property
+    def recipe(self) -> str:
+        augment = self.config.options.augment
+        return "none" if augment == "pad_crop" else augment
 
     def build_network(self) -> ExpertNetwork:
         o = self.config.options
@@ -139,28 +146,15 @@ class ReplayLearner(NetworkLearner):
         """
         return nn.Identity()
 
-    def build_views(self, recipe: str) -> ViewMaker:
-        return super().build_views("none" if recipe == "pad_crop" else recipe)
-
-    def build_optimiser(self) -> torch.optim.Optimizer:
+    def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
         o = self.config.options
         if o.optimiser == "sgd":
-            return torch.optim.SGD(self.network.parameters(), lr=o.lr, weight_decay=o.weight_decay)
-        return super().build_optimiser()
+            return torch.optim.SGD(network.parameters(), lr=o.lr, weight_decay=o.weight_decay)
+        return super().build_optimiser(network)
 
-    # A step
-
-    def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
-        rows = self.plan(x, y)
-        return None if rows is None else self.step(rows)
+    # Rows
 
     def plan(self, x: Tensor, y: Tensor) -> Rows | None:
-        """The rows of the step for an incoming batch; None where it trains nothing.
-
-        Args:
-            x: uint8 [B, H, W, 3] on the learner's device; y: int64 [B], registered in ``seen`` and
-                ``current``.
-        """
         return self.rows(x, y, self.retrieve(x, y))
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
@@ -175,24 +169,26 @@ class ReplayLearner(NetworkLearner):
         slots = torch.cat(sets)
         images = torch.cat([x, self.memory.images[slots]])
         labels = torch.cat([y, self.memory.labels[slots]])
-        return Rows(images, labels, (len(x), *map(len, sets)), slots, self.sequence)
+        return Rows(images, labels, (len(x), *map(len, sets)), slots, self.data.sequence)
 
-    def step(self, rows: Rows) -> dict[str, Tensor]:
-        """One optimiser step; returns the loss and its terms."""
+    def rehearsal(self, slots: Tensor) -> Rows:
+        """Memory slots alone as the rows of a step: they are the last set, all others are empty."""
+        none = slots[:0]
+        empty = [none] * (self.sets - 2)
+        return self.rows(self.memory.images[none], self.memory.labels[none], *empty, slots)
+
+    # A step
+
+    def train_on(self, rows: Rows) -> dict[str, Tensor]:
         views = self.make_views(rows)
-        with self.precise(), self.statistics.undone_if(self.latch):
-            separate = self.config.options.passes == "separate"
-            outputs = [
-                self.forward(part)
-                for part in (views.split(self.view_sizes(rows)) if separate else [views])
-                if len(part)
-            ]
-            terms = self.losses(
-                Outputs(*map(torch.cat, zip(*outputs, strict=True))) if len(outputs) > 1 else outputs[0], rows
-            )
-            loss = torch.stack(list(terms.values())).sum()
-            self.update(loss)
-        return {"loss": self.reported(loss), **{name: term.detach() for name, term in terms.items()}}
+        separate = self.config.options.passes == "separate"
+        with self.model.step():
+            parts = views.split(self.view_sizes(rows)) if separate else [views]
+            outputs = [self.forward(part) for part in parts if len(part)]
+            joined = outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
+            terms = self.losses(joined, rows)
+            loss = self.model.minimise(torch.stack(list(terms.values())).sum())
+        return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
     def make_views(self, rows: Rows) -> Tensor:
         """float32 [V, 3, H, W], normalised: one augmented view of every row, in the rows' order."""
@@ -210,15 +206,15 @@ class ReplayLearner(NetworkLearner):
 
     def forward(self, views: Tensor) -> Outputs:
         """The network in training mode and in the run's precision."""
-        self.network.train()
+        network = self.network.train()
         count = len(views)
         if count == 1:
             # Batch norm in training refuses a single value a channel, which one 8x8 image leaves in
             # the last stage.
             views = torch.cat([views, views])
-        with self.forward_precision():
-            features = self.network.features(views.contiguous(memory_format=torch.channels_last))[:, :count]
-            return Outputs(self.network.classify(features)[0], features[0], self.network.project(features)[0])
+        with self.model.autocast():
+            features = network.features(views.contiguous(memory_format=torch.channels_last))[:, :count]
+            return Outputs(network.classify(features)[0], features[0], network.project(features)[0])
 
     def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
         """The terms whose sum is minimised, float32 scalars by name: a mean cross-entropy for every
@@ -227,9 +223,3 @@ class ReplayLearner(NetworkLearner):
         names = ("incoming", "replayed")
         parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
         return {name: cross_entropy(logits, labels) for name, logits, labels in parts if len(labels)}
-
-    def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One step on memory slots alone, as replayed rows."""
-        self._means = None
-        none = slots[:0]
-        return self.step(self.rows(self.memory.images[none], self.memory.labels[none], slots))

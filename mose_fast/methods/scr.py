@@ -102,7 +102,7 @@ class Scr(ReplayLearner):
             )
         }
 
-    def end_task(self) -> None:
+    def on_task_end(self) -> None:
         """The review: one epoch over the memory in batches of ``buffer_batch``, of which an
         incomplete last one is left out.
         """

@@ -4,6 +4,7 @@ from mose_fast.signals import Interrupted
 from mose_fast.train.checkpoint import CheckpointError
 from mose_fast.train.files import RunError
 from mose_fast.train.listeners import Listener, TensorBoard
-from mose_fast.train.loop import TrainingDiverged, resume, run
+from mose_fast.train.loop import TrainingDiverged
+from mose_fast.train.start import resume, run
 
 __all__ = ["CheckpointError", "Interrupted", "Listener", "RunError", "TensorBoard", "TrainingDiverged", "resume", "run"]

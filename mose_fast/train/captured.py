@@ -14,15 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mose_fast.methods import Mose, Prepared
-from mose_fast.methods.mose import StepInputs, StepPlan
+from mose_fast.methods import Learner
+from mose_fast.methods.mose import StepRows, StepViews
 
 __all__ = ["CapturedSteps", "capture", "copied_into", "layout_of"]
+
+# A tuple of tensors, plain values and such tuples.
+Inputs = StepRows | StepViews
 
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    inputs: StepInputs
+    inputs: Inputs
     losses: Tensor
 
 
@@ -32,7 +35,8 @@ _BROKEN: list[torch.cuda.CUDAGraph] = []
 
 
 class CapturedSteps:
-    """Takes the steps of a learner on a card, from graphs where it can and may.
+    """Takes the steps of a learner on a card in place of its ``train_on``, from graphs where it can
+    and may.
 
     With kernels that know padding, steps are padded to the most rows of their kind, so that two
     graphs serve a run: one for the first task, one for all later ones. Without, there is a graph
@@ -48,7 +52,7 @@ class CapturedSteps:
     capture.
 
     Args:
-        learner: On a card.
+        learner: On a card, with steps that can be captured.
         capture: False takes every step eagerly, with the same inputs.
 
     Attributes:
@@ -59,7 +63,7 @@ class CapturedSteps:
             empty where nothing failed.
     """
 
-    def __init__(self, learner: Mose, *, capture: bool = True) -> None:
+    def __init__(self, learner: Learner, *, capture: bool = True) -> None:
         self.learner = learner
         self.seconds = 0.0
         self.obstacle = "" if capture else "eager steps were asked for"
@@ -72,22 +76,8 @@ class CapturedSteps:
     def graphs(self) -> int:
         return len(self._graphs)
 
-    def inputs(self, plan: StepPlan) -> StepInputs:
-        """The inputs of a plan's step, padded; made on the stream that plans."""
-        learner = self.learner
-        return learner.step_inputs(plan, learner.padded_rows(plan), ready=not learner.views.capturable)
-
-    def __call__(self, prepared: Prepared) -> dict[str, Tensor]:
-        """Takes the step of a prepared batch; its losses by name, on the card."""
-        inputs = prepared.inputs
-        if inputs.images is None:
-            views = self.learner.views_ahead(prepared)() if prepared.views is None else prepared.views
-            inputs = inputs._replace(images=views)
-        losses = self._take(inputs)
-        self.learner.count_step()
-        return self.learner.named(losses)
-
-    def _take(self, inputs: StepInputs) -> Tensor:
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """Takes a step; its losses, on the card."""
         key = layout_of(inputs)
         known = self._graphs.get(key)
         if known is None and key in self._met and not self.obstacle:
@@ -100,7 +90,7 @@ class CapturedSteps:
         # The next replay of any graph may write where these lie.
         return known.losses.clone()
 
-    def _capture(self, key: Hashable, inputs: StepInputs) -> _Graph | None:
+    def _capture(self, key: Hashable, inputs: Inputs) -> _Graph | None:
         start = time.perf_counter()
         stream = torch.cuda.current_stream(self.learner.device)
         if self._pool is None:
@@ -120,7 +110,7 @@ class CapturedSteps:
 
     def _give_up(self, error: Exception) -> None:
         # They lie in the pool of the graph that came to nothing.
-        self.learner.optimiser.zero_grad(set_to_none=True)
+        self.learner.model.optimiser.zero_grad(set_to_none=True)
         # An error inside breaks the capture, whose end then raises another: what matters is the
         # first.
         first: BaseException = error
@@ -172,14 +162,14 @@ def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.
         raise
 
 
-def layout_of(inputs: StepInputs) -> Hashable:
+def layout_of(inputs: Inputs) -> Hashable:
     """What must be equal for two steps to have one graph: shapes and dtypes of all tensors, and all
     that is no tensor.
     """
     return tuple((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in _parts(inputs))
 
 
-def copied_into(static: StepInputs, inputs: StepInputs) -> None:
+def copied_into(static: Inputs, inputs: Inputs) -> None:
     """Copies all tensors of ``inputs`` into those of ``static``, which has the same layout."""
     for target, source in zip(_parts(static), _parts(inputs), strict=True):
         if isinstance(target, Tensor):

@@ -224,7 +224,7 @@ class CheckpointWriter:
         self._writing: Future | None = None
 
     def write(self, step: int, snapshot: Snapshot, values: dict[str, Any]) -> None:
-        """Like :func:`save_checkpoint`, from a copy that the writer may keep. It waits until the
+        """Like :func:`save_checkpoint`, of copies that nobody changes any more. It waits until the
         previous checkpoint is written, so that at most two copies exist.
         """
         if self._thread is None:
@@ -232,7 +232,7 @@ class CheckpointWriter:
             return
         self.wait()
         copied = torch.cuda.current_stream(self.device).record_event()
-        self._writing = self._thread.submit(self._save, step, snapshot, copy.deepcopy(values), copied)
+        self._writing = self._thread.submit(self._save, step, snapshot, values, copied)
 
     def wait(self) -> None:
         """Returns when the last checkpoint is written.

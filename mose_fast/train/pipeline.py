@@ -62,7 +62,7 @@ class Pipeline:
         self.captured = (
             CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.reads_losses_late else None
         )
-        self.ring = Ring(learner, None if self.captured is None else self.captured.inputs)
+        self.ring = Ring(learner)
         self.reader = LossReader(learner)
         self._planned: deque[dict[str, int]] = deque()
 
@@ -129,7 +129,7 @@ class Pipeline:
         """Goes back to before a step that was told last, beyond all that came after it.
 
         Returns:
-            Whether the model is as it was, too; see :meth:`mose_fast.methods.Learner.roll_back`.
+            Whether the model is as it was, too; see :meth:`mose_fast.methods.Prepared.undo`.
         """
         self.stop()
         for later in reversed(self.reader.drop()):
@@ -141,7 +141,7 @@ class Pipeline:
         self.ring.close()
 
     def _take(self, prepared: Prepared, position: dict[str, int]) -> None:
-        losses = self.learner.consume(prepared, self.captured)
+        losses = prepared.take(self.captured)
         if self.captured is not None:
             self.clock.move(self.captured.seconds, "train", "capture")
             self.captured.seconds = 0.0

@@ -96,8 +96,8 @@ def build_results(
     confusion_by_class: list[dict[str, int]],
     evaluated_after: list[int],
     untrained: dict[str, dict[str, list[float]]],
+    resumed: int,
     clock: Clock,
-    interruptions: int,
 ) -> dict[str, Any]:
     """Everything about a finished run, as plain values.
 
@@ -112,8 +112,8 @@ def build_results(
         evaluated_after: Tasks after which there was an evaluation, in order.
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
+        resumed: How often the run was resumed.
         clock: The run's clock; it is read last.
-        interruptions: How often the run was resumed.
     """
     tasks = len(stream.tasks)
     complete = evaluated_after == list(range(tasks))
@@ -201,7 +201,7 @@ def build_results(
         "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
         "macs": {"trained": trained.macs, "deployed": deployed.macs},
         "steps": learner.steps,
-        "resumed": interruptions,
+        "resumed": resumed,
         "peak_memory_bytes": {
             "host": peak_bytes(),
             "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,

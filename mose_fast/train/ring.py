@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mose_fast.methods import Learner, Prepared
+from mose_fast.methods import Learner, PlannedBatch, Planning, Prepared, ViewsToCome
 from mose_fast.train.feeder import Feeder, Views
 
 __all__ = ["DEPTH", "Ring"]
@@ -41,13 +40,12 @@ class Ring:
 
     Args:
         learner: Prepares the batches; one that does not plan ahead gets one at a time.
-        inputs: Makes a captured step's inputs of a plan, None where it has none.
         depth: Batches ahead, at most.
     """
 
-    def __init__(self, learner: Learner, inputs: Callable[[Any], Any] | None = None, depth: int = DEPTH) -> None:
-        self.learner, self.inputs = learner, inputs
-        self.depth = depth if learner.plans_ahead else 1
+    def __init__(self, learner: Learner, depth: int = DEPTH) -> None:
+        self.learner = learner
+        self.depth = depth if learner.planning >= Planning.AHEAD else 1
         self._waiting: deque[_Waiting] = deque()
         self._feeder = Feeder(learner.device)
         self._stream = torch.cuda.Stream(learner.device) if learner.reads_losses_late else None
@@ -72,11 +70,10 @@ class Ring:
         """
         with self._on_stream():
             prepared = self.learner.prepare(**batch())
-            if self.inputs is not None and prepared.plan is not None:
-                prepared = dataclasses.replace(prepared, inputs=self.inputs(prepared.plan))
             ready = None if self._stream is None else self._stream.record_event()
-            make = self.learner.views_ahead(prepared)
-            views = None if make is None else self._feeder.put(make, _tensors(prepared.plan))
+            views = None
+            if isinstance(prepared, PlannedBatch) and isinstance(prepared.inputs, ViewsToCome):
+                views = self._feeder.put(prepared.inputs.make, _tensors(prepared.plan))
         self._waiting.append(_Waiting(prepared, ready, views))
 
     def take(self) -> Prepared:
@@ -85,10 +82,13 @@ class Ring:
         if ready is not None:
             stream = torch.cuda.current_stream(self.learner.device)
             stream.wait_event(ready)
-            for tensor in _tensors((prepared.plan, prepared.inputs)):
-                # Its memory must not be given away while the step still reads it.
-                tensor.record_stream(stream)
-        return prepared if views is None else dataclasses.replace(prepared, views=self._feeder.take(views))
+            if isinstance(prepared, PlannedBatch):
+                for tensor in _tensors((prepared.plan, prepared.inputs)):
+                    # Its memory must not be given away while the step still reads it.
+                    tensor.record_stream(stream)
+        if views is not None:
+            prepared.inputs = prepared.inputs.complete(self._feeder.take(views))
+        return prepared
 
     def roll_back(self) -> None:
         """Undoes all batches that were not taken."""
@@ -97,17 +97,17 @@ class Ring:
                 prepared, _, views = self._waiting.pop()
                 if views is not None:
                     views.cancel()
-                self.learner.roll_back(prepared)
+                prepared.undo()
 
     def undo(self, taken: Prepared) -> bool:
-        """Undoes a batch that was consumed, see :meth:`mose_fast.methods.Learner.roll_back`; the
-        newest first, after the others.
+        """Undoes a batch whose step was taken, see :meth:`mose_fast.methods.Prepared.undo`; the
+        newest first, after all that were not taken.
         """
         # It asks the model whether the step changed anything, and later steps may be on their way
         # on the current stream.
         self.synchronise()
         with self._on_stream():
-            return self.learner.roll_back(taken, consumed=True)
+            return taken.undo()
 
     def synchronise(self) -> None:
         """Lets the current stream see all that was prepared, and what is prepared next wait for the

@@ -209,7 +209,7 @@ def case(house, tmp_path, monkeypatch):
     """
     for place in (
         "train.loop.RunFolder.make",
-        "train.loop._Loop.run",
+        "train.loop.Loop.run",
         "sweep.scheduler.SweepFolder.create",
         "report.page.render_page",
         "benchmark.benchmark",

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import create_learner
-from mose_fast.methods.network import padded_size
+from mose_fast.methods.model import padded_size
 from mose_fast.streams import from_arrays
 
 CLASSES, TASKS = 6, 3
@@ -237,7 +237,7 @@ def test_padding_changes_no_bit_of_the_other_images(stream, precision):
             part = learner.views.normalise(images[start : min(start + 32, count)]).contiguous(
                 memory_format=torch.channels_last
             )
-            with torch.no_grad(), learner.precise():
-                alone = learner.run_network(part)
+            with torch.no_grad(), learner.model.precise():
+                alone = learner.model.forward(part)
             assert torch.equal(features[:, start : start + len(part)], alone.features.float())
             assert torch.equal(logits[:, start : start + len(part)], alone.logits.float())

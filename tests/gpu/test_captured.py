@@ -16,7 +16,7 @@ import torch
 from mose_fast import _dali
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.memory import ReplayMemory
-from mose_fast.methods import Mose, create_learner
+from mose_fast.methods import Mose, PlannedBatch, create_learner
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
@@ -123,7 +123,7 @@ def plans_on(device: str) -> list:
         learner.begin_task(task, stream.tasks[task])
         for rows in stream.batches(task, seed=0):
             prepared = learner.prepare(stream.x_train[rows], stream.y_train[rows], task, index=rows)
-            if prepared.plan is not None:
+            if isinstance(prepared, PlannedBatch):
                 mask = prepared.plan.current_classes
                 plans.append((prepared.plan.images.cpu(), prepared.plan.labels.cpu(), prepared.plan.composition, mask))
     return plans
@@ -169,7 +169,7 @@ def test_nothing_waits_for_the_card_between_two_steps(step):
     own.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(own):
         steps = CapturedSteps(learner, capture=step == "captured")
-        ring, reader = Ring(learner, steps.inputs), LossReader(learner)
+        ring, reader = Ring(learner), LossReader(learner)
         batches = [(task, rows) for task in range(2) for rows in stream.batches(task, seed=0)]
         # The second task's full shape, its graph and all cached allocations are there by now.
         quiet = len(batches) - 12
@@ -191,7 +191,7 @@ def test_nothing_waits_for_the_card_between_two_steps(step):
                 if not ring.full:
                     continue
                 prepared = ring.take()
-                reader.add(Taken(prepared, {}), learner.consume(prepared, steps))
+                reader.add(Taken(prepared, {}), prepared.take(steps))
                 told += reader.drain()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -293,7 +293,7 @@ def test_the_state_before_a_loss_that_is_not_finite_is_kept(tmp_path, monkeypatc
     def inputs(learner, plan, rows=None, *, ready=False):
         made = step_inputs(learner, plan, rows, ready=True)
         return (
-            made._replace(images=made.images * math.nan)
+            made._replace(views=made.views * math.nan)
             if plan.sequence == 48
             else step_inputs(learner, plan, rows, ready=ready)
         )
@@ -337,9 +337,9 @@ def test_a_checkpoint_takes_a_few_launches_and_holds_the_state_of_its_moment(tmp
     learner = create_learner(settings(), classes=10, image_size=(32, 32))
     with torch.cuda.stream(torch.cuda.Stream()):
         # Gradients of zero are enough for Adam to keep moments of all weights.
-        for leaf in learner.optimiser.leaves:
+        for leaf in learner.model.optimiser.leaves:
             leaf.grad = torch.zeros_like(leaf)
-        learner.optimiser.step()
+        learner.model.optimiser.step()
         tensors, _ = learner.state()
         wanted = {name: tensor.cpu() for name, tensor in tensors.items()}
         torch.cuda.synchronize()

@@ -218,7 +218,7 @@ def test_a_run_is_fed_ahead_and_any_depth_gives_the_same_bits(step, monkeypatch)
     """
     found = {}
     for depth in (4, 1):
-        monkeypatch.setattr(pipeline_module, "Ring", lambda learner, inputs, depth=depth: Ring(learner, inputs, depth))
+        monkeypatch.setattr(pipeline_module, "Ring", lambda learner, depth=depth: Ring(learner, depth))
         listener = Losses()
         results = run(RunConfig.create(**RUN, feed="dali", step=step), listeners=[listener])
         assert results["resolved"]["feed"] == "dali"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mose_fast.config import ConfigError
-from mose_fast.methods import METHODS, create_learner
-from mose_fast.methods.statistics import RunningStatistics
+from mose_fast.methods import METHODS, PlannedBatch, create_learner
+from mose_fast.methods.latch import RunningStatistics
 
 AHEAD = 4
 OPTIONS = [
@@ -61,18 +61,37 @@ def test_plans_made_ahead_are_those_made_in_step(make, stream, options):
     """
     lockstep = make("mose", options=options)
     plans = []
-    take = lockstep.step
-    lockstep.step = lambda plan: plans.append((plan, lockstep.step_inputs(plan))) or take(plan)
+    choose = lockstep.plan
+
+    def plan_and_note(x, y):
+        if (plan := choose(x, y)) is not None:
+            plans.append((plan, lockstep.step_inputs(plan)))
+        return plan
+
+    lockstep.plan = plan_and_note
     for x, y, task in stream:
         lockstep.observe(x, y, task)
     assert len(plans) >= len(stream) - 1
     learner = make("mose", options=options)
     prepared = [learner.prepare(x, y, task) for x, y, task in stream]
-    ahead = [p.plan for p in prepared if p.plan is not None]
+    ahead = [p.plan for p in prepared if isinstance(p, PlannedBatch)]
     assert same(tuple(ahead), tuple(plan for plan, _ in plans))
-    assert same(tuple(learner.step_inputs(plan) for plan in ahead), tuple(inputs for _, inputs in plans))
-    assert learner.steps == 0 and learner.sequence == len(ahead)
+    assert same(tuple(p.inputs for p in prepared if isinstance(p, PlannedBatch)), tuple(inputs for _, inputs in plans))
+    assert learner.steps == 0 and learner.data.sequence == len(ahead)
     assert torch.equal(learner.memory.indices, lockstep.memory.indices)
+
+
+@with_options
+def test_a_plan_needs_no_model(make, stream, options):
+    learner, blind = make("mose", options=options), make("mose", options=options)
+    blind.model = None
+    for b in stream:
+        planned, prepared = learner.prepare(*b), blind.prepare(*b)
+        assert type(planned) is type(prepared)
+        if isinstance(planned, PlannedBatch):
+            assert same((planned.plan, planned.inputs), (prepared.plan, prepared.inputs))
+            planned.take()
+    assert torch.equal(learner.memory.images, blind.memory.images)
 
 
 @with_options
@@ -83,8 +102,8 @@ def test_preparing_ahead_and_consuming_equals_observing(make, stream, options):
     for b in stream:
         waiting.append(ahead.prepare(*b))
         if len(waiting) > AHEAD:
-            found.append(ahead.consume(waiting.pop(0)))
-    found += [ahead.consume(prepared) for prepared in waiting]
+            found.append(waiting.pop(0).take())
+    found += [prepared.take() for prepared in waiting]
     assert bits(ahead) == bits(observing)
     assert found == losses
 
@@ -95,10 +114,10 @@ def test_preparing_and_consuming_equals_observing_for_every_method(make, stream,
     observing, apart = make(name, options=options), make(name, options=options)
     for b in stream[4:9]:
         observing.observe(*b)
-        apart.consume(apart.prepare(*b))
+        apart.prepare(*b).take()
     slots = torch.arange(8)
     observing.rehearse(slots)
-    apart.consume(apart.prepare_rehearsal(slots))
+    apart.prepare_rehearsal(slots).take()
     assert bits(apart) == bits(observing)
 
 
@@ -111,9 +130,9 @@ def test_what_was_planned_can_be_undone(make, stream, options):
     # Task 1 to task 2, so that tasks and classes are undone as well.
     for first, last in ((7, 9), (7, 15), (7, 18)):
         waiting = [learner.prepare(*b) for b in stream[first:last]]
-        assert bits(learner) != before and learner.sequence > learner.steps
-        assert all([learner.roll_back(prepared) for prepared in reversed(waiting)])
-        assert bits(learner) == before and learner.sequence == learner.steps
+        assert bits(learner) != before and learner.data.sequence > learner.steps
+        assert all([prepared.undo() for prepared in reversed(waiting)])
+        assert bits(learner) == before and learner.data.sequence == learner.steps
     twin = make("mose", options=options)
     twin.load_state(*learner.state())
     for one in (learner, twin):
@@ -139,7 +158,7 @@ def test_a_bad_batch_leaves_no_trace_ahead(make, stream):
     before = bits(learner)
     with pytest.raises(ValueError, match="y holds 77"):
         learner.prepare(stream[1][0], [77] * 10, 1)
-    assert bits(learner) == before and learner.sequence == learner.steps
+    assert bits(learner) == before and learner.data.sequence == learner.steps
 
 
 # A loss that is not finite
@@ -159,12 +178,12 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_can_be_undone(make, strea
     learner.views.augmented = lambda images, seed, sequence: torch.full((len(images), 3, *images.shape[1:3]), math.nan)
     learner.views.normalise = lambda images: normalise(images) * math.nan
     prepared = learner.prepare(*stream[9])
-    losses = learner.consume(prepared)
+    losses = prepared.take()
     assert not losses["loss"].isfinite() and learner.diverged
     # A-GEM, DER++ and others draw before the step; weights, moments and statistics have not moved.
     after = bits(learner)
     assert all(after[key] == value for key, value in before.items() if key.startswith(("network/", "adam/")))
-    assert learner.roll_back(prepared, consumed=True)
+    assert prepared.undo()
     assert bits(learner) == before
 
 
@@ -194,7 +213,7 @@ def test_running_statistics_lie_together_and_count_their_changes_apart(make):
     latch = torch.tensor(False)
     for wanted in (False, True):
         kept = {name: b.clone() for name, b in learner.network.named_buffers()}
-        with learner.statistics.undone_if(latch):
+        with learner.model.latch.statistics.undone_if(latch):
             for buffer in learner.network.buffers():
                 buffer.add_(1)
             latch.fill_(wanted)
@@ -220,16 +239,17 @@ def test_statistics_keep_their_values_when_they_are_gathered():
 def test_padded_views_are_the_same_and_zero_behind(make, stream, options):
     learner = make("mose", options=options)
     prepared = [learner.prepare(*b) for b in stream]
-    for plan in [p.plan for p in prepared if p.plan is not None][:10]:
+    for plan in [p.plan for p in prepared if isinstance(p, PlannedBatch)][:10]:
         bare, padded = learner.step_inputs(plan), learner.step_inputs(plan, 40)
         views = learner.views.apply(bare.images, bare.views)
         more = learner.views.apply(padded.images, padded.views)
-        assert len(more) == 40 * learner.views.views_per_row == len(padded.labels)
+        assert len(more) == 40 * learner.views.views_per_row == len(padded.targets.labels)
         assert torch.equal(more[: len(views)], views) and not more[len(views) :].any()
-        assert torch.equal(padded.labels[: len(views)], bare.labels)
-        assert int(padded.valid_views) == len(views) and int(padded.new_views) == bare.new_views
+        assert torch.equal(padded.targets.labels[: len(views)], bare.targets.labels)
+        assert int(padded.targets.valid_views) == len(views)
+        assert int(padded.targets.new_views) == bare.targets.new_views
         made = learner.step_inputs(plan, 40, ready=True)
-        assert torch.equal(made.images, more)
+        assert torch.equal(made.views, more)
 
 
 def in_float64(learner, inputs) -> tuple[torch.Tensor, dict, dict]:
@@ -237,10 +257,11 @@ def in_float64(learner, inputs) -> tuple[torch.Tensor, dict, dict]:
     learner's network in float64.
     """
     network = copy.deepcopy(learner.network).double().train()
-    padded = {} if inputs.valid_views is None else {"valid_rows": inputs.valid_views}
+    targets = inputs.targets
+    padded = {} if targets.valid_views is None else {"valid_rows": targets.valid_views}
     views = learner.views.apply(inputs.images, inputs.views).double().contiguous(memory_format=torch.channels_last)
     outputs = network(views, learner.config.options.distillation == "sd", **padded)
-    terms = learner.losses(outputs, inputs.labels, inputs.new_views, inputs.current_classes, inputs.valid_views)
+    terms = learner.losses(outputs, targets.labels, targets.new_views, targets.current_classes, targets.valid_views)
     terms.sum().backward()
     return terms.detach(), {name: p.grad for name, p in network.named_parameters()}, dict(network.named_buffers())
 
@@ -256,7 +277,7 @@ def test_a_padded_step_is_the_unpadded_step(make, stream, options):
     short = 0
     for b in stream[:12]:
         prepared = bare.prepare(*b)
-        if prepared.plan is None:
+        if not isinstance(prepared, PlannedBatch):
             continue
         plan, rows = prepared.plan, padded.padded_rows(prepared.plan)
         assert rows >= len(plan.images)
@@ -277,7 +298,7 @@ def test_a_padded_step_is_the_unpadded_step(make, stream, options):
 
 def test_what_cannot_be_padded_is_not(make, stream):
     learner = make("mose")
-    plans = [p.plan for p in (learner.prepare(*b) for b in stream) if p.plan is not None]
+    plans = [p.plan for p in (learner.prepare(*b) for b in stream) if isinstance(p, PlannedBatch)]
     assert learner.kernels == "torch" and {learner.padded_rows(plan) for plan in plans} == {None}
     fused = make("mose", kernels="fused", width=8)
     o, batch = fused.config.options, fused.config.stream.batch

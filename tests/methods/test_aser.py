@@ -49,7 +49,7 @@ def test_candidates_bound_the_rows(make, teach, batch):
 @pytest.mark.parametrize("score", ["asvm", "asv", "neg_sv"])
 def test_every_score_trains(make, teach, score):
     aser = teach(make("aser", options={"score": score, "buffer_batch": 3}, precision="bf16"), tasks=(0, 1, 2))
-    assert aser.steps == 12 and all(t.isfinite().all() for t in aser.network_state().values())
+    assert aser.steps == 12 and all(t.isfinite().all() for t in aser.model.state().values())
     assert aser.memory.seen == 120
 
 

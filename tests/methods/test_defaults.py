@@ -11,7 +11,7 @@ from mose_fast import _dali
 from mose_fast.config import RunConfig, StreamConfig
 from mose_fast.device import choose_precision
 from mose_fast.memory import ReplayMemory
-from mose_fast.methods import METHODS, NetworkLearner, find_method
+from mose_fast.methods import METHODS, Learner, Planning, find_method
 from mose_fast.streams import create
 from mose_fast.train.pipeline import resident
 
@@ -41,12 +41,12 @@ def card(monkeypatch):
             "__init__",
             lambda memory, *sizes, **named: on_host(memory, *sizes, **{**named, "device": "cpu"}),
         )
-        monkeypatch.setattr(NetworkLearner, "start_afresh", lambda learner: None)
+        monkeypatch.setattr(Learner, "build_model", lambda learner: None)
 
     return there
 
 
-def learner(**settings) -> NetworkLearner:
+def learner(**settings) -> Learner:
     config = RunConfig.create(**settings)
     return find_method(config.method)(config, classes=10, **HALF)
 
@@ -58,7 +58,7 @@ def test_a_run_on_a_card_with_nothing_else_set_is_the_fast_path(card):
         assert mose.device == CARD
         assert mose.precision == ("bf16", "auto: compute capability 9.0")
         assert mose.kernels == "fused" and mose.shadowed
-        assert mose.stepping == ("captured", "") and mose.reads_losses_late and mose.plans_ahead
+        assert mose.stepping == ("captured", "") and mose.reads_losses_late and mose.planning is Planning.CAPTURED
         assert mose.feed == ("dali", "")
         assert mose.evaluation_batch == 2048
     config = RunConfig()

@@ -15,7 +15,7 @@ import torch
 
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.knobs import settings_of
-from mose_fast.methods import METHODS, BaselineOptions
+from mose_fast.methods import METHODS, BaselineOptions, Planning
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
 from mose_fast.train.results import schema
@@ -214,7 +214,7 @@ def test_the_weights_can_have_a_seed_of_their_own(name, make, teach, batch):
     assert start(seed=5, init_seed=6).weights_hash() == start(seed=6).weights_hash() != start(seed=5).weights_hash()
     learner, others = teach(start(seed=5, init_seed=6)), teach(start(seed=5))
     assert learner.memory.seen == others.memory.seen
-    if not learner.plan_depends_on_model:  # what the memory holds depends on the data's seed alone
+    if learner.planning > Planning.LOOKS_AT_MODEL:  # what the memory holds depends on the data's seed alone
         assert torch.equal(learner.memory.indices, others.memory.indices)
     learner.prepare_evaluation()
     others.prepare_evaluation()
@@ -276,7 +276,7 @@ def test_a_class_that_vanished_from_memory(name, make, teach, batch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert 0 not in learner.predict(batch([0] * 8)[0], "ncm").tolist()
-    assert all(t.isfinite().all() for t in learner.network_state().values())
+    assert all(t.isfinite().all() for t in learner.model.state().values())
 
 
 @every
@@ -288,7 +288,7 @@ def test_batches_of_a_single_image(name, make, batch):
     for step, label in enumerate([0, 1, 0, 2]):
         learner.observe(*batch([label], seed=step), task=label // 2)
     learner.end_task()
-    assert learner.memory.seen == 4 and all(t.isfinite().all() for t in learner.network_state().values())
+    assert learner.memory.seen == 4 and all(t.isfinite().all() for t in learner.model.state().values())
 
 
 @every
@@ -298,7 +298,7 @@ def test_two_hundred_steps_in_bf16_stay_finite(name, make, batch):
         task = step // 100
         losses = learner.observe(*batch([2 * task, 2 * task + 1] * 5, seed=step), task=task)
         assert losses is None or all(value.isfinite() for value in losses.values())
-    assert all(t.isfinite().all() for t in learner.network_state().values())
+    assert all(t.isfinite().all() for t in learner.model.state().values())
     assert all(p.dtype == torch.float32 for p in learner.network.parameters())
 
 

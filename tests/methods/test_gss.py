@@ -41,7 +41,7 @@ def test_scores_against_a_loop_over_samples_and_batches(make, teach, batch):
     wanted = torch.tensor([[cosine(a, b) for b in reference] for a in singles])
     a, b = gss.gradients(x[:, None], y[:, None]), gss.gradients(gss.memory.images[slots], gss.memory.labels[slots])
     assert torch.allclose(cosine_similarity(a, b), wanted, atol=1e-4)
-    gss.task = 2
+    gss.data.task = 2
     kept = gss.store(x, y, torch.arange(900, 903))
     assert torch.allclose(gss.memory.scores[kept], wanted.amax(1), atol=1e-4)
 
@@ -105,7 +105,7 @@ def test_the_gate_compares_the_whole_batch(make, teach, batch):
     gss.memory.offer = lambda *arguments: asked.append(arguments)
     for shift in (1e-3, -1e-3):
         object.__setattr__(gss.config.options, "threshold", similarity + shift)
-        gss.task, gss.memory.seen = 1, 30
+        gss.data.task, gss.memory.seen = 1, 30
         gss.store(x, y, torch.arange(10))
         assert len(asked) == 1
 

@@ -79,14 +79,14 @@ def test_only_a_step_changes_the_network(method, kernels, make, batch):
     learner = make(method, kernels=kernels, width=8, options=OPTIONS.get(method, {}))
     course(learner, batch)
     x, y = batch([2, 3] * 5, seed=50)
-    before = {name: tensor.clone() for name, tensor in learner.network_state().items()}
+    before = {name: tensor.clone() for name, tensor in learner.model.state().items()}
     steps, seen = learner.steps, learner.memory.seen
     learner.plan(x, y)
     learner.store(x, y, torch.arange(10))
     learner.outputs(x)
     learner.class_means()
     assert learner.steps == steps and learner.memory.seen == seen + 10
-    after = learner.network_state()
+    after = learner.model.state()
     assert [name for name, tensor in before.items() if not torch.equal(after[name], tensor)] == []
     assert all(norm.track_running_stats for norm in learner.network.modules() if isinstance(norm, torch.nn.BatchNorm2d))
 
@@ -104,7 +104,7 @@ def test_gss_scores_under_a_transform(make, teach, batch):
 def test_auto_is_torch_on_the_cpu(make):
     learner = make("mose")
     assert learner.kernels == "torch" and learner.network.kernels == "torch"
-    assert not isinstance(learner.optimiser, FlatAdam)
+    assert not isinstance(learner.model.optimiser, FlatAdam)
 
 
 def test_bf16_trains_on_shadows_of_the_weights(make, batch):
@@ -112,7 +112,7 @@ def test_bf16_trains_on_shadows_of_the_weights(make, batch):
     before = {name: p.detach().clone() for name, p in learner.network.named_parameters()}
     plain = make("mose", kernels="torch", width=8, precision="bf16")
     assert losses_of(learner, batch) == pytest.approx(losses_of(plain, batch), rel=0.05)
-    for parameter, leaf in zip(learner.network.parameters(), learner.optimiser.leaves, strict=True):
+    for parameter, leaf in zip(learner.network.parameters(), learner.model.optimiser.leaves, strict=True):
         assert parameter.dtype == torch.float32
         assert torch.equal(leaf.detach(), parameter.detach().to(leaf.dtype))
     moved = [name for name, p in learner.network.named_parameters() if not torch.equal(p, before[name])]

@@ -11,7 +11,7 @@ import pytest
 
 from mose_fast.config import METHOD_SETTINGS
 from mose_fast.knobs import settings_of
-from mose_fast.methods import METHODS, BaselineOptions
+from mose_fast.methods import METHODS, BaselineOptions, Planning
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 SETTINGS = PAGE.with_name("settings.md")
@@ -27,7 +27,7 @@ def overview(name: str) -> str:
     learner = METHODS[name]
     line = " ".join((inspect.getdoc(learner) or "").split("\n\n")[0].split()).rstrip(".")
     said = line.partition(": ")[2] or line
-    ahead = "no: it looks at the network" if learner.plan_depends_on_model else "yes"
+    ahead = "no: it looks at the network" if learner.planning is Planning.LOOKS_AT_MODEL else "yes"
     return (
         f"| `{name}` | {learner.about.year} | {cell(said)} | {learner.about.cost:.2f} | {ahead} |"
         f" {cell(learner.about.reference)} |"

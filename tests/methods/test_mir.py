@@ -100,7 +100,7 @@ def test_the_official_preset_draws_candidates_of_finished_tasks(make, teach, bat
     mir.interference = lambda x, y, slots: (drawn.append(mir.memory.labels[slots].tolist()), score(x, y, slots))[1]
     mir.observe(*batch([2, 3] * 5), task=1)
     assert len(drawn[0]) == 40 and set(drawn[0]) == {0, 1}
-    assert isinstance(mir.optimiser, torch.optim.SGD)
+    assert isinstance(mir.model.optimiser, torch.optim.SGD)
 
 
 def test_fewer_candidates_than_replayed_rows_are_refused():

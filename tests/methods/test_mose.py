@@ -196,7 +196,7 @@ def test_every_switch_trains(options, precision):
 def test_only_tf32_lets_convolutions_use_tf32(precision, before, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before)
     mose = learner(precision=precision)
-    with mose.precise():
+    with mose.model.precise():
         assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
     assert torch.backends.cudnn.allow_tf32 == before
 

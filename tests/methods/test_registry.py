@@ -86,11 +86,11 @@ def test_the_decorators_name_works_once_the_file_was_imported(outside):
 
 LACKS = """
 from mose_fast.config import MethodOptions
-from mose_fast.methods import NetworkLearner, Preset, method
+from mose_fast.methods import Learner, Preset, method
 
 
 @method("mine", options=MethodOptions, presets={"table": Preset("none")}, year=2024, reference="nowhere", cost=1.0)
-class Mine(NetworkLearner):
+class Mine(Learner):
     def build_network(self): ...
 """
 
@@ -98,12 +98,12 @@ class Mine(NetworkLearner):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (LACKS, "method 'mine' lacks rehearse, train_batch; wanted Mine to define it"),
+        (LACKS, "method 'mine' lacks plan, rehearsal, train_on; wanted Mine to define it"),
         (
             "class Mine:\n    def train_batch(self): ...",
-            r"Mine'>, which lacks costs, load_network_state, .*; wanted a subclass of",
+            r"Mine'>, which lacks build_network, plan, .*; wanted a subclass of",
         ),
-        ("Mine = 3", "is 3, which lacks .*train_batch; wanted a subclass"),
+        ("Mine = 3", "is 3, which lacks .*train_on; wanted a subclass"),
         ("from mose_fast.methods import Er\nclass Mine(Er): ...", "has no options and presets; wanted the decorator"),
         ("class Nine: ...", "has no 'Mine'; did you mean 'Nine'"),
         (

@@ -5,6 +5,7 @@ reported.
 from __future__ import annotations
 import __future__
 
+import gc
 import inspect
 import math
 import sys
@@ -21,12 +22,12 @@ import mose_fast.device as device_module
 from mose_fast import _dali, _loader
 from mose_fast.augment import dali
 from mose_fast.config import RunConfig
-from mose_fast.methods import Mose, create_learner
+from mose_fast.methods import Mose, PlannedBatch, Prepared, create_learner
 from mose_fast.train import Listener, TrainingDiverged, resume, run
-from mose_fast.train.captured import CapturedSteps
+from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot
 from mose_fast.train.feeder import Feeder
-from mose_fast.train.loop import _Loop
+from mose_fast.train.loop import Loop
 from mose_fast.train.losses import LossReader
 from mose_fast.train.ring import Ring
 from tests.ordering import dali as stand_in
@@ -122,16 +123,16 @@ def a_ring_alone(feed: str = "fused") -> None:
     images = torch.full((64, 8, 8, 3), 7, dtype=torch.uint8, device=learner.device)
     with device_module.own_stream(learner.device):
         steps = CapturedSteps(learner)
-        ring = Ring(learner, steps.inputs)
+        ring = Ring(learner)
         for batch in range(16):
             y = torch.arange(4) + batch
             ring.put(lambda batch=batch, y=y: {"x": images[4 * batch : 4 * batch + 4], "y": y % 10, "task": batch // 8})
             if ring.full:
-                learner.consume(ring.take(), steps)
+                ring.take().take(steps)
         ring.synchronise()
         learner.memory.images.sum()
         ring.close()
-    learner.latch.logical_not()
+    learner.model.latch.closed.logical_not()
 
 
 @pytest.mark.parametrize(
@@ -203,13 +204,9 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     ],
     "plans fill the inputs of graphs": [
         (
-            CapturedSteps.inputs,
-            "return learner.step_inputs(plan, learner.padded_rows(plan), ready=not learner.views.capturable)",
-            (
-                "made = learner.step_inputs(plan, learner.padded_rows(plan), ready=not learner.views.capturable);"
-                " [copied_into(g.inputs, made) for g in self._graphs.values() if layout_of(g.inputs) =="
-                " layout_of(made)]; return made"
-            ),
+            Ring.put,
+            "prepared = self.learner.prepare(**batch())",
+            "prepared = self.learner.prepare(**batch()); Ring.fill_graphs(prepared)",
         )
     ],
     "a graph's inputs are not kept": [
@@ -225,7 +222,7 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "a checkpoint is not waited for": [
         (CheckpointWriter._save, "self._stream.wait_event(copied)", "pass"),
         # Which waits for the card as well.
-        (_Loop._state, "broken = snapshot.not_finite()", "broken = None"),
+        (Loop._state, "broken = snapshot.not_finite()", "broken = None"),
     ],
     "a checkpoint is written before it has arrived": [
         (Snapshot.on_host, "torch.cuda.current_stream(device).synchronize()", "pass")
@@ -258,8 +255,18 @@ def seed(monkeypatch: pytest.MonkeyPatch, function: Callable, old: str, new: str
             monkeypatch.setattr(user, function.__name__, copy)
 
 
+def fill_graphs(prepared: Prepared) -> None:
+    """Copies what was just planned into the inputs of graphs, as no plan may."""
+    if isinstance(prepared, PlannedBatch):
+        for steps in [found for found in gc.get_objects() if type(found) is CapturedSteps]:
+            for graph in steps._graphs.values():
+                if layout_of(graph.inputs) == layout_of(prepared.inputs):
+                    copied_into(graph.inputs, prepared.inputs)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_loop_is_reported(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(Ring, "fill_graphs", staticmethod(fill_graphs), raising=False)
     for function, old, new in FAULTS[fault]:
         seed(monkeypatch, function, old, new)
     with Card(done=0.1, stop=True) as card, suppress(RaceError):

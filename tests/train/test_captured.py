@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mose_fast.methods import Mose, Prepared, create_learner
+from mose_fast.methods import Mose, PlannedBatch, Prepared, create_learner
 from mose_fast.train import captured as captured_module
 from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
 from mose_fast.train.losses import LossReader, Taken
@@ -89,6 +89,10 @@ class CapturedStepsLearner(Mose):
     def train_on(self, inputs):
         return Mose.train_on(self, inputs)
 
+    def inputs(self, plan):
+        """As on a card."""
+        return self.step_inputs(plan, self.padded_rows(plan), ready=not self.views.capturable)
+
 
 def learner(kernels: str, **settings) -> Mose:
     options = {"buffer_batch": 12, "new_extra": 4, "experts": 2}
@@ -122,20 +126,20 @@ def stream(batches: int = 9):
             )
 
 
-def prepared_for(one: Mose, steps: CapturedSteps, batch: tuple) -> Prepared:
-    ring = Ring(one, steps.inputs, 1)
+def prepared_for(one: Mose, batch: tuple) -> Prepared:
+    ring = Ring(one, 1)
     ring.put(lambda: dict(zip(("x", "y", "task"), batch, strict=True)))
     return ring.take()
 
 
 def taken(one: Mose, steps: CapturedSteps) -> list:
-    ring, losses = Ring(one, steps.inputs, 3), []
+    ring, losses = Ring(one, 3), []
     todo = list(stream())
     while todo or len(ring):
         while todo and not ring.full:
             x, y, task = todo.pop(0)
             ring.put(lambda x=x, y=y, task=task: {"x": x, "y": y, "task": task})
-        found = one.consume(ring.take(), steps)
+        found = ring.take().take(steps)
         losses.append(found and {name: float(value) for name, value in found.items()})
     return losses
 
@@ -207,12 +211,13 @@ def test_a_capture_that_failed_leaves_the_allocator_as_it_was(graphs, allocator,
     failing(monkeypatch, graphs, allocator, broken=broken)
     calls, underway = allocator
     one = learner("fused")
-    monkeypatch.setattr(one.optimiser, "zero_grad", lambda set_to_none: calls.append(("gradients", set_to_none)))
+    monkeypatch.setattr(one.model.optimiser, "zero_grad", lambda set_to_none: calls.append(("gradients", set_to_none)))
     steps, batches = CapturedSteps(one), list(stream())
-    inputs = [prepared_for(one, steps, b).inputs for b in batches[1:3]]
+    prepared_for(one, batches[1])
+    inputs = prepared_for(one, batches[2]).inputs
     calls.clear()
     with pytest.warns(UserWarning, match="no CUDA graph"):
-        assert steps._capture(layout_of(inputs[0]), inputs[0]) is None
+        assert steps._capture(layout_of(inputs), inputs) is None
     # Where PyTorch has closed all itself, its own count of the pool's users is right: one release
     # more would free what others use.
     released = [("reset", graphs[0][0]), ("release", 7, "the pool")] if broken else []
@@ -242,15 +247,16 @@ def test_ctrl_c_in_a_capture_closes_it_and_goes_on_as_ctrl_c(graphs, allocator, 
 def test_layouts_and_copies():
     one = learner("fused")
     prepared = [one.prepare(*b) for b in stream()]
-    inputs = [CapturedSteps(one).inputs(p.plan) for p in prepared if p.plan is not None]
+    inputs = [p.inputs for p in prepared if isinstance(p, PlannedBatch)]
     assert len({layout_of(i) for i in inputs}) == 2
-    bare = [one.step_inputs(p.plan) for p in prepared if p.plan is not None]
+    bare = [one.step_inputs(p.plan) for p in prepared if isinstance(p, PlannedBatch)]
     assert len({layout_of(i) for i in bare}) > 4
     # A copy of all: the layouts of views are cached and belong to every learner.
     static = copy.deepcopy(inputs[-2])
-    wanted = inputs[-1].labels.clone()
+    wanted = inputs[-1].targets.labels.clone()
     copied_into(static, inputs[-1])
-    assert torch.equal(static.labels, wanted) and int(static.valid_views) == int(inputs[-1].valid_views)
+    assert torch.equal(static.targets.labels, wanted)
+    assert int(static.targets.valid_views) == int(inputs[-1].targets.valid_views)
 
 
 def test_steps_that_diverge_in_a_graph_change_nothing_more(graphs, monkeypatch):
@@ -260,16 +266,16 @@ def test_steps_that_diverge_in_a_graph_change_nothing_more(graphs, monkeypatch):
     steps, reader = CapturedSteps(one), LossReader(one)
     batches = list(stream())
     for b in batches[:6]:
-        one.consume(prepared_for(one, steps, b), steps)
+        prepared_for(one, b).take(steps)
     assert steps.graphs == 1
     weights = one.weights_hash()
-    broken = prepared_for(one, steps, batches[6])
+    broken = prepared_for(one, batches[6])
     broken.inputs.views.factors.fill_(float("nan"))
     apply = one.views.apply
     one.views.apply = lambda images, inputs: (
         apply(images, inputs) * (float("nan") if inputs.factors.isnan().any() else 1)
     )
-    for prepared in (broken, prepared_for(one, steps, batches[7])):
-        reader.add(Taken(prepared, {}), one.consume(prepared, steps))
+    for prepared in (broken, prepared_for(one, batches[7])):
+        reader.add(Taken(prepared, {}), prepared.take(steps))
     told = [losses["loss"] for _, losses in reader.drain()]
     assert all(loss != loss for loss in told) and one.weights_hash() == weights

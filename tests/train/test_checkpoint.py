@@ -329,14 +329,14 @@ def test_a_checkpoint_copies_the_state_in_a_few_pieces(tmp_path, monkeypatch, ke
     monkeypatch.setattr(
         checkpoint_module, "save_checkpoint", lambda folder, step, state, values: tensors.append(len(state))
     )
-    save_state = loop_module._Loop._save
+    save_state = loop_module.Loop._save
 
     def counting(loop, **how):
         with Launches() as launches:
             save_state(loop, **how)
         counted.append(launches.names)
 
-    monkeypatch.setattr(loop_module._Loop, "_save", counting)
+    monkeypatch.setattr(loop_module.Loop, "_save", counting)
     settings = {
         "stream": {"name": "digits", "tasks": 2, "limit_per_task": 30},
         "options": {"buffer_batch": 8},

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mose_fast import _dali
 from mose_fast.augment import ViewMaker
 from mose_fast.config import RunConfig
-from mose_fast.methods import Mose, create_learner
+from mose_fast.methods import Mose, PlannedBatch, create_learner
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.checkpoint import latest, load_checkpoint
@@ -109,9 +109,9 @@ def test_views_are_made_ahead_on_another_thread_and_are_those_of_their_step(lear
         time.sleep(0.01)
     assert len(made_on) == DEPTH - 1  # nobody has asked for them; the first batch is only stored
     taken = [ring.take() for _ in range(DEPTH)]
-    assert taken[0].plan is None and taken[0].views is None
+    assert not isinstance(taken[0], PlannedBatch)
     for prepared in taken[1:]:
-        assert torch.equal(prepared.views, learner.make_views(prepared.plan))
+        assert torch.equal(prepared.inputs.views, learner.make_views(prepared.plan))
     assert set(made_on[: DEPTH - 1]) == {f"{NAME}_0"}
     ring.close()
 
@@ -121,13 +121,13 @@ def test_what_was_rolled_back_is_never_handed_out(learner):
     for step in range(DEPTH):
         ring.put(lambda step=step: batch(step))
     ring.roll_back()
-    assert learner.memory.seen == 0 and learner.sequence == 0
+    assert learner.memory.seen == 0 and learner.data.sequence == 0
     ring.put(lambda: batch(7))
     ring.put(lambda: batch(8))
     ring.take()
     prepared = ring.take()
     assert torch.equal(prepared.plan.images[:10], noise(10, 8))
-    assert torch.equal(prepared.views, learner.make_views(prepared.plan))
+    assert torch.equal(prepared.inputs.views, learner.make_views(prepared.plan))
     ring.close()
 
 
@@ -201,7 +201,7 @@ def test_steps_taken_one_by_one_have_the_same_losses(plain):
 
 @pytest.mark.parametrize("depth", [1, 2, 9])
 def test_any_depth_gives_the_same_run(monkeypatch, plain, depth):
-    monkeypatch.setattr(pipeline_module, "Ring", lambda learner, inputs: Ring(learner, inputs, depth))
+    monkeypatch.setattr(pipeline_module, "Ring", lambda learner: Ring(learner, depth))
     watch = Watch()
     assert outcome(run(settings(), listeners=[watch])) == plain[0]
     assert watch.losses == plain[1]
@@ -258,7 +258,7 @@ def test_the_thread_that_launches_steps_dispatches_no_more_than_with_the_fused_o
         for step in range(4):
             ring.put(lambda step=step: batch(step))
             with _Counting() as counting:
-                made.consume(ring.take())
+                ring.take().take()
         counts[feed] = counting.count
         ring.close()
     assert 0 < counts["dali"] <= counts["fused"]

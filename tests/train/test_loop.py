@@ -175,8 +175,8 @@ def test_diverging_training_is_told_and_checkpoints_are_kept(tmp_path):
 def test_divergence_names_the_batch_and_the_part_and_can_be_resumed(tmp_path, monkeypatch, plain, bad):
     out, step = tmp_path / "run", Mose.step
 
-    def broken(learner, plan):
-        losses = step(learner, plan)
+    def broken(learner, inputs, train_on):
+        losses = step(learner, inputs, train_on)
         return losses | {"distillation": torch.tensor(bad)} if learner.steps == 5 else losses
 
     with monkeypatch.context() as patched:

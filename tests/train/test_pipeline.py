@@ -62,7 +62,7 @@ def test_a_pipeline_that_is_stopped_is_as_if_nothing_more_had_been_planned():
     reference = Pipeline(other)
     for _ in reference.run(batches(stream, 0)[:3]):
         pass
-    assert learner.steps == other.steps == 2 and learner.sequence == 2
+    assert learner.steps == other.steps == 2 and learner.data.sequence == 2
     for name, tensor in learner.state()[0].items():
         assert torch.equal(tensor, other.state()[0][name]), name
     # And goes on from there.

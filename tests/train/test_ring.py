@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mose_fast.config import RunConfig
-from mose_fast.methods import METHODS, Mose
+from mose_fast.methods import METHODS, Mose, Planning
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.checkpoint import latest, load_checkpoint
@@ -47,7 +47,7 @@ class Watch(Listener):
 
     def on_batch(self, batch, losses):
         self.losses.append((batch, losses))
-        self.ahead.append(self.learner.sequence - self.learner.steps)
+        self.ahead.append(self.learner.data.sequence - self.learner.steps)
         if batch == self.at:
             self.act()
 
@@ -77,7 +77,7 @@ def plain():
 
 
 def with_depth(monkeypatch, depth: int) -> None:
-    monkeypatch.setattr(pipeline_module, "Ring", lambda learner, inputs: Ring(learner, inputs, depth))
+    monkeypatch.setattr(pipeline_module, "Ring", lambda learner: Ring(learner, depth))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 9])
@@ -107,7 +107,7 @@ def test_two_epochs_and_the_final_memory_at_any_depth(monkeypatch):
 
 def test_learners_that_do_not_plan_ahead_get_one_batch_at_a_time():
     for name in sorted(METHODS):
-        assert METHODS[name].plans_ahead == (name == "mose")
+        assert (METHODS[name].planning >= Planning.AHEAD) == (name == "mose")
     watch = Watch()
     run(settings(method="er", options={"buffer_batch": 12}), listeners=[watch])
     assert len(watch.losses) == 12 and set(watch.ahead) == {0}
@@ -141,7 +141,7 @@ def nan_views(monkeypatch, sequence: int) -> None:
     def inputs(learner, plan, rows=None, *, ready=False):
         made = step_inputs(learner, plan, rows, ready=True)
         return (
-            made._replace(images=made.images * math.nan)
+            made._replace(views=made.views * math.nan)
             if plan.sequence == sequence
             else step_inputs(learner, plan, rows, ready=ready)
         )

@@ -1,0 +1,220 @@
+"""The data plane of a learner: what it knows of its stream."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mose_fast.config import ConfigError, shown
+from mose_fast.device import upload
+from mose_fast.memory import MemoryRecord, ReplayMemory
+from mose_fast.nn import check_image_size
+
+__all__ = ["IMAGE_SIZE", "DataPlane", "DataRecord", "check_stream"]
+
+#: (H, W) of images, where nothing else is said: CIFAR's.
+IMAGE_SIZE = (32, 32)
+
+# What a checkpoint holds beside the memory.
+_VALUES = ("task", "first_task", "task_classes", "seen", "current", "steps", "ended")
+
+
+def check_stream(
+    *, classes: Any, image_size: Any = IMAGE_SIZE, mean: Any = (0, 0, 0), std: Any = (1, 1, 1), mirror_safe: Any = True
+) -> None:
+    """Checks the description of a stream; :class:`mose_fast.methods.Learner` says what is wanted.
+
+    Raises:
+        ConfigError: One of the arguments has another type or form; the message names it.
+    """
+
+    def integer(value: Any) -> bool:
+        return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+    if not integer(classes) or not 2 <= classes < 2**31:
+        raise ConfigError(f"classes is {shown(classes)}; wanted an integer of at least 2 (and below 2**31)")
+    if (
+        not isinstance(image_size, Sequence)
+        or len(image_size) != 2
+        or not all(integer(side) and 0 < side < 2**31 for side in image_size)
+    ):
+        raise ConfigError(f"image_size is {shown(image_size)}; wanted height and width in pixels, for example (32, 32)")
+    for name, value in (("mean", mean), ("std", std)):
+        try:
+            numbers = [float(number) for number in value]
+        except (TypeError, ValueError, OverflowError):
+            numbers = []
+        if len(numbers) != 3 or not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
+            above = " above 0" if name == "std" else ""
+            raise ConfigError(
+                f"{name} is {shown(value)}; wanted three numbers{above}, one for each channel of images in [0, 1]"
+            )
+    if not isinstance(mirror_safe, bool | np.bool_):
+        raise ConfigError(f"mirror_safe is {shown(mirror_safe)}; wanted True or False")
+    check_image_size(*image_size)
+
+
+class DataRecord(NamedTuple):
+    """The data plane as it was before a batch.
+
+    Attributes:
+        values: Its plain values.
+        sequence: Number of the step that was to be planned next.
+        memory: Undoes what happened to the memory.
+    """
+
+    values: dict[str, Any]
+    sequence: int
+    memory: MemoryRecord
+
+
+class DataPlane:
+    """The replay memory, the tasks and classes seen so far, and the number of the next step.
+
+    It never sees the network, so that it can run ahead of training.
+
+    Args:
+        memory: Empty.
+        classes: Number of classes K of the whole stream; labels are 0 ... K - 1.
+        image_size: (H, W) of the images.
+        device: Where batches are wanted.
+
+    Attributes:
+        memory: The replay memory.
+        task: The current task; None before the first.
+        first_task: The first task.
+        task_classes: All labels of the current task, where they are known beforehand.
+        seen: All labels seen so far, in order of appearance.
+        current: The labels of the current task seen so far, in order of appearance.
+        steps: Training steps taken.
+        ahead: Steps that are planned and not yet taken.
+        ended: Whether the current task was ended already.
+        own: Plain values of the method's own, by name; they belong to the state like the others.
+    """
+
+    def __init__(
+        self, memory: ReplayMemory, *, classes: int, image_size: tuple[int, int], device: torch.device
+    ) -> None:
+        self.memory = memory
+        self._classes, self._image_size, self._device = classes, image_size, device
+        self.task: int | None = None
+        self.first_task: int | None = None
+        self.task_classes: list[int] | None = None
+        self.seen: list[int] = []
+        self.current: list[int] = []
+        self.steps = 0
+        self.ahead = 0
+        self.ended = True
+        self.own: dict[str, Any] = {}
+
+    @property
+    def sequence(self) -> int:
+        """Number of the step that is planned next, from 0; it decides the step's random views."""
+        return self.steps + self.ahead
+
+    def begin_task(self, task: int, classes: Sequence[int] | None) -> None:
+        """Starts a task; arguments as for :meth:`mose_fast.methods.Learner.begin_task`."""
+        self.task = int(task)
+        self.first_task = self.task if self.first_task is None else self.first_task
+        self.task_classes = None if classes is None else [int(c) for c in classes]
+        self.current = []
+        self.ended = False
+
+    def receive(self, x: Tensor, y: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Registers the labels of a checked batch; returns the batch on the device.
+
+        Args:
+            x, y: From :meth:`check_batch`.
+            index: int64 [B], positions in the original stream; None: counted from 0.
+        """
+        if index is None:
+            index = torch.arange(self.memory.seen, self.memory.seen + len(x))
+        for label in y.tolist():
+            if label not in self.seen:
+                self.seen.append(label)
+            if label not in self.current:
+                self.current.append(label)
+        return upload(x, self._device), upload(y, self._device), upload(index, self._device).to(torch.int64)
+
+    # State
+
+    def values(self) -> dict[str, Any]:
+        """The plain values that a checkpoint must hold."""
+        return {name: copy.copy(getattr(self, name)) for name in _VALUES} | self.own
+
+    def load(self, values: dict[str, Any], memory: dict[str, Tensor]) -> None:
+        """Takes over what :meth:`values` and ``memory.tensors()`` gave."""
+        self.memory.load(memory)
+        # Runs of older versions did not note it; they end their tasks by themselves.
+        self._set({"ended": True} | values)
+        self.ahead = 0
+
+    def record(self, upcoming: int = 0) -> DataRecord:
+        """What :meth:`undo` needs to undo the batch that comes next.
+
+        Args:
+            upcoming: Images that will be offered to the memory.
+        """
+        return DataRecord(self.values(), self.sequence, self.memory.record(upcoming))
+
+    def undo(self, record: DataRecord) -> None:
+        """Undoes a batch; of several, the newest first. A step of it counts as not taken; steps
+        that were planned earlier are not touched.
+        """
+        steps = min(self.steps, record.sequence)
+        self._set(record.values | {"steps": steps})
+        self.ahead = record.sequence - steps
+        self.memory.restore(record.memory)
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name in _VALUES:
+            setattr(self, name, copy.copy(values[name]))
+        self.own = {name: value for name, value in values.items() if name not in _VALUES}
+
+    # Checks
+
+    def check_images(self, x: Tensor | np.ndarray) -> Tensor:
+        """Images as a tensor.
+
+        Raises:
+            ValueError: They are not uint8 [N, H, W, 3].
+        """
+        x = torch.as_tensor(x)
+        if x.dtype != torch.uint8:
+            nan = x.is_floating_point() and bool(x.isnan().any())
+            raise ValueError(
+                f"x has dtype {x.dtype}{' and holds NaN' if nan else ''}; wanted raw images in uint8, 0 to 255"
+            )
+        height, width = self._image_size
+        if x.ndim != 4 or tuple(x.shape[1:]) != (height, width, 3):
+            hint = " (channels come last)" if x.ndim == 4 and x.shape[1] == 3 else ""
+            raise ValueError(f"x has shape {list(x.shape)}; wanted [N, {height}, {width}, 3]{hint}")
+        return x
+
+    def check_batch(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A batch as tensors: images, and labels int64 [B].
+
+        Raises:
+            ValueError: Wrong images, no images, or labels of another type, number or range.
+        """
+        x, y = self.check_images(x), torch.as_tensor(y)
+        if len(x) == 0:
+            raise ValueError("x is an empty batch; wanted at least one image")
+        if y.ndim != 1 or len(y) != len(x):
+            raise ValueError(f"y has shape {list(y.shape)} for {len(x)} images; wanted [{len(x)}]")
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise ValueError(f"y has dtype {y.dtype}; wanted integers")
+        y = y.to(torch.int64)
+        low, high = int(y.min()), int(y.max())
+        if low < 0 or high >= self._classes:
+            raise ValueError(
+                f"y holds {low if low < 0 else high}; wanted labels of 0 to {self._classes - 1}, since classes is"
+                f" {self._classes}"
+            )
+        return x, y

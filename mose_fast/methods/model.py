@@ -1,0 +1,221 @@
+"""The model of a learner: one network, one optimiser, and what freezes both."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from mose_fast.augment import ViewMaker
+from mose_fast.methods.latch import Latch
+from mose_fast.nn import Cost, ExpertNetwork, count_cost
+from mose_fast.optim import FlatAdam
+
+__all__ = ["Model", "first_difference", "padded_size"]
+
+
+def padded_size(images: int, batch: int) -> int:
+    """The size that so many images are padded to for a forward pass: ``batch``, or the smallest of
+    its halves that holds them.
+
+    On a card, cuDNN looks for plans of all convolutions whenever it meets a batch size for the
+    first time. The last parts of evaluations have another size each time; padded they have one of a
+    few.
+    """
+    while images <= -(-batch // 2) < batch:
+        batch = -(-batch // 2)
+    return batch
+
+
+def first_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    """How tensors differ from wanted ones in name or shape, in a line; None where they do not."""
+    missing, foreign = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
+    shapes = [name for name in wanted if name in found and found[name].shape != wanted[name].shape]
+    if shapes:
+        first = shapes[0]
+        text = f"{first} has shape {list(found[first].shape)}; wanted {list(wanted[first].shape)}"
+    elif missing:
+        text = f"{missing[0]} is missing"
+    elif foreign:
+        text = f"{foreign[0]} is not in this network"
+    else:
+        return None
+    more = len(shapes) + len(missing) + len(foreign) - 1
+    return text + (f" (and {more} more tensors differ)" if more else "")
+
+
+class Model:
+    """Takes optimiser steps, gives outputs, and is saved and restored. It knows neither memory nor
+    tasks.
+
+    Args:
+        network: On its device, channels_last.
+        optimiser: Of the network's parameters.
+        views: Normalises raw images.
+        precision: ``fp32``, ``tf32`` or ``bf16``.
+        evaluation_batch: Images in a forward pass of :meth:`outputs`.
+        reads_losses_late: See :class:`Latch`.
+
+    Attributes:
+        network, optimiser: As given.
+        latch: Freezes both once a loss is not finite.
+    """
+
+    def __init__(
+        self,
+        network: ExpertNetwork,
+        optimiser: torch.optim.Optimizer,
+        views: ViewMaker,
+        *,
+        precision: str,
+        evaluation_batch: int,
+        reads_losses_late: bool,
+    ) -> None:
+        self.network, self.optimiser = network, optimiser
+        self.latch = Latch(network, optimiser, reads_losses_late=reads_losses_late)
+        self._views, self._precision, self._batch = views, precision, evaluation_batch
+        self._device = next(network.parameters()).device
+        shadows = optimiser.shadows if isinstance(optimiser, FlatAdam) else []
+        # Forward passes run on copies of the weights in bf16, where the optimiser keeps some.
+        self._leaves = optimiser.leaves if any(shadow is not None for shadow in shadows) else None
+
+    @contextmanager
+    def precise(self) -> Iterator[None]:
+        """Makes fp32 mean fp32: cuDNN's convolutions use TF32 (10 bits of mantissa) on their own,
+        unlike PyTorch's matrix products.
+        """
+        before = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.allow_tf32 = before
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Surrounds the forward passes and :meth:`minimise` of one training step: sets the
+        precision, and keeps the running statistics as they were where the step changes nothing.
+        """
+        with self.precise(), self.latch.statistics.undone_if(self.latch.closed):
+            yield
+
+    def autocast(self) -> torch.autocast:
+        """bf16 autocast where the run's precision is bf16."""
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")
+
+    def forward(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The network's forward pass in the run's precision: on the bf16 copies of its weights
+        where the optimiser keeps some.
+        """
+        if self._leaves is not None:
+            names = [name for name, _ in self.network.named_parameters()]
+            weights = dict(zip(names, self._leaves, strict=True))
+            return functional_call(self.network, weights, (images.to(torch.bfloat16), *args), kwargs)
+        with self.autocast():
+            return self.network(images, *args, **kwargs)
+
+    def minimise(self, loss: Tensor, backward: Callable[[], None] | None = None) -> Tensor:
+        """One optimiser step on a loss, unless it or an earlier one is not finite.
+
+        Args:
+            loss: Scalar.
+            backward: Fills the parameters' gradients; None: those of the loss.
+
+        Returns:
+            The loss as :meth:`Latch.reported` gives it.
+        """
+        if self.latch.admits(loss):
+            self.optimiser.zero_grad(set_to_none=True)
+            (loss.backward if backward is None else backward)()
+            self.optimiser.step()
+        return self.latch.reported(loss)
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor, after_part: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        """Features float32 [E, N, D] and logits float32 [E, N, K] in evaluation mode.
+
+        Args:
+            x: uint8 [N, H, W, 3], raw images.
+            after_part: Called after each forward pass.
+        """
+        self.network.eval()
+        features, logits = [], []
+        for part in x.split(self._batch):
+            rows = part.to(self._device)
+            padding = rows.new_zeros(padded_size(len(rows), self._batch) - len(rows), *rows.shape[1:])
+            rows = torch.cat([rows, padding]) if len(padding) else rows
+            images = self._views.normalise(rows).contiguous(memory_format=torch.channels_last)
+            with self.precise():
+                outputs = self.forward(images)
+            # In evaluation mode no image sees another, so that padding changes none.
+            features.append(outputs.features[:, : len(part)].float())
+            logits.append(outputs.logits[:, : len(part)].float())
+            after_part()
+        return torch.cat(features, 1), torch.cat(logits, 1)
+
+    def costs(self, image_size: tuple[int, int], *, deepest: bool) -> tuple[Cost, Cost]:
+        """Parameters and multiply-accumulates an image of the network in training, and deployed.
+
+        Args:
+            image_size: (H, W).
+            deepest: What is deployed needs the deepest expert's feature alone; else it needs all
+                logits.
+        """
+        network = copy.deepcopy(self.network)
+        # Modules are what is counted, so each must run.
+        network.use_kernels("torch")
+        deployed = network.deepest_feature if deepest else lambda x: network.classify(network.features(x))
+        return count_cost(network, network, image_size), count_cost(network, deployed, image_size)
+
+    # State
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, running statistics and optimiser state, by name."""
+        tensors = {f"network/{name}": tensor for name, tensor in self.network.state_dict().items()}
+        for name, parameter in self.network.named_parameters():
+            for part, value in self.optimiser.state.get(parameter, {}).items():
+                tensors[f"adam/{part}/{name}"] = value
+        return tensors
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over what :meth:`state` gave, and opens the latch.
+
+        Raises:
+            ValueError: The state belongs to another network.
+        """
+        network = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}
+        difference = first_difference(network, self.network.state_dict())
+        if difference is not None:
+            raise ValueError(f"the state belongs to another network: {difference}")
+        self.network.load_state_dict(network)
+        if isinstance(self.optimiser, FlatAdam):
+            self.optimiser.refresh_shadows()
+        moments: dict[int, dict[str, Tensor]] = {}
+        for position, (name, parameter) in enumerate(self.network.named_parameters()):
+            names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")}
+            # Copies, since the optimiser counts steps in place.
+            parts = {part: tensors[key].clone() for part, key in names.items() if key in tensors}
+            for part in parts.keys() - {"step"}:
+                # In the parameter's own memory format, as the optimiser made them.
+                parts[part] = torch.empty_like(parameter).copy_(parts[part])
+            for part, value in parts.items():
+                if part != "step" and value.shape != parameter.shape:
+                    raise ValueError(f"{names[part]} has shape {list(value.shape)}; wanted {list(parameter.shape)}")
+            if parts:
+                moments[position] = parts
+        self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        self.latch.open()
+
+    def weights_hash(self) -> str:
+        """SHA-256 of all weights and running statistics: equal hashes mean bit-equal networks."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(f"network/{name}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()

@@ -1,0 +1,180 @@
+"""How a run starts: from settings, or from its newest checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mose_fast import streams
+from mose_fast.augment import choose_feed
+from mose_fast.config import RunConfig, StreamConfig, takes_settings
+from mose_fast.methods import Learner, create_learner, resolve_device, warn_of_other_protocol
+from mose_fast.streams import Stream, StreamError
+from mose_fast.streams.registry import check_fingerprint
+from mose_fast.train.checkpoint import latest
+from mose_fast.train.clock import Clock
+from mose_fast.train.files import RunError, RunFolder, write_atomically
+from mose_fast.train.listeners import Listener
+from mose_fast.train.lock import FolderLock
+from mose_fast.train.loop import Loop
+
+__all__ = ["resume", "run"]
+
+
+@takes_settings
+def run(
+    config: RunConfig | None = None,
+    *,
+    out: str | Path | None = None,
+    stream: Stream | StreamConfig | Mapping[str, Any] | str | None = None,
+    overwrite: bool = False,
+    listeners: Iterable[Listener] = (),
+    whole_process: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Trains a learner on a stream in one pass, evaluates it after every task and returns the
+    results.
+
+    Args:
+        config: The settings; None builds them from ``settings`` with :meth:`RunConfig.create`.
+        out: Folder for configuration, checkpoints, results, table, figure and TensorBoard events;
+        None writes nothing.
+        stream: With ``config``: a :class:`Stream` made by hand, used instead of the one that
+            ``config.stream`` names. Without: such a stream, or the name or the settings of one:
+            ``"digits"``, a folder or an ``.npz`` file of yours.
+        overwrite: Replace an earlier run in ``out``.
+        listeners: Are told what happens.
+        whole_process: The wall time in the results begins with this process, imports included, not
+        with this call.
+        **settings: Without ``config``: the settings of the run, and switches of the method
+            (:class:`MoseOptions` has those of MOSE), which may also be given by themselves:
+            ``lr=0.01``, ``augment="simclr"``.
+
+            {settings}
+
+    Returns:
+        The contents of ``results.json``; ``results["acc"]["ncm"]["4"]`` is the paper's ACC of MOSE,
+        in [0, 1].
+
+    Raises:
+        ConfigError: A setting is unusable.
+        StreamError: The data are missing or unusable.
+        RunError: The folder is in use, holds files that are not a run's, or cannot be written, or
+        training diverged.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the next batch; continue with :func:`resume`.
+    """
+    clock = Clock(whole_process=whole_process)
+    if config is None:
+        made = isinstance(stream, Stream)
+        config = RunConfig.create(stream={"name": stream.name} if made else stream, **settings)
+        stream = stream if made else None
+    elif settings:
+        raise TypeError(f"{', '.join(settings)}: given beside config; wanted them inside it")
+    # Before the stream, whose loading may take long.
+    choose_feed(config.feed, resolve_device(config.device), None)
+    listeners = list(listeners)
+    if stream is None:
+        stream = _load(config, listeners)
+    elif isinstance(stream, Stream):
+        config = dataclasses.replace(
+            config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch)
+        )
+    else:
+        raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
+    check_fingerprint(config.stream, stream)
+    config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, fingerprint=stream.fingerprint))
+    learner = _learner(config, stream)
+    warn_of_other_protocol(config)
+    _warn_of_memory(config, stream)
+    if (learner.joint_stream or len(stream.tasks) == 1) and config.train_on == "stream":
+        learner.warn_of_boundaries("the stream is presented as one" if learner.joint_stream else "the stream has one")
+    if out is None:
+        return Loop(config, stream, learner, None, listeners, clock).run()
+    folder = RunFolder(out)
+    folder.make()
+    with FolderLock(folder.path, "run"):
+        folder.create(overwrite=overwrite)
+        write_atomically(folder.config, config.to_json())
+        return Loop(config, stream, learner, folder, listeners, clock).run()
+
+
+def resume(
+    out: str | Path, *, stream: Stream | None = None, listeners: Iterable[Listener] = (), whole_process: bool = False
+) -> dict[str, Any]:
+    """Continues a run from its newest checkpoint, with the same result as if it had never stopped.
+
+    Args:
+        out: The run's folder.
+        stream: The stream, where it was given to :func:`run`.
+        listeners: Are told what happens.
+        whole_process: As for :func:`run`.
+
+    Raises:
+        RunError: There is no run in the folder, it is finished already, another process works in
+            it, or its checkpoint cannot be read.
+    """
+    clock = Clock(whole_process=whole_process)
+    folder = RunFolder(out)
+    if not folder.config.is_file():
+        raise RunError(
+            f"there is no run in {folder.path} (no {folder.config.name}); start one with: mose-fast run --out"
+            f" {folder.path}"
+        )
+    with FolderLock(folder.path, "run"):
+        return _resume(folder, stream, list(listeners), clock)
+
+
+def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener], clock: Clock) -> dict[str, Any]:
+    if folder.results.is_file():
+        raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
+    config = RunConfig.load(folder.config)
+    if stream is None:
+        try:
+            stream = _load(config, listeners)
+        except StreamError as error:
+            raise StreamError(
+                f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))"
+            ) from error
+    check_fingerprint(config.stream, stream)
+    learner = _learner(config, stream)
+    loop = Loop(config, stream, learner, folder, listeners, clock)
+    folder.reopen()
+    checkpoint = latest(folder.checkpoints)
+    if checkpoint is not None:
+        loop.restore(checkpoint)
+    return loop.run()
+
+
+def _load(config: RunConfig, listeners: list[Listener]) -> Stream:
+    def tell(done: int, images: int) -> None:
+        for listener in listeners:
+            listener.on_decode(done, images)
+
+    return streams.create(config.stream, watch=tell)
+
+
+def _learner(config: RunConfig, stream: Stream) -> Learner:
+    if config.deterministic:
+        # Read when CUDA starts, so it must be set before the first tensor goes to the card.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return create_learner(config, **stream.spec)
+
+
+def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
+    """Warns of a memory that is thin for the stream's classes, or that holds all of the stream, so
+    that nothing need be forgotten.
+    """
+    images = sum(len(stream.train_rows(task)) for task in range(len(stream.tasks)))
+    if config.memory < 2 * stream.classes:
+        text = (
+            f"fewer than two for each of the {stream.classes} classes: some may have no sample, and then no class mean"
+        )
+    elif config.memory > images:
+        text = f"more than the stream has images, {images}: nothing is ever replaced, and methods hardly differ"
+    else:
+        return
+    warnings.warn(f"memory is {config.memory}, {text}", stacklevel=3)
