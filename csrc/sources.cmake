@@ -45,10 +45,11 @@ set(MOSE_FAST_CXX_FLAGS
 )
 
 # The kernels as well as the rest, compiled for the CPU by clang (MOSE_FAST_BACKEND=emulated). Without OpenMP: its run time would be
-# clang's beside torch's GCC's.
+# clang's beside torch's GCC's. Kernels read and write numbers of one type as words of another: no strict aliasing.
 set(MOSE_FAST_EMULATED_FLAGS
   -O2
   -g0
+  -fno-strict-aliasing
   -fvisibility=hidden
   -Wall
   -Wno-unknown-pragmas

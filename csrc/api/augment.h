@@ -4,13 +4,12 @@
 
 #include <cstdint>
 
+#include "api/float_array.h"
 #include "core/augment.h"
 #include "core/augment_parameters.h"
 #include "core/host_device.h"
 
 namespace mf {
-
-enum class ViewType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
 struct AugmentParams {
   static constexpr int kMaxSources = 4;
@@ -31,7 +30,7 @@ struct AugmentParams {
   int32_t height;    // 1 to kMaxSide
   int32_t width;     // 1 to kMaxSide
   int32_t channels;  // 3, 4 or 8
-  ViewType type;
+  FloatType type;
   float mean[3];  // of images in [0, 1]
   float std[3];
   bool jitter_normalised;  // colour jitter after normalisation, as released

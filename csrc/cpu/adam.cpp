@@ -78,18 +78,11 @@ void adam_step(const AdamParams& params, int threads) {
   const auto count = static_cast<int64_t>(pieces.size());
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 4) if (count > 4)
   for (int64_t i = 0; i < count; ++i) {
-    const auto [tensor, first] = pieces[static_cast<size_t>(i)];
-    const AdamScale& scale = scales[static_cast<size_t>(tensor->parameter)];
-    switch (tensor->type) {
-      case FloatType::kBFloat16:
-        update<BFloat16>(params, settings, scale, *tensor, first);
-        break;
-      case FloatType::kFloat16:
-        update<Float16>(params, settings, scale, *tensor, first);
-        break;
-      default:
-        update<float>(params, settings, scale, *tensor, first);
-    }
+    const Piece& piece = pieces[static_cast<size_t>(i)];
+    const AdamScale& scale = scales[static_cast<size_t>(piece.tensor->parameter)];
+    with_type<BFloat16, Float16>(piece.tensor->type, [&](auto type) {
+      update<decltype(type)>(params, settings, scale, *piece.tensor, piece.first);
+    });
   }
 }
 

@@ -223,14 +223,7 @@ void make_views(const AugmentParams& params, int threads) {
 }  // namespace
 
 void augment(const AugmentParams& params, int threads) {
-  switch (params.type) {
-    case ViewType::kFloat32:
-      return make_views<float>(params, threads);
-    case ViewType::kFloat16:
-      return make_views<Float16>(params, threads);
-    case ViewType::kBFloat16:
-      return make_views<BFloat16>(params, threads);
-  }
+  with_type<BFloat16, Float16>(params.type, [&](auto type) { make_views<decltype(type)>(params, threads); });
 }
 
 }  // namespace mf::cpu

@@ -140,25 +140,11 @@ void backward(const NormPoolBackward& params, int threads) {
 }  // namespace
 
 void norm_pool(const NormPoolForward& params, int threads) {
-  switch (params.input.x.type) {
-    case FloatType::kBFloat16:
-      return pool<BFloat16>(params, threads);
-    case FloatType::kFloat16:
-      return pool<Float16>(params, threads);
-    default:
-      return pool<float>(params, threads);
-  }
+  with_type<BFloat16, Float16>(params.input.x.type, [&](auto type) { pool<decltype(type)>(params, threads); });
 }
 
 void norm_pool_backward(const NormPoolBackward& params, int threads) {
-  switch (params.input.x.type) {
-    case FloatType::kBFloat16:
-      return backward<BFloat16>(params, threads);
-    case FloatType::kFloat16:
-      return backward<Float16>(params, threads);
-    default:
-      return backward<float>(params, threads);
-  }
+  with_type<BFloat16, Float16>(params.input.x.type, [&](auto type) { backward<decltype(type)>(params, threads); });
 }
 
 }  // namespace mf::cpu

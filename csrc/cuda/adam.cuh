@@ -1,16 +1,15 @@
 // Kernel bodies of Adam; tests/cpp compiles them for the CPU too.
 //
-// A call begins with one block that settles what all others must see alike: whether this call is
-// frozen, each parameter's bias corrections, the advanced counts of steps. Then pieces of equal
-// size over the tensors of a launch are one block each, which reads the gradient where it lies:
-// pointers come in the launch's arguments. About 30 bytes move for a weight and a few dozen
-// operations, so that only the loads matter.
+// A call begins with one block that decides for all others whether this step is frozen, computes
+// each parameter's bias corrections and counts its step. Then the weights are cut into pieces of
+// equal size, one block each, which reads the gradient where it is: pointers come in the launch's
+// arguments. A weight takes about 30 bytes of traffic and a few dozen operations, so memory
+// bandwidth decides.
 #pragma once
 
 #include <cmath>
 
 #include "api/adam.h"
-#include "cuda/elements.cuh"
 #include "cuda/warp.cuh"
 
 namespace mf::cuda {
@@ -68,26 +67,6 @@ __device__ inline void adam_begin_block(const AdamBegin& params, int32_t& frozen
   }
 }
 
-template <typename T>
-using FourOf = Elements<T, 4>;
-
-template <typename T>
-__device__ void store_four(T* result, const FourOf<float>& x) {
-  FourOf<T> rounded;
-  for (int k = 0; k < 4; ++k) {
-    from_float(x.value[k], rounded.value[k]);
-  }
-  *reinterpret_cast<FourOf<T>*>(result) = rounded;
-}
-
-__device__ inline void store_four(const MutableFloatArray& array, int64_t first, const FourOf<float>& x) {
-  if (array.type == FloatType::kBFloat16) {
-    store_four(static_cast<__nv_bfloat16*>(array.data) + first, x);
-  } else {
-    store_four(static_cast<__half*>(array.data) + first, x);
-  }
-}
-
 // Weights [first, last) of a tensor; `aligned`: four of them may be read and written at once, from
 // every fourth on.
 template <typename Gradient>
@@ -100,19 +79,24 @@ __device__ void adam_piece(const AdamPieces& params, const AdamTensor& tensor, i
   float* exp_avg_sq = params.exp_avg_sq + tensor.start;
   const int64_t whole = aligned ? first + (last - first) / 4 * 4 : first;
   for (int64_t i = first + 4 * threadIdx.x; i < whole; i += 4 * static_cast<int64_t>(blockDim.x)) {
-    const auto g = *reinterpret_cast<const FourOf<Gradient>*>(gradients + i);
-    auto w = *reinterpret_cast<const FourOf<float>*>(weights + i);
-    auto m = *reinterpret_cast<const FourOf<float>*>(exp_avg + i);
-    auto v = *reinterpret_cast<const FourOf<float>*>(exp_avg_sq + i);
+    const auto g = Vec<Gradient, 4>::load(gradients + i);
+    float w[4], m[4], v[4];
+    load_floats(weights + i, w);
+    load_floats(exp_avg + i, m);
+    load_floats(exp_avg_sq + i, v);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      adam_update(params.settings, scale, to_float(g.value[k]), w.value[k], m.value[k], v.value[k]);
+      adam_update(params.settings, scale, g[k], w[k], m[k], v[k]);
     }
-    *reinterpret_cast<FourOf<float>*>(weights + i) = w;
-    *reinterpret_cast<FourOf<float>*>(exp_avg + i) = m;
-    *reinterpret_cast<FourOf<float>*>(exp_avg_sq + i) = v;
+    Vec<float, 4>::pack(w).store(weights + i);
+    Vec<float, 4>::pack(m).store(exp_avg + i);
+    Vec<float, 4>::pack(v).store(exp_avg_sq + i);
     if (params.shadow.data != nullptr) {
-      store_four(params.shadow, tensor.start + i, w);
+      if (params.shadow.type == FloatType::kBFloat16) {
+        Vec<__nv_bfloat16, 4>::pack(w).store(static_cast<__nv_bfloat16*>(params.shadow.data) + tensor.start + i);
+      } else {
+        Vec<__half, 4>::pack(w).store(static_cast<__half*>(params.shadow.data) + tensor.start + i);
+      }
     }
   }
   for (int64_t i = whole + threadIdx.x; i < last; i += static_cast<int64_t>(blockDim.x)) {
@@ -141,14 +125,7 @@ __device__ inline void adam_pieces_block(const AdamPieces& params) {
   const int64_t first = (block - params.first_block[low]) * kAdamPiece;
   const int64_t last = first + kAdamPiece < tensor.count ? first + kAdamPiece : tensor.count;
   const bool aligned = tensor.start % 4 == 0 && reinterpret_cast<uintptr_t>(tensor.gradient) % 16 == 0;
-  switch (tensor.type) {
-    case FloatType::kBFloat16:
-      return adam_piece<__nv_bfloat16>(params, tensor, first, last, aligned);
-    case FloatType::kFloat16:
-      return adam_piece<__half>(params, tensor, first, last, aligned);
-    default:
-      return adam_piece<float>(params, tensor, first, last, aligned);
-  }
+  with_type(tensor.type, [&](auto type) { adam_piece<decltype(type)>(params, tensor, first, last, aligned); });
 }
 
 }  // namespace mf::cuda

@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "cuda/align_conv.cuh"
+#include "cuda/align_conv_backward.cuh"
+#include "cuda/align_conv_forward.cuh"
+#include "cuda/align_conv_grad_y.cuh"
 #include "cuda/launch.cuh"
 
 namespace mf::cuda {

@@ -45,14 +45,7 @@ void augment(const AugmentParams& params, Stream stream) {
   if (params.views == 0) {
     return;
   }
-  switch (params.type) {
-    case ViewType::kFloat32:
-      return launch<float>(params, stream);
-    case ViewType::kFloat16:
-      return launch<Float16>(params, stream);
-    case ViewType::kBFloat16:
-      return launch<BFloat16>(params, stream);
-  }
+  with_type<BFloat16, Float16>(params.type, [&](auto type) { launch<decltype(type)>(params, stream); });
 }
 
 }  // namespace mf::cuda

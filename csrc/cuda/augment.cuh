@@ -107,6 +107,17 @@ __device__ Pixel block_mean(AugmentShared& shared, int32_t pixels, const Of& of)
   return {mean[0], mean[1], mean[2]};
 }
 
+template <typename T, int kChannels>
+__device__ void fill_view(StoredPixel<T, kChannels>* output, int32_t pixels, float value) {
+  StoredPixel<T, kChannels> stored;
+  for (int c = 0; c < kChannels; ++c) {
+    round_to(value, stored.channel[c]);
+  }
+  for (int32_t i = threadIdx.x; i < pixels; i += static_cast<int32_t>(blockDim.x)) {
+    output[i] = stored;
+  }
+}
+
 // `memory`: augment_shared_bytes() bytes, aligned to 16. Full warps, up to kAugmentThreads threads.
 template <typename T, int kChannels>
 __device__ void augment_block(const AugmentParams& params, unsigned char* memory) {
@@ -117,14 +128,7 @@ __device__ void augment_block(const AugmentParams& params, unsigned char* memory
   auto* output = static_cast<StoredPixel<T, kChannels>*>(params.output) + view * pixels;
   const ViewOrigin origin = find_view(params, view);
   if (origin.image == nullptr) {
-    const float value = origin.invalid ? NAN : 0.0f;
-    StoredPixel<T, kChannels> stored;
-    for (int c = 0; c < kChannels; ++c) {
-      round_to(value, stored.channel[c]);
-    }
-    for (int32_t i = threadIdx.x; i < pixels; i += static_cast<int32_t>(blockDim.x)) {
-      output[i] = stored;
-    }
+    fill_view(output, pixels, origin.invalid ? NAN : 0.0f);
     return;
   }
 

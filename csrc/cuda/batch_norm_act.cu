@@ -1,7 +1,9 @@
 #include <cuda_runtime.h>
 
 #include "core/check.h"
-#include "cuda/batch_norm_act.cuh"
+#include "cuda/batch_norm_act_backward.cuh"
+#include "cuda/batch_norm_act_forward.cuh"
+#include "cuda/batch_norm_act_statistics.cuh"
 #include "cuda/launch.cuh"
 
 namespace mf::cuda {
@@ -67,19 +69,6 @@ void check(const MapShape& shape, FloatType type) {
   MF_CHECK(type != FloatType::kFloat64, "a map is float64; on CUDA wanted float32, bfloat16 or float16");
 }
 
-// Calls `launch` with a null pointer to the map's type.
-template <typename Launch>
-void for_type(FloatType type, const Launch& launch) {
-  switch (type) {
-    case FloatType::kBFloat16:
-      return launch(static_cast<__nv_bfloat16*>(nullptr));
-    case FloatType::kFloat16:
-      return launch(static_cast<__half*>(nullptr));
-    default:
-      return launch(static_cast<float*>(nullptr));
-  }
-}
-
 template <typename T, NormForm kForm>
 void forward(const BatchNormActForward& params, Stream stream) {
   const ChannelGrid grid = ChannelGrid::of(params.shape, kMapThreads, kForwardBlocks<T, kForm> * params.processors);
@@ -119,8 +108,8 @@ void norm_statistics(const NormStatistics& params, Stream stream) {
   grid.blocks = training ? grid.blocks : 1;
   const dim3 blocks(grid.blocks, grid.tiles, static_cast<unsigned>(params.norms));
   constexpr size_t kBytes = channel_sums_shared<NormStatistics::kFields>(kNormThreads);
-  for_type(params.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  with_type(params.type, [&](auto type) {
+    using T = decltype(type);
     if (params.prologue != nullptr) {
       MF_LAUNCH((norm_statistics_kernel<T, true>), blocks, kNormThreads, kBytes, stream, params, grid.shift);
     } else {
@@ -136,8 +125,8 @@ void batch_norm_act_forward(const BatchNormActForward& params, Stream stream) {
   if (params.shape.channels == 0 || params.shape.pixels() == 0) {
     return;
   }
-  for_type(params.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  with_type(params.type, [&](auto type) {
+    using T = decltype(type);
     if (params.prologue != nullptr) {
       forward<T, NormForm::kPrologue>(params, stream);
     } else if (params.residual == nullptr) {
@@ -155,8 +144,8 @@ void batch_norm_act_sums(const BatchNormActBackward& params, Stream stream) {
   if (params.shape.channels == 0) {
     return;
   }
-  for_type(params.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  with_type(params.type, [&](auto type) {
+    using T = decltype(type);
     if (params.prologue != nullptr) {
       sums<T, NormForm::kPrologue>(params, stream);
     } else if (params.residual != nullptr) {
@@ -172,8 +161,8 @@ void batch_norm_act_backward(const BatchNormActBackward& params, Stream stream) 
   if (params.shape.channels == 0) {
     return;
   }
-  for_type(params.type, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  with_type(params.type, [&](auto type) {
+    using T = decltype(type);
     if (params.prologue != nullptr) {
       backward<T, NormForm::kPrologue>(params, stream);
     } else if (params.residual != nullptr) {

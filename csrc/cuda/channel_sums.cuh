@@ -1,5 +1,5 @@
-// Sums by channel over a map in NHWC, in one launch and in a fixed order: what the last block of a
-// launch makes of all blocks' parts.
+// Sums by channel over a map in NHWC, in one launch and in a fixed order: the last block of a
+// launch adds up what all blocks found.
 //
 // A thread owns kGroup adjacent channels, a block up to 64 of them (a tile, blockIdx.y) and every
 // so many pixels (blockIdx.x). Within a warp parts are merged by shuffles, over the warps in shared
@@ -38,6 +38,29 @@ constexpr size_t channel_sums_shared(unsigned threads) {
   return sizeof(float) * kFields * 2 * threads + 2 * sizeof(int);
 }
 
+// Merges the values of those lanes of a warp that own the same channels, every `groups`-th; the
+// lower lane's result is the one that counts.
+template <int kFields, typename Merge>
+__device__ void merge_lanes(float (&values)[kFields][kGroup], int groups, const Merge& merge) {
+  for (int bits = groups; bits < kLanes; bits *= 2) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      float own[kFields];
+      float other[kFields];
+#pragma unroll
+      for (int f = 0; f < kFields; ++f) {
+        own[f] = values[f][i];
+        other[f] = __shfl_xor_sync(0xffffffffu, own[f], bits);
+      }
+      merge(own, other);
+#pragma unroll
+      for (int f = 0; f < kFields; ++f) {
+        values[f][i] = own[f];
+      }
+    }
+  }
+}
+
 // Merges `values` [kFields][kGroup] of all threads of the launch that own the same channels:
 // merge(a, b) adds b to a, two arrays of kFields numbers of which zeros are neutral. finish(c,
 // total) is called once for every channel c < channels, in whichever block is the tile's last. All
@@ -58,23 +81,7 @@ __device__ void merge_channels(float (&values)[kFields][kGroup], int shift, unsi
   auto* parts = reinterpret_cast<float*>(shared);
   auto* last = reinterpret_cast<int*>(parts + kFields * 2 * blockDim.x);
 
-  for (int bits = groups; bits < kLanes; bits *= 2) {  // the lower lane's order is the one that counts
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      float own[kFields];
-      float other[kFields];
-#pragma unroll
-      for (int f = 0; f < kFields; ++f) {
-        own[f] = values[f][i];
-        other[f] = __shfl_xor_sync(0xffffffffu, own[f], bits);
-      }
-      merge(own, other);
-#pragma unroll
-      for (int f = 0; f < kFields; ++f) {
-        values[f][i] = own[f];
-      }
-    }
-  }
+  merge_lanes(values, groups, merge);
   if (lane < groups) {
 #pragma unroll
     for (int f = 0; f < kFields; ++f) {

@@ -72,25 +72,11 @@ void backward(const ExpertLossesBackward& params, Stream stream) {
 }  // namespace
 
 void expert_losses_forward(const ExpertLossesForward& params, Stream stream) {
-  switch (params.input.projections.type) {
-    case FloatType::kBFloat16:
-      return forward<__nv_bfloat16>(params, stream);
-    case FloatType::kFloat16:
-      return forward<__half>(params, stream);
-    default:
-      return forward<float>(params, stream);
-  }
+  with_type(params.input.projections.type, [&](auto type) { forward<decltype(type)>(params, stream); });
 }
 
 void expert_losses_backward(const ExpertLossesBackward& params, Stream stream) {
-  switch (params.input.projections.type) {
-    case FloatType::kBFloat16:
-      return backward<__nv_bfloat16>(params, stream);
-    case FloatType::kFloat16:
-      return backward<__half>(params, stream);
-    default:
-      return backward<float>(params, stream);
-  }
+  with_type(params.input.projections.type, [&](auto type) { backward<decltype(type)>(params, stream); });
 }
 
 }  // namespace mf::cuda

@@ -7,7 +7,7 @@ namespace mf::cuda {
 namespace {
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kPoolThreads) norm_pool_kernel(const NormPoolForward params) {
+__global__ void __launch_bounds__(kPoolThreads, 12) norm_pool_kernel(const NormPoolForward params) {
   norm_pool_block<T, kVector>(params);
 }
 
@@ -90,27 +90,13 @@ void norm_pool(const NormPoolForward& params, Stream stream) {
   if (params.input.images == 0 || params.input.channels == 0) {
     return;
   }
-  switch (params.input.x.type) {
-    case FloatType::kBFloat16:
-      return forward<__nv_bfloat16>(params, stream);
-    case FloatType::kFloat16:
-      return forward<__half>(params, stream);
-    default:
-      return forward<float>(params, stream);
-  }
+  with_type(params.input.x.type, [&](auto type) { forward<decltype(type)>(params, stream); });
 }
 
 // Without images there is still a gradient of the state to write.
 void norm_pool_backward(const NormPoolBackward& params, Stream stream) {
   check(params.input);
-  switch (params.input.x.type) {
-    case FloatType::kBFloat16:
-      return backward<__nv_bfloat16>(params, stream);
-    case FloatType::kFloat16:
-      return backward<__half>(params, stream);
-    default:
-      return backward<float>(params, stream);
-  }
+  with_type(params.input.x.type, [&](auto type) { backward<decltype(type)>(params, stream); });
 }
 
 }  // namespace mf::cuda

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "api/norm_pool.h"
-#include "cuda/elements.cuh"
+#include "cuda/vec.cuh"
 
 namespace mf::cuda {
 
@@ -33,7 +33,7 @@ struct ChannelNorm {
 // blockIdx.x: image; blockIdx.y: kPoolThreads vectors of channels.
 template <typename T, int kVector>
 __device__ void norm_pool_block(const NormPoolForward& params) {
-  using Vector = Elements<T, kVector>;
+  using Vector = Vec<T, kVector>;
   const NormPoolInput& in = params.input;
   const int64_t channel = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kVector;
   if (channel >= in.channels) {
@@ -46,21 +46,20 @@ __device__ void norm_pool_block(const NormPoolForward& params) {
   if (in.state == nullptr) {
 #pragma unroll 8
     for (int64_t pixel = 0; pixel < pixels; ++pixel) {
-      const Vector values = *reinterpret_cast<const Vector*>(x + pixel * in.channels);
+      const auto values = Vector::load(x + pixel * in.channels);
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
-        total[k] += to_float(values.value[k]);
+        total[k] += values[k];
       }
     }
   } else {
     const ChannelNorm<kVector> norm(in.state, in.channels, channel);
 #pragma unroll 4
     for (int64_t pixel = 0; pixel < pixels; ++pixel) {
-      const Vector values = *reinterpret_cast<const Vector*>(x + pixel * in.channels);
+      const auto values = Vector::load(x + pixel * in.channels);
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
-        const PooledElement element =
-            pooled_element(to_float(values.value[k]), norm.mean[k], norm.scale[k], norm.shift[k]);
+        const PooledElement element = pooled_element(values[k], norm.mean[k], norm.scale[k], norm.shift[k]);
         total[k] += element.value;
         sum[k] += element.deviation;
         count[k] += element.kept;
@@ -69,14 +68,14 @@ __device__ void norm_pool_block(const NormPoolForward& params) {
   }
   const float share = 1.0f / static_cast<float>(in.pixels);
   const int64_t at = image * in.channels + channel;
-  Vector pooled;
+#pragma unroll
   for (int k = 0; k < kVector; ++k) {
-    from_float(total[k] * share, pooled.value[k]);
+    total[k] *= share;
   }
-  *reinterpret_cast<Vector*>(static_cast<T*>(params.pooled.data) + at) = pooled;
+  Vector::pack(total).store(static_cast<T*>(params.pooled.data) + at);
   if (in.state != nullptr && params.counts != nullptr) {
-    store_floats(params.counts + at, count);
-    store_floats(params.sums + at, sum);
+    Vec<float, kVector>::pack(count).store(params.counts + at);
+    Vec<float, kVector>::pack(sum).store(params.sums + at);
   }
 }
 
@@ -117,7 +116,7 @@ __device__ void norm_pool_state_block(const NormPoolBackward& params, int64_t bl
 // `block`: of those that write the map's gradient, all parts of an image one after another.
 template <typename T, int kVector>
 __device__ void norm_pool_map_block(const NormPoolBackward& params, int64_t block) {
-  using Vector = Elements<T, kVector>;
+  using Vector = Vec<T, kVector>;
   const NormPoolInput& in = params.input;
   const int64_t parts = (in.channels / kVector + kPoolGradVectors - 1) / kPoolGradVectors;
   const int64_t image = block / parts;
@@ -127,24 +126,20 @@ __device__ void norm_pool_map_block(const NormPoolBackward& params, int64_t bloc
   }
   const bool is_padding = image >= in.valid_images();
   const float share = 1.0f / static_cast<float>(in.pixels);
-  T zero;
-  from_float(0.0f, zero);
-  Vector of_kept;  // the gradient of a kept pixel, the same for all of them
-  for (int k = 0; k < kVector; ++k) {
-    of_kept.value[k] = zero;
-  }
+  float of_kept[kVector] = {};  // the gradient of a kept pixel, the same for all of them
   if (!is_padding) {
-    const Vector grad =
-        *reinterpret_cast<const Vector*>(static_cast<const T*>(params.grad) + image * in.channels + channel);
+    const auto grad = Vector::load(static_cast<const T*>(params.grad) + image * in.channels + channel);
     float scale[kVector];
+#pragma unroll
     for (int k = 0; k < kVector; ++k) {
       scale[k] = 1.0f;
     }
     if (in.state != nullptr) {
       load_floats(in.state + kScale * in.channels + channel, scale);
     }
+#pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      from_float(to_float(grad.value[k]) * share * scale[k], of_kept.value[k]);
+      of_kept[k] = grad[k] * share * scale[k];
     }
   }
   const int64_t start = image * in.pixels * in.channels + channel;
@@ -153,23 +148,23 @@ __device__ void norm_pool_map_block(const NormPoolBackward& params, int64_t bloc
   const auto lane = static_cast<int64_t>(threadIdx.x / kPoolGradVectors);
   const auto lanes = static_cast<int64_t>(blockDim.x / kPoolGradVectors);
   if (in.state == nullptr || is_padding) {
+    const auto same = Vector::pack(of_kept);
     for (int64_t pixel = lane; pixel < in.pixels; pixel += lanes) {
-      *reinterpret_cast<Vector*>(dx + pixel * in.channels) = of_kept;
+      same.store(dx + pixel * in.channels);
     }
     return;
   }
   const ChannelNorm<kVector> norm(in.state, in.channels, channel);
 #pragma unroll 2
   for (int64_t pixel = lane; pixel < in.pixels; pixel += lanes) {
-    const Vector values = *reinterpret_cast<const Vector*>(x + pixel * in.channels);
-    Vector gradient;
+    const auto values = Vector::load(x + pixel * in.channels);
+    float gradient[kVector];
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      const PooledElement element =
-          pooled_element(to_float(values.value[k]), norm.mean[k], norm.scale[k], norm.shift[k]);
-      gradient.value[k] = element.kept != 0.0f ? of_kept.value[k] : zero;
+      const PooledElement element = pooled_element(values[k], norm.mean[k], norm.scale[k], norm.shift[k]);
+      gradient[k] = element.kept != 0.0f ? of_kept[k] : 0.0f;
     }
-    *reinterpret_cast<Vector*>(dx + pixel * in.channels) = gradient;
+    Vector::pack(gradient).store(dx + pixel * in.channels);
   }
 }
 

@@ -1,13 +1,10 @@
-// Small pieces that kernels share: reductions within a warp, and numbers of any storage type as
-// float32.
+// Reductions within a warp, and access to numbers whose type is known at run time.
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 
 #include "api/float_array.h"
+#include "cuda/vec.cuh"
 
 namespace mf::cuda {
 
@@ -28,27 +25,14 @@ __device__ inline float warp_largest(float x) {
 }
 
 __device__ inline float load(const FloatArray& array, int64_t i) {
-  switch (array.type) {
-    case FloatType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(array.data)[i]);
-    case FloatType::kFloat16:
-      return __half2float(static_cast<const __half*>(array.data)[i]);
-    default:
-      return static_cast<const float*>(array.data)[i];
-  }
+  return with_type(array.type, [&](auto type) { return to_float(static_cast<const decltype(type)*>(array.data)[i]); });
 }
 
 __device__ inline void store(const MutableFloatArray& array, int64_t i, float x) {
-  switch (array.type) {
-    case FloatType::kBFloat16:
-      static_cast<__nv_bfloat16*>(array.data)[i] = __float2bfloat16_rn(x);
-      break;
-    case FloatType::kFloat16:
-      static_cast<__half*>(array.data)[i] = __float2half_rn(x);
-      break;
-    default:
-      static_cast<float*>(array.data)[i] = x;
-  }
+  with_type(array.type, [&](auto type) {
+    using T = decltype(type);
+    Vec<T, 1>::pack({x}).store(static_cast<T*>(array.data) + i);
+  });
 }
 
 }  // namespace mf::cuda

@@ -18,14 +18,14 @@
 namespace mf {
 namespace {
 
-ViewType view_type(at::ScalarType dtype) {
+FloatType view_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
-      return ViewType::kFloat32;
+      return FloatType::kFloat32;
     case at::kHalf:
-      return ViewType::kFloat16;
+      return FloatType::kFloat16;
     case at::kBFloat16:
-      return ViewType::kBFloat16;
+      return FloatType::kBFloat16;
     default:
       TORCH_CHECK_TYPE(false, "dtype is ", dtype, "; wanted float32, float16 or bfloat16");
   }

@@ -12,7 +12,9 @@
 #include "kernel_case.h"
 
 #if defined(MF_KERNELS_ON_CPU)
-#include "cuda/align_conv.cuh"
+#include "cuda/align_conv_backward.cuh"
+#include "cuda/align_conv_forward.cuh"
+#include "cuda/align_conv_grad_y.cuh"
 #endif
 
 namespace {

@@ -56,7 +56,7 @@ Step make_step(int64_t views, int32_t height, int32_t width, uint64_t seed) {
 
 mf::AugmentParams make_params(const Step& step, const uint8_t* stream, const uint8_t* memory, const int64_t* rows,
                               const int32_t* layout, const int32_t* codes, const float* factors, void* output,
-                              mf::ViewType type, int32_t channels, bool jitter_normalised) {
+                              mf::FloatType type, int32_t channels, bool jitter_normalised) {
   mf::AugmentParams params{};
   params.source[0] = {stream, 5};
   params.source[1] = {memory, 7};
@@ -82,7 +82,7 @@ mf::AugmentParams make_params(const Step& step, const uint8_t* stream, const uin
 }
 
 template <typename T>
-void compare(kernel_case::Context& context, const Step& step, mf::ViewType type, int32_t channels,
+void compare(kernel_case::Context& context, const Step& step, mf::FloatType type, int32_t channels,
              bool jitter_normalised, double tolerance) {
   const size_t count = step.layout.size() / 3 * static_cast<size_t>(step.height * step.width * channels);
   std::vector<T> wanted(count);
@@ -105,26 +105,26 @@ void compare(kernel_case::Context& context, const Step& step, mf::ViewType type,
 }  // namespace
 
 KERNEL_CASE(augment_float32) {
-  compare<float>(context, make_step(24, 32, 32, 1), mf::ViewType::kFloat32, 3, false, kTolerance);
+  compare<float>(context, make_step(24, 32, 32, 1), mf::FloatType::kFloat32, 3, false, kTolerance);
 }
 
 KERNEL_CASE(augment_larger_images) {
-  compare<float>(context, make_step(4, 64, 64, 2), mf::ViewType::kFloat32, 4, true, kTolerance);
-  compare<float>(context, make_step(2, 80, 80, 3), mf::ViewType::kFloat32, 3, false,
+  compare<float>(context, make_step(4, 64, 64, 2), mf::FloatType::kFloat32, 4, true, kTolerance);
+  compare<float>(context, make_step(2, 80, 80, 3), mf::FloatType::kFloat32, 3, false,
                  kTolerance);  // beyond the staged size
 }
 
 KERNEL_CASE(augment_half_precision) {
-  compare<mf::BFloat16>(context, make_step(8, 32, 32, 4), mf::ViewType::kBFloat16, 8, true, 1.0 / 256);
-  compare<mf::BFloat16>(context, make_step(8, 32, 32, 5), mf::ViewType::kBFloat16, 3, false, 1.0 / 256);
-  compare<mf::Float16>(context, make_step(8, 32, 32, 6), mf::ViewType::kFloat16, 4, false, 1.0 / 2048);
-  compare<mf::Float16>(context, make_step(8, 32, 32, 7), mf::ViewType::kFloat16, 8, false, 1.0 / 2048);
+  compare<mf::BFloat16>(context, make_step(8, 32, 32, 4), mf::FloatType::kBFloat16, 8, true, 1.0 / 256);
+  compare<mf::BFloat16>(context, make_step(8, 32, 32, 5), mf::FloatType::kBFloat16, 3, false, 1.0 / 256);
+  compare<mf::Float16>(context, make_step(8, 32, 32, 6), mf::FloatType::kFloat16, 4, false, 1.0 / 2048);
+  compare<mf::Float16>(context, make_step(8, 32, 32, 7), mf::FloatType::kFloat16, 8, false, 1.0 / 2048);
 }
 
 KERNEL_CASE(augment_small_images) {
-  compare<float>(context, make_step(16, 8, 8, 8), mf::ViewType::kFloat32, 3, false, kTolerance);
-  compare<float>(context, make_step(12, 24, 16, 9), mf::ViewType::kFloat32, 8, true, kTolerance);
-  compare<float>(context, make_step(6, 5, 7, 10), mf::ViewType::kFloat32, 4, false,
+  compare<float>(context, make_step(16, 8, 8, 8), mf::FloatType::kFloat32, 3, false, kTolerance);
+  compare<float>(context, make_step(12, 24, 16, 9), mf::FloatType::kFloat32, 8, true, kTolerance);
+  compare<float>(context, make_step(6, 5, 7, 10), mf::FloatType::kFloat32, 4, false,
                  kTolerance);  // rows that are not aligned
 }
 
@@ -134,7 +134,7 @@ KERNEL_CASE(augment_beyond_the_borders) {
     const int32_t code[] = {1, 20, -3, 1 << 30, -77, 2};
     std::copy_n(code, 6, step.codes.begin() + static_cast<std::ptrdiff_t>(draw * 6));
   }
-  compare<float>(context, step, mf::ViewType::kFloat32, 3, false, kTolerance);
+  compare<float>(context, step, mf::FloatType::kFloat32, 3, false, kTolerance);
 }
 
 KERNEL_CASE(augment_marks_what_does_not_exist) {
@@ -144,7 +144,7 @@ KERNEL_CASE(augment_marks_what_does_not_exist) {
   step.layout[0] = 6;    // beyond rows
   step.layout[10] = 16;  // view 3: no orientation
   step.layout[17] = 4;   // view 5: no draw
-  compare<float>(context, step, mf::ViewType::kFloat32, 3, false, kTolerance);
+  compare<float>(context, step, mf::FloatType::kFloat32, 3, false, kTolerance);
 }
 
 #if defined(MF_KERNELS_ON_CPU)
@@ -157,7 +157,7 @@ KERNEL_CASE(small_augment) {
   std::vector<float> wanted(12 * 64 * 3);
   const auto params = [&](void* out) {
     return make_params(step, step.stream.data(), step.memory.data(), step.rows.data(), step.layout.data(),
-                       step.codes.data(), step.factors.data(), out, mf::ViewType::kFloat32, 3, false);
+                       step.codes.data(), step.factors.data(), out, mf::FloatType::kFloat32, 3, false);
   };
   mf::cpu::augment(params(wanted.data()), 1);
   const mf::AugmentParams on_kernel = params(output);

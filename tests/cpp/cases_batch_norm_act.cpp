@@ -12,7 +12,9 @@
 #include "kernel_case.h"
 
 #if defined(MF_KERNELS_ON_CPU)
-#include "cuda/batch_norm_act.cuh"
+#include "cuda/batch_norm_act_backward.cuh"
+#include "cuda/batch_norm_act_forward.cuh"
+#include "cuda/batch_norm_act_statistics.cuh"
 #endif
 
 namespace {

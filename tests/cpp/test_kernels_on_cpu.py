@@ -48,7 +48,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pa
 
     folder = tmp_path_factory.mktemp("kernels")
     flags = [
-        *("-std=c++17", "-O1", "-gline-tables-only", "-Wall", "-Wextra", "-Werror"),
+        *("-std=c++17", "-O1", "-fno-strict-aliasing", "-gline-tables-only", "-Wall", "-Wextra", "-Werror"),
         *(
             "-Wno-unknown-pragmas",
             "-Wno-unused-parameter",

@@ -1,0 +1,157 @@
+// Kernel bodies of the gradient of align_conv's y, and of its product with the pointwise weights.
+#pragma once
+
+#include "cuda/align_conv_tile.cuh"
+
+namespace mf::cuda {
+
+// What a thread adds to the gradient of eight channels.
+struct StateGradient {
+  float2 mean[4], slope[4], offset[4];
+
+  // Of the vector of channels from `channel` on; the first block also writes the gradients of the
+  // norm's weight and bias.
+  __device__ static StateGradient of(const AlignConvGradY& params, int64_t channel, int64_t valid_pixels, bool writes) {
+    StateGradient result = {};
+    if (params.grad_state == nullptr) {
+      return result;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int64_t c = channel + i;
+      const NormBackward back =
+          norm_backward(params.norm, params.state, params.grad_state, static_cast<float>(valid_pixels), params.channels,
+                        c, params.mean_rest != nullptr ? params.mean_rest[c] : 0.0f);
+      (i % 2 == 0 ? result.mean[i / 2].x : result.mean[i / 2].y) = params.state[kMean * params.channels + c];
+      (i % 2 == 0 ? result.slope[i / 2].x : result.slope[i / 2].y) = back.slope;
+      (i % 2 == 0 ? result.offset[i / 2].x : result.offset[i / 2].y) = back.offset;
+      if (writes && params.weight != nullptr) {
+        params.weight[c] = back.weight;
+      }
+      if (writes && params.bias != nullptr) {
+        params.bias[c] = back.bias;
+      }
+    }
+    return result;
+  }
+
+  // The gradient in all of eight channels from element `at` on, which are no padding.
+  template <typename T>
+  __device__ Vec<T, 8> total(const AlignConvGradY& params, int64_t at) const {
+    Vec<T, 8> sum = params.grad != nullptr ? Vec<T, 8>::load(static_cast<const T*>(params.grad) + at) : Vec<T, 8>{};
+    if (params.grad_state != nullptr) {
+      const Vec<T, 8> y = Vec<T, 8>::load(static_cast<const T*>(params.y) + at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 grad = sum.pair(i);
+        const float2 value = y.pair(i);
+        sum.set_pair(i, {grad.x + (slope[i].x * (value.x - mean[i].x) + offset[i].x),
+                         grad.y + (slope[i].y * (value.y - mean[i].y) + offset[i].y)});
+      }
+    }
+    return sum;
+  }
+};
+
+__device__ inline int64_t valid_pixels_of(const AlignConvGradY& params) {
+  const int64_t count = params.valid_pointer != nullptr ? *params.valid_pointer : params.valid;
+  return (count < 0 ? 0 : count < params.images ? count : params.images) * params.pixels;
+}
+
+// A thread keeps to eight channels.
+template <typename T, int kThreads>
+__device__ void align_conv_grad_y_block(const AlignConvGradY& params) {
+  const auto vectors = static_cast<int>(params.channels / 8);
+  const int rows = kThreads / vectors;  // pixels of a block at a time
+  const int64_t channel = threadIdx.x % vectors * 8;
+  const int64_t valid = valid_pixels_of(params);
+  if (static_cast<int>(threadIdx.x) >= rows * vectors) {
+    return;
+  }
+  const auto gradient =
+      StateGradient::of(params, channel, valid, blockIdx.x == 0 && static_cast<int>(threadIdx.x) < vectors);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * rows;
+  for (int64_t pixel = static_cast<int64_t>(blockIdx.x) * rows + threadIdx.x / vectors;
+       pixel < params.images * params.pixels; pixel += step) {
+    const int64_t at = pixel * params.channels + channel;
+    const Vec<T, 8> total = pixel < valid ? gradient.template total<T>(params, at) : Vec<T, 8>{};
+    total.store(static_cast<T*>(params.total) + at);
+  }
+}
+
+// Shared memory of the next, in bytes from its beginning, which the pointwise weights
+// [channels][right_stride] take.
+struct ProductMemory {
+  int left_stride, right_stride;  // elements from row to row
+  size_t left;                    // [kTilePixels][left_stride]: the gradient in all
+  size_t product;                 // [kTilePixels][kSlice + kPadding]
+  size_t bytes;
+
+  MF_HD static ProductMemory of(int64_t channels, int64_t in_channels, int element) {
+    ProductMemory memory{};
+    memory.left_stride = static_cast<int>(channels) + kPadding;
+    memory.right_stride = static_cast<int>(up_to(in_channels, kSlice)) + kPadding;
+    memory.left = static_cast<size_t>(channels) * memory.right_stride * element;
+    memory.product = memory.left + size_t{kTilePixels} * memory.left_stride * element;
+    memory.bytes = memory.product + size_t{kTilePixels} * (kSlice + kPadding) * element;
+    return memory;
+  }
+};
+
+// The same, and the product with the pointwise weights, 64 pixels at a time.
+template <typename T, int kThreads>
+__device__ void align_conv_product_block(const AlignConvGradY& params, const ProductMemory& memory_map,
+                                         unsigned char* memory) {
+  const auto channels = static_cast<int>(params.channels);
+  const auto in_channels = static_cast<int>(params.in_channels);
+  const int vectors = channels / 8;
+  const int rows = kThreads / vectors;
+  const int row_of_thread = static_cast<int>(threadIdx.x) / vectors;
+  const int channel = static_cast<int>(threadIdx.x) % vectors * 8;
+  const int64_t valid = valid_pixels_of(params);
+  const int64_t pixels = params.images * params.pixels;
+  T* weights = reinterpret_cast<T*>(memory);
+  T* left = reinterpret_cast<T*>(memory + memory_map.left);
+  T* product = reinterpret_cast<T*>(memory + memory_map.product);
+  const int in_vectors = in_channels / 8;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < channels * in_vectors; i += kThreads) {
+    copy_16_bytes(weights + i / in_vectors * memory_map.right_stride + i % in_vectors * 8,
+                  static_cast<const T*>(params.pointwise) + i * 8);
+  }
+  wait_for_copies();
+  const bool has_rows = row_of_thread < rows;  // of the threads that are left over none takes a channel
+  StateGradient gradient = {};
+  if (has_rows) {
+    gradient = StateGradient::of(params, channel, valid, blockIdx.x == 0 && row_of_thread == 0);
+  }
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kTilePixels; first < pixels;
+       first += static_cast<int64_t>(gridDim.x) * kTilePixels) {
+#pragma unroll 2
+    for (int row = has_rows ? row_of_thread : kTilePixels; row < kTilePixels; row += rows) {
+      const int64_t at = (first + row) * channels + channel;
+      const Vec<T, 8> total = first + row < valid ? gradient.template total<T>(params, at) : Vec<T, 8>{};
+      total.store(left + row * memory_map.left_stride + channel);
+      if (first + row < pixels) {
+        total.store(static_cast<T*>(params.total) + at);
+      }
+    }
+    for (int column = 0; column < in_channels; column += kSlice) {
+      __syncthreads();
+      multiply_chunk<T, true, kThreads>(left, memory_map.left_stride, weights + column, memory_map.right_stride,
+                                        channels, product);
+      __syncthreads();
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kTilePixels * kVectors; i += kThreads) {
+        const int64_t pixel = first + i / kVectors;
+        const int to = column + i % kVectors * 8;
+        if (pixel < pixels && to < in_channels) {
+          Vec<T, 8>::load(product + i / kVectors * (kSlice + kPadding) + i % kVectors * 8)
+              .store(static_cast<T*>(params.map) + pixel * in_channels + to);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace mf::cuda

@@ -1,0 +1,61 @@
+// What the kernels of batch norm with add and ReLU share; tests/cpp runs them on the CPU too. The
+// passes and their algebra: api/batch_norm_act.h.
+//
+// These kernels are bound by memory bandwidth. A thread owns eight channels and every so many
+// pixels, reads them as words of 16 bytes, several at once, and keeps what it needs of the norms in
+// registers. Each pass walks the map in the direction opposite to the pass before it, so that the
+// elements touched last are still in the L2 cache: statistics forward in memory, application
+// backward, sums forward, gradients backward.
+#pragma once
+
+#include <type_traits>
+
+#include "api/batch_norm_act.h"
+#include "core/relu.h"
+#include "cuda/channel_sums.cuh"
+#include "cuda/vec.cuh"
+
+namespace mf::cuda {
+
+// What surrounds the norm.
+enum class NormForm { kPlain, kResidual, kTwoNorms, kPrologue };
+
+// A norm's state for the thread's channels.
+struct GroupNorms {
+  float mean[kGroup], scale[kGroup], shift[kGroup];
+
+  __device__ static GroupNorms of(const float* state, int64_t channels, int64_t channel) {
+    GroupNorms norms;
+    load_floats(state + kMean * channels + channel, norms.mean);
+    load_floats(state + kScale * channels + channel, norms.scale);
+    load_floats(state + kShift * channels + channel, norms.shift);
+    return norms;
+  }
+  __device__ float normalised(float x, int i) const { return scale[i] * (x - mean[i]) + shift[i]; }
+};
+
+// A thread's pixels in the order of a pass, which counts them from its own end: first, first +
+// step, ... Numbers of pixels fit into 30 bits (the launchers check it), so that steps beyond the
+// end do not overflow; elements are counted in 64.
+struct Walk {
+  int first, step;
+
+  __device__ static Walk of(const ChannelThread& own) {
+    return {static_cast<int>(blockIdx.x) * own.rows + own.row, static_cast<int>(gridDim.x) * own.rows};
+  }
+};
+
+// Calls work(position, step, count, is_full) for kBatch positions at a time, the last time for
+// fewer: is_full says at compile time that count is kBatch, so that nothing is asked of every
+// pixel. A batch is what a thread loads before it uses the first of it.
+template <int kBatch, typename Work>
+__device__ void in_batches(int position, int end, int step, const Work& work) {
+  for (; position + (kBatch - 1) * step < end; position += kBatch * step) {
+    work(position, step, kBatch, std::true_type());
+  }
+  if (position < end) {
+    work(position, step, 1 + (end - 1 - position) / step, std::false_type());
+  }
+}
+
+}  // namespace mf::cuda
