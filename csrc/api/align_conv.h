@@ -1,7 +1,7 @@
 // Depthwise 3x3 convolution (padding 1) and pointwise 1x1 convolution over maps [images, height,
-// width, channels], with the norm before them applied on load and the statistics of the norm after
-// them taken on the way out. Depthwise alone, where the product with the pointwise weights is done
-// by a library. On CUDA alone: on the CPU PyTorch's convolutions serve.
+// width, channels]. The kernel normalises its input while loading, and also computes the statistics
+// that the next norm needs of its output. The depthwise convolution can also run alone: then a
+// library multiplies by the pointwise weights. CUDA only: on the CPU PyTorch's convolutions serve.
 #pragma once
 
 #include <cstdint>

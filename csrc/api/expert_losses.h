@@ -10,7 +10,7 @@
 
 namespace mf {
 
-// What forward and backward read alike.
+// What both forward and backward read.
 struct ExpertLossesInput {
   FloatArray projections;  // [experts, rows, projection_size]
   FloatArray logits;       // [experts, rows, classes]
@@ -32,8 +32,8 @@ struct ExpertLossesInput {
   int64_t valid;
   double temperature;
   double buffer_weight;
-  int64_t first_contrastive;    // experts from this one on have the term
-  int64_t first_cross_entropy;  // alike
+  int64_t first_contrastive;    // experts from this one on have the contrastive loss
+  int64_t first_cross_entropy;  // experts from this one on have the cross-entropy
   Distillation distillation;
   DistanceReduction reduction;
   int64_t student_expert;  // has no distillation term

@@ -10,7 +10,7 @@
 
 namespace mf {
 
-// What forward and backward read alike.
+// What both forward and backward read.
 struct NormPoolInput {
   FloatArray x;        // [images, pixels, channels], float32, bfloat16 or float16
   const float* state;  // [kNormRows, channels]; null: x is pooled as it is
@@ -32,7 +32,7 @@ struct NormPoolForward {
   NormPoolInput input;
   MutableFloatArray pooled;  // [images, channels], of the type of x; 0 for padding
   float* counts;  // [images, channels] out, for backward; null: not wanted. Written only with a state, 0 for padding
-  float* sums;    // [images, channels] alike
+  float* sums;    // [images, channels] out, as counts
 };
 
 struct NormPoolBackward {

@@ -2,15 +2,15 @@
 // and its gradient. Shared by every kernel that ends in a norm's statistics or begins with a norm,
 // so that they can be combined freely.
 //
-// Each producer of a map y (a convolution, or a pass that only reads one) leaves a state: mean,
-// inverse deviation, scale and shift with
+// The kernel that writes a map y (a convolution, or a pass that only reads one) also writes a
+// state: mean, inverse deviation, scale and shift with
 //   norm(y) = scale (y - mean) + shift,   scale = weight x inverse deviation,   shift = bias.
 // (Not scale y + shift': for a mean of 1,000 deviations that would round away what is left of y.)
-// Each consumer applies this while loading. Its backward treats the four as independent inputs: it
-// leaves dy = scale g, where g is the gradient of the normalised value, and the state's gradient,
-// dmean = -scale sum g, dscale = sum g (y - mean), dshift = sum g. The producer's backward then
-// owes what flows through mean and deviation: dy += slope (y - mean) + offset (NormBackward), on
-// load.
+// The next kernel normalises while loading. Its backward treats the four rows as independent
+// inputs: it writes dy = scale g, where g is the gradient of the normalised value, and the state's
+// gradient, dmean = -scale sum g, dscale = sum g (y - mean), dshift = sum g. The backward of the
+// kernel that wrote y adds what flows through mean and deviation, while loading:
+// dy += slope (y - mean) + offset (NormBackward).
 #pragma once
 
 #include <cmath>

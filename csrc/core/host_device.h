@@ -1,5 +1,5 @@
-// What a header needs so that one body serves nvcc (host and device) and a plain C++ compiler
-// alike.
+// What a header needs so that one body compiles with nvcc (host and device) and with a plain C++
+// compiler.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,6 +1,5 @@
-// torch's ReLU, for every kernel and its gradient alike: what is no number stays no number and
-// passes its gradient on, so that a training that diverges is seen in the loss. fmaxf(x, 0) would
-// return 0.
+// torch's ReLU, for every kernel and its gradient: NaN stays NaN and passes its gradient on, so that
+// a run that diverges shows it in its loss. fmaxf(x, 0) would return 0.
 #pragma once
 
 #include "core/host_device.h"

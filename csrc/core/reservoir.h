@@ -33,7 +33,7 @@ MF_HD inline bool is_eligible(SlotFilter filter, int64_t slot_task, int64_t task
 }
 
 // Random 63-bit sort key of a slot. A draw returns the eligible slots with the smallest (key,
-// slot): uniform without replacement, in a random order, and the same whoever sorts.
+// slot): uniform without replacement, in a random order that does not depend on the sort.
 MF_HD inline uint64_t draw_key(uint64_t seed, uint64_t counter, int64_t slot) {
   const PhiloxWords r = philox(seed, counter, static_cast<uint32_t>(slot), Purpose::kDraw, 0);
   return (static_cast<uint64_t>(r.word[0]) << 32 | r.word[1]) >> 1;

@@ -14,7 +14,7 @@
 // Included before every .cu file; those compile as they are if they launch by MF_LAUNCH and take
 // shared memory by MF_DYNAMIC_SHARED (csrc/cuda/launch.cuh). Bodies of .cuh files can be launched
 // with other shapes by shim::launch. Types come from the toolkit's own headers; only full warps and
-// the full mask are supported. How to add a kernel's comparisons: tests/cpp/kernel_case.h.
+// the full mask are supported. How all this works together: tests/cpp/README.md.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -283,9 +283,9 @@ SHIM_RUNTIME inline void warp_barrier(const char* site) {
   acquire(tag);
 }
 
-// The value that `lane` of this warp offers; lanes outside the warp give the own value, as on the
-// device. One barrier is enough: who writes a place again has passed the barrier of the exchange
-// between, which the other lanes reached only after reading it.
+// The value that `lane` of this warp offers; a lane outside of the warp gives the own value, as on
+// the device. One barrier is enough: before a lane writes to a place again it has passed the barrier
+// of the next exchange, which the other lanes reach only after they have read that place.
 template <typename T>
 SHIM_RUNTIME inline T exchange(const char* site, T value, unsigned lane) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "a shuffle moves up to 8 bytes");
