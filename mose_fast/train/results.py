@@ -1,6 +1,4 @@
-"""Writes the results of a run: ``results.json`` (described by ``results.schema.json``) and
-``accuracy.csv``.
-"""
+"""What a run leaves: ``results.json`` (:func:`schema` describes it) and ``accuracy.csv``."""
 
 from __future__ import annotations
 
