@@ -1,5 +1,5 @@
-"""align_conv at the shapes of the alignment modules and gates of a step: the convolutions of each
-module's down blocks, and of its gate's.
+"""align_conv at the shapes of a step's alignment modules: the convolutions of each module's down
+blocks, and those of its gate.
 
 On the CPU the op is PyTorch's operations: there is no native row.
 """
@@ -43,7 +43,7 @@ def elements_moved(
     dtype: torch.dtype,
     backward: bool,
 ) -> tuple[int, int]:
-    """Elements that the op needs to move, and that its launches do.
+    """The number of elements that the op needs to move, and that its launches move.
 
     Needed: forward x and the gate read, y written; backward x, the gate, y and its gradient read,
     those of x and of the gate written. On top of these the op writes and reads the depthwise map

@@ -1,5 +1,5 @@
-"""The views of a step: of N views a quarter are images, a quarter their mirrors, and half of all
-are augmented as MOSE does by default.
+"""The views of a step: of N views, a quarter are the images, a quarter their mirrors, and half are
+augmented by MOSE's default recipe.
 """
 
 from __future__ import annotations

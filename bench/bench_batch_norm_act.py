@@ -27,15 +27,15 @@ BANDWIDTH, LAUNCH = 0.75 * 4.17e6, 3.0
 
 
 def bytes_moved(elements: int, itemsize: int, form: str, consumers: int, backward: bool) -> int:
-    """Bytes that this op moves, which are those it needs: statistics must be known before a map can
-    be normalised.
+    """Bytes that this op moves, and needs to move: it must read the map twice, since the statistics
+    must be known before the map can be normalised.
 
     Args:
-        elements: Of the map.
+        elements: The number of elements of the map.
         itemsize: Bytes of an element.
         form: One of :data:`FORMS`.
-        consumers: Gradients of the result; each is read twice, or once where their sum is written
-        as the residual's gradient.
+        consumers: The number of gradients of the result; each is read twice, or once if their sum
+            is written as the residual's gradient.
         backward: Count the backward pass too.
     """
     usual, maps, back = FORMS[form]

@@ -1,18 +1,18 @@
-"""Time that each feed takes to make the views of a step: plain PyTorch, the native op, DALI.
+"""The time that each feed takes to make the views of a step: plain PyTorch, the native op, DALI.
 
-    python -m bench.bench_feeds                     # 384 views of 32x32 on the CPU, and on a card
-    where there is one python -m bench.bench_feeds --side 64 --rounds 50
+    python -m bench.bench_feeds                         # 384 views of 32x32, on the CPU and a card
+    python -m bench.bench_feeds --side 64 --rounds 50
 
-The first table: feeds take turns, so that whatever else the machine does hits all of them alike;
-medians are printed. ``returns`` is the time after which the caller goes on, ``done`` the time until
-the views are there: on a card, other work can be launched in between.
+The first table has medians of ``returns``, the time until the call returns, and ``done``, the time
+until the views are there; on a card, other work can be launched in between. Feeds are measured
+alternately, so that other load on the machine affects all of them.
 
 The second table is about the thread that launches steps, per batch. ``asks`` is its own processor
-time: for views that the step makes by itself their launching, for DALI handing them to the feeder
-and taking them from it. ``feeder`` is the processor time of the feeder's thread, ``holds`` the part
-of it in which no other Python thread could run: a second thread looks at the clocks again and
-again, and whatever the feeder has computed between two of its looks that lie apart was computed
-without letting it run.
+time: launching, for views that the step makes itself; for DALI, passing the request to the feeder
+and taking the views. ``feeder`` is the processor time of the feeder's thread, ``holds`` the part of
+it in which no other Python thread could run: a second thread reads the clocks continuously, and
+what the feeder has computed during a gap between two readings, it has computed while it kept the
+second thread from running.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mose_fast.device import device_name
 from mose_fast.train.feeder import Feeder
 from mose_fast.train.ring import DEPTH
 
-#: As a step on Split CIFAR-100 has them: two fixed copies of every row, each once more augmented.
+#: As in a step on Split CIFAR-100: two fixed copies of every row, and an augmented view of each.
 ROWS, VIEWS_PER_ROW = 96, 4
 SIZES = (32, ROWS - 32)
 
@@ -69,7 +69,7 @@ def measure(recipe: str, images: torch.Tensor, rounds: int) -> dict[str, tuple[f
 
 
 def asks(maker: ViewMaker, images: torch.Tensor, rounds: int) -> float:
-    """Median milliseconds of processor time that a batch's views take of the thread that launches
+    """Median milliseconds of processor time that a batch's views cost the thread that launches
     steps.
     """
     feeder, waiting, times = Feeder(images.device), [], []

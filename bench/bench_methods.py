@@ -1,11 +1,11 @@
-"""Time of a training step of every method relative to ER's, beside the arithmetic estimate of
+"""The time of a training step of every method relative to ER's, beside the arithmetic estimate in
 docs/specification/baselines.md section 0.1.
 
     python -m bench.bench_methods --width 20 --rounds 10
     python -m bench.bench_methods --growth --methods er derpp      # step 4,900 against step 100
 
-Methods take turns step by step, so that whatever else the machine does hits all of them alike; the
-medians are compared.
+Methods alternate step by step, so that other load on the machine affects all of them; the medians
+are compared.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def seconds(learner: Learner, task: int, step: int) -> float:
 
 
 def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) -> None:
-    """Prints a row for every method: milliseconds of a step, relative to ER, estimate, and one over
-    the other.
+    """Prints a row for every method: milliseconds of a step, the cost relative to ER, the estimate
+    of it, and their ratio.
     """
     learners = {name: prepare(name, width, device) for name in dict.fromkeys(["er", *names])}
     times: dict[str, list[float]] = {name: [] for name in learners}
@@ -76,7 +76,7 @@ def growth(names: Sequence[str], width: int, device: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="NAME")
     parser.add_argument("--width", type=int, default=20, help="channels of the first stage [20]")
     parser.add_argument("--rounds", type=int, default=10, help="steps timed of every method [10]")

@@ -1,5 +1,5 @@
-"""What the replay memory does in one step: takes in 10 new images, then draws 22 slots of the
-current task and 64 of the others.
+"""The replay memory's work in one step: it stores 10 new images, then draws 22 slots of the current
+task and 64 of the others.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Training as a run does it: a step in the loop (planning, feed, step, reading of losses) by feed,
+"""Training as in a run: a step inside the loop (planning, feed, step, reading of losses) by feed,
 and on a card a whole run.
 
-``reference`` and ``native`` differ in the network's kernels, the op's name tells the feed. A row
-``run`` is one pass over 50,000 random images in ten tasks with an evaluation after each, as Split
-CIFAR-100 at M = 5,000: its time is that of all of it, from the call on, and the rows ``run_train``,
-``run_evaluate``, ``run_capture``, ``run_checkpoint`` and ``run_other`` are its parts. Quantiles of
-one run are its time.
+``reference`` and ``native`` differ in the network's kernels; the op's name gives the feed. The row
+``run`` is one pass over 50,000 random images in ten tasks with an evaluation after each task, like
+Split CIFAR-100 at M = 5,000. Its time is that of the whole call; the rows ``run_train``,
+``run_evaluate``, ``run_capture``, ``run_checkpoint`` and ``run_other`` are the parts. There is one
+run, so that its quantiles are equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mose_fast.train.clock import PHASES
 
 IMPLEMENTATIONS = ("reference", "native")
 FEEDS = ("fused", "dali", "torch")
-#: Microseconds wanted on a Hopper card: of a step in the loop, of a whole run, of its evaluations.
+#: Target times on a Hopper card in microseconds: a step in the loop, a whole run, its evaluations.
 TARGETS = {"loop": 6e3, "run": 33e6, "run_evaluate": 1.65e6}
 
 

@@ -1,10 +1,10 @@
-"""One whole training step of MOSE on views that lie ready: forward, losses, backward, Adam; the
-whole network against its backbone.
+"""One training step of MOSE on prepared views: forward, losses, backward, Adam; for the whole
+network and for its backbone alone.
 
-The reference is PyTorch's own modules under autocast with its Adam; ``compiled`` the same with
-network and losses compiled; ``native`` the fused ops, on the card with weights in bf16 beside the
-float32 ones. The row ``backbone`` is the network without alignment modules, gates and the first
-three experts: what MOSE adds to it is the difference.
+``reference`` is PyTorch's own modules under autocast with its Adam, ``compiled`` the same with
+network and losses compiled, ``native`` the fused ops, on a card with bf16 copies of the float32
+weights. The row ``backbone`` is the network without alignment modules, gates and the first three
+experts; the difference is the cost of what MOSE adds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mose_fast.losses import ExpertLosses
 from mose_fast.nn import ExpertNetwork
 from mose_fast.optim import FlatAdam
 
-#: Microseconds wanted for a whole step in bf16 on a Hopper card.
+#: The target for a whole step in bf16 on a Hopper card, in microseconds.
 TARGET = 6000.0
 
 
 def make_call(case: Case, prepare: Callable[[ExpertNetwork], None] = lambda network: None) -> Callable[[], object]:
-    """A call takes one step; ``prepare`` may change the network before."""
+    """Returns a call that takes one step; ``prepare`` may change the network before."""
     rows, classes, experts = (case.shape[name] for name in "NKE")
     options = MoseOptions(
         experts=experts, attention=experts > 1, adapter=experts > 1, distillation="rsd" if experts > 1 else "off"

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the case, its three implementations, the timing on CPU and card.
+"""Shared by all benchmarks: the case, its three implementations, the timing on CPU and card.
 
 A benchmark file ``bench_<stem>.py`` holds two functions (see bench_null.py, and
 docs/benchmarks.md):
@@ -39,16 +39,16 @@ __all__ = [
     "with_gradients",
 ]
 
-#: Rows of a step: the least and most of the first task, the most later, and a large batch
+#: Rows of a step: the least and the most in the first task, the most later, and a large batch
 #: (docs/specification/mose.md section 5).
 SIZES = (40, 296, 384, 1024)
 #: The rows of a full step.
 HEADLINE = 384
 #: Classes of the two data sets, Split CIFAR-100 and Split Tiny-ImageNet.
 CLASSES = (100, 200)
-#: Bytes that no card's cache holds.
+#: More bytes than any card's cache holds.
 BEYOND_CACHES = 200 * 10**6
-#: The slowest to start comes last: where time runs out, the others are there.
+#: The slowest to start comes last: if time runs out, the others have been measured.
 IMPLEMENTATIONS = ("reference", "native", "compiled")
 DIRECTIONS = ("forward", "forward+backward")
 
@@ -58,22 +58,21 @@ class Case:
     """One benchmark.
 
     Attributes:
-        op: Stem of the op.
-        impl: ``reference`` (pure PyTorch, eager), ``compiled`` (the same under torch.compile) or
-        ``native``.
+        op: The op's stem.
+        impl: ``reference`` (pure PyTorch, eager), ``compiled`` (the same with torch.compile) or
+            ``native``.
         device: ``cpu`` or ``cuda``.
-        dtype: Of the floating-point inputs, or of the output where there are none.
+        dtype: The type of the floating-point inputs, or of the output if there are none.
         direction: ``forward`` or ``forward+backward``.
         shape: Sizes by the letter that the op's docstring uses.
-        target_us: Microseconds that the native code should take at most on a Hopper card; None
-        where there is no target.
-        captured: On a card the calls run inside a captured graph; False for code that waits for the
-        host, which no graph can hold.
+        target_us: The target for the native code on a Hopper card, in microseconds; None: none.
+        captured: Whether calls on a card run inside a captured graph; False for code that waits for
+            the host and cannot be captured.
         bytes_needed: The least that the op can move through the card's memory: each input read
-        once, each output written once.
-        bytes_moved: What the launches of the native code move. With it, calls take turns on several
-            sets of inputs, so that none of them is in the card's cache when it is read; None:
-            caches are warm, as they are for what the step has just written.
+            once, each output written once.
+        bytes_moved: What the launches of the native code move. If given, calls alternate between
+            several sets of inputs, so that no input is in the card's cache when it is read. None:
+            caches are warm, as they are for what a step has just written.
     """
 
     op: str
@@ -89,7 +88,7 @@ class Case:
 
     @property
     def sets(self) -> int:
-        """Sets of inputs that calls on a card take turns on."""
+        """The number of sets of inputs that calls on a card alternate between."""
         return 1 if self.bytes_moved is None else max(1, min(20, -(-BEYOND_CACHES // max(self.bytes_moved, 1))))
 
     @property
@@ -102,12 +101,12 @@ class Case:
 
     @property
     def headline(self) -> bool:
-        """Whether this is the size that counts most: a full step on Split CIFAR-100."""
+        """Whether this is the most important size: a full step on Split CIFAR-100."""
         return self.shape.get("N") == HEADLINE and self.shape.get("K", CLASSES[0]) == CLASSES[0]
 
     @property
     def group(self) -> str:
-        """What is compared with each other: all implementations of one op at one shape."""
+        """The name of what is compared: all implementations of one op at one shape."""
         return f"{self.op} {self.direction} {self.shape_text} {self.dtype_text} {self.device}"
 
 
@@ -115,8 +114,8 @@ def choose(case: Case, reference: Callable, native: Callable) -> Callable:
     """The function that ``case.impl`` names; ``native`` is the public one of ``mose_fast.ops``.
 
     Raises:
-        RuntimeError: The native code is wanted, but this library has none for the case's device:
-            the public function would quietly time the reference.
+        RuntimeError: Native code is wanted, and the library has none for the case's device: the
+            public function would run the reference without saying so.
     """
     if case.impl == "native":
         if not _loader.serves(torch.empty(0, device=case.device)):
@@ -128,23 +127,23 @@ def choose(case: Case, reference: Callable, native: Callable) -> Callable:
 
 
 def with_gradients(function: Callable[[], Tensor], inputs: Iterable[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-    """A call that runs ``function`` and takes the gradient of the sum of its result with respect to
-    ``inputs``.
+    """Returns a call that runs ``function`` and computes the gradient of the sum of its result with
+    respect to ``inputs``.
     """
     inputs = tuple(inputs)
     return lambda: torch.autograd.grad(function().sum(), inputs)
 
 
 def in_microseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """The quantiles of several timings as a row of results has them."""
+    """The quantiles of several timings in microseconds, by column of the results."""
     p20, median, p80 = (round(1e6 * value, 3) for value in quantiles(seconds))
     return {"median_us": median, "p20_us": p20, "p80_us": p80}
 
 
 def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, int]:
-    """How often to time ``call``: (rounds, calls in a round), after warming up.
+    """How often to time ``call``: (rounds, calls in a round). Warms up before.
 
-    A round takes at least 0.2 ms, all ``budget`` seconds.
+    A round takes at least 0.2 ms, all rounds together ``budget`` seconds.
     """
     *_, once = laps(torch.device("cpu"), call, 3)  # the first two: compilers, caches, thread pools
     once = max(once, 1e-7)
@@ -153,17 +152,16 @@ def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, i
 
 
 def time_on_card(calls: Sequence[Callable[[], object]], captured: bool) -> tuple[list[float], int, int]:
-    """Times ``calls``, which do the same on inputs of their own, by CUDA events, inside a captured
-    graph as in a captured training step, or eagerly.
+    """Times ``calls`` by CUDA events, inside a captured graph as in a captured training step, or
+    eagerly.
 
-    About 20 calls are timed in a row, so that the gap between two graph launches does not count.
-    With one call caches are warm, as they are for an op whose inputs the step has just written;
-    with several they take turns.
+    A round is about 20 calls, so that the gap between two graph launches does not count. The calls
+    do the same on different inputs, and alternate. With a single call caches are warm, as they are
+    for an op whose inputs the step has just written.
 
     Returns:
-        Seconds per call, one a round; device launches of one call (kernels, copies, fills); peak
-        memory of one call in bytes beyond what was allocated before, outputs and gradients
-        included.
+        Seconds per call, one value for each round; device launches of one call (kernels, copies,
+        fills); peak memory in bytes that one call adds, outputs and gradients included.
     """
     side = torch.cuda.Stream()  # warm-up and capture on one stream: autograd remembers the stream that it first ran on
     side.wait_stream(torch.cuda.current_stream())

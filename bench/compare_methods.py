@@ -1,10 +1,11 @@
 """All methods on one stream with one memory: the tables of docs/methods.md.
 
-    python -m bench.compare_methods --stream digits --limit-per-task 200 python -m
-    bench.compare_methods --stream split-cifar100 --data-dir DIR --classes 10 --limit-per-task 200
+    python -m bench.compare_methods --stream digits --limit-per-task 200
+    python -m bench.compare_methods --stream split-cifar100 --data-dir DIR --classes 10 \\
+        --limit-per-task 200
 
 Prints a Markdown row for every method as soon as its runs are done: ACC and forgetting (as the
-paper defines both) in per cent of its own classifier, mean over the seeds, and the seconds of a
+paper defines them) of its own classifier in percent, means over the seeds, and the seconds of a
 run.
 """
 
@@ -23,25 +24,25 @@ from mose_fast.methods import METHODS
 from mose_fast.streams import Stream, from_arrays
 from mose_fast.train import run
 
-#: GDumb's schedule here: its presets would train for longer than all other methods together.
+#: A short schedule for GDumb, whose presets would train longer than all other methods together.
 SHORT_OPTIONS: dict[str, dict[str, Any]] = {"gdumb": {"passes": 16, "passes_before": 8}}
 
 COLUMNS = ("method", "classifier", "ACC", "forgetting", "seconds")
 
 
 def own_score(results: Mapping[str, Any], measure: str) -> float:
-    """A measure of the classifier and expert that ``predict()`` uses."""
+    """A metric of the classifier and expert that ``predict()`` uses."""
     return results[measure][results["resolved"]["classifier"]][results["resolved"]["expert"]]
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
-    """Per cent; the sample's standard deviation where there are several values."""
+    """The mean in percent, with the sample standard deviation if there are several values."""
     spread = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
     return f"{100 * fmean(values):.1f}{spread}"
 
 
 def first_classes(stream: Stream, classes: int, limit_per_task: int | None) -> Stream:
-    """A stream of the first classes alone, two a task."""
+    """A stream of only the first classes, two in each task."""
     train, test = (labels < classes for labels in (stream.y_train, stream.y_test))
     return from_arrays(
         stream.x_train[train],

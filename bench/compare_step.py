@@ -1,18 +1,18 @@
-"""Choices of the step that only a card can decide: cuDNN's search for algorithms, branches on
-streams of their own, cuDNN's fused norm.
+"""Choices in the step that need a card: cuDNN's search for algorithms, branches on their own
+streams, cuDNN's fused norm.
 
-    python -m bench.compare_step                     # a table; --device cpu --width 2 only shows
-    that it runs
+    python -m bench.compare_step
+    python -m bench.compare_step --device cpu --width 2     # only shows that it runs
 
 * ``cudnn.benchmark`` (three candidates a convolution) at the two full shapes of a step, 296 and 384
   views;
-* the alignment branches of the first three experts forked onto side streams inside the graph
+* the alignment branches of the first three experts on side streams inside the graph
   (``ExpertNetwork.side_streams``);
-* ``batch_norm_act`` with a residual against cuDNN's bf16 NormAddRelu, forward, where the package
+* ``batch_norm_act`` with a residual against cuDNN's bf16 NormAddRelu, forward, if the package
   nvidia-cudnn-frontend is installed.
 
-Everything is bf16 and inside a captured graph, steps forward and backward; medians of event times,
-the variants in turns.
+Everything is bf16 and inside a captured graph; steps are forward and backward. The variants
+alternate; the table has medians of event times.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def captured(call: Call, device: str) -> Call:
 
 
 def medians(calls: dict[str, Call], rounds: int, device: str) -> dict[str, float]:
-    """Median milliseconds of each call; they take turns."""
+    """Median milliseconds of each call; the calls alternate."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -61,7 +61,7 @@ def medians(calls: dict[str, Call], rounds: int, device: str) -> dict[str, float
 
 
 def step(rows: int, width: int, device: str, *, side_streams: bool = False) -> Call:
-    """A step by fused ops on so many views."""
+    """A step with the fused ops on ``rows`` views."""
     streams = [torch.cuda.Stream() for _ in range(3)] if side_streams and device == "cuda" else []
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     case = Case("step", "native", device, dtype, "forward+backward", {"N": rows, "K": 100, "E": 4, "W": width})
@@ -88,8 +88,8 @@ def steps(width: int, device: str, rounds: int) -> dict[str, float]:
 
 
 def norm(rounds: int, device: str) -> dict[str, float]:
-    """The third: forward of norm, add and ReLU over the first stage's map at 384 images, in
-    training.
+    """The third comparison: forward of norm, add and ReLU in training, on the first stage's map of
+    384 images.
     """
     shape = (384, 64, 32, 32) if device == "cuda" else (4, 8, 8, 8)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -111,7 +111,7 @@ def norm(rounds: int, device: str) -> dict[str, float]:
 
 
 def _norm_of_cudnn(x: torch.Tensor, r: torch.Tensor, module: torch.nn.BatchNorm2d) -> Call | None:
-    """cuDNN's fused forward as a call; None where its frontend is missing."""
+    """A call of cuDNN's fused forward; None if cuDNN's frontend is not installed."""
     try:
         import cudnn
     except ImportError:
@@ -163,7 +163,7 @@ def _norm_of_cudnn(x: torch.Tensor, r: torch.Tensor, module: torch.nn.BatchNorm2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)

@@ -1,9 +1,9 @@
-"""Fixtures of the benchmarks: which implementation, which device, and the measurement itself.
+"""Fixtures of the benchmarks: the implementation, the device, and the measurement.
 
-``--compiled`` says where torch.compile is measured too: nowhere (``off``), at the size of a full
+``--compiled`` chooses where torch.compile is measured: nowhere (``off``), at the size of a full
 step (``headline``, the default) or at every size (``all``), which takes minutes. ``--rows`` names a
-folder for the rows of bench/store.py: each is written when it is measured, so that a run that is
-killed leaves those before.
+folder for the rows of bench/store.py; each row is written when it is measured, so that a killed run
+keeps its finished rows.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def commit() -> str:
-    """The commit measured; MOSE_FAST_COMMIT names it where the sources travelled without their git
-    folder.
-    """
+    """The commit measured; without a git folder, MOSE_FAST_COMMIT gives it."""
     return os.environ.get("MOSE_FAST_COMMIT") or git_commit(ROOT) or "unknown"
 
 
@@ -70,11 +68,11 @@ def copied() -> float:
 
 @pytest.fixture
 def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Callable[[], object]]], None]:
-    """A function ``measure(case, make_call)`` that times one case and keeps what bench/store.py
+    """A function ``measure(case, make_call)`` that times one case and records what bench/store.py
     needs in ``extra_info``.
 
-    ``measure.given(case, take)`` keeps the seconds that ``take()`` returns, of one call each, which
-    were timed by the caller.
+    ``measure.given(case, take)`` records the seconds of single calls that ``take()`` has timed
+    itself and returns.
     """
 
     def describe(case: Case) -> dict[str, object]:

@@ -1,11 +1,11 @@
-"""The gate of CI: native code must stay faster than the reference on this processor. Run it alone
-on the machine.
+"""A check in CI: native code must be faster than the reference on this processor. Nothing else
+should run on the machine.
 
     python -m bench.gate
 
-The two are timed in turns, so that a change of clock or load meets both; the ratio of the medians
-counts, and a miss is measured once more. The committed results (bench/results/cpu.csv) show larger
-ratios; the gate leaves room for a noisy machine.
+The two are timed alternately, so that a change of clock rate or load affects both. The ratio of the
+medians decides, and a miss is measured once more. The committed results (bench/results/cpu.csv)
+have larger ratios than the gate asks for, which leaves room for noise.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _LOSSES = Case(
 )
 _VIEWS = Case("augment", "native", "cpu", torch.float32, shape={"N": HEADLINE, "H": 32})
 
-#: What is timed, what makes its calls, and the least ratio.
+#: What is timed, the function that makes its calls, and the least ratio.
 GATES = ((_LOSSES, bench_expert_losses.make_call, 1.5), (_VIEWS, bench_augment.make_call, 1.5))
 
 
 def ratio(slow: Callable[[], object], fast: Callable[[], object], rounds: int = 15, shortest: float = 0.02) -> float:
-    """How many times longer ``slow`` takes than ``fast``: medians of ``rounds`` turns of at least
-    ``shortest`` seconds each.
+    """How many times longer ``slow`` takes than ``fast``: the ratio of the medians of ``rounds``
+    rounds of at least ``shortest`` seconds each.
     """
 
     def time_calls(call: Callable[[], object], calls: int) -> float:

@@ -1,16 +1,14 @@
-"""Where the time of a step goes: microseconds by kernel of full steps, beside the bytes that our
-ops need and what was predicted.
+"""The time of a full step by kernel, beside the bytes that our ops need and the predicted times.
 
-    python -m bench.kernel_times --csv build/kernels.csv     # on a card: 20 replays each of a step
-    of 384 views, full width, bf16 python -m bench.kernel_times --device cpu                # small,
-    eager, PyTorch's ops in float32: only shows that it runs
+    python -m bench.kernel_times --csv build/kernels.csv    # on a card: a step of 384 views in bf16
+    python -m bench.kernel_times --device cpu               # small, only shows that it runs
 
-A full step of a later task is replayed from its graph on inputs that lie ready, and torch.profiler
-notes each kernel. Rows are :data:`COLUMNS`; one with the kernel ``(all)`` sums an op up, one with
-the op ``(all)`` too the step. ``floor_us`` is the time that a copy of the needed bytes takes at the
-copy rate measured in the same call; ``predicted_us`` was read off the machine code for an H200,
-before anything had run on a card. The table on the screen leaves out what takes less than one part
-in a thousand.
+A full step of a later task is replayed 20 times from its graph on prepared inputs, with our kernels
+and with PyTorch's, and torch.profiler records each kernel. Rows have the columns :data:`COLUMNS`;
+the kernel ``(all)`` is the sum of an op, the op ``(all)`` that of the step. ``floor_us`` is the
+time to copy the needed bytes at the copy rate measured in the same call; ``predicted_us`` was
+estimated from the machine code for an H200, before anything had run on a card. The table on the
+screen leaves out what takes less than a thousandth of the step.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ STEPS = {"cuda": 20, "cpu": 1}
 
 
 class Measured(NamedTuple):
-    """Of one kernel in one step: launches and microseconds."""
+    """Launches and microseconds of one kernel in one step."""
 
     launches: float
     microseconds: float
@@ -103,8 +101,8 @@ def op_of(kernel: str) -> str:
 
 @contextmanager
 def counted_bytes() -> Iterator[dict[str, list[int]]]:
-    """Bytes by op that the network's calls meanwhile need and move, forward and backward: a dict of
-    op to [needed, moved].
+    """Counts the bytes of the network's calls while the context is open, forward and backward: a
+    dict of op to [needed, moved].
     """
     found: dict[str, list[int]] = {}
 
@@ -158,11 +156,14 @@ def counted_bytes() -> Iterator[dict[str, list[int]]]:
 
 
 def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], float, dict[str, list[int]], int]:
-    """Kernels of a full step of a later task by name, microseconds of a step by events, without the
-    profiler; bytes by op; views.
+    """Measures a full step of a later task.
+
+    Returns:
+        The kernels by name; microseconds of a step by events, without the profiler; bytes by op;
+        the number of views.
 
     Raises:
-        RuntimeError: On a card, where the step could not be captured.
+        RuntimeError: The step could not be captured on a card.
     """
     stream = random_stream(config, classes=100, images=60 * config.stream.batch)
     learner: Mose = create_learner(config, **stream.spec)
@@ -214,9 +215,9 @@ def rows(
 
     Args:
         which: Whose kernels: ``fused`` or ``torch``.
-        kernels: By name.
-        by_op: Bytes needed and moved.
-        copied: Bytes a second of a copy; None where it was not measured.
+        kernels: The kernels by name.
+        by_op: Bytes needed and moved, by op.
+        copied: Bytes a second of a copy; None if it was not measured.
     """
 
     def total(parts: Iterable[Measured]) -> Measured:
@@ -255,8 +256,8 @@ def rows(
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """The rows for people, without those below a thousandth of the step; kernels' names are cut off
-    at 100 characters.
+    """The rows as text, without those below a thousandth of the step; kernels' names are cut off at
+    100 characters.
     """
     least = float(rows[0]["us"]) / 1000
     numbers = COLUMNS[3:]
@@ -270,7 +271,7 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.kernel_times", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.kernel_times", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--csv", type=Path, help="file for all rows")
     given = parser.parse_args(arguments)

@@ -55,7 +55,7 @@ def obstacle(folder: Path) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.prebuilt", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.prebuilt", description=__doc__.partition("\n\n")[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--seal", action="store_true", help="note size and hash of the library first")
     given = parser.parse_args(arguments)

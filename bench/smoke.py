@@ -1,13 +1,13 @@
 """The shortest run that shows whether training works on a card: captured steps against eager ones,
 our kernels beside PyTorch's.
 
-    python -m bench.smoke                   # on a card: full width, bf16 python -m bench.smoke
-    --device cpu      # small, float32, both runs eager: only shows that it runs
+    python -m bench.smoke                   # on a card: full width, bf16
+    python -m bench.smoke --device cpu      # small, float32, eager: only shows that it runs
 
-Captured and eager steps are taken with ``deterministic``: every loss must be equal, two graphs must
-serve the run, nothing may have stood in the way of a capture. PyTorch's kernels start from the same
-weights and views, so that their first loss must be near ours. Whatever fails is printed with its
-whole traceback, a capture too, which a run survives. Exit status: 0 only if everything held.
+Captured and eager runs are deterministic: every loss must be equal, there must be two graphs, and
+no capture may have failed. PyTorch's kernels start from the same weights and views, so that their
+first loss must be close to ours. Every failure is printed with its whole traceback, also that of a
+capture, which a run survives. Exit status: 0 if everything is as wanted.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def complaints(captured: Trained, eager: Trained, plain: Trained | None, near: f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.smoke", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.smoke", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():

@@ -1,13 +1,13 @@
 """Keeps benchmark results: appends what pytest-benchmark measured to one CSV file per card, and
 prints a table.
 
-    python -m pytest bench --benchmark-json=build/bench.json python -m bench.store build/bench.json
-    python -m bench.store build/gpu_check/CARD.csv      # rows that `pytest bench --rows FOLDER` or
-    bench/gpu_check.sh left
+    python -m pytest bench --benchmark-json=build/bench.json
+    python -m bench.store build/bench.json
+    python -m bench.store build/gpu_check/CARD.csv      # rows of `pytest bench --rows FOLDER`
 
 Results on the CPU go to bench/results/cpu.csv, those on a card to bench/results/<card>.csv. A row
 is one benchmark; rows are only ever added. Columns: :data:`COLUMNS`; times are microseconds per
-call, on a card by CUDA events, inside a captured graph where the column ``graph`` says yes.
+call; on a card they are taken by CUDA events, inside a captured graph if ``graph`` is yes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The deployable classifier of a finished run: backbone and class means, without what only training
-needs (paper section 5.1).
+"""Export of a finished run's deployable classifier: backbone and class means, without what only
+training needs (paper section 5.1).
 """
 
 from mose_fast.export.classifier import CARD, FORMAT, MODELS, Classifier, DeployedNetwork, ExportError, Predictions

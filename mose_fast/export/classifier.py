@@ -73,7 +73,7 @@ class NearestClassMean(nn.Module):
 
 
 class DeployedNetwork(nn.Module):
-    """From raw images to labels, in one module.
+    """The exported network: from raw images to labels.
 
     Args:
         width: Channels of the first stage; the feature has D = 8 * width.
@@ -84,7 +84,7 @@ class DeployedNetwork(nn.Module):
 
     Attributes:
         backbone: ResNet-18 without alignment modules and heads: 11,168,832 parameters at width 64.
-        head: Gives a score for each class.
+        head: Computes a score for each class.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Classifier:
         image_size: (H, W) of the images in pixels.
         resize: The side that image files are resized and centre-cropped to
             (:func:`mose_fast.streams.decoding.centre_square`); None: they must have ``image_size``.
-        class_names: By head index.
+        class_names: The classes' names by head index.
 
     Raises:
         ValueError: Card and tensors do not belong together.
@@ -188,7 +188,7 @@ class Classifier:
 
     @classmethod
     def load(cls, folder: str | Path) -> Classifier:
-        """Reads ``card.json`` and ``model.safetensors``, which can execute nothing.
+        """Reads ``card.json`` and ``model.safetensors``, neither of which can execute code.
 
         Raises:
             ExportError: The folder holds no complete export, a file is damaged, or the format is

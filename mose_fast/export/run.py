@@ -49,7 +49,7 @@ def export_run(
         formats: Keys of :data:`MODELS`: ``safetensors`` (which :meth:`Classifier.load` reads),
             ``onnx``, ``torch`` (torch.export).
         classifier: ``ncm`` or ``linear`` of the last expert; None: the run's own, which must be one
-        of the two.
+            of the two.
         overwrite: Replace an earlier export in ``out``; other files stay. An interrupted export is
             always replaced.
 
@@ -58,7 +58,7 @@ def export_run(
 
     Raises:
         ExportError: The run is unfinished, damaged or has no such classifier, ``onnx`` is not
-            installed, or ``out`` is in use or holds files of an export's names that are not ours.
+            installed, or ``out`` is in use or holds foreign files with an export's names.
         RunError: The run's files contradict each other or cannot be read.
     """
     formats = tuple(dict.fromkeys(formats))

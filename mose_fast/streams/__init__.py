@@ -1,6 +1,4 @@
-"""What arrives: data sets, their split into tasks, the class order, and streams of your own
-images.
-"""
+"""Streams: data sets, their split into tasks, the class order, and streams of your own images."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +23,7 @@ __all__ = [
     "summary",
 ]
 
-# These need torch; to list the streams does not.
+# These need torch; listing the streams does not.
 __getattr__ = lazy_names(
     __name__,
     {

@@ -29,7 +29,7 @@ def check_images(x: Any, what: str) -> np.ndarray:
 
     Args:
         x: numpy array or tensor.
-        what: How messages name it, for example ``x_train`` or a file.
+        what: Its name in messages, for example ``x_train`` or a file.
 
     Raises:
         StreamError: The type, number of channels or size cannot be used; the message says how to
@@ -117,10 +117,9 @@ def assemble(
     arguments.
 
     Args:
-        labels: All labels that the data set knows, sorted; None takes those that occur in
-        ``y_train``.
-        class_names: Names in the order of ``labels``; None writes the labels.
-        source: The file they come from, for messages.
+        labels: All labels of the data set, sorted; None: those in ``y_train``.
+        class_names: Names in the order of ``labels``; None: the labels as text.
+        source: The file that they come from, for messages.
     """
     prefix = f"{source}: " if source else ""
     x_train, y_train = _pair(x_train, y_train, f"{prefix}x_train", f"{prefix}y_train")
@@ -146,7 +145,7 @@ def assemble(
             f"{prefix}y_train holds only one class, {known[0]}; wanted at least two classes to tell apart"
         )
     names = _names(class_names, known)
-    # Before the class order and the limit, which are settings and no property of the data.
+    # Before class order and limit are applied: they are settings, not properties of the data.
     of_data = fingerprint((x_train, y_train, x_test, y_test), names)
 
     tasks = _default_tasks(len(known)) if tasks is None else tasks
@@ -209,19 +208,19 @@ def from_arrays(
         y_train: Labels, any integers [N]. Sorted, they are the natural class order.
         x_test: Test images of the same size.
         y_test: Their labels, all of which occur in ``y_train``.
-        tasks: Number of equal tasks; None splits into as many as give each at least two classes (10
-        classes: 5 tasks).
-        name: What to call the stream.
+        tasks: Number of equal tasks; None: as many as give each at least two classes (10 classes: 5
+            tasks).
+        name: The stream's name.
         batch: Incoming images a step.
-        class_order_seed: Draws the order of classes; None keeps the natural one.
-        normalisation: A name of :data:`NORMALISATIONS` or your own constants; None is ``half``.
-        mirror_safe: False where mirroring an image changes its label.
+        class_order_seed: Seed of the order of classes; None: the natural order.
+        normalisation: A name in :data:`NORMALISATIONS` or your own constants; None: ``half``.
+        mirror_safe: Whether a mirrored image keeps its label.
         limit_per_task: Keep at most this many training images a task, balanced over its classes:
             the first of every class, then the second, and so on in data order, whatever the seeds.
-        class_names: Names in the order of the sorted labels; None writes the labels.
+        class_names: Names in the order of the sorted labels; None: the labels as text.
 
     Raises:
-        StreamError: Something in the arrays or arguments cannot be used.
+        StreamError: An array or argument cannot be used.
     """
     return assemble(
         x_train,
@@ -258,12 +257,12 @@ def from_batches(
             :func:`from_arrays`. With ``class_tasks``: one flat iterable of batches. It is read
             once, and each batch is copied.
         test: Test images and labels ``(x, y)``, or an iterable of such batches.
-        class_tasks: The labels of each task. A batch joins the task that holds its labels; tasks
-            follow one another even where their batches alternate.
-        name: What to call the stream.
-        normalisation: A name of :data:`NORMALISATIONS` or your own constants; None is ``half``.
-        mirror_safe: False where mirroring an image changes its label.
-        class_names: Names in the order of the sorted labels; None writes the labels.
+        class_tasks: The labels of each task. A batch belongs to the task with its labels; the tasks
+            follow one another even if their batches alternate.
+        name: The stream's name.
+        normalisation: A name in :data:`NORMALISATIONS` or your own constants; None: ``half``.
+        mirror_safe: Whether a mirrored image keeps its label.
+        class_names: Names in the order of the sorted labels; None: the labels as text.
 
     Raises:
         StreamError: A batch cannot be used, mixes tasks, or a task has no images; the message
@@ -375,12 +374,12 @@ def _record(batch: Any, what: str) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise StreamError(f"{what} is {_kind(batch)}; wanted a pair (x, y) of images and labels")
     x, y = _pair(*batch, f"x of {what}", f"y of {what}")
-    # Loaders may fill one buffer again and again. check_labels has copied the labels already.
+    # Loaders may reuse one buffer. check_labels has copied the labels already.
     return x.copy(), y
 
 
 def _is_batch(value: Any) -> bool:
-    """A pair whose first half is an array of images, not itself a batch."""
+    """Whether this is a pair whose first half is an array of images, not itself a batch."""
     return isinstance(value, tuple | list) and len(value) == 2 and getattr(value[0], "ndim", 0) >= 3
 
 
@@ -470,8 +469,8 @@ def _refuse_untested(
 
 
 def _limit(y: np.ndarray, classes_per_task: int, limit: int) -> np.ndarray:
-    """Rows to keep, in data order: of each task the first image of every class, then the second, up
-    to ``limit``.
+    """The rows to keep, in data order: for each task the first image of every class, then the
+    second, and so on, up to ``limit``.
     """
     rank = np.empty(len(y), np.int64)
     for head in range(int(y.max()) + 1):

@@ -1,5 +1,5 @@
-"""The registered streams by name, with a line on each; apart from what reads them, since a list of
-names needs no torch.
+"""The registered streams by name, with a line on each. The module that reads them needs torch, a
+list of names does not.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def digits() -> dict[str, np.ndarray]:
 
 
 def locate_cifar(classes: int, data_dir: Path) -> Path | None:
-    """The first of the files that :func:`cifar` would read that exists, or None."""
+    """The file or folder that :func:`cifar` would read; None if there is none."""
     folder = {10: "cifar-10-batches-py", 100: "cifar-100-python"}[classes]
     candidates = (f"cifar{classes}.npz", folder, f"cifar-{classes}-python.tar.gz")
     return next((data_dir / name for name in candidates if (data_dir / name).exists()), None)
@@ -224,7 +224,7 @@ def cifar(classes: int, data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
 
 
 def locate_mnist(data_dir: Path) -> Path | None:
-    """The first of the files that :func:`mnist` would read that exists, or None."""
+    """The file or folder that :func:`mnist` would read; None if there is none."""
     folder = data_dir / "MNIST" / "raw"
     if (data_dir / "mnist.npz").exists():
         return data_dir / "mnist.npz"

@@ -35,10 +35,10 @@ class Decoding:
     """How image files become pixels.
 
     Attributes:
-        decoder: ``pil``, ``dali``, or ``auto``: DALI where it is installed and there are many
-        files.
+        decoder: ``pil``, ``dali``, or ``auto``: DALI if it is installed and there are many files.
         watch: Called with the number of images decoded so far, and of all.
-        resize: Side in pixels of the images, see :func:`centre_square`; None: as they are.
+        resize: Side in pixels to which images are resized, see :func:`centre_square`; None: they
+            stay as they are.
     """
 
     decoder: str = "auto"
@@ -50,8 +50,8 @@ def centre_square(pixels: np.ndarray, side: int) -> np.ndarray:
     """Resizes an image of any size so that its shorter side is ``side``, and cuts out the centre:
     uint8 [H, W, 3] to [side, side, 3].
 
-    Both are one step of Pillow's bilinear filter, which averages over what becomes one pixel
-    (antialiasing). An image of that size is unchanged.
+    Both are one step of Pillow's bilinear filter with antialiasing. An image of the wanted size is
+    unchanged.
     """
     height, width = pixels.shape[:2]
     short = min(height, width)
@@ -61,10 +61,9 @@ def centre_square(pixels: np.ndarray, side: int) -> np.ndarray:
 
 
 def decode_image(data: bytes, what: str) -> np.ndarray:
-    """Decodes a JPEG, PNG or BMP file to uint8 [H, W, 3]; grey and palette images become RGB, alpha
-    is dropped.
+    """Decodes an image file to uint8 [H, W, 3]; grey and palette images become RGB, without alpha.
 
-    What Pillow warns of is told with the name of the file.
+    Warnings of Pillow are passed on with the file's name.
 
     Raises:
         StreamError: The file is damaged, or holds more than 8 bits a channel.
@@ -85,7 +84,7 @@ def _decode(data: bytes, what: str) -> np.ndarray:
                     f"{what} holds pixels of mode {image.mode}; wanted 8 bits a channel: convert it first"
                 )
             if image.mode == "P" and "transparency" in image.info:
-                # The same colours as straight to RGB, of which Pillow warns.
+                # Pillow warns of the direct conversion to RGB, which gives the same colours.
                 image = image.convert("RGBA")
             return np.array(image.convert("RGB"))
     except StreamError:
@@ -103,10 +102,10 @@ def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: De
 
     Args:
         files: The name of each file, for messages, and a function that reads its bytes.
-        decoding: The decoder, the size wanted, and who is told of the progress.
+        decoding: The decoder, the size of the images, and the callback for progress.
 
     Raises:
-        StreamError: A file is damaged; DALI is asked for and cannot be used, or decodes a file
+        StreamError: A file is damaged; DALI is required and cannot be used, or decodes a file
             differently.
     """
     decoder = decoding.decoder
@@ -151,7 +150,7 @@ def _by_dali() -> Callable[[Sequence[str], Sequence[bytes]], Iterable[np.ndarray
     pipeline = Pipeline(batch_size=_BATCH, num_threads=torch.get_num_threads(), device_id=None, prefetch_queue_depth=1)
     with pipeline:
         encoded = fn.external_source(name="encoded", device="cpu", dtype=types.UINT8, ndim=1)
-        # Pillow leaves images as the camera stored them.
+        # Pillow does not rotate by EXIF's orientation either.
         pipeline.set_outputs(fn.decoders.image(encoded, device="cpu", output_type=types.RGB, adjust_orientation=False))
     pipeline.build()
 

@@ -14,10 +14,10 @@ from mose_fast.streams.stream import StreamError
 
 __all__ = ["SUFFIXES", "read_folder"]
 
-#: Names of image files end so.
+#: The file types that are read.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
-# Files that are not read, which a warning names.
+# How many of the files that are not read a warning names.
 _NAMED = 5
 
 

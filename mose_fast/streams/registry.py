@@ -1,6 +1,4 @@
-"""Streams by name: what :class:`mose_fast.config.StreamConfig` asks for, made from the files that
-hold it.
-"""
+"""Streams by name: makes the stream that a :class:`mose_fast.config.StreamConfig` describes."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ __all__ = ["check_fingerprint", "create", "locate"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A registered stream: how it is split by default, how its data is read, and where that
-    lies.
-    """
+    """A registered stream: its default split, how its data is read, and where it is found."""
 
     tasks: int
     normalisation: str
@@ -132,21 +128,19 @@ def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
 
 
 def create(config: StreamConfig, watch: Watch | None = None) -> Stream:
-    """Makes the stream that a configuration asks for: a registered one, an image folder, or an
+    """Makes the stream that a configuration describes: a registered one, an image folder, or an
     ``.npz`` file.
 
-    Folders and ``.npz`` files are described in docs/own_data.md; they take the normalisation
-    ``half`` and count as safe to mirror unless told otherwise, and ``tasks`` None splits them as
-    :func:`from_arrays` does.
+    docs/own_data.md describes folders and ``.npz`` files. By default they have the normalisation
+    ``half`` and are safe to mirror; ``tasks`` None splits them like :func:`from_arrays`.
 
     Args:
-        config: What is asked for.
-        watch: Called with the number of image files decoded so far and of all, where there are some
-            to decode.
+        config: The stream's settings.
+        watch: Called with the number of image files decoded so far, and of all.
 
     Raises:
         StreamError: The name is unknown, the data is missing or damaged, has another fingerprint
-            than asked for, or cannot be split as asked.
+            than the configuration, or cannot be split as asked.
     """
     stream = _make(config, watch)
     check_fingerprint(config, stream)
@@ -154,7 +148,7 @@ def create(config: StreamConfig, watch: Watch | None = None) -> Stream:
 
 
 def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
-    """Refuses data that are not those that a configuration was written for.
+    """Refuses other data than those that a configuration was written for.
 
     Raises:
         StreamError: The configuration has a fingerprint, and the stream another one.

@@ -1,4 +1,4 @@
-"""What a stream is: images, labels by head index, tasks, and the order in which batches arrive."""
+"""A stream: images, labels by head index, tasks, and the order in which batches arrive."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ CLASS_ORDER = 2**63
 
 
 def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
-    """Draws an order of ``n`` things: int64 [n], a permutation that depends on the three arguments
-    alone.
+    """Draws a permutation of ``n``, int64 [n], that depends on the three arguments alone.
 
     The raw words of the counter-based generator Philox4x64-10 with key (seed, purpose) are sorted.
     numpy keeps the raw words of its bit generators across versions, which it does not promise for
@@ -77,7 +76,7 @@ def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
 
     Args:
         arrays: Images and labels; their types and shapes count, too.
-        names: Of the classes.
+        names: The names of the classes.
     """
     digest = hashlib.sha256("\n".join(names).encode())
     for array in arrays:
@@ -94,7 +93,7 @@ class Stream:
     class that the learner meets and a task's classes are neighbours.
 
     Attributes:
-        name: What the user called it.
+        name: The name that the user gave.
         x_train: Training images, uint8 [N, H, W, 3].
         y_train: Head index of each training image, int64 [N].
         x_test: Test images, uint8 [N', H, W, 3].
@@ -103,13 +102,13 @@ class Stream:
         class_order: ``class_order[head index]`` is the label in the data set.
         class_names: Readable names, by head index.
         normalisation: Constants for the network's input.
-        mirror_safe: False where mirroring an image changes its label (digits).
+        mirror_safe: Whether a mirrored image keeps its label (digits do not).
         batch: Incoming images a step.
-        fingerprint: Of the data that the stream was made of, 16 hex digits; see
-            :func:`fingerprint`. Streams of the same data have the same one, whatever their tasks,
-            class order and limits are. Empty: of the stream's own images.
-        arrival: Of a stream recorded from batches, each task's batches as int64 indices into
-            ``x_train``; None where each pass over a task is shuffled.
+        fingerprint: 16 hex digits, see :func:`fingerprint`, of the data from which the stream was
+            made. Streams of the same data have the same fingerprint, whatever their tasks, class
+            order and limits. Empty: computed from the stream's own images.
+        arrival: For a stream recorded from batches, each task's batches as int64 indices into
+            ``x_train``; None: each pass over a task is shuffled.
     """
 
     name: str
@@ -202,14 +201,11 @@ class Stream:
         return -(-rows // self.batch) if self.arrival is None else len(self.arrival[task])
 
     def to(self, device: torch.device) -> Stream:
-        """The stream with its images on a device; labels stay on the host, where they are looked
-        at.
-        """
+        """The stream with its images on a device; labels stay on the host, where they are read."""
         return dataclasses.replace(self, x_train=self.x_train.to(device), x_test=self.x_test.to(device))
 
     def original_label(self, y: Tensor | int) -> Tensor | int:
-        """Inverts the class order: the data set's label of a head index, for an int or an integer
-        tensor of any shape.
+        """The data set's label of a head index, for an int or an integer tensor of any shape.
 
         Raises:
             StreamError: A head index is outside the classes.
@@ -225,9 +221,7 @@ class Stream:
         return torch.tensor(self.class_order, dtype=torch.int64, device=y.device)[y.long()]
 
     def describe(self) -> str:
-        """The stream as a table for the user: exact counts and the data set's labels of every
-        task.
-        """
+        """A table for the user: image counts and the data set's labels of every task."""
         height, width = self.image_size
         train = torch.bincount(self.y_train, minlength=self.classes).tolist()
         test = torch.bincount(self.y_test, minlength=self.classes).tolist()

@@ -1,4 +1,4 @@
-"""Tiny-ImageNet in its official layout, as a folder or as the zip it is distributed in."""
+"""Tiny-ImageNet in its official layout, as a folder or as the official zip."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ class _Files:
 
 
 def find(data_dir: Path) -> Path | None:
-    """Where the data lies: ``data_dir`` itself, its folder ``tiny-imagenet-200``, its zip, or
-    nowhere (None).
-    """
+    """Finds the data: ``data_dir`` itself, its folder ``tiny-imagenet-200``, its zip, or None."""
     for folder in (data_dir, data_dir / FOLDER):
         if (folder / "wnids.txt").is_file():
             return folder
@@ -57,10 +55,10 @@ def read(data_dir: Path, decoding: Decoding) -> Decoded:
     """Reads the training images and, as test data, the validation images (the official test set has
     no labels).
 
-    Labels number the WordNet ids in sorted order: ``wnids.txt`` lists them in no order that means
-    anything, and sorted is what every reader of class folders produces, so that label i is the same
-    class with all of them. The data may hold a subset of the classes. The decoded arrays are kept
-    beside the data; see :func:`mose_fast.streams.cache.decoded_once`.
+    Labels number the WordNet ids in sorted order. The order in ``wnids.txt`` has no meaning, and
+    readers of class folders sort, too: so label i is the same class for all of them. The data may
+    hold a subset of the classes. The decoded arrays are kept beside the data, see
+    :func:`mose_fast.streams.cache.decoded_once`.
 
     Args:
         data_dir: Folder of the data; see :func:`find`.
