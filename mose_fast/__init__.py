@@ -40,7 +40,7 @@ __all__ = [
     "streams",
 ]
 
-# All but the settings needs torch, whose import takes more than a second.
+# Everything but the settings needs torch, whose import takes more than a second.
 __getattr__ = lazy_names(
     __name__,
     {
@@ -64,7 +64,7 @@ def __dir__() -> list[str]:
 
 
 def _settings_of(method: str) -> MethodSettings | None:
-    """The options and presets of any method but MOSE, which the settings know by themselves."""
+    """The options and presets of any method but MOSE, whose own are part of the settings."""
     from mose_fast.methods.registry import find_settings
 
     return find_settings(method)

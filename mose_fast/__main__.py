@@ -1,4 +1,4 @@
-"""``python -m mose_fast`` is the command line as well."""
+"""``python -m mose_fast`` runs the command line."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What this installation is: for run folders, bug reports and ``mose-fast doctor``."""
+"""Describes this installation for run folders, bug reports and ``mose-fast doctor``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mose_fast._version import __version__, git_commit
 
 __all__ = ["build_info", "code_hash"]
 
-# What shows, plans and describes runs, and computes nothing of them.
+# Code that shows, plans and describes runs, but computes no part of their results.
 _COMPUTES_NOTHING = (
     "paper",
     "report",
@@ -29,16 +29,16 @@ _COMPUTES_NOTHING = (
 
 
 def build_info() -> dict[str, Any]:
-    """Tells what was built and what is running.
+    """Describes what was built and what is running.
 
     Returns:
         ``version`` of the package; ``commit`` of the running code (ending in ``+dirty`` if files
         differ from it): the checkout's, or the one recorded when the package was built, None if
         neither is known; ``backend`` of the library, ``"cpu"``, ``"cuda"`` or ``"emulated"`` (the
-        CUDA kernels, compiled for the CPU), None where there is none and pure PyTorch is used;
+        CUDA kernels, compiled for the CPU), None if there is no library and pure PyTorch is used;
         ``archs``, the compute capabilities compiled for; ``torch`` and ``cuda``, the versions
-        compiled against, None without such; ``torch_running`` and ``cuda_running``, the versions of
-        the torch that runs now.
+        compiled against, None without a library; ``torch_running`` and ``cuda_running``, the
+        versions of the torch that runs now.
     """
     record = _loader.record or {}
     library = record if _loader.native is not None else {}
@@ -55,8 +55,8 @@ def build_info() -> dict[str, Any]:
 
 
 def code_hash(learner: type) -> str:
-    """16 hex digits that are equal where a run computes the same: of this package's code without
-    what only shows and plans, of the native library's sources, and of the learner's own file.
+    """A hash of the code that computes a run: this package without the parts that only show and
+    plan, the native library's sources, and the learner's own file. 16 hex digits.
 
     Args:
         learner: Class of the run's learner.
@@ -66,7 +66,7 @@ def code_hash(learner: type) -> str:
         path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in _COMPUTES_NOTHING
     ]
     modules = {kind.__module__ for kind in learner.__mro__} - sys.stdlib_module_names
-    # A learner that was typed in has no file.
+    # A learner that was defined interactively has no file.
     own = {Path(file).resolve() for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
     files += sorted(path for path in own if path.is_file() and not path.is_relative_to(package.resolve()))
     digest = hashlib.sha256(str((_loader.record or {}).get("sources") if _loader.native is not None else None).encode())

@@ -1,4 +1,4 @@
-"""NVIDIA DALI, an extra: whether it can be used here, and how to get it."""
+"""Whether NVIDIA DALI, an optional dependency, can be used here, and how to install it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INSTALL = "pip install 'mose-fast[dali]' (or nvidia-dali-cuda130; Linux only)"
 
 
 def obstacle() -> str | None:
-    """Why DALI cannot be used here, or None where it can.
+    """Why DALI cannot be used here; None if it can.
 
     The first call imports it, which takes about half a second.
     """
@@ -26,5 +26,5 @@ def obstacle() -> str | None:
 
 
 def version() -> str:
-    """Of the DALI that :func:`obstacle` found."""
+    """The version of the DALI that :func:`obstacle` found."""
     return importlib.import_module("nvidia.dali").__version__

@@ -1,5 +1,5 @@
-"""Names of a package that are imported when they are first used, so that ``mose-fast --help`` need
-not wait for torch.
+"""Imports names of a package when they are first used, so that ``mose-fast --help`` need not wait
+for torch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ __all__ = ["lazy_names"]
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` (PEP 562) that imports a name from its home the first time it is
-    asked for.
+    """Builds a module's ``__getattr__`` (PEP 562), which imports a name when it is first used.
 
     Args:
-        package: ``__name__`` of the module that gets it.
-        homes: The module that defines each name, by name; a submodule is its own home.
+        package: ``__name__`` of the module.
+        homes: By name, the module that defines it; a submodule defines itself.
     """
 
     def find(name: str) -> Any:

@@ -1,11 +1,10 @@
-"""Loads the native library ``mose_fast._C``, or says once and clearly why pure PyTorch is used
-instead.
+"""Loads the native library ``mose_fast._C``, or warns once why pure PyTorch is used instead.
 
-Nothing here raises: a library that is missing, was compiled for another torch or does not load
-leaves :data:`native` None.
+Nothing here raises: if the library is missing, was compiled for another torch or does not load,
+:data:`native` is None.
 
-``MOSE_FAST_NATIVE=0`` switches the library off quietly; a folder takes ``_C`` and ``_build.json``
-from there, for a second build.
+``MOSE_FAST_NATIVE=0`` switches the library off without a warning. If ``MOSE_FAST_NATIVE`` is a
+folder, ``_C`` and ``_build.json`` are loaded from there, which serves a second build.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: s
 
 
 def _damage(library: Path, facts: dict[str, Any] | None) -> str | None:
-    """Returns how a library differs from what was built, or None. Loading a part of one kills
-    Python.
+    """Returns how a library differs from what was built, or None. Loading a truncated library would
+    kill Python.
 
-    ``facts`` is None in records of builds that did not note them: then nothing is known.
+    ``facts`` is None in records of builds that did not store them; then there is no check.
     """
     if facts is None:
         return None
@@ -72,7 +71,7 @@ def _damage(library: Path, facts: dict[str, Any] | None) -> str | None:
 
 
 def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
-    """Returns the module or None, what is known of it, and what stood in the way if it is None."""
+    """Returns the module or None, its record, and why it is None."""
     library = _library(folder)
     if library is None:
         return None, None, f"there is no native library in {folder}"
@@ -117,15 +116,15 @@ there is none; why there is no module.
 
 
 def ops() -> Any:
-    """Returns the library's functions: in eager mode those of pybind11, whose call costs a fifth of
-    the dispatcher's; under torch.compile the registered ops, whose schemas the compiler reads.
+    """Returns the library's functions: in eager mode those of pybind11, whose calls cost a fifth of
+    the dispatcher's; under torch.compile the registered ops, whose schemas the compiler needs.
     """
     return torch.ops.mose_fast if torch.compiler.is_compiling() else native
 
 
 def card() -> str | None:
     """Returns the type of the devices whose tensors the library's CUDA kernels take: ``"cuda"``, or
-    ``"cpu"`` where the library emulates a card; None where there are no kernels."""
+    ``"cpu"`` if the library emulates a card; None if there are no kernels."""
     return None if native is None else {"cuda": "cuda", "emulated": "cpu"}.get(record["backend"])
 
 
@@ -133,19 +132,19 @@ def serves(*tensors: torch.Tensor) -> bool:
     """Tells whether the native library has code for these tensors: all on the CPU, or all on one
     card in a CUDA build.
 
-    Not for those that a transform of ``torch.func`` (vmap, grad) hands on, which have no memory
+    It has none for tensors inside a transform of ``torch.func`` (vmap, grad), which have no memory
     that native code could read.
     """
     devices = {tensor.device for tensor in tensors}
     if native is None or len(devices) != 1 or devices.pop().type not in ("cpu", card()):
         return False
-    # Inside torch.compile, which does not look into that function, transforms are compiled away.
+    # torch.compile cannot trace this function, but compiles transforms away.
     return torch.compiler.is_compiling() or not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 def on_card(*tensors: torch.Tensor) -> bool:
     """Tells whether the CUDA kernels of the native library take these tensors.
 
-    The one place that says so: a device's type does not.
+    Always ask this function; the device's type does not tell.
     """
     return serves(*tensors) and tensors[0].device.type == card()

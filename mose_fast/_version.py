@@ -1,4 +1,4 @@
-"""The package's version and commit, free of imports so that the build can read them too."""
+"""The package's version and commit. The build reads this file, too, so it imports no package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NOT_BUILT = {"cpu": ("cuda", "emulated"), "cuda": ("emulated",), "emulated": ()
 
 def source_hash(folder: Path, backend: str) -> str | None:
     """Returns a hash of the sources in ``folder / "csrc"`` that a library of this back end is built
-    from; None where there are none, as beside an installed package.
+    from; None if there are none, as for an installed package.
 
     Raises:
         KeyError: ``backend`` is none of cpu, cuda and emulated.
@@ -56,6 +56,6 @@ def source_hash(folder: Path, backend: str) -> str | None:
 
 
 def file_facts(path: Path) -> dict[str, int | str]:
-    """Returns size and SHA-256 of a file, as the record of a build has them of the library."""
+    """Returns size and SHA-256 of a file, in the form in which a build records its library."""
     content = path.read_bytes()
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

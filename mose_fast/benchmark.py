@@ -1,8 +1,8 @@
-"""What training costs on this machine: the step by itself, the step in the loop, evaluations, a
-whole run; beside plain PyTorch.
+"""Measures what training costs on this machine, beside plain PyTorch: the step alone, the step in
+the loop, evaluations, and a forecast of a whole run.
 
-Images are random: nothing here depends on what they show. Each variant is measured with a fresh
-learner in one process.
+Images are random, since no time depends on what they show. All variants are measured in one
+process, each with a new learner.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ _COLUMNS = (
     "where",
 )
 
-#: Steps of a task that bring its batches to their full size, and a margin.
+#: Steps of a task until its batches have their full size, with a margin.
 _RAMP = 12
 
-#: Steps in the loop before the measured ones: on a card they are captured, and fill ring and
-#: reader; the CPU has nothing to prepare.
+#: Steps in the loop before the measured ones. On a card, these are captured and fill ring and
+#: reader; the CPU needs none.
 _WARM_UP = {"cuda": 20, "cpu": 3}
 
-#: Name of the measurement that is no variant of the step.
+#: Name of the measurement that is not a variant of the step.
 _EVALUATION = "evaluation"
 
-#: Most calls of a measurement.
+#: Largest number of calls of a measurement.
 _CALLS = 2000
 
 
 class Ceilings(NamedTuple):
-    """What the machine can do at most, measured: ``tflops`` of a large matrix product in the run's
-    precision, ``gbytes`` (1e9 bytes) a second that a copy moves, read and written."""
+    """The machine's measured peak rates: ``tflops`` of a large matrix product in the run's
+    precision, and ``gbytes`` (1e9 bytes) a second that a copy reads and writes."""
 
     tflops: float
     gbytes: float
@@ -93,8 +93,8 @@ class Variant(NamedTuple):
     Attributes:
         name: Name of its row.
         settings: Settings of :class:`RunConfig`, by name.
-        compiled: The network is compiled by ``torch.compile``.
-        looped: It is measured in the loop; else the step is by itself, on inputs that lie ready.
+        compiled: Whether ``torch.compile`` compiles the network.
+        looped: Whether the step is measured in the loop; else alone, on prepared inputs.
     """
 
     name: str
@@ -104,11 +104,11 @@ class Variant(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A measurement: milliseconds (median, and the quantiles 0.2 and 0.8) of a step with so many
+    """A measurement: milliseconds of a step (median, and the quantiles 0.2 and 0.8) with ``views``
     views.
 
-    ``peak`` are bytes that the card had allocated at most, None on the CPU; ``note`` says why there
-    is no time, where there is none, and ``traceback`` where in the program it failed.
+    ``peak`` is the largest number of bytes allocated on the card, None on the CPU. If there is no
+    time, ``note`` says why, and ``traceback`` where the program failed.
     """
 
     name: str
@@ -123,19 +123,19 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What :func:`benchmark` found.
+    """The results of :func:`benchmark`.
 
     Attributes:
         where: Card or processor, versions.
         config: Settings of the network and the steps.
         macs: Multiply-accumulates of a forward pass of one image.
         ceilings: The machine's peak rates.
-        rows: One a variant.
-        evaluation: Seconds of an evaluation of all classifiers and experts, on as many images as
-        ``evaluated``; None where not measured.
-        evaluated: Images: those in memory and 10,000 of a test set (fewer where the run is
-        smaller).
-        failures: Whole tracebacks of what could not be measured, by name.
+        rows: One row for each variant.
+        evaluation: Seconds of an evaluation of all classifiers and experts on ``evaluated`` images;
+            None if not measured.
+        evaluated: Number of images: those in memory and 10,000 of a test set (fewer for a smaller
+            run).
+        failures: Tracebacks of the measurements that failed, by name.
     """
 
     where: str
@@ -148,8 +148,8 @@ class Report:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def tflops(self, row: Row) -> float:
-        """Of a row: forward and backward pass of its views, three times the forward's
-        multiply-accumulates, over its time.
+        """TFLOP/s of a row: the forward and backward pass of its views (three times the forward
+        pass's multiply-accumulates) divided by its time.
         """
         return 0.0 if row.milliseconds is None else 6e-12 * self.macs * row.views / (row.milliseconds / 1e3)
 
@@ -217,8 +217,8 @@ class Report:
 
 
 def variants(device: torch.device) -> list[Variant]:
-    """All that can be measured on a device: plain PyTorch as the baseline, then our kernels, then
-    both in the loop by feed.
+    """All variants of a device: plain PyTorch as the baseline, then our kernels, then both in the
+    loop for each feed.
     """
     on_card = device.type == "cuda"
     plain, fused = {"kernels": "torch", "feed": "torch"}, {"kernels": "fused", "feed": "fused"}
@@ -227,7 +227,7 @@ def variants(device: torch.device) -> list[Variant]:
         Variant("plain PyTorch, torch.compile, eager", {**plain, "step": "eager"}, compiled=True),
     ]
     if on_card:
-        # Views of the fused feed: PyTorch's own cannot be part of a graph.
+        # The views come from the fused feed, because PyTorch's cannot be part of a graph.
         graph = {"kernels": "torch", "feed": "fused", "step": "captured"}
         found += [
             Variant("plain PyTorch, graph", graph),
@@ -249,7 +249,7 @@ def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) 
     """A stream of random 32x32 images in two tasks, the first just large enough to replay from.
 
     Args:
-        config: Its ``stream.batch`` is the stream's.
+        config: Settings; only ``stream.batch`` is used.
         classes: Number of classes; each of the two tasks has half of them.
         images: Training images of the second task.
         tests: Test images of both.
@@ -281,8 +281,8 @@ def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) 
 
 
 def ceilings(device: torch.device, precision: str) -> Ceilings:
-    """Measures them: a square product of 8,192 (CPU: 1,024), a copy of 1 GiB (CPU: 64 MiB); the
-    best of five.
+    """Measures the peak rates: the best of five square products of 8,192 (CPU: 1,024) and of five
+    copies of 1 GiB (CPU: 64 MiB).
     """
     on_card = device.type == "cuda"
     size = 8192 if on_card else 1024
@@ -307,13 +307,13 @@ def benchmark(
     Args:
         config: MOSE's settings; device, precision, width, memory, batch and options are used.
         classes: Number of the network's classes.
-        seconds: Spent on each variant, once it is warm.
-        only: Variants whose names hold this text.
+        seconds: Time for each variant, after its warm-up.
+        only: Measure only variants whose names contain this text.
         watch: Called with the name of the next measurement.
 
     Raises:
-        ConfigError: The method is another one, the device is not there, or no measurement's name
-            holds ``only``.
+        ConfigError: The method is not MOSE, the device is missing, or no measurement's name
+            contains ``only``.
     """
     if config.method != "mose":
         raise ConfigError(f"method is {config.method!r}; wanted mose, whose step is measured")
@@ -324,7 +324,7 @@ def benchmark(
     names = [*(variant.name for variant in variants(device)), _EVALUATION]
     if not any(only in name for name in names):
         raise ConfigError(f"only is {only!r}, which no measurement's name holds; here there are: {'; '.join(names)}")
-    # Before the variants, so that one that breaks the card does not take the others' rows with it.
+    # Measured before the variants, since one of them may break the card.
     where, macs, possible = _where(device), probe.costs()[0].macs, ceilings(device, config.precision)
     found: list[Row] = []
     failures: dict[str, str] = {}
@@ -353,14 +353,14 @@ def benchmark(
 def back_to_back(
     device: torch.device, call: Callable[[], object], *, seconds: float = 0.0, calls: int | None = None
 ) -> list[float]:
-    """Seconds of each of many calls that follow each other without a gap, once they are warm: on a
-    card the host only launches them.
+    """Seconds of each of many calls back to back, after a warm-up; on a card the host only launches
+    them.
 
     Args:
         device: Device that they run on; on a card, in the current stream.
-        call: What is measured. On a card it should not wait for it.
+        call: The call to measure. It should not wait for the card.
         seconds: Time to spend.
-        calls: How many, in place of ``seconds``.
+        calls: Number of calls, in place of ``seconds``.
     """
     warm = laps(device, call, 3 if calls is None else 1)
     if calls is None:
@@ -375,21 +375,19 @@ def quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second that a copy moves, read and written: the best of five copies of 1 GiB (CPU: 64
-    MiB).
-    """
+    """Bytes a second that a copy reads and writes; the best of five copies (1 GiB, CPU: 64 MiB)."""
     source = torch.empty(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2 * source.numel() / min(back_to_back(device, lambda: target.copy_(source), calls=5))
 
 
 def _tidy(device: torch.device) -> None:
-    """Frees what a variant has left, so that the next one finds the card as the first one did."""
+    """Frees what a variant has allocated, so that all variants start alike."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
-        # After an error that the card does not recover from, every call fails; the next variants
-        # then say so in their rows.
+        # After an error that the card does not recover from, every call fails, and the rows of the
+        # next variants say so.
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
@@ -412,7 +410,8 @@ def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) ->
     except ConfigError as error:
         return without(f"{type(error).__name__}: {error}")
     except Exception as error:
-        # Out of memory, no compiler, a kernel that fails: the other variants can still be measured.
+        # After a lack of memory, a missing compiler or a failing kernel, the other variants can
+        # still be measured.
         line = (str(error).strip() or repr(error)).splitlines()[0]
         return without(f"failed: {type(error).__name__}: {line}", traceback.format_exc())
     low, middle, high = quantiles(times)
@@ -420,13 +419,13 @@ def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) ->
 
 
 def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:
-    """Views and seconds of full steps of a later task, on inputs that lie ready."""
+    """Views and seconds of full steps of a later task, on prepared inputs."""
     learner = _learner(config, stream)
     with own_stream(learner.device):
         steps = CapturedSteps(learner, capture=config.step == "captured")
         for task in range(2):
             for rows in stream.batches(task, seed=config.seed)[: _RAMP if task else None]:
-                # Only the data plane runs: the model is not needed to fill the memory.
+                # Only the data plane runs, since filling the memory needs no model.
                 prepared = learner.prepare(stream.x_train[rows], stream.y_train[rows], task, index=rows)
         if variant.compiled:
             learner.network.compile(dynamic=False)
@@ -444,8 +443,7 @@ def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: flo
 
 
 def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:
-    """Measures full steps as a run takes them, by the very pipeline of runs: planning, feed, step,
-    reading of losses.
+    """Measures full steps in the pipeline of real runs: planning, feed, step, reading of losses.
 
     Args:
         config: MOSE's settings.
@@ -453,11 +451,11 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
         seconds: Time to measure for, after the warm-up.
 
     Returns:
-        Views of a step; seconds a step, by the host's clock from losses to losses, each a mean over
-        up to ten steps.
+        Views of a step; seconds a step, each a mean over up to ten steps, measured by the host's
+        clock from the arrival of losses to that of later losses.
 
     Raises:
-        RuntimeError: Steps were to be captured and could not be.
+        RuntimeError: Steps should be captured and could not be.
     """
     learner = _learner(config, stream)
     stream = resident(stream, learner.device)
@@ -482,7 +480,7 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
         raise RuntimeError(f"{pipeline.captured.obstacle}\n{pipeline.captured.traceback}")
     o = config.options
     rows = config.stream.batch + o.new_extra + o.buffer_batch
-    # Losses arrive in bursts: differences over several steps are even.
+    # Losses arrive in bursts, so times are measured over several steps.
     stride = max(1, min(10, len(times) // 8))
     return rows * learner.views.views_per_row, [(b - a) / stride for a, b in pairwise(times[::stride])]
 
@@ -500,7 +498,7 @@ def _evaluation(config: RunConfig, stream: Stream) -> tuple[float, int]:
         rows = stream.batches(0, seed=config.seed)[0]
 
         def evaluate() -> None:
-            # The class means are kept until the next batch.
+            # Class means are cached until the next batch.
             learner.observe(stream.x_train[rows], stream.y_train[rows], 0, index=rows, train=False, store=False)
             evaluate_learner(learner, on_card, 1)
 
@@ -522,7 +520,7 @@ def _where(device: torch.device) -> str:
 
 @contextmanager
 def _peak(device: torch.device) -> Iterator[list[Any]]:
-    """A list that holds the most bytes allocated on the card, or None, at the end."""
+    """Yields a list that at the end contains the peak of bytes allocated on the card, or None."""
     found: list[Any] = [None]
     if device.type == "cuda":
         torch.cuda.synchronize(device)

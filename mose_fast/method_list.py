@@ -1,5 +1,5 @@
-"""What ``mose-fast list methods`` shows, read from the methods' sources, since importing them would
-import torch.
+"""The list of methods for ``mose-fast list methods``. It is read from the methods' source files,
+since importing them would import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["ENTRY_POINTS", "ListedMethod", "listed_methods"]
 
-#: Group of the entry points by which an installed package offers methods: ``name =
+#: Group of entry points with which an installed package provides methods: ``name =
 #: "package.module:Class"``.
 ENTRY_POINTS = "mose_fast.methods"
 
@@ -31,9 +31,7 @@ class ListedMethod(NamedTuple):
 
 
 def listed_methods() -> list[ListedMethod]:
-    """All methods of this package, by name, and those of installed packages, which are imported for
-    it.
-    """
+    """All methods of this package, by name, and those of installed packages, which are imported."""
     own = [listed for path in sorted((Path(__file__).parent / "methods").glob("*.py")) for listed in _declared(path)]
     return [*own, *_installed({listed.name for listed in own})]
 

@@ -1,5 +1,5 @@
-"""A replay memory that holds as many samples of every class as of any other (Prabhu et al., GDumb,
-ECCV 2020, algorithm 1).
+"""A replay memory with equally many samples of every class (GDumb, Prabhu et al., ECCV 2020,
+algorithm 1).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["BalancedMemory"]
 
 
 class BalancedMemory(ReplayMemory):
-    """Greedy class balance: an item is kept if its class is new or has less than its share; a
-    random one of the largest class leaves.
+    """A memory with greedy class balance: an item is stored if its class is new or has less than
+    its share. If the memory is full, a random sample of the largest class is removed.
 
-    The share of a class is M / classes stored, a fraction as in the paper: rounded down, the first
-    classes would keep more than one slot more than the last. A batch is decided as a whole, with
-    the same counts as item by item up to ties between classes.
+    The share of a class is M / (number of stored classes), a fraction as in the paper: if it were
+    rounded down, the first classes could keep several slots more than the last. A batch is decided
+    as a whole; the counts are the same as item by item, up to ties between classes.
 
     Args:
         capacity: Slots M.
@@ -40,7 +40,7 @@ class BalancedMemory(ReplayMemory):
 
     @property
     def filled(self) -> int:
-        # Not min(seen, capacity): a class with its share is refused even while slots are free.
+        # Not min(seen, capacity): a class that has its share is refused even if slots are free.
         return self._filled
 
     def insert(self, x: Tensor, y: Tensor, task: int, index: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class BalancedMemory(ReplayMemory):
         else:
             kept = torch.cat([torch.ones_like(stored, dtype=torch.bool), accepted])
         kept_stored, kept_new = kept.split([len(stored), len(y)])
-        # Slots that nothing holds any more, in order: those left by others, then those never used.
+        # Empty slots, in order: first those of removed samples, then those never used.
         free = torch.ones(self.capacity, dtype=torch.bool, device=y.device)
         free[: len(stored)] = ~kept_stored
         slots = torch.full_like(y, -1)
@@ -61,7 +61,7 @@ class BalancedMemory(ReplayMemory):
         return slots
 
     def draw(self, count: int, *, only: int | None = None, others: int | None = None) -> Tensor:
-        # What draws takes the first state[2] slots for filled.
+        # Draws treat the first state[2] slots as filled.
         seen = self.state[2].clone()
         self.state[2] = self._filled
         slots = super().draw(count, only=only, others=others)
@@ -69,21 +69,21 @@ class BalancedMemory(ReplayMemory):
         return slots
 
     def _accept(self, y: Tensor) -> Tensor:
-        """Which items of a batch algorithm 1 lets in, bool [B]."""
+        """Which items of a batch algorithm 1 stores, bool [B]."""
         counts = torch.bincount(self.labels[: self._filled], minlength=self.classes)
         earlier = (y[:, None] == y).tril(-1).sum(1)  # items of the same class before it in the batch
         new = (counts[y] == 0) & (earlier == 0)
         classes_before = (counts > 0).sum() + new.cumsum(0) - new.long()
-        # Shares only shrink, so that whoever is let in finds all earlier items of its class let in
-        # as well.
+        # Shares only shrink, so if an item is stored, all earlier items of its class are stored,
+        # too.
         return new | ((counts[y] + earlier) * classes_before < self.capacity)
 
     def _keep_smallest(self, stored: Tensor, y: Tensor, accepted: Tensor) -> Tensor:
-        """Chooses M of the stored samples and the accepted items, bool [filled + B], by taking from
-        the largest classes at random.
+        """Chooses M of the stored samples and the accepted items, bool [filled + B], by removing
+        random samples of the largest classes.
 
-        Samples of a class are stacked in random order; what lies highest leaves, equal heights in
-        random order.
+        The samples of each class get ranks in random order. Those with the highest ranks are
+        removed, in random order among equal ranks.
         """
         labels = torch.cat([stored, torch.where(accepted, y, self.classes)])
         within, between, _, _ = random_words(self.seed, self.seen, len(labels), Purpose.BALANCE, labels.device)

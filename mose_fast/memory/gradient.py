@@ -14,11 +14,11 @@ __all__ = ["GradientMemory"]
 
 
 class GradientMemory(ReplayMemory):
-    """Slots with a score each, the largest cosine similarity of a sample's gradient to those of
-    others when it was stored: low is good.
+    """A memory with a score for each slot: the largest cosine similarity of the sample's gradient
+    to those of other samples when it was stored. Low scores are good.
 
-    The memory decides where samples go; whoever uses it computes their scores and stores them with
-    :meth:`offer`. Arguments as for :class:`ReplayMemory`.
+    The memory decides where samples are stored; its user computes their scores and calls
+    :meth:`offer`. The arguments are those of :class:`ReplayMemory`.
     """
 
     def __init__(
@@ -28,15 +28,15 @@ class GradientMemory(ReplayMemory):
         self.scores = self.keep("scores")
 
     def reference(self, count: int, size: int) -> Tensor:
-        """Draws disjoint batches of slots, with whose gradients the next batch offered is compared.
+        """Draws disjoint batches of slots; the next offered batch is compared with their gradients.
 
         Args:
-            count: Batches wanted.
-            size: Slots of a batch.
+            count: Number of batches wanted.
+            size: Number of slots in a batch.
 
         Returns:
-            int64 [n, s]: s = min(size, filled), n the number of such batches that there are, at
-            most ``count``.
+            int64 [n, s] with s = min(size, filled) and n the number of full batches, at most
+            ``count``.
         """
         size = min(size, self.filled)
         count = min(count, self.filled // size) if size else 0
@@ -44,12 +44,12 @@ class GradientMemory(ReplayMemory):
         return order[: count * size].view(count, size)
 
     def offer(self, x: Tensor, y: Tensor, task: int, index: Tensor, scores: Tensor) -> Tensor:
-        """Stores a batch with its scores: free slots are filled in order; in a full memory each
-        item challenges one stored sample.
+        """Stores a batch with its scores. Free slots are filled in order; in a full memory each
+        item competes with one stored sample.
 
-        While there is a free slot, items beyond the free ones are dropped. Challenged slots are
-        drawn without replacement, with probability proportional to their score above the least one;
-        an item takes the slot with probability P_slot / (P_item + P_slot), where P = (score + 1) /
+        If some slots are free, items beyond them are dropped. The slots to compete for are drawn
+        without replacement, with probability proportional to their score above the lowest score.
+        An item takes its slot with probability P_slot / (P_item + P_slot), where P = (score + 1) /
         2.
 
         Args:
@@ -57,7 +57,7 @@ class GradientMemory(ReplayMemory):
             scores: float32 [B] in [-1, 1].
 
         Returns:
-            int64 [B]: the slot in which each item lies now, -1 where it was not kept.
+            int64 [B]: the slot of each item now, -1 if it was not stored.
         """
         slots = self._free(len(y)) if self.filled < self.capacity else self._challenge(scores)
         self.write(slots, x, y, task, index)
@@ -73,8 +73,9 @@ class GradientMemory(ReplayMemory):
         stored = self.scores.double()
         weights = (stored - stored.min()) / (stored.max() - stored.min() + 0.01)
         high, low, *_ = random_words(self.seed, self.seen, self.capacity, Purpose.POLICY, device, lane=1)
-        # An exponential race: the first to arrive are a weighted draw without replacement. Slots of
-        # the least score have weight 0; a hair above it, they are drawn where there are no others.
+        # An exponential race: its first arrivals are a weighted draw without replacement. Slots
+        # with the lowest score have weight 0; a tiny weight lets them be drawn if there are no
+        # others.
         arrival = -torch.log1p(-unit(high)) / weights.clamp_min(1e-12)
         challenged = torch.sort(arrival, stable=True).indices[: len(scores)]
         item = (scores[: len(challenged)].double() + 1) / 2

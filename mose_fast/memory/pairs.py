@@ -1,4 +1,4 @@
-"""Retrieval of a positive and a negative for each anchor (Caccia et al., ICLR 2022;
+"""Draws a positive and a negative for each anchor (Caccia et al., ICLR 2022;
 docs/specification/baselines.md section 6).
 """
 
@@ -21,7 +21,7 @@ def draw_pairs(
     An anchor is never its own positive.
 
     Args:
-        labels: int64 [B], of the anchors.
+        labels: int64 [B], labels of the anchors.
         stored: int64 [F], labels of the samples in memory.
         negatives: bool [K], the labels that a negative may have.
         seed: The run's seed.
@@ -29,7 +29,7 @@ def draw_pairs(
             device.
 
     Returns:
-        anchors: int64 [n], the anchors for which there are both, n <= B.
+        anchors: int64 [n], the anchors that have a positive and a negative, n <= B.
         positives: int64 [n], positions in [stored samples; anchors].
         negatives: int64 [n], positions in the same list.
     """

@@ -21,7 +21,7 @@ class MemoryRecord(NamedTuple):
 
     Attributes:
         state: The memory's state on the host: seed, draws, items seen.
-        slots: int64 [n] on the host, the slots that were about to be overwritten.
+        slots: int64 [n] on the host, the slots that the insertion overwrites.
         contents: Their old contents by name, on the memory's device.
     """
 
@@ -31,13 +31,13 @@ class MemoryRecord(NamedTuple):
 
 
 class ReplayMemory:
-    """Slots of image, label, task and original stream index, each stream item kept with equal
-    probability.
+    """A memory whose slots hold image, label, task and index in the original stream; each stream
+    item is kept with equal probability.
 
-    Its randomness is counter-based: decisions depend on (seed, counters) alone, so that every
-    device makes the same ones and a restored memory continues as if it had never stopped. On a
-    card, neither :meth:`insert` nor :meth:`draw` waits for it: how many slots qualify is known on
-    the host, which makes the same decisions beside it.
+    Random decisions are counter-based: they depend only on (seed, counters), so that every device
+    makes the same ones and a restored memory continues as if it had never stopped. On a card,
+    neither :meth:`insert` nor :meth:`draw` waits for the card: the host makes the same decisions
+    and so knows how many slots qualify.
 
     Args:
         capacity: Slots M.
@@ -49,7 +49,7 @@ class ReplayMemory:
         images: uint8 [M, H, W, 3]; labels, tasks, indices: int64 [M]. The first ``filled`` slots
         hold samples.
         state: int64 [3]: seed, number of draws so far, number of items seen.
-        extras: What a method keeps beside each sample, by name, [M, ...]; see :meth:`keep`.
+        extras: Tensors [M, ...] that a method keeps beside each sample, by name; see :meth:`keep`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ReplayMemory:
         )
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64, device=device)
         self.extras: dict[str, Tensor] = {}
-        # What policies, the fill level and the number of drawn rows ask for lies on the host: on
+        # Policies, the fill level and the number of drawn rows need these values on the host; on
         # the CPU that is the memory itself.
         self.seed, self.seen = seed, 0
         self.twin = HostTwin(capacity, seed) if torch.device(device).type == "cuda" else None
@@ -80,10 +80,10 @@ class ReplayMemory:
         Args:
             x: uint8 [B, H, W, 3]; y: int64 [B]; index: int64 [B], positions in the original stream;
             all on the memory's device.
-            task: The task they came in.
+            task: The task that they belong to.
 
         Returns:
-            int64 [B]: the slot in which each item lies now, -1 where it was not kept.
+            int64 [B]: the slot of each item now, -1 if it was not stored.
         """
         slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, task, index)
         if self.twin is not None:
@@ -95,11 +95,11 @@ class ReplayMemory:
         """Stores a batch in slots that a policy has chosen; the counterpart of :meth:`insert` for
         policies other than reservoir sampling.
 
-        A policy must fill the slots in order: the first ``filled`` ones, and they alone, hold
-        samples. On a card this waits for it.
+        A policy must fill the slots in order: exactly the first ``filled`` slots hold samples. On a
+        card this waits for the card.
 
         Args:
-            slots: int64 [B], each slot at most once; -1 where an item is not kept.
+            slots: int64 [B], each slot at most once; -1 if an item is not stored.
             x, y, task, index: The arguments of :meth:`insert`.
         """
         kept = slots >= 0
@@ -113,17 +113,16 @@ class ReplayMemory:
         self.seen += len(x)
 
     def keep(self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-        """Reserves a tensor [M, *shape] of zeros that belongs to the slots: it is part of
-        :meth:`tensors`.
+        """Adds a tensor of zeros [M, *shape], a row for each slot, to :meth:`tensors`.
 
-        Whoever inserts also writes it, with :meth:`write_extra`.
+        The caller of :meth:`insert` must also write it, with :meth:`write_extra`.
         """
         self.extras[name] = torch.zeros(self.capacity, *shape, dtype=dtype, device=self.images.device)
         return self.extras[name]
 
     def write_extra(self, name: str, slots: Tensor, values: Tensor) -> None:
         """Writes ``values`` [B, ...] beside the samples that :meth:`insert` put into ``slots``
-        (int64 [B], -1: not kept).
+        (int64 [B], -1: not stored).
         """
         kept = slots >= 0
         self.extras[name][slots[kept]] = values[kept].to(self.extras[name].dtype)
@@ -132,9 +131,9 @@ class ReplayMemory:
         """Draws slots uniformly without replacement.
 
         Args:
-            count: Slots wanted.
-            only: Restrict to this task.
-            others: Restrict to all tasks but this one.
+            count: Number of slots wanted.
+            only: Draw only from this task.
+            others: Draw only from the other tasks.
 
         Returns:
             int64 [n], n = min(count, slots that qualify), in random order.
@@ -155,11 +154,10 @@ class ReplayMemory:
         return slots[: min(count, qualify)]
 
     def record(self, upcoming: int = 0) -> MemoryRecord:
-        """What :meth:`restore` needs to bring the memory back to what it is now, after any draws
-        and one :meth:`insert`.
+        """Records what :meth:`restore` needs to undo any draws and one :meth:`insert` from now on.
 
         Args:
-            upcoming: Items that the insertion will offer.
+            upcoming: Number of items that the insertion will offer.
         """
         tasks, state = (self.tasks, self.state) if self.twin is None else (self.twin.tasks, self.twin.state)
         slots = decide(torch.empty_like(tasks), state.clone(), upcoming, 0)
@@ -169,9 +167,7 @@ class ReplayMemory:
         return MemoryRecord(tuple(state.tolist()), slots, contents)
 
     def restore(self, record: MemoryRecord) -> None:
-        """Undoes draws and the insertion since :meth:`record`; of several records the newest comes
-        first.
-        """
+        """Undoes draws and the insertion since :meth:`record`. Restore the newest record first."""
         state = torch.tensor(record.state)
         slots = upload(record.slots, self.images.device)
         own = self.tensors()
@@ -184,7 +180,7 @@ class ReplayMemory:
         self.seen = record.state[2]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a checkpoint must hold."""
+        """All tensors that a checkpoint must contain."""
         own = {
             "images": self.images,
             "labels": self.labels,
@@ -195,7 +191,7 @@ class ReplayMemory:
         return own | {f"extra/{name}": tensor for name, tensor in self.extras.items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over what :meth:`tensors` gave, in place.
+        """Copies tensors from :meth:`tensors` into this memory.
 
         Raises:
             ValueError: A tensor has another shape than this memory's.

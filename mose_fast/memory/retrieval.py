@@ -1,4 +1,4 @@
-"""Retrieval by value: of many candidates, the ones worth replaying (MIR, ASER;
+"""Chooses the candidates that are most worth replaying (MIR, ASER;
 docs/specification/baselines.md sections 3 and 5).
 """
 
@@ -15,11 +15,11 @@ def highest(slots: Tensor, scores: Tensor, count: int) -> Tensor:
 
     Args:
         slots: int64 [S], candidates.
-        scores: float [S], their worth; of equal ones the first is taken.
-        count: Wanted.
+        scores: float [S], their value; of equal scores the first is taken.
+        count: Number of candidates wanted.
 
     Returns:
-        int64 [min(count, S)], in the candidates' order: where all are taken, nothing has changed.
+        int64 [min(count, S)], in the candidates' order; if all are taken, they are unchanged.
     """
     chosen = torch.sort(scores, descending=True, stable=True).indices[:count]
     return slots[chosen.sort().values]

@@ -1,4 +1,4 @@
-"""A replay memory whose samples are worth what they contribute to a k-nearest-neighbour classifier
+"""A replay memory that values samples by their contribution to a k-nearest-neighbour classifier
 (ASER, Shim et al., AAAI 2021; docs/specification/baselines.md section 5)."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def knn_shapley(
     """Shapley values of candidates for k-nearest-neighbour classification of evaluation points (Jia
     et al., VLDB 2019, theorem 1).
 
-    A set of candidates is worth to a point the number of those with its label among the set's k
-    nearest, divided by k. The recursion is exact, also for fewer than k candidates.
+    The value of a set of candidates for a point is the number of its k nearest candidates that have
+    the point's label, divided by k. The recursion is exact, also for fewer than k candidates.
 
     Args:
         candidates: float32 [N, D], features.
@@ -32,27 +32,27 @@ def knn_shapley(
         neighbours: k.
 
     Returns:
-        float32 [E, N]: what each candidate contributes to each point; a row's sum is the worth of
-        all candidates to its point.
+        float32 [E, N]: the contribution of each candidate to each point; a row's sum is the value
+        of all candidates for its point.
     """
     count = len(candidates)
     if count == 0:
         return points.new_zeros(len(points), 0)
-    # Without the matrix product, whose rounding error can exceed small distances.
+    # Not by a matrix product, whose rounding error can exceed small distances.
     distances = torch.cdist(points, candidates, compute_mode="donot_use_mm_for_euclid_dist")
     order = torch.sort(distances, dim=1, stable=True).indices
     matches = (candidate_labels[order] == point_labels[:, None]).float()
     rank = torch.arange(1, count, device=points.device)
     gains = (matches[:, :-1] - matches[:, 1:]) / neighbours * (rank.clamp_max(neighbours) / rank)
     steps = torch.cat([gains, matches[:, -1:] / max(count, neighbours)], 1)
-    # Each value is the sum of its own step and all after it, by a matrix product: on a card, cumsum
-    # has no deterministic kernel.
+    # Each value is the sum of its own step and all later ones. A matrix product computes it, since
+    # cumsum has no deterministic kernel on a card.
     values = steps @ torch.ones(count, count, device=points.device).tril()
     return torch.empty_like(values).scatter_(1, order, values)
 
 
 def adversarial_scores(cooperative: Tensor, adversarial: Tensor, kind: str) -> Tensor:
-    """Worth of replaying candidates: high for those that represent the memory and lie close to
+    """The value of replaying candidates: high for those that represent the memory and are close to
     incoming rows of other classes.
 
     Args:
@@ -74,14 +74,14 @@ def adversarial_scores(cooperative: Tensor, adversarial: Tensor, kind: str) -> T
 
 class ShapleyMemory(ReplayMemory):
     """A memory that replays and keeps samples by their Shapley values in feature space. Until it is
-    full it takes everything.
+    full, it stores every item.
 
     Args:
         capacity, image_size, seed, device: The arguments of :class:`ReplayMemory`.
         classes: Number of classes of the whole stream.
         neighbours: k of the nearest neighbours.
-        per_class: Samples drawn of each class; a fraction counts only for the candidates of an
-            update, ``per_class`` x ``classes``.
+        per_class: Number of samples drawn from each class, rounded down; only the number of
+            candidates of an update, ``per_class`` x ``classes``, uses the exact value.
     """
 
     def __init__(
@@ -109,15 +109,15 @@ class ShapleyMemory(ReplayMemory):
         *,
         others: int | None = None,
     ) -> Tensor:
-        """The slots most worth replaying beside an incoming batch.
+        """The slots that are most worth replaying with an incoming batch.
 
         Args:
             x: uint8 [B, H, W, 3]; y: int64 [B].
-            count: Slots wanted.
+            count: Number of slots wanted.
             kind: See :func:`adversarial_scores`.
             features: Maps uint8 [N, H, W, 3] to float32 [N, D].
             sequence: Number of the step.
-            others: Restrict to all tasks but this one.
+            others: Choose only from the other tasks.
 
         Returns:
             int64 [at most min(count, ``per_class`` x classes in the memory)].
@@ -141,20 +141,20 @@ class ShapleyMemory(ReplayMemory):
         return highest(candidates, scores, count)
 
     def offer(self, x: Tensor, y: Tensor, task: int, index: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
-        """Stores a batch: free slots are filled in order, further items compete with samples drawn
+        """Stores a batch: free slots are filled in order; further items compete with samples drawn
         from memory.
 
-        The values are those for a class-balanced draw from memory and for incoming items of
-        minority classes, whose share of the memory is below a threshold drawn uniformly from [0, 1
-        / classes). Of the items and the drawn samples the best are kept; each item among them takes
-        the place of a sample that is not.
+        Values are computed for a class-balanced draw from memory and for incoming items of minority
+        classes, whose share of the memory is below a threshold drawn uniformly from
+        [0, 1 / classes). Of the items and the drawn samples, the best are kept; each item among
+        them replaces a sample that is not.
 
         Args:
             x, y, task, index: The arguments of :meth:`ReplayMemory.insert`.
             features: Maps uint8 [N, H, W, 3] to float32 [N, D].
 
         Returns:
-            int64 [B]: the slot in which each item lies now, -1 where it was not kept.
+            int64 [B]: the slot of each item now, -1 if it was not stored.
         """
         free = min(self.capacity - self.filled, len(x))
         sequence = self.seen
@@ -165,7 +165,7 @@ class ShapleyMemory(ReplayMemory):
         x, y, index = x[free:], y[free:], index[free:]
         won = self._compete(x, y, features, sequence)
         self.write(won, x, y, task, index)
-        # A slot that was filled just now may have been taken again.
+        # A slot that was just filled may have been overwritten already.
         return torch.cat([torch.where(torch.isin(slots, won), -1, slots), won])
 
     def _compete(self, x: Tensor, y: Tensor, features: Callable[[Tensor], Tensor], sequence: int) -> Tensor:
@@ -186,7 +186,7 @@ class ShapleyMemory(ReplayMemory):
             torch.cat([self.labels[points], y[minority]]),
             self.neighbours,
         ).sum(0)
-        # In a tie the memory stays as it is: its samples come first.
+        # In a tie the stored sample is kept: stored samples come first.
         kept = torch.zeros(len(values), dtype=torch.bool, device=device)
         kept[torch.sort(values, descending=True, stable=True).indices[: len(drawn)]] = True
         lost, winners = drawn[~kept[: len(drawn)]], kept[len(drawn) :]

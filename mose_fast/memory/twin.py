@@ -1,5 +1,5 @@
-"""What the host knows of a replay memory on a card without asking it: its decisions are functions
-of seed and counters alone.
+"""A copy on the host of the decisions of a replay memory on a card. They depend only on seed and
+counters, so the host need not ask the card.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class HostTwin:
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64)
 
     def insert(self, count: int, task: int) -> Tensor:
-        """Decides where the next ``count`` items go and notes their task; returns int64 [count] as
-        the memory's ``insert`` does.
+        """Decides where the next ``count`` items go and records their task; returns int64 [count]
+        like the memory's ``insert``.
         """
         return decide(self.tasks, self.state, count, task)
 
 
 def decide(tasks: Tensor, state: Tensor, count: int, task: int) -> Tensor:
     """Offers ``count`` items without images to slots: writes ``tasks`` int64 [M] and ``state``;
-    int64 [count], -1 where not kept.
+    returns int64 [count], -1 if an item is not stored.
     """
     slots, items = torch.empty(len(tasks), 0, 0, 3, dtype=torch.uint8), torch.empty(count, 0, 0, 3, dtype=torch.uint8)
     unused, labels = torch.empty_like(tasks), torch.zeros(count, dtype=torch.int64)
