@@ -19,7 +19,7 @@ from mose_fast.methods.gss import Gss
 from mose_fast.methods.joint import Joint
 from mose_fast.methods.mir import Mir
 from mose_fast.methods.mose import Mose
-from mose_fast.methods.prepared import PlannedBatch, Prepared, ViewsToCome
+from mose_fast.methods.prepared import PlannedBatch, Prepared, ViewsToCome, WholeBatch
 from mose_fast.methods.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.methods.room import check_room
@@ -50,6 +50,7 @@ __all__ = [
     "Rows",
     "Scr",
     "ViewsToCome",
+    "WholeBatch",
     "check_room",
     "create_learner",
     "cross_entropy",

@@ -152,8 +152,7 @@ class Learner(ABC):
         self.evaluation_batch = config.evaluation_batch or _EVALUATION_BATCH[self.device.type]
         self.kernels = choose_kernels(config.kernels, self.device)
         self.data = DataPlane(self.build_memory(), classes=classes, image_size=self.image_size, device=self.device)
-        self.feed: Choice = choose_feed(config.feed, self.device, RECIPES[self.recipe])
-        self.views = self.build_views()
+        self.views = self._build_views()
         self.model = self.build_model()
         self._means: ClassMeans | None = None
         self._warned_missing = False
@@ -392,11 +391,6 @@ class Learner(ABC):
 
     # What a method states of the model
 
-    @property
-    def recipe(self) -> str:
-        """The recipe of the views, a name in :data:`mose_fast.augment.RECIPES`."""
-        return self.config.options.augment
-
     @abstractmethod
     def build_network(self) -> ExpertNetwork:
         """The untrained network; PyTorch's random state is set by the seed of the weights."""
@@ -417,10 +411,12 @@ class Learner(ABC):
         """Whether the optimiser keeps copies of the weights in bf16."""
         return self.uses_shadows and self.kernels == "fused" and self.precision.name == "bf16"
 
-    def build_views(self) -> ViewMaker:
-        """What makes views of raw images."""
+    def _build_views(self) -> ViewMaker:
+        # What is no recipe (pad_crop) the method makes itself.
+        recipe = self.config.options.augment if self.config.options.augment in RECIPES else "none"
+        self.feed = choose_feed(self.config.feed, self.device, RECIPES[recipe])
         return ViewMaker(
-            self.recipe,
+            recipe,
             getattr(self.config.options, "inner_views", 1),
             mirror=self.mirrored,
             mean=self.mean,

@@ -68,15 +68,15 @@ class Targets(NamedTuple):
 
     Attributes:
         labels: int64 [V], by view; 0 for padding.
-        current_classes: As in :class:`StepPlan`.
         new_views: Views of the new set, which come first; an int32 scalar on the device where the
             inputs are padded.
+        current_classes: As in :class:`StepPlan`.
         valid_views: Views that are not padding, likewise; None where none is.
     """
 
     labels: Tensor
-    current_classes: Tensor | None
     new_views: int | Tensor
+    current_classes: Tensor | None
     valid_views: Tensor | None
 
 
@@ -230,7 +230,7 @@ class Mose(Learner):
         if rows is not None:
             counts = torch.tensor([new_views, sum(sizes) * per_row], dtype=torch.int32)
             new_views, valid_views = upload(counts, self.device).unbind()
-        targets = Targets(labels, plan.current_classes, new_views, valid_views)
+        targets = Targets(labels, new_views, plan.current_classes, valid_views)
         if self.views.apart:
             return ViewsToCome(partial(self.make_views, plan, rows), StepViews, targets)
         if ready:
@@ -269,9 +269,7 @@ class Mose(Learner):
             padded = {} if targets.valid_views is None else {"valid_rows": targets.valid_views}
             views = views.contiguous(memory_format=torch.channels_last)
             outputs = self.model.forward(views, self.config.options.distillation == "sd", **padded)
-            terms = self.losses(
-                outputs, targets.labels, targets.new_views, targets.current_classes, targets.valid_views
-            )
+            terms = self.losses(outputs, *targets)
             reported = self.model.minimise(terms.sum())
         return torch.cat([reported[None], terms.detach().sum(0)])
 

@@ -122,11 +122,6 @@ class ReplayLearner(Learner):
     #: Sets of rows in a step, the incoming ones among them; the last one is replayed by its labels.
     sets: ClassVar[int] = 2
 
-    @property
-    def recipe(self) -> str:
-        augment = self.config.options.augment
-        return "none" if augment == "pad_crop" else augment
-
     def build_network(self) -> ExpertNetwork:
         o = self.config.options
         network = ExpertNetwork(

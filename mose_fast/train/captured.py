@@ -7,25 +7,22 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mose_fast.methods import Learner
-from mose_fast.methods.mose import StepRows, StepViews
 
 __all__ = ["CapturedSteps", "capture", "copied_into", "layout_of"]
-
-# A tuple of tensors, plain values and such tuples.
-Inputs = StepRows | StepViews
 
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    inputs: Inputs
+    inputs: tuple
     losses: Tensor
 
 
@@ -56,10 +53,10 @@ class CapturedSteps:
         capture: False takes every step eagerly, with the same inputs.
 
     Attributes:
-        graphs: How many graphs there are.
-        seconds: What capturing took.
+        graphs: Number of graphs.
+        seconds: Time that capturing took.
         obstacle: Why nothing is captured any more, in a line; empty while it is.
-        traceback: All that is known about it: every error with its traceback, the first one first;
+        traceback: The errors that caused it with their tracebacks, the first one first;
             empty where nothing failed.
     """
 
@@ -76,8 +73,12 @@ class CapturedSteps:
     def graphs(self) -> int:
         return len(self._graphs)
 
-    def __call__(self, inputs: Inputs) -> Tensor:
-        """Takes a step; its losses, on the card."""
+    def __call__(self, inputs: tuple) -> Tensor:
+        """Takes a step; returns its losses, on the card.
+
+        Args:
+            inputs: From the learner's ``inputs``: a tuple of tensors, plain values and such tuples.
+        """
         key = layout_of(inputs)
         known = self._graphs.get(key)
         if known is None and key in self._met and not self.obstacle:
@@ -90,14 +91,14 @@ class CapturedSteps:
         # The next replay of any graph may write where these lie.
         return known.losses.clone()
 
-    def _capture(self, key: Hashable, inputs: Inputs) -> _Graph | None:
+    def _capture(self, key: Hashable, inputs: tuple) -> _Graph | None:
         start = time.perf_counter()
         stream = torch.cuda.current_stream(self.learner.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             # Outside the pool: what a replay reads must not be given to another graph.
-            static = _map(torch.clone, inputs)
+            static = tree_map_only(Tensor, torch.clone, inputs)
             with capture(stream, self._pool) as graph:
                 losses = self.learner.train_on(static)
         except Exception as error:
@@ -162,29 +163,15 @@ def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.
         raise
 
 
-def layout_of(inputs: Inputs) -> Hashable:
+def layout_of(inputs: tuple) -> Hashable:
     """What must be equal for two steps to have one graph: shapes and dtypes of all tensors, and all
     that is no tensor.
     """
-    return tuple((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in _parts(inputs))
+    return tuple((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in tree_leaves(inputs))
 
 
-def copied_into(static: Inputs, inputs: Inputs) -> None:
+def copied_into(static: tuple, inputs: tuple) -> None:
     """Copies all tensors of ``inputs`` into those of ``static``, which has the same layout."""
-    for target, source in zip(_parts(static), _parts(inputs), strict=True):
+    for target, source in zip(tree_leaves(static), tree_leaves(inputs), strict=True):
         if isinstance(target, Tensor):
             target.copy_(source)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple):
-        for part in value:
-            yield from _parts(part)
-    else:
-        yield value
-
-
-def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, tuple):
-        return type(value)(*(_map(function, part) for part in value))
-    return function(value) if isinstance(value, Tensor) else value

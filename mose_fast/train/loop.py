@@ -127,7 +127,7 @@ class Loop:
                 count = len(batches) if every is None else every - self.position["done"] % every
                 coming = [Batch(_after(self.position, n), content) for n, content in enumerate(batches[:count])]
                 batches = batches[count:]
-                self._follow(self.pipeline.rehearse(coming) if rehearsing else self.pipeline.run(coming), stop)
+                self._follow(self.pipeline.run(coming), stop)
                 if every is not None and self.position["done"] % every == 0:
                     self._save()
             self.position |= {"epoch": epoch + 1, "batch": 0}

@@ -1,4 +1,4 @@
-"""The losses of steps on their way to the host."""
+"""Losses on their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Taken(NamedTuple):
     """A step that was taken.
 
     Attributes:
-        prepared: What it was taken from.
+        prepared: Its batch.
         position: The loop's position before it.
     """
 
@@ -43,8 +43,8 @@ class _Waiting(NamedTuple):
 class LossReader:
     """Reads losses in the order of their steps.
 
-    Those of a learner whose losses are late travel to pinned memory while later steps are launched;
-    all others are read at once.
+    Where a learner's losses are read late, they are copied to pinned memory while later steps are
+    launched. All others are read at once.
 
     Args:
         learner: Takes the steps.
@@ -90,7 +90,7 @@ class LossReader:
             yield taken, dict(zip(names, values.tolist(), strict=True)) if isinstance(values, Tensor) else values
 
     def drop(self) -> list[Taken]:
-        """Forgets the steps whose losses were not told, and returns them, the oldest first."""
+        """Forgets the steps that :meth:`drain` has not yielded; returns them, the oldest first."""
         dropped = [waiting.taken for waiting in self._waiting]
         self._waiting.clear()
         return dropped

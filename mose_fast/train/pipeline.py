@@ -1,6 +1,7 @@
-"""From batches to losses: planned ahead, stepped in order, read late.
+"""From batches to losses: batches are planned ahead, their steps taken in order, and their losses
+read late.
 
-What trains, and what measures training, goes through here.
+Runs and benchmarks take their steps here, so that what is measured is what runs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ class Batch(NamedTuple):
 
     Attributes:
         position: Where a run stands before it; it comes back in :class:`Taken`.
-        content: Of the stream: gives the arguments of :meth:`mose_fast.methods.Learner.prepare`;
-            called on the stream that plans. Of the final memory: its slots.
+        content: See :meth:`mose_fast.train.ring.Ring.put`.
     """
 
     position: dict[str, int]
@@ -38,15 +38,15 @@ class Batch(NamedTuple):
 
 
 class Pipeline:
-    """Takes the steps of a learner: a ring of planned batches, graphs of steps where there can be
-    some, a reader of losses, a clock.
+    """Takes the steps of a learner by a ring of planned batches, captured steps where the method
+    has them, a reader of losses and a clock.
 
-    On a card the stream that is current must not be the default one, see
-    :func:`mose_fast.device.own_stream`, and the same in all calls.
+    On a card, the current stream must be the same in all calls, and not the default one; see
+    :func:`mose_fast.device.own_stream`.
 
     Args:
-        learner: Takes the steps.
-        clock: Counts them to its phases ``train`` and ``capture``; None: one of its own.
+        learner: The learner.
+        clock: Its phases ``train`` and ``capture`` are counted here; None: a clock of its own.
 
     Attributes:
         captured: Takes the steps of a learner on a card whose losses are read late; None for
@@ -67,8 +67,7 @@ class Pipeline:
         self._planned: deque[dict[str, int]] = deque()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Learns from batches of the stream in order, and tells of each step once its losses have
-        arrived; at the end, of all.
+        """Learns from batches in order, and yields each step once its losses have arrived.
 
         Steps are taken while this is iterated. Plans reach no further than these batches, so that
         none is left at the end.
@@ -97,18 +96,9 @@ class Pipeline:
             yield from self.drain()
         yield from self.drain(wait=True)
 
-    def rehearse(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Like :meth:`run` for slots of the final memory, on which nothing is planned ahead."""
-        self.ring.synchronise()
-        for batch in batches:
-            with self.clock.timed("train"):
-                self._take(self.learner.prepare_rehearsal(batch.content), batch.position)
-            yield from self.drain()
-        yield from self.drain(wait=True)
-
     def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """The steps whose losses have arrived and were not told yet; ``wait`` for all that were
-        taken. Waiting counts as training.
+        """Yields the steps whose losses have arrived and that were not yielded yet; ``wait`` for
+        all that were taken. Waiting counts as training.
         """
         arriving = self.reader.drain(wait=wait)
         while True:
@@ -126,7 +116,7 @@ class Pipeline:
         self._planned.clear()
 
     def undo(self, taken: Taken) -> bool:
-        """Goes back to before a step that was told last, beyond all that came after it.
+        """Goes back to before the step that was yielded last, beyond all that came after it.
 
         Returns:
             Whether the model is as it was, too; see :meth:`mose_fast.methods.Prepared.undo`.

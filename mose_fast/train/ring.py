@@ -1,4 +1,4 @@
-"""Batches that are planned already and wait for their step."""
+"""Batches that were planned and wait for their step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from mose_fast.methods import Learner, PlannedBatch, Planning, Prepared, ViewsToCome
+from mose_fast.methods import Learner, PlannedBatch, Prepared, ViewsToCome, WholeBatch
 from mose_fast.train.feeder import Feeder, Views
 
 __all__ = ["DEPTH", "Ring"]
@@ -30,22 +31,22 @@ class _Waiting(NamedTuple):
 class Ring:
     """Prepares batches in order and hands them out in order, as many ahead as its depth.
 
-    On a card, a learner that plans ahead does so on a stream of its own; :meth:`take` makes the
-    current stream wait for what it takes, by an event outside any graph, and the host for nothing.
-    Replay memory and class masks then belong to that stream: whoever else reads or writes them
-    calls :meth:`synchronise` first.
+    On a card, a learner that plans ahead does so on a stream of its own. :meth:`take` makes the
+    current stream wait for the batch by an event outside any graph; the host does not wait. The
+    replay memory and the class masks belong to the plans' stream: call :meth:`synchronise` before
+    reading or writing them elsewhere.
 
-    Views that a step does not make by itself (those of DALI) are made meanwhile by a
-    :class:`Feeder`, ahead as far as the plans.
+    A :class:`Feeder` makes the views that a step does not make itself (those of DALI), as far ahead
+    as the plans.
 
     Args:
-        learner: Prepares the batches; one that does not plan ahead gets one at a time.
+        learner: Prepares the batches. What it does not plan, it gets one at a time.
         depth: Batches ahead, at most.
     """
 
     def __init__(self, learner: Learner, depth: int = DEPTH) -> None:
         self.learner = learner
-        self.depth = depth if learner.planning >= Planning.AHEAD else 1
+        self.depth = depth
         self._waiting: deque[_Waiting] = deque()
         self._feeder = Feeder(learner.device)
         self._stream = torch.cuda.Stream(learner.device) if learner.reads_losses_late else None
@@ -59,17 +60,21 @@ class Ring:
     @property
     def full(self) -> bool:
         """Whether there is no room for another batch."""
-        return len(self._waiting) >= self.depth
+        waiting = self._waiting
+        return len(waiting) >= self.depth or (bool(waiting) and isinstance(waiting[-1].prepared, WholeBatch))
 
-    def put(self, batch: Callable[[], dict[str, Any]]) -> None:
+    def put(self, batch: Callable[[], dict[str, Any]] | Tensor) -> None:
         """Prepares a batch.
 
         Args:
-            batch: Gives the arguments of :meth:`mose_fast.methods.Learner.prepare`; called on the
-                ring's stream.
+            batch: A function that gives the arguments of :meth:`mose_fast.methods.Learner.prepare`,
+                called on the ring's stream; or slots of the final memory to rehearse, int64 [n].
         """
         with self._on_stream():
-            prepared = self.learner.prepare(**batch())
+            if isinstance(batch, Tensor):
+                prepared = self.learner.prepare_rehearsal(batch)
+            else:
+                prepared = self.learner.prepare(**batch())
             ready = None if self._stream is None else self._stream.record_event()
             views = None
             if isinstance(prepared, PlannedBatch) and isinstance(prepared.inputs, ViewsToCome):
@@ -133,10 +138,6 @@ class Ring:
             yield
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_cuda:
-            yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _tensors(part)
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors on a card in a tuple of tuples."""
+    return [part for part in tree_leaves(value) if isinstance(part, Tensor) and part.is_cuda]

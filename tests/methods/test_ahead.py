@@ -261,7 +261,7 @@ def in_float64(learner, inputs) -> tuple[torch.Tensor, dict, dict]:
     padded = {} if targets.valid_views is None else {"valid_rows": targets.valid_views}
     views = learner.views.apply(inputs.images, inputs.views).double().contiguous(memory_format=torch.channels_last)
     outputs = network(views, learner.config.options.distillation == "sd", **padded)
-    terms = learner.losses(outputs, targets.labels, targets.new_views, targets.current_classes, targets.valid_views)
+    terms = learner.losses(outputs, *targets)
     terms.sum().backward()
     return terms.detach(), {name: p.grad for name, p in network.named_parameters()}, dict(network.named_buffers())
 

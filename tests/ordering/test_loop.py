@@ -210,7 +210,11 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
         )
     ],
     "a graph's inputs are not kept": [
-        (CapturedSteps._capture, "_Graph(graph, static, losses)", "_Graph(graph, _map(torch.clone, inputs), losses)")
+        (
+            CapturedSteps._capture,
+            "_Graph(graph, static, losses)",
+            "_Graph(graph, tree_map_only(Tensor, torch.clone, inputs), losses)",
+        )
     ],
     "the host does not wait for losses": [(LossReader.drain, "arrived.synchronize()", "pass")],
     "the host does not ask for losses": [
