@@ -23,7 +23,7 @@ import mose_fast
 from build_tools.settings_page import page
 from mose_fast.cli import main
 from mose_fast.config import ConfigError, RunConfig
-from mose_fast.paper.run import _departures
+from mose_fast.paper.plan import _departures
 from mose_fast.settings import telling_apart
 from mose_fast.sweep.forecast import cost_key
 from mose_fast.sweep.grid import Grid, read_axes

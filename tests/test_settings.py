@@ -12,7 +12,7 @@ import pytest
 import mose_fast
 from mose_fast.config import ConfigError, MethodOptions, RunConfig, knob
 from mose_fast.knobs import settings_of
-from mose_fast.paper.run import _departures
+from mose_fast.paper.plan import _departures
 from mose_fast.settings import all_settings, dotted, with_changes
 from mose_fast.sweep.forecast import cost_key
 from mose_fast.sweep.grid import Grid
@@ -55,7 +55,7 @@ def test_roles():
     assert names_by_role("execution") == EXECUTION.keys()
     assert names_by_role("problem") == {
         *("stream.name", "stream.tasks", "stream.batch", "stream.limit_per_task", "stream.class_order_seed"),
-        *("stream.normalisation", "stream.fingerprint", "memory", "epochs", "train_on"),
+        *("stream.normalisation", "stream.resize", "stream.fingerprint", "memory", "epochs", "train_on"),
     }
 
 

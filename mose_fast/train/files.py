@@ -15,6 +15,7 @@ from pathlib import Path
 from mose_fast.errors import MoseFastError
 
 __all__ = [
+    "IN_EVERY_CONFIG",
     "LOCK",
     "RunError",
     "RunFolder",
@@ -28,8 +29,8 @@ __all__ = [
 #: Name of the file by which a process holds a folder (:class:`mose_fast.train.lock.FolderLock`).
 LOCK = ".mose_fast.lock"
 
-# What every configuration of a run has had in every version.
-_IN_EVERY_CONFIG = {"method", "preset", "stream", "options", "memory", "seed"}
+#: What every configuration of a run has had in every version.
+IN_EVERY_CONFIG = {"method", "preset", "stream", "options", "memory", "seed"}
 
 
 class RunError(MoseFastError, RuntimeError):
@@ -98,7 +99,7 @@ def is_configuration(file: Path) -> bool:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(values, dict) and values.keys() >= _IN_EVERY_CONFIG
+    return isinstance(values, dict) and values.keys() >= IN_EVERY_CONFIG
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from mose_fast.knobs import Declared, settings_of
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
 from mose_fast.train.clock import Clock
+from mose_fast.train.files import IN_EVERY_CONFIG
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -51,23 +52,17 @@ def schema() -> dict[str, Any]:
     resolved = schema["properties"]["resolved"]["properties"]
     for name in ("feed", "kernels", "step", "precision"):
         resolved[name]["enum"] += [choice for choice in settings[name].choices if choice != "auto"]
-    stream = _table(StreamConfig, "What arrives.", {})
-    schema["$defs"]["config"] = _table(RunConfig, "", {"stream": stream, "options": {"$ref": "#/$defs/options"}})
+    tables = {"stream": _table(StreamConfig, {}, {"name"}), "options": {"$ref": "#/$defs/options"}}
+    schema["$defs"]["config"] = _table(RunConfig, tables, IN_EVERY_CONFIG)
     return schema
 
 
-def _table(kind: type[Declared], about: str, tables: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a dataclass of settings; ``tables`` are those of its fields that are
-    tables.
+def _table(kind: type[Declared], tables: dict[str, Any], required: set[str]) -> dict[str, Any]:
+    """The JSON schema of a dataclass of settings; ``tables`` are the schemas of its fields that are
+    tables. Files from before a setting was added lack it.
     """
     properties = {setting.field: setting.schema() for setting in settings_of(kind).values()} | tables
-    return {
-        "description": about,
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": sorted(required), "additionalProperties": False}
 
 
 def read_results(text: str | bytes) -> Any:
