@@ -220,7 +220,7 @@ def _tradeoffs(groups: Sequence[Group]) -> Picture:
         f"ACC (classifier of predict()) against what a run costs: {counted(len(groups), 'setting')}, means over n ="
         f" {seeds(groups)}; vertical lines are 95 % t intervals, larger markers larger replay memories. The grey steps"
         " join the settings that no other beats at lower cost (Pareto front). Computed on"
-        f" {', '.join(sorted(machines))}{'' if len(machines) == 1 else '; times of different machines do not compare'}."
+        f" {', '.join(sorted(machines))}{'' if len(machines) == 1 else '; do not compare times of different machines'}."
     )
     return _picture("tradeoffs", "Accuracy against cost", caption, figure)
 
@@ -286,8 +286,8 @@ def _times(groups: Sequence[Group]) -> Picture:
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     caption = (
         f"Wall-clock seconds of a run by phase, mean over {seeds(groups)}: training steps, capturing them as graphs,"
-        " evaluations, writing checkpoints, and what is in no phase: imports, data, listeners, files (not told by runs"
-        f" of older versions).{left_out}"
+        " evaluations, writing checkpoints, and what is in no phase: imports, data, listeners, files (unknown for"
+        f" runs of older versions).{left_out}"
     )
     return _picture("time", "Where the time goes", caption, figure)
 

@@ -119,7 +119,9 @@ def _remove_earlier(out: Path, contents: Mapping[str, bytes]) -> None:
     if page.exists():
         found = re.search(_OWN_FILES.format('([^"]*)'), page.read_text(encoding="utf-8", errors="replace"))
         if found is None:
-            raise RunError(f"{page} is no report of this version of mose-fast; choose another --out, or move it away")
+            raise RunError(
+                f"{page} is not a report of this version of mose-fast; choose another --out, or move it away"
+            )
         own = [name for name in html.unescape(found[1]).split() if re.fullmatch(r"(tables|figures)/[\w.-]+", name)]
     foreign = [name for name in contents if name != _PAGE and name not in own and (out / name).exists()]
     if foreign:
@@ -151,8 +153,8 @@ def render_page(
     notes = [f"{w[:1].upper()}{w[1:]}." for w in warnings]
     if few := sum(len(c.seeds) < FEW_SEEDS for _, c in found):
         notes.append(
-            f"{few} of {counted(len(found), 'comparison')} rest on fewer than {FEW_SEEDS} common seeds, which show"
-            " little."
+            f"{few} of {counted(len(found), 'comparison')} rest on fewer than {FEW_SEEDS} common seeds, too few to"
+            " show much."
         )
     notes += _notes(groups)
     told = [sentence(memory, c) for memory, c in found[:_SENTENCES]]
@@ -211,7 +213,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
         notes.append(f"One seed alone, without any interval: {_some(single)}.")
     counts = sorted({g.n for g in groups})
     if len(counts) > 1:
-        notes.append(f"The settings do not have equally many seeds: {counts[0]} to {counts[-1]}; the column n tells.")
+        notes.append(f"The settings do not have equally many seeds: {counts[0]} to {counts[-1]}, see column n.")
     untaught = [
         g.name for g in groups if _mean(g.values("acc", g.view)) <= _mean({r.seed: r.untrained[g.view] for r in g.runs})
     ]

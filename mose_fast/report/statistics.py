@@ -194,7 +194,10 @@ def compare(
     seeds = tuple(sorted(a.keys() & b.keys()))
     notes = list(warnings)
     if len(seeds) < FEW_SEEDS:
-        notes.append(f"{names[0]} and {names[1]} have {len(seeds)} seeds in common; fewer than {FEW_SEEDS} show little")
+        notes.append(
+            f"{names[0]} and {names[1]} have {len(seeds)} seeds in common; fewer than {FEW_SEEDS} are too few to show"
+            " much"
+        )
     nothing = (math.nan, math.nan)
     if not seeds:
         return Comparison(
@@ -302,7 +305,7 @@ def check_comparable(
     if differing and not force:
         raise IncomparableRuns(
             f"these runs do not belong in one table: {'; '.join(differing)}. "
-            "Report them apart, or force it (--force) to see them side by side"
+            "Report them separately, or use --force to see them side by side"
         )
     return differing + _unknown_data(rows) + protocol_warnings(rows, varied)
 
@@ -333,8 +336,7 @@ def _unknown_data(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     unknown = sum(not _data(row) for row in rows)
     known = len(rows) - unknown
     return [
-        f"{unknown} of {len(rows)} runs noted no fingerprint of their data: whether it is that of the others is not"
-        " known"
+        f"{unknown} of {len(rows)} runs recorded no fingerprint of their data, so they may have used other data"
     ] * bool(unknown and known)
 
 

@@ -77,7 +77,7 @@ def test_paired_comparison_by_hand():
     # All three ranks are positive: 2 of 2^3 sign patterns are as extreme.
     assert found.wilcoxon_p == pytest.approx(0.25)
     assert found.holm_p == found.t_p
-    assert found.warnings == ("mose and er have 3 seeds in common; fewer than 6 show little",)
+    assert found.warnings == ("mose and er have 3 seeds in common; fewer than 6 are too few to show much",)
 
 
 def test_paired_comparison_against_scipy():
