@@ -28,7 +28,8 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
   const at::Device device = master.device();
   MutableFloatArray shadows{nullptr, FloatType::kBFloat16};
   if (shadow) {
-    shadows = {row_pointer(*shadow, "shadow", shadow->scalar_type(), size, device), float_type(*shadow, "shadow")};
+    row_pointer(*shadow, "shadow", shadow->scalar_type(), size, device);
+    shadows = {shadow->mutable_data_ptr(), float_type(*shadow, "shadow")};
   }
   TORCH_CHECK(offsets.size() == gradients.size(), "there are ", parameters, " gradients and ", offsets.size(),
               " offsets; wanted as many");
@@ -55,8 +56,8 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
                     row_pointer<float>(exp_avg_sq, "exp_avg_sq", size, device),
                     shadows,
                     row_pointer<float>(steps, "steps", parameters, device),
-                    row_pointer<float>(lr, "lr", 1, device),
-                    row_pointer<float>(loss, "loss", 1, device),
+                    row_pointer<const float>(lr, "lr", 1, device),
+                    row_pointer<const float>(loss, "loss", 1, device),
                     row_pointer<bool>(latch, "latch", 1, device),
                     tensors.data(),
                     static_cast<int64_t>(tensors.size()),

@@ -43,14 +43,14 @@ AlignConvInput input_of(const at::Tensor& x, const at::Tensor& depthwise, int64_
   in.x = map_pointer(x, "x", x.sizes(), x);
   in.depthwise = {row_pointer(depthwise, "depthwise", depthwise.scalar_type(), channels * 9, x.device()),
                   float_type(depthwise, "depthwise")};
-  in.prologue = row_pointer<float>(prologue, "prologue", kNormRows * channels, x.device(), alignof(float2));
+  in.prologue = row_pointer<const float>(prologue, "prologue", kNormRows * channels, x.device(), alignof(float2));
   in.gate = gate ? map_pointer(*gate, "gate", {x.size(0), channels, x.size(2) / 2, x.size(3) / 2}, x) : nullptr;
   in.images = x.size(0);
   in.height = x.size(2);
   in.width = x.size(3);
   in.channels = channels;
   in.stride = stride;
-  in.valid_pointer = row_pointer<int32_t>(valid_rows_tensor, "valid_rows", 1, x.device());
+  in.valid_pointer = row_pointer<const int32_t>(valid_rows_tensor, "valid_rows", 1, x.device());
   in.valid = valid_rows.value_or(x.size(0));
   return in;
 }
@@ -112,12 +112,12 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_grad_y(
   params.y = map_pointer(y, "y", y.sizes(), y);
   params.grad = grad ? map_pointer(*grad, "grad", y.sizes(), y) : nullptr;
   const int64_t states = kNormRows * params.channels;
-  params.state = row_pointer<float>(state, "state", states, y.device(), alignof(float2));
-  params.grad_state = row_pointer<float>(grad_state, "grad_state", states, y.device(), alignof(float2));
-  params.mean_rest = row_pointer<float>(mean_rest, "mean_rest", params.channels, y.device());
-  params.norm.weight = row_pointer<float>(weight, "weight", params.channels, y.device());
+  params.state = row_pointer<const float>(state, "state", states, y.device(), alignof(float2));
+  params.grad_state = row_pointer<const float>(grad_state, "grad_state", states, y.device(), alignof(float2));
+  params.mean_rest = row_pointer<const float>(mean_rest, "mean_rest", params.channels, y.device());
+  params.norm.weight = row_pointer<const float>(weight, "weight", params.channels, y.device());
   params.norm.training = training;
-  params.valid_pointer = row_pointer<int32_t>(valid_rows_tensor, "valid_rows", 1, y.device());
+  params.valid_pointer = row_pointer<const int32_t>(valid_rows_tensor, "valid_rows", 1, y.device());
   params.valid = valid_rows.value_or(params.images);
   const DeviceGuard guard(y.device());
   const at::Tensor total = at::empty_like(y);

@@ -70,7 +70,7 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
         "a source has shape ", source.sizes(), "; wanted [rows, H, W, 3] with the H and W of the first, ",
         sources[0].sizes());
     kept.push_back(source.contiguous());
-    params.source[params.sources++] = {row_pointer<uint8_t>(kept.back(), "a source", source.numel(), device),
+    params.source[params.sources++] = {row_pointer<const uint8_t>(kept.back(), "a source", source.numel(), device),
                                        source.size(0)};
     all_rows += source.size(0);
   }
@@ -84,10 +84,10 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   const at::Tensor factors = factors_in.contiguous();
   const at::Tensor output = at::empty({layout.size(0), height, width, channels}, sources[0].options().dtype(dtype));
 
-  params.rows = row_pointer<int64_t>(rows, "rows", rows.size(0), device);
-  params.layout = row_pointer<int32_t>(layout, "layout", layout.size(0) * AugmentParams::kLayout, device);
-  params.codes = row_pointer<int32_t>(codes, "codes", codes.size(0) * AugmentParameters::kCodes, device);
-  params.factors = row_pointer<float>(factors, "factors", factors.size(0) * AugmentParameters::kFactors, device);
+  params.rows = row_pointer<const int64_t>(rows, "rows", rows.size(0), device);
+  params.layout = row_pointer<const int32_t>(layout, "layout", layout.size(0) * AugmentParams::kLayout, device);
+  params.codes = row_pointer<const int32_t>(codes, "codes", codes.size(0) * AugmentParameters::kCodes, device);
+  params.factors = row_pointer<const float>(factors, "factors", factors.size(0) * AugmentParameters::kFactors, device);
   params.output = output.mutable_data_ptr();
   params.row_count = rows.size(0);
   params.views = layout.size(0);

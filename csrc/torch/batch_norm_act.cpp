@@ -29,14 +29,14 @@ namespace {
 
 // The kernels read states as words of 16 bytes.
 const float* state_pointer(const at::Tensor& state, const char* name, int64_t count, const at::Tensor& x) {
-  return row_pointer<float>(state, name, count, x.device(), 16);
+  return row_pointer<const float>(state, name, count, x.device(), 16);
 }
 
 MapShape shape_of(const at::Tensor& x, const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows) {
   map_pointer(x, "x", x.sizes(), x);
   TORCH_CHECK(x.size(1) % kGroup == 0, "x has ", x.size(1), " channels; wanted a multiple of ", kGroup);
   return {x.size(0), x.size(2) * x.size(3), x.size(1),
-          row_pointer<int32_t>(valid_rows_tensor, "valid_rows", 1, x.device()), valid_rows.value_or(x.size(0))};
+          row_pointer<const int32_t>(valid_rows_tensor, "valid_rows", 1, x.device()), valid_rows.value_or(x.size(0))};
 }
 
 // [norms, 4, channels]; `mean_rest`: where the first norm's is written, or null.
@@ -135,14 +135,14 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, at::Tensor> batch_norm_act_bac
   for (const at::Tensor& grad : grads) {
     params.grads[params.grad_count++] = map_pointer(grad, "a gradient", x.sizes(), x);
   }
-  params.mask = row_pointer<uint8_t>(mask, "mask", shape.pixels() * shape.channels / kGroup, x.device());
+  params.mask = row_pointer<const uint8_t>(mask, "mask", shape.pixels() * shape.channels / kGroup, x.device());
   params.x = x.const_data_ptr();
   params.residual = residual ? map_pointer(*residual, "residual", x.sizes(), x) : nullptr;
   params.state = state_pointer(states, "states", norms * kNormRows * shape.channels, x);
   params.prologue = prologue ? state_pointer(*prologue, "prologue", kNormRows * shape.channels, x) : nullptr;
-  params.norm[0].weight = row_pointer<float>(weight, "weight", shape.channels, x.device());
+  params.norm[0].weight = row_pointer<const float>(weight, "weight", shape.channels, x.device());
   params.norm[0].training = training;
-  params.norm[1].weight = row_pointer<float>(residual_weight, "residual_weight", shape.channels, x.device());
+  params.norm[1].weight = row_pointer<const float>(residual_weight, "residual_weight", shape.channels, x.device());
   params.norm[1].training = residual_training;
   const ChannelGrid grid = norm_grid(shape, params.processors);
   const at::Tensor norm_grads = floats({norms, kNormGradRows, shape.channels}, x);
@@ -204,15 +204,15 @@ std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, 
                                                         std::optional<int64_t> valid_rows, bool wants_x) {
   const MapShape shape = shape_of(x, valid_rows_tensor, valid_rows);
   NormParams norm{};
-  norm.weight = row_pointer<float>(weight, "weight", shape.channels, x.device());
+  norm.weight = row_pointer<const float>(weight, "weight", shape.channels, x.device());
   norm.training = training;
   const int64_t count = kNormRows * shape.channels;
   const DeviceGuard guard(x.device());
   const at::Tensor norm_grads = floats({kNormGradRows, shape.channels}, x);
   const NormStateBackward first{shape,
                                 state_pointer(state, "state", count, x),
-                                row_pointer<float>(mean_rest, "mean_rest", shape.channels, x.device()),
-                                row_pointer<float>(grad, "grad", count, x.device()),
+                                row_pointer<const float>(mean_rest, "mean_rest", shape.channels, x.device()),
+                                row_pointer<const float>(grad, "grad", count, x.device()),
                                 norm,
                                 norm_grads.mutable_data_ptr<float>()};
   cuda::norm_state_backward(first, current_stream());

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <type_traits>
 
 #include "api/float_array.h"
 #include "torch/device.h"
@@ -38,21 +39,27 @@ inline FloatType float_type(const at::Tensor& tensor, const char* name, bool tak
 }
 
 // The memory of `count` numbers of one type in a row on `device`, from a multiple of `alignment`
-// bytes.
-inline void* row_pointer(const at::Tensor& tensor, const char* name, at::ScalarType type, int64_t count,
-                         const at::Device& device, uintptr_t alignment = 1) {
+// bytes. Pointers to what is only read are const: tests tell reads from writes by them.
+inline const void* row_pointer(const at::Tensor& tensor, const char* name, at::ScalarType type, int64_t count,
+                               const at::Device& device, uintptr_t alignment = 1) {
   TORCH_CHECK(tensor.scalar_type() == type && tensor.numel() == count && tensor.is_contiguous() &&
                   tensor.device() == device && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0,
               name, " is ", tensor.scalar_type(), " ", tensor.sizes(), " with strides ", tensor.strides(), " on ",
               tensor.device(), " from ", tensor.const_data_ptr(), "; wanted ", count, " ", type, " in a row on ",
               device, " from a multiple of ", alignment, " bytes");
-  return tensor.mutable_data_ptr();
+  return tensor.const_data_ptr();
 }
 
 template <typename T>
 T* row_pointer(const at::Tensor& tensor, const char* name, int64_t count, const at::Device& device,
                uintptr_t alignment = alignof(T)) {
-  return static_cast<T*>(row_pointer(tensor, name, c10::CppTypeToScalarType<T>::value, count, device, alignment));
+  constexpr at::ScalarType type = c10::CppTypeToScalarType<std::remove_const_t<T>>::value;
+  const void* memory = row_pointer(tensor, name, type, count, device, alignment);
+  if constexpr (std::is_const_v<T>) {
+    return static_cast<T*>(memory);
+  } else {
+    return tensor.mutable_data_ptr<T>();
+  }
 }
 
 // Null where there is no tensor.

@@ -37,8 +37,8 @@ inline NormParams norm_params(const MaybeTensor& weight, const MaybeTensor& bias
                               bool training, int64_t channels, const at::Device& device) {
   TORCH_CHECK(running_mean.has_value() == running_var.has_value() && (running_mean || training),
               "running_mean and running_var are not both there; wanted both, or none in training");
-  return {row_pointer<float>(weight, "weight", channels, device),
-          row_pointer<float>(bias, "bias", channels, device),
+  return {row_pointer<const float>(weight, "weight", channels, device),
+          row_pointer<const float>(bias, "bias", channels, device),
           row_pointer<float>(running_mean, "running_mean", channels, device),
           row_pointer<float>(running_var, "running_var", channels, device),
           row_pointer<int64_t>(batches, "batches_tracked", 1, device),

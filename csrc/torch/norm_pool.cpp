@@ -37,11 +37,11 @@ struct PoolInputs {
               x.size(0),
               x.size(2) * x.size(3),
               x.size(1),
-              row_pointer<int32_t>(valid_rows_tensor, "valid_rows", 1, x.device()),
+              row_pointer<const int32_t>(valid_rows_tensor, "valid_rows", 1, x.device()),
               valid_rows.value_or(x.size(0))};
     if (state_in) {
       state = state_in->contiguous();
-      params.state = row_pointer<float>(state, "state", kNormRows * x.size(1), x.device());
+      params.state = row_pointer<const float>(state, "state", kNormRows * x.size(1), x.device());
     }
   }
 };
@@ -94,8 +94,8 @@ std::tuple<MaybeTensor, MaybeTensor> norm_pool_backward(const at::Tensor& grad_i
   }
   const NormPoolBackward params{in.params,
                                 row_pointer(grad, "grad", x.scalar_type(), kept, x.device()),
-                                wants_state ? row_pointer<float>(counts, "counts", kept, x.device()) : nullptr,
-                                wants_state ? row_pointer<float>(sums, "sums", kept, x.device()) : nullptr,
+                                wants_state ? row_pointer<const float>(counts, "counts", kept, x.device()) : nullptr,
+                                wants_state ? row_pointer<const float>(sums, "sums", kept, x.device()) : nullptr,
                                 {dx ? dx->mutable_data_ptr() : nullptr, in.params.x.type},
                                 dstate ? dstate->mutable_data_ptr<float>() : nullptr};
 #if defined(MOSE_FAST_WITH_CUDA)

@@ -36,9 +36,9 @@ at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tas
                                      row_pointer<int64_t>(tasks, "tasks", capacity, device),
                                      row_pointer<int64_t>(indices, "indices", capacity, device),
                                      row_pointer<int64_t>(state, "state", kStateSize, device),
-                                     row_pointer<uint8_t>(x, "x", x.numel(), device),
-                                     row_pointer<int64_t>(y, "y", count, device),
-                                     row_pointer<int64_t>(index, "index", count, device),
+                                     row_pointer<const uint8_t>(x, "x", x.numel(), device),
+                                     row_pointer<const int64_t>(y, "y", count, device),
+                                     row_pointer<const int64_t>(index, "index", count, device),
                                      task,
                                      claims.mutable_data_ptr<int64_t>(),
                                      slots.mutable_data_ptr<int64_t>(),
@@ -65,7 +65,7 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
               "; wanted [slots] with at least one slot");
   const int64_t capacity = tasks.size(0);
   const at::Tensor slots = at::empty({std::min(k, capacity)}, state.options());
-  const ReservoirDrawParams params{row_pointer<int64_t>(tasks, "tasks", capacity, state.device()),
+  const ReservoirDrawParams params{row_pointer<const int64_t>(tasks, "tasks", capacity, state.device()),
                                    row_pointer<int64_t>(state, "state", kStateSize, state.device()),
                                    slots.mutable_data_ptr<int64_t>(),
                                    slots.size(0),
