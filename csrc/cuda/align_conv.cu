@@ -88,21 +88,11 @@ int64_t blocks_at_once(size_t shared_bytes, int64_t most) {
 }
 
 // Calls f(type, stride) with both as constants.
-template <typename T, typename Function>
-auto with_stride(int64_t stride, const Function& f) {
-  return stride == 1 ? f(T(), std::integral_constant<int, 1>()) : f(T(), std::integral_constant<int, 2>());
-}
-
 template <typename Function>
-auto with_type(FloatType type, int64_t stride, const Function& f) {
-  switch (type) {
-    case FloatType::kBFloat16:
-      return with_stride<__nv_bfloat16>(stride, f);
-    case FloatType::kFloat16:
-      return with_stride<__half>(stride, f);
-    default:
-      return with_stride<float>(stride, f);
-  }
+auto with_type_and_stride(FloatType type, int64_t stride, const Function& f) {
+  return with_type(type, [&](auto t) {
+    return stride == 1 ? f(t, std::integral_constant<int, 1>()) : f(t, std::integral_constant<int, 2>());
+  });
 }
 
 struct Plan {
@@ -210,7 +200,7 @@ void product(const AlignConvGradY& params, Stream stream) {
 }  // namespace
 
 int64_t align_conv_moments(const AlignConvForward& params) {
-  return with_type(params.input.type, params.input.stride, [&](auto type, auto stride) -> int64_t {
+  return with_type_and_stride(params.input.type, params.input.stride, [&](auto type, auto stride) -> int64_t {
     using T = decltype(type);
     return params.input.images == 0 ? 0 : fused_plan<T, stride.value>(params).blocks;
   });
@@ -218,7 +208,7 @@ int64_t align_conv_moments(const AlignConvForward& params) {
 
 int64_t align_conv_sums(const AlignConvInput& in) {
   check(in);
-  return with_type(in.type, in.stride, [&](auto type, auto stride) -> int64_t {
+  return with_type_and_stride(in.type, in.stride, [&](auto type, auto stride) -> int64_t {
     using T = decltype(type);
     const int64_t blocks = in.gate != nullptr ? backward_plan<T, stride.value, true>(in).blocks
                                               : backward_plan<T, stride.value, false>(in).blocks;
@@ -232,7 +222,7 @@ void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream) {
   if (in.images == 0) {
     return;
   }
-  with_type(in.type, in.stride, [&](auto type, auto stride) {
+  with_type_and_stride(in.type, in.stride, [&](auto type, auto stride) {
     using T = decltype(type);
     constexpr int kStride = stride.value;
     const Plan plan = depthwise_plan<T, kStride>(in);
@@ -246,23 +236,20 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
   const AlignConvInput& in = params.input;
   check(in);
   const int64_t parts = align_conv_moments(params);
-  const auto launch = [&](auto type, auto stride) {
-    using T = decltype(type);
-    constexpr int kStride = stride.value;
-    if (params.out_channels <= kSlice) {
-      forward<T, kStride, 1>(params, run_on);
-    } else if (params.out_channels <= 2 * kSlice) {
-      forward<T, kStride, 2>(params, run_on);
-    } else {
-      forward<T, kStride, kMaxChunks>(params, run_on);
-    }
-  };
   if (in.images > 0) {
-    if (in.type == FloatType::kBFloat16) {
-      with_stride<__nv_bfloat16>(in.stride, launch);
-    } else {
-      with_stride<__half>(in.stride, launch);
-    }
+    with_type_and_stride(in.type, in.stride, [&](auto type, auto stride) {
+      using T = decltype(type);
+      constexpr int kStride = stride.value;
+      if constexpr (sizeof(T) == 2) {
+        if (params.out_channels <= kSlice) {
+          forward<T, kStride, 1>(params, run_on);
+        } else if (params.out_channels <= 2 * kSlice) {
+          forward<T, kStride, 2>(params, run_on);
+        } else {
+          forward<T, kStride, kMaxChunks>(params, run_on);
+        }
+      }
+    });
   }
   MF_LAUNCH(align_conv_finish_kernel, static_cast<unsigned>((params.out_channels + kLanes - 1) / kLanes), kThreads,
             sizeof(Moments) * kThreads, run_on, params, static_cast<int>(parts));
@@ -284,7 +271,7 @@ void align_conv_grad_y(const AlignConvGradY& params, Stream stream) {
   const int64_t rows = kThreads / (params.channels / 8);
   const int64_t tiles = (params.images * params.pixels + rows - 1) / rows;
   const auto blocks = static_cast<unsigned>(std::max<int64_t>(1, std::min(tiles, 8 * kMultiprocessors)));
-  with_type(params.type, 1, [&](auto type, auto) {
+  with_type(params.type, [&](auto type) {
     MF_LAUNCH((align_conv_grad_y_kernel<decltype(type)>), blocks, kThreads, 0, stream, params);
   });
 }
@@ -295,7 +282,7 @@ void align_conv_backward(const AlignConvBackward& params, Stream run_on) {
   MF_CHECK((params.depthwise.data == nullptr && params.prologue == nullptr) || params.sums != nullptr || in.images == 0,
            "sums is null; wanted a workspace for the gradients of depthwise and prologue");
   if (in.images > 0) {
-    with_type(in.type, in.stride, [&](auto type, auto stride) {
+    with_type_and_stride(in.type, in.stride, [&](auto type, auto stride) {
       using T = decltype(type);
       if (in.gate != nullptr) {
         backward<T, stride.value, true>(params, run_on);

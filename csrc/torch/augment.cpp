@@ -18,19 +18,6 @@
 namespace mf {
 namespace {
 
-FloatType view_type(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return FloatType::kFloat32;
-    case at::kHalf:
-      return FloatType::kFloat16;
-    case at::kBFloat16:
-      return FloatType::kBFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, "dtype is ", dtype, "; wanted float32, float16 or bfloat16");
-  }
-}
-
 void check_contents(const AugmentParams& params, int64_t all_rows) {
   for (int64_t i = 0; i < params.row_count; ++i) {
     TORCH_CHECK_INDEX(params.rows[i] >= -1 && params.rows[i] < all_rows, "rows[", i, "] is ", params.rows[i],
@@ -95,7 +82,7 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   params.height = static_cast<int32_t>(height);
   params.width = static_cast<int32_t>(width);
   params.channels = static_cast<int32_t>(channels);
-  params.type = view_type(dtype);
+  params.type = float_type(dtype, "output");
   for (size_t c = 0; c < 3; ++c) {
     params.mean[c] = static_cast<float>(mean[c]);
     params.std[c] = static_cast<float>(std[c]);
