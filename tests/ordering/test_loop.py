@@ -159,6 +159,14 @@ def test_the_loop_is_ordered(tmp_path, monkeypatch, step, feed, done):
 
 
 @pytest.mark.parametrize("feed", ["fused", "dali"])
+def test_training_on_the_final_memory_is_ordered(feed):
+    with Card(done=0.3) as card:
+        results = run(settings(train_on="final_memory", epochs=2, feed=feed))
+    assert not card.races, report(card)
+    assert results["steps"] == 2 * 5
+
+
+@pytest.mark.parametrize("feed", ["fused", "dali"])
 def test_a_ring_alone_is_ordered(feed):
     with Card() as card:
         a_ring_alone(feed)
