@@ -24,6 +24,7 @@ from mose_fast.sweep.engine import LocalEngine, Slot
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Grid
 from mose_fast.sweep.place import Place
+from mose_fast.sweep.protocol import ENDS
 from mose_fast.sweep.ray_engine import RayEngine
 from mose_fast.sweep.scheduler import run_grid
 from mose_fast.sweep.store import read_store
@@ -179,7 +180,7 @@ def until_ended(engine, number):
         assert time.monotonic() < deadline, f"waited in vain; so far {events}"
         for event in engine.events(0.2):
             events.append(event)
-            if event["event"] in ("done", "stopped", "failed", "died"):
+            if event["event"] in ENDS:
                 ended[event["cell"]] = event
     return ended, events
 
