@@ -248,7 +248,7 @@ def case(house, tmp_path, monkeypatch):
             assert code in (0, 2), (code, shown)
         if code == 2 and isinstance(code, int):
             end = "refused"
-            message = shown[shown.rindex("mose-fast") :].strip()
+            message = shown[f"\n{shown}".rindex("\nmose-fast") :].strip()
             assert len(message) > len("mose-fast: "), shown
             # Argparse repeats what it was given.
             assert message.count("\n") == 0 or any("\n" in str(a) for a in action), message
