@@ -27,8 +27,8 @@ struct Moments {
   float squares;
 };
 
-// Of the union of two sets (Chan, Golub and LeVeque 1979). Not commutative in the last bit: merge
-// in a fixed order.
+// The moments of the union of two sets (Chan, Golub and LeVeque 1979). Not commutative in the last
+// bit: merge in a fixed order.
 MF_HD inline Moments merged(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   if (count == 0.0f) {

@@ -11,9 +11,9 @@
 
 namespace mf::cuda {
 
-// What a tile of input pixels needs in shared memory. With a gate the tile has a border of one
-// pixel and its quads begin at odd rows and columns, where the four elements of the gate that they
-// share begin.
+// The regions of the maps that a tile of input pixels needs in shared memory. With a gate it has
+// a border of one pixel and its quads begin at odd rows and columns, where the four elements of the
+// gate that they share begin.
 template <int kStride, bool kGate>
 struct BackwardRegions {
   static constexpr int kBorder = kGate ? 1 : 0;
@@ -32,13 +32,13 @@ struct BackwardRegions {
     regions.gate = kGate ? Region{images, rows / 2 + 1, columns / 2 + 1} : Region{0, 0, 0};
     return regions;
   }
-  // Of the outputs' region: the row that belongs to input row `first` of a tile without its border
-  // (even).
+  // The output row at which the region of `grad` begins for a tile whose first input row, without
+  // the border, is `first` (even).
   __device__ static int first_output(int first) { return kStride == 1 ? first - kBorder - 1 : first / 2 - kBorder; }
   MF_HD int pixels() const { return x.pixels() + grad.pixels() + gate.pixels(); }
 };
 
-// Brings a region of a map as it is; outside of the map and for padding it is zero, or with kClamp
+// Loads a region of a map as it is; outside of the map and for padding it is zero, or with kClamp
 // the nearest row and column.
 template <typename T, int kThreads, bool kClamp>
 __device__ void load_region(const void* map, int valid, int height, int width, int64_t channels, const Region& region,
@@ -70,7 +70,7 @@ __device__ void load_region(const void* map, int valid, int height, int width, i
   }
 }
 
-// What a block works on: a slice of channels of one tile, in shared memory.
+// A slice of channels of one tile, in shared memory.
 template <typename T, int kStride, bool kGate>
 struct BackwardTile {
   using Regions = BackwardRegions<kStride, kGate>;

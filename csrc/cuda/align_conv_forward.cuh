@@ -83,7 +83,7 @@ struct MomentsPair {
   }
 };
 
-// Of the rows [first, first + 8) of a chunk of y and this lane's two columns: those that count.
+// Adds rows [first, first + 8) of a chunk of y, without padding, in this lane's two columns.
 template <typename T>
 __device__ void take_moments(const T* y, const int* pixels, int counted_pixels, int first, MomentsPair& moments) {
   const T* column = y + first * (kSlice + kPadding) + threadIdx.x % kLanes * 2;

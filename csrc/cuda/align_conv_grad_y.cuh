@@ -5,12 +5,12 @@
 
 namespace mf::cuda {
 
-// What a thread adds to the gradient of eight channels.
+// The part of y's gradient that flows through the norm's state, for a thread's eight channels.
 struct StateGradient {
   float2 mean[4], slope[4], offset[4];
 
-  // Of the vector of channels from `channel` on; the first block also writes the gradients of the
-  // norm's weight and bias.
+  // For the channels from `channel` on. With `writes` it also writes the gradients of the norm's
+  // weight and bias.
   __device__ static StateGradient of(const AlignConvGradY& params, int64_t channel, int64_t valid_pixels, bool writes) {
     StateGradient result = {};
     if (params.grad_state == nullptr) {
@@ -79,8 +79,8 @@ __device__ void align_conv_grad_y_block(const AlignConvGradY& params) {
   }
 }
 
-// Shared memory of the next, in bytes from its beginning, which the pointwise weights
-// [channels][right_stride] take.
+// Shared memory of align_conv_product_block, in bytes from its beginning, where the pointwise
+// weights [channels][right_stride] lie.
 struct ProductMemory {
   int left_stride, right_stride;  // elements from row to row
   size_t left;                    // [kTilePixels][left_stride]: the gradient in all
@@ -98,7 +98,7 @@ struct ProductMemory {
   }
 };
 
-// The same, and the product with the pointwise weights, 64 pixels at a time.
+// The gradient of y and its product with the pointwise weights, 64 pixels at a time.
 template <typename T, int kThreads>
 __device__ void align_conv_product_block(const AlignConvGradY& params, const ProductMemory& memory_map,
                                          unsigned char* memory) {

@@ -142,7 +142,7 @@ struct StatePair {
   }
 };
 
-// Brings x' of a region to shared memory; its first pixel is (row, column), which may lie outside
+// Loads x' of a region into shared memory; its first pixel is (row, column), which may lie outside
 // of the image and is odd for maps with a gate. Zero outside and for padding. A thread takes quads
 // of 2 x 2 pixels, which share four elements of the gate; it multiplies by the gate what it has
 // brought itself, in a second pass, which keeps registers free.
@@ -256,7 +256,7 @@ __device__ void load_taps(const AlignConvInput& in, int first_channel, T* taps) 
   }
 }
 
-// Those of this lane's two channels, as they are stored: half the registers.
+// The weights of this lane's two channels, as they are stored: half the registers.
 template <typename T>
 struct Taps {
   Vec<T, 2> tap[kTapCount];
@@ -265,7 +265,7 @@ struct Taps {
     Taps of_lane;
 #pragma unroll
     for (int i = 0; i < kTapCount; ++i) {
-      of_lane.tap[i] = *reinterpret_cast<const Vec<T, 2>*>(taps + i * kSlice + threadIdx.x % kLanes * 2);
+      of_lane.tap[i] = Vec<T, 2>::load(taps + i * kSlice + threadIdx.x % kLanes * 2);
     }
     return of_lane;
   }

@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(kNormThreads) norm_statistics_kernel(const Nor
   norm_statistics_block<T, kPrologue>(params, shift, shared);
 }
 
-// That a processor holds at once, which limits the registers: 80 or 128. A launch is one such wave:
-// a second one would walk the whole map again and find nothing of it in the L2.
+// Blocks that a processor holds at once, which limits the registers to 80 or 128. A launch is one
+// such wave: a second one would walk the whole map again and find nothing of it in the L2 cache.
 template <typename T, NormForm kForm>
 constexpr int kForwardBlocks = sizeof(T) == 2 && (kForm == NormForm::kPlain || kForm == NormForm::kResidual) ? 3 : 2;
 

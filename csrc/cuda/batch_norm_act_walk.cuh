@@ -17,7 +17,7 @@
 
 namespace mf::cuda {
 
-// What surrounds the norm.
+// What is computed before the norm, or added after it.
 enum class NormForm { kPlain, kResidual, kTwoNorms, kPrologue };
 
 // A norm's state for the thread's channels.

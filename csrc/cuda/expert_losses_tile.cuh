@@ -124,8 +124,7 @@ struct ContrastShared {
   float of_warp[4][kWarps][kAnchorTile];
 };
 
-// Which part of the projections a block holds: the anchors [first, first + kAnchorTile) of
-// `expert`.
+// The projections of a block: the anchors [first, first + kAnchorTile) of `expert`.
 struct ContrastBlock {
   int64_t expert;
   int64_t first;
@@ -196,8 +195,8 @@ __device__ void multiply_tile(const T (*anchors)[kRowStride], const T (*others)[
   }
 }
 
-// What is taken off the exponents of a sum of exponentials whose largest exponent is `highest`:
-// that, or nothing where no element counts (-inf - -inf would be NaN).
+// The number subtracted from the exponents of a sum of exponentials whose largest exponent is
+// `highest`: that one, or 0 where no element counts (-inf - -inf would be NaN).
 __device__ inline float taken_off(float highest) { return highest == -INFINITY ? 0.0f : highest; }
 
 // The four lanes of a group g each hold a part of row g's (and g + 8's) sum.

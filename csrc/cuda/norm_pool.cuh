@@ -18,7 +18,7 @@ constexpr int kPoolGradVectors =
 constexpr int kPoolStateChannels =
     8;  // channels of a block that sums the state's gradient; its other threads take other images
 
-// What a thread needs of a norm: of kVector channels from `channel` on.
+// A norm's state for kVector channels from `channel` on.
 template <int kVector>
 struct ChannelNorm {
   float mean[kVector], scale[kVector], shift[kVector];
