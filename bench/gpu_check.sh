@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Checks and measures everything on a machine with a card, the most valuable first. What is found lies in OUT as soon as it is found.
+# Checks and measures everything on a machine with a card, the most important first. Each result is in OUT as soon as there is one.
 #
-#   bench/gpu_check.sh                      all steps in order, as many as LIMIT holds; it ends with the command for those left
+#   bench/gpu_check.sh                      all steps in order, as many as fit into LIMIT; prints the command for the others
 #   bench/gpu_check.sh --only smoke,step    these steps          --after smoke    the steps after this one
-#   bench/gpu_check.sh --prebuilt DIR       takes library and kernel_check from DIR, where bench/prebuild.sh left them: compiles nothing
-#   bench/gpu_check.sh --data DIR           trains on DIR/cifar100.npz; without, the whole run is on random images and shows its time alone
-#   bench/gpu_check.sh --dry-run            anywhere: the plan, call by call, and every test. Fails if a call does not fit into LIMIT, all
-#                                           before the later visit not into two, a prebuilt library not the tree; if an op lacks a test
-#   bench/gpu_check.sh --device cpu         every step at small sizes, without a card: shows that the steps run, no figure counts
+#   bench/gpu_check.sh --prebuilt DIR       compiles nothing: library and kernel_check are in DIR, from bench/prebuild.sh
+#   bench/gpu_check.sh --data DIR           trains on DIR/cifar100.npz; without it, on random images, which shows only the time
+#   bench/gpu_check.sh --dry-run            without a card: prints the plan of each call and every test. Fails if a call exceeds LIMIT, if the
+#                                           steps before the later visit need more than two calls, if a prebuilt library does not
+#                                           belong to this tree, or if an op has no test
+#   bench/gpu_check.sh --device cpu         every step at small sizes without a card, which only shows that the steps run
 #
-# PYTHON names the interpreter (python3). PYTHONPATH is kept: packages brought along may lie there. LIMIT is the time for this call in
-# seconds (540); a step starts only if what it is expected to take is left. OUT is the folder for results (build/gpu_check); at most
-# eight files come to lie there. A failed step does not stop those after it. Exit status: 0 only if every step passed and none is left.
+# PYTHON is the interpreter (python3). PYTHONPATH is kept, for packages brought along. LIMIT is the time for this call in seconds (540);
+# a step starts only if its expected time is left. OUT is the folder for results (build/gpu_check), at most eight files. After a failed
+# step the others still run. Exit status: 0 only if every step has passed and none is left.
 # More: docs/benchmarks.md.
 set -uo pipefail
 
@@ -42,12 +43,12 @@ python=${PYTHON:-python3}
 limit=${LIMIT:-540}
 log=$out/log.txt
 cores=$(getconf _NPROCESSORS_ONLN) # nproc would heed OMP_NUM_THREADS
-# A tool that reads the profiler twice in a process finds nothing the second time where it was torn down.
+# Without this, a process that uses the profiler twice finds nothing the second time.
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TEARDOWN_CUPTI=0
 export python device out work data cores
 
 # ---- the steps: `step NAME EXPECTED MOST COMMAND...`, seconds on one Hopper card with 16 cores; EXPECTED are estimates as long as
-# ---- docs/benchmarks.md names no card that they were measured on.
+# ---- docs/benchmarks.md says that no step has run on a card.
 
 steps() {
   if [[ -n $prebuilt ]]; then checker=$prebuilt/kernel_check; else checker=build/card/kernel_check; fi
@@ -80,16 +81,16 @@ steps() {
   step initcheck 60 150 compute-sanitizer --tool initcheck --error-exitcode 9 "$checker"
 }
 
-# Each row is in OUT when it is measured: bench/conftest.py.
+# bench/conftest.py writes each row to OUT when it is measured.
 bench=("$python" -m pytest -q "--devices=$device" --compiled=off --benchmark-quiet -p no:cacheprovider "--rows=$out")
 if [[ $device == cuda ]]; then
   dtype=bfloat16 precision=bf16 memory=5000 small=()
-  processes=$(find tests/gpu -name 'test_*.py' | wc -l) # one a file: an illegal access spoils all that its process does afterwards
+  processes=$(find tests/gpu -name 'test_*.py' | wc -l) # one process for each file: an illegal memory access breaks the rest of its process
 else
   dtype=float32 precision=fp32 memory=200 small=(--width 2)
   processes=$cores
 fi
-# What the steps before measured, by the words in the names of benchmarks.
+# The benchmarks that earlier steps have measured, as an expression for pytest -k.
 done_before="$dtype and (bench_step or bench_loop or 384 and native and (bench_batch_norm_act or bench_align_conv))"
 [[ -n $data ]] || done_before+=" or bench_run and not bench_loop"
 declare -A seconds=(
@@ -97,7 +98,7 @@ declare -A seconds=(
   [bench_expert_losses]=45 [bench_norm_pool]=50 [bench_null]=15 [bench_reservoir]=15 [bench_run]=90 [bench_step]=30
 )
 
-# Both builds at once, half of the cores each.
+# Two builds at the same time, each with half of the cores.
 build_all() {
   export MAX_JOBS=$((cores > 3 ? cores / 2 : 1)) MOSE_FAST_BACKEND=cuda TORCH_CUDA_ARCH_LIST=$archs
   "$python" -m pip install --no-build-isolation --no-deps --no-index --disable-pip-version-check -e . &
@@ -128,7 +129,7 @@ if sys.argv[1] == "cuda":
 PYTHON
 }
 
-# Split CIFAR-100 as a user runs it; or the whole run of the benchmarks, on random images.
+# Split CIFAR-100 as a user runs it; without --data the benchmarks' whole run, on random images.
 whole_run() {
   if [[ -z $data ]]; then
     "$python" -m pytest bench/bench_run.py -q "--devices=$device" -k "not bench_loop" --benchmark-quiet -p no:cacheprovider "--rows=$out"
@@ -145,7 +146,7 @@ whole_run() {
 }
 export -f build_all check_library whole_run
 
-# ---- what happens with a step: its name is noted (names), it is planned (plan), or it runs (run)
+# ---- modes of a step: its name is collected (names), it is planned (plan), or it runs (run)
 
 names=() mode=names
 
@@ -166,7 +167,7 @@ later() { if [[ $mode == plan ]]; then planned_first=$call; printf '  -- a later
 
 call=0 sum=0 total=0 planned_first=0 unfit=()
 
-# plan NAME EXPECTED MOST COMMAND...: puts it into the call that has room for it, prints it.
+# plan NAME EXPECTED MOST COMMAND...: assigns the step to a call in which it fits, and prints it.
 plan() {
   local name=$1 expected=$2 most=$3
   shift 3
@@ -190,8 +191,8 @@ note() {
   echo "$*" >>"$out/summary.txt"
 }
 
-# run NAME EXPECTED MOST COMMAND...: runs it within its own time and what is left of all; output goes to the log, its end to the screen.
-# Out of time, it is interrupted as by Ctrl-C, and killed 8 s later.
+# run NAME EXPECTED MOST COMMAND...: runs the step, within its own time and that left in the call. The output goes to the log, its end to
+# the screen. When the time is over, the step is interrupted as by Ctrl-C, and killed 8 s later.
 run() {
   local name=$1 expected=$2 most=$3 began=$SECONDS rc=0 from said=ok
   shift 3
@@ -268,7 +269,7 @@ elif [[ -z $only$after || ,$only, == *,build,* ]]; then
     command -v "$tool" >/dev/null || { echo "$tool is not on PATH" >&2; exit 1; }
   done
 fi
-# What the package and the checks import, asked before any time is spent on compiling.
+# Checks the imports of the package and of the tests before any time is spent on compiling.
 "$python" - <<'PYTHON' || exit 1
 import importlib.util
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds, on a machine that needs no card, what bench/gpu_check.sh --prebuilt takes to one that has: library and kernel_check, stripped.
+# Builds the library and kernel_check, stripped, for bench/gpu_check.sh --prebuilt on another machine. This machine needs no card.
 #
 #   PYTHON=venv/bin/python bench/prebuild.sh DIR [ARCHS]
 #
-# PYTHON (python3) must have the version of Python and of torch (a CUDA build) that the other machine has; nvcc, cmake and ninja must be on
-# PATH. ARCHS are its compute capabilities (9.0). About 6 MB come into DIR; the library serves only a tree with the same csrc. MAX_JOBS
-# limits the compilers that run at once.
+# PYTHON (python3) must have the other machine's versions of Python and torch (a CUDA build); nvcc, cmake and ninja must be on PATH. ARCHS
+# are the other machine's compute capabilities (9.0). DIR gets about 6 MB. The library serves only a tree with the same csrc. MAX_JOBS
+# limits the number of compilers that run at the same time.
 set -euo pipefail
 target=$(realpath -m "${1:?usage: bench/prebuild.sh DIR [ARCHS]}")
 cd "$(dirname "$0")/.."

@@ -1,9 +1,9 @@
-"""Says whether a library that bench/prebuild.sh built elsewhere belongs to this tree, and arrived
-whole: python -m bench.prebuilt DIR
+"""Checks whether a library that bench/prebuild.sh built elsewhere belongs to this tree and is
+undamaged: python -m bench.prebuilt DIR
 
-Needs no torch. What the library was built for is compared when it is loaded; sources can be
-compared here, before a card is at hand. ``--seal`` notes the library's size and hash in its record
-first, as it was stripped after it was built.
+It needs no torch and no card: it compares the sources. The versions that the library was built for
+are compared when it is loaded. ``--seal`` first records the library's size and hash, which have
+changed when it was stripped after the build.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ OF_TREE: dict[str, Any] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py")
 
 
 def seal(folder: Path) -> None:
-    """Notes in ``_build.json`` what the library in ``folder`` is now: a damaged one is not loaded
-    then.
+    """Records size and hash of the library in ``folder`` in its ``_build.json``, so that a damaged
+    library is not loaded.
     """
     record = folder / "_build.json"
     (library,) = folder.glob("_C*.so")

@@ -65,16 +65,16 @@ class Trained(NamedTuple):
 
 class _Losses(Listener):
     def __init__(self) -> None:
-        self.told: list[dict[str, float]] = []
+        self.taken: list[dict[str, float]] = []
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         if losses is not None:
-            self.told.append(losses)
+            self.taken.append(losses)
 
 
 @contextmanager
 def _remembered() -> Iterator[list[CapturedSteps]]:
-    """All steppers that runs make meanwhile."""
+    """Collects the steppers of all runs made while the context is open."""
     made: list[CapturedSteps] = []
     initialise = CapturedSteps.__init__
 
@@ -87,7 +87,7 @@ def _remembered() -> Iterator[list[CapturedSteps]]:
 
 
 def two_tasks(images: int) -> Stream:
-    """A stream of so many random images in two tasks of ten classes."""
+    """A stream of ``images`` random training images in two tasks of ten classes."""
     random = np.random.default_rng(0)
     x = random.integers(0, 256, (images + 100, 32, 32, 3), dtype=np.uint8)
     y = np.arange(len(x)) % 20
@@ -95,7 +95,7 @@ def two_tasks(images: int) -> Stream:
 
 
 def train(config: RunConfig, stream: Stream) -> Trained:
-    """One run."""
+    """Runs the training once and records what :class:`Trained` holds."""
     listener = _Losses()
     on_card = torch.device(config.device).type == "cuda"
     if on_card:
@@ -104,17 +104,17 @@ def train(config: RunConfig, stream: Stream) -> Trained:
     with _remembered() as made:
         mose_fast.run(config, stream=stream, listeners=[listener])
     peak = torch.cuda.max_memory_allocated() if on_card else 0
-    return Trained(listener.told, made[0] if made else None, time.perf_counter() - began, peak)
+    return Trained(listener.taken, made[0] if made else None, time.perf_counter() - began, peak)
 
 
 def complaints(captured: Trained, eager: Trained, plain: Trained | None, near: float) -> list[str]:
     """What is wrong with these runs, one line each.
 
     Args:
-        captured: Of captured steps by our kernels.
-        eager: Of eager steps by our kernels.
-        plain: Of PyTorch's kernels; None where that run failed.
-        near: Relative difference granted between the first losses of ``eager`` and ``plain``.
+        captured: The run with captured steps and our kernels.
+        eager: The run with eager steps and our kernels.
+        plain: The run with PyTorch's kernels; None if it failed.
+        near: The relative difference allowed between the first losses of ``eager`` and ``plain``.
     """
     found = []
     if captured.steps is not None:

@@ -105,20 +105,18 @@ def read_csv(text: str) -> list[Row]:
 
 
 def file_name(row: Row) -> str:
-    """The file that a row belongs into: ``cpu.csv``, or the card's name in lower case with
-    hyphens.
-    """
+    """The name of a row's file: ``cpu.csv``, or the card's name in lower case with hyphens."""
     return "cpu.csv" if row["device"] == "cpu" else re.sub(r"[^a-z0-9]+", "-", row["card"].lower()).strip("-") + ".csv"
 
 
 def append(rows: Iterable[Row], folder: Path) -> list[Path]:
-    """Appends rows to their files in ``folder``, with a header where a file is new.
+    """Appends rows to their files in ``folder``; a new file gets a header.
 
     Returns:
         The files, each once.
 
     Raises:
-        ValueError: A file is there with other columns; nothing is written then.
+        ValueError: A file has other columns; nothing is written.
     """
     by_file: dict[Path, list[Row]] = {}
     for row in rows:
@@ -141,12 +139,12 @@ def append(rows: Iterable[Row], folder: Path) -> list[Path]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as columns: one line per op, direction, shape, dtype and device; of two rows for one
-    cell the later one counts.
+    """A table with one line per op, direction, shape, dtype and device; of two rows for one cell,
+    the later one is used.
 
     The speedup is that of the native code over the reference; launches, peak memory and megabytes
-    (needed, moved) are the native code's. ``of copy`` is the time that a copy of the needed bytes
-    would take over that of the native code.
+    (needed, moved) are the native code's. ``of copy`` is the time to copy the needed bytes divided
+    by the time of the native code.
     """
     names = ("op", "direction", "shape", "dtype", "device")
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
@@ -189,7 +187,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _bytes(row: Row) -> tuple[str, str]:
-    """Megabytes needed and moved, and the share of a copy's rate."""
+    """Megabytes needed and moved, and the share of the copy rate."""
     if not row.get("bytes_needed") or not row.get("bytes_moved"):
         return "-", "-"
     needed, moved = int(row["bytes_needed"]), int(row["bytes_moved"])

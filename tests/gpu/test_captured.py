@@ -110,14 +110,7 @@ def test_views_made_outside_the_graph(steppers):
 
 def plans_on(device: str) -> list:
     stream = create(settings().stream)
-    learner = create_learner(
-        settings(device=device),
-        classes=stream.classes,
-        image_size=stream.image_size,
-        mirror_safe=stream.mirror_safe,
-        mean=stream.normalisation.mean,
-        std=stream.normalisation.std,
-    )
+    learner = create_learner(settings(device=device), **stream.spec)
     plans = []
     for task in range(2):
         learner.begin_task(task, stream.tasks[task])
@@ -157,14 +150,7 @@ def test_the_host_knows_what_the_memory_on_the_card_holds():
 def test_nothing_waits_for_the_card_between_two_steps(step):
     config = settings(step=step)
     stream = create(config.stream)
-    learner = create_learner(
-        config,
-        classes=stream.classes,
-        image_size=stream.image_size,
-        mirror_safe=stream.mirror_safe,
-        mean=stream.normalisation.mean,
-        std=stream.normalisation.std,
-    )
+    learner = create_learner(config, **stream.spec)
     images, own = stream.x_train.cuda(), torch.cuda.Stream()
     own.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(own):

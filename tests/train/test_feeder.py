@@ -181,15 +181,7 @@ def test_steps_taken_one_by_one_have_the_same_losses(plain):
 
     config = settings()
     stream = streams.create(config.stream)
-    n = stream.normalisation
-    made = create_learner(
-        config,
-        classes=stream.classes,
-        image_size=stream.image_size,
-        mean=n.mean,
-        std=n.std,
-        mirror_safe=stream.mirror_safe,
-    )
+    made = create_learner(config, **stream.spec)
     losses = []
     for task in range(2):
         made.begin_task(task, stream.tasks[task])
