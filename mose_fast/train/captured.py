@@ -1,5 +1,5 @@
-"""Steps as CUDA graphs: what one step launches is recorded once and replayed for all later steps of
-the same shape.
+"""Steps as CUDA graphs: the launches of one step are recorded once and replayed for all later steps
+of the same shape.
 """
 
 from __future__ import annotations
@@ -26,38 +26,37 @@ class _Graph(NamedTuple):
     losses: Tensor
 
 
-# Graphs whose capture was broken off: PyTorch's allocator of pinned memory may go on asking them
-# (see capture).
+# Graphs whose capture failed. They are kept, because PyTorch's allocator of pinned memory may still
+# ask them (see capture).
 _BROKEN: list[torch.cuda.CUDAGraph] = []
 
 
 class CapturedSteps:
-    """Takes the steps of a learner on a card in place of its ``train_on``, from graphs where it can
-    and may.
+    """Takes the steps of a learner on a card in place of its ``train_on``, with CUDA graphs if
+    possible and allowed.
 
-    With kernels that know padding, steps are padded to the most rows of their kind, so that two
-    graphs serve a run: one for the first task, one for all later ones. Without, there is a graph
-    for each shape that comes twice. The first step of a shape is a real eager one, which makes
-    everything that outlives a step (the optimiser's moments, the libraries' handles). The second is
+    If the kernels support padding, steps are padded to their largest number of rows, so that a run
+    needs two graphs: one for the first task and one for all later tasks. Otherwise there is a graph
+    for each shape that occurs twice. The first step of a shape runs eagerly and creates everything
+    that outlives a step (the optimiser's moments, the libraries' handles). The second step is
     captured, which executes nothing, and then replayed like all later ones. All graphs share one
-    pool of memory, and all steps one stream, which must not be the default one: it is current
-    wherever this is called.
+    memory pool. All steps run on one stream, which is the current stream of every call and must not
+    be the default stream.
 
-    A step that cannot be captured, for lack of memory or for whatever reason, is taken eagerly, and
-    so are all later ones; a warning tells the reason once, with its traceback. Nothing is lost,
-    since a capture changes no tensor, and PyTorch's allocator is left as if there had been no
-    capture.
+    If a step cannot be captured, for lack of memory or another reason, it and all later steps are
+    taken eagerly, and one warning shows the reason with its traceback. Nothing is lost: a capture
+    changes no tensor, and PyTorch's allocator is left as if there had been no capture.
 
     Args:
-        learner: On a card, with steps that can be captured.
-        capture: False takes every step eagerly, with the same inputs.
+        learner: A learner on a card whose steps can be captured.
+        capture: If False, every step is taken eagerly, with the same inputs.
 
     Attributes:
         graphs: Number of graphs.
-        seconds: Time that capturing took.
-        obstacle: Why nothing is captured any more, in a line; empty while it is.
-        traceback: The errors that caused it with their tracebacks, the first one first;
-            empty where nothing failed.
+        seconds: Time spent on capturing.
+        obstacle: One line that says why steps are no longer captured; empty while they are.
+        traceback: The tracebacks of the errors that caused it, the first error first; empty if
+            nothing failed.
     """
 
     def __init__(self, learner: Learner, *, capture: bool = True) -> None:
@@ -77,7 +76,7 @@ class CapturedSteps:
         """Takes a step; returns its losses, on the card.
 
         Args:
-            inputs: From the learner's ``inputs``: a tuple of tensors, plain values and such tuples.
+            inputs: The learner's ``inputs``: a tuple of tensors, plain values and such tuples.
         """
         key = layout_of(inputs)
         known = self._graphs.get(key)
@@ -88,7 +87,7 @@ class CapturedSteps:
             return self.learner.train_on(inputs)
         copied_into(known.inputs, inputs)
         known.graph.replay()
-        # The next replay of any graph may write where these lie.
+        # The next replay of any graph may overwrite these.
         return known.losses.clone()
 
     def _capture(self, key: Hashable, inputs: tuple) -> _Graph | None:
@@ -97,7 +96,7 @@ class CapturedSteps:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            # Outside the pool: what a replay reads must not be given to another graph.
+            # Outside the pool, so that no other graph can use the memory of a replay's inputs.
             static = tree_map_only(Tensor, torch.clone, inputs)
             with capture(stream, self._pool) as graph:
                 losses = self.learner.train_on(static)
@@ -110,10 +109,10 @@ class CapturedSteps:
         return self._graphs[key]
 
     def _give_up(self, error: Exception) -> None:
-        # They lie in the pool of the graph that came to nothing.
+        # They are in the pool of the graph whose capture failed.
         self.learner.model.optimiser.zero_grad(set_to_none=True)
-        # An error inside breaks the capture, whose end then raises another: what matters is the
-        # first.
+        # An error inside makes the capture fail, whose end then raises another error. The first
+        # one matters.
         first: BaseException = error
         while (earlier := first.__cause__ or first.__context__) is not None:
             first = earlier
@@ -123,7 +122,7 @@ class CapturedSteps:
             name="eager", reason=f"no graph could be captured: {self.obstacle}"
         )
         warnings.warn(
-            f"no CUDA graph of a step could be captured ({self.obstacle}); the run goes on with eager"
+            f"no CUDA graph of a step could be captured ({self.obstacle}); the run continues with eager"
             f" steps\n{self.traceback}",
             stacklevel=4,
         )
@@ -131,19 +130,19 @@ class CapturedSteps:
 
 @contextmanager
 def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
-    """Captures what is launched inside into a graph, as :class:`torch.cuda.graph` does, and leaves
-    nothing open where that fails.
+    """Captures the launches inside into a graph like :class:`torch.cuda.graph`, and closes the
+    capture properly if it fails.
 
-    Up to 2.11, PyTorch returns from a broken capture without telling its allocator
-    (pytorch/pytorch#180395): that goes on as if it were capturing, never frees what two streams
-    have used, and fails in ``empty_cache``.
+    Up to 2.11, PyTorch does not tell its allocator that a capture has failed
+    (pytorch/pytorch#180395). The allocator then behaves as if it were still capturing: it never
+    frees memory that two streams have used, and ``empty_cache`` fails.
 
     Args:
-        stream: Not the default one; what is captured must have run on it before.
-        pool: Of :func:`torch.cuda.graph_pool_handle`, for graphs that share their memory; None: one
-            of its own.
+        stream: A stream that is not the default one; the captured work must have run on it before.
+        pool: A handle of :func:`torch.cuda.graph_pool_handle`, for graphs that share memory; None:
+            a pool of its own.
     """
-    # Known before the capture, since a graph tells its pool only after one that went well.
+    # Chosen before the capture, since a graph tells its pool only after a successful capture.
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     graph = torch.cuda.CUDAGraph()
     try:
@@ -153,19 +152,19 @@ def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.
         try:
             torch._C._cuda_endAllocateToPool(stream.device_index, pool)
         except RuntimeError:
-            pass  # It is closed: the capture came to its end, though an error was raised inside.
+            pass  # It is closed already: the capture ended, although an error was raised inside.
         else:
             graph.reset()
             torch._C._cuda_releasePool(stream.device_index, pool)
-            # The allocator of pinned memory cannot be told: it keeps a function that asks this very
-            # graph whether a stream is its own.
+            # The allocator of pinned memory cannot be informed: it keeps a function that asks this
+            # graph whether a stream belongs to it.
             _BROKEN.append(graph)
         raise
 
 
 def layout_of(inputs: tuple) -> Hashable:
-    """What must be equal for two steps to have one graph: shapes and dtypes of all tensors, and all
-    that is no tensor.
+    """What must be equal for two steps to share a graph: shapes and dtypes of all tensors, and all
+    other values.
     """
     return tuple((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in tree_leaves(inputs))
 

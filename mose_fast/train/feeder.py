@@ -1,5 +1,5 @@
-"""Makes the views of planned steps on a thread of its own, so that the thread that launches steps
-need not.
+"""Makes the views of planned steps on a thread of its own, to relieve the thread that launches
+steps.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["Feeder", "Views"]
 
 
 class Views(NamedTuple):
-    """What the feeder has made.
+    """Views that the feeder has made.
 
     Attributes:
         tensor: The views.
-        made: On a card, recorded behind what made them; None on the CPU.
+        made: On a card, an event recorded after the work that makes them; None on the CPU.
     """
 
     tensor: Tensor
@@ -30,9 +30,9 @@ class Feeder:
     """Calls functions that make views, in order, on one thread; on a card also on one stream, which
     waits for each function's input.
 
-    Every function gives the views of one step alone, whatever came before: what is dropped leaves
-    nothing behind. The thread starts with the first function and ends with :meth:`close`, or when
-    nobody holds the feeder any more.
+    Each function makes the views of one step, independently of earlier calls, so that requests can
+    be dropped. The thread starts with the first function. It ends with :meth:`close`, or when the
+    feeder is garbage-collected.
 
     Args:
         device: Device that the views are made on.
@@ -40,15 +40,15 @@ class Feeder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # PyTorch counts threads for each thread apart: this one takes as many as who made it.
+        # PyTorch has a number of threads for each thread; this one uses its creator's.
         self._thread = ThreadPoolExecutor(1, "mose-fast views", torch.set_num_threads, (torch.get_num_threads(),))
         self._stream: torch.cuda.Stream | None = None
 
     def put(self, make: Callable[[], Tensor], reads: Iterable[Tensor]) -> Future[Views]:
-        """Has views made, once the current stream has done what was launched on it so far.
+        """Requests views. They are made after everything launched on the current stream so far.
 
         Args:
-            make: Gives them; called on the feeder's thread and stream.
+            make: Returns the views; called on the feeder's thread and stream.
             reads: All tensors on a card that ``make`` reads, written on the current stream.
         """
         if self._device.type != "cuda":
@@ -56,16 +56,16 @@ class Feeder:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         for tensor in reads:
-            # Its memory must not be given away while the feeder still reads it.
+            # Its memory must not be reused while the feeder still reads it.
             tensor.record_stream(self._stream)
         return self._thread.submit(self._make, make, torch.cuda.current_stream(self._device).record_event())
 
     def take(self, views: Future[Views]) -> Tensor:
-        """The views, ready for use on the current stream; the host waits until their making is
-        launched, on the CPU until they are made.
+        """Returns the views, ready for use on the current stream. The host waits until the work
+        that makes them is launched; on the CPU, until they are made.
 
         Raises:
-            BaseException: Whatever making them raised.
+            BaseException: The error of the function that makes them.
         """
         tensor, made = views.result()
         if made is not None:
@@ -75,7 +75,7 @@ class Feeder:
         return tensor
 
     def close(self) -> None:
-        """Drops what was not begun, waits for what was, and ends the thread."""
+        """Drops waiting requests, finishes the current one and ends the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def _make(self, make: Callable[[], Tensor], ready: torch.cuda.Event | None) -> Views:

@@ -1,4 +1,4 @@
-"""The loop: batches in, evaluations and checkpoints between them, results out."""
+"""The training loop: batches, evaluations and checkpoints between them, and the results."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from mose_fast.train.results import accuracy_csv, build_results
 
 __all__ = ["Loop", "TrainingDiverged"]
 
-# Purpose word of the order in which the final memory is rehearsed: above those of the tasks'
-# orders, below the class order's.
+# Purpose word for the random order in which the final memory is rehearsed: above the words of the
+# tasks' orders, below that of the class order.
 _REHEARSAL_ORDER = 2**62
 
-# Losses that a message on divergence shows.
+# Number of losses that a message on divergence shows.
 _REMEMBERED_LOSSES = 5
 
 _AGAINST_DIVERGENCE = "lower options.lr, or use precision fp32. The checkpoints before it are kept."
@@ -50,21 +50,21 @@ class TrainingDiverged(RunError):
 
 
 class Loop:
-    """One run in progress. Beside the learner, its state is ``position`` and ``records``.
+    """A run in progress. Its state is the learner, ``position`` and ``records``.
 
     Args:
         config: The run's settings.
-        stream: What arrives.
-        learner: Learns; untrained, or about to be restored.
-        folder: Where results and checkpoints go; None writes nothing.
-        listeners: They are notified of every step, task and evaluation.
+        stream: The run's stream.
+        learner: The learner; untrained, or about to be restored.
+        folder: Folder for results and checkpoints; None writes nothing.
+        listeners: Listeners, which are notified of every step, task and evaluation.
         clock: The run's clock.
 
     Attributes:
         position: The next batch: task, epoch and number within the epoch; ``done`` counts batches
             over the whole run. After the tasks of the stream, training on the final memory is one
             more task.
-        records: What the evaluations found so far, and how often the run was resumed.
+        records: The results of all evaluations so far, and how often the run was resumed.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Loop:
         self.config, self.stream, self.learner, self.folder = config, resident(stream, learner.device), learner, folder
         self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
         self.joint = config.train_on == "final_memory"
-        #: The stream as the learner meets it: the upper bound gets the images of all tasks shuffled
-        #: into one.
+        #: The stream that the learner sees: the upper bound sees the images of all tasks shuffled
+        #: into one task.
         self.presented = self.stream.as_one_task() if learner.joint_stream else self.stream
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
@@ -92,7 +92,7 @@ class Loop:
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
-        """Takes the run from its position to its end; returns the results."""
+        """Continues the run from its position to its end; returns the results."""
         try:
             with stop_request() as stop, _deterministic(self.config.deterministic), own_stream(self.learner.device):
                 self._notify("on_start", self.config, self.stream, self.learner, self.position["done"], self._count())
@@ -113,7 +113,7 @@ class Loop:
     # Batches
 
     def _train(self, task: int, stop: StopRequest) -> None:
-        """Learns from what is left of a task."""
+        """Learns from the remaining batches of a task."""
         rehearsing = task == len(self.presented.tasks)
         for epoch in range(self.position["epoch"], self.config.epochs if rehearsing or not self.joint else 1):
             if rehearsing:
@@ -123,7 +123,7 @@ class Loop:
                 batches = incoming(self.stream, task, rows, train=not self.joint, store=epoch == 0)
             every = self.config.checkpoint_every
             while batches:
-                # No plan passes a checkpoint.
+                # No plan is made beyond a checkpoint.
                 count = len(batches) if every is None else every - self.position["done"] % every
                 coming = [Batch(_after(self.position, n), content) for n, content in enumerate(batches[:count])]
                 batches = batches[count:]
@@ -138,14 +138,14 @@ class Loop:
         return list(upload(order, self.learner.device).split(self.config.options.buffer_batch))
 
     def _follow(self, steps: Iterator[tuple[Taken, dict[str, float] | None]], stop: StopRequest) -> None:
-        """Notes each step; stops the run where someone asks for it."""
+        """Records each step; stops the run if a signal or a listener asks for it."""
         try:
             for taken, losses in steps:
                 self._note(taken, losses)
                 stop.check()
         except Interrupted:
             self.pipeline.stop()
-            # On a card, more steps may have been taken since the one that was noted last.
+            # On a card, more steps may have been taken since the last recorded one.
             while self.pipeline.reader:
                 with suppress(Interrupted):
                     for taken, losses in self.pipeline.drain(wait=True):
@@ -161,7 +161,7 @@ class Loop:
         self._notify("on_batch", self.position["done"], losses)
 
     def _diverge(self, taken: Taken, losses: dict[str, float]) -> None:
-        """Goes back to before a step whose loss is not finite, leaves a checkpoint of that and
+        """Undoes a step whose loss is not finite, writes a checkpoint of the state before it and
         raises.
         """
         exact = self.pipeline.undo(taken)
@@ -174,8 +174,7 @@ class Loop:
             f" {_AGAINST_DIVERGENCE}"
         )
         if exact and self.folder is not None:
-            # Weights may be broken although the loss before was finite; then the message is still
-            # this one.
+            # Weights may be broken although the previous loss was finite. The message is the same.
             with suppress(TrainingDiverged):
                 self._save(wait=True)
                 message += " The newest is the state before this batch."
@@ -204,7 +203,7 @@ class Loop:
         self._notify("on_task_end", task, self.position["done"], accuracy)
 
     def _record(self, accuracy: TaskAccuracy, seen: int) -> None:
-        """Takes an evaluation into the records and the table."""
+        """Adds an evaluation to the records and the table."""
         records = self.records
         for kind, values in (("test", accuracy.test), ("buffer", accuracy.buffer)):
             for classifier, experts in values.items():
@@ -218,10 +217,10 @@ class Loop:
 
     @contextmanager
     def _stoppable(self, stop: StopRequest) -> Iterator[None]:
-        """Lets what ends a task, which may train and evaluate for minutes, be stopped between two
-        of its steps.
+        """A context in which the end of a task, which may train and evaluate for minutes, can be
+        stopped between two steps.
 
-        It is done again from its beginning then, so the checkpoint is of the state before it.
+        The resumed run repeats the end of the task, so the checkpoint has the state before it.
         """
         state = None if self.writer is None else self._state()
 
@@ -240,7 +239,7 @@ class Loop:
             del self.learner.after_step
 
     def _finish(self) -> dict[str, Any]:
-        """The results of the whole run, in its folder too."""
+        """Builds the results of the whole run and writes them to its folder."""
         if self.writer is not None:
             with self.clock.timed("checkpoint"):
                 self.writer.wait()
@@ -257,22 +256,22 @@ class Loop:
         return results
 
     def _untrained(self) -> dict[str, dict[str, list[float]]]:
-        """Accuracies of the same seed's untrained network with the same final memory: what training
-        must beat.
+        """Accuracies of the untrained network of the same seed with the same final memory, which
+        training must exceed.
         """
-        # Not by create_learner, which may refuse for want of memory: at the end of a run that must
-        # not happen.
+        # Not with create_learner, which may refuse for lack of memory; that must not happen at the
+        # end of a run.
         untrained = type(self.learner)(
             dataclasses.replace(self.config, precision=self.learner.precision.name), **self.stream.spec
         )
         untrained.data = self.learner.data
         with warnings.catch_warnings():
-            # The trained learner has warned about the same memory already.
+            # The trained learner has already warned about the same memory.
             warnings.filterwarnings("ignore", message=".* no sample in the memory")
             return evaluate_learner(untrained, self.stream, len(self.stream.tasks) - 1, prepare=False).test
 
     def _count(self) -> int:
-        """Batches of the whole run."""
+        """Number of batches of the whole run."""
         stream = sum(map(self.presented.count_batches, range(len(self.presented.tasks))))
         if not self.joint:
             return stream * self.config.epochs
@@ -284,13 +283,13 @@ class Loop:
     # Checkpoints
 
     def _save(self, *, wait: bool = False) -> None:
-        """Writes a checkpoint; on a card while the run goes on, unless it is to ``wait``."""
+        """Writes a checkpoint; on a card while training continues, unless ``wait`` is True."""
         if self.writer is not None:
             self._write(*self._state(), wait=wait)
 
     def _state(self) -> tuple[int, Snapshot, dict[str, Any]]:
-        """What a checkpoint of now is made of, independent of what comes after: its number, the
-        tensors and the values.
+        """The contents of a checkpoint of the current state, copied: its number, the tensors and
+        the values.
         """
         with self.clock.timed("checkpoint"):
             self.pipeline.ring.synchronise()
@@ -320,7 +319,7 @@ class Loop:
                 self.writer.wait()
 
     def restore(self, checkpoint: Path) -> None:
-        """Takes over the state in a checkpoint of this very run."""
+        """Restores the state from a checkpoint of this run."""
         tensors, values = load_checkpoint(checkpoint)
         check_identity(values.get("identity"), self.identity, checkpoint)
         try:
@@ -334,13 +333,13 @@ class Loop:
         self.records["resumed"] += 1
 
     def _notify(self, event: str, *arguments: Any) -> None:
-        """Calls a function of every listener."""
+        """Calls a method of every listener."""
         for listener in self.listeners:
             getattr(listener, event)(*arguments)
 
 
 def _after(position: dict[str, int], batches: int) -> dict[str, int]:
-    """A position so many batches of the same epoch later."""
+    """The position ``batches`` batches later in the same epoch."""
     return position | {"batch": position["batch"] + batches, "done": position["done"] + batches}
 
 

@@ -13,11 +13,11 @@ from mose_fast.methods import Learner, Prepared
 
 __all__ = ["OUTSTANDING", "LossReader", "Taken"]
 
-#: Steps whose losses may be on their way. It bounds how far the host runs ahead of a card, and so
-#: how long Ctrl-C takes.
+#: Largest number of steps whose losses have not arrived. It limits how far the host runs ahead of a
+#: card, and so how long Ctrl-C takes.
 OUTSTANDING = 8
 
-# Losses of a step, at most.
+# Largest number of losses of a step.
 _WIDTH = 16
 
 
@@ -26,7 +26,7 @@ class Taken(NamedTuple):
 
     Attributes:
         prepared: Its batch.
-        position: The loop's position before it.
+        position: The run's position before the step.
     """
 
     prepared: Prepared
@@ -43,11 +43,11 @@ class _Waiting(NamedTuple):
 class LossReader:
     """Reads losses in the order of their steps.
 
-    Where a learner's losses are read late, they are copied to pinned memory while later steps are
-    launched. All others are read at once.
+    If a learner's losses are read late, they are copied to pinned memory while later steps are
+    launched. Otherwise they are read at once.
 
     Args:
-        learner: Takes the steps.
+        learner: The learner that takes the steps.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -61,7 +61,7 @@ class LossReader:
         return len(self._waiting)
 
     def add(self, taken: Taken, losses: dict[str, Tensor] | None) -> None:
-        """Enters a step and its losses, None where nothing was trained."""
+        """Adds a step and its losses; None if nothing was trained."""
         if losses is None:
             self._waiting.append(_Waiting(taken, (), None, None))
         elif self._device is None:
@@ -75,10 +75,11 @@ class LossReader:
             )
 
     def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """The steps whose losses have arrived, the oldest first, each once.
+        """Yields each step once whose losses have arrived, the oldest first.
 
         Args:
-            wait: For all of them. Without, it waits only where the next step would find no room.
+            wait: Whether to wait for all losses. Otherwise this waits only if there is no room for
+                another step.
         """
         while self._waiting:
             taken, names, values, arrived = self._waiting[0]

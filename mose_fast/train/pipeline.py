@@ -1,7 +1,7 @@
-"""From batches to losses: batches are planned ahead, their steps taken in order, and their losses
-read late.
+"""The pipeline from batches to losses: it plans batches ahead, takes their steps in order and reads
+their losses late.
 
-Runs and benchmarks take their steps here, so that what is measured is what runs.
+Runs and benchmarks both use it, so that benchmarks measure the code that runs execute.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["Batch", "Pipeline", "incoming", "resident"]
 
 
 class Batch(NamedTuple):
-    """A batch to come.
+    """A batch of the stream that is not planned yet.
 
     Attributes:
-        position: Where a run stands before it; it comes back in :class:`Taken`.
+        position: The run's position before this batch; :class:`Taken` contains it again.
         content: See :meth:`mose_fast.train.ring.Ring.put`.
     """
 
@@ -38,27 +38,27 @@ class Batch(NamedTuple):
 
 
 class Pipeline:
-    """Takes the steps of a learner by a ring of planned batches, captured steps where the method
-    has them, a reader of losses and a clock.
+    """Takes the steps of a learner with a ring of planned batches, captured steps if the method
+    supports them, a reader of losses and a clock.
 
-    On a card, the current stream must be the same in all calls, and not the default one; see
+    On a card, all calls must have the same current stream, which must not be the default one; see
     :func:`mose_fast.device.own_stream`.
 
     Args:
         learner: The learner.
-        clock: Its phases ``train`` and ``capture`` are counted here; None: a clock of its own.
+        clock: The clock that counts the phases ``train`` and ``capture``; None creates one.
 
     Attributes:
-        captured: Takes the steps of a learner on a card whose losses are read late; None for
-        others.
-        ring: Plans ahead.
-        reader: Waits for losses.
+        captured: Takes the steps if the learner is on a card and its losses are read late; else
+            None.
+        ring: Plans batches ahead.
+        reader: Reads losses.
     """
 
     def __init__(self, learner: Learner, clock: Clock | None = None) -> None:
         self.learner = learner
         self.clock = Clock() if clock is None else clock
-        # On a card, eager steps go the same way, so that both give the same bits.
+        # On a card, eager steps are taken in the same way, so that both give the same bits.
         self.captured = (
             CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.reads_losses_late else None
         )
@@ -69,14 +69,14 @@ class Pipeline:
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
         """Learns from batches in order, and yields each step once its losses have arrived.
 
-        Steps are taken while this is iterated. Plans reach no further than these batches, so that
-        none is left at the end.
+        Steps are taken while the result is iterated. Only these batches are planned, so that no
+        plan is left at the end.
 
         Args:
-            batches: In order.
+            batches: The batches, in order.
 
         Yields:
-            What was taken, and its losses by name; None where the batch trained nothing.
+            A step that was taken, and its losses by name; None if the batch trained nothing.
         """
         self.ring.synchronise()
         coming = iter(batches)
@@ -97,8 +97,8 @@ class Pipeline:
         yield from self.drain(wait=True)
 
     def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Yields the steps whose losses have arrived and that were not yielded yet; ``wait`` for
-        all that were taken. Waiting counts as training.
+        """Yields the steps whose losses have arrived and that were not yielded yet; with ``wait``,
+        all steps that were taken. Waiting counts as training.
         """
         arriving = self.reader.drain(wait=wait)
         while True:
@@ -109,17 +109,15 @@ class Pipeline:
             yield arrived
 
     def stop(self) -> None:
-        """Undoes all plans whose step was not taken; to be called where :meth:`run` is left before
-        its end.
-        """
+        """Undoes all plans without a taken step. Call it if :meth:`run` is left before its end."""
         self.ring.roll_back()
         self._planned.clear()
 
     def undo(self, taken: Taken) -> bool:
-        """Goes back to before the step that was yielded last, beyond all that came after it.
+        """Undoes the step that was yielded last and everything after it.
 
         Returns:
-            Whether the model is as it was, too; see :meth:`mose_fast.methods.Prepared.undo`.
+            Whether the model is restored, too; see :meth:`mose_fast.methods.Prepared.undo`.
         """
         self.stop()
         for later in reversed(self.reader.drop()):
@@ -141,18 +139,18 @@ class Pipeline:
 def incoming(
     stream: Stream, task: int, batches: Sequence[Tensor], *, train: bool = True, store: bool = True
 ) -> list[Callable[[], dict[str, Any]]]:
-    """The contents of batches of a stream, as :class:`Batch` wants them.
+    """The contents of a stream's batches, in the form that :class:`Batch` takes.
 
     Args:
-        stream: Its images may lie on a card.
-        task: That they come in.
+        stream: The stream; its images may be on a card.
+        task: The task of the batches.
         batches: Rows of each batch, int64 on the host.
-        train, store: As for :meth:`mose_fast.methods.Learner.prepare`.
+        train, store: The arguments of :meth:`mose_fast.methods.Learner.prepare`.
     """
     if not batches:
         return []
-    # The images' numbers where the images are, in one transfer: one a batch would wait for the card
-    # each time.
+    # The images' numbers go to the images' device in one transfer; a transfer for each batch would
+    # wait for the card each time.
     numbers = upload(torch.cat(list(batches)), stream.x_train.device).split([len(rows) for rows in batches])
     return [
         partial(_arguments, stream, task, rows, there, train, store)
@@ -161,8 +159,8 @@ def incoming(
 
 
 def resident(stream: Stream, device: torch.device) -> Stream:
-    """The stream with its images on the card, uploaded once, where they leave half of the free
-    memory to the run.
+    """The stream with its images on the card, uploaded once, if they leave half of the free memory
+    to the run.
     """
     if device.type != "cuda":
         return stream

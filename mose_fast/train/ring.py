@@ -1,4 +1,4 @@
-"""Batches that were planned and wait for their step."""
+"""A ring of planned batches that wait for their step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mose_fast.train.feeder import Feeder, Views
 
 __all__ = ["DEPTH", "Ring"]
 
-#: Batches that are planned ahead, at most. A plan takes a fraction of a step, so that a few hide
-#: it.
+#: Largest number of batches that are planned ahead. A plan takes a fraction of a step's time, so a
+#: few are enough to hide it.
 DEPTH = 4
 
 
@@ -29,19 +29,20 @@ class _Waiting(NamedTuple):
 
 
 class Ring:
-    """Prepares batches in order and hands them out in order, as many ahead as its depth.
+    """Prepares batches in order, up to ``depth`` ahead, and hands them out in the same order.
 
     On a card, a learner that plans ahead does so on a stream of its own. :meth:`take` makes the
-    current stream wait for the batch by an event outside any graph; the host does not wait. The
-    replay memory and the class masks belong to the plans' stream: call :meth:`synchronise` before
-    reading or writing them elsewhere.
+    current stream wait for the batch through an event outside any graph; the host does not wait.
+    The replay memory and the class masks belong to the plans' stream: call :meth:`synchronise`
+    before reading or writing them elsewhere.
 
     A :class:`Feeder` makes the views that a step does not make itself (those of DALI), as far ahead
     as the plans.
 
     Args:
-        learner: Prepares the batches. What it does not plan, it gets one at a time.
-        depth: Batches ahead, at most.
+        learner: The learner that prepares the batches. If it does not plan ahead, it prepares one
+            at a time.
+        depth: Largest number of batches ahead.
     """
 
     def __init__(self, learner: Learner, depth: int = DEPTH) -> None:
@@ -50,8 +51,8 @@ class Ring:
         self._waiting: deque[_Waiting] = deque()
         self._feeder = Feeder(learner.device)
         self._stream = torch.cuda.Stream(learner.device) if learner.reads_losses_late else None
-        # Whether the stream goes its own way, or waits for what the current one has launched before
-        # it does anything.
+        # Whether the stream runs independently, or first waits for what the current stream has
+        # launched.
         self._apart = False
 
     def __len__(self) -> int:
@@ -59,7 +60,7 @@ class Ring:
 
     @property
     def full(self) -> bool:
-        """Whether there is no room for another batch."""
+        """Whether the ring has no room for another batch."""
         waiting = self._waiting
         return len(waiting) >= self.depth or (bool(waiting) and isinstance(waiting[-1].prepared, WholeBatch))
 
@@ -67,8 +68,9 @@ class Ring:
         """Prepares a batch.
 
         Args:
-            batch: A function that gives the arguments of :meth:`mose_fast.methods.Learner.prepare`,
-                called on the ring's stream; or slots of the final memory to rehearse, int64 [n].
+            batch: A function that returns the arguments of
+                :meth:`mose_fast.methods.Learner.prepare` and is called on the ring's stream; or
+                slots of the final memory to rehearse, int64 [n].
         """
         with self._on_stream():
             if isinstance(batch, Tensor):
@@ -82,14 +84,14 @@ class Ring:
         self._waiting.append(_Waiting(prepared, ready, views))
 
     def take(self) -> Prepared:
-        """The oldest prepared batch, ready for use on the current stream."""
+        """Removes and returns the oldest batch, ready for use on the current stream."""
         prepared, ready, views = self._waiting.popleft()
         if ready is not None:
             stream = torch.cuda.current_stream(self.learner.device)
             stream.wait_event(ready)
             if isinstance(prepared, PlannedBatch):
                 for tensor in _tensors((prepared.plan, prepared.inputs)):
-                    # Its memory must not be given away while the step still reads it.
+                    # Its memory must not be reused while the step still reads it.
                     tensor.record_stream(stream)
         if views is not None:
             prepared.inputs = prepared.inputs.complete(self._feeder.take(views))
@@ -105,18 +107,18 @@ class Ring:
                 prepared.undo()
 
     def undo(self, taken: Prepared) -> bool:
-        """Undoes a batch whose step was taken, see :meth:`mose_fast.methods.Prepared.undo`; the
-        newest first, after all that were not taken.
+        """Undoes a batch whose step was taken (:meth:`mose_fast.methods.Prepared.undo`). Undo the
+        newest first, after all batches that were not taken.
         """
-        # It asks the model whether the step changed anything, and later steps may be on their way
-        # on the current stream.
+        # It asks the model whether the step changed anything, and later steps may still run on the
+        # current stream.
         self.synchronise()
         with self._on_stream():
             return taken.undo()
 
     def synchronise(self) -> None:
-        """Lets the current stream see all that was prepared, and what is prepared next wait for the
-        current stream.
+        """Makes the current stream wait for all preparations so far, and later preparations wait
+        for the current stream.
         """
         if self._stream is not None:
             torch.cuda.current_stream(self.learner.device).wait_stream(self._stream)

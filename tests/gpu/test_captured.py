@@ -196,7 +196,7 @@ def test_a_step_that_cannot_be_captured_is_taken_eagerly(monkeypatch, steppers):
     with monkeypatch.context() as patched:
         patched.setattr(Mose, "train_on", fails)
         with pytest.warns(
-            UserWarning, match=r"no CUDA graph .* \(CUDA out of memory.*\); the run goes on with eager steps"
+            UserWarning, match=r"no CUDA graph .* \(CUDA out of memory.*\); the run continues with eager steps"
         ) as told:
             found = outcome(run(settings(step="captured")))
     assert ["CUDA graph" in str(w.message) for w in told].count(True) == 1 and steppers[0].graphs == 0
@@ -217,7 +217,7 @@ def test_a_capture_that_waits_for_the_card_breaks_nothing_that_comes_later(monke
 
     with monkeypatch.context() as patched:
         patched.setattr(Mose, "train_on", asks)
-        with pytest.warns(UserWarning, match=r"no CUDA graph .*; the run goes on with eager steps") as told:
+        with pytest.warns(UserWarning, match=r"no CUDA graph .*; the run continues with eager steps") as told:
             results = run(settings(step="captured"))
     steps = steppers.pop()
     assert ["CUDA graph" in str(w.message) for w in told].count(True) == 1 and steps.graphs == 0
