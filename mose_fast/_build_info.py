@@ -23,6 +23,7 @@ _COMPUTES_NOTHING = (
     "cli.py",
     "doctor.py",
     "export",
+    "knobs.py",
     "progress.py",
     "settings.py",
 )

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -589,11 +589,9 @@ class RunConfig(Declared):
         for name in bare:
             if name in (options or {}):
                 raise ConfigError(f"{name} is given by itself and in options; wanted it in one of them")
-        for name in settings:
-            if name not in own:
-                raise ConfigError(f"{name} is not a setting{near_matches(str(name), sorted(own | of_options))}")
         built = _build(known.options, {**known.presets[preset], **(options or {}), **bare}, "options.")
-        return _build(cls, {**settings, "method": method, "preset": preset, "stream": stream, "options": built}, "")
+        settings |= {"method": method, "preset": preset, "stream": stream, "options": built}
+        return _build(cls, settings, "", of_options)
 
     @classmethod
     def from_dict(cls, values: Mapping) -> RunConfig:
@@ -639,19 +637,15 @@ class RunConfig(Declared):
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
 
-def _build(kind: type, values: Mapping, owner: str) -> Any:
+def _build(kind: type, values: Mapping, owner: str, others: Set[str] = frozenset()) -> Any:
     """Constructs the dataclass ``kind`` from a mapping; unknown names are refused with near
-    matches.
+    matches, also among the names of ``others``.
     """
     known = {f.name for f in dataclasses.fields(kind)}
     for name in values:
         if name not in known:
-            told = (
-                f"{owner}{name}"
-                if isinstance(name, str) and name.isprintable() and len(name) <= SHOWN
-                else f"{owner}{shown(name)}"
-            )
-            raise ConfigError(f"{told} is not a setting{near_matches(str(name), sorted(known))}")
+            told = name if isinstance(name, str) and name.isprintable() and len(name) <= SHOWN else shown(name)
+            raise ConfigError(f"{owner}{told} is not a setting{near_matches(str(name), sorted(known | others))}")
     return kind(**values)
 
 
