@@ -2,7 +2,6 @@
 // needs is checked here again.
 #include "api/adam.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
@@ -68,20 +67,16 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
                     beta2,
                     eps,
                     weight_decay};
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(master)) {
-    const DeviceGuard guard(master.device());
-    static_assert(sizeof(AdamScale) == 2 * sizeof(float) && sizeof(int32_t) == sizeof(float),
-                  "one workspace holds both");
-    const at::Tensor workspace = at::empty({2 * parameters + 1}, master.options());
-    params.scales = static_cast<AdamScale*>(workspace.mutable_data_ptr());
-    params.frozen = reinterpret_cast<int32_t*>(params.scales + parameters);
-    cuda::adam_step(params, current_stream());
-    return;
-  }
-#endif
-  check_served(master.device(), "master");
-  cpu::adam_step(params, at::get_num_threads());
+  static_assert(sizeof(AdamScale) == 2 * sizeof(float) && sizeof(int32_t) == sizeof(float), "one workspace holds both");
+  run(
+      device, "master",
+      [&](auto stream) {
+        const at::Tensor workspace = at::empty({2 * parameters + 1}, master.options());
+        params.scales = static_cast<AdamScale*>(workspace.mutable_data_ptr());
+        params.frozen = reinterpret_cast<int32_t*>(params.scales + parameters);
+        cuda::adam_step(params, stream);
+      },
+      [&](int threads) { cpu::adam_step(params, threads); });
 }
 
 }  // namespace

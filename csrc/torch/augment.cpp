@@ -2,7 +2,6 @@
 // on the CPU, where reading them costs nothing.
 #include "api/augment.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
@@ -89,16 +88,12 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   }
   params.jitter_normalised = jitter_normalised;
   const at::Tensor views = output.permute({0, 3, 1, 2});
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(device)) {
-    const DeviceGuard guard(device);
-    cuda::augment(params, current_stream());
-    return views;
-  }
-#endif
-  check_served(device, "the first source");
-  check_contents(params, all_rows);
-  cpu::augment(params, at::get_num_threads());
+  run(
+      device, "the first source", [&](auto stream) { cuda::augment(params, stream); },
+      [&](int threads) {
+        check_contents(params, all_rows);
+        cpu::augment(params, threads);
+      });
   return views;
 }
 

@@ -1,7 +1,6 @@
 // Glue of the view parameters.
 #include "api/augment_parameters.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
@@ -47,15 +46,9 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recip
       static_cast<int32_t>(width),
       codes.mutable_data_ptr<int32_t>(),
       factors.mutable_data_ptr<float>()};
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(device)) {
-    const DeviceGuard guard(codes.device());
-    cuda::augment_parameters(params, current_stream());
-    return {codes, factors};
-  }
-#endif
-  check_served(device, "device");
-  cpu::augment_parameters(params, at::get_num_threads());
+  run(
+      codes.device(), "device", [&](auto stream) { cuda::augment_parameters(params, stream); },
+      [&](int threads) { cpu::augment_parameters(params, threads); });
   return {codes, factors};
 }
 

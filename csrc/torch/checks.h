@@ -14,11 +14,6 @@ namespace mf {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-// For an op's call of csrc/cpu, after that of csrc/cuda.
-inline void check_served(const at::Device& device, const char* name) {
-  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(device), name, " is on ", device, "; this build of mose_fast serves ", kDevices);
-}
-
 inline FloatType float_type(at::ScalarType type, const char* name, bool takes_double = false) {
   switch (type) {
     case at::kFloat:

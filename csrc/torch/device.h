@@ -5,6 +5,7 @@
 //   MOSE_FAST_WITH_CUDA and MOSE_FAST_EMULATED     tensors on the CPU are on a card, whose kernels csrc/emulated runs on the CPU
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -80,6 +81,21 @@ void* allocate_zeroed(size_t bytes);
 std::pair<int, int64_t> current_stream_key();
 
 #endif
+
+// Runs an op where its tensors are: launch(stream) under a device guard, or compute(threads). The
+// former takes its stream as `auto`, so that a build without cards does not compile its call.
+template <typename OnCard, typename OnCpu>
+void run(const at::Device& device, const char* name, const OnCard& launch, const OnCpu& compute) {
+#if defined(MOSE_FAST_WITH_CUDA)
+  if (on_card(device)) {
+    const DeviceGuard guard(device);
+    launch(current_stream());
+    return;
+  }
+#endif
+  TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(device), name, " is on ", device, "; this build of mose_fast serves ", kDevices);
+  compute(at::get_num_threads());
+}
 
 // Defines an op by its schema, and registers one function, which asks on_card() itself, for tensors
 // of every device that this build serves.

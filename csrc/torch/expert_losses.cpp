@@ -2,7 +2,6 @@
 // what memory safety needs is checked here again.
 #include "api/expert_losses.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
@@ -145,16 +144,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> expert_losses(
   const at::Tensor terms = in.empty({in.params.experts, kTerms});
   const at::Tensor statistics = in.empty({in.params.statistics().size()});
   const ExpertLossesForward params{in.params, terms.mutable_data_ptr(), statistics.mutable_data_ptr()};
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(labels)) {
-    const DeviceGuard guard(labels.device());
-    cuda::expert_losses_forward(params, current_stream());
-    return {terms, statistics, in.empty({0, 0, 0})};
-  }
-#endif
-  check_served(labels.device(), "labels");
-  return {terms, statistics,
-          in.type == at::kDouble ? forward_on_cpu<double>(in, params) : forward_on_cpu<float>(in, params)};
+  at::Tensor similarity = in.empty({0, 0, 0});
+  run(
+      labels.device(), "labels", [&](auto stream) { cuda::expert_losses_forward(params, stream); },
+      [&](int) {
+        similarity = in.type == at::kDouble ? forward_on_cpu<double>(in, params) : forward_on_cpu<float>(in, params);
+      });
+  return {terms, statistics, similarity};
 }
 
 template <typename Real>
@@ -210,19 +206,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> expert_losses_backwar
       arrays[1],
       arrays[2],
       arrays[3]};
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(labels)) {
-    const DeviceGuard guard(labels.device());
-    cuda::expert_losses_backward(params, current_stream());
-    return {grads[0], grads[1], grads[2], grads[3]};
-  }
-#endif
-  check_served(labels.device(), "labels");
-  if (in.type == at::kDouble) {
-    backward_on_cpu<double>(in, params, similarity);
-  } else {
-    backward_on_cpu<float>(in, params, similarity);
-  }
+  run(
+      labels.device(), "labels", [&](auto stream) { cuda::expert_losses_backward(params, stream); },
+      [&](int) {
+        if (in.type == at::kDouble) {
+          backward_on_cpu<double>(in, params, similarity);
+        } else {
+          backward_on_cpu<float>(in, params, similarity);
+        }
+      });
   return {grads[0].to(projections.scalar_type()), grads[1].to(logits.scalar_type()),
           grads[2].to(features.scalar_type()), grads[3].to(student.scalar_type())};
 }

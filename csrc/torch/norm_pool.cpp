@@ -2,7 +2,6 @@
 // memory safety needs is checked here again.
 #include "api/norm_pool.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -62,15 +61,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_pool(const at::Tensor& x, co
                                {pooled.mutable_data_ptr(), in.params.x.type},
                                keeps ? counts.mutable_data_ptr<float>() : nullptr,
                                keeps ? sums.mutable_data_ptr<float>() : nullptr};
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(x)) {
-    const DeviceGuard guard(x.device());
-    cuda::norm_pool(params, current_stream());
-    return {pooled, counts, sums};
-  }
-#endif
-  check_served(x.device(), "x");
-  cpu::norm_pool(params, at::get_num_threads());
+  run(
+      x.device(), "x", [&](auto stream) { cuda::norm_pool(params, stream); },
+      [&](int threads) { cpu::norm_pool(params, threads); });
   return {pooled, counts, sums};
 }
 
@@ -98,15 +91,9 @@ std::tuple<MaybeTensor, MaybeTensor> norm_pool_backward(const at::Tensor& grad_i
                                 wants_state ? row_pointer<const float>(sums, "sums", kept, x.device()) : nullptr,
                                 {dx ? dx->mutable_data_ptr() : nullptr, in.params.x.type},
                                 dstate ? dstate->mutable_data_ptr<float>() : nullptr};
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(x)) {
-    const DeviceGuard guard(x.device());
-    cuda::norm_pool_backward(params, current_stream());
-    return {dx, dstate};
-  }
-#endif
-  check_served(x.device(), "x");
-  cpu::norm_pool_backward(params, at::get_num_threads());
+  run(
+      x.device(), "x", [&](auto stream) { cuda::norm_pool_backward(params, stream); },
+      [&](int threads) { cpu::norm_pool_backward(params, threads); });
   return {dx, dstate};
 }
 

@@ -3,7 +3,6 @@
 // ATen/cuda/CUDAContext.h needs toolkit parts that a bare nvcc lacks.
 #include "api/null.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/utils/pybind.h>
@@ -24,15 +23,9 @@ at::Tensor null(const at::Tensor& input) {
   const at::Tensor source = input.contiguous();
   at::Tensor output = at::empty_like(source);
   const NullParams params{source.const_data_ptr(), output.mutable_data_ptr(), static_cast<int64_t>(source.nbytes())};
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(source)) {
-    const DeviceGuard guard(source.device());
-    cuda::null(params, current_stream());
-    return output;
-  }
-#endif
-  check_served(source.device(), "x");
-  cpu::null(params, at::get_num_threads());
+  run(
+      source.device(), "x", [&](auto stream) { cuda::null(params, stream); },
+      [&](int threads) { cpu::null(params, threads); });
   return output;
 }
 

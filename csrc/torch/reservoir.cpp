@@ -45,15 +45,9 @@ at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tas
                                      count,
                                      capacity,
                                      images.numel() / capacity};
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(state)) {
-    const DeviceGuard guard(state.device());
-    cuda::reservoir_insert(params, current_stream());
-    return slots;
-  }
-#endif
-  check_served(state.device(), "state");
-  cpu::reservoir_insert(params);
+  run(
+      device, "state", [&](auto stream) { cuda::reservoir_insert(params, stream); },
+      [&](int) { cpu::reservoir_insert(params); });
   return slots;
 }
 
@@ -72,15 +66,9 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
                                    capacity,
                                    task,
                                    static_cast<SlotFilter>(filter)};
-#if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(state)) {
-    const DeviceGuard guard(state.device());
-    cuda::reservoir_draw(params, current_stream());
-    return slots;
-  }
-#endif
-  check_served(state.device(), "state");
-  cpu::reservoir_draw(params);
+  run(
+      state.device(), "state", [&](auto stream) { cuda::reservoir_draw(params, stream); },
+      [&](int) { cpu::reservoir_draw(params); });
   return slots;
 }
 

@@ -66,6 +66,7 @@ def _serves(x: Tensor, *norms: Norm) -> bool:
 
 
 def _input_map(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype`` as the kernels read it; warns once if the memory has to be copied."""
     if not x.is_contiguous(memory_format=torch.channels_last):
         say_once(
             "a map is copied into channels_last memory at every call; keep the network and its input in channels_last"
@@ -210,34 +211,13 @@ class _BatchNormAct(torch.autograd.Function):
         trains: bool,
     ) -> tuple[Tensor, ...]:
         second = Norm(None, None, None, None) if residual_norm is None else residual_norm
-        y, mask, states = _loader.ops().batch_norm_act(
-            x,
-            *norm,
-            relu,
-            residual,
-            residual_norm is not None,
-            *second,
-            prologue,
-            valid_rows_tensor,
-            valid_rows,
-            relu and trains,
-        )
+        added = (residual, residual_norm is not None, *second)
+        rest = (prologue, valid_rows_tensor, valid_rows, relu and trains)
+        y, mask, states = _loader.ops().batch_norm_act(x, *norm, relu, *added, *rest)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            x,
-            weight,
-            None if residual_norm is None else residual,
-            second_weight,
-            prologue,
-            valid_rows_tensor,
-            mask if relu else None,
-            states,
-        )
-        ctx.normed_residual, ctx.training, ctx.valid_rows = (
-            residual_norm is not None,
-            (norm.training, second.training),
-            valid_rows,
-        )
+        other = (None if residual_norm is None else residual, second_weight)
+        ctx.save_for_backward(x, weight, *other, prologue, valid_rows_tensor, mask if relu else None, states)
+        ctx.training, ctx.valid_rows = (norm.training, second.training), valid_rows
         # Tensors of their own, so that each receives its own gradient; autograd would tie views to
         # one another.
         return (y, *(y.detach() for _ in range(consumers - 1)))
@@ -250,22 +230,10 @@ class _BatchNormAct(torch.autograd.Function):
         if not given:
             return (None,) * 14
         needs = ctx.needs_input_grad
-        to_x, to_residual, to_prologue, to_norms = _loader.ops().batch_norm_act_backward(
-            given,
-            mask,
-            x,
-            weight,
-            ctx.training[0],
-            residual,
-            second_weight,
-            ctx.training[1],
-            states,
-            prologue,
-            valid_rows_tensor,
-            ctx.valid_rows,
-            (needs[0], needs[3], needs[6]),
-        )
-        second = (to_norms[1, 0], to_norms[1, 1]) if ctx.normed_residual else (None, None)
+        norms = (weight, ctx.training[0], residual, second_weight, ctx.training[1])
+        rest = (states, prologue, valid_rows_tensor, ctx.valid_rows, (needs[0], needs[3], needs[6]))
+        to_x, to_residual, to_prologue, to_norms = _loader.ops().batch_norm_act_backward(given, mask, x, *norms, *rest)
+        second = (to_norms[1, 0], to_norms[1, 1]) if residual is not None else (None, None)
         results = (to_x, to_norms[0, 0], to_norms[0, 1], to_residual, *second, to_prologue)
         return (*(r if n else None for r, n in zip(results, needs, strict=False)), *(None,) * 7)
 
