@@ -1,4 +1,5 @@
-"""The learner: a data plane and a model behind one face, and what a method states of both."""
+"""The learner: one interface to a data plane and a model, and the functions that a method defines
+for both."""
 
 from __future__ import annotations
 
@@ -30,35 +31,35 @@ if TYPE_CHECKING:
 
 __all__ = ["Learner", "Planning", "resolve_device"]
 
-# Images a forward pass of an evaluation, unless the configuration says otherwise.
+# Images in a forward pass of an evaluation, unless the configuration has another number.
 _EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
 
-# The random state is the process's; runs in several threads must not draw from each other's.
+# PyTorch's random state belongs to the process; runs in several threads must not share it.
 _PYTORCH_RANDOM_STATE = threading.Lock()
 
 
 class Planning(IntEnum):
-    """How far ahead of training a method's batches can be planned. Each value allows what those
-    before it allow, and more.
+    """How far ahead of training a method's batches can be planned. Each value allows more than the
+    one before.
     """
 
-    #: Rows are chosen, to be replayed or to be kept, by looking at the network.
+    #: The rows to replay or to store are chosen by looking at the network.
     LOOKS_AT_MODEL = 0
     #: Rows are chosen without the network, but one batch at a time.
     BATCH_BY_BATCH = 1
     #: Neither ``plan`` nor ``store`` looks at the model or at what training changes: several
     #: batches are planned, and the memory filled, before the first of their steps is taken.
     AHEAD = 2
-    #: Moreover ``train_on`` can be captured as a CUDA graph. On a card, losses are read only after
-    #: later steps were launched.
+    #: In addition, ``train_on`` can be captured as a CUDA graph. On a card, losses are read only
+    #: after later steps were launched.
     CAPTURED = 3
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a configuration's ``device`` means here.
+    """The device that a configuration's ``device`` means on this machine.
 
     Raises:
-        ConfigError: A card is asked for and there is none, or none of that number.
+        ConfigError: The card that is asked for does not exist.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,13 +84,12 @@ def resolve_device(name: str) -> torch.device:
 class Learner(ABC):
     """An online learner: sees each batch once, keeps a replay memory, predicts at any time.
 
-    It is used by :meth:`observe` and :meth:`predict`. Whoever drives many batches calls
-    :meth:`prepare` and the prepared batch's ``take`` instead, which together do what
-    :meth:`observe` does.
+    Users call :meth:`observe` and :meth:`predict`. To plan batches ahead, call :meth:`prepare` and
+    the prepared batch's ``take`` instead; together they do what :meth:`observe` does.
 
-    A method says how rows are chosen (:meth:`plan`, :meth:`rehearsal`, :meth:`store`), what the
-    network is (:meth:`build_network`) and what a step does (:meth:`train_on`);
-    :class:`mose_fast.methods.ReplayLearner` has all of these for one network and replayed rows.
+    A method defines how rows are chosen (:meth:`plan`, :meth:`rehearsal`, :meth:`store`), the
+    network (:meth:`build_network`) and the step (:meth:`train_on`).
+    :class:`mose_fast.methods.ReplayLearner` defines all of these for one network and replayed rows.
 
     Args:
         config: The run's settings.
@@ -97,17 +97,17 @@ class Learner(ABC):
         image_size: (H, W) of the images, multiples of 8.
         mean: Mean of images in [0, 1], by channel.
         std: Standard deviation of images in [0, 1], by channel.
-        mirror_safe: False where mirroring changes the label, as for digits.
+        mirror_safe: False if mirroring changes the label, as for digits.
 
     Attributes:
         data: The memory, the tasks and the classes seen.
         model: The network and its optimiser.
         views: Makes views of raw images.
         mirrored: Whether images are mirrored, in fixed copies and at random.
-        kernels: ``fused`` or ``torch``, what the configuration's ``kernels`` became.
+        kernels: ``fused`` or ``torch``: the value that the configuration's ``kernels`` has here.
         evaluation_batch: Images in a forward pass of an evaluation.
-        precision: What the configuration's ``precision`` became, and why.
-        stepping: What the configuration's ``step`` became, and why.
+        precision: The value that the configuration's ``precision`` has here, and why.
+        stepping: The value that the configuration's ``step`` has here, and why.
         feed: What makes the views, and why.
     """
 
@@ -118,13 +118,13 @@ class Learner(ABC):
     #: the stream as a single task.
     joint_stream: ClassVar[bool] = False
 
-    #: True where every forward pass in training goes through :meth:`Model.forward`, so that the
-    #: optimiser may keep copies of the weights in bf16 for it.
+    #: True if every forward pass in training goes through :meth:`Model.forward`, so that the
+    #: optimiser may keep bf16 copies of the weights for it.
     uses_shadows: ClassVar[bool] = False
 
-    #: What the method does where the whole stream is one task, by a switch and the value of it that
-    #: needs task boundaries: the end of a sentence about the method. The page of methods lists it,
-    #: and a learner whose options have such a value warns.
+    #: What the method does if the whole stream is one task, as the end of a sentence about it; the
+    #: key is a switch and its value that needs task boundaries. docs/methods.md lists these, and a
+    #: learner whose options have such a value warns.
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
 
     #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
@@ -190,24 +190,24 @@ class Learner(ABC):
 
     @property
     def diverged(self) -> bool:
-        """True once a loss was not finite: since then nothing is trained and nothing stored.
+        """Whether a loss was not finite. Since then, nothing is trained or stored.
 
-        On a card this waits for it.
+        On a card this waits for the card.
         """
         return bool(self.model.latch)
 
     # The stream
 
     def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
-        """Starts a task, and ends the one before where nobody did. :meth:`observe` calls it when
-        the task changes.
+        """Starts a task, and ends the previous one if it has not been ended. :meth:`observe` calls
+        it when the task changes.
 
-        A run that is resumed in the middle of a task does not call it again: whatever a method
-        builds here belongs to its state.
+        A run that is resumed in the middle of a task does not call it again, so everything that a
+        method builds here must be part of its state.
 
         Args:
-            task: Any number that no other task has.
-            classes: All labels of the task, where they are known beforehand.
+            task: A number that no other task has.
+            classes: All labels of the task, if they are known beforehand.
         """
         if not self.data.ended:
             self.end_task()
@@ -237,18 +237,18 @@ class Learner(ABC):
             index: int64 [B], positions in the original stream, kept in the memory; None: counted
                 from 0.
             train: False only stores the batch.
-            store: False leaves the memory as it is (every epoch after the first).
+            store: False does not change the memory (every epoch after the first).
 
         Returns:
-            The step's losses by name, as scalars on the learner's device; None where nothing was
+            The step's losses by name, as scalars on the learner's device; None if nothing was
             trained.
 
         Raises:
-            ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed then.
+            ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed.
         """
         x, y, index = self._receive(*self.data.check_batch(x, y), task, index)
         losses = self.train_batch(x, y) if train else None
-        # Where losses are read late there is no time to ask.
+        # If losses are read late, the host must not wait here.
         if store and (self.reads_losses_late or losses is None or not self.diverged):
             self.store(x, y, index)
         return losses
@@ -263,11 +263,12 @@ class Learner(ABC):
         train: bool = True,
         store: bool = True,
     ) -> Prepared:
-        """Does all of :meth:`observe` that does not need the model; arguments and errors as there.
+        """Does everything of :meth:`observe` that does not need the model. Arguments and errors are
+        those of :meth:`observe`.
 
-        A learner that plans ahead chooses the step's rows and fills the memory here, and may
-        prepare more batches before it takes the step of this one. ``x`` may lie on the learner's
-        device already; ``y`` on the host is read without waiting for a card.
+        A learner that plans ahead chooses the step's rows and fills the memory here. It may prepare
+        more batches before it takes this batch's step. ``x`` may already be on the learner's
+        device; if ``y`` is on the host, it is read without waiting for a card.
         """
         x, y = self.data.check_batch(x, y)
         if self.planning < Planning.AHEAD:
@@ -284,14 +285,14 @@ class Learner(ABC):
         return PlannedBatch(self, before, plan, self.inputs(plan))
 
     def prepare_rehearsal(self, slots: Tensor) -> Prepared:
-        """Prepares :meth:`rehearse`, all of which is left to do; no other batch may be prepared."""
+        """Prepares :meth:`rehearse`. No other batch may be prepared at the same time."""
         return WholeBatch(self, self.data.record(), partial(self.rehearse, slots), f"{len(slots)} rows of the memory")
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """One training step on memory slots alone (training on the final memory).
+        """Takes one training step on memory slots only (training on the final memory).
 
         Args:
-            slots: int64 [n].
+            slots: int64 [n], the slots.
 
         Returns:
             The step's losses by name.
@@ -302,8 +303,8 @@ class Learner(ABC):
         """Takes one training step and counts it.
 
         Args:
-            inputs: From :meth:`inputs`.
-            train_on: Takes the step in place of :meth:`train_on`.
+            inputs: The result of :meth:`inputs`.
+            train_on: A function that takes the step in place of :meth:`train_on`.
 
         Returns:
             The step's losses by name, as scalars on the learner's device.
@@ -326,8 +327,8 @@ class Learner(ABC):
             self.begin_task(task)
         self._means = None
         batch = self.data.receive(x, y, index)
-        # Nobody said which classes the task has, so that it may be a constant. Of several equal
-        # tasks none has more than half of them.
+        # The task's classes are unknown, so the task number may be constant. With several equal
+        # tasks, none has more than half of all classes.
         data = self.data
         if task == data.first_task and data.task_classes is None and 2 * len(data.current) > self.classes:
             self.warn_of_boundaries(
@@ -336,10 +337,10 @@ class Learner(ABC):
         return batch
 
     def warn_of_boundaries(self, found: str) -> None:
-        """Warns, once, where an option needs task boundaries and there are none.
+        """Warns once if an option needs task boundaries and there are none.
 
         Args:
-            found: What shows that, as the end of "..., but".
+            found: What shows that there are none; completes a sentence after "but".
         """
         for (switch, value), effect in self.without_boundaries.items():
             if not self._warned_boundaries and getattr(self.config.options, switch, None) == value:
@@ -350,53 +351,53 @@ class Learner(ABC):
                     stacklevel=4,
                 )
 
-    # What a method states of data
+    # What a method defines for the data
 
     def build_memory(self) -> ReplayMemory:
-        """The empty replay memory; methods with another policy or with more to keep for each slot
-        override it.
+        """Builds the empty replay memory. Methods override it for another policy, or to store more
+        for each slot.
         """
         return ReplayMemory(self.config.memory, self.image_size, seed=self.config.seed, device=self.device)
 
     @abstractmethod
     def plan(self, x: Tensor, y: Tensor) -> Any:
-        """Chooses the rows of the step for an incoming batch; None where the batch trains nothing.
+        """Chooses the rows of the step for an incoming batch; None if the batch trains nothing.
 
         Args:
             x: uint8 [B, H, W, 3] on the learner's device.
             y: int64 [B] on the learner's device, registered in ``seen`` and ``current``. The memory
-                does not hold the batch yet.
+                does not contain the batch yet.
         """
 
     @abstractmethod
     def rehearsal(self, slots: Tensor) -> Any:
-        """What a step on memory slots alone reads."""
+        """The inputs of a step on memory slots only."""
 
     def inputs(self, plan: Any) -> Any:
-        """What the step of a plan reads, made with the plan; by default the plan itself."""
+        """The inputs of a plan's step, made when the plan is made; by default the plan itself."""
         return plan
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """Offers a batch to the memory after its training step; arguments as those of
+        """Offers a batch to the memory after its training step. The arguments are those of
         :meth:`observe`, checked and on the device.
 
         Returns:
-            int64 [B]: the slot in which each item lies now, -1 where it was not kept.
+            int64 [B]: the slot of each item now, -1 if it was not stored.
         """
         return self.memory.insert(x, y, self.task, index)
 
     def describe(self, plan: Any) -> str:
-        """How large the step of a plan is, for messages."""
+        """Describes the size of a plan's step, for messages."""
         return "a plan of its own"
 
-    # What a method states of the model
+    # What a method defines for the model
 
     @abstractmethod
     def build_network(self) -> ExpertNetwork:
-        """The untrained network; PyTorch's random state is set by the seed of the weights."""
+        """Builds the untrained network; PyTorch's random state was set from the weights' seed."""
 
     def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
-        """The optimiser of all parameters of the network."""
+        """Builds the optimiser of all parameters of the network."""
         o = self.config.options
         settings = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": o.weight_decay}
         if self.kernels == "fused":
@@ -408,11 +409,11 @@ class Learner(ABC):
 
     @property
     def shadowed(self) -> bool:
-        """Whether the optimiser keeps copies of the weights in bf16."""
+        """Whether the optimiser keeps bf16 copies of the weights."""
         return self.uses_shadows and self.kernels == "fused" and self.precision.name == "bf16"
 
     def _build_views(self) -> ViewMaker:
-        # What is no recipe (pad_crop) the method makes itself.
+        # Augmentations that are no recipe (pad_crop) are made by the method itself.
         recipe = self.config.options.augment if self.config.options.augment in RECIPES else "none"
         self.feed = choose_feed(self.config.feed, self.device, RECIPES[recipe])
         return ViewMaker(
@@ -426,9 +427,9 @@ class Learner(ABC):
         )
 
     def build_model(self) -> Model:
-        """An untrained network, the same for the same seed, with an optimiser for it."""
-        # The weights depend on their seed alone, not on the device or on what the program drew
-        # before.
+        """Builds an untrained network, the same for the same seed, and its optimiser."""
+        # The weights depend only on their seed, not on the device or on earlier random numbers of
+        # the program.
         seed = self.config.seed if self.config.init_seed is None else self.config.init_seed
         with _PYTORCH_RANDOM_STATE, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -445,20 +446,21 @@ class Learner(ABC):
         )
 
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
-        """Trains on a batch, as given to :meth:`plan`: one step, unless a method takes several."""
+        """Trains on a batch, given as for :meth:`plan`; one step, unless a method takes several."""
         plan = self.plan(x, y)
         return None if plan is None else self.step(self.inputs(plan))
 
     @abstractmethod
     def train_on(self, inputs: Any) -> Any:
-        """One training step: views, forward, losses, backward and optimiser. It counts nothing.
+        """Takes one training step: views, forward pass, losses, backward pass and optimiser. It
+        does not count the step.
 
         Args:
-            inputs: From :meth:`inputs`.
+            inputs: The result of :meth:`inputs`.
 
         Returns:
-            What :meth:`named` makes losses by name of; the first is the loss that was minimised, as
-            :meth:`Model.minimise` gives it.
+            A value that :meth:`named` turns into losses by name; the first is the minimised loss,
+            as :meth:`Model.minimise` returns it.
         """
 
     def named(self, losses: Any) -> dict[str, Tensor]:
@@ -466,10 +468,10 @@ class Learner(ABC):
         return losses
 
     def on_task_end(self) -> None:  # noqa: B027 - most methods have nothing to do here
-        """What a method does at the end of a task, before the next one begins.
+        """Called at the end of a task, before the next one begins.
 
-        Methods that train here call :meth:`after_step` after every step. What plans ahead must have
-        taken all its steps by then.
+        Methods that train here call :meth:`after_step` after every step. All planned steps must
+        have been taken before.
         """
 
     def prepare_evaluation(self) -> None:  # noqa: B027 - most methods are ready at any time
@@ -480,12 +482,12 @@ class Learner(ABC):
         :meth:`after_step` after every step.
         """
 
-    def after_step(self) -> None:  # noqa: B027 - whoever does not watch puts nothing here
-        """Called after each step of what takes many at once: an evaluation, a training for it, a
+    def after_step(self) -> None:  # noqa: B027 - empty unless a caller replaces it
+        """Called after each step of work that takes many: an evaluation, the training before one, a
         review at the end of a task.
 
-        Whoever drives the learner may put a function in its place, to watch it or to stop it by
-        raising; the state from before is then what counts.
+        The caller of the learner may replace this function to watch the work, or to stop it with an
+        exception; then only the state from before the work is valid.
         """
 
     # Prediction
@@ -497,10 +499,10 @@ class Learner(ABC):
         return self.model.outputs(x, self.after_step)
 
     def class_means(self, features: Tensor | None = None) -> ClassMeans:
-        """The prototypes that the memory gives now; computed once between two batches.
+        """The class means of the current memory; computed once between two batches.
 
         Args:
-            features: [E, filled, D] of the memory's samples, where the caller has them already.
+            features: [E, filled, D], the features of the memory's samples, if already computed.
         """
         if self._means is None:
             filled = self.memory.filled
@@ -521,7 +523,7 @@ class Learner(ABC):
         return self._means
 
     def predict(self, x: Tensor | np.ndarray, classifier: str | None = None, expert: str | int | None = None) -> Tensor:
-        """Labels of raw images, by the classes seen so far.
+        """Predicts the labels of raw images among the classes seen so far.
 
         Args:
             x: uint8 [N, H, W, 3].
@@ -545,8 +547,8 @@ class Learner(ABC):
         return classify(features, logits, self.class_means())[classifier][expert].cpu()
 
     def resolve_expert(self, classifier: str | None = None, expert: str | int | None = None) -> tuple[str, str]:
-        """The names under which the results hold the classifier and expert asked for; None means
-        the configuration's.
+        """The names that the results use for this classifier and expert; None means those of the
+        configuration.
         """
         o = self.config.options
         classifier = o.classifier if classifier is None else classifier
@@ -567,8 +569,8 @@ class Learner(ABC):
         return classifier, expert
 
     def costs(self) -> tuple[Cost, Cost]:
-        """Parameters and multiply-accumulates an image of the network in training, and of what
-        :meth:`predict` needs by default.
+        """Parameters and multiply-accumulates per image, of the network in training and of the part
+        that :meth:`predict` needs by default.
         """
         return self.model.costs(self.image_size, deepest=self.resolve_expert() == ("ncm", str(self.network.experts)))
 
@@ -582,8 +584,8 @@ class Learner(ABC):
         return tensors, self.data.values() | {"precision": self.precision.name}
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Takes over what :meth:`state` gave. Where the configuration leaves the precision open, it
-        is that of the state from now on.
+        """Restores the result of :meth:`state`. If the configuration leaves the precision open, the
+        precision of the state is used from now on.
 
         Raises:
             ValueError: The state belongs to another network or memory.
@@ -592,7 +594,7 @@ class Learner(ABC):
         precision = values.pop("precision", self.precision.name)
         if self.config.precision == "auto" and precision != self.precision.name:
             self.precision = Choice(precision, "as the run began")
-            # The optimiser may keep copies of the weights in that precision.
+            # The optimiser may keep copies of the weights in this precision.
             self.model = self.build_model()
         memory = {name.removeprefix("memory/"): t for name, t in tensors.items() if name.startswith("memory/")}
         self.model.load({name: t for name, t in tensors.items() if not name.startswith("memory/")})

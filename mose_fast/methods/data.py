@@ -80,16 +80,16 @@ class DataPlane:
     It never sees the network, so that it can run ahead of training.
 
     Args:
-        memory: Empty.
+        memory: An empty replay memory.
         classes: Number of classes K of the whole stream; labels are 0 ... K - 1.
         image_size: (H, W) of the images.
-        device: Where batches are wanted.
+        device: Device that batches are moved to.
 
     Attributes:
         memory: The replay memory.
         task: The current task; None before the first.
         first_task: The first task.
-        task_classes: All labels of the current task, where they are known beforehand.
+        task_classes: All labels of the current task, if they are known beforehand.
         seen: All labels seen so far, in order of appearance.
         current: The labels of the current task seen so far, in order of appearance.
         steps: Training steps taken.
@@ -119,7 +119,7 @@ class DataPlane:
         return self.steps + self.ahead
 
     def begin_task(self, task: int, classes: Sequence[int] | None) -> None:
-        """Starts a task; arguments as for :meth:`mose_fast.methods.Learner.begin_task`."""
+        """Starts a task; see :meth:`mose_fast.methods.Learner.begin_task` for the arguments."""
         self.task = int(task)
         self.first_task = self.task if self.first_task is None else self.first_task
         self.task_classes = None if classes is None else [int(c) for c in classes]
@@ -130,7 +130,7 @@ class DataPlane:
         """Registers the labels of a checked batch; returns the batch on the device.
 
         Args:
-            x, y: From :meth:`check_batch`.
+            x, y: The result of :meth:`check_batch`.
             index: int64 [B], positions in the original stream; None: counted from 0.
         """
         if index is None:
@@ -145,27 +145,27 @@ class DataPlane:
     # State
 
     def values(self) -> dict[str, Any]:
-        """The plain values that a checkpoint must hold."""
+        """The plain values that a checkpoint must contain."""
         return {name: copy.copy(getattr(self, name)) for name in _VALUES} | self.own
 
     def load(self, values: dict[str, Any], memory: dict[str, Tensor]) -> None:
-        """Takes over what :meth:`values` and ``memory.tensors()`` gave."""
+        """Restores the results of :meth:`values` and ``memory.tensors()``."""
         self.memory.load(memory)
-        # Runs of older versions did not note it; they end their tasks by themselves.
+        # Runs of older versions did not record it; they end their tasks by themselves.
         self._set({"ended": True} | values)
         self.ahead = 0
 
     def record(self, upcoming: int = 0) -> DataRecord:
-        """What :meth:`undo` needs to undo the batch that comes next.
+        """Records what :meth:`undo` needs to undo the next batch.
 
         Args:
-            upcoming: Images that will be offered to the memory.
+            upcoming: Number of images that will be offered to the memory.
         """
         return DataRecord(self.values(), self.sequence, self.memory.record(upcoming))
 
     def undo(self, record: DataRecord) -> None:
-        """Undoes a batch; of several, the newest first. A step of it counts as not taken; steps
-        that were planned earlier are not touched.
+        """Undoes a batch; undo the newest first. A step of it counts as not taken; steps that were
+        planned earlier do not change.
         """
         steps = min(self.steps, record.sequence)
         self._set(record.values | {"steps": steps})

@@ -1,4 +1,4 @@
-"""What freezes a model once a loss is not finite."""
+"""Freezes a model once a loss is not finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mose_fast.optim import FlatAdam
 
 __all__ = ["Latch", "RunningStatistics"]
 
-# Elements that each statistic's start is a multiple of, for kernels that load 16 bytes at a time.
+# Each statistic starts at a multiple of this many elements, for kernels that load 16 bytes at once.
 _ALIGNMENT = 64
 
 
@@ -21,8 +21,8 @@ class RunningStatistics:
     undone for all of them at once.
 
     Args:
-        network: Its buffers are replaced by the views, with equal values. Moving it to another
-            device or dtype later breaks the tie.
+        network: The network; views with equal values replace its buffers. Moving it to another
+            device or dtype later undoes that.
 
     Attributes:
         flat: The tensors behind the buffers.
@@ -47,10 +47,10 @@ class RunningStatistics:
 
     @contextmanager
     def undone_if(self, closed: Tensor) -> Iterator[None]:
-        """Brings the statistics back to what they were at the start if ``closed``, a bool scalar
-        beside them, is set at the end.
+        """A context that restores the statistics of its start if ``closed``, a bool scalar on their
+        device, is True at its end.
 
-        The host does not look at it, so that this can be part of a captured graph.
+        The host does not read ``closed``, so this can be part of a captured graph.
         """
         for before, flat in zip(self._before, self.flat, strict=True):
             before.copy_(flat)
@@ -63,18 +63,18 @@ class Latch:
     """Closes at the first loss that is not finite. From then on no weight, no moment of the
     optimiser and no running statistic changes, and every loss is reported as not finite.
 
-    All of it happens on the device. Where losses are read late the host does not ask, so that a
+    Everything happens on the device. If losses are read late, the host does not ask, so that a
     step can be captured in a CUDA graph.
 
     Args:
-        network: On its device.
-        optimiser: Of the network's parameters.
-        reads_losses_late: Whether the host goes on without knowing if a step changed anything.
+        network: The network, on its device.
+        optimiser: The optimiser of its parameters.
+        reads_losses_late: Whether the host continues without knowing if a step changed anything.
 
     Attributes:
         closed: bool scalar on the device.
         statistics: The network's running statistics.
-        froze: Whether the host saw that the last step changed nothing; False where it does not ask.
+        froze: Whether the host saw that the last step changed nothing; False if it does not ask.
     """
 
     def __init__(self, network: nn.Module, optimiser: torch.optim.Optimizer, *, reads_losses_late: bool) -> None:
@@ -88,21 +88,21 @@ class Latch:
             return
         self.closed = torch.zeros((), dtype=torch.bool, device=device)
         if reads_losses_late:
-            # PyTorch's own way to skip a step by what the card finds, made for gradient scaling.
+            # PyTorch's own way to skip a step by a value on the card, made for gradient scaling.
             self._skip = optimiser.found_inf = torch.zeros((), device=device)
 
     def __bool__(self) -> bool:
-        """Whether it is closed; on a card this waits for it."""
+        """Whether the latch is closed; on a card this waits for the card."""
         return bool(self.closed)
 
     def open(self) -> None:
-        """Lets steps change the model again, after another state was loaded."""
+        """Lets steps change the model again; called after another state was loaded."""
         self.closed.fill_(False)
         self.froze = False
 
     def admits(self, loss: Tensor) -> bool:
-        """Closes unless a loss is finite. False where the host knows that it is closed, and nothing
-        must be changed by the step.
+        """Closes the latch unless a loss is finite. Returns False if the host knows that it is
+        closed; then the step must change nothing.
         """
         self.closed.logical_or_(loss.detach().isfinite().logical_not_())
         if self._skip is not None:
@@ -111,7 +111,7 @@ class Latch:
         return not self.froze
 
     def reported(self, loss: Tensor) -> Tensor:
-        """A loss as the step reports it: NaN once the latch is closed, though the frozen network's
-        loss may be finite.
+        """The loss that the step reports: NaN once the latch is closed, even if the frozen
+        network's loss is finite.
         """
         return torch.where(self.closed & loss.detach().isfinite(), torch.nan, loss.detach())

@@ -1,4 +1,4 @@
-"""The model of a learner: one network, one optimiser, and what freezes both."""
+"""The model of a learner: a network, its optimiser, and the latch that freezes both."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ __all__ = ["Model", "first_difference", "padded_size"]
 
 
 def padded_size(images: int, batch: int) -> int:
-    """The size that so many images are padded to for a forward pass: ``batch``, or the smallest of
-    its halves that holds them.
+    """The size that images are padded to for a forward pass: ``batch``, or the smallest of its
+    repeated halves that is large enough.
 
-    On a card, cuDNN looks for plans of all convolutions whenever it meets a batch size for the
-    first time. The last parts of evaluations have another size each time; padded they have one of a
-    few.
+    On a card, cuDNN searches plans for all convolutions when a batch size occurs for the first
+    time. The last part of each evaluation has another size; padding leaves only a few sizes.
     """
     while images <= -(-batch // 2) < batch:
         batch = -(-batch // 2)
@@ -34,7 +33,7 @@ def padded_size(images: int, batch: int) -> int:
 
 
 def first_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
-    """How tensors differ from wanted ones in name or shape, in a line; None where they do not."""
+    """One line on how tensors differ from the wanted ones in name or shape; None if they do not."""
     missing, foreign = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
     shapes = [name for name in wanted if name in found and found[name].shape != wanted[name].shape]
     if shapes:
@@ -55,15 +54,15 @@ class Model:
     tasks.
 
     Args:
-        network: On its device, channels_last.
-        optimiser: Of the network's parameters.
+        network: The network, on its device, in channels_last.
+        optimiser: The optimiser of its parameters.
         views: Normalises raw images.
         precision: ``fp32``, ``tf32`` or ``bf16``.
         evaluation_batch: Images in a forward pass of :meth:`outputs`.
         reads_losses_late: See :class:`Latch`.
 
     Attributes:
-        network, optimiser: As given.
+        network, optimiser: The arguments.
         latch: Freezes both once a loss is not finite.
     """
 
@@ -82,7 +81,7 @@ class Model:
         self._views, self._precision, self._batch = views, precision, evaluation_batch
         self._device = next(network.parameters()).device
         shadows = optimiser.shadows if isinstance(optimiser, FlatAdam) else []
-        # Forward passes run on copies of the weights in bf16, where the optimiser keeps some.
+        # Forward passes use the bf16 copies of the weights, if the optimiser keeps some.
         self._leaves = optimiser.leaves if any(shadow is not None for shadow in shadows) else None
 
     @contextmanager
@@ -99,19 +98,19 @@ class Model:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Surrounds the forward passes and :meth:`minimise` of one training step: sets the
-        precision, and keeps the running statistics as they were where the step changes nothing.
+        """A context for the forward passes and :meth:`minimise` of one training step: it sets the
+        precision, and restores the running statistics if the step changes nothing.
         """
         with self.precise(), self.latch.statistics.undone_if(self.latch.closed):
             yield
 
     def autocast(self) -> torch.autocast:
-        """bf16 autocast where the run's precision is bf16."""
+        """bf16 autocast if the run's precision is bf16."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")
 
     def forward(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The network's forward pass in the run's precision: on the bf16 copies of its weights
-        where the optimiser keeps some.
+        """The network's forward pass in the run's precision; it uses the bf16 copies of the
+        weights if the optimiser keeps some.
         """
         if self._leaves is not None:
             names = [name for name, _ in self.network.named_parameters()]
@@ -121,14 +120,14 @@ class Model:
             return self.network(images, *args, **kwargs)
 
     def minimise(self, loss: Tensor, backward: Callable[[], None] | None = None) -> Tensor:
-        """One optimiser step on a loss, unless it or an earlier one is not finite.
+        """Takes one optimiser step on a loss, unless it or an earlier one is not finite.
 
         Args:
-            loss: Scalar.
-            backward: Fills the parameters' gradients; None: those of the loss.
+            loss: The loss, a scalar.
+            backward: A function that fills the parameters' gradients; None: the loss's gradients.
 
         Returns:
-            The loss as :meth:`Latch.reported` gives it.
+            The loss that :meth:`Latch.reported` returns.
         """
         if self.latch.admits(loss):
             self.optimiser.zero_grad(set_to_none=True)
@@ -153,7 +152,7 @@ class Model:
             images = self._views.normalise(rows).contiguous(memory_format=torch.channels_last)
             with self.precise():
                 outputs = self.forward(images)
-            # In evaluation mode no image sees another, so that padding changes none.
+            # In evaluation mode images do not influence each other, so padding changes none.
             features.append(outputs.features[:, : len(part)].float())
             logits.append(outputs.logits[:, : len(part)].float())
             after_part()
@@ -164,8 +163,8 @@ class Model:
 
         Args:
             image_size: (H, W).
-            deepest: What is deployed needs the deepest expert's feature alone; else it needs all
-                logits.
+            deepest: Whether the deployed part needs only the deepest expert's feature; else it
+                needs all logits.
         """
         network = copy.deepcopy(self.network)
         # Modules are what is counted, so each must run.
@@ -184,7 +183,7 @@ class Model:
         return tensors
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over what :meth:`state` gave, and opens the latch.
+        """Restores the result of :meth:`state`, and opens the latch.
 
         Raises:
             ValueError: The state belongs to another network.

@@ -25,7 +25,7 @@ _LOSSES = ("loss", "contrastive", "cross_entropy", "distillation")
 
 
 class Composition(NamedTuple):
-    """Rows of a step by where they come from: the new set is ``incoming`` and ``current``, the
+    """Numbers of rows of a step by their origin: the new set is ``incoming`` and ``current``, the
     buffer set ``copies`` and ``old``.
     """
 
@@ -38,13 +38,13 @@ class Composition(NamedTuple):
 class StepPlan(NamedTuple):
     """A step's data, chosen without looking at the model.
 
-    It holds copies, never slots of the memory, which later plans may overwrite before the step is
-    taken.
+    It contains copies of the rows, never slots of the memory, which later plans may overwrite
+    before the step is taken.
 
     Attributes:
         images: uint8 [R, H, W, 3]: the rows of the new set, then those of the buffer set.
         labels: int64 [R].
-        composition: How many rows come from where; R is their sum.
+        composition: Numbers of rows by origin; R is their sum.
         current_classes: bool [K], the current task's classes; None: one cross-entropy over all rows
         and classes.
         sequence: Number of the step among those that draw views.
@@ -58,7 +58,7 @@ class StepPlan(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Rows of the new set and of the buffer set."""
+        """The numbers of rows of the new set and of the buffer set."""
         return self.composition.incoming + self.composition.current, self.composition.copies + self.composition.old
 
 
@@ -70,7 +70,7 @@ class Targets(NamedTuple):
         labels: int64 [V], by view; 0 for padding.
         new_views: Views of the new set, which come first; an int32 scalar on the device where the
             inputs are padded.
-        current_classes: As in :class:`StepPlan`.
+        current_classes: See :class:`StepPlan`.
         valid_views: Views that are not padding, likewise; None where none is.
     """
 
@@ -81,7 +81,7 @@ class Targets(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """What a step reads that makes its views itself.
+    """The inputs of a step that makes its views itself.
 
     Attributes:
         images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding.
@@ -95,7 +95,7 @@ class StepRows(NamedTuple):
 
 
 class StepViews(NamedTuple):
-    """What a step reads whose views were made before.
+    """The inputs of a step whose views were made before.
 
     Attributes:
         views: float32 [V, 3, H, W].
@@ -185,7 +185,7 @@ class Mose(Learner):
         return StepPlan(images, labels, Composition(len(x), len(extra), copies, len(old)), mask, self.data.sequence)
 
     def rehearsal(self, slots: Tensor) -> StepRows | StepViews | ViewsToCome:
-        """Memory slots as the inputs of a step: they are the buffer set, with one cross-entropy
+        """The inputs of a step on memory slots: they are the buffer set, with one cross-entropy
         over all classes.
         """
         images, labels = self.memory.images[slots], self.memory.labels[slots]
@@ -203,8 +203,8 @@ class Mose(Learner):
         return dict(zip(_LOSSES, losses.unbind(), strict=True))
 
     def inputs(self, plan: StepPlan) -> StepRows | StepViews | ViewsToCome:
-        """What the step of a plan reads; padded on a card, so that one graph serves steps of
-        different sizes.
+        """The inputs of a plan's step; padded on a card, so that steps of different sizes share a
+        graph.
         """
         if not self.reads_losses_late:
             return self.step_inputs(plan)
@@ -213,13 +213,13 @@ class Mose(Learner):
     def step_inputs(
         self, plan: StepPlan, rows: int | None = None, *, ready: bool = False
     ) -> StepRows | StepViews | ViewsToCome:
-        """What the step of a plan reads; nothing of it is drawn anew, so that the same plan always
-        gives the same step.
+        """The inputs of a plan's step. Nothing is drawn here, so that the same plan always gives
+        the same step.
 
         Args:
-            plan: From :meth:`plan`.
-            rows: Pad to so many rows, so that steps of different sizes have inputs of the same
-                shapes; None: as many as there are.
+            plan: The result of :meth:`plan`.
+            rows: Pad to this many rows, so that steps of different sizes have inputs of the same
+                shapes; None: no padding.
             ready: Make the views here, for a feed that cannot be captured, unless they are made on
                 a thread of their own.
         """
@@ -265,7 +265,7 @@ class Mose(Learner):
         views = self.views.apply(inputs.images, inputs.views) if rows else inputs.views
         self.network.train()
         with self.model.step():
-            # PyTorch's own norms know nothing of padding.
+            # PyTorch's own norms count padding rows.
             padded = {} if targets.valid_views is None else {"valid_rows": targets.valid_views}
             views = views.contiguous(memory_format=torch.channels_last)
             outputs = self.model.forward(views, self.config.options.distillation == "sd", **padded)

@@ -1,4 +1,4 @@
-"""Where methods are entered and found: by name, by entry point, or in a file outside the package
+"""Registers methods and finds them by name, by entry point, or in a file outside the package
 (docs/adding_a_method.md).
 """
 
@@ -35,8 +35,8 @@ class Preset:
     """A named set of values for a method's options, and the protocol that it is meant for.
 
     Attributes:
-        source: Where the values come from that ``changes`` holds.
-        changes: What differs from the defaults of the options.
+        source: Source of the values in ``changes``.
+        changes: Values that differ from the options' defaults.
         batch: Incoming images a step.
         epochs: Passes over each task.
     """
@@ -49,14 +49,14 @@ class Preset:
 
 @dataclass(frozen=True)
 class About:
-    """What lists of methods show of a method.
+    """Facts about a method for lists of methods.
 
     Attributes:
-        year: Of publication.
-        reference: Authors' title, or what the method is called, and where it appeared.
-        cost: Of a step, in units of ER's 74 images forward and backward; a forward pass alone
-        counts a third.
-        presets: By name; the first is the default.
+        year: Year of publication.
+        reference: The paper's title or the method's name, and where it appeared.
+        cost: Cost of a step relative to ER's, which is 74 images forward and backward; a forward
+            pass alone counts a third.
+        presets: Presets by name; the first is the default.
     """
 
     year: int
@@ -74,19 +74,19 @@ T = TypeVar("T", bound=type)
 def method(
     name: str, *, options: type[MethodOptions], presets: Mapping[str, Preset], year: int, reference: str, cost: float
 ) -> Callable[[T], T]:
-    """Class decorator that enters a :class:`Learner` under a name.
+    """Class decorator that registers a :class:`Learner` under a name.
 
     Args:
-        name: What ``RunConfig.method`` holds.
-        options: Type of its switches.
-        presets: By name; the first is the default.
+        name: The value of ``RunConfig.method``.
+        options: Dataclass of its switches.
+        presets: Presets by name; the first is the default.
         year: See :class:`About`.
         reference: See :class:`About`.
         cost: See :class:`About`.
 
     Raises:
-        ConfigError: The class is no learner, lacks a function that every learner has, or the name
-            belongs to another class.
+        ConfigError: The class is not a learner, lacks a function that every learner must have, or
+            the name belongs to another class.
     """
 
     def enter(learner: T) -> T:
@@ -104,10 +104,10 @@ def method(
 
 
 def check_learner(learner: Any, owner: str) -> None:
-    """Refuses what is no complete learner.
+    """Refuses a class that is not a complete learner.
 
     Raises:
-        ConfigError: Names the functions that are missing.
+        ConfigError: Functions are missing; the message names them.
     """
     if not isinstance(learner, type) or not issubclass(learner, Learner):
         lacking = [name for name in sorted(Learner.__abstractmethods__) if not hasattr(learner, name)]
@@ -123,8 +123,8 @@ def check_learner(learner: Any, owner: str) -> None:
 
 
 def find_method(name: str) -> type[Learner] | None:
-    """The learner of a name, of an entry point's name or of ``path/to/file.py:Name``; None where
-    there is none.
+    """The learner with this name, of an entry point with this name, or of ``path/to/file.py:Name``;
+    None if there is none.
 
     Raises:
         ConfigError: The file or entry point cannot be used.
@@ -140,18 +140,19 @@ def find_method(name: str) -> type[Learner] | None:
 
 
 def method_names() -> list[str]:
-    """The names of all methods of this package and of installed ones that offer some."""
+    """The names of all methods of this package and of installed packages."""
     return [*dict.fromkeys([*METHODS, *(entry.name for entry in entry_points(group=ENTRY_POINTS))])]
 
 
 def find_settings(name: str) -> MethodSettings | None:
-    """What :func:`mose_fast.config.method_settings` asks for a name that is not in its table."""
+    """The settings of a method that is not in the table of
+    :func:`mose_fast.config.method_settings`."""
     learner = find_method(name)
     return None if learner is None else METHOD_SETTINGS[name]
 
 
 def warn_of_other_protocol(config: RunConfig) -> None:
-    """Warns where a run's batches or epochs are not those that its preset is meant for."""
+    """Warns if a run's batch size or epochs differ from what its preset is meant for."""
     preset = METHODS[config.method].about.presets[config.preset]
     wrong = []
     if config.stream.batch != preset.batch:
@@ -203,9 +204,7 @@ def _from_entry_point(entry: EntryPoint) -> type[Learner]:
 
 
 def _under_another_name(name: str, learner: Any) -> type[Learner]:
-    """Enters a learner under the name by which it was found, beside the one that its decorator gave
-    it.
-    """
+    """Registers a learner also under the name by which it was found."""
     check_learner(learner, f"method {name!r}")
     own = next((known for known, entered in METHODS.items() if entered is learner), None)
     if own is None:

@@ -28,8 +28,8 @@ TABLE = (
 
 
 def table_preset(**changes: object) -> Preset:
-    """The preset ``table`` of a baseline: the shared protocol, which the options' defaults hold,
-    and what the method sets beside it.
+    """The preset ``table`` of a baseline: the shared protocol, which is the options' defaults, and
+    the method's own values.
     """
     return Preset(TABLE, changes)
 
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
         other.
         labels: int64 [R].
         sizes: Rows of each set; R is their sum.
-        slots: int64 [R - sizes[0]]: where in the memory the replayed rows lie.
+        slots: int64 [R - sizes[0]], the memory slots of the replayed rows.
         sequence: Number of the step, which decides its random views.
     """
 
@@ -93,7 +93,7 @@ class Rows(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the network gives for the V views of a step: ``logits`` [V, K], ``features`` [V, D],
+    """The network's outputs for the V views of a step: ``logits`` [V, K], ``features`` [V, D],
     ``projections`` [V, P].
     """
 
@@ -111,15 +111,15 @@ class ReplayLearner(Learner):
     """A learner that trains on the incoming batch and on rows drawn from memory, each seen in one
     augmented view.
 
-    A method overrides what it does differently: :meth:`retrieve` chooses the replayed rows,
-    :meth:`losses` what is minimised; beyond these :meth:`plan` (which sets of rows there are),
+    A method overrides what it does differently: :meth:`retrieve` chooses the replayed rows, and
+    :meth:`losses` computes what is minimised. Others are :meth:`plan` (the sets of rows),
     :meth:`make_views`, :meth:`projection_head`, :meth:`classification_head` and :meth:`train_on`.
     All of them start from the same weights for the same seed.
     """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {("replay_from", "others"): "replays nothing"}
 
-    #: Sets of rows in a step, the incoming ones among them; the last one is replayed by its labels.
+    #: Sets of rows in a step, including the incoming rows; the last one is replayed with labels.
     sets: ClassVar[int] = 2
 
     def build_network(self) -> ExpertNetwork:
@@ -132,12 +132,12 @@ class ReplayLearner(Learner):
         return network
 
     def classification_head(self, linear: nn.Linear) -> nn.Module:
-        """The classifier; ``linear`` is the one that the network has."""
+        """The classifier; ``linear`` is the network's own."""
         return linear
 
     def projection_head(self, feature_size: int) -> nn.Module:
-        """What maps features to the projections of a contrastive loss; methods without such a loss
-        have none.
+        """The layer that maps features to the projections of a contrastive loss; None for methods
+        without such a loss.
         """
         return nn.Identity()
 
@@ -153,21 +153,21 @@ class ReplayLearner(Learner):
         return self.rows(x, y, self.retrieve(x, y))
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
-        """Slots of the rows to replay beside an incoming batch, int64 [at most ``buffer_batch``]:
-        uniform without replacement.
+        """The slots of the rows to replay with an incoming batch, int64 [at most ``buffer_batch``];
+        by default drawn uniformly without replacement.
         """
         o = self.config.options
         return self.memory.draw(o.buffer_batch, others=self.task if o.replay_from == "others" else None)
 
     def rows(self, x: Tensor, y: Tensor, *sets: Tensor) -> Rows:
-        """Incoming rows and sets of memory slots as the rows of a step."""
+        """The rows of a step: incoming rows and sets of memory slots."""
         slots = torch.cat(sets)
         images = torch.cat([x, self.memory.images[slots]])
         labels = torch.cat([y, self.memory.labels[slots]])
         return Rows(images, labels, (len(x), *map(len, sets)), slots, self.data.sequence)
 
     def rehearsal(self, slots: Tensor) -> Rows:
-        """Memory slots alone as the rows of a step: they are the last set, all others are empty."""
+        """The rows of a step on memory slots only: they are the last set, all others are empty."""
         none = slots[:0]
         empty = [none] * (self.sets - 2)
         return self.rows(self.memory.images[none], self.memory.labels[none], *empty, slots)
@@ -186,7 +186,7 @@ class ReplayLearner(Learner):
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
     def make_views(self, rows: Rows) -> Tensor:
-        """float32 [V, 3, H, W], normalised: one augmented view of every row, in the rows' order."""
+        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W]."""
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
             cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored)
@@ -194,13 +194,13 @@ class ReplayLearner(Learner):
         return self.views.augmented(rows.images, seed, rows.sequence)
 
     def view_sizes(self, rows: Rows) -> tuple[int, ...]:
-        """How the views divide into those that pass the network together where ``passes`` is
-        ``separate``: by default, set by set.
+        """The numbers of views that pass the network together if ``passes`` is ``separate``; by
+        default those of each set.
         """
         return rows.sizes
 
     def forward(self, views: Tensor) -> Outputs:
-        """The network in training mode and in the run's precision."""
+        """The forward pass in training mode and in the run's precision."""
         network = self.network.train()
         count = len(views)
         if count == 1:

@@ -1,4 +1,4 @@
-"""Whether a learner fits into the memory of its machine, known before anything is made."""
+"""Checks whether a learner fits into the memory of its machine, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mose_fast.nn.backbone import backbone_parameters
 
 __all__ = ["check_room", "least_bytes"]
 
-# Every machine has this much.
+# Every machine has at least this much.
 _ALWAYS = 2**30
 
 # float32: the weight, its gradient and two moments.
@@ -22,10 +22,10 @@ _BYTES_BESIDE_AN_IMAGE = 24
 
 
 def least_bytes(config: RunConfig, image_size: tuple[int, int]) -> tuple[int, int]:
-    """Bytes that a learner takes at least: of its replay memory, and of its network with gradients
-    and moments.
+    """The bytes that a learner needs at least: for its replay memory, and for its network with
+    gradients and moments.
 
-    Activations and what a method keeps besides are not counted.
+    Activations and other data of the method are not counted.
     """
     height, width = image_size
     projections = config.options.experts * getattr(config.options, "projection", 0) * 8 * config.width
@@ -43,13 +43,13 @@ def check_room(config: RunConfig, image_size: tuple[int, int]) -> None:
         image_size: (H, W) of the images.
 
     Raises:
-        ConfigError: It needs more; the message says what it would take and what there is.
+        ConfigError: It needs more; the message says how much is needed and how much is free.
     """
     memory, network = least_bytes(config, image_size)
     if memory + network <= _ALWAYS:
         return
     device = resolve_device(config.device)
-    # What PyTorch holds and does not use at the moment is free to it, too.
+    # Memory that PyTorch has reserved but does not use is available, too.
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     free = torch.cuda.mem_get_info(device)[0] + held if device.type == "cuda" else available_bytes()
     if memory + network <= free:

@@ -47,7 +47,7 @@ def run(
             ``config.stream`` names. Without: such a stream, or the name or the settings of one:
             ``"digits"``, a folder or an ``.npz`` file of yours.
         overwrite: Replace an earlier run in ``out``.
-        listeners: Are told what happens.
+        listeners: Listeners, which are notified of what happens.
         whole_process: The wall time in the results begins with this process, imports included, not
         with this call.
         **settings: Without ``config``: the settings of the run, and switches of the method
@@ -110,8 +110,8 @@ def resume(
     Args:
         out: The run's folder.
         stream: The stream, where it was given to :func:`run`.
-        listeners: Are told what happens.
-        whole_process: As for :func:`run`.
+        listeners: Listeners, which are notified of what happens.
+        whole_process: See :func:`run`.
 
     Raises:
         RunError: There is no run in the folder, it is finished already, another process works in
