@@ -323,7 +323,7 @@ def test_unusable_runs_are_refused(finished, tmp_path, capsys):
     shutil.copy(first, mixed / "checkpoints")
     assert f"{first.name} does not hold the weights" in refused(mixed)
     (mixed / "checkpoints" / first.name).write_bytes(first.read_bytes()[:-100])
-    assert "truncated, damaged or no checkpoint" in refused(mixed)
+    assert "truncated, damaged or not a checkpoint" in refused(mixed)
     assert "format is 'onxx'; did you mean 'onnx'" in refused(run, "--format", "safetensors,onxx")
     assert "classifier is 'mean'" in refused(run, "--classifier", "mean")
 
