@@ -58,7 +58,7 @@ def numbers(table: str, panel: str | int) -> Mapping[str, Mapping[str, Published
         KeyError: There is no such table or panel.
     """
     rows = dict(_tables()[table]["panels"][str(panel)])
-    columns = rows.pop("columns").split()
+    columns = (rows.pop("columns", None) or _tables()[table]["columns"]).split()
     return {
         row: {
             column: Published(*map(float, number.split("±")))
