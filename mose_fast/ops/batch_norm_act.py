@@ -172,7 +172,7 @@ def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
         torch.stack([mean, inverse, weight * inverse, bias])
 
     Args:
-        x: As for :func:`batch_norm_act`, as are the others.
+        x: The map, as for :func:`batch_norm_act`; so are the other arguments.
         norm: Parameters and running statistics.
         valid_rows: The number of valid images.
 

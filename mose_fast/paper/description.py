@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 
 
 def target(metric: Metric, paper: Published | None) -> float | None:
-    """The worst value that passes; None where nothing is judged."""
+    """The worst value that passes; None where there is no pass or fail."""
     if paper is None:
         return None
     return {
@@ -57,7 +57,7 @@ def target(metric: Metric, paper: Published | None) -> float | None:
 
 
 def judge(metric: Metric, paper: Published | None, ours: Summary | None) -> Verdict | None:
-    """Our mean against the paper's; None where nothing is judged.
+    """Our mean against the paper's; None where there is no pass or fail.
 
     Args:
         metric: What both numbers are.

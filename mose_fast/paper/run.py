@@ -42,7 +42,7 @@ def run_table(
         seeds: The runs' seeds; the paper has 15.
         preset: The preset of MOSE.
         changes: Settings by dotted name for all runs. If one differs from the paper's protocol,
-            nothing is judged.
+            there is no pass or fail.
         place: Where to compute.
         dry_run: Only report the paper's cells and the forecast; nothing is written.
         wandb: The W&B project to log to, if any.

@@ -24,7 +24,7 @@ _CIFAR, _TINY = "split-cifar100", "split-tiny-imagenet"
 _MAIN_MEMORIES = (1000, 2000, 5000)
 _SMALL_MEMORIES = (200, 500, 1000, 2000)
 _TASKS = 10
-_NO_NUMBER = "The paper shows a figure without numbers; nothing is judged."
+_NO_NUMBER = "The paper shows a figure without numbers; there is no pass or fail."
 
 
 def describe(name: str, preset: str = "released") -> PaperTable:
