@@ -57,7 +57,7 @@ def target(metric: Metric, paper: Published | None) -> float | None:
 
 
 def judge(metric: Metric, paper: Published | None, ours: Summary | None) -> Verdict | None:
-    """Our mean against the paper's; None where there is no pass or fail.
+    """Our mean against the paper's; None where nothing is compared.
 
     Args:
         metric: What both numbers are.

@@ -29,7 +29,7 @@ class Measured:
     Attributes:
         entry: The cell's description.
         ours: Statistics over the seeds; None where no finished run has the number.
-        verdict: None where there is no pass or fail.
+        verdict: None where nothing is compared.
     """
 
     entry: Entry

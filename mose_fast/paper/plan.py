@@ -125,7 +125,9 @@ class Plan:
     def departure_lines(self) -> list[str]:
         """One line if the runs depart from the paper's protocol, else none."""
         return (
-            [f"departs from the protocol: {', '.join(self.departures)}; there is no pass or fail"] if self.departures else []
+            [f"departs from the protocol: {', '.join(self.departures)}; there is no pass or fail"]
+            if self.departures
+            else []
         )
 
 
