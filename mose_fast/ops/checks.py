@@ -42,6 +42,15 @@ def _written(sizes: Sequence[int | str]) -> str:
     return str(tuple(sizes))
 
 
+def _fits(shape: torch.Size, sizes: Sequence[int | str], filled: Sequence[int]) -> bool:
+    if shape != sizes:  # without a free size the two are equal, which is the cheaper question
+        if len(shape) != len(sizes):
+            return False
+        if any(not isinstance(size, str) and size != given for size, given in zip(sizes, shape, strict=True)):
+            return False
+    return all(shape[dimension] for dimension in filled)
+
+
 def require(fits: bool, name: str, value: object, wanted: str) -> None:
     """Raises ValueError unless ``fits``."""
     if not fits:
@@ -94,11 +103,7 @@ def check_tensor(
         raise TypeError(f"{name} has dtype {value.dtype}; wanted {_alternatives(dtypes)}")
     if value.layout != torch.strided:
         raise TypeError(f"{name} has layout {value.layout}; wanted torch.strided")
-    if sizes is not None and (
-        value.dim() != len(sizes)
-        or any(not isinstance(size, str) and size != given for size, given in zip(sizes, value.shape, strict=True))
-        or any(value.shape[dimension] == 0 for dimension in filled)
-    ):
+    if sizes is not None and not _fits(value.shape, sizes, filled):
         raise ValueError(f"{name} has shape {tuple(value.shape)}; wanted {_written(sizes)}{because}")
     if beside is not None and value.device != beside[1].device:
         raise ValueError(f"{name} is on {value.device}; wanted {beside[1].device}, where {beside[0]} is")
