@@ -112,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code = arguments.act(arguments)
         except MoseFastError as error:
-            print(f"mose-fast: {error}{_instead(error)}", file=sys.stderr)
+            hint = "" if arguments.act is _resume else _instead(error)  # resume takes no settings
+            print(f"mose-fast: {error}{hint}", file=sys.stderr)
             return 2
         except OSError as error:
             # With a file name, the user named that file or its folder; without one, the program is
