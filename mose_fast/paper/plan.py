@@ -135,9 +135,7 @@ def settings_key(runs: Mapping[str, Any]) -> str:
 
 
 def _differences(config: RunConfig) -> dict[str, Any]:
-    """What sets a configuration apart from its method's preset, from the default method, and from
-    the method's first preset.
-    """
+    """Differences from the method's preset, from the default method, and from its first preset."""
     usual = dotted(RunConfig.create(config.preset, method=config.method).to_dict())
     usual |= {"method": RunConfig.method, "preset": method_settings(config.method).preset(None)}
     return {name: value for name, value in _protocol(config).items() if value != usual[name]}
@@ -150,9 +148,7 @@ def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:
 
 
 def _protocol(config: RunConfig) -> dict[str, Any]:
-    """What is learned and how, by dotted name: all but the seed, and where and how fast the run
-    computes.
-    """
+    """What is learned and how, by dotted name: all but the seed, the place and the speed."""
     settings, apart = all_settings(config.method), telling_apart(config.method)
     return {
         name: value

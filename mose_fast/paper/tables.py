@@ -79,11 +79,7 @@ def _by_task(
 
 
 def _final_by_task(
-    row: str,
-    runs: dict[str, Any],
-    classifier: str,
-    expert: str,
-    theirs: Mapping[str, Published] = MappingProxyType({}),
+    row: str, runs: dict[str, Any], classifier: str, expert: str, theirs: Mapping[str, Published] = MappingProxyType({})
 ) -> list[Entry]:
     return _by_task(
         row,
@@ -95,9 +91,7 @@ def _final_by_task(
 
 
 def _main_rows(preset: str, stream: str, augment: str) -> tuple[Entry, ...]:
-    """MOSE, and MOE-MOSE after training with and without reverse self-distillation: ACC and AF by
-    memory.
-    """
+    """ACC and AF by memory of MOSE, and of MOE-MOSE with and without reverse self-distillation."""
     rows = (
         ("MOSE", "last", {}),
         ("MOE-MOSE, with RSD", "mean", {}),

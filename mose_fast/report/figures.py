@@ -1,6 +1,4 @@
-"""The figures of a report, in matplotlib. Accuracies are in percent; bands and bars are 95 % t
-intervals over the seeds of a setting.
-"""
+"""The figures of a report: accuracies in percent, with 95 % t intervals over the seeds."""
 
 from __future__ import annotations
 
@@ -300,9 +298,7 @@ def _maps(
     across: str = "task",
     triangle: bool = False,
 ) -> Figure:
-    """Heat maps of [T, T] values in percent on one scale; with ``triangle``, only entries at or
-    below the diagonal exist.
-    """
+    """Heat maps of [T, T] values in percent on one scale; ``triangle``: none above the diagonal."""
     columns = min(4, len(parts))
     figure, axes = _grid(len(parts), columns=columns, width=2.7 * columns + 0.6, height=3.0, share=False)
     # One scale for all panels, and one hue from light to dark, for print and for colour-blind

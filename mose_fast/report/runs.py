@@ -295,9 +295,7 @@ def _flat(run: Run) -> dict[str, Any]:
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
-    """Labels of groups by key: method, preset, and the settings in which the groups differ. Options
-    count as changes from the preset.
-    """
+    """Labels by key: method, preset, differing settings, and options as changes from the preset."""
     own: dict[str, dict[str, Any]] = {}
     for key, (flat, run) in groups.items():
         plain = {
