@@ -68,18 +68,12 @@ class Plan:
             # A run is named by how it differs from the method's preset, so that tables share
             # their common runs.
             values = {"stream.name": config.stream.name, "memory": config.memory, **_differences(config)}
-            self._cells[settings_key(runs)] = [
-                Cell(
-                    folder_name({**values, "seed": seed}),
-                    dataclasses.replace(config, seed=seed),
-                    {**values, "seed": seed},
-                )
-                for seed in self.seeds
-            ]
+            for seed in self.seeds:
+                of_run = {**values, "seed": seed}
+                cell = Cell(folder_name(of_run), dataclasses.replace(config, seed=seed), of_run)
+                self._cells.setdefault(settings_key(runs), []).append(cell)
         self.departures = list(departures)
-        self.stem = "-".join(
-            [name, *([preset] if preset != RunConfig.preset else []), *(["trial"] if departures else [])]
-        )
+        self.stem = name + (f"-{preset}" if preset != RunConfig.preset else "") + ("-trial" if departures else "")
         settings = [part for setting, value in changes.items() for part in ("--set", f"{setting}={as_text(value)}")]
         self.command = shlex.join(
             ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset, *settings]

@@ -31,9 +31,7 @@ def tables(groups: Sequence[Group]) -> list[Table]:
 
 
 def _main(groups: Sequence[Group]) -> Table:
-    """ACC and AF by method and memory in the paper's form, with the paper's own rows below if it
-    has any for the stream.
-    """
+    """ACC and AF by method and memory in the paper's form, any of its rows for the stream below."""
     data = _paper_data(groups)
     sizes = sorted({g.memory for g in groups})
     table = Table(
