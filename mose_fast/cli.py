@@ -41,9 +41,7 @@ __all__ = ["build_parser", "main", "read_settings"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors take one line, without the usage, which is longer than a screen. An
-    unknown flag gets a hint.
-    """
+    """A parser whose errors take one line, without the usage; an unknown flag gets a hint."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -483,9 +481,7 @@ def _paper(arguments: argparse.Namespace) -> int:
 
 
 def _interrupted(error: KeyboardInterrupt, further: str = "") -> int:
-    """Prints what ended the command and returns the exit code that a shell gives a program that the
-    signal killed.
-    """
+    """Prints what ended the command; returns a shell's exit code for a death by that signal."""
     number = getattr(error, "number", signal.SIGINT)
     what = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     print(f"mose-fast: {what}{further}", file=sys.stderr)
@@ -493,9 +489,7 @@ def _interrupted(error: KeyboardInterrupt, further: str = "") -> int:
 
 
 def _lost(shown: Guarded, needed: bool) -> int:
-    """Prints that standard output could not be written, if so, and returns the exit code: 0 if the
-    command's results are in files (not ``needed``).
-    """
+    """Says if standard output failed; returns the exit code, 0 unless the output was ``needed``."""
     shown.flush()
     if shown.failure is None:
         return 0

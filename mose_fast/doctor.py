@@ -70,9 +70,7 @@ def diagnose(data_dir: str | None = None) -> list[Finding]:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Formats the findings as columns, with each fix on a line of its own so that it can be copied,
-    and the conclusion below.
-    """
+    """The findings in columns, each fix on a line of its own to copy, and the conclusion below."""
     width = max(len(finding.thing) for finding in findings)
     lines = []
     for finding in findings:

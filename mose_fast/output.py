@@ -1,6 +1,4 @@
-"""Standard output and standard error whose failures never stop a command: the pipe may be closed,
-the disk full, or the encoding may lack a character.
-"""
+"""Standard output and error whose failures (closed pipe, full disk, encoding) stop no command."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class Guarded:
         return not self._gone and self.stream.isatty()
 
     def settle(self) -> None:
-        """Writes what is buffered. If that fails, drops it, so that Python does not fail over it at
-        exit.
-        """
+        """Writes what is buffered; drops it if that fails, so that Python does not fail at exit."""
         self.flush()
         if self.failure is None or self.stream is None:
             return

@@ -1,6 +1,4 @@
-"""Ctrl-C, SIGTERM (sent by Slurm and containers) and SIGHUP (a closed terminal) all stop a run
-between two batches.
-"""
+"""Ctrl-C, SIGTERM (Slurm, containers) and SIGHUP (a closed terminal) stop a run between batches."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ def stop_request() -> Iterator[StopRequest]:
 
 @contextmanager
 def raised_at_once() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise :class:`Interrupted` at once, but only the first of them.
-    Ctrl-C raises its exception by itself.
-    """
+    """Makes the first SIGTERM or SIGHUP, and no later one, raise :class:`Interrupted` at once."""
     raised = []
 
     def handle(number: int, frame: Any) -> None:

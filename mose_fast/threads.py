@@ -11,9 +11,7 @@ __all__ = ["crowding", "settle_threads", "usable_cores"]
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may use, by its CPU affinity and its container's limit
-    (cgroup).
-    """
+    """The number of cores this process may use, by CPU affinity and container limit (cgroup)."""
     return cpu_count()
 
 

@@ -1,6 +1,4 @@
-"""Evaluates every classifier of every expert with one forward pass over the memory and one over the
-test images.
-"""
+"""Evaluates every classifier of every expert in one pass over the memory and the test images."""
 
 from __future__ import annotations
 

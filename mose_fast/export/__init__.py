@@ -1,6 +1,4 @@
-"""Export of a finished run's deployable classifier: backbone and class means, without what only
-training needs (paper section 5.1).
-"""
+"""Export of the deployable part of a run: backbone and class means (paper section 5.1)."""
 
 from mose_fast.export.classifier import CARD, FORMAT, MODELS, Classifier, DeployedNetwork, ExportError, Predictions
 from mose_fast.export.predict import classify_files

@@ -47,9 +47,7 @@ BATCH = 256
 
 
 class ExportError(RunError):
-    """A run cannot be exported, or an export cannot be read or applied; the message says why and
-    what to do.
-    """
+    """A run cannot be exported or an export used; the message says why and what to do."""
 
 
 class NearestClassMean(nn.Module):

@@ -1,6 +1,4 @@
-"""A replay memory with equally many samples of every class (GDumb, Prabhu et al., ECCV 2020,
-algorithm 1).
-"""
+"""A replay memory balanced over the classes (GDumb, Prabhu et al., ECCV 2020, algorithm 1)."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ def draw_pairs(
 
 
 def _choose(allowed: Tensor, words: Tensor) -> Tensor:
-    """The position of a uniformly drawn True in every row of ``allowed``, bool [n, P], each with at
-    least one.
-    """
+    """Position of a uniformly drawn True in each row of ``allowed``: bool [n, P], no row empty."""
     rank = allowed.cumsum(1)
     chosen = (unit(words) * rank[:, -1]).to(torch.int64)
     return torch.searchsorted(rank, chosen[:, None] + 1).flatten()

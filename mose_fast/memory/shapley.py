@@ -200,9 +200,7 @@ class ShapleyMemory(ReplayMemory):
         return torch.argsort((a << 31) | (b >> 1), stable=True), torch.argsort((c << 31) | (d >> 1), stable=True)
 
     def _rank_in_class(self, order: Tensor) -> Tensor:
-        """How many slots of the same class come before each slot of an order; int64, as long as
-        it.
-        """
+        """How many slots of its class come before each slot of an order; int64, as long as it."""
         labels, by_class = torch.sort(self.labels[order], stable=True)
         first = torch.searchsorted(labels, labels)
         rank = torch.empty_like(order)

@@ -1,6 +1,4 @@
-"""A copy on the host of the decisions of a replay memory on a card. They depend only on seed and
-counters, so the host need not ask the card.
-"""
+"""A copy on the host of a card memory's decisions, which depend on seed and counters only."""
 
 from __future__ import annotations
 

@@ -1,3 +1,1 @@
-"""The paper's tables and figures: the runs behind each, the paper's numbers, and the rule by which
-our numbers pass or miss.
-"""
+"""The paper's tables and figures: the runs behind, its numbers, the rule of pass and miss."""

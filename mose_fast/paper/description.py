@@ -1,6 +1,4 @@
-"""The description of a table of the paper: for each cell the runs behind it, what is read from
-them, and the paper's number.
-"""
+"""A table of the paper: for each cell its runs, what is read from them, and the paper's number."""
 
 from __future__ import annotations
 

@@ -110,9 +110,7 @@ def _paper_table(part: Part) -> Table:
 
 
 def _table(part: Part, measured: Mapping[tuple[str, str], Measured]) -> Table:
-    """For each row of the paper's table up to four lines: our numbers, their intervals, the
-    paper's numbers, the verdicts.
-    """
+    """For each row of the paper: our numbers, their intervals, its numbers, the verdicts."""
     numbers = any(entry.paper is not None for entry in part.entries)
     about = f"The paper's numbers: {part.source}." if numbers else f"{part.source} has no numbers."
     table = Table(part.title, about, ["", "", *part.columns])

@@ -68,18 +68,12 @@ class Plan:
             # A run is named by how it differs from the method's preset, so that tables share
             # their common runs.
             values = {"stream.name": config.stream.name, "memory": config.memory, **_differences(config)}
-            self._cells[settings_key(runs)] = [
-                Cell(
-                    folder_name({**values, "seed": seed}),
-                    dataclasses.replace(config, seed=seed),
-                    {**values, "seed": seed},
-                )
-                for seed in self.seeds
-            ]
+            for seed in self.seeds:
+                of_run = {**values, "seed": seed}
+                cell = Cell(folder_name(of_run), dataclasses.replace(config, seed=seed), of_run)
+                self._cells.setdefault(settings_key(runs), []).append(cell)
         self.departures = list(departures)
-        self.stem = "-".join(
-            [name, *([preset] if preset != RunConfig.preset else []), *(["trial"] if departures else [])]
-        )
+        self.stem = name + (f"-{preset}" if preset != RunConfig.preset else "") + ("-trial" if departures else "")
         settings = [part for setting, value in changes.items() for part in ("--set", f"{setting}={as_text(value)}")]
         self.command = shlex.join(
             ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset, *settings]
@@ -137,9 +131,7 @@ def settings_key(runs: Mapping[str, Any]) -> str:
 
 
 def _differences(config: RunConfig) -> dict[str, Any]:
-    """What sets a configuration apart from its method's preset, from the default method, and from
-    the method's first preset.
-    """
+    """Differences from the method's preset, from the default method, and from its first preset."""
     usual = dotted(RunConfig.create(config.preset, method=config.method).to_dict())
     usual |= {"method": RunConfig.method, "preset": method_settings(config.method).preset(None)}
     return {name: value for name, value in _protocol(config).items() if value != usual[name]}
@@ -152,9 +144,7 @@ def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:
 
 
 def _protocol(config: RunConfig) -> dict[str, Any]:
-    """What is learned and how, by dotted name: all but the seed, and where and how fast the run
-    computes.
-    """
+    """What is learned and how, by dotted name: all but the seed, the place and the speed."""
     settings, apart = all_settings(config.method), telling_apart(config.method)
     return {
         name: value

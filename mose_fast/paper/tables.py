@@ -44,12 +44,14 @@ def describe(name: str, preset: str = "released") -> PaperTable:
     return TABLES[name](preset)
 
 
+def _table(title: str, parts: Iterable[Part], *notes: str) -> PaperTable:
+    return PaperTable(title, tuple(parts), notes)
+
+
 def _mose(
     preset: str, memory: int, stream: str = _CIFAR, *, tasks: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Settings of MOSE: the preset, with the submission's augmentation unless ``options`` has
-    another.
-    """
+    """Settings of MOSE: the preset, with the submission's augmentation unless another is given."""
     changes: dict[str, Any] = {"preset": preset, "stream.name": stream, "memory": memory}
     if tasks is not None:
         changes["stream.tasks"] = tasks
@@ -79,25 +81,14 @@ def _by_task(
 
 
 def _final_by_task(
-    row: str,
-    runs: dict[str, Any],
-    classifier: str,
-    expert: str,
-    theirs: Mapping[str, Published] = MappingProxyType({}),
+    row: str, runs: dict[str, Any], classifier: str, expert: str, theirs: Mapping[str, Published] = MappingProxyType({})
 ) -> list[Entry]:
-    return _by_task(
-        row,
-        runs,
-        lambda task: metrics.final_accuracy(task, classifier, expert),
-        metrics.average_accuracy(classifier, expert),
-        theirs,
-    )
+    average = metrics.average_accuracy(classifier, expert)
+    return _by_task(row, runs, lambda task: metrics.final_accuracy(task, classifier, expert), average, theirs)
 
 
 def _main_rows(preset: str, stream: str, augment: str) -> tuple[Entry, ...]:
-    """MOSE, and MOE-MOSE after training with and without reverse self-distillation: ACC and AF by
-    memory.
-    """
+    """ACC and AF by memory of MOSE, and of MOE-MOSE with and without reverse self-distillation."""
     rows = (
         ("MOSE", "last", {}),
         ("MOE-MOSE, with RSD", "mean", {}),
@@ -128,18 +119,18 @@ def _table1_cifar(preset: str) -> PaperTable:
     views = {"simclr": "flip, gray, crop (simclr): the submission's and the paper's views"}
     if preset == "released":
         views["ocm"] = "gray, crop (ocm): the released code's default today"
-    return PaperTable(
+    return _table(
         "MOSE and MOE-MOSE on Split CIFAR-100 (tab:acc_af)",
-        tuple(Part(title, "tab:acc_af", _main_rows(preset, _CIFAR, views), 1) for views, title in views.items()),
-        (_MOE_NOTE,),
+        [Part(title, "tab:acc_af", _main_rows(preset, _CIFAR, views), 1) for views, title in views.items()],
+        _MOE_NOTE,
     )
 
 
 def _table1_tiny(preset: str) -> PaperTable:
-    return PaperTable(
+    return _table(
         "MOSE and MOE-MOSE on Split Tiny-ImageNet, 100 tasks (tab:acc_af)",
-        (Part("100 tasks of 2 classes", "tab:acc_af", _main_rows(preset, _TINY, "simclr"), 1),),
-        (_MOE_NOTE,),
+        [Part("100 tasks of 2 classes", "tab:acc_af", _main_rows(preset, _TINY, "simclr"), 1)],
+        _MOE_NOTE,
     )
 
 
@@ -155,9 +146,9 @@ def _small_buffers(preset: str) -> PaperTable:
         for stream, name, tasks in ((_CIFAR, "CIFAR-100", None), (_TINY, "Tiny-ImageNet", 10))
         for memory, number in numbers("tab:small", stream)["MOSE"].items()
     ]
-    return PaperTable(
+    return _table(
         "MOSE with small memories, both data sets in 10 tasks (tab:small)",
-        (Part("ACC", "tab:small", tuple(entries), 1),),
+        [Part("ACC", "tab:small", tuple(entries), 1)],
     )
 
 
@@ -173,15 +164,11 @@ def _ablation(preset: str) -> PaperTable:
             if loss not in losses
         }
         entries.append(Entry(row, "ACC", _mose(preset, 5000, **options), metrics.average_accuracy(), number["ACC"]))
-    return PaperTable(
+    return _table(
         "Building blocks of MOSE, Split CIFAR-100, M = 5k (tab:ablation)",
-        (Part("ACC of the last expert", "tab:ablation", tuple(entries)),),
-        (
-            (
-                "All rows are classified by the nearest class mean, also those without a contrastive loss; the paper"
-                " names no other for them."
-            ),
-        ),
+        [Part("ACC of the last expert", "tab:ablation", tuple(entries))],
+        "All rows are classified by the nearest class mean, also those without a contrastive loss; the paper"
+        " names no other for them.",
     )
 
 
@@ -196,10 +183,10 @@ def _taskwise(preset: str) -> PaperTable:
         entries += _by_task("MAX", runs, metrics.best_final_accuracy, metrics.best_final_accuracy(), theirs["MAX"])
         entries += _final_by_task("MOE", runs, "ncm", "mean", theirs["MOE"])
         parts.append(Part(title, "tab:moe_acc", tuple(entries)))
-    return PaperTable(
+    return _table(
         "Accuracy by task and expert, Split CIFAR-100, M = 5k (tab:moe_acc)",
-        tuple(parts),
-        ("MAX: on each task the single expert whose mean over the seeds is highest, as in the paper's table.",),
+        parts,
+        "MAX: on each task the single expert whose mean over the seeds is highest, as in the paper's table.",
     )
 
 
@@ -209,9 +196,9 @@ def _sd_vs_rsd(preset: str) -> PaperTable:
         for row, options in (("SD", {"distillation": "sd"}), ("RSD", {}))
         for memory, number in numbers("tab:sd_vs_rsd", "last expert")[row].items()
     ]
-    return PaperTable(
+    return _table(
         "Self-distillation against reverse self-distillation, Split CIFAR-100 (tab:sd_vs_rsd)",
-        (Part("ACC of the last expert", "tab:sd_vs_rsd", tuple(entries), 1),),
+        [Part("ACC of the last expert", "tab:sd_vs_rsd", tuple(entries), 1)],
     )
 
 
@@ -229,10 +216,10 @@ def _student(preset: str) -> PaperTable:
         figures.append(
             Part(f"{_thousands(memory)}: the mean of experts (MOE), by student", "fig:rsd_final", tuple(moe))
         )
-    return PaperTable(
+    return _table(
         "Reverse self-distillation into another expert, Split CIFAR-100 (tab:rsd_final, fig:rsd_final)",
-        (*parts, *figures),
-        (f"fig:rsd_final, mean of experts: {_NO_NUMBER}",),
+        [*parts, *figures],
+        f"fig:rsd_final, mean of experts: {_NO_NUMBER}",
     )
 
 
@@ -249,15 +236,11 @@ def _experts(preset: str) -> PaperTable:
         parts.append(
             Part(f"{metric.name} of the last expert by number of experts", "fig:num_of_exp", tuple(entries), 1)
         )
-    return PaperTable(
+    return _table(
         "Number of experts, Split CIFAR-100 (fig:num_of_exp)",
-        tuple(parts),
-        (
-            (
-                f"fig:num_of_exp: {_NO_NUMBER} It has four memory sizes without naming them; ours are those of"
-                ' tab:sd_vs_rsd. Its text: "n = 4 balances both sides, w/o increasing too much complexity or cost".'
-            ),
-        ),
+        parts,
+        f"fig:num_of_exp: {_NO_NUMBER} It has four memory sizes without naming them; ours are those of"
+        ' tab:sd_vs_rsd. Its text: "n = 4 balances both sides, w/o increasing too much complexity or cost".',
     )
 
 
@@ -273,16 +256,12 @@ def _augmentation(preset: str) -> PaperTable:
                 options["inner_views"] = 1
             entries += _final_by_task(row, _mose(preset, memory, **options), "ncm", "last", theirs)
         parts.append(Part(_thousands(memory), "tab:da_final", tuple(entries)))
-    return PaperTable(
+    return _table(
         "Augmentation and the fixed mirrored copy of every row, Split CIFAR-100 (tab:da_final)",
-        tuple(parts),
-        (
-            (
-                "w/o flip: without the fixed mirrored copy that doubles the rows (inner_views = 1). SCR: with the"
-                " colour jitter that clamps normalised images, as in the code behind the paper's numbers (jitter_domain"
-                " = normalised); unit would be the repaired one."
-            ),
-        ),
+        parts,
+        "w/o flip: without the fixed mirrored copy that doubles the rows (inner_views = 1). SCR: with the"
+        " colour jitter that clamps normalised images, as in the code behind the paper's numbers (jitter_domain"
+        " = normalised); unit would be the repaired one.",
     )
 
 
@@ -300,7 +279,7 @@ def _classifier(preset: str) -> PaperTable:
         for row, theirs in numbers("tab:ncm_final", memory).items():
             entries += _final_by_task(row, runs, *views[row], theirs)
         parts.append(Part(_thousands(memory), "tab:ncm_final", tuple(entries)))
-    return PaperTable("Nearest class mean against linear classifier, Split CIFAR-100 (tab:ncm_final)", tuple(parts))
+    return _table("Nearest class mean against linear classifier, Split CIFAR-100 (tab:ncm_final)", parts)
 
 
 def _cost(preset: str) -> PaperTable:
@@ -317,23 +296,14 @@ def _cost(preset: str) -> PaperTable:
         )
         for (runs, metric), number in zip(columns, theirs.values(), strict=True):
             entries.append(Entry(row, metric.name, runs, metric, number))
-    return PaperTable(
+    title = "minutes, parameters and multiply-accumulates at M = 5k, ACC and AF at M = 1k"
+    return _table(
         "What the components cost, Split CIFAR-100 (tab:cost)",
-        (
-            Part(
-                "minutes, parameters and multiply-accumulates at M = 5k, ACC and AF at M = 1k",
-                "tab:cost",
-                tuple(entries),
-            ),
-        ),
-        (
-            (
-                "The caption says M = 5k, but ACC and AF of the last row are those of MOSE at M = 1k in tab:acc_af, so"
-                " ACC and AF are of runs with M = 1k. The paper's minutes are of an RTX 3090; they are shown, not"
-                " judged. Its floating-point operations come from a profiler that counts more than the"
-                " multiply-accumulates of convolutions and linear layers, which ours are."
-            ),
-        ),
+        [Part(title, "tab:cost", tuple(entries))],
+        "The caption says M = 5k, but ACC and AF of the last row are those of MOSE at M = 1k in tab:acc_af, so"
+        " ACC and AF are of runs with M = 1k. The paper's minutes are of an RTX 3090; they are shown, not"
+        " judged. Its floating-point operations come from a profiler that counts more than the"
+        " multiply-accumulates of convolutions and linear layers, which ours are.",
     )
 
 
@@ -376,31 +346,21 @@ def _dilemma(preset: str) -> PaperTable:
         for epochs in _EPOCHS
     ]
     parts.append(Part("BOF of ER trained on the final memory alone", "fig:joint_bof", tuple(joint)))
-    return PaperTable(
+    return _table(
         "The overfitting-underfitting dilemma, Split CIFAR-100, M = 1k (section 3.3, fig:epoch_acc_plot)",
-        tuple(parts),
-        (
-            (
-                f"{_NO_NUMBER} It names the epochs 1, 2 and 8 in the text; 4 is ours. Runs go through all ten tasks, of"
-                " which the first two are read. BOF: mean over the tasks."
-            ),
-            (
-                "What the text says of it: with more epochs ER does better on the current task and worse on the first"
-                ' one, "even with augmentation, replaying exemplars from a fixed buffer only twice (epoch=2) yields a'
-                ' substantial BOF".'
-            ),
-        ),
+        parts,
+        f"{_NO_NUMBER} It names the epochs 1, 2 and 8 in the text; 4 is ours. Runs go through all ten tasks, of"
+        " which the first two are read. BOF: mean over the tasks.",
+        "What the text says of it: with more epochs ER does better on the current task and worse on the first"
+        ' one, "even with augmentation, replaying exemplars from a fixed buffer only twice (epoch=2) yields a'
+        ' substantial BOF".',
     )
 
 
 def _bof(preset: str) -> PaperTable:
     def rows(row: str, runs: dict[str, Any], classifier: str, expert: str) -> tuple[list[Entry], list[Entry]]:
-        new = _by_task(
-            row,
-            runs,
-            lambda task: metrics.new_task_accuracy(task, classifier, expert),
-            metrics.new_task_accuracy(None, classifier, expert),
-        )
+        average = metrics.new_task_accuracy(None, classifier, expert)
+        new = _by_task(row, runs, lambda task: metrics.new_task_accuracy(task, classifier, expert), average)
         old = [
             Entry(row, f"task {after + 1}", runs, metrics.overfitting_of_old_tasks(after, classifier, expert))
             for after in range(1, _TASKS)
@@ -425,19 +385,13 @@ def _bof(preset: str) -> PaperTable:
             runs = _mose(preset, memory, **options)
             experts = [rows(f"E{expert}", runs, "ncm", expert) for expert in ("1", "2", "3", "4")]
             add(f"{_thousands(memory)}, {title}", ("fig:new_expert", "fig:bof_expert"), experts)
-    return PaperTable(
+    return _table(
         "New tasks and buffer overfitting, Split CIFAR-100 (fig:over-under, fig:new_expert, fig:bof_expert)",
-        tuple(parts),
-        (
-            (
-                f"{_NO_NUMBER} BOF: (accuracy on the samples in memory - accuracy on test images) / accuracy on test"
-                " images, mean over the old tasks."
-            ),
-            (
-                'What the text says of it: deeper experts learn new tasks better, shallower ones overfit less, and "the'
-                ' average BOF value of the last expert E4 is significantly improved with the help of RSD".'
-            ),
-        ),
+        parts,
+        f"{_NO_NUMBER} BOF: (accuracy on the samples in memory - accuracy on test images) / accuracy on test"
+        " images, mean over the old tasks.",
+        'What the text says of it: deeper experts learn new tasks better, shallower ones overfit less, and "the'
+        ' average BOF value of the last expert E4 is significantly improved with the help of RSD".',
     )
 
 

@@ -1,6 +1,4 @@
-"""The figures of a report, in matplotlib. Accuracies are in percent; bands and bars are 95 % t
-intervals over the seeds of a setting.
-"""
+"""The figures of a report: accuracies in percent, with 95 % t intervals over the seeds."""
 
 from __future__ import annotations
 
@@ -85,14 +83,7 @@ def figures(groups: Sequence[Group]) -> list[Picture]:
     from matplotlib import rc_context
 
     with rc_context(_STYLE), lettering(g.name for g in groups):
-        made = (
-            _curves(groups),
-            _new_and_overfitted(groups),
-            _tradeoffs(groups),
-            _matrices(groups),
-            _confusions(groups),
-            _times(groups),
-        )
+        made = [draw(groups) for draw in (_curves, _new_and_overfitted, _tradeoffs, _matrices, _confusions, _times)]
         return [picture for picture in made if picture is not None]
 
 
@@ -229,12 +220,8 @@ def _matrices(groups: Sequence[Group]) -> Picture | None:
     shown, left_out = _best([g for g in groups if all(run.complete for run in g.runs) and g.runs[0].tasks > 1], PANELS)
     if not shown:
         return None
-    figure = _maps(
-        [(g, 100 * np.mean([run.matrix for run in g.runs], axis=0)) for g in shown],
-        "after task",
-        "accuracy (%)",
-        triangle=True,
-    )
+    parts = [(g, 100 * np.mean([run.matrix for run in g.runs], axis=0)) for g in shown]
+    figure = _maps(parts, "after task", "accuracy (%)", triangle=True)
     caption = (
         "Accuracy matrix by the classifier of predict(): row k holds the accuracy on each task after learning task k,"
         f" mean over n seeds. The diagonal shows new tasks; fading down a column is forgetting.{left_out}"
@@ -262,24 +249,16 @@ def _confusions(groups: Sequence[Group]) -> Picture | None:
 def _times(groups: Sequence[Group]) -> Picture:
     shown, left_out = _best(groups, BARS)
     figure, (axis,) = _grid(1, width=7.5, height=0.9 + 0.32 * len(shown))
+    rows = range(len(shown))
     left = np.zeros(len(shown))
     for phase, (colour, hatch) in _PHASES.items():
         told = [
             [run.row[f"seconds_{phase}"] for run in g.runs if run.row[f"seconds_{phase}"] is not None] for g in shown
         ]
         seconds = np.array([_mean(values or [0.0]) for values in told])
-        axis.barh(
-            range(len(shown)),
-            seconds,
-            left=left,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0.5,
-            label=phase,
-        )
+        axis.barh(rows, seconds, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, label=phase)
         left += seconds
-    axis.set_yticks(range(len(shown)), [f"{g.name} (n = {g.n})" for g in shown])
+    axis.set_yticks(rows, [f"{g.name} (n = {g.n})" for g in shown])
     axis.invert_yaxis()
     axis.set(xlabel="seconds a run, mean")
     axis.grid(axis="y", visible=False)
@@ -300,9 +279,7 @@ def _maps(
     across: str = "task",
     triangle: bool = False,
 ) -> Figure:
-    """Heat maps of [T, T] values in percent on one scale; with ``triangle``, only entries at or
-    below the diagonal exist.
-    """
+    """Heat maps of [T, T] values in percent on one scale; ``triangle``: none above the diagonal."""
     columns = min(4, len(parts))
     figure, axes = _grid(len(parts), columns=columns, width=2.7 * columns + 0.6, height=3.0, share=False)
     # One scale for all panels, and one hue from light to dark, for print and for colour-blind
@@ -323,15 +300,8 @@ def _maps(
         if tasks <= 10:
             for row, column in zip(*np.nonzero(np.tri(tasks) if triangle else np.ones((tasks, tasks))), strict=True):
                 value = values[row, column]
-                axis.text(
-                    column,
-                    row,
-                    f"{value:.0f}",
-                    ha="center",
-                    va="center",
-                    fontsize=7 if tasks <= 6 else 5.5,
-                    color="white" if value > 0.6 * top else "black",
-                )
+                size, colour = 7 if tasks <= 6 else 5.5, "white" if value > 0.6 * top else "black"
+                axis.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=size, color=colour)
     figure.colorbar(picture, ax=axes, label=unit, shrink=0.8 if len(parts) <= columns else 0.5)
     return figure
 
@@ -359,16 +329,9 @@ def _band(axis: Axes, x: NDArray[np.int64], values: NDArray[np.float64], look: _
     columns = [values[:, i][~np.isnan(values[:, i])] for i in kept]
     ends = np.array([_ends(column) for column in columns])
     at = x[kept]
-    axis.plot(
-        at,
-        [_mean(column) for column in columns],
-        color=look.colour,
-        linestyle=look.dashes,
-        marker=look.marker if len(at) <= 25 else None,
-        markersize=4,
-        linewidth=1.5,
-        label=label,
-    )
+    means, marker = [_mean(column) for column in columns], look.marker if len(at) <= 25 else None
+    line = {"linestyle": look.dashes, "linewidth": 1.5, "marker": marker, "markersize": 4}
+    axis.plot(at, means, color=look.colour, label=label, **line)
     if not np.isnan(ends).all():
         axis.fill_between(at, ends[:, 0], ends[:, 1], color=look.colour, alpha=0.15, linewidth=0)
 

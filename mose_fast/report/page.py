@@ -1,6 +1,4 @@
-"""The page of a report: one HTML file that needs no other file and no network, written beside its
-tables and figures.
-"""
+"""The page of a report: one HTML file that needs no other, and its tables and figures beside it."""
 
 from __future__ import annotations
 
@@ -111,9 +109,7 @@ def write_report(
 
 
 def _remove_earlier(out: Path, contents: Mapping[str, bytes]) -> None:
-    """Deletes the files that the report in ``out`` names as its own, and refuses to replace any
-    other.
-    """
+    """Deletes the files that the report in ``out`` names as its own; refuses to replace others."""
     page = out / _PAGE
     own: list[str] = []
     if page.exists():

@@ -127,9 +127,7 @@ def methods(data: str) -> dict[str, dict[int, tuple[Published, Published | None]
 
 
 def experts(data: str, memory: int) -> dict[str, float] | None:
-    """ACC by expert of nearest-class-mean classifiers and of their mean, for MOSE with reverse
-    self-distillation, to one decimal.
-    """
+    """ACC by NCM expert and of their mean, MOSE with reverse self-distillation, to one decimal."""
     if (data, memory) != ("split-cifar100", 5000):
         return None
     rows = numbers("tab:moe_acc", "w/ RSD")
@@ -138,9 +136,7 @@ def experts(data: str, memory: int) -> dict[str, float] | None:
 
 
 def linear(data: str, memory: int) -> dict[str, float] | None:
-    """ACC of the linear classifier of the last expert and of the mean of experts, to one
-    decimal.
-    """
+    """ACC of the linear classifier of the last expert and of the experts' mean, to one decimal."""
     if data != "split-cifar100" or memory not in (1000, 2000, 5000):
         return None
     rows = numbers("tab:ncm_final", memory)

@@ -131,14 +131,9 @@ class Group:
         return self.runs[0].view
 
     def shown_views(self) -> list[View]:
-        """The views of the classifier of ``predict()`` that tables show: the last expert and, if
-        there are several, the mean of experts.
-        """
-        return [
-            v
-            for v in self.runs[0].views
-            if v.classifier == self.view.classifier and v.expert in (self.last, self.mean, self.view.expert)
-        ]
+        """What tables show of ``predict()``'s classifier: last expert and any mean of experts."""
+        shown = (self.last, self.mean, self.view.expert)
+        return [v for v in self.runs[0].views if v.classifier == self.view.classifier and v.expert in shown]
 
     @property
     def experts(self) -> int:
@@ -223,15 +218,7 @@ def group_runs(runs: Iterable[Run]) -> tuple[list[Group], list[Skipped]]:
     return sorted(groups, key=lambda g: (g.label, g.memory)), skipped
 
 
-_FACTS = (
-    "acc",
-    "af_paper",
-    "af_released",
-    "bwt",
-    "average_anytime_accuracy",
-    "new_task_accuracy",
-    "evaluated_after",
-)
+_FACTS = ("acc", "af_paper", "af_released", "bwt", "average_anytime_accuracy", "new_task_accuracy", "evaluated_after")
 
 
 def _read(folder: Path) -> Run:
@@ -295,9 +282,7 @@ def _flat(run: Run) -> dict[str, Any]:
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
-    """Labels of groups by key: method, preset, and the settings in which the groups differ. Options
-    count as changes from the preset.
-    """
+    """Labels by key: method, preset, differing settings, and options as changes from the preset."""
     own: dict[str, dict[str, Any]] = {}
     for key, (flat, run) in groups.items():
         plain = {

@@ -8,6 +8,7 @@ percent of all images. scipy does the mathematics.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,11 +99,11 @@ class Comparison:
     b: str
     seeds: tuple[int, ...]
     difference: float
-    interval: tuple[float, float]
-    t_p: float
-    wilcoxon_p: float
-    effect_size: float
-    holm_p: float
+    interval: tuple[float, float] = (math.nan, math.nan)
+    t_p: float = math.nan
+    wilcoxon_p: float = math.nan
+    effect_size: float = math.nan
+    holm_p: float = math.nan
     confidence: float = 0.95
     warnings: tuple[str, ...] = ()
 
@@ -158,14 +159,9 @@ def summarise(values: Iterable[float], *, confidence: float = 0.95, resamples: i
     sd = float(x.std(ddof=1))
     bootstrap = (mean, mean) if resamples else (math.nan, math.nan)
     if resamples and np.ptp(x) > 0:
-        found = stats.bootstrap(
-            (x,),
-            np.mean,
-            confidence_level=confidence,
-            n_resamples=resamples,
-            vectorized=True,
-            rng=np.random.default_rng(0),
-        ).confidence_interval
+        rng = np.random.default_rng(0)
+        found = stats.bootstrap((x,), np.mean, confidence_level=confidence, n_resamples=resamples, rng=rng)
+        found = found.confidence_interval
         bootstrap = (float(found.low), float(found.high))
     return Summary(len(x), mean, sd, _t_interval(x, confidence), bootstrap)
 
@@ -198,17 +194,12 @@ def compare(
             f"{names[0]} and {names[1]} have {len(seeds)} seeds in common; fewer than {FEW_SEEDS} are too few to show"
             " much"
         )
-    nothing = (math.nan, math.nan)
     if not seeds:
-        return Comparison(
-            *names, seeds, math.nan, nothing, math.nan, math.nan, math.nan, math.nan, confidence, tuple(notes)
-        )
+        return Comparison(*names, seeds, math.nan, confidence=confidence, warnings=tuple(notes))
     differences = _finite(a[s] for s in seeds) - _finite(b[s] for s in seeds)
     mean = float(differences.mean())
     if len(seeds) == 1:
-        return Comparison(
-            *names, seeds, mean, nothing, math.nan, math.nan, math.nan, math.nan, confidence, tuple(notes)
-        )
+        return Comparison(*names, seeds, mean, confidence=confidence, warnings=tuple(notes))
     if np.ptp(differences) == 0:
         # No spread: Student's t is 0 / 0 or infinite.
         t_p, effect = (1.0, 0.0) if mean == 0 else (0.0, math.copysign(math.inf, mean))
@@ -242,19 +233,12 @@ def compare_all(
     """
     if baseline is not None and baseline not in groups:
         raise ValueError(f"baseline is {baseline!r}; wanted one of {', '.join(groups)}")
-    names = list(groups)
-    pairs = (
-        [(name, baseline) for name in names if name != baseline]
-        if baseline is not None
-        else [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    )
+    pairs = itertools.combinations(groups, 2) if baseline is None else ((n, baseline) for n in groups if n != baseline)
     notes = warnings or {}
-    found = [
-        compare(
-            groups[a], groups[b], names=(a, b), confidence=confidence, warnings=[*notes.get(a, ()), *notes.get(b, ())]
-        )
-        for a, b in pairs
-    ]
+    found = []
+    for a, b in pairs:
+        both = [*notes.get(a, ()), *notes.get(b, ())]
+        found.append(compare(groups[a], groups[b], names=(a, b), confidence=confidence, warnings=both))
     return [replace(c, holm_p=p) for c, p in zip(found, holm([c.t_p for c in found]), strict=True)]
 
 

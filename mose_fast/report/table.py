@@ -177,21 +177,8 @@ def _text(cell: Cell) -> str:
     return parts[0] or _NOTHING
 
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "<": "$<$",
-    ">": "$>$",
-}
+_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"±": r"$\pm$", "<": "$<$", ">": "$>$"}
+_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
 def _latex(text: str) -> str:

@@ -1,6 +1,4 @@
-"""The tables of a report. Accuracies and forgetting are in percent; statistics come from
-:mod:`mose_fast.report.statistics`.
-"""
+"""The tables of a report: accuracies and forgetting in percent, statistics over the seeds."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def tables(groups: Sequence[Group]) -> list[Table]:
 
 
 def _main(groups: Sequence[Group]) -> Table:
-    """ACC and AF by method and memory in the paper's form, with the paper's own rows below if it
-    has any for the stream.
-    """
+    """ACC and AF by method and memory in the paper's form, any of its rows for the stream below."""
     data = _paper_data(groups)
     sizes = sorted({g.memory for g in groups})
     table = Table(
@@ -149,9 +145,7 @@ def _paper_experts(g: Group, names: Sequence[str]) -> list[Cell]:
 
 
 def _tasks(groups: Sequence[Group]) -> Table:
-    """Accuracy by task of every expert, the best of them and their mean: the paper's task-wise
-    table.
-    """
+    """Accuracy by task of every expert, their best and their mean: the paper's task-wise table."""
     rows: dict[str, dict[str, np.ndarray]] = {g.name: _by_task(g) for g in groups}
     most = max(g.runs[0].tasks for g in groups)
     table = Table(
@@ -306,9 +300,7 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
 
 
 def deviations(g: Group) -> list[str]:
-    """How a group's protocol and options differ from those behind the paper's numbers; empty if the
-    paper has no numbers for its data set.
-    """
+    """How protocol and options differ from the paper's; empty if it has no numbers for the data."""
     run = g.runs[0]
     if published.dataset(run.config) is None:
         return []

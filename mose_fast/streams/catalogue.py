@@ -1,6 +1,4 @@
-"""The registered streams by name, with a line on each. The module that reads them needs torch, a
-list of names does not.
-"""
+"""The registered streams by name, with a line on each; a list of names does not need torch."""
 
 from __future__ import annotations
 

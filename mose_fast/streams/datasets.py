@@ -1,6 +1,4 @@
-"""The data sets behind the registered streams: where their files lie, and how to read or download
-them.
-"""
+"""The data sets of the registered streams: where their files lie, how to read or download them."""
 
 from __future__ import annotations
 

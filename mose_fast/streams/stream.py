@@ -18,16 +18,12 @@ __all__ = ["NORMALISATIONS", "Normalisation", "Stream", "StreamError", "draw_ord
 
 
 class StreamError(MoseFastError, ValueError):
-    """The data of a stream cannot be used; the message names the file or argument, what it was and
-    what was wanted.
-    """
+    """Unusable data; the message names the file or argument, what it was and what was wanted."""
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Constants that turn images in [0, 1] into network input: ``(image - mean) / std`` per colour
-    channel.
-    """
+    """Turns images in [0, 1] into network input: ``(image - mean) / std`` per colour channel."""
 
     name: str
     mean: tuple[float, float, float]
@@ -142,9 +138,7 @@ class Stream:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What a learner must know of its stream: keywords of
-        :func:`mose_fast.methods.create_learner`.
-        """
+        """The stream's keywords for :func:`mose_fast.methods.create_learner`."""
         return {
             "classes": self.classes,
             "image_size": self.image_size,

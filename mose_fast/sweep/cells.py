@@ -17,9 +17,7 @@ _LOG_LINES = 15
 
 
 class CellState(enum.Enum):
-    """What a cell is doing. A waiting cell will be started, for the first time or again; a failed
-    one was given up.
-    """
+    """What a cell is doing. A waiting one will be started (again); a failed one was given up."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()

@@ -78,9 +78,7 @@ class Display:
         return f"{counts}; {duration(elapsed)} gone, about {duration(self.left())} left"
 
     def summary(self) -> str:
-        """One line for the end: how many runs are done, and the time and rate of those that this
-        sweep has just finished.
-        """
+        """One line for the end: the runs that are done, and time and rate of this sweep's own."""
         elapsed = time.monotonic() - self.start
         now = sum(record.seconds is not None for record in self.records.values())
         rate = f", {3600 * now / elapsed:.1f} runs an hour" if now else ""
@@ -88,9 +86,7 @@ class Display:
         return f"{done} of {len(self.records)} runs done, {failed} failed; {duration(elapsed)} for {now} of them{rate}"
 
     def left(self) -> float:
-        """Seconds until the end by the forecast, scaled by how well it fitted the runs that are
-        done.
-        """
+        """Seconds left by the forecast, scaled by how well it fitted the runs that are done."""
         taken = expected = 0.0
         remaining = []
         for name, cost in self.forecast.costs.items():

@@ -18,9 +18,7 @@ __all__ = ["Engine", "LocalEngine", "Slot"]
 
 
 class Engine(Protocol):
-    """What the scheduler needs of a place to compute. Messages are those of
-    :mod:`mose_fast.sweep.protocol`.
-    """
+    """What the scheduler needs of a place to compute; messages: :mod:`mose_fast.sweep.protocol`."""
 
     def free(self) -> int:
         """How many more commands can start now."""
@@ -60,9 +58,7 @@ class _Worker:
 
 
 def _environment(threads: int, card: str | None) -> dict[str, str]:
-    """The environment of a worker process: the number of its threads, which must be known before
-    torch is imported, and a path that leads to this package.
-    """
+    """A worker's environment: threads, known before torch's import, and a path to this package."""
     environment = dict(os.environ)
     environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     # NumPy's matrix products, which no run needs. Their threads would make it unsafe to fork.

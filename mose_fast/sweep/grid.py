@@ -224,9 +224,7 @@ def folder_name(values: Mapping[str, Any]) -> str:
 
 
 def _with_unique_names(cells: list[Cell]) -> list[Cell]:
-    """Appends a number to the names of cells that have the same name, such as for two data files
-    with the same name in different folders.
-    """
+    """Numbers cells of the same name, such as of equally named data files in different folders."""
     counts = Counter(cell.name for cell in cells)
     used: Counter[str] = Counter()
     unique = []

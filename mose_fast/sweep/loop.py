@@ -53,9 +53,7 @@ class CellLoop:
         self.stopping = self.table_is_behind = False
 
     def run(self) -> bool:
-        """Runs the cells; returns whether all have ended, which is False if a signal stopped
-        them.
-        """
+        """Runs the cells; returns whether all have ended: False if a signal stopped them."""
         while self._running() or (self.queue and not self.stopping):
             if self.stop.is_set() and not self.stopping:
                 self.stopping = True

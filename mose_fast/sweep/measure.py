@@ -68,9 +68,7 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
 
 
 def own_bytes() -> int:
-    """Peak memory of this process in bytes, without pages of files such as libraries, which it
-    shares with its siblings.
-    """
+    """Peak memory of this process in bytes, without file pages, which it shares with siblings."""
     # psutil knows the shared memory on Linux only.
     return max(peak_bytes() - getattr(psutil.Process().memory_info(), "shared", 0), 1)
 
@@ -126,9 +124,7 @@ def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float
 
 
 def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
-    """Seconds of all evaluations: after every task over the memory and the test images of the tasks
-    seen, and once before training.
-    """
+    """Seconds of all evaluations: before training, and of memory and tests after every task."""
     images = stream.x_test[: learner.evaluation_batch]
     times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
     tested = [len(stream.test_rows(task)) for task in range(len(stream.tasks))]

@@ -152,9 +152,7 @@ class RunDamaged(RunError):
 
 
 def setting_id(config: RunConfig) -> str:
-    """12 hex digits that are equal for configurations which differ only in the seed and the
-    fingerprint of the data.
-    """
+    """12 hex digits, equal for configurations that differ only in seed and data fingerprint."""
     values = config.to_dict()
     del values["seed"], values["stream"]["fingerprint"]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
@@ -349,9 +347,7 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Every run folder at or below ``folder``, sorted. A run folder holds a ``config.json`` or a
-    ``results.json``.
-    """
+    """Every folder with a ``config.json`` or ``results.json`` at or below ``folder``, sorted."""
     found = []
     for path, below, files in os.walk(folder):
         below.sort()

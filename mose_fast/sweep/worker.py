@@ -127,9 +127,7 @@ class _Worker:
         self.threads = threads
 
     def serve(self, signals: int) -> None:
-        """Takes commands until stdin closes, or until a signal, which makes the pipe ``signals``
-        readable, has ended the runs.
-        """
+        """Takes commands until stdin closes or a signal (pipe ``signals``) has ended the runs."""
         commands = Reader(0)
         ending = False
         while not commands.closed and (self.busy() or not ending):
@@ -208,9 +206,7 @@ class _Forking(_Worker):
             run_cell(command, emit, threading.Event(), [Progress(Path(command["out"]))])
 
     def pump(self) -> None:
-        """Passes the child's events on. When the child has ended without a last event, reports
-        that.
-        """
+        """Passes the child's events on, and reports a child that ended without a last event."""
         for event in self.events.read():
             self.ended |= event["event"] in ENDS
             _report({**event, "cell": self.cell})
@@ -232,9 +228,7 @@ class _Forking(_Worker):
 
 
 class _Together(_Worker):
-    """Runs several cells at the same time in threads of this process, on a card each on a CUDA
-    stream of its own.
-    """
+    """Runs several cells at once in threads of this process, each on a CUDA stream of its own."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
@@ -296,9 +290,7 @@ def _report(event: Event) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends (Linux only; elsewhere the process
-    ends when it finds its pipes closed).
-    """
+    """Dies with the parent process (on Linux; elsewhere the closed pipes end this process)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
