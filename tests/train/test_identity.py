@@ -108,6 +108,14 @@ def test_settings_that_change_no_result_may_change(stopped):
     assert resume(stopped)["resumed"] == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a card takes device cuda")
+def test_resume_hints_at_no_flag_since_it_takes_none(stopped, capsys):
+    change_config(stopped, device="cuda")
+    assert main(["resume", str(stopped)]) == 2
+    refused = capsys.readouterr().err
+    assert "device is 'cuda'" in refused and "--device" not in refused
+
+
 @pytest.mark.parametrize("shift", [1, "fewer", "labels"])
 def test_changed_data_are_refused(stopped, shift, capsys):
     data = arrays(1 if shift == 1 else 0)
@@ -118,9 +126,7 @@ def test_changed_data_are_refused(stopped, shift, capsys):
     path = stopped.parent / "data.npz"
     np.savez(path, **data)
     assert main(["resume", str(stopped)]) == 2
-    refused = capsys.readouterr().err
-    assert f"the data of stream '{path}' have changed: their fingerprint is" in refused
-    assert "--set" not in refused  # which resume does not take
+    assert f"the data of stream '{path}' have changed: their fingerprint is" in capsys.readouterr().err
     assert not (stopped / "results.json").exists()
     # Nor does the configuration repeat the run on them, unless it is told to.
     again = ["run", "--config", str(stopped / "config.json"), "--out", str(stopped.parent / "again")]
