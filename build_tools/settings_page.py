@@ -13,18 +13,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 _HEAD = """# Settings
 
-Every setting of a run. `python -m build_tools.settings_page` writes this page from the declarations in
-`mose_fast/config.py` and `mose_fast/methods/`; [adding_a_setting.md](adding_a_setting.md) says how to declare one.
+Every setting of a run. `python -m build_tools.settings_page` writes this page from the declarations
+in `mose_fast/config.py` and `mose_fast/methods/`; [adding_a_setting.md](adding_a_setting.md) says
+how to declare one.
 
-A setting is given by its flag, where it has one, by `--set NAME=VALUE` (a method's switches also without
-`options.`), in a `.toml` or `.json` file for `--config`, or as a keyword in Python. A value is JSON or a bare word;
-`null` stands for none. In the column "source", *paper* is the text of the CVPR 2024 paper, *released* is the
-authors' code, and *choice* is ours where neither decides.
+A setting is given by its flag, where it has one, by `--set NAME=VALUE` (a method's switches also
+without `options.`), in a `.toml` or `.json` file for `--config`, or as a keyword in Python. A value
+is JSON or a bare word; `null` stands for none. In the column "source", *paper* is the text of the
+CVPR 2024 paper, *released* is the authors' code, and *choice* is ours where neither decides.
 
-The role says what depends on a setting. `problem` and `method` make two runs different experiments: a report keeps
-them apart, a sweep may vary them, and in a reproduction of the paper they count as departures. `execution` says where
-and how fast a run computes: results are equal up to rounding, except for `precision`. `bookkeeping` changes no
-result, and may change when a run is resumed. A run itself writes `stream.fingerprint`.
+The role says what depends on a setting. `problem` and `method` make two runs different experiments:
+a report keeps them apart, a sweep may vary them, and in a reproduction of the paper they count as
+departures. `execution` says where and how fast a run computes: results are equal up to rounding,
+except for `precision`. `bookkeeping` changes no result, and may change when a run is resumed. A run
+itself writes `stream.fingerprint`.
 """
 
 
