@@ -1,4 +1,7 @@
-"""The candidates most worth replaying (MIR, ASER; docs/specification/baselines.md 3 and 5)."""
+"""The candidates most worth replaying (MIR, ASER).
+
+See docs/specification/baselines.md sections 3 and 5.
+"""
 
 from __future__ import annotations
 
