@@ -162,9 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     files = run.add_argument_group("files and everything else")
     files.add_argument("--out", metavar="DIR", help="the run's folder [runs/STREAM-METHOD-PRESET-mMEMORY-sSEED]")
     files.add_argument("--overwrite", action="store_true", help="replace an earlier run in the folder")
-    files.add_argument(
-        "--config", metavar="FILE", help="settings from a .json or .toml file; flags beside it override it"
-    )
+    files.add_argument("--config", metavar="FILE", help="settings from a .json or .toml file; flags override it")
     _add_wandb(run)
 
     resume = command("resume", _resume, help="continue an interrupted run")
@@ -190,21 +188,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     grid = many.add_argument_group("what varies")
     grid.add_argument(
-        "--grid",
-        metavar="NAME=V1,V2",
-        action="append",
-        help="a setting, named as for --set, and its values; repeatable",
+        "--grid", metavar="NAME=V1,V2", action="append", help="a setting, named as for --set, with values; repeatable"
     )
     grid.add_argument("--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9")
     _add_flags(many)
     _add_place(many)
     files = many.add_argument_group("files")
-    files.add_argument(
-        "--out", metavar="DIR", required=True, help="the sweep's folder; an unfinished sweep is continued"
-    )
-    files.add_argument(
-        "--dry-run", action="store_true", help="print the plan and a forecast of time and memory, then stop"
-    )
+    files.add_argument("--out", metavar="DIR", required=True, help="the sweep's folder; an unfinished one is continued")
+    files.add_argument("--dry-run", action="store_true", help="print plan and forecast of time and memory, then stop")
     _add_wandb(many)
 
     table = command(
@@ -223,12 +214,9 @@ def build_parser() -> argparse.ArgumentParser:
         ),
     )
     table.add_argument("name", metavar="NAME", help="a table of `mose-fast list paper`")
-    table.add_argument(
-        "--seeds", metavar="0-14", help="seeds: numbers and ranges, 0-4 or 0,1,5-9; the paper uses 15 [0-2]"
-    )
-    table.add_argument(
-        "--preset", metavar="NAME", help=f"MOSE's preset: {' or '.join(MOSE_PRESETS)} [{RunConfig.preset}]"
-    )
+    table.add_argument("--seeds", metavar="0-14", help="numbers and ranges, 0-4 or 0,1,5-9; the paper uses 15 [0-2]")
+    presets = " or ".join(MOSE_PRESETS)
+    table.add_argument("--preset", metavar="NAME", help=f"MOSE's preset: {presets} [{RunConfig.preset}]")
     _add_flags(table, [name for name in _FLAGS if name not in _DESCRIBED])
     _add_place(table)
     files = table.add_argument_group("files")
@@ -243,38 +231,31 @@ def build_parser() -> argparse.ArgumentParser:
     gather = command("collect", _collect, help="rebuild the table of runs from the run folders")
     gather.add_argument("folder", metavar="DIR", help="folder of a sweep, or any folder above run folders")
 
-    report_page = command("report", _report, help="one page of tables and figures from many runs")
-    report_page.add_argument(
-        "folders", metavar="DIR", nargs="+", help="run folders, or folders that contain some at any depth"
-    )
-    report_page.add_argument("--out", metavar="DIR", help="the report's folder [report in the first DIR]")
-    report_page.add_argument(
-        "--force", action="store_true", help="put runs of different problems into the same tables; a caution is printed"
+    page = command("report", _report, help="one page of tables and figures from many runs")
+    page.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders that hold some at any depth")
+    page.add_argument("--out", metavar="DIR", help="the report's folder [report in the first DIR]")
+    page.add_argument(
+        "--force", action="store_true", help="put runs of different problems into one table, with a caution"
     )
 
-    deployed = command(
+    export = command(
         "export",
         _export,
         help="write the deployable classifier of a finished run",
         description="Writes the backbone and class means of a finished run, and leaves out what only training needs.",
     )
-    deployed.add_argument("run", metavar="RUN", help="the run's folder")
-    deployed.add_argument("--out", metavar="DIR", help="the export's folder [RUN/export]")
-    deployed.add_argument(
+    export.add_argument("run", metavar="RUN", help="the run's folder")
+    export.add_argument("--out", metavar="DIR", help="the export's folder [RUN/export]")
+    export.add_argument(
         "--format", metavar="F1,F2", default="safetensors", help="any of safetensors, onnx, torch [safetensors]"
     )
-    deployed.add_argument(
-        "--classifier", metavar="NAME", help="classifier of the last expert: ncm or linear [the run's own]"
-    )
-    deployed.add_argument("--overwrite", action="store_true", help="replace an earlier export in the folder")
+    export.add_argument("--classifier", metavar="NAME", help="last expert's classifier: ncm or linear [the run's own]")
+    export.add_argument("--overwrite", action="store_true", help="replace an earlier export in the folder")
 
     predict = command("predict", _predict, help="classify image files with an export")
     predict.add_argument("export", metavar="EXPORT", help="folder of an export that contains model.safetensors")
     predict.add_argument(
-        "images",
-        metavar="IMAGE",
-        nargs="+",
-        help="image files of the size that the run was trained on, or folders of them",
+        "images", metavar="IMAGE", nargs="+", help="image files of the size that the run had, or folders of them"
     )
     predict.add_argument("--json", action="store_true", help="print one JSON object a line instead of columns")
 
@@ -334,15 +315,11 @@ def _add_flags(parser: argparse.ArgumentParser, names: Collection[str] = tuple(_
 def _add_place(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say where the runs of a sweep compute."""
     place = parser.add_argument_group("parallel runs")
-    place.add_argument(
-        "--workers", type=int, metavar="N", help="runs at a time on the CPU; they share the cores equally"
-    )
+    place.add_argument("--workers", type=int, metavar="N", help="runs at a time on the CPU; they share its cores")
     place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [2]")
     place.add_argument("--gpus", metavar="0,1", help="cards to use, numbered as in CUDA_VISIBLE_DEVICES [all]")
     place.add_argument("--engine", metavar="NAME", help="local, or ray to use a Ray cluster [local]")
-    place.add_argument(
-        "--address", metavar="HOST:PORT", help="address of the Ray cluster; auto finds it, local starts one [auto]"
-    )
+    place.add_argument("--address", metavar="HOST:PORT", help="Ray cluster; auto finds it, local starts one [auto]")
 
 
 def _place(arguments: argparse.Namespace) -> Place:
@@ -359,12 +336,8 @@ def _place(arguments: argparse.Namespace) -> Place:
 
 
 def _add_wandb(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--wandb",
-        metavar="PROJECT",
-        default=argparse.SUPPRESS,
-        help="also log to this project of Weights & Biases (install mose-fast[wandb])",
-    )
+    meaning = "also log to this project of Weights & Biases (install mose-fast[wandb])"
+    parser.add_argument("--wandb", metavar="PROJECT", default=argparse.SUPPRESS, help=meaning)
 
 
 def read_settings(arguments: argparse.Namespace) -> RunConfig:
@@ -522,20 +495,14 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     try:
         results = start(progress)
     except KeyboardInterrupt as error:
-        further = (
-            f"; to continue: mose-fast resume {shlex.quote(str(out))}"
-            if progress.started
-            else " before the first batch"
-        )
-        return _interrupted(error, further)
+        again = f"; to continue: mose-fast resume {shlex.quote(str(out))}"
+        return _interrupted(error, again if progress.started else " before the first batch")
     seconds = results["seconds"]
     folder = RunFolder(out)
     print(f"\n{summary(results)}\n")
     parts = ", ".join(f"{part} {seconds[part]:.1f}" for part in (*PHASES, "other"))
-    print(
-        f"time      {seconds['wall']:.1f} s since"
-        f" {'the process started' if seconds['wall_since'] == 'process' else 'the call'}: {parts}"
-    )
+    since = "the process started" if seconds["wall_since"] == "process" else "the call"
+    print(f"time      {seconds['wall']:.1f} s since {since}: {parts}")
     peak = results["peak_memory_bytes"]
     card = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the card (allocated by torch)"
     print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB on the host{card}")

@@ -76,9 +76,7 @@ COLUMNS: dict[str, Column] = {
     "preset": Column(str, "preset of the method", "config.preset"),
     "changes": Column(str, "options that differ from the preset", "changes_from_preset"),
     "stream": Column(str, "stream", "config.stream.name", compared="problem"),
-    "data": Column(
-        str | None, "fingerprint of the data, None for runs of versions that had none", "config.stream.fingerprint"
-    ),
+    "data": Column(str | None, "fingerprint of the data, None in runs of older versions", "config.stream.fingerprint"),
     "tasks": Column(int, "number of tasks", compared="problem"),
     "classes": Column(int, "number of classes", compared="problem"),
     "image_size": Column(str, "image size", compared="problem"),
@@ -87,9 +85,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "batch": Column(int, "number of incoming images per step", "config.stream.batch", compared="protocol"),
     "class_order": Column(str, "order of classes", compared="protocol"),
-    "class_order_seed": Column(
-        int | None, "seed of the class order, None for the natural order", "config.stream.class_order_seed"
-    ),
+    "class_order_seed": Column(int | None, "seed of the class order, None: natural", "config.stream.class_order_seed"),
     "normalisation": Column(str, "normalisation", "resolved.normalisation.name", compared="protocol"),
     "augment": Column(str, "augmentation", "config.options.augment", compared="protocol"),
     "mirrored": Column(int, "mirroring of images, 0 or 1", compared="protocol"),
