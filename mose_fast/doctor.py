@@ -56,17 +56,8 @@ def diagnose(data_dir: str | None = None) -> list[Finding]:
         data_dir: Folder with the data sets' files; None means the default folder.
     """
     used = [_precision(), _feed()]
-    return [
-        _python(),
-        _torch(),
-        _packages(),
-        *_cuda(),
-        *_cards(),
-        _native(),
-        *_build_tools(os.environ),
-        *used,
-        *_data(data_dir),
-    ]
+    installed = [_python(), _torch(), _packages(), *_cuda(), *_cards(), _native(), *_build_tools(os.environ)]
+    return [*installed, *used, *_data(data_dir)]
 
 
 def report(findings: Sequence[Finding]) -> str:
@@ -100,22 +91,18 @@ def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
         number = re.match(r"(\d+)\.(\d+)([af]?)", arch)
         if number is None:
             continue
-        compiled = (int(number.group(1)), int(number.group(2)))
-        if capability == compiled or (
-            not number.group(3) and capability[0] == compiled[0] and capability[1] > compiled[1]
-        ):
+        compiled, kind = (int(number[1]), int(number[2])), number[3]
+        later_minor = capability[0] == compiled[0] and capability[1] > compiled[1]
+        if capability == compiled or (kind != "a" and later_minor):
             return True
-        if number.group(3) == "f" and capability[0] == compiled[0] and capability[1] > compiled[1]:
-            return True
-        if not number.group(3) and arch.endswith("+PTX") and capability > compiled:
+        if not kind and arch.endswith("+PTX") and capability > compiled:
             return True
     return False
 
 
 def _python() -> Finding:
-    return Finding(
-        "ok", "Python", f"{platform.python_version()}, {sys.executable}"
-    )  # a Python older than 3.10 cannot import this file
+    # A Python older than 3.10 cannot import this file.
+    return Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}")
 
 
 def _torch() -> Finding:
@@ -166,13 +153,8 @@ def _cards() -> Iterator[Finding]:
         try:
             float(torch.ones(2, device=f"cuda:{index}").sum())
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            yield Finding(
-                "--",
-                thing,
-                f"{found}; torch cannot use it ({reason})",
-                "install a torch that supports it, or use --device cpu",
-            )
+            found = f"{found}; torch cannot use it ({str(error).splitlines()[0]})"
+            yield Finding("--", thing, found, "install a torch that supports it, or use --device cpu")
             continue
         if archs and not serves_card((card.major, card.minor), archs):
             fix = f"TORCH_CUDA_ARCH_LIST={card.major}.{card.minor} {_loader.REBUILD}"
@@ -186,25 +168,18 @@ def _native() -> Finding:
     if _loader.native is None:
         switched_off = os.environ.get("MOSE_FAST_NATIVE") == "0"
         fix = "unset MOSE_FAST_NATIVE" if switched_off else f"in the source folder: {_loader.REBUILD}"
-        return Finding(
-            "--", "native library", f"not used: {_loader.obstacle}; pure PyTorch is used, which is slower", fix
-        )
+        found = f"not used: {_loader.obstacle}; pure PyTorch is used, which is slower"
+        return Finding("--", "native library", found, fix)
     archs = f" {record['cuda']} for {' '.join(record['archs'])}" if record["backend"] == "cuda" else ""
-    found = (
-        f"{record['backend']}{archs}, compiled against torch {record['torch']}, commit"
-        f" {(record['commit'] or 'unknown')[:12]}"
-    )
+    commit = (record["commit"] or "unknown")[:12]
+    found = f"{record['backend']}{archs}, compiled against torch {record['torch']}, commit {commit}"
     if record["backend"] == "emulated":
-        fix = (
-            "only for tests; unset MOSE_FAST_NATIVE"
-            if os.environ.get("MOSE_FAST_NATIVE")
-            else f"only for tests; {_loader.REBUILD}"
-        )
-        return Finding("--", "native library", f"{found}; runs the CUDA kernels on the CPU, slowly", fix)
+        fix = "unset MOSE_FAST_NATIVE" if os.environ.get("MOSE_FAST_NATIVE") else _loader.REBUILD
+        found = f"{found}; runs the CUDA kernels on the CPU, slowly"
+        return Finding("--", "native library", found, f"only for tests; {fix}")
     if record["backend"] == "cpu" and torch.cuda.is_available():
-        return Finding(
-            "--", "native library", f"{found}; it has no code for the GPU", f"MOSE_FAST_BACKEND=cuda {_loader.REBUILD}"
-        )
+        fix = f"MOSE_FAST_BACKEND=cuda {_loader.REBUILD}"
+        return Finding("--", "native library", f"{found}; it has no code for the GPU", fix)
     return Finding("ok", "native library", found)
 
 
@@ -216,12 +191,8 @@ def _build_tools(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("ok", "C++ compiler", said)
     else:
         found = f"CXX={compiler} does not run" if compiler else "none on PATH"
-        yield Finding(
-            "--",
-            "C++ compiler",
-            found,
-            "to build the native library, install g++ 11 or newer (Debian, Ubuntu: build-essential)",
-        )
+        fix = "to build the native library, install g++ 11 or newer (Debian, Ubuntu: build-essential)"
+        yield Finding("--", "C++ compiler", found, fix)
 
     ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}")
     if ninja:

@@ -1,5 +1,6 @@
-"""A replay memory filled by reservoir sampling (Vitter 1985, algorithm R;
-docs/specification/mose.md section 4).
+"""A replay memory filled by reservoir sampling (Vitter 1985, algorithm R).
+
+See docs/specification/mose.md section 4.
 """
 
 from __future__ import annotations

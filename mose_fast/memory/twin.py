@@ -28,9 +28,7 @@ class HostTwin:
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64)
 
     def insert(self, count: int, task: int) -> Tensor:
-        """Decides where the next ``count`` items go and records their task; returns int64 [count]
-        like the memory's ``insert``.
-        """
+        """Places ``count`` items of a task; returns int64 [count] like the memory's ``insert``."""
         return decide(self.tasks, self.state, count, task)
 
 

@@ -26,14 +26,7 @@ __all__ = [
 # These need torch; listing the streams does not.
 __getattr__ = lazy_names(
     __name__,
-    {
-        "NORMALISATIONS": "mose_fast.streams.stream",
-        "Normalisation": "mose_fast.streams.stream",
-        "Stream": "mose_fast.streams.stream",
-        "StreamError": "mose_fast.streams.stream",
-        "create": "mose_fast.streams.registry",
-        "from_arrays": "mose_fast.streams.arrays",
-        "from_batches": "mose_fast.streams.arrays",
-        "locate": "mose_fast.streams.registry",
-    },
+    dict.fromkeys(("NORMALISATIONS", "Normalisation", "Stream", "StreamError"), "mose_fast.streams.stream")
+    | dict.fromkeys(("create", "locate"), "mose_fast.streams.registry")
+    | dict.fromkeys(("from_arrays", "from_batches"), "mose_fast.streams.arrays"),
 )

@@ -21,7 +21,7 @@ from mose_fast.streams.stream import (
     fingerprint,
 )
 
-__all__ = ["assemble", "check_images", "check_labels", "from_arrays", "from_batches"]
+__all__ = ["check_images", "check_labels", "from_arrays", "from_batches"]
 
 
 def check_images(x: Any, what: str) -> np.ndarray:
@@ -96,30 +96,45 @@ def check_labels(y: Any, what: str) -> np.ndarray:
     return y.astype(np.int64)
 
 
-def assemble(
+def from_arrays(
     x_train: Any,
     y_train: Any,
     x_test: Any,
     y_test: Any,
     *,
-    name: str,
-    mirror_safe: bool,
-    normalisation: str | Normalisation,
     tasks: int | None = None,
+    name: str = "arrays",
     batch: int = 10,
     class_order_seed: int | None = None,
+    normalisation: str | Normalisation | None = None,
+    mirror_safe: bool = True,
     limit_per_task: int | None = None,
     labels: Sequence[int] | None = None,
     class_names: Sequence[str] | None = None,
     source: str = "",
 ) -> Stream:
-    """Checks the four arrays and splits them into tasks; :func:`from_arrays` documents the
-    arguments.
+    """Makes a stream of your own arrays, which are not copied unless they must be converted.
 
     Args:
+        x_train: Images, uint8 [N, H, W, 3] or grey [N, H, W], numpy or torch; sides divisible by 8.
+        y_train: Labels, any integers [N]. Sorted, they are the natural class order.
+        x_test: Test images of the same size.
+        y_test: Their labels, all of which occur in ``y_train``.
+        tasks: Number of equal tasks; None: as many as give each at least two classes (10 classes: 5
+            tasks).
+        name: The stream's name.
+        batch: Incoming images a step.
+        class_order_seed: Seed of the order of classes; None: the natural order.
+        normalisation: A name in :data:`NORMALISATIONS` or your own constants; None: ``half``.
+        mirror_safe: Whether a mirrored image keeps its label.
+        limit_per_task: Keep at most this many training images a task, balanced over its classes:
+            the first of every class, then the second, and so on in data order, whatever the seeds.
         labels: All labels of the data set, sorted; None: those in ``y_train``.
-        class_names: Names in the order of ``labels``; None: the labels as text.
-        source: The file that they come from, for messages.
+        class_names: Names in the order of the sorted labels; None: the labels as text.
+        source: The file that the arrays come from, for messages.
+
+    Raises:
+        StreamError: An array or argument cannot be used.
     """
     prefix = f"{source}: " if source else ""
     x_train, y_train = _pair(x_train, y_train, f"{prefix}x_train", f"{prefix}y_train")
@@ -179,62 +194,10 @@ def assemble(
         tasks=split,
         class_order=tuple(known[order].tolist()),
         class_names=tuple(names[i] for i in order),
-        normalisation=_normalisation(normalisation),
+        normalisation=_normalisation(normalisation or "half"),
         mirror_safe=mirror_safe,
         batch=batch,
         fingerprint=of_data,
-    )
-
-
-def from_arrays(
-    x_train: Any,
-    y_train: Any,
-    x_test: Any,
-    y_test: Any,
-    *,
-    tasks: int | None = None,
-    name: str = "arrays",
-    batch: int = 10,
-    class_order_seed: int | None = None,
-    normalisation: str | Normalisation | None = None,
-    mirror_safe: bool = True,
-    limit_per_task: int | None = None,
-    class_names: Sequence[str] | None = None,
-) -> Stream:
-    """Makes a stream of your own arrays, which are not copied unless they must be converted.
-
-    Args:
-        x_train: Images, uint8 [N, H, W, 3] or grey [N, H, W], numpy or torch; sides divisible by 8.
-        y_train: Labels, any integers [N]. Sorted, they are the natural class order.
-        x_test: Test images of the same size.
-        y_test: Their labels, all of which occur in ``y_train``.
-        tasks: Number of equal tasks; None: as many as give each at least two classes (10 classes: 5
-            tasks).
-        name: The stream's name.
-        batch: Incoming images a step.
-        class_order_seed: Seed of the order of classes; None: the natural order.
-        normalisation: A name in :data:`NORMALISATIONS` or your own constants; None: ``half``.
-        mirror_safe: Whether a mirrored image keeps its label.
-        limit_per_task: Keep at most this many training images a task, balanced over its classes:
-            the first of every class, then the second, and so on in data order, whatever the seeds.
-        class_names: Names in the order of the sorted labels; None: the labels as text.
-
-    Raises:
-        StreamError: An array or argument cannot be used.
-    """
-    return assemble(
-        x_train,
-        y_train,
-        x_test,
-        y_test,
-        name=name,
-        mirror_safe=mirror_safe,
-        normalisation=normalisation or "half",
-        tasks=tasks,
-        batch=batch,
-        class_order_seed=class_order_seed,
-        limit_per_task=limit_per_task,
-        class_names=class_names,
     )
 
 
@@ -469,9 +432,7 @@ def _refuse_untested(
 
 
 def _limit(y: np.ndarray, classes_per_task: int, limit: int) -> np.ndarray:
-    """The rows to keep, in data order: for each task the first image of every class, then the
-    second, and so on, up to ``limit``.
-    """
+    """Rows to keep, in data order: per task each class's first, second, ... up to ``limit``."""
     rank = np.empty(len(y), np.int64)
     for head in range(int(y.max()) + 1):
         rows = np.flatnonzero(y == head)

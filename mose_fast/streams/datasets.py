@@ -149,9 +149,7 @@ def mnist(data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
         _refuse_damaged_mnist(raw)
         try:
             train, test = MNIST(str(data_dir), train=True, download=True), MNIST(str(data_dir), train=False)
-        except (
-            Exception
-        ) as error:  # the network, the file system, the archives and their contents all fail in their own ways
+        except Exception as error:  # for the same reasons as in cifar
             _refuse_damaged_mnist(raw)
             raise StreamError(
                 f"MNIST is not in {raw} and cannot be downloaded ({_one_line(error)}); "

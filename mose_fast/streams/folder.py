@@ -12,7 +12,7 @@ from mose_fast.streams.cache import Decoded, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
 from mose_fast.streams.stream import StreamError
 
-__all__ = ["SUFFIXES", "read_folder"]
+__all__ = ["SUFFIXES", "read_file", "read_folder"]
 
 #: The file types that are read.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -82,9 +82,8 @@ def read_folder(root: Path, decoding: Decoding) -> Decoded:
 def _decode(labelled: dict[str, list[tuple[Path, int]]], names: list[str], decoding: Decoding) -> Decoded:
     files = [file for found in labelled.values() for file, _ in found]
     images: list[np.ndarray] = []
-    for file, image in zip(
-        files, decode_images([(str(file), partial(_read, file)) for file in files], decoding), strict=True
-    ):
+    sources = [(str(file), partial(read_file, file)) for file in files]
+    for file, image in zip(files, decode_images(sources, decoding), strict=True):
         height, width = image.shape[:2]
         if images and image.shape != images[0].shape:
             raise StreamError(
@@ -133,7 +132,12 @@ def _image_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
 
 
-def _read(file: Path) -> bytes:
+def read_file(file: Path) -> bytes:
+    """The file's bytes.
+
+    Raises:
+        StreamError: It cannot be read.
+    """
     try:
         return file.read_bytes()
     except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from mose_fast.config import StreamConfig, near_matches
 from mose_fast.streams import datasets, tiny_imagenet
-from mose_fast.streams.arrays import assemble
+from mose_fast.streams.arrays import from_arrays
 from mose_fast.streams.catalogue import names, summary
 from mose_fast.streams.decoding import Decoding, Watch
 from mose_fast.streams.folder import read_folder
@@ -42,16 +42,6 @@ def _read_mnist(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
     return {**arrays, "labels": range(10), "source": str(source)}
 
 
-def _read_cifar10(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
-    arrays, source = datasets.cifar(10, data_dir)
-    return {**arrays, "labels": range(10), "class_names": datasets.CIFAR10_NAMES, "source": str(source)}
-
-
-def _read_cifar100(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
-    arrays, source = datasets.cifar(100, data_dir)
-    return {**arrays, "labels": range(100), "class_names": datasets.CIFAR100_NAMES, "source": str(source)}
-
-
 def _read_tiny_imagenet(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
     arrays, wnids = tiny_imagenet.read(data_dir, decoding)
     return {**arrays, "labels": range(len(wnids)), "class_names": wnids, "source": str(tiny_imagenet.find(data_dir))}
@@ -59,15 +49,18 @@ def _read_tiny_imagenet(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
 
 _DOWNLOAD = "it is downloaded on first use; without a network, place there "
 
+
+def _cifar(classes: int, tasks: int, names: Sequence[str]) -> _Entry:
+    def read(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
+        arrays, source = datasets.cifar(classes, data_dir)
+        return {**arrays, "labels": range(classes), "class_names": names, "source": str(source)}
+
+    obtain = f"{_DOWNLOAD}cifar-{classes}-python.tar.gz or cifar{classes}.npz"
+    return _Entry(tasks, "cifar10", True, read, partial(datasets.locate_cifar, classes), obtain)
+
+
 _STREAMS: dict[str, _Entry] = {
-    "digits": _Entry(
-        tasks=5,
-        normalisation="digits",
-        mirror_safe=False,
-        read=_read_digits,
-        find=None,
-        obtain="comes with scikit-learn",
-    ),
+    "digits": _Entry(5, "digits", mirror_safe=False, read=_read_digits, find=None, obtain="comes with scikit-learn"),
     "split-mnist": _Entry(
         tasks=5,
         normalisation="mnist",
@@ -76,22 +69,8 @@ _STREAMS: dict[str, _Entry] = {
         find=datasets.locate_mnist,
         obtain=f"{_DOWNLOAD}mnist.npz, or MNIST's four .gz files in the folder MNIST/raw",
     ),
-    "split-cifar10": _Entry(
-        tasks=5,
-        normalisation="cifar10",
-        mirror_safe=True,
-        read=_read_cifar10,
-        find=partial(datasets.locate_cifar, 10),
-        obtain=f"{_DOWNLOAD}cifar-10-python.tar.gz or cifar10.npz",
-    ),
-    "split-cifar100": _Entry(
-        tasks=10,
-        normalisation="cifar10",
-        mirror_safe=True,
-        read=_read_cifar100,
-        find=partial(datasets.locate_cifar, 100),
-        obtain=f"{_DOWNLOAD}cifar-100-python.tar.gz or cifar100.npz",
-    ),
+    "split-cifar10": _cifar(10, 5, datasets.CIFAR10_NAMES),
+    "split-cifar100": _cifar(100, 10, datasets.CIFAR100_NAMES),
     "split-tiny-imagenet": _Entry(
         tasks=100,
         normalisation="tiny-imagenet",
@@ -176,7 +155,7 @@ def _make(config: StreamConfig, watch: Watch | None) -> Stream:
     }
     if config.name in _STREAMS:
         entry = _STREAMS[config.name]
-        return assemble(
+        return from_arrays(
             **entry.read(_data_dir(config.data_dir), decoding),
             **settings,
             name=config.name,
@@ -199,14 +178,13 @@ def _make(config: StreamConfig, watch: Watch | None) -> Stream:
             f"stream {config.name!r} is unknown{near_matches(config.name, names())}; own data: a folder, or an .npz"
             " file"
         )
-    return assemble(
+    return from_arrays(
         **contents,
         **settings,
         source=str(path),
         name=path.stem if path.is_file() else path.resolve().name,
-        mirror_safe=True,
         tasks=config.tasks,
-        normalisation=config.normalisation or "half",
+        normalisation=config.normalisation,
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from mose_fast.streams.cache import Decoded, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
+from mose_fast.streams.folder import read_file
 from mose_fast.streams.stream import StreamError
 
 __all__ = ["FOLDER", "ZIP", "find", "read"]
@@ -97,14 +98,7 @@ def _folder_files(root: Path) -> _Files:
                 continue
             status = path.stat()
             stamps[path.relative_to(root).as_posix()] = f"{status.st_size} {status.st_mtime_ns}"
-
-    def read_file(path: str) -> bytes:
-        try:
-            return (root / path).read_bytes()
-        except OSError as error:
-            raise StreamError(f"cannot read {root / path}: {error.strerror}") from error
-
-    return _Files(root, stamps, read_file)
+    return _Files(root, stamps, lambda path: read_file(root / path))
 
 
 def _zip_files(root: Path, archive: zipfile.ZipFile) -> _Files:

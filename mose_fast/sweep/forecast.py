@@ -28,9 +28,7 @@ def cost_key(config: RunConfig) -> str:
 
 
 def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
-    """Costs of the runs in the folder's table that had this many threads, by :func:`cost_key`;
-    empty if there is no table.
-    """
+    """Costs, by :func:`cost_key`, of the runs in the folder's table that had this many threads."""
     if not (folder / STORE).is_file():
         return {}
     rows: dict[str, list[Any]] = {}

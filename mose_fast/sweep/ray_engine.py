@@ -60,14 +60,10 @@ class RayEngine:
             ) from error
         self.ray = ray
         _check_reachable(address)
-        settings: dict[str, Any] = (
-            {"log_to_driver": False, "include_dashboard": False} if address == "local" else {"log_to_driver": False}
-        )
-        if address == "local":
-            settings["num_cpus"] = usable_cores()
+        started = {"include_dashboard": False, "num_cpus": usable_cores()} if address == "local" else {}
         on_terminate = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(address=address, logging_level="error", **settings)
+            ray.init(address=address, logging_level="error", log_to_driver=False, **started)
             if threading.current_thread() is threading.main_thread():
                 # Ray has installed a handler that ends this process.
                 signal.signal(signal.SIGTERM, on_terminate)
@@ -131,12 +127,10 @@ class RayEngine:
 
 def _check_reachable(address: str) -> None:
     """Refuses an address where nobody listens, which Ray itself would try for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon:
-        if address not in ("auto", "local"):
-            raise ConfigError(f"address is {address!r}; wanted HOST:PORT, auto or local")
+    if address in ("auto", "local"):
         return
-    if not port.isdigit():
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
         raise ConfigError(f"address is {address!r}; wanted HOST:PORT, auto or local")
     try:
         socket.create_connection((host, int(port)), _PATIENCE).close()
