@@ -40,6 +40,7 @@ from mose_fast.knobs import (
 )
 
 __all__ = [
+    "ENTRY_POINTS",
     "METHOD_FINDERS",
     "METHOD_SETTINGS",
     "MOSE_PRESETS",
@@ -397,6 +398,10 @@ class MethodSettings(NamedTuple):
 
 #: Settings of every method by name; the modules in :mod:`mose_fast.methods` enter theirs.
 METHOD_SETTINGS: dict[str, MethodSettings] = {"mose": MethodSettings(MoseOptions, MOSE_PRESETS)}
+
+#: Group of entry points with which an installed package provides methods:
+#: ``name = "package.module:Class"``.
+ENTRY_POINTS = "mose_fast.methods"
 
 #: Asked in turn for a name that is not in the table; ``mose_fast`` adds the one that imports the
 #: methods and knows outside files.

@@ -10,11 +10,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["ENTRY_POINTS", "ListedMethod", "listed_methods"]
+from mose_fast.config import ENTRY_POINTS
 
-#: Group of entry points with which an installed package provides methods: ``name =
-#: "package.module:Class"``.
-ENTRY_POINTS = "mose_fast.methods"
+__all__ = ["ListedMethod", "listed_methods"]
 
 
 class ListedMethod(NamedTuple):

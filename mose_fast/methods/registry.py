@@ -14,12 +14,18 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mose_fast.config import METHOD_SETTINGS, ConfigError, MethodOptions, MethodSettings, RunConfig, near_matches
-from mose_fast.method_list import ENTRY_POINTS
+from mose_fast.config import (
+    ENTRY_POINTS,
+    METHOD_SETTINGS,
+    ConfigError,
+    MethodOptions,
+    MethodSettings,
+    RunConfig,
+    near_matches,
+)
 from mose_fast.methods.base import Learner
 
 __all__ = [
-    "ENTRY_POINTS",
     "METHODS",
     "About",
     "Preset",

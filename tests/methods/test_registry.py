@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mose_fast.cli import main
-from mose_fast.config import METHOD_SETTINGS, ConfigError, RunConfig
+from mose_fast.config import ENTRY_POINTS, METHOD_SETTINGS, ConfigError, RunConfig
 from mose_fast.methods import METHODS, create_learner, find_method, method_names, registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_method.md"
@@ -130,7 +130,7 @@ def test_a_name_is_entered_once(outside):
 
 
 def entry_points(monkeypatch, value: str) -> None:
-    entry = EntryPoint("theirs", value, registry.ENTRY_POINTS)
+    entry = EntryPoint("theirs", value, ENTRY_POINTS)
     monkeypatch.setattr(registry, "entry_points", lambda group, name="theirs": [entry] if name == "theirs" else [])
 
 
