@@ -30,13 +30,15 @@ def as_toml():
 
 
 @pytest.fixture
-def hang_ups():
-    """SIGHUP acts here and in the programs that are started, also where the tests run under
-    nohup.
+def signals_act():
+    """SIGHUP and SIGINT act here and in the programs that are started, also if the tests run under
+    nohup or in the background of a script.
     """
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, action) for number, action in usual.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, action in before.items():
+        signal.signal(number, action)
 
 
 @pytest.fixture(scope="session")

@@ -256,6 +256,7 @@ def test_a_step_that_runs_out_of_time(machine):
     assert not any("bench_step.py" in call for call in calls)
 
 
+@pytest.mark.usefixtures("signals_act")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_kill_in_mid_step_leaves_what_was_found(machine, how):
     started = machine.start("--only", "step,smoke,kernel_times", SLEEP="kernel_times")

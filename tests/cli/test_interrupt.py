@@ -32,7 +32,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.usefixtures("hang_ups")
+@pytest.mark.usefixtures("signals_act")
 @pytest.mark.parametrize(
     ("number", "says"),
     [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "ended by SIGHUP")],

@@ -56,7 +56,7 @@ def test_composition_equals_the_released_codes_trace():
         rows, images = composition(
             plan_only(mose, torch.zeros(10, 8, 8, 3, dtype=torch.uint8), torch.from_numpy(y), expected[0])
         )
-        assert [*rows, images, len(mose.current), len(mose.seen)] == expected[2:]
+        assert [*rows, images, len(mose.data.current), len(mose.seen)] == expected[2:]
 
 
 def test_composition_on_split_cifar100(real_data):

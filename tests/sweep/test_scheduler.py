@@ -148,7 +148,7 @@ def test_ctrl_c_stops_the_runs_and_the_same_call_goes_on(tmp_path, engine, say):
     assert len(run_grid(GRID, tmp_path / "s", say=say).table) == 3
 
 
-@pytest.mark.usefixtures("hang_ups")
+@pytest.mark.usefixtures("signals_act")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_what_ends_a_job_stops_the_runs_like_ctrl_c(tmp_path, engine, say, number):
     def end(command):

@@ -11,7 +11,7 @@ from mose_fast.signals import Interrupted, raised_at_once, stop_request
 from mose_fast.train import Listener, resume, run
 
 
-@pytest.mark.usefixtures("hang_ups")
+@pytest.mark.usefixtures("signals_act")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_noted_and_asked_for_later(number):
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
