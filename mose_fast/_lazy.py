@@ -1,6 +1,4 @@
-"""Imports names of a package when they are first used, so that ``mose-fast --help`` need not wait
-for torch.
-"""
+"""Imports a package's names when they are first used: ``mose-fast --help`` needs no torch."""
 
 from __future__ import annotations
 

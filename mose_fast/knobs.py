@@ -80,9 +80,7 @@ def usual_name(name: str) -> str:
 
 
 def near_matches(name: str, known: list[str]) -> str:
-    """Returns ``"; did you mean 'a' or 'b'?"`` for the known names close to ``name``, else the list
-    of all.
-    """
+    """The text ``; did you mean ...?`` with the known names close to ``name``, or all of them."""
     usual = usual_name(name)
     close = [usual] if usual in known else get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
@@ -326,9 +324,7 @@ T = TypeVar("T", bound=type)
 
 
 def documented(kind: T) -> T:
-    """Class decorator that appends what the fields mean to the docstring of a dataclass of
-    settings.
-    """
+    """Class decorator that appends what the fields mean to the docstring of a dataclass."""
     lines = [f"    {name}: {meaning}." for name, meaning in meanings(kind).items()]
     kind.__doc__ = "\n".join([inspect.cleandoc(kind.__doc__ or ""), "", "Attributes:", *lines])
     return kind

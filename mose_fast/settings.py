@@ -42,9 +42,7 @@ def telling_apart(method: str) -> set[str]:
 
 
 def dotted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Every single setting of a configuration, as :meth:`RunConfig.to_dict` gives it, by its dotted
-    name.
-    """
+    """Every setting of a configuration (:meth:`RunConfig.to_dict`), by its dotted name."""
     values = dict(config)
     for owner in ("stream", "options"):
         values |= {f"{owner}.{name}": value for name, value in values.pop(owner).items()}

@@ -173,9 +173,7 @@ class ViewMaker:
             self._dali.close()
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Normalises images for evaluations, uint8 [N, H, W, 3] to float32 [N, 3, H, W]; never with
-        DALI.
-        """
+        """Normalises images for evaluations: uint8 [N, H, W, 3] to float32 [N, 3, H, W]."""
         rows = torch.arange(len(images), device=images.device)
         return self._op(images, rows, _plain_layout(len(images), images.device), *_nothing_drawn(images.device))
 

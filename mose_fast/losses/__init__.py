@@ -1,6 +1,4 @@
-"""MOSE's losses: supervised contrastive, masked cross-entropy and self-distillation, by
-:mod:`mose_fast.ops`.
-"""
+"""MOSE's losses: contrastive, masked cross-entropy, distillation, by :mod:`mose_fast.ops`."""
 
 from mose_fast.losses.expert_losses import ExpertLosses
 from mose_fast.ops.expert_losses import contrastive_loss, masked_cross_entropy, self_distillation

@@ -54,7 +54,7 @@ class Agem(ReplayLearner):
     """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        ("replay_from", "others"): "has no reference batch and is plain fine-tuning",
+        ("replay_from", "others"): "has no reference batch and is plain fine-tuning"
     }
 
     def train_on(self, rows: Rows) -> dict[str, Tensor]:

@@ -39,9 +39,7 @@ _PYTORCH_RANDOM_STATE = threading.Lock()
 
 
 class Planning(IntEnum):
-    """How far ahead of training a method's batches can be planned. Each value allows more than the
-    one before.
-    """
+    """How far ahead of training batches can be planned. Each value allows more than the last."""
 
     #: The rows to replay or to store are chosen by looking at the network.
     LOOKS_AT_MODEL = 0
@@ -577,9 +575,7 @@ class Learner(ABC):
     # State
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that must be restored to continue exactly: tensors by name, and plain values
-        for JSON.
-        """
+        """All that must be restored to continue exactly: tensors by name, values for JSON."""
         tensors = self.model.state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
         return tensors, self.data.values() | {"precision": self.precision.name}
 

@@ -53,9 +53,7 @@ class ErOptions(BaselineOptions):
     cost=1.0,
 )
 class Er(ReplayLearner):
-    """ER: cross-entropy on the incoming batch and on rows drawn uniformly from a reservoir
-    memory.
-    """
+    """ER: cross-entropy on the incoming batch and on rows drawn uniformly from a reservoir."""
 
     def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
         if self.config.options.reduction == "pooled_mean":

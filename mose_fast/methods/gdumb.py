@@ -94,9 +94,7 @@ def learning_rate(number: int, low: float, high: float) -> float:
     cost=0.56,
 )
 class Gdumb(ReplayLearner):
-    """GDumb: keeps a class-balanced memory, and trains a new network on nothing else for each
-    evaluation.
-    """
+    """GDumb: keeps a class-balanced memory; trains a new network on it for each evaluation."""
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
 

@@ -1,6 +1,4 @@
-"""Gradients of all parameters as one vector (A-GEM, MIR, GSS; docs/specification/baselines.md
-section 0.3).
-"""
+"""Gradients of all parameters as one vector (docs/specification/baselines.md section 0.3)."""
 
 from __future__ import annotations
 

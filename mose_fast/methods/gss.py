@@ -71,9 +71,7 @@ class GssOptions(BaselineOptions):
     cost=(74 + 100 + 20) / 74,
 )
 class Gss(ReplayLearner):
-    """GSS: ER with a memory that prefers samples whose gradients differ from those of what it
-    holds.
-    """
+    """GSS: ER with a memory that prefers samples whose gradients differ from those it holds."""
 
     planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
     memory: GradientMemory

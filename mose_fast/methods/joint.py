@@ -20,8 +20,6 @@ __all__ = ["Joint"]
     cost=1.0,
 )
 class Joint(Er):
-    """Upper bound: ER, but the data of all tasks come shuffled together, as one task, in one
-    pass.
-    """
+    """Upper bound: ER, but the data of all tasks come shuffled together, as one task."""
 
     joint_stream: ClassVar[bool] = True

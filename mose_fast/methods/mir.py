@@ -117,9 +117,7 @@ class Mir(ReplayLearner):
 
 @contextmanager
 def batch_statistics(network: nn.Module) -> Iterator[None]:
-    """Lets batch norm in training mode use each batch's statistics without taking them into its
-    running ones.
-    """
+    """Batch norm in training mode uses each batch's statistics, but keeps none of them."""
     tracking = [
         module for module in network.modules() if isinstance(module, nn.BatchNorm2d) and module.track_running_stats
     ]

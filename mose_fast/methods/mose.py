@@ -203,9 +203,7 @@ class Mose(Learner):
         return dict(zip(_LOSSES, losses.unbind(), strict=True))
 
     def inputs(self, plan: StepPlan) -> StepRows | StepViews | ViewsToCome:
-        """The inputs of a plan's step; padded on a card, so that steps of different sizes share a
-        graph.
-        """
+        """The inputs of a plan's step; padded on a card, so that steps share a graph."""
         if not self.reads_losses_late:
             return self.step_inputs(plan)
         return self.step_inputs(plan, self.padded_rows(plan), ready=not self.views.capturable)

@@ -25,15 +25,7 @@ from mose_fast.config import (
 )
 from mose_fast.methods.base import Learner
 
-__all__ = [
-    "METHODS",
-    "About",
-    "Preset",
-    "find_method",
-    "method",
-    "method_names",
-    "warn_of_other_protocol",
-]
+__all__ = ["METHODS", "About", "Preset", "find_method", "method", "method_names", "warn_of_other_protocol"]
 
 
 @dataclass(frozen=True)
@@ -151,8 +143,7 @@ def method_names() -> list[str]:
 
 
 def find_settings(name: str) -> MethodSettings | None:
-    """The settings of a method that is not in the table of
-    :func:`mose_fast.config.method_settings`."""
+    """The settings of a method that is not in the table of ``method_settings``."""
     learner = find_method(name)
     return None if learner is None else METHOD_SETTINGS[name]
 

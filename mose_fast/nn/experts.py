@@ -1,6 +1,4 @@
-"""One ResNet-18 read as several nested experts (paper section 4.1; docs/specification/mose.md
-section 2).
-"""
+"""One ResNet-18 read as nested experts (docs/specification/mose.md section 2)."""
 
 from __future__ import annotations
 
@@ -195,9 +193,7 @@ class ExpertNetwork(nn.Module):
 
     @contextmanager
     def _side_stream(self, expert: int, maps: Sequence[Tensor]) -> Iterator[None]:
-        """Runs an expert's branch, which reads ``maps``, on a stream of its own, if there are side
-        streams.
-        """
+        """Runs an expert's branch, which reads ``maps``, on its side stream, if there is one."""
         if not self.side_streams or expert == self.experts:
             yield
             return
@@ -233,9 +229,7 @@ class ExpertNetwork(nn.Module):
         return self._heads("classifier", features)
 
     def project(self, features: Tensor) -> Tensor:
-        """Computes contrastive projections [E, N, P] for ``features`` [E, N, D]; the loss
-        normalises them.
-        """
+        """Contrastive projections [E, N, P] of ``features`` [E, N, D], not yet normalised."""
         return self._heads("projection", features)
 
     def _heads(self, name: str, features: Tensor) -> Tensor:

@@ -129,14 +129,7 @@ def align_conv(
     _check(x, depthwise, pointwise, norm, stride, prologue, gate, valid_rows)
     if not _has_kernels(x, len(pointwise)):
         return reference.align_conv(
-            x,
-            depthwise,
-            pointwise,
-            norm,
-            stride=stride,
-            prologue=prologue,
-            gate=gate,
-            valid_rows=valid_rows,
+            x, depthwise, pointwise, norm, stride=stride, prologue=prologue, gate=gate, valid_rows=valid_rows
         )
     tensors = (x, depthwise, pointwise, norm.weight, norm.bias, prologue, gate)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -224,8 +217,7 @@ class _AlignConv(torch.autograd.Function):
         taps = (depthwise.to(x.dtype) if depthwise.dtype == torch.float64 else depthwise).contiguous()
         matrix = aligned_row(pointwise.to(x.dtype).reshape(pointwise.shape[:2]))
         norm = norm._replace(
-            weight=None if weight is None else weight.contiguous(),
-            bias=None if bias is None else bias.contiguous(),
+            weight=None if weight is None else weight.contiguous(), bias=None if bias is None else bias.contiguous()
         )
         rows, count = split_rows(valid_rows)
         entering = (x, taps, stride, prologue, gate, rows, count)

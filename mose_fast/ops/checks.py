@@ -64,9 +64,7 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def check_integer(name: str, value: object, low: int | None = None, high: int | None = None) -> None:
-    """Raises ValueError unless ``value`` is an int, not a bool, from ``low`` to ``high``, both
-    included.
-    """
+    """Raises ValueError unless ``value`` is an int, not a bool, in ``low`` ... ``high``."""
     is_integer = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if is_integer and (low is None or value >= low) and (high is None or value <= high):
         return

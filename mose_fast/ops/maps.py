@@ -26,9 +26,7 @@ def _starts_aligned(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x`` in channels_last memory that starts at a multiple of 16 bytes, copied only if it is
-    not.
-    """
+    """``x`` in channels_last memory aligned to 16 bytes; copied only if it is not."""
     x = x.contiguous(memory_format=torch.channels_last)
     return x if _starts_aligned(x) else x.clone(memory_format=torch.channels_last)
 

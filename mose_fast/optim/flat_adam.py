@@ -1,6 +1,4 @@
-"""Adam over flat buffers of weights, moments and half-precision weights; a step is two or three
-launches.
-"""
+"""Adam over flat buffers of weights, moments and half-precision weights; few launches a step."""
 
 from __future__ import annotations
 
@@ -140,9 +138,7 @@ class FlatAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def refresh_shadows(self) -> None:
-        """Rounds the weights into the shadows; call it after anything but :meth:`step` changed the
-        weights.
-        """
+        """Rounds the weights into the shadows; for weights changed by anything but :meth:`step`."""
         if self._shadow is not None:
             self._shadow.copy_(self._master)
 

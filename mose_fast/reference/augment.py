@@ -112,13 +112,7 @@ def jitter(images: Tensor, factors: Tensor, contrast_first: Tensor) -> Tensor:
 
 
 def apply_views(
-    images: Tensor,
-    codes: Tensor,
-    factors: Tensor,
-    mean: Tensor,
-    std: Tensor,
-    *,
-    jitter_normalised: bool = False,
+    images: Tensor, codes: Tensor, factors: Tensor, mean: Tensor, std: Tensor, *, jitter_normalised: bool = False
 ) -> Tensor:
     """Augments images by parameters drawn with ``draw_augment_parameters`` and normalises them.
 
@@ -155,9 +149,7 @@ def apply_views(
 
 
 def _gather(sources: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """uint8 [R, H, W, 3]: the rows with these numbers, counted through all sources; zeros for
-    -1.
-    """
+    """uint8 [R, H, W, 3]: the rows of these numbers over all sources; zeros for -1."""
     images = sources[0].new_zeros(len(rows), *sources[0].shape[1:])
     first = 0
     for source in sources:

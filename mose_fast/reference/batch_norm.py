@@ -69,9 +69,7 @@ def valid_mask(y: Tensor, valid_rows: int | Tensor) -> Tensor:
 
 
 def without_padding(y: Tensor, valid_rows: int | Tensor | None) -> Tensor:
-    """Returns ``y`` with zeros in its padded rows, whatever they held: no NaN passes, forward or
-    backward.
-    """
+    """Returns ``y`` with zeros in its padded rows, forward and backward, whatever they held."""
     return y if valid_rows is None else torch.where(valid_mask(y, valid_rows), y, 0)
 
 

@@ -1,6 +1,4 @@
-"""Batch norm, residual add and ReLU in plain PyTorch: the definition of
-:mod:`mose_fast.ops.batch_norm_act`.
-"""
+"""Defines :mod:`mose_fast.ops.batch_norm_act` in plain PyTorch: norm, residual add, ReLU."""
 
 from __future__ import annotations
 

@@ -8,7 +8,5 @@ __all__ = ["null"]
 
 
 def null(x: torch.Tensor) -> torch.Tensor:
-    """Returns a new contiguous tensor with the values of ``x``; differentiable any number of
-    times.
-    """
+    """A new contiguous tensor with the values of ``x``; differentiable any number of times."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -1,6 +1,4 @@
-"""Checkpoints. Each is one safetensors file, which contains arrays and JSON text and cannot
-execute code.
-"""
+"""Checkpoints: safetensors files with arrays and JSON text, which cannot execute code."""
 
 from __future__ import annotations
 

@@ -116,9 +116,7 @@ class Stopwatch:
 
 
 def laps(device: torch.device, call: Callable[[], object], calls: int) -> list[float]:
-    """Seconds of each of several calls that follow each other without a gap; see
-    :class:`Stopwatch`.
-    """
+    """Seconds of each of several calls that follow each other; see :class:`Stopwatch`."""
     watch = Stopwatch(device)
     watch.mark()
     for _ in range(calls):

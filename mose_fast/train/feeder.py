@@ -1,6 +1,4 @@
-"""Makes the views of planned steps on a thread of its own, to relieve the thread that launches
-steps.
-"""
+"""Makes the views of planned steps on a thread of its own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The files of a run folder: written atomically, so that a crash leaves either the old or the new
-content.
-"""
+"""The files of a run folder; a crash leaves either the old or the new content of each."""
 
 from __future__ import annotations
 

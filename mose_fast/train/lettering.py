@@ -1,6 +1,4 @@
-"""Fonts of figures: names of streams and methods may be in a script that matplotlib's own font
-lacks.
-"""
+"""Fonts of figures, for names in scripts that matplotlib's own font lacks."""
 
 from __future__ import annotations
 

@@ -161,9 +161,7 @@ class Loop:
         self._notify("on_batch", self.position["done"], losses)
 
     def _diverge(self, taken: Taken, losses: dict[str, float]) -> None:
-        """Undoes a step whose loss is not finite, writes a checkpoint of the state before it and
-        raises.
-        """
+        """Undoes a step whose loss is not finite, saves the state before it and raises."""
         exact = self.pipeline.undo(taken)
         self.position = taken.position
         shown = ", ".join(f"{name} {value:g}" for name, value in losses.items())
@@ -288,9 +286,7 @@ class Loop:
             self._write(*self._state(), wait=wait)
 
     def _state(self) -> tuple[int, Snapshot, dict[str, Any]]:
-        """The contents of a checkpoint of the current state, copied: its number, the tensors and
-        the values.
-        """
+        """A copied checkpoint of the current state: its number, the tensors and the values."""
         with self.clock.timed("checkpoint"):
             self.pipeline.ring.synchronise()
             tensors, values = self.learner.state()

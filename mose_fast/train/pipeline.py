@@ -159,9 +159,7 @@ def incoming(
 
 
 def resident(stream: Stream, device: torch.device) -> Stream:
-    """The stream with its images on the card, uploaded once, if they leave half of the free memory
-    to the run.
-    """
+    """The stream with its images on the card, if they leave half of the free memory to the run."""
     if device.type != "cuda":
         return stream
     size = stream.x_train.nbytes + stream.x_test.nbytes

@@ -24,15 +24,7 @@ from mose_fast.streams import Stream
 from mose_fast.train.clock import Clock
 from mose_fast.train.files import IN_EVERY_CONFIG
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "accuracy_csv",
-    "build_results",
-    "precision_of",
-    "read_results",
-    "schema",
-    "summary",
-]
+__all__ = ["SCHEMA_VERSION", "accuracy_csv", "build_results", "precision_of", "read_results", "schema", "summary"]
 
 #: Version of the format of ``results.json``. Version 1 had other names for some options of MOSE.
 SCHEMA_VERSION = 2

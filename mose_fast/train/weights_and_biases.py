@@ -92,9 +92,7 @@ class WeightsAndBiases(Listener):
         return bool(os.environ.get("WANDB_API_KEY") or getattr(getattr(self.wandb, "api", None), "api_key", None))
 
     def _id(self) -> str:
-        """The id of the folder's W&B run; a new one if the folder has none, as after
-        ``--overwrite``.
-        """
+        """The id of the folder's W&B run; a new one if there is none, as after ``--overwrite``."""
         file = RunFolder(self.folder).wandb
         if not file.exists():
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -244,7 +244,7 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
             Snapshot.__init__,
             "[torch.cat(parts) for parts in pieces.values()]",
             "[part for parts in pieces.values() for part in parts[:1]]",
-        ),
+        )
     ],
 }
 
