@@ -8,6 +8,7 @@ from pathlib import Path
 from mose_fast.config import METHOD_SETTINGS, RunConfig, StreamConfig
 from mose_fast.knobs import as_text, settings_of
 from mose_fast.methods import METHODS, BaselineOptions
+from mose_fast.methods.replay import TABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -55,7 +56,7 @@ def page() -> str:
         rows = _switches(name, known)
         if name != "mose":
             presets = METHODS[name].about.presets
-            sources = [f"`{preset}`: {presets[preset].source}.\n" for preset in presets if preset != "table"]
+            sources = [f"`{preset}`: {about.source}.\n" for preset, about in presets.items() if about.source != TABLE]
             parts += [f"\n### {name}\n", *sources, *(rows if len(rows) > 1 else ["No switch of its own."])]
     return "\n".join(parts) + "\n"
 

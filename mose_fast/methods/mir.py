@@ -34,8 +34,13 @@ class MirOptions(BaselineOptions):
         " 64 replayed rows; repository: 50",
         low=1,
     )
-    virtual_lr: float = knob(
-        0.1, "learning rate of the virtual step, which is plain SGD", "repository: its learning rate", above=0
+    virtual_lr: float | None = knob(
+        0.1,
+        "learning rate of the virtual step, which is plain SGD",
+        "choice (docs/specification/baselines.md section 3), since the comparison's Adam has 1e-3; repository: the"
+        " optimiser's, which is 0.1",
+        above=0,
+        none="the optimiser's",
     )
 
     def __post_init__(self) -> None:
@@ -60,6 +65,7 @@ class MirOptions(BaselineOptions):
                 "weight_decay": 0.0,
                 "buffer_batch": 10,
                 "candidates": 50,
+                "virtual_lr": None,
                 "augment": "none",
                 "passes": "separate",
                 "replay_from": "others",
@@ -100,6 +106,8 @@ class Mir(ReplayLearner):
         Returns:
             float32 [S]: loss after minus loss before.
         """
+        o = self.config.options
+        virtual_lr = o.lr if o.virtual_lr is None else o.virtual_lr
         names, parameters = zip(*self.network.named_parameters(), strict=True)
         incoming = self.make_views(self.rows(x, y, y[:0]))
         images = self.views.normalise(self.memory.images[slots]).contiguous(memory_format=torch.channels_last)
@@ -107,7 +115,7 @@ class Mir(ReplayLearner):
         with self.model.precise(), batch_statistics(self.network):
             gradients = torch.autograd.grad(cross_entropy(self.forward(incoming).logits, y), parameters)
             with torch.no_grad():
-                stepped = [p - self.config.options.virtual_lr * g for p, g in zip(parameters, gradients, strict=True)]
+                stepped = [p - virtual_lr * g for p, g in zip(parameters, gradients, strict=True)]
                 # In float32 whatever the run's precision: the differences are small beside the
                 # losses.
                 before = self.network(images).logits[0]

@@ -27,11 +27,13 @@ TABLE = (
 )
 
 
-def table_preset(**changes: object) -> Preset:
-    """The preset ``table`` of a baseline: the shared protocol, which is the options' defaults, and
-    the method's own values.
+def table_preset(note: str = "") -> Preset:
+    """The preset ``table`` of a baseline: the shared protocol, which is the options' defaults.
+
+    Args:
+        note: What a reader of its results must know about this method, for its source.
     """
-    return Preset(TABLE, changes)
+    return Preset(f"{TABLE}; {note}" if note else TABLE)
 
 
 @dataclass(frozen=True)

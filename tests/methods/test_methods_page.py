@@ -12,6 +12,7 @@ import pytest
 from mose_fast.config import METHOD_SETTINGS
 from mose_fast.knobs import settings_of
 from mose_fast.methods import METHODS, BaselineOptions, Planning
+from mose_fast.methods.replay import TABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 SETTINGS = PAGE.with_name("settings.md")
@@ -82,7 +83,13 @@ def test_every_switch_and_every_presets_source_is_there(name):
     section = SETTINGS.read_text(encoding="utf-8").partition(f"\n### {name}\n")[2].partition("\n### ")[0]
     assert [line for line in section.splitlines()[3:] if line.startswith("| `")] == switches(name)
     for preset, values in METHODS[name].about.presets.items():
-        assert preset == "table" or f"`{preset}`: {values.source}" in section
+        assert values.source == TABLE or f"`{preset}`: {values.source}" in section
+
+
+def test_where_the_shared_protocol_is_unfair_its_preset_says_so():
+    for name, words in {"gdumb": "understates GDumb", "aser": "20, 40 and 60", "mir": "the optimiser's"}.items():
+        section = SETTINGS.read_text(encoding="utf-8").partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+        assert words in section and (name == "mir" or words in METHODS[name].about.presets["table"].source)
 
 
 def test_the_shared_defaults_are_there():

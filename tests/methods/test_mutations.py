@@ -1,0 +1,606 @@
+"""Each baseline's step against a step worked out by hand, and faults that these checks must find.
+
+A check observes batches and compares every step with one in float64: losses, weights after the
+update (hence gradients, learning rate and weight decay), batch norm's running statistics, replayed
+rows, and what was stored. A fault is a change to the text of one function of a method.
+"""
+
+from __future__ import annotations
+import __future__
+
+import copy
+import functools
+import importlib
+import inspect
+import textwrap
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from mose_fast.augment.cutmix import cutmix
+from mose_fast.methods import Learner
+from mose_fast.methods.replay import Rows
+from mose_fast.nn import ExpertNetwork
+
+LR, DECAY = 0.05, 0.1
+SGD = {"optimiser": "sgd", "lr": LR, "weight_decay": DECAY, "augment": "none"}
+
+
+class Step(NamedTuple):
+    """A step that was taken: its rows, the losses it gave, and the network before (float64) and
+    after it.
+    """
+
+    rows: Rows
+    losses: dict[str, torch.Tensor]
+    before: ExpertNetwork
+    after: ExpertNetwork
+
+
+def steps_of(learner: Learner, act) -> list[Step]:
+    """Calls ``act`` and returns the steps that the learner took. The first one's network is that
+    from before ``act``, so that nothing may happen to it unseen.
+    """
+    networks, steps, take = [copy.deepcopy(learner.network).double().train()], [], learner.step
+
+    def noted(rows):
+        before = copy.deepcopy(learner.network).double().train() if steps else networks[0]
+        losses = take(rows)
+        steps.append(Step(rows, losses, before, copy.deepcopy(learner.network)))
+        return losses
+
+    learner.step = noted
+    act()
+    del learner.step
+    return steps
+
+
+def step_of(learner: Learner, x, y, task: int) -> Step:
+    """The single step of an observed batch; checks that all but its incoming rows are what the
+    memory held.
+    """
+    images, labels = learner.memory.images.clone(), learner.memory.labels.clone()
+    steps = steps_of(learner, lambda: learner.observe(x, y, task))
+    assert len(steps) == 1
+    step = steps[0]
+    slots, given = step.rows.slots, step.rows.sizes[0]
+    stored = slots >= 0
+    assert given + len(slots) == len(step.rows.labels) == len(step.rows.images)
+    assert torch.equal(step.rows.images[given:][stored], images[slots[stored]])
+    assert torch.equal(step.rows.labels[given:][stored], labels[slots[stored]])
+    return step
+
+
+def normalised(images: torch.Tensor) -> torch.Tensor:
+    """Views float64 [N, 3, H, W] of raw images, with mean and deviation 1/2."""
+    return images.double().permute(0, 3, 1, 2) / 127.5 - 1
+
+
+def logits_of(network: ExpertNetwork, views: torch.Tensor) -> torch.Tensor:
+    return network.classify(network.features(views))[0]
+
+
+def each_nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """-log p(label) of each row, written out."""
+    return logits.exp().sum(1).log() - logits[torch.arange(len(labels)), labels]
+
+
+def nll(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return each_nll(logits, labels).mean()
+
+
+def close(found, wanted, tolerance: float = 1e-4) -> bool:
+    found, wanted = torch.as_tensor(found).double(), torch.as_tensor(wanted).double()
+    return bool((found - wanted).norm() <= tolerance * wanted.norm() + 1e-7)
+
+
+def gradients_of(loss: torch.Tensor, network: ExpertNetwork) -> list[torch.Tensor | None]:
+    return list(torch.autograd.grad(loss, list(network.parameters()), allow_unused=True, retain_graph=True))
+
+
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def expect_update(step: Step, gradients, lr: float = LR, decay: float = DECAY) -> None:
+    """w - lr (g + decay w) for every parameter that the loss depends on; the others do not move.
+    Batch norm's running statistics are those of the forward passes by hand.
+    """
+    pairs = list(zip(step.before.parameters(), gradients, strict=True))
+    wanted = flat(torch.zeros_like(w) if g is None else -lr * (g + decay * w) for w, g in pairs)
+    start = flat(step.before.parameters())
+    moved = flat(step.after.parameters()) - start
+    assert (moved - wanted).norm() < 1e-3 * wanted.norm() + 1e-6
+    for g, w, now in zip(gradients, step.before.parameters(), step.after.parameters(), strict=True):
+        assert g is not None or torch.equal(w.float(), now)
+    buffers = dict(step.after.named_buffers())
+    running = [(b, buffers[name]) for name, b in step.before.named_buffers() if "running" in name]
+    assert running and all(close(found, wanted, 1e-3) for wanted, found in running)
+
+
+def expect_terms(step: Step, terms: dict[str, torch.Tensor], lr: float = LR) -> None:
+    """The step's losses and its update, for terms whose sum is minimised."""
+    total = sum(terms.values())
+    assert step.losses.keys() == {"loss", *terms} and close(step.losses["loss"], total.detach())
+    assert all(close(step.losses[name], term.detach()) for name, term in terms.items())
+    expect_update(step, gradients_of(total, step.before), lr)
+
+
+def two_means(step: Step) -> dict[str, torch.Tensor]:
+    """The terms of ER: a mean over incoming rows and one over replayed rows, from one pass."""
+    given = step.rows.sizes[0]
+    logits, labels = logits_of(step.before, normalised(step.rows.images)), step.rows.labels
+    return {"incoming": nll(logits[:given], labels[:given]), "replayed": nll(logits[given:], labels[given:])}
+
+
+# The steps by hand
+
+
+def check_er(make, teach, batch):
+    learner = teach(make("er", options=SGD), steps=2)
+    x, y = batch([4, 5] * 5)
+    step = step_of(learner, x, y, 2)
+    assert step.rows.sizes == (10, 12) and torch.equal(step.rows.images[:10], x)
+    assert len(set(step.rows.slots.tolist())) == 12 and torch.equal(step.rows.labels[:10], y)
+    expect_terms(step, two_means(step))
+
+
+def check_er_apart(make, teach, batch):
+    """Separate passes, rows of other tasks only."""
+    learner = teach(make("er", options={**SGD, "passes": "separate", "replay_from": "others"}), steps=2)
+    step = step_of(learner, *batch([2, 3] * 5), 1)
+    assert len(step.rows.slots) == 12 and set(step.rows.labels[10:].tolist()) == {0, 1}
+    views, labels = normalised(step.rows.images).split([10, 12]), step.rows.labels.split([10, 12])
+    incoming, replayed = (nll(logits_of(step.before, v), labels) for v, labels in zip(views, labels, strict=True))
+    expect_terms(step, {"incoming": incoming, "replayed": replayed})
+
+
+def check_finetune(make, teach, batch):
+    """Two steps of Adam, written out."""
+    learner = make("finetune", options={"lr": 0.01, "weight_decay": DECAY, "beta1": 0.8, "augment": "none"})
+    first = second = 0
+    for number in (1, 2):
+        step = step_of(learner, *batch([0, 1] * 5, seed=number), 0)
+        assert step.rows.sizes == (10, 0)
+        loss = nll(logits_of(step.before, normalised(step.rows.images)), step.rows.labels)
+        gradient = flat(gradients_of(loss, step.before)) + DECAY * flat(step.before.parameters())
+        first, second = 0.8 * first + 0.2 * gradient, 0.999 * second + 0.001 * gradient**2
+        size = (second / (1 - 0.999**number)).sqrt() + 1e-8
+        wanted = -0.01 * first / (1 - 0.8**number) / size
+        moved = flat(step.after.parameters()) - flat(step.before.parameters())
+        assert close(moved, wanted, 1e-2) and close(step.losses["loss"], loss.detach())
+
+
+def check_agem(make, teach, batch):
+    learner, signs = teach(make("agem", options=SGD), steps=2), set()
+    for seed in range(8):
+        x, y = batch([[4, 5], [0, 1]][seed % 2] * 5, seed=seed)
+        step = step_of(learner, x, y, 2)
+        assert step.rows.sizes == (10, 12) and (learner.memory.tasks[step.rows.slots] != 2).sum() >= 2
+        views, labels = normalised(step.rows.images).split([10, 12]), step.rows.labels.split([10, 12])
+        losses = [nll(logits_of(step.before, v), labels) for v, labels in zip(views, labels, strict=True)]
+        g, r = (gradients_of(loss, step.before) for loss in losses)
+        inner = float(flat(g) @ flat(r))
+        signs.add(inner < 0)
+        share = min(inner, 0) / float(flat(r) @ flat(r))
+        assert close(step.losses["loss"], losses[0].detach()) and close(step.losses["reference"], losses[1].detach())
+        expect_update(step, [a - share * b for a, b in zip(g, r, strict=True)])
+    assert signs == {True, False}
+
+
+def check_agem_reference(make, teach, batch):
+    """The reference batch comes from finished tasks; before there is one it is fine-tuning."""
+    learner = make("agem", options=SGD)
+    for number in range(3):
+        step = step_of(learner, *batch([0, 1] * 5, seed=number), 0)
+        assert step.rows.sizes == (10, 0)
+    teach(learner, tasks=(1,), steps=2)
+    step = step_of(learner, *batch([2, 3] * 5), 1)
+    assert set(step.rows.labels[10:].tolist()) == {0, 1}
+
+
+def interference_of(learner, network, x, y, slots, virtual_lr: float) -> torch.Tensor:
+    """MIR's scores in float64, on two copies of the network."""
+    now, later = copy.deepcopy(network), copy.deepcopy(network)
+    loss = nll(logits_of(later, normalised(x)), y)
+    with torch.no_grad():
+        for w, g in zip(later.parameters(), torch.autograd.grad(loss, list(later.parameters())), strict=True):
+            w -= virtual_lr * g
+        views, labels = normalised(learner.memory.images[slots]), learner.memory.labels[slots]
+        return each_nll(logits_of(later, views), labels) - each_nll(logits_of(now, views), labels)
+
+
+def check_mir(make, teach, batch, virtual_lr=0.3):
+    learner = teach(make("mir", options={**SGD, "candidates": 25, "virtual_lr": virtual_lr}), steps=2)
+    x, y = batch([4, 5] * 5)
+    drawn, draw, score, wanted = [], learner.memory.draw, learner.interference, []
+    learner.memory.draw = lambda *a, **how: (drawn.append(draw(*a, **how)), drawn[-1])[1]
+
+    def noted(x, y, slots):
+        network = copy.deepcopy(learner.network).double().train()
+        wanted.append(interference_of(learner, network, x, y, slots, virtual_lr or LR))
+        found = score(x, y, slots)
+        assert close(found, wanted[-1], 1e-3)
+        return found
+
+    learner.interference = noted
+    step = step_of(learner, x, y, 2)
+    assert len(wanted) == 1 and len(drawn[0]) == 25
+    replayed = torch.isin(drawn[0], step.rows.slots)
+    rises = wanted[0][replayed], wanted[0][~replayed]
+    # Those that rise most, up to what float32 tells apart.
+    assert replayed.sum() == 12 and rises[0].min() > rises[1].max() - 1e-2 * wanted[0].std()
+    expect_terms(step, two_means(step))
+
+
+def check_mir_as_optimiser(make, teach, batch):
+    """Without a learning rate of its own, the virtual step has the optimiser's."""
+    check_mir(make, teach, batch, None)
+
+
+def check_gss(make, teach, batch):
+    """Two pairs of steps; scores by the network after them; a full memory that takes nothing."""
+    options = {**SGD, "iterations": 2, "steps": "alternate", "reference_batches": 3, "reference_batch": 5}
+    learner = teach(make("gss", memory=45, options={**options, "threshold": -1.0}), steps=2)
+    drawn, reference = [], learner.memory.reference
+    learner.memory.reference = lambda *a: (drawn.append(reference(*a)), drawn[-1])[1]
+    x, y = batch([4, 5] * 5)
+    stored = learner.memory.images.clone(), learner.memory.labels.clone()
+    steps = steps_of(learner, lambda: learner.observe(x, y, 2, index=torch.arange(900, 910)))
+    assert [step.rows.sizes for step in steps] == [(10, 0), (0, 12)] * 2
+    for step in steps:
+        loss = nll(logits_of(step.before, normalised(step.rows.images)), step.rows.labels)
+        assert close(step.losses["loss"], loss.detach())
+        expect_update(step, gradients_of(loss, step.before))
+    network = copy.deepcopy(learner.network).double().eval()
+
+    def gradient(images, labels):
+        return flat(gradients_of(nll(logits_of(network, normalised(images)), labels), network))
+
+    references = [gradient(stored[0][s], stored[1][s]) for s in drawn[0]]
+    assert len(references) == 3
+    kept = (learner.memory.indices >= 900).nonzero().flatten()
+    assert len(kept) == 5
+    for slot in kept.tolist():
+        own = gradient(learner.memory.images[slot][None], learner.memory.labels[slot][None])
+        cosines = [float(own @ r / own.norm() / r.norm()) for r in references]
+        assert abs(float(learner.memory.scores[slot]) - max(cosines)) < 1e-3
+    indices = learner.memory.indices.clone()
+    learner.observe(*batch([4, 5] * 5, seed=1), 2)
+    assert torch.equal(learner.memory.indices, indices)
+
+
+def check_gss_joint(make, teach, batch):
+    """One step on the sum of both means, and a full memory that any batch may enter."""
+    learner = teach(make("gss", memory=20, options={**SGD, "threshold": 1.5}), steps=1)
+    step = step_of(learner, *batch([4, 5] * 5), 2)
+    expect_terms(step, two_means(step))
+    for seed in range(3):
+        learner.observe(*batch([4, 5] * 5, seed=seed), 2)
+    assert (learner.memory.tasks == 2).any()
+
+
+def check_aser(make, teach, batch):
+    """Chosen rows, one mean over all of them, and what is stored, all by evaluation features."""
+    learner = teach(make("aser", options={**SGD, "buffer_batch": 4, "score": "asv"}), steps=3)
+    x, y = batch([4, 5] * 5)
+
+    def features(images):
+        network = copy.deepcopy(learner.network).eval()
+        with torch.no_grad():
+            return network.features(normalised(images).float())[0]
+
+    chosen = {s: learner.memory.retrieve(x, y, 4, s, features, learner.steps).tolist() for s in ("asv", "asvm")}
+    assert chosen["asv"] != chosen["asvm"]
+    store, wanted = learner.store, []
+
+    def noted(x, y, index):
+        twin = copy.deepcopy(learner.memory)
+        twin.offer(x, y, 2, index, features)
+        wanted.append(twin.indices)
+        return store(x, y, index)
+
+    learner.store = noted
+    step = step_of(learner, x, y, 2)
+    assert step.rows.slots.tolist() == chosen["asv"]
+    logits = logits_of(step.before, normalised(step.rows.images))
+    expect_terms(step, {"cross_entropy": nll(logits, step.rows.labels)})
+    assert torch.equal(learner.memory.indices, wanted[0])
+
+
+def direction(v: torch.Tensor) -> torch.Tensor:
+    return v / (v.norm() + 1e-5)
+
+
+def check_er_aml(make, teach, batch, passes="joint"):
+    """Pairs, the metric loss over positives and negatives alone, and replay by cosines."""
+    options = {**SGD, "temperature": 0.3, "passes": passes}
+    learner = teach(make("er-aml", options=options), tasks=(0, 1), steps=3)
+    for seed in range(9, 14):
+        x, y = batch([2, 3] * 5, seed=seed)
+        step = step_of(learner, x, y, 1)
+        rows = step.rows
+        assert rows.sizes == (10, 10, 10, 12) and torch.equal(rows.images[:10], x) and torch.equal(rows.labels[:10], y)
+        _, positives, negatives, replayed = rows.labels.split(rows.sizes)
+        assert torch.equal(positives, y) and torch.equal(negatives, 5 - y) and set(replayed.tolist()) & {0, 1}
+        assert (rows.images[10:20] != rows.images[:10]).flatten(1).any(1).all()
+        parts = normalised(rows.images).split([10, 20, 12] if passes == "separate" else [42])
+        features = torch.cat([step.before.features(part)[0] for part in parts])
+
+        total = 0
+        for i in range(10):
+            a = [direction(features[i]) @ direction(features[j]) / 0.3 for j in range(10, 30)]
+            partition = sum(value.exp() for value in a).log()
+            own = [value - partition for value, label in zip(a, rows.labels[10:30], strict=True) if label == y[i]]
+            total = total - sum(own) / len(own) / 10
+        head = [direction(w) for w in step.before.classifier1.weight]
+        cosines = torch.stack([torch.stack([10 * (direction(f) @ w) for w in head]) for f in features[30:]])
+        expect_terms(step, {"incoming": 0.3 / 0.07 * total, "replayed": nll(cosines, replayed)})
+
+
+def check_er_aml_apart(make, teach, batch):
+    """Anchors, pairs and replayed rows pass the network one set after the other."""
+    check_er_aml(make, teach, batch, "separate")
+
+
+def contrastive(projections, labels, temperature: float) -> torch.Tensor:
+    z = projections / projections.norm(dim=1, keepdim=True)
+    s, terms = (z @ z.T / temperature).unbind(0), []
+    for i, row in enumerate(s):
+        others = [j for j in range(len(labels)) if j != i]
+        partition = row[others].exp().sum().log()
+        own = [j for j in others if labels[j] == labels[i]]
+        terms.append(partition - row[own].mean())
+    return sum(terms) / len(terms)
+
+
+def check_scr(make, teach, batch, passes="joint"):
+    """Both views in one loss; then the review with a tenth of it, and again the whole."""
+    options = {**SGD, "augment": "scr", "temperature": 0.2, "review": True, "passes": passes}
+    learner = make("scr", memory=14, options=options)
+    teach(learner, tasks=(0,), steps=2)
+    learner.data.ended = True  # the review of the first task is left out
+
+    def by_hand(step):
+        second = learner.views.augmented(step.rows.images, learner.config.seed, step.rows.sequence)
+        views = [normalised(step.rows.images), second.double()]
+        views = views if passes == "separate" else [torch.cat(views)]
+        z = torch.cat([step.before.project(step.before.features(part))[0] for part in views])
+        return contrastive(z, step.rows.labels.tolist() * 2, 0.2)
+
+    step = step_of(learner, *batch([2, 3] * 5), 1)
+    assert step.rows.sizes == (10, 12)
+    expect_terms(step, {"contrastive": by_hand(step)})
+    steps = steps_of(learner, learner.end_task)
+    assert [step.rows.sizes for step in steps] == [(0, 12)]
+    expect_terms(steps[0], {"contrastive": 0.1 * by_hand(steps[0])})
+    step = step_of(learner, *batch([4, 5] * 5), 2)
+    expect_terms(step, {"contrastive": by_hand(step)})
+    assert learner.resolve_expert()[0] == "ncm"
+
+
+def check_scr_apart(make, teach, batch):
+    check_scr(make, teach, batch, "separate")
+
+
+def check_derpp(make, teach, batch):
+    """Three terms from two draws, and the logits that are stored."""
+    learner = teach(make("derpp", options={**SGD, "augment": "pad_crop", "alpha": 0.3, "beta": 0.7}), tasks=(0,))
+    stored = learner.memory.extras["logits"].clone()
+    x, y = batch([2, 3] * 5)
+    index = torch.arange(900, 910)
+    (step,) = steps_of(learner, lambda: learner.observe(x, y, 1, index=index))
+    rows = step.rows
+    first, second = rows.slots.split([12, 12])
+    assert rows.sizes == (10, 12, 12) and set(first.tolist()) != set(second.tolist())
+    logits = logits_of(step.before, learner.make_views(rows).double())
+    squares = (logits[10:22] - stored[first].double()) ** 2
+    terms = {
+        "incoming": nll(logits[:10], y),
+        "distillation": 0.3 * squares.sum() / (12 * 6),
+        "replayed": 0.7 * nll(logits[22:], rows.labels[22:]),
+    }
+    expect_terms(step, terms)
+    kept = (learner.memory.indices >= 900).nonzero().flatten()
+    assert len(kept) > 1
+    assert close(learner.memory.extras["logits"][kept], logits[:10][learner.memory.indices[kept] - 900].detach(), 1e-3)
+
+
+def check_gdumb(make, teach, batch):
+    """A whole training for an evaluation, step by step: SGD with momentum, written out."""
+    options = {"augment": "none", "lr": 0.5, "lr_low": 0.1, "weight_decay": DECAY, "passes_before": 4}
+    learner = teach(make("gdumb", memory=24, options=options), steps=2)
+    learner.rehearse(torch.arange(12))  # an evaluation must not go on from these weights
+    teach(learner, tasks=(1,), steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mose_fast.methods.gdumb._LARGEST_NORM", 0.5)
+        steps = steps_of(learner, learner.prepare_evaluation)
+    assert len(steps) == 8
+    fresh, first = learner.build_model().network, steps[0]
+    velocity, shares = 0, set()
+    orders = [torch.cat([s.rows.slots for s in steps[at : at + 2]]).tolist() for at in range(0, 8, 2)]
+    assert all(sorted(order) == list(range(24)) for order in orders) and len({tuple(o) for o in orders}) == 4
+    for number, step in enumerate(steps):
+        before = copy.deepcopy(fresh).double().train() if step is first else step.before
+        rows, rate = step.rows, (0.05, 0.5, 0.5, 0.3)[number // 2]
+        assert torch.equal(rows.images, learner.memory.images[rows.slots])
+        views, partners, share = cutmix(normalised(rows.images), 0.5, learner.config.seed, rows.sequence)
+        shares.add(float(share))
+        logits, share = logits_of(before, views), share.double()
+        loss = share * nll(logits, rows.labels) + (1 - share) * nll(logits, rows.labels[partners])
+        gradient = flat(gradients_of(loss, before))
+        gradient = gradient * min(1, 0.5 / float(gradient.norm()))
+        velocity = 0.9 * velocity + gradient + DECAY * flat(before.parameters())
+        moved = flat(step.after.parameters()) - flat(before.parameters())
+        assert close(step.losses["loss"], loss.detach()) and close(moved, -rate * velocity, 1e-3)
+    assert 1.0 in shares and min(shares) < 0.9
+
+
+CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
+
+# Check that must find it, function, text, text with the fault.
+FAULTS = [
+    # What all share.
+    ("er", "model.Model.minimise", "self.optimiser.zero_grad(set_to_none=True)", "pass"),
+    ("er", "replay.ReplayLearner.build_optimiser", ", weight_decay=o.weight_decay", ""),
+    ("er", "replay.ReplayLearner.build_optimiser", "lr=o.lr", "lr=1e-2"),
+    ("er", "replay.ReplayLearner.rows", "self.memory.labels[slots]", "self.memory.labels[slots.flip(0)]"),
+    ("er", "replay.ReplayLearner.retrieve", "o.buffer_batch", "o.buffer_batch // 2"),
+    ("er_apart", "replay.ReplayLearner.retrieve", 'self.task if o.replay_from == "others" else None', "None"),
+    ("er_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
+    ("er", "replay.ReplayLearner.train_on", "if separate else [views]", "if not separate else [views]"),
+    ("finetune", "base.Learner.build_optimiser", "o.weight_decay", "0.0"),
+    ("finetune", "base.Learner.build_optimiser", "(o.beta1, o.beta2)", "(0.9, 0.999)"),
+    # ER
+    ("er", "er.Er.losses", '== "pooled_mean"', '!= "pooled_mean"'),
+    (
+        "er",
+        "replay.ReplayLearner.losses",
+        "cross_entropy(logits,",
+        'cross_entropy(logits.detach() if "r" in name else logits,',
+    ),
+    # Fine-tuning
+    ("finetune", "finetune.Finetune.retrieve", "y[:0]", "super().retrieve(x, y)"),
+    # A-GEM
+    ("agem", "agem.project", ".clamp_max(0)", ".clamp_max(0) * 0"),
+    ("agem", "agem.project", ".clamp_max(0)", ""),
+    ("agem", "agem.project", "gradient - opposed", "gradient + opposed"),
+    ("agem", "agem.Agem.train_on", "project(gradient, reference)", "project(gradient, reference) + reference"),
+    ("agem", "agem.Agem.train_on", "project(gradient, reference)", "project(reference, gradient)"),
+    ("agem_reference", "replay.ReplayLearner.retrieve", 'self.task if o.replay_from == "others" else None', "None"),
+    # MIR
+    ("mir", "mir.Mir.interference", "p - virtual_lr", "p + virtual_lr"),
+    ("mir", "mir.Mir.interference", "batch_statistics(self.network)", "batch_statistics(nn.Sequential())"),
+    ("mir", "mir.Mir.interference", 'F.cross_entropy(after, labels, reduction="none") - ', "0 - "),
+    ("mir", "mir.Mir.retrieve", "self.interference(x, y, candidates)", "-self.interference(x, y, candidates)"),
+    ("mir", "mir.Mir.retrieve", "o.candidates", "o.buffer_batch"),
+    (
+        "mir_as_optimiser",
+        "mir.Mir.interference",
+        "o.lr if o.virtual_lr is None else o.virtual_lr",
+        "o.virtual_lr or 0.1",
+    ),
+    ("mir", "mir.Mir.interference", "o.lr if o.virtual_lr is None else o.virtual_lr", "o.lr"),
+    # GSS
+    ("gss", "gss.Gss.train_batch", "range(o.iterations)", "range(1)"),
+    ("gss", "gss.Gss.train_batch", 'o.steps == "alternate"', "False"),
+    ("gss_joint", "gss.Gss.train_batch", 'o.steps == "alternate"', "True"),
+    ("gss", "gss.Gss.store", ".amax(1)", ".mean(1)"),
+    ("gss", "gss.Gss.store", ">= o.threshold", ">= 1.5"),
+    ("gss_joint", "gss.Gss.store", ">= o.threshold", ">= -1"),
+    (
+        "gss",
+        "gss.Gss.gradients",
+        "self.views.normalise(x.flatten(0, 1))",
+        "self.views.normalise(255 - x.flatten(0, 1))",
+    ),
+    # ASER
+    ("aser", "aser.Aser.losses", "return ", "return super().losses(outputs, rows) or "),
+    ("aser", "aser.Aser.retrieve", "self.memory.seen <= self.memory.capacity", "True"),
+    ("aser", "aser.Aser.retrieve", "o.score", '"asvm"'),
+    (
+        "aser",
+        "aser.Aser.store",
+        "self.memory.offer(x, y, self.task, index, self.features)",
+        "super().store(x, y, index)",
+    ),
+    (
+        "aser",
+        "aser.Aser.features",
+        "self.outputs(images)[0][0]",
+        "self.forward(self.views.normalise(images)).features.detach()",
+    ),
+    # ER-AML
+    ("er_aml", "er_aml.metric_loss", "directions(contrast)", "directions(contrast).detach()"),
+    ("er_aml", "er_aml.metric_loss", "directions(anchors)", "directions(anchors).detach()"),
+    ("er_aml", "er_aml.metric_loss", "-temperature / _BASE_TEMPERATURE", "-1"),
+    ("er_aml", "er_aml.ErAml.losses", "self.config.options.temperature", "0.1"),
+    ("er_aml", "er_aml.ErAml.losses", "slice(incoming,", "slice(0,"),
+    ("er_aml", "er_aml.ErAml.losses", "len(rows.labels) - replayed)", "incoming + positives)"),
+    ("er_aml", "er_aml.draw_pairs", "same[itself, len(stored) + itself] = False", "pass"),
+    ("er_aml_apart", "er_aml.ErAml.view_sizes", "positives + negatives", "positives, negatives"),
+    (
+        "er_aml",
+        "er_aml.ErAml.losses",
+        "outputs.logits[first:], rows.labels[first:]",
+        "outputs.logits[contrast], rows.labels[contrast]",
+    ),
+    ("er_aml", "er_aml.ErAml.losses", "outputs.logits[first:], rows.labels[first:]", "outputs.logits, rows.labels"),
+    ("er_aml", "er_aml.ErAml.losses", "if positives:", "if False:"),
+    ("er_aml", "er_aml.ErAml.plan", "allowed[y if", "allowed[torch.arange(6) if"),
+    ("er_aml", "er_aml.ErAml.plan", "memory.labels[slots.clamp(min=0)], y", "memory.labels[slots.clamp(min=0)] * 0, y"),
+    ("er_aml", "er_aml.ErAml.classification_head", '== "cosine"', '!= "cosine"'),
+    # GDumb
+    ("gdumb", "gdumb.Gdumb.prepare_evaluation", "learning_rate(number, o.lr_low, o.lr)", "o.lr"),
+    ("gdumb", "gdumb.learning_rate", "(0.1, 1.0)", "(1.0, 1.0)"),
+    ("gdumb", "gdumb.Gdumb.prepare_evaluation", "permutation(self.config.seed, sequence,", "permutation(0, 0,"),
+    ("gdumb", "gdumb.Gdumb.prepare_evaluation", "self.model = self.build_model()", "pass"),
+    ("gdumb", "gdumb.Gdumb.prepare_evaluation", "else o.passes_before", "else o.passes_before + 1"),
+    ("gdumb", "gdumb.Gdumb.train_on", "rows.labels[partners]", "rows.labels"),
+    ("gdumb", "gdumb.Gdumb.train_on", "share * whole + (1 - share)", "(1 - share) * whole + share"),
+    ("gdumb", "gdumb.Gdumb.train_on", "self.config.options.cutmix,", "1.0,"),
+    ("gdumb", "gdumb.Gdumb.train_on", "nn.utils.clip_grad_norm_(self.network.parameters(), _LARGEST_NORM)", "pass"),
+    ("gdumb", "gdumb.Gdumb.build_optimiser", ", weight_decay=o.weight_decay", ""),
+    ("gdumb", "gdumb.Gdumb.build_optimiser", "momentum=_MOMENTUM", "momentum=0.0"),
+    # SCR
+    ("scr", "scr.Scr.losses", "self.config.options.temperature", "0.07"),
+    ("scr", "scr.Scr.losses", "outputs.projections", "outputs.features"),
+    ("scr", "scr.Scr.losses", "rows.labels.repeat(2)", "rows.labels.repeat_interleave(2)"),
+    (
+        "scr",
+        "scr.Scr.losses",
+        "outputs.projections",
+        "torch.cat([(z := outputs.projections)[: len(z) // 2], z[len(z) // 2 :].detach()])",
+    ),
+    ("scr", "scr.Scr.make_views", "super().make_views(rows)", "self.views.normalise(rows.images)"),
+    ("scr", "scr.Scr.on_task_end", "self._weight = _REVIEW_WEIGHT", "pass"),
+    ("scr", "scr.Scr.on_task_end", "self._weight = 1.0", "pass"),
+    ("scr_apart", "scr.Scr.view_sizes", "len(rows.images), len(rows.images)", "(2 * len(rows.images),)"),
+    # DER++
+    ("derpp", "derpp.Derpp.losses", "o.alpha * ", ""),
+    ("derpp", "derpp.Derpp.losses", "o.beta * ", ""),
+    ("derpp", "derpp.Derpp.losses", "distilled.float()", "distilled.float().detach()"),
+    (
+        "derpp",
+        "derpp.Derpp.losses",
+        "distilled.float(), stored",
+        "distilled.float()[:, self.seen], stored[:, self.seen]",
+    ),
+    ("derpp", "derpp.Derpp.losses", "rows.slots[: len(distilled)]", "rows.slots[len(distilled) :]"),
+    ("derpp", "derpp.Derpp.plan", "replayed = self.retrieve(x, y)", "replayed = distilled"),
+    ("derpp", "derpp.Derpp.store", "self._incoming_logits is None", "True"),
+    ("derpp", "derpp.Derpp.store", "slots, logits)", "slots, logits.flip(0))"),
+]
+
+
+@functools.cache
+def mutant(where: str, old: str, new: str):
+    """The owner of a function, its name, and the function with one change to its text."""
+    module, *names = where.split(".")
+    owner = importlib.import_module(f"mose_fast.methods.{module}")
+    for name in names[:-1]:
+        owner = getattr(owner, name)
+    function = getattr(owner, names[-1])
+    text = textwrap.dedent(inspect.getsource(function))
+    if old not in text:
+        raise LookupError(f"{where} no longer contains {old!r}: write its fault anew")
+    # Inside a function that has __class__, so that super() works.
+    body = textwrap.indent(text.replace(old, new), "    ")
+    code = f"def build(__class__):\n{body}\n    return {names[-1]}"
+    flags = __future__.annotations.compiler_flag
+    scope: dict = {}
+    exec(compile(code, f"<{where}: {new}>", "exec", flags, dont_inherit=True), function.__globals__, scope)
+    return owner, names[-1], scope["build"](owner)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_steps_are_those_worked_out_by_hand(name, make, teach, batch):
+    CHECKS[name](make, teach, batch)
+
+
+@pytest.mark.parametrize(("check", "where", "old", "new"), FAULTS, ids=lambda text: text[:40])
+def test_a_fault_is_found(check, where, old, new, make, teach, batch, monkeypatch):
+    monkeypatch.setattr(*mutant(where, old, new))
+    with pytest.raises(AssertionError):
+        CHECKS[check](make, teach, batch)
