@@ -110,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code = arguments.act(arguments)
         except MoseFastError as error:
-            hint = "" if arguments.act is _resume else _instead(error)  # resume takes no settings
-            print(f"mose-fast: {error}{hint}", file=sys.stderr)
+            print(f"mose-fast: {error}{_instead(error, vars(arguments).get('flags'))}", file=sys.stderr)
             return 2
         except OSError as error:
             # With a file name, the user named that file or its folder; without one, the program is
@@ -125,12 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _lost(shown, arguments.act in (_list, _collect, _predict, _bench, _doctor)) or code
 
 
-def _instead(error: MoseFastError) -> str:
-    """How to give the setting that an error names as probably meant."""
-    if error.instead is None:
+def _instead(error: MoseFastError, flags: Collection[str] | None) -> str:
+    """How to give the setting that an error names as probably meant, to a command with these
+    settings' flags; None: it takes no settings.
+    """
+    if error.instead is None or flags is None:
         return ""
     name, value = error.instead
-    return f" (--{_FLAGS[name].flag} {value})" if name in _FLAGS else f" (--set {name}={as_text(value)})"
+    return f" (--{_FLAGS[name].flag} {value})" if name in flags else f" (--set {name}={as_text(value)})"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -287,6 +288,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_flags(parser: argparse.ArgumentParser, names: Collection[str] = tuple(_FLAGS)) -> None:
     """The flags of some settings, by default of all that have one, and ``--set``."""
+    parser.set_defaults(flags=names)
     for role, title in _GROUPS.items():
         group = parser.add_argument_group(title)
         for name in names:
