@@ -24,46 +24,15 @@ from mose_fast.cli import main
 from mose_fast.config import RunConfig
 from mose_fast.errors import MoseFastError
 from mose_fast.export import Classifier
+from mose_fast.settings import all_settings
 from mose_fast.streams import from_arrays
 
 TINY = ("--stream", "digits", "--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu")
 
-FLAGS = (
-    "--stream",
-    "--data-dir",
-    "--tasks",
-    "--class-order-seed",
-    "--limit-per-task",
-    "--batch",
-    "--normalisation",
-    "--decoder",
-    "--method",
-    "--preset",
-    "--memory",
-    "--width",
-    "--epochs",
-    "--seed",
-    "--device",
-    "--feed",
-    "--precision",
-    "--kernels",
-    "--step",
-    "--checkpoint-every",
-    "--config",
-)
-SETTINGS = (
-    "lr",
-    "temperature",
-    "augment",
-    "buffer_batch",
-    "student",
-    "expert",
-    "beta1",
-    "eps",
-    "evaluation_batch",
-    "init_seed",
-    "per_class_cap",
-)
+DECLARED = all_settings("mose").values()
+FLAGS = ("--config", *(f"--{setting.flag}" for setting in DECLARED if setting.flag and setting.type != "bool"))
+OPTIONS = tuple(setting.field for setting in DECLARED if setting.name.startswith("options."))
+SETTINGS = (*OPTIONS, "evaluation_batch", "init_seed", "stream.resize")
 TEXTS = (
     "",
     " ",
@@ -525,7 +494,7 @@ def test_arguments_in_python(house, case):
         value = rng.choice(OBJECTS)
         settings = {"width": 1, "memory": 64, "device": "cpu", "stream": "digits", rng.choice(names): value}
         if rng.random() < 0.3:
-            settings["options"] = {rng.choice(SETTINGS[:8]): value}
+            settings["options"] = {rng.choice(OPTIONS): value}
         elif rng.random() < 0.3:
             settings["stream"] = {
                 rng.choice(("name", "data_dir", "tasks", "batch", "limit_per_task", "normalisation", "decoder")): value
