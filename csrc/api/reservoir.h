@@ -32,11 +32,11 @@ struct ReservoirInsertParams {
 };
 
 struct ReservoirDrawParams {
-  const int64_t* tasks;  // [capacity]
+  const int64_t* tasks;  // [filled]
   int64_t* state;        // [kStateSize]; counter advances by 1
   int64_t* slots;        // [count] out, ascending by (key, slot), -1 beyond the eligible
-  int64_t count;         // at most capacity
-  int64_t capacity;
+  int64_t count;         // at most filled
+  int64_t filled;        // slots that hold samples: the first ones
   int64_t task;
   SlotFilter filter;
 };

@@ -1,7 +1,6 @@
 // Every decision of the replay memory, as pure functions that the CPU loop and the kernels share.
 //
-// The memory's state is int64[3] = {seed, counter, n_seen}. Slots 0 ... min(n_seen, capacity) - 1
-// are filled.
+// The memory's state is int64[3] = {seed, counter, n_seen}.
 #pragma once
 
 #include <cstdint>

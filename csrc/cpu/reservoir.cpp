@@ -41,10 +41,9 @@ void reservoir_insert(const ReservoirInsertParams& params) {
 void reservoir_draw(const ReservoirDrawParams& params) {
   const auto seed = static_cast<uint64_t>(params.state[kSeed]);
   const auto counter = static_cast<uint64_t>(params.state[kCounter]);
-  const int64_t filled = params.count == 0 ? 0 : std::min(params.state[kSeen], params.capacity);
   std::vector<std::pair<uint64_t, int64_t>> eligible;  // (key, slot)
-  eligible.reserve(static_cast<size_t>(filled));
-  for (int64_t slot = 0; slot < filled; ++slot) {
+  eligible.reserve(static_cast<size_t>(params.filled));
+  for (int64_t slot = 0; slot < params.filled; ++slot) {
     if (is_eligible(params.filter, params.tasks[slot], params.task)) {
       eligible.emplace_back(draw_key(seed, counter, slot), slot);
     }

@@ -57,7 +57,7 @@ void reservoir_insert(const ReservoirInsertParams& params, Stream stream) {
 void reservoir_draw(const ReservoirDrawParams& params, Stream stream) {
   MF_CHECK(params.count >= 0 && params.count <= kMaxCudaDraw, "a draw on CUDA wants ", params.count,
            " slots; wanted 0 to ", kMaxCudaDraw);
-  MF_CHECK(params.capacity <= INT32_MAX, "capacity is ", params.capacity, "; wanted at most ", INT32_MAX);
+  MF_CHECK(params.filled <= INT32_MAX, "a draw on CUDA is from ", params.filled, " slots; wanted at most ", INT32_MAX);
   MF_LAUNCH(reservoir_draw_kernel, 1, kDrawThreads, sizeof(Shared), stream, params);
 }
 

@@ -125,8 +125,7 @@ __device__ void reservoir_draw_block(const ReservoirDrawParams& params, DrawShar
   const auto seed = static_cast<uint64_t>(params.state[kSeed]);
   const auto counter = static_cast<uint64_t>(params.state[kCounter]);
   const auto wanted = static_cast<unsigned>(params.count);
-  const int64_t seen = wanted == 0 ? 0 : params.state[kSeen];
-  const int64_t filled = seen < params.capacity ? seen : params.capacity;
+  const int64_t filled = wanted == 0 ? 0 : params.filled;
   const unsigned thread = threadIdx.x;
 
   if (thread == 0) {

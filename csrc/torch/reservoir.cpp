@@ -55,15 +55,14 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
   TORCH_CHECK(k >= 0, "k is ", k, "; wanted at least 0");
   TORCH_CHECK(filter >= 0 && filter <= 2, "filter is ", filter,
               "; wanted 0 (all), 1 (only the task) or 2 (the other tasks)");
-  TORCH_CHECK(tasks.dim() == 1 && tasks.size(0) >= 1, "tasks has shape ", tasks.sizes(),
-              "; wanted [slots] with at least one slot");
-  const int64_t capacity = tasks.size(0);
-  const at::Tensor slots = at::empty({std::min(k, capacity)}, state.options());
-  const ReservoirDrawParams params{row_pointer<const int64_t>(tasks, "tasks", capacity, state.device()),
+  TORCH_CHECK(tasks.dim() == 1, "tasks has shape ", tasks.sizes(), "; wanted [filled slots]");
+  const int64_t filled = tasks.size(0);
+  const at::Tensor slots = at::empty({std::min(k, filled)}, state.options());
+  const ReservoirDrawParams params{row_pointer<const int64_t>(tasks, "tasks", filled, state.device()),
                                    row_pointer<int64_t>(state, "state", kStateSize, state.device()),
                                    slots.mutable_data_ptr<int64_t>(),
                                    slots.size(0),
-                                   capacity,
+                                   filled,
                                    task,
                                    static_cast<SlotFilter>(filter)};
   run(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,17 +32,11 @@ class BalancedMemory(ReplayMemory):
     ) -> None:
         super().__init__(capacity, image_size, seed=seed, device=device)
         self.classes = classes
-        self._filled = 0
-
-    @property
-    def filled(self) -> int:
-        # Not min(seen, capacity): a class that has its share is refused even if slots are free.
-        return self._filled
 
     def insert(self, x: Tensor, y: Tensor, task: int, index: Tensor) -> Tensor:
         accepted = self._accept(y)
-        stored = self.labels[: self._filled]
-        if self._filled + int(accepted.sum()) > self.capacity:
+        stored = self.labels[: self.filled]
+        if self.filled + int(accepted.sum()) > self.capacity:
             kept = self._keep_smallest(stored, y, accepted)
         else:
             kept = torch.cat([torch.ones_like(stored, dtype=torch.bool), accepted])
@@ -55,20 +47,11 @@ class BalancedMemory(ReplayMemory):
         slots = torch.full_like(y, -1)
         slots[kept_new] = free.nonzero().flatten()[: int(kept_new.sum())]
         self.write(slots, x, y, task, index)
-        self._filled = int(kept.sum())
-        return slots
-
-    def draw(self, count: int, *, only: int | None = None, others: int | None = None) -> Tensor:
-        # Draws treat the first state[2] slots as filled.
-        seen = self.state[2].clone()
-        self.state[2] = self._filled
-        slots = super().draw(count, only=only, others=others)
-        self.state[2] = seen
         return slots
 
     def _accept(self, y: Tensor) -> Tensor:
         """Which items of a batch algorithm 1 stores, bool [B]."""
-        counts = torch.bincount(self.labels[: self._filled], minlength=self.classes)
+        counts = torch.bincount(self.labels[: self.filled], minlength=self.classes)
         earlier = (y[:, None] == y).tril(-1).sum(1)  # items of the same class before it in the batch
         new = (counts[y] == 0) & (earlier == 0)
         classes_before = (counts > 0).sum() + new.cumsum(0) - new.long()
@@ -93,7 +76,3 @@ class BalancedMemory(ReplayMemory):
         kept = torch.zeros_like(labels, dtype=torch.bool)
         kept[torch.argsort((heights << 32) | between, stable=True)[: self.capacity]] = True
         return kept
-
-    def load(self, tensors: dict[str, Any]) -> None:
-        super().load(tensors)
-        self._filled = int((self.labels >= 0).sum())

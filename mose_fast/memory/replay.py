@@ -5,6 +5,8 @@ See docs/specification/mose.md section 4.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,17 +20,18 @@ __all__ = ["MemoryRecord", "ReplayMemory"]
 
 
 class MemoryRecord(NamedTuple):
-    """What :meth:`ReplayMemory.restore` needs to undo draws and the insertion that followed.
+    """What :meth:`ReplayMemory.restore` needs to undo draws and writes.
 
     Attributes:
         state: The memory's state on the host: seed, draws, items seen.
-        slots: int64 [n] on the host, the slots that the insertion overwrites.
-        contents: Their old contents by name, on the memory's device.
+        filled: Number of filled slots.
+        overwritten: For each write, in order, its slots (int64 [n]) and their old contents by name,
+            on the memory's device.
     """
 
     state: tuple[int, int, int]
-    slots: Tensor
-    contents: dict[str, Tensor]
+    filled: int
+    overwritten: list[tuple[Tensor, dict[str, Tensor]]]
 
 
 class ReplayMemory:
@@ -47,8 +50,9 @@ class ReplayMemory:
         device: Device of the slots.
 
     Attributes:
-        images: uint8 [M, H, W, 3]; labels, tasks, indices: int64 [M]. The first ``filled`` slots
-        hold samples.
+        images: uint8 [M, H, W, 3]; labels, tasks, indices: int64 [M], -1 in a slot without a
+        sample.
+        filled: Number of slots that hold samples: the first ones.
         state: int64 [3]: seed, number of draws so far, number of items seen.
         extras: Tensors [M, ...] that a method keeps beside each sample, by name; see :meth:`keep`.
     """
@@ -65,15 +69,11 @@ class ReplayMemory:
         )
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64, device=device)
         self.extras: dict[str, Tensor] = {}
-        # Policies, the fill level and the number of drawn rows need these values on the host; on
-        # the CPU that is the memory itself.
-        self.seed, self.seen = seed, 0
+        # Policies and the number of drawn rows need these values on the host; on the CPU that is
+        # the memory itself.
+        self.seed, self.seen, self.filled = seed, 0, 0
         self.twin = HostTwin(capacity, seed) if torch.device(device).type == "cuda" else None
-
-    @property
-    def filled(self) -> int:
-        """Number of slots that hold a sample."""
-        return min(self.seen, self.capacity)
+        self._record: MemoryRecord | None = None
 
     def insert(self, x: Tensor, y: Tensor, task: int, index: Tensor) -> Tensor:
         """Offers a batch, item by item.
@@ -86,10 +86,15 @@ class ReplayMemory:
         Returns:
             int64 [B]: the slot of each item now, -1 if it was not stored.
         """
+        if self._record is not None:
+            tasks, state = self._on_host()
+            slots = decide(torch.empty_like(tasks), state.clone(), len(x), task)
+            self._note_old(upload(slots[slots >= 0], self.images.device))
         slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, task, index)
         if self.twin is not None:
             self.twin.insert(len(x), task)
         self.seen += len(x)
+        self.filled = min(self.filled + len(x), self.capacity)
         return slots
 
     def write(self, slots: Tensor, x: Tensor, y: Tensor, task: int, index: Tensor) -> None:
@@ -105,6 +110,7 @@ class ReplayMemory:
         """
         kept = slots >= 0
         written = slots[kept]
+        self._note_old(written)
         self.images[written], self.labels[written], self.indices[written] = x[kept], y[kept], index[kept]
         self.tasks[written] = task
         self.state[2] += len(x)
@@ -112,6 +118,8 @@ class ReplayMemory:
             self.twin.tasks[written.cpu()] = task
             self.twin.state[2] += len(x)
         self.seen += len(x)
+        if self.filled < self.capacity:
+            self.filled += int((written >= self.filled).sum())
 
     def keep(self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
         """Adds a tensor of zeros [M, *shape], a row for each slot, to :meth:`tensors`.
@@ -141,7 +149,7 @@ class ReplayMemory:
         """
         if only is not None and others is not None:
             raise ValueError(f"only is {only} and others is {others}; wanted at most one of them")
-        tasks, state = (self.tasks, self.state) if self.twin is None else (self.twin.tasks, self.twin.state)
+        tasks, state = self._on_host()
         tasks = tasks[: self.filled]
         if only is not None:
             chosen, task, qualify = SlotFilter.ONLY, only, int((tasks == only).sum())
@@ -149,36 +157,44 @@ class ReplayMemory:
             chosen, task, qualify = SlotFilter.OTHERS, others, int((tasks != others).sum())
         else:
             chosen, task, qualify = SlotFilter.ALL, 0, len(tasks)
-        slots = draw(self.tasks, self.state, count, chosen, task)
+        slots = draw(self.tasks[: self.filled], self.state, count, chosen, task)
         if self.twin is not None:
             state[1] += 1
         return slots[: min(count, qualify)]
 
-    def record(self, upcoming: int = 0) -> MemoryRecord:
-        """Records what :meth:`restore` needs to undo any draws and one :meth:`insert` from now on.
-
-        Args:
-            upcoming: Number of items that the insertion will offer.
+    @contextmanager
+    def record(self) -> Iterator[MemoryRecord]:
+        """A context that records what :meth:`restore` needs to undo all draws and writes inside,
+        whatever the policy.
         """
-        tasks, state = (self.tasks, self.state) if self.twin is None else (self.twin.tasks, self.twin.state)
-        slots = decide(torch.empty_like(tasks), state.clone(), upcoming, 0)
-        slots = slots[slots >= 0]
-        there = upload(slots, self.images.device)
-        contents = {name: tensor[there] for name, tensor in self.tensors().items() if name != "state"}
-        return MemoryRecord(tuple(state.tolist()), slots, contents)
+        self._record = MemoryRecord(tuple(self._on_host()[1].tolist()), self.filled, [])
+        try:
+            yield self._record
+        finally:
+            self._record = None
 
     def restore(self, record: MemoryRecord) -> None:
-        """Undoes draws and the insertion since :meth:`record`. Restore the newest record first."""
-        state = torch.tensor(record.state)
-        slots = upload(record.slots, self.images.device)
-        own = self.tensors()
-        for name, old in record.contents.items():
-            own[name][slots] = old
+        """Undoes what happened while :meth:`record` recorded. Restore the newest record first."""
+        state, own = torch.tensor(record.state), self.tensors()
+        for slots, contents in reversed(record.overwritten):
+            for name, old in contents.items():
+                own[name][slots] = old
+            if self.twin is not None:
+                self.twin.tasks[slots.cpu()] = contents["tasks"].cpu()
         self.state.copy_(upload(state, self.state.device), non_blocking=True)
         if self.twin is not None:
-            self.twin.tasks[record.slots] = record.contents["tasks"].cpu()
             self.twin.state.copy_(state)
-        self.seen = record.state[2]
+        self.seen, self.filled = record.state[2], record.filled
+
+    def _note_old(self, slots: Tensor) -> None:
+        """Adds to the record the contents of slots that are about to be overwritten."""
+        if self._record is not None:
+            contents = {name: tensor[slots] for name, tensor in self.tensors().items() if name != "state"}
+            self._record.overwritten.append((slots, contents))
+
+    def _on_host(self) -> tuple[Tensor, Tensor]:
+        """The tasks of all slots and the state, on the host."""
+        return (self.tasks, self.state) if self.twin is None else (self.twin.tasks, self.twin.state)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that a checkpoint must contain."""
@@ -204,6 +220,7 @@ class ReplayMemory:
                 raise ValueError(f"memory.{name} has shape {tuple(tensors[name].shape)}; wanted {tuple(own.shape)}")
             own.copy_(tensors[name])
         self.seed, _, self.seen = tensors["state"].tolist()
+        self.filled = int((tensors["labels"] >= 0).sum())
         if self.twin is not None:
             self.twin.tasks.copy_(tensors["tasks"])
             self.twin.state.copy_(tensors["state"])

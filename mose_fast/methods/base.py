@@ -269,14 +269,14 @@ class Learner(ABC):
         device; if ``y`` is on the host, it is read without waiting for a card.
         """
         x, y = self.data.check_batch(x, y)
-        if self.planning < Planning.AHEAD:
-            observe = partial(self.observe, x, y, task, index=index, train=train, store=store)
-            return WholeBatch(self, self.data.record(), observe, f"{len(x)} incoming rows")
-        before = self.data.record(len(x) if store else 0)
-        x, y, index = self._receive(x, y, task, index)
-        plan = self.plan(x, y) if train else None
-        if store:
-            self.store(x, y, index)
+        with self.data.record() as before:
+            if self.planning < Planning.AHEAD:
+                observe = partial(self.observe, x, y, task, index=index, train=train, store=store)
+                return WholeBatch(self, before, observe, f"{len(x)} incoming rows")
+            x, y, index = self._receive(x, y, task, index)
+            plan = self.plan(x, y) if train else None
+            if store:
+                self.store(x, y, index)
         if plan is None:
             return StoredBatch(self, before)
         self.data.ahead += 1
@@ -284,7 +284,8 @@ class Learner(ABC):
 
     def prepare_rehearsal(self, slots: Tensor) -> Prepared:
         """Prepares :meth:`rehearse`. No other batch may be prepared at the same time."""
-        return WholeBatch(self, self.data.record(), partial(self.rehearse, slots), f"{len(slots)} rows of the memory")
+        with self.data.record() as before:
+            return WholeBatch(self, before, partial(self.rehearse, slots), f"{len(slots)} rows of the memory")
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
         """Takes one training step on memory slots only (training on the final memory).

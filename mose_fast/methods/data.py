@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,13 +156,12 @@ class DataPlane:
         self._set({"ended": True} | values)
         self.ahead = 0
 
-    def record(self, upcoming: int = 0) -> DataRecord:
-        """Records what :meth:`undo` needs to undo the next batch.
-
-        Args:
-            upcoming: Number of images that will be offered to the memory.
-        """
-        return DataRecord(self.values(), self.sequence, self.memory.record(upcoming))
+    @contextmanager
+    def record(self) -> Iterator[DataRecord]:
+        """A context that records what :meth:`undo` needs to undo the batch that comes inside."""
+        values, sequence = self.values(), self.sequence
+        with self.memory.record() as memory:
+            yield DataRecord(values, sequence, memory)
 
     def undo(self, record: DataRecord) -> None:
         """Undoes a batch; undo the newest first. A step of it counts as not taken; steps that were

@@ -1,8 +1,7 @@
 """The replay memory's two operations: offer a batch (Algorithm R) and draw replay rows.
 
 Counter-based random numbers decide both, so that CPU, CUDA and the reference make the same
-decisions, bit for bit. The state is int64[3] = {seed, counter, n_seen} on the memory's device; in a
-memory of M slots the first min(n_seen, M) are filled.
+decisions, bit for bit. The state is int64[3] = {seed, counter, n_seen} on the memory's device.
 """
 
 from __future__ import annotations
@@ -92,30 +91,21 @@ def draw(tasks: Tensor, state: Tensor, k: int, filter: SlotFilter, task: int) ->
     slot advances it too.
 
     Args:
-        tasks: int64 [M], the task of each slot.
+        tasks: int64 [F], the task of each filled slot: the memory's first F slots hold samples.
         state: int64 [3] = {seed, counter, n_seen}; counter advances by 1, in place.
         k: Number of slots, at least 0; at most 2,048 in native code on CUDA.
         filter: All slots, only those of ``task``, or those of all other tasks.
         task: The task to filter by; ignored for :attr:`SlotFilter.ALL`.
 
     Returns:
-        int64 [min(k, M)]: the drawn slots, then -1 where fewer than k qualify.
+        int64 [min(k, F)]: the drawn slots, then -1 where fewer than k qualify.
 
     Raises:
         TypeError: A dtype is not the one above.
         ValueError: A shape, a device, ``k``, ``filter`` or ``task`` does not fit.
     """
     check_tensor("state", state, _INTEGERS, (3,), contiguous=True)
-    check_tensor(
-        "tasks",
-        tasks,
-        _INTEGERS,
-        ("slots",),
-        beside=("state", state),
-        filled=(0,),
-        because=" with at least one slot",
-        contiguous=True,
-    )
+    check_tensor("tasks", tasks, _INTEGERS, ("slots",), beside=("state", state), contiguous=True)
     check_integer("k", k, 0)
     check_integer("task", task)
     check_choice("filter", filter, _FILTERS)

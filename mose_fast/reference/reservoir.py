@@ -1,6 +1,6 @@
 """The replay memory's decisions in PyTorch: the definition of ``csrc/core/reservoir.h``.
 
-State is int64[3] = {seed, counter, n_seen}. Slots ``0 ... min(n_seen, capacity) - 1`` are filled.
+State is int64[3] = {seed, counter, n_seen}.
 """
 
 from __future__ import annotations
@@ -80,14 +80,11 @@ def draw_keys(seed: Tensor, counter: Tensor, slots: Tensor) -> Tensor:
 
 def draw(tasks: Tensor, state: Tensor, k: int, filter: SlotFilter, task: int) -> Tensor:
     """Draws slots without replacement; see :func:`mose_fast.ops.reservoir.draw`."""
-    capacity = len(tasks)
-    slots = torch.arange(capacity, device=tasks.device)
-    eligible = slots < state[SEEN]
+    candidates = torch.arange(len(tasks), device=tasks.device)
     if filter != SlotFilter.ALL:
-        eligible &= (tasks == task) == (filter == SlotFilter.ONLY)
-    candidates = slots[eligible]
+        candidates = candidates[(tasks == task) == (filter == SlotFilter.ONLY)]
     # Candidates ascend, so a stable sort breaks ties of keys by slot.
     order = torch.argsort(draw_keys(state[SEED], state[COUNTER], candidates), stable=True)
     winners = candidates[order[:k]]
     state[COUNTER] += 1
-    return torch.cat([winners, winners.new_full((min(k, capacity) - len(winners),), -1)])
+    return torch.cat([winners, winners.new_full((min(k, len(tasks)) - len(winners),), -1)])

@@ -82,25 +82,25 @@ void compare_insert(Context& context, int64_t capacity, int64_t count, int64_t s
 }
 
 template <typename Draw>
-void compare_draw(Context& context, int64_t capacity, int64_t k, int64_t seen, mf::SlotFilter filter, Draw draw) {
-  Numbers tasks(static_cast<size_t>(capacity));
+void compare_draw(Context& context, int64_t filled, int64_t k, mf::SlotFilter filter, Draw draw) {
+  Numbers tasks(static_cast<size_t>(filled));
   for (size_t slot = 0; slot < tasks.size(); ++slot) {
     tasks[slot] = static_cast<int64_t>(slot * 7 % 3);
   }
-  const int64_t count = std::min(k, capacity);
-  const Numbers state{capacity + k, 11, seen};
+  const int64_t count = std::min(k, filled);
+  const Numbers state{filled + k, 11, 20000};
   Numbers wanted_state = state;
   Numbers wanted(static_cast<size_t>(count));
-  mf::cpu::reservoir_draw({tasks.data(), wanted_state.data(), wanted.data(), count, capacity, 1, filter});
+  mf::cpu::reservoir_draw({tasks.data(), wanted_state.data(), wanted.data(), count, filled, 1, filter});
   auto* device_state = context.upload(state);
   auto* slots = context.poisoned<int64_t>(wanted.size());
-  draw(mf::ReservoirDrawParams{context.upload(tasks), device_state, slots, count, capacity, 1, filter});
+  draw(mf::ReservoirDrawParams{context.upload(tasks), device_state, slots, count, filled, 1, filter});
   context.expect_equal("slots", slots, wanted);
   context.expect_equal("state", device_state, wanted_state);
 }
 
-void compare_draw(Context& context, int64_t capacity, int64_t k, int64_t seen, mf::SlotFilter filter) {
-  compare_draw(context, capacity, k, seen, filter,
+void compare_draw(Context& context, int64_t filled, int64_t k, mf::SlotFilter filter) {
+  compare_draw(context, filled, k, filter,
                [&](const mf::ReservoirDrawParams& params) { mf::cuda::reservoir_draw(params, context.stream()); });
 }
 
@@ -123,29 +123,29 @@ KERNEL_CASE(reservoir_insert_of_unaligned_rows) {
 }
 
 KERNEL_CASE(reservoir_draw_from_5000) {
-  compare_draw(context, 5000, 86, 20000, mf::SlotFilter::kAll);
-  compare_draw(context, 5000, 86, 20000, mf::SlotFilter::kOnly);
-  compare_draw(context, 5000, 86, 20000, mf::SlotFilter::kOthers);
+  compare_draw(context, 5000, 86, mf::SlotFilter::kAll);
+  compare_draw(context, 5000, 86, mf::SlotFilter::kOnly);
+  compare_draw(context, 5000, 86, mf::SlotFilter::kOthers);
 }
 
 KERNEL_CASE(reservoir_draw_of_few) {
-  compare_draw(context, 64, 86, 40, mf::SlotFilter::kOthers);
-  compare_draw(context, 100, 0, 200, mf::SlotFilter::kAll);
-  compare_draw(context, 100, 86, 0, mf::SlotFilter::kAll);
-  compare_draw(context, 1, 1, 1, mf::SlotFilter::kAll);
+  compare_draw(context, 40, 86, mf::SlotFilter::kOthers);
+  compare_draw(context, 100, 0, mf::SlotFilter::kAll);
+  compare_draw(context, 0, 86, mf::SlotFilter::kAll);
+  compare_draw(context, 1, 1, mf::SlotFilter::kAll);
 }
 
-KERNEL_CASE(reservoir_draw_of_many) { compare_draw(context, 6000, mf::kMaxCudaDraw, 20000, mf::SlotFilter::kAll); }
+KERNEL_CASE(reservoir_draw_of_many) { compare_draw(context, 6000, mf::kMaxCudaDraw, mf::SlotFilter::kAll); }
 
 #if defined(MF_KERNELS_ON_CPU)
 
 // Few threads, digits of three bits and room for few survivors: every loop of the bodies takes
 // several turns.
 template <int kDigitBits, int kCapacity>
-static void draw_small(Context& context, int64_t capacity, int64_t k, int64_t seen, mf::SlotFilter filter) {
+static void draw_small(Context& context, int64_t filled, int64_t k, mf::SlotFilter filter) {
   constexpr unsigned kThreads = kDigitBits == 3 ? 32 : 512;
   using Shared = mf::cuda::DrawShared<kDigitBits, kCapacity>;
-  compare_draw(context, capacity, k, seen, filter, [](const mf::ReservoirDrawParams& params) {
+  compare_draw(context, filled, k, filter, [](const mf::ReservoirDrawParams& params) {
     shim::launch(1, kThreads, sizeof(Shared), [&] {
       MF_DYNAMIC_SHARED(shared);
       mf::cuda::reservoir_draw_block(params, *reinterpret_cast<Shared*>(shared));
@@ -155,11 +155,11 @@ static void draw_small(Context& context, int64_t capacity, int64_t k, int64_t se
 
 KERNEL_CASE(small_reservoir_draw) {
   for (const mf::SlotFilter filter : kFilters) {
-    draw_small<3, 48>(context, 300, 40, 200, filter);
-    draw_small<3, 48>(context, 300, 48, 1000, filter);
-    draw_small<3, 48>(context, 301, 47, 999, filter);
-    draw_small<3, 48>(context, 30, 40, 1000, filter);
-    draw_small<9, 64>(context, 1000, 40, 900, filter);
+    draw_small<3, 48>(context, 200, 40, filter);
+    draw_small<3, 48>(context, 300, 48, filter);
+    draw_small<3, 48>(context, 301, 47, filter);
+    draw_small<3, 48>(context, 30, 40, filter);
+    draw_small<9, 64>(context, 900, 40, filter);
   }
 }
 

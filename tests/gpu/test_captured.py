@@ -134,8 +134,8 @@ def test_the_host_knows_what_the_memory_on_the_card_holds():
     for step in range(40):
         index = torch.arange(10 * step, 10 * step + 10)
         x = torch.zeros(10, 8, 8, 3, dtype=torch.uint8)
-        record = memory.record(10)
-        memory.insert(x.cuda(), (index % 4).cuda(), step // 10, index.cuda())
+        with memory.record() as record:
+            memory.insert(x.cuda(), (index % 4).cuda(), step // 10, index.cuda())
         if step % 3 == 0:
             memory.restore(record)
             memory.insert(x.cuda(), (index % 4).cuda(), step // 10, index.cuda())

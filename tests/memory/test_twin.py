@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from mose_fast.memory import ReplayMemory
+from mose_fast.memory import BalancedMemory, ReplayMemory
 from mose_fast.memory.twin import HostTwin
 
 
@@ -22,7 +24,7 @@ def with_twin(capacity: int, seed: int) -> ReplayMemory:
 
 
 def everything(memory: ReplayMemory) -> list[torch.Tensor]:
-    return [*(tensor.clone() for tensor in memory.tensors().values()), torch.tensor(memory.seen)]
+    return [*(tensor.clone() for tensor in memory.tensors().values()), torch.tensor([memory.seen, memory.filled])]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -42,9 +44,9 @@ def test_the_twin_counts_what_the_memory_holds(capacity, seed):
             twinned = with_twin(capacity, 99)
             twinned.load(tensors)
         if step == 23:
-            record = twinned.record(3)
-            twinned.draw(2)
-            twinned.insert(*batch(5000, 3, 77))
+            with twinned.record() as record:
+                twinned.draw(2)
+                twinned.insert(*batch(5000, 3, 77))
             twinned.restore(record)
         for memory in (plain, twinned):
             memory.insert(*batch(20 * step, count, task))
@@ -64,20 +66,24 @@ def test_slots_that_a_policy_chose_reach_the_twin():
 
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize("capacity", [3, 12, 100])
-def test_batches_are_taken_out_again_in_reverse(capacity, twin):
+@pytest.mark.parametrize("policy", ["reservoir", "balanced"])
+def test_batches_are_taken_out_again_in_reverse(policy, capacity, twin):
     """Batches that collide with each other and with themselves, in a memory that is still filling
     or full.
     """
-    memory = with_twin(capacity, 5) if twin else ReplayMemory(capacity, (8, 8), seed=5)
+    kinds = {"reservoir": ReplayMemory, "balanced": partial(BalancedMemory, classes=5)}
+    memory = kinds[policy](capacity, (8, 8), seed=5)
+    memory.twin = HostTwin(capacity, 5) if twin else None
     memory.keep("score")
     memory.insert(*batch(0, 10, 0))
     states, records = [], []
     for step in range(1, 6):
         states.append(everything(memory))
-        records.append(memory.record(10))
-        memory.draw(4)
-        slots = memory.insert(*batch(10 * step, 10, step))
-        memory.write_extra("score", slots, torch.arange(10.0) + step)
+        with memory.record() as record:
+            memory.draw(4)
+            slots = memory.insert(*batch(10 * step, 10, step))
+            memory.write_extra("score", slots, torch.arange(10.0) + step)
+        records.append(record)
     last = everything(memory)
     for state, record in zip(reversed(states), reversed(records), strict=True):
         memory.restore(record)
