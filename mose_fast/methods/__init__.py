@@ -12,6 +12,7 @@ from mose_fast.methods.base import Learner, Planning, resolve_device
 from mose_fast.methods.data import IMAGE_SIZE, check_stream
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
+from mose_fast.methods.er_ace import ErAce
 from mose_fast.methods.er_aml import ErAml
 from mose_fast.methods.finetune import Finetune
 from mose_fast.methods.gdumb import Gdumb
@@ -33,6 +34,7 @@ __all__ = [
     "BaselineOptions",
     "Derpp",
     "Er",
+    "ErAce",
     "ErAml",
     "Finetune",
     "Gdumb",

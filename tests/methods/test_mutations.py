@@ -344,6 +344,35 @@ def check_er_aml_apart(make, teach, batch):
     check_er_aml(make, teach, batch, "separate")
 
 
+def check_er_ace(make, teach, batch, passes="joint"):
+    """Incoming rows among the classes of their batch alone, replayed rows among all, by cosines; an
+    empty memory leaves the first batch all classes.
+    """
+    learner = make("er-ace", options={**SGD, "passes": passes})
+
+    def cosines(step):
+        parts = normalised(step.rows.images).split(step.rows.sizes if passes == "separate" else len(step.rows.images))
+        features = torch.cat([step.before.features(part)[0] for part in parts if len(part)])
+        head = [direction(w) for w in step.before.classifier1.weight]
+        return torch.stack([torch.stack([10 * (direction(f) @ w) for w in head]) for f in features])
+
+    step = step_of(learner, *batch([0, 1] * 5), 0)
+    assert step.rows.sizes == (10, 0)
+    expect_terms(step, {"incoming": nll(cosines(step), step.rows.labels)})
+    teach(learner, steps=2)
+    x, y = batch([2, 5] * 5)
+    step = step_of(learner, x, y, 2)
+    assert step.rows.sizes == (10, 12) and torch.equal(step.rows.images[:10], x)
+    logits, labels = cosines(step), step.rows.labels
+    assert {0, 1, 3} & set(labels[10:].tolist())
+    own = nll(logits[:10][:, [2, 5]], torch.tensor([0, 1] * 5))
+    expect_terms(step, {"incoming": own, "replayed": nll(logits[10:], labels[10:])})
+
+
+def check_er_ace_apart(make, teach, batch):
+    check_er_ace(make, teach, batch, "separate")
+
+
 def contrastive(projections, labels, temperature: float) -> torch.Tensor:
     z = projections / projections.norm(dim=1, keepdim=True)
     s, terms = (z @ z.T / temperature).unbind(0), []
@@ -531,6 +560,16 @@ FAULTS = [
     ("er_aml", "er_aml.ErAml.plan", "allowed[y if", "allowed[torch.arange(6) if"),
     ("er_aml", "er_aml.ErAml.plan", "memory.labels[slots.clamp(min=0)], y", "memory.labels[slots.clamp(min=0)] * 0, y"),
     ("er_aml", "er_aml.ErAml.classification_head", '== "cosine"', '!= "cosine"'),
+    # ER-ACE
+    ("er_ace", "er_ace.ErAce.losses", "incoming.masked_fill(~present, -torch.inf)", "incoming"),
+    ("er_ace", "er_ace.ErAce.losses", "masked_fill(~present", "masked_fill(present"),
+    ("er_ace", "er_ace.ErAce.losses", "[:, None] == y)", "[:, None] == rows.labels)"),
+    ("er_ace", "er_ace.ErAce.losses", "-torch.inf", "-5.0"),
+    ("er_ace", "er_ace.ErAce.losses", "cross_entropy(replayed,", "cross_entropy(replayed.masked_fill(~present, -50),"),
+    ("er_ace", "er_ace.ErAce.losses", "incoming.masked_fill", "incoming.detach().masked_fill"),
+    ("er_ace", "er_ace.ErAce.losses", "if not len(replayed)", "if False"),
+    ("er_ace", "er_ace.ErAce.classification_head", '== "cosine"', '!= "cosine"'),
+    ("er_ace_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
     # GDumb
     ("gdumb", "gdumb.Gdumb.prepare_evaluation", "learning_rate(number, o.lr_low, o.lr)", "o.lr"),
     ("gdumb", "gdumb.learning_rate", "(0.1, 1.0)", "(1.0, 1.0)"),
