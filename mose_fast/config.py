@@ -155,6 +155,7 @@ RECIPES = {
     "ocm": "gray, crop",
     "simclr": "flip, gray, crop",
     "scr": "crop, flip, jitter, gray",
+    "gsa": "gray, smaller crop",
     "pad_crop": "4 black pixels around; flip",
     "none": "",
 }

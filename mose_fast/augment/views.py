@@ -26,6 +26,7 @@ RECIPES: dict[str, Recipe | None] = {
     "scr": Recipe(
         mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1
     ),
+    "gsa": Recipe(gray_p=0.2, area_low=0.6),
     "none": None,
 }
 

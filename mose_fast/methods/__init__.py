@@ -16,6 +16,7 @@ from mose_fast.methods.er_ace import ErAce
 from mose_fast.methods.er_aml import ErAml
 from mose_fast.methods.finetune import Finetune
 from mose_fast.methods.gdumb import Gdumb
+from mose_fast.methods.gsa import Gsa
 from mose_fast.methods.gss import Gss
 from mose_fast.methods.joint import Joint
 from mose_fast.methods.mir import Mir
@@ -38,6 +39,7 @@ __all__ = [
     "ErAml",
     "Finetune",
     "Gdumb",
+    "Gsa",
     "Gss",
     "Joint",
     "Learner",

@@ -143,6 +143,22 @@ class DataPlane:
                 self.current.append(label)
         return upload(x, self._device), upload(y, self._device), upload(index, self._device).to(torch.int64)
 
+    def current_classes(self, which: str) -> list[int]:
+        """The classes of the current task by an option ``current_classes``: ``seen``: those that
+        came so far; ``task``: all of them.
+
+        Raises:
+            ConfigError: All are wanted and they are unknown.
+        """
+        if which == "seen":
+            return self.current
+        if self.task_classes is None:
+            raise ConfigError(
+                "options.current_classes is 'task', but the task's classes are unknown; "
+                "wanted begin_task(task, classes=...) before its first batch, or current_classes 'seen'"
+            )
+        return self.task_classes
+
     # State
 
     def values(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mose_fast.augment import ViewInputs
 from mose_fast.augment.views import padded
-from mose_fast.config import MOSE_PRESETS, ConfigError, MoseOptions, RunConfig
+from mose_fast.config import MOSE_PRESETS, MoseOptions, RunConfig
 from mose_fast.device import upload
 from mose_fast.losses import ExpertLosses
 from mose_fast.methods.base import Learner, Planning
@@ -156,15 +156,7 @@ class Mose(Learner):
         o = self.config.options
         if o.skip_first_batch and self.memory.seen == 0:
             return None
-        if o.current_classes == "task":
-            if self.data.task_classes is None:
-                raise ConfigError(
-                    "options.current_classes is 'task', but the task's classes are unknown; "
-                    "wanted begin_task(task, classes=...) before its first batch, or current_classes 'seen'"
-                )
-            current = self.data.task_classes
-        else:
-            current = self.data.current
+        current = self.data.current_classes(o.current_classes)
         none = torch.empty(0, dtype=torch.int64, device=self.device)
         if self.task == self.data.first_task and o.first_task == "joint":
             extra, copies, old = self.memory.draw(o.buffer_batch, only=self.task), 0, none

@@ -74,7 +74,7 @@ def worst(ours: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("feed", FEEDS)
 @pytest.mark.parametrize("mirror", [True, False])
 @pytest.mark.parametrize("inner", [1, 2, 4])
-@pytest.mark.parametrize("recipe", ["none", "ocm", "simclr"])
+@pytest.mark.parametrize("recipe", ["none", "ocm", "simclr", "gsa"])
 def test_every_feed_is_within_rounding_of_the_views_in_float64(images, recipe, inner, mirror, feed, monkeypatch):
     """1e-6, plain PyTorch 2e-5: its grid_sample takes coordinates in half image sizes, whose
     rounding shifts every pixel a little.
@@ -377,7 +377,8 @@ def train(method: str, feed: str, recipe: str, steps: int = 4) -> list[float]:
 
 @pytest.mark.parametrize("feed", ["torch", pytest.param("dali", marks=needs_dali)])
 @pytest.mark.parametrize(
-    ("method", "recipe"), [("mose", "ocm"), ("mose", "none"), ("mose", "scr"), ("er", "simclr"), ("derpp", "pad_crop")]
+    ("method", "recipe"),
+    [("mose", "ocm"), ("mose", "none"), ("mose", "scr"), ("er", "simclr"), ("derpp", "pad_crop"), ("gsa", "gsa")],
 )
 def test_losses_of_three_steps_are_the_same_by_every_feed(method, recipe, feed):
     """Within 1e-4 of each loss: Adam's first steps divide gradients by their own size, which

@@ -102,7 +102,7 @@ def test_shares_of_the_recipes():
     """Grey and mirrored views occur as often as the recipe says, within 4 standard errors."""
     n = 4000
     x = images(1, size=8).expand(n, 8, 8, 3)
-    for name, gray, mirror in (("ocm", 0.25, 0.0), ("simclr", 0.25, 0.5), ("scr", 0.2, 0.5)):
+    for name, gray, mirror in (("ocm", 0.25, 0.0), ("simclr", 0.25, 0.5), ("scr", 0.2, 0.5), ("gsa", 0.2, 0.0)):
         # Identity normalisation, so that grey views have three equal channels.
         views = ViewMaker(name, 1, mirror=True, mean=(0, 0, 0), std=(1, 1, 1)).make(x, (n,), seed=3, sequence=0)[0][n:]
         grey = (views.amax(1) - views.amin(1)).amax((1, 2)) < 1e-6

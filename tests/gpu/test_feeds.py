@@ -39,7 +39,7 @@ def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("side", [32, 64])
 @pytest.mark.parametrize("inner", [1, 2, 4])
-@pytest.mark.parametrize("recipe", ["none", "ocm", "simclr"])
+@pytest.mark.parametrize("recipe", ["none", "ocm", "simclr", "gsa"])
 def test_three_feeds_and_the_cpu_agree(card, recipe, inner, side):
     x = noise(40, side)
     with card.spared():

@@ -466,6 +466,55 @@ def check_gdumb(make, teach, batch):
     assert 1.0 in shares and min(shares) < 0.9
 
 
+def check_gsa(make, teach, batch, **options):
+    """Both losses of nine steps in three tasks, with weights from the sums over all of them."""
+    own = {"buffer_weight": 3.0, "new_extra": 6, "warm_up": 1, **options}
+    learner = make("gsa", options={**SGD, "lr": 0.01, **own})
+    pulled, pushed, weights_met = torch.zeros(6).double(), torch.zeros(6).double(), set()
+    for number in range(9):
+        task = number // 3
+        classes, filled = [2 * task, 2 * task + 1], learner.memory.filled
+        if number % 3 == 0:
+            learner.begin_task(task, classes)
+        x, y = batch(classes * 5 if number % 3 else classes[:1] * 10, seed=number)
+        step = step_of(learner, x, y, task)
+        given, current, old = step.rows.sizes
+        new, known = given + current, 2 * task + (2 if number % 3 else 1)
+        share = known - 2 * task  # of the current task's classes among those known
+        assert (number % 3 > 0) == (current > 0) and old == 12 * 2 * task // known
+        assert set(step.rows.labels[given:new].tolist()) <= set(classes)
+        assert max(step.rows.labels[new:].tolist(), default=-1) < 2 * task
+        copies = min(12 * share // known, new) if filled else 0
+        views = normalised(step.rows.images)
+        views = [views[:new], torch.cat([views[:copies], views[new:]])]
+        views = [torch.cat([v, v.flip(3)]) for v in views]
+        labels = [step.rows.labels[:new], torch.cat([step.rows.labels[:copies], step.rows.labels[new:]])]
+        labels = [torch.cat([one, one]) for one in labels]
+        if own.get("passes") == "separate":
+            logits = [logits_of(step.before, v) for v in views if len(v)]
+        else:
+            logits = logits_of(step.before, torch.cat(views)).split([len(v) for v in views])
+        allowed = classes if own.get("current_classes") == "task" else classes[:share]
+        terms = {"incoming": nll(logits[0][:, allowed], labels[0] - 2 * task)}
+        if len(labels[1]):
+            p = logits[1].detach().softmax(1)
+            for row, label in zip(p, labels[1].tolist(), strict=True):
+                pulled[label] += 1 - row[label]
+            for row, label in zip(p, labels[1].tolist(), strict=True):
+                pushed += torch.where((torch.arange(6) == label) | (pulled == 0), 0, row)
+            ratio = pulled[labels[1]] / pushed[labels[1]]
+            weights = 2 / (1 + (1 - ratio).exp()) if number % 3 >= 1 else torch.ones(len(ratio)).double()
+            weights_met.update(weights.tolist())
+            terms["replayed"] = 3 * (weights * each_nll(logits[1], labels[1])).sum() / len(weights)
+        expect_terms(step, terms, 0.01)
+    assert len(weights_met) > 20 and max(weights_met) > 1.1
+
+
+def check_gsa_apart(make, teach, batch):
+    """The two sets pass the network one after the other; all classes of the task are known."""
+    check_gsa(make, teach, batch, passes="separate", current_classes="task")
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 # Check that must find it, function, text, text with the fault.
@@ -610,6 +659,30 @@ FAULTS = [
     ("derpp", "derpp.Derpp.plan", "replayed = self.retrieve(x, y)", "replayed = distilled"),
     ("derpp", "derpp.Derpp.store", "self._incoming_logits is None", "True"),
     ("derpp", "derpp.Derpp.store", "slots, logits)", "slots, logits.flip(0))"),
+    # GSA
+    ("gsa", "gsa.class_weights", "pulled / pushed", "pushed / pulled"),
+    ("gsa", "gsa.class_weights", " - 1)", ")"),
+    ("gsa", "gsa.Gsa.count", "1 - p", "p"),
+    ("gsa", "gsa.Gsa.count", "own | (sums[0] == 0)", "own"),
+    ("gsa", "gsa.Gsa.count", "own | (sums[0] == 0)", "sums[0] == 0"),
+    ("gsa", "gsa.Gsa.losses", "self.count(logits.detach().float(), replayed)", "pass"),
+    ("gsa", "gsa.Gsa.losses", "if rows.weighted", "if True"),
+    ("gsa", "gsa.Gsa.losses", "if rows.weighted", "if False"),
+    ("gsa", "gsa.Gsa.losses", "new, rows.current", "new"),
+    ("gsa_apart", "gsa.Gsa.losses", "new, rows.current", "new"),
+    ("gsa", "gsa.Gsa.losses", "self.config.options.buffer_weight * ", ""),
+    ("gsa", "gsa.Gsa.plan", "o.buffer_batch * now // seen,", "o.buffer_batch,"),
+    ("gsa", "gsa.Gsa.plan", "len(x) + len(current)", "len(x)"),
+    ("gsa", "gsa.Gsa.plan", " if memory.filled else 0", ""),
+    ("gsa", "gsa.Gsa.plan", "only=self.task", "others=self.task"),
+    ("gsa", "gsa.Gsa.plan", "others=self.task if others else None", "others=None"),
+    ("gsa", "gsa.Gsa.plan", "(seen - now) // seen", "now // now"),
+    ("gsa", "gsa.Gsa.rows", "> o.warm_up", "> o.warm_up + 1"),
+    ("gsa_apart", "gsa.Gsa.rows", "o.current_classes", '"seen"'),
+    ("gsa", "gsa.Gsa.begin_task", '["steps_of_task"] = 0', '.setdefault("steps_of_task", 0)'),
+    ("gsa", "gsa.Gsa.make_views", "one.flip(2) if self.mirrored else one", "one"),
+    ("gsa", "gsa.GsaRows.sets", "rows[: self.copies]", "rows[:0]"),
+    ("gsa_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
 ]
 
 

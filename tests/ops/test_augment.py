@@ -62,7 +62,7 @@ def truth(step: dict[str, object], jitter_normalised: bool = False, channels: in
 
 
 @pytest.mark.parametrize("jitter_normalised", [False, True])
-@pytest.mark.parametrize("recipe", ["scr", "ocm", "simclr"])
+@pytest.mark.parametrize("recipe", ["scr", "ocm", "simclr", "gsa"])
 @pytest.mark.parametrize(
     ("views", "size"),
     [(384, (32, 32)), (30, (64, 64)), (48, (8, 8)), (12, (24, 16)), (5, (7, 5)), (1, (1, 1)), (6, (80, 80))],

@@ -1,0 +1,180 @@
+"""GSA: Gradient Self-Adaptation (Guo et al., "Dealing with Cross-Task Class Discrimination in
+Online Continual Learning", CVPR 2023; docs/specification/baselines.md section 11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mose_fast.config import knob
+from mose_fast.device import upload
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, table_preset
+from mose_fast.nn import ExpertNetwork
+from mose_fast.ops.expert_losses import masked_cross_entropy
+
+__all__ = ["Gsa", "GsaOptions", "GsaRows", "class_weights"]
+
+
+@dataclass(frozen=True)
+class GsaOptions(BaselineOptions):
+    """Switches of GSA. ``buffer_batch`` is the size of the set whose rows are weighted."""
+
+    replay_from: str = knob(
+        "others",
+        "tasks that replayed rows come from",
+        "gydpku/GSA",
+        choices={"others": "every task but the current", "all": ""},
+    )
+    new_extra: int = knob(
+        22, "rows of the current task drawn from memory beside the incoming ones, at most", "gydpku/GSA", low=0
+    )
+    buffer_weight: float = knob(2.0, "weight of the cross-entropy on the weighted set", "gydpku/GSA", low=0)
+    warm_up: int = knob(5, "first steps of each task in which all classes have weight 1", "gydpku/GSA", low=0)
+    current_classes: str = knob(
+        "seen",
+        "classes of the current task",
+        "gydpku/GSA: task; for table a choice, since a method need not know classes beforehand",
+        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
+    )
+
+
+class GsaRows(NamedTuple):
+    """The rows of a step; the first five fields are those of
+    :class:`mose_fast.methods.replay.Rows`, whose sets here are the incoming rows, rows of the
+    current task from memory, and replayed rows.
+
+    Attributes:
+        copies: Rows of the first two sets, from the first on, that join the replayed ones.
+        current: bool [K], the classes of the current task.
+        weighted: Whether classes have weights.
+    """
+
+    images: Tensor
+    labels: Tensor
+    sizes: tuple[int, ...]
+    slots: Tensor
+    sequence: int
+    copies: int
+    current: Tensor
+    weighted: bool
+
+    def sets(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows, given for images or labels, that the two losses are for: those of the current
+        task, and copies of some of them with the replayed ones.
+        """
+        new = self.sizes[0] + self.sizes[1]
+        return rows[:new], torch.cat([rows[: self.copies], rows[new:]])
+
+
+def class_weights(sums: Tensor) -> Tensor:
+    """The weight of each class: above 1 where its logit was pulled up more than it was pushed down.
+
+    Args:
+        sums: float32 [2, K]: by class c, the sum of 1 - p_c over views of c, and that of p_c over
+            other views.
+
+    Returns:
+        2 / (1 + exp(1 - pulled / pushed)), float32 [K]; 1 where both are equal, from 0.54 to 2.
+    """
+    pulled, pushed = sums
+    return 2 * torch.sigmoid(pulled / pushed.clamp_min(torch.finfo(sums.dtype).tiny) - 1)
+
+
+@method(
+    "gsa",
+    options=GsaOptions,
+    presets={
+        "table": table_preset(),
+        "sources": Preset(
+            "gydpku/GSA @ 3f523ba, under the shared Adam (but its decay of the second moment) and augmentation",
+            {"beta2": 0.99, "passes": "separate", "current_classes": "task"},
+        ),
+        # The released head grows by parameters that its optimiser does not know, so that it is
+        # never trained; here all K outputs exist and are trained from the start.
+        "official": Preset(
+            "gydpku/GSA @ 3f523ba, its CIFAR-100 script",
+            {"beta2": 0.99, "passes": "separate", "current_classes": "task", "augment": "gsa"},
+        ),
+    },
+    year=2023,
+    reference="Gradient Self-Adaptation, Guo et al., CVPR 2023",
+    cost=192 / 74,
+)
+class Gsa(ReplayLearner):
+    """GSA: new classes are told apart from each other only; replayed rows weigh more the more the
+    gradients so far have pulled their class's logit up rather than pushed it down.
+    """
+
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
+        ("replay_from", "others"): "weighs rows of its incoming batch and of the same few classes, and replays no other"
+    }
+
+    sets: ClassVar[int] = 3
+
+    def build_network(self) -> ExpertNetwork:
+        network = super().build_network()
+        # With batch norm's statistics, so that a step that is not taken leaves them as they were.
+        network.register_buffer("sums", torch.zeros(2, self.classes))
+        return network
+
+    def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
+        super().begin_task(task, classes)
+        self.data.own["steps_of_task"] = 0
+
+    def plan(self, x: Tensor, y: Tensor) -> GsaRows:
+        self.data.own["steps_of_task"] += 1
+        o, memory, seen = self.config.options, self.memory, len(self.seen)
+        current = memory.draw(o.new_extra, only=self.task)
+        # Of the weighted set, the current task has the share that it has of the classes seen.
+        now, others = len(self.data.current), o.replay_from == "others"
+        copies = min(o.buffer_batch * now // seen, len(x) + len(current)) if memory.filled else 0
+        wanted = o.buffer_batch * (seen - now) // seen if others else o.buffer_batch - copies
+        old = memory.draw(wanted, others=self.task if others else None)
+        return self.rows(x, y, current, old)._replace(copies=copies)
+
+    def rows(self, x: Tensor, y: Tensor, *sets: Tensor) -> GsaRows:
+        o = self.config.options
+        mask = torch.zeros(self.classes, dtype=torch.bool)
+        if len(x):
+            mask[self.data.current_classes(o.current_classes)] = True
+        weighted = len(x) == 0 or self.data.own["steps_of_task"] > o.warm_up
+        return GsaRows(*super().rows(x, y, *sets), 0, upload(mask, self.device), weighted)
+
+    def make_views(self, rows: GsaRows) -> Tensor:
+        """float32 [V, 3, H, W]: of each of the two sets of :meth:`GsaRows.sets`, an augmented view
+        of every row, then one of every row mirrored.
+        """
+        images = [part for one in rows.sets(rows.images) for part in (one, one.flip(2) if self.mirrored else one)]
+        return super().make_views(rows._replace(images=torch.cat(images)))
+
+    def view_sizes(self, rows: GsaRows) -> tuple[int, ...]:
+        return tuple(2 * len(one) for one in rows.sets(rows.labels))
+
+    def losses(self, outputs: Outputs, rows: GsaRows) -> dict[str, Tensor]:
+        new, replayed = (one.repeat(2) for one in rows.sets(rows.labels))
+        logits_new, logits = outputs.logits.split(self.view_sizes(rows))
+        terms = {}
+        if len(new):
+            terms["incoming"] = masked_cross_entropy(logits_new, new, rows.current)
+        if len(replayed):
+            self.count(logits.detach().float(), replayed)
+            each = F.cross_entropy(logits.float(), replayed, reduction="none")
+            weights = class_weights(self.network.sums)[replayed] if rows.weighted else 1.0
+            terms["replayed"] = self.config.options.buffer_weight * (weights * each).mean()
+        return terms
+
+    def count(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds views to the sums of :func:`class_weights`. A class is pushed from its own first
+        view on.
+        """
+        sums, p = self.network.sums, logits.softmax(1)
+        own = labels[:, None] == torch.arange(self.classes, device=labels.device)
+        sums[0] += torch.where(own, 1 - p, 0).sum(0)
+        sums[1] += torch.where(own | (sums[0] == 0), 0, p).sum(0)
