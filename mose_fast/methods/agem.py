@@ -13,7 +13,7 @@ from torch import Tensor
 from mose_fast.config import knob
 from mose_fast.methods.gradients import flat_gradient, project, write_gradient
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, ReplayLearner, Rows, cross_entropy, table_preset
+from mose_fast.methods.replay import BaselineOptions, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
 
 __all__ = ["Agem", "AgemOptions"]
 
@@ -37,6 +37,10 @@ class AgemOptions(BaselineOptions):
     options=AgemOptions,
     presets={
         "table": table_preset(),
+        "sources": sources_preset(
+            "facebookresearch/agem @ 4542149: replay_from others, as table; its ring memory for each class and its head"
+            " for each task have no place in the protocol"
+        ),
         # Of the official code's ring memory for each class and its head for each task, neither
         # makes sense in this protocol.
         "official": Preset(

@@ -13,7 +13,15 @@ from mose_fast.config import knob
 from mose_fast.memory.shapley import ShapleyMemory
 from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy, table_preset
+from mose_fast.methods.replay import (
+    BaselineOptions,
+    Outputs,
+    ReplayLearner,
+    Rows,
+    cross_entropy,
+    sources_preset,
+    table_preset,
+)
 
 __all__ = ["Aser", "AserOptions"]
 
@@ -50,6 +58,11 @@ class AserOptions(BaselineOptions):
         "table": table_preset(
             "once its memory has turned an item away, it replays at most per_class rows of each stored class: 20, 40"
             " and 60 in the first three of ten tasks of CIFAR-100, not 64"
+        ),
+        "sources": sources_preset(
+            "RaptorMai/online-continual-learning @ 6175ca0, the command in its README for CIFAR-100: per_class 1.5,"
+            " neighbours 3, score asvm",
+            per_class=1.5,
         ),
         # Images are normalised here, which that repository leaves out: its networks see [0, 1].
         "official": Preset(

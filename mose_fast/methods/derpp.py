@@ -13,7 +13,15 @@ from torch.nn import functional as F
 from mose_fast.config import RECIPES, knob
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy, table_preset
+from mose_fast.methods.replay import (
+    BaselineOptions,
+    Outputs,
+    ReplayLearner,
+    Rows,
+    cross_entropy,
+    sources_preset,
+    table_preset,
+)
 
 __all__ = ["Derpp", "DerppOptions"]
 
@@ -38,6 +46,10 @@ class DerppOptions(BaselineOptions):
     options=DerppOptions,
     presets={
         "table": table_preset(),
+        "sources": sources_preset(
+            "aimagelab/mammoth @ e75a491, its best on CIFAR-100: passes separate, alpha 0.1, beta 0.5",
+            passes="separate",
+        ),
         "official": Preset(
             "aimagelab/mammoth @ e75a491, its best on CIFAR-10 and CIFAR-100",
             {"optimiser": "sgd", "lr": 0.03, "weight_decay": 0.0, "buffer_batch": 32, "passes": "separate"},

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from mose_fast.config import knob
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy, table_preset
+from mose_fast.methods.replay import (
+    BaselineOptions,
+    Outputs,
+    ReplayLearner,
+    Rows,
+    cross_entropy,
+    sources_preset,
+    table_preset,
+)
 
 __all__ = ["Er", "ErOptions"]
 
@@ -35,6 +43,12 @@ class ErOptions(BaselineOptions):
     options=ErOptions,
     presets={
         "table": table_preset(),
+        "sources": sources_preset(
+            "optimass/Maximally_Interfered_Retrieval @ 35eda78, rand_replay: passes separate, replay_from others,"
+            " reduction sum_of_means",
+            passes="separate",
+            replay_from="others",
+        ),
         "official": Preset(
             "optimass/Maximally_Interfered_Retrieval @ 35eda78, rand_replay: its defaults",
             {

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from mose_fast.config import knob
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy, table_preset
+from mose_fast.methods.replay import (
+    BaselineOptions,
+    Outputs,
+    ReplayLearner,
+    Rows,
+    cross_entropy,
+    sources_preset,
+    table_preset,
+)
 from mose_fast.nn.cosine import CosineClassifier
 
 __all__ = ["ErAce", "ErAceOptions"]
@@ -30,6 +38,7 @@ class ErAceOptions(BaselineOptions):
     options=ErAceOptions,
     presets={
         "table": table_preset("the paper's table does not have this method; all values are those of er-aml's"),
+        "sources": sources_preset("pclucas14/AML @ 0c183e9: passes separate, head cosine", passes="separate"),
         # Its images are scaled to [-1, 1] and incoming rows not augmented; here as in all methods.
         "official": Preset(
             "pclucas14/AML @ 0c183e9, its augmented CIFAR settings",

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from mose_fast.config import knob
 from mose_fast.memory import draw_pairs
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy, table_preset
+from mose_fast.methods.replay import (
+    BaselineOptions,
+    Outputs,
+    ReplayLearner,
+    Rows,
+    cross_entropy,
+    sources_preset,
+    table_preset,
+)
 from mose_fast.nn.cosine import CosineClassifier, directions
 
 __all__ = ["ErAml", "ErAmlOptions", "metric_loss"]
@@ -73,6 +81,9 @@ def metric_loss(
     options=ErAmlOptions,
     presets={
         "table": table_preset(),
+        "sources": sources_preset(
+            "pclucas14/AML @ 7c92936: passes separate, negatives batch, temperature 0.1, head cosine", passes="separate"
+        ),
         # Its images are scaled to [-1, 1] and those of the very first batch not augmented; here as
         # in all methods.
         "official": Preset(

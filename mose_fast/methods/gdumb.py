@@ -16,7 +16,7 @@ from mose_fast.augment.cutmix import cutmix
 from mose_fast.config import RECIPES, MethodOptions, RunConfig, knob
 from mose_fast.memory import BalancedMemory
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import ReplayLearner, Rows, cross_entropy, table_preset
+from mose_fast.methods.replay import ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation
 
@@ -85,6 +85,12 @@ def learning_rate(number: int, low: float, high: float) -> float:
             "64 passes once all classes were seen and 16 before (a choice) are a quarter and a sixteenth of the"
             " repository's 256, so this preset understates GDumb; for a fair comparison set passes to 256 and"
             " passes_before to 64 or 256"
+        ),
+        "sources": sources_preset(
+            "drimpossible/GDumb @ 4f412d7: passes 256, passes_before 256 (hours on a CPU), and its optimiser, which is"
+            " part of it",
+            passes=256,
+            passes_before=256,
         ),
         "official": Preset(
             "drimpossible/GDumb @ 4f412d7, its CIFAR settings (256 passes at every evaluation: hours on a CPU)",

@@ -15,7 +15,7 @@ from mose_fast.config import knob
 from mose_fast.memory.gradient import GradientMemory
 from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, ReplayLearner, cross_entropy, table_preset
+from mose_fast.methods.replay import BaselineOptions, ReplayLearner, cross_entropy, sources_preset, table_preset
 
 __all__ = ["Gss", "GssOptions", "cosine_similarity"]
 
@@ -52,6 +52,12 @@ class GssOptions(BaselineOptions):
     options=GssOptions,
     presets={
         "table": table_preset(),
+        "sources": sources_preset(
+            "rahafaljundi/Gradient-based-Sample-Selection @ ca4160a: steps alternate, reference_batches 10,"
+            " reference_batch 64, as many as are replayed; its 10 iterations are not in the protocol (paper 5.1: one)",
+            steps="alternate",
+            reference_batch=64,
+        ),
         "official": Preset(
             "rahafaljundi/Gradient-based-Sample-Selection @ ca4160a, its CIFAR-10 settings",
             {

@@ -18,7 +18,7 @@ from mose_fast.config import ConfigError, knob
 from mose_fast.memory.retrieval import highest
 from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, ReplayLearner, cross_entropy, table_preset
+from mose_fast.methods.replay import BaselineOptions, ReplayLearner, cross_entropy, sources_preset, table_preset
 
 __all__ = ["Mir", "MirOptions"]
 
@@ -57,6 +57,14 @@ class MirOptions(BaselineOptions):
     options=MirOptions,
     presets={
         "table": table_preset(),
+        "sources": sources_preset(
+            "optimass/Maximally_Interfered_Retrieval @ 35eda78: passes separate, replay_from others, virtual_lr null;"
+            " candidates 320 are as many for each replayed row as its 50 for 10, since 50 are fewer than 64 (a choice)",
+            passes="separate",
+            replay_from="others",
+            virtual_lr=None,
+            candidates=320,
+        ),
         "official": Preset(
             "optimass/Maximally_Interfered_Retrieval @ 35eda78, its CIFAR-10 settings",
             {

@@ -18,7 +18,16 @@ from mose_fast.methods.base import Learner
 from mose_fast.methods.registry import Preset
 from mose_fast.nn import ExpertNetwork
 
-__all__ = ["TABLE", "BaselineOptions", "Outputs", "ReplayLearner", "Rows", "cross_entropy", "table_preset"]
+__all__ = [
+    "TABLE",
+    "BaselineOptions",
+    "Outputs",
+    "ReplayLearner",
+    "Rows",
+    "cross_entropy",
+    "sources_preset",
+    "table_preset",
+]
 
 #: Source of the preset ``table``.
 TABLE = (
@@ -34,6 +43,20 @@ def table_preset(note: str = "") -> Preset:
         note: What a reader of its results must know about this method, for its source.
     """
     return Preset(f"{TABLE}; {note}" if note else TABLE)
+
+
+def sources_preset(source: str, **changes: Any) -> Preset:
+    """The preset ``sources`` of a baseline: the paper's appendix taken literally, which has each
+    method by the defaults of its source code, but with the optimiser, the number of replayed rows
+    and the augmentation of the shared protocol.
+
+    Args:
+        source: The source of each value in ``changes``, which it names with its switch.
+        **changes: Switches that differ from the options' defaults.
+    """
+    return Preset(
+        f"MOSE, appendix: the defaults of the method's source code, in the shared protocol; {source}", changes
+    )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mose_fast.config import RECIPES, RunConfig, knob
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, table_preset
+from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, sources_preset, table_preset
 from mose_fast.ops.draws import Purpose, permutation
 from mose_fast.ops.expert_losses import contrastive_loss
 
@@ -54,6 +54,11 @@ class ScrOptions(BaselineOptions):
     options=ScrOptions,
     presets={
         "table": table_preset(),
+        "sources": sources_preset(
+            "RaptorMai/online-continual-learning @ 6175ca0, the command in its README: passes separate, head mlp,"
+            " temperature 0.07, review false",
+            passes="separate",
+        ),
         # Images are normalised here, which that repository leaves out: its networks see [0, 1].
         "official": Preset(
             "RaptorMai/online-continual-learning, the command in its README",

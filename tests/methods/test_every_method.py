@@ -93,6 +93,25 @@ def test_the_table_preset_is_the_shared_protocol(name):
     assert config.stream.batch == METHODS[name].about.presets["table"].batch == 10
 
 
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS if preset == "sources"])
+def test_the_sources_preset_is_the_shared_protocol_with_the_methods_own_values(name):
+    """Optimiser, replayed rows and augmentation are those of ``table``; every value that differs
+    is in its source's text.
+    """
+    preset = METHODS[name].about.presets["sources"]
+    table, sources = (RunConfig.create(each, method=name).options for each in ("table", "sources"))
+    shared = {"augment", "buffer_batch", "lr", "weight_decay", "beta1", "beta2", "eps", "optimiser", "init", "mirror"}
+    assert not shared & preset.changes.keys() and preset.batch == 10 and preset.epochs == 1
+    for switch, value in preset.changes.items():
+        assert getattr(table, switch) != value == getattr(sources, switch)
+        assert f"{switch} {'null' if value is None else value}" in preset.source
+
+
+def test_the_nine_baselines_have_the_sources_preset():
+    nine = {"agem", "er", "mir", "gss", "aser", "er-aml", "er-ace", "gdumb", "scr", "derpp"}
+    assert nine <= {name for name, preset in PRESETS if preset == "sources"}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
