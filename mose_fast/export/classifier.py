@@ -75,7 +75,7 @@ class DeployedNetwork(nn.Module):
 
     Args:
         width: Channels of the first stage; the feature has D = 8 * width.
-        head: ``ncm``, ``linear`` or ``cosine``.
+        head: ``ncm``, ``linear``, ``cosine`` or ``scaled_cosine``, whose scale is learned.
         class_order: Original label by head index; K classes.
         mean: Mean of images in [0, 1] by channel.
         std: Their standard deviation by channel.
@@ -100,7 +100,8 @@ class DeployedNetwork(nn.Module):
             elif head == "linear":
                 self.head = nn.Linear(feature_size, classes)
             else:
-                self.head = CosineClassifier(torch.empty(classes, feature_size))
+                weight = torch.empty(classes, feature_size)
+                self.head = CosineClassifier(weight, learned_scale=head == "scaled_cosine")
         self.nearest = head == "ncm"
         self.register_buffer("class_order", torch.tensor(class_order, dtype=torch.int64), persistent=False)
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(3, 1, 1), persistent=False)

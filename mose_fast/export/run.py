@@ -189,7 +189,8 @@ def _head(learner: Learner, classifier: str) -> tuple[str, dict[str, Tensor]]:
             f"the classifier of method {learner.config.method!r} is a {type(module).__name__}; wanted Linear or"
             " CosineClassifier, or --classifier ncm, which needs neither"
         )
-    return kinds[type(module)], {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+    kind = "scaled_cosine" if getattr(module, "learned_scale", False) else kinds[type(module)]
+    return kind, {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
 
 
 def _bytes(tensors: dict[str, Tensor]) -> int:

@@ -15,18 +15,20 @@ def directions(vectors: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 class CosineClassifier(nn.Module):
-    """Logits are the cosines between a feature and each class's weight vector, times a fixed scale
-    (ER-AML, docs/specification/baselines.md section 6).
+    """Logits are the cosines between a feature and each class's weight vector, times a scale
+    (docs/specification/baselines.md sections 6 and 15).
 
     Args:
         weight: [K, D], the initial weight vectors, which become a parameter.
-        scale: The factor of the cosines.
+        scale: The factor of the cosines, or its initial value.
+        learned_scale: Whether the scale is a parameter too (LUCIR, CCIL), or fixed (ER-AML).
     """
 
-    def __init__(self, weight: Tensor, scale: float = 10.0) -> None:
+    def __init__(self, weight: Tensor, scale: float = 10.0, *, learned_scale: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.detach().clone())
-        self.scale = scale
+        self.learned_scale = learned_scale
+        self.scale = nn.Parameter(torch.tensor(float(scale))) if learned_scale else scale
 
     def forward(self, features: Tensor) -> Tensor:
         """Computes logits [N, K] for ``features`` [N, D], in float32 whatever autocast says."""

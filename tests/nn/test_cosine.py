@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from mose_fast.nn import CosineClassifier
+from mose_fast.optim import FlatAdam
 
 
 def test_values_by_hand():
@@ -40,3 +42,23 @@ def test_it_computes_in_float32_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         logits = head(features)
     assert logits.dtype == torch.float32 and torch.equal(logits, head(features))
+
+
+def test_a_learned_scale_starts_where_it_is_told_and_has_a_gradient():
+    weight, features = torch.tensor([[2.0, 0.0], [0.0, 0.5]]), torch.tensor([[3.0, 4.0]])
+    head = CosineClassifier(weight, 2.0, learned_scale=True)
+    logits = head(features)
+    torch.testing.assert_close(logits, torch.tensor([[1.2, 1.6]]), rtol=3e-5, atol=0)
+    (logits[0, 0] + 10 * logits[0, 1]).backward()
+    assert abs(float(head.scale.grad) - 8.6) < 1e-3
+    assert list(head.state_dict()) == ["weight", "scale"] and list(CosineClassifier(weight).state_dict()) == ["weight"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, FlatAdam])
+def test_both_optimisers_move_a_learned_scale(kind):
+    head = CosineClassifier(torch.eye(2), 1.0, learned_scale=True)
+    optimiser = kind(head.parameters(), lr=0.25)
+    loss = -head(torch.tensor([[1.0, 0.0]]))[0, 0]
+    loss.backward()
+    optimiser.step()
+    assert abs(head.scale.item() - 1.25) < 1e-5
