@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from mose_fast.augment.pad_crop import pad_crop
 from mose_fast.config import RECIPES, MethodOptions, knob
 from mose_fast.methods.base import Learner
+from mose_fast.methods.model import Model
 from mose_fast.methods.registry import Preset
+from mose_fast.methods.teacher import Outputs, Teacher
 from mose_fast.nn import ExpertNetwork
 
 __all__ = [
@@ -117,16 +119,6 @@ class Rows(NamedTuple):
     sequence: int
 
 
-class Outputs(NamedTuple):
-    """The network's outputs for the V views of a step: ``logits`` [V, K], ``features`` [V, D],
-    ``projections`` [V, P].
-    """
-
-    logits: Tensor
-    features: Tensor
-    projections: Tensor
-
-
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy over all classes in float32, whatever precision the network ran in."""
     return F.cross_entropy(logits.float(), labels)
@@ -146,6 +138,19 @@ class ReplayLearner(Learner):
 
     #: Sets of rows in a step, including the incoming rows; the last one is replayed with labels.
     sets: ClassVar[int] = 2
+
+    #: The mode of batch norm in the teacher, the network as it was at the end of the last task:
+    #: ``eval`` or ``train``; None: there is no teacher.
+    teacher_mode: ClassVar[str | None] = None
+
+    #: The teacher, if there is one; see :class:`mose_fast.methods.teacher.Teacher`.
+    teacher: Teacher | None
+
+    def build_model(self) -> Model:
+        model = super().build_model()
+        how = {"training": self.teacher_mode == "train", "precision": self.precision.name, "shadowed": self.shadowed}
+        self.teacher = None if self.teacher_mode is None else Teacher(model.network, **how)
+        return model
 
     def build_network(self) -> ExpertNetwork:
         o = self.config.options
@@ -243,3 +248,20 @@ class ReplayLearner(Learner):
         names = ("incoming", "replayed")
         parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
         return {name: cross_entropy(logits, labels) for name, logits, labels in parts if len(labels)}
+
+    # The end of a task
+
+    def on_task_end(self) -> None:
+        if self.teacher is not None:
+            self.teacher.take(self.network)
+
+    # State
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, values = super().state()
+        return tensors | ({} if self.teacher is None else self.teacher.tensors()), values
+
+    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        super().load_state(tensors, values)
+        if self.teacher is not None:
+            self.teacher.load(tensors)

@@ -1,0 +1,91 @@
+"""A frozen copy of a network that a method distils from, and what networks give a step."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mose_fast.nn import ExpertNetwork
+
+__all__ = ["Outputs", "Teacher"]
+
+
+class Outputs(NamedTuple):
+    """A network's outputs for the V views of a step: ``logits`` [V, K], ``features`` [V, D],
+    ``projections`` [V, P].
+    """
+
+    logits: Tensor
+    features: Tensor
+    projections: Tensor
+
+
+class Teacher:
+    """A frozen copy of a learner's network. Its tensors never move, so that a captured step may
+    read them.
+
+    Args:
+        network: The learner's network, on its device, in channels_last, with its kernels.
+        training: Whether batch norm uses the statistics of the batch, as in training; then the
+            copy's own running statistics change.
+        precision: The run's precision; ``bf16`` runs under autocast as the learner's network does.
+        shadowed: Whether weights of more than one dimension are kept in bf16, as the learner's
+            optimiser keeps copies of them.
+
+    Attributes:
+        network: The copy.
+        present: Whether a network was taken; until then the copy means nothing.
+    """
+
+    def __init__(
+        self, network: ExpertNetwork, *, training: bool = False, precision: str = "fp32", shadowed: bool = False
+    ) -> None:
+        self.network = copy.deepcopy(network).requires_grad_(False).train(training)
+        self._half = precision == "bf16"
+        self.present = False
+        if shadowed:
+            for parameter in self.network.parameters():
+                if parameter.dim() > 1:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+
+    @torch.no_grad()
+    def take(self, network: ExpertNetwork) -> None:
+        """Copies the parameters and buffers of a network of the same kind, in place."""
+        for own, given in zip(self.network.state_dict().values(), network.state_dict().values(), strict=True):
+            own.copy_(given)
+        self.present = True
+
+    @torch.no_grad()
+    def outputs(self, views: Tensor) -> Outputs:
+        """The copy's outputs for normalised views float [V, 3, H, W], without gradients."""
+        count = len(views)
+        if count == 1:
+            # Batch norm in training refuses a single value a channel.
+            views = torch.cat([views, views])
+        with torch.autocast(views.device.type, torch.bfloat16, enabled=self._half):
+            outputs = self.network(views.contiguous(memory_format=torch.channels_last))
+        return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
+
+    # State
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that a checkpoint must contain; none before the first :meth:`take`."""
+        if not self.present:
+            return {}
+        return {f"teacher/{name}": tensor for name, tensor in self.network.state_dict().items()}
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Copies the result of :meth:`tensors`, which may be among other tensors, in place.
+
+        Raises:
+            ValueError: A tensor of the teacher is missing.
+        """
+        self.present = any(name.startswith("teacher/") for name in tensors)
+        for name, own in self.tensors().items():
+            if name not in tensors:
+                raise ValueError(f"{name} is missing; wanted the state of a learner with this teacher")
+            own.copy_(tensors[name])
