@@ -13,7 +13,7 @@ from torch import Tensor
 from mose_fast.config import knob
 from mose_fast.methods.gradients import flat_gradient, project, write_gradient
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
+from mose_fast.methods.replay import BaselineOptions, Inputs, ReplayLearner, cross_entropy, sources_preset, table_preset
 
 __all__ = ["Agem", "AgemOptions"]
 
@@ -61,18 +61,16 @@ class Agem(ReplayLearner):
         ("replay_from", "others"): "has no reference batch and is plain fine-tuning"
     }
 
-    def train_on(self, rows: Rows) -> dict[str, Tensor]:
+    def train_on(self, rows: Inputs) -> dict[str, Tensor]:
         if 0 in rows.sizes:  # no finished task yet, or rehearsal: one loss, nothing that it could oppose
             return super().train_on(rows)
-        parameters = list(self.network.parameters())
-        views = self.make_views(rows).split(rows.sizes)
-        labels = rows.labels.split(rows.sizes)
+        leaves, parts = self.model.leaves, zip(rows.views.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
         with self.model.step():
-            losses = [cross_entropy(self.forward(part).logits, y) for part, y in zip(views, labels, strict=True)]
+            losses = [cross_entropy(self.forward(views).logits, labels) for views, labels in parts]
 
             def backward() -> None:
-                gradient, reference = (flat_gradient(loss, parameters) for loss in losses)
-                write_gradient(parameters, project(gradient, reference))
+                gradient, reference = (flat_gradient(loss, leaves) for loss in losses)
+                write_gradient(leaves, project(gradient, reference))
 
             self.model.minimise(losses[0] + losses[1], backward)
         return {"loss": self.model.latch.reported(losses[0]), "reference": losses[1].detach()}

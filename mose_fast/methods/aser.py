@@ -15,9 +15,9 @@ from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import (
     BaselineOptions,
+    Inputs,
     Outputs,
     ReplayLearner,
-    Rows,
     cross_entropy,
     sources_preset,
     table_preset,
@@ -89,6 +89,7 @@ class Aser(ReplayLearner):
     """
 
     planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
+    not_captured: ClassVar[str] = "looks at the network to choose the rows that it replays and stores"
     memory: ShapleyMemory
 
     def build_memory(self) -> ShapleyMemory:
@@ -111,7 +112,7 @@ class Aser(ReplayLearner):
         others = self.task if o.replay_from == "others" else None
         return self.memory.retrieve(x, y, o.buffer_batch, o.score, self.features, self.steps, others=others)
 
-    def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         return {"cross_entropy": cross_entropy(outputs.logits, rows.labels)}
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ class Planning(IntEnum):
     #: Neither ``plan`` nor ``store`` looks at the model or at what training changes: several
     #: batches are planned, and the memory filled, before the first of their steps is taken.
     AHEAD = 2
-    #: In addition, ``train_on`` can be captured as a CUDA graph. On a card, losses are read only
+    #: In addition, ``train_on`` can be captured as a CUDA graph: it reads only its inputs and
+    #: tensors with fixed addresses, and never waits for the card. On a card, losses are read only
     #: after later steps were launched.
     CAPTURED = 3
 
@@ -111,6 +112,10 @@ class Learner(ABC):
 
     #: How far ahead of training batches can be planned.
     planning: ClassVar[Planning] = Planning.BATCH_BY_BATCH
+
+    #: Why steps are not captured, after "it"; docs/methods.md shows it. Only for methods whose
+    #: ``planning`` is not ``CAPTURED``.
+    not_captured: ClassVar[str] = "does not say that its steps can be captured"
 
     #: True for the upper bound that sees the data of all tasks shuffled into one: the loop presents
     #: the stream as a single task.
@@ -244,10 +249,16 @@ class Learner(ABC):
         Raises:
             ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed.
         """
+        if self.planning >= Planning.AHEAD:
+            prepared = self.prepare(x, y, task, index=index, train=train, store=store)
+            losses = prepared.take()
+            # If losses are read late, the host must not wait here.
+            if losses is not None and not self.reads_losses_late and self.diverged:
+                prepared.undo()
+            return losses
         x, y, index = self._receive(*self.data.check_batch(x, y), task, index)
         losses = self.train_batch(x, y) if train else None
-        # If losses are read late, the host must not wait here.
-        if store and (self.reads_losses_late or losses is None or not self.diverged):
+        if store and (losses is None or not self.diverged):
             self.store(x, y, index)
         return losses
 
@@ -275,17 +286,20 @@ class Learner(ABC):
                 return WholeBatch(self, before, observe, f"{len(x)} incoming rows")
             x, y, index = self._receive(x, y, task, index)
             plan = self.plan(x, y) if train else None
-            if store:
-                self.store(x, y, index)
+            stored = self.store(x, y, index) if store else None
         if plan is None:
             return StoredBatch(self, before)
         self.data.ahead += 1
-        return PlannedBatch(self, before, plan, self.inputs(plan))
+        return PlannedBatch(self, before, plan, self.inputs(plan, stored))
 
     def prepare_rehearsal(self, slots: Tensor) -> Prepared:
-        """Prepares :meth:`rehearse`. No other batch may be prepared at the same time."""
+        """Prepares :meth:`rehearse`."""
         with self.data.record() as before:
-            return WholeBatch(self, before, partial(self.rehearse, slots), f"{len(slots)} rows of the memory")
+            if self.planning < Planning.AHEAD:
+                return WholeBatch(self, before, partial(self.rehearse, slots), f"{len(slots)} rows of the memory")
+            plan = self.rehearsal(slots)
+        self.data.ahead += 1
+        return PlannedBatch(self, before, plan, self.inputs(plan))
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
         """Takes one training step on memory slots only (training on the final memory).
@@ -296,9 +310,9 @@ class Learner(ABC):
         Returns:
             The step's losses by name.
         """
-        return self.step(self.rehearsal(slots))
+        return self.step(self.inputs(self.rehearsal(slots)))
 
-    def step(self, inputs: Any, train_on: Callable[[Any], Any] | None = None) -> dict[str, Tensor]:
+    def step(self, inputs: Any, train_on: Callable[[Any], dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
         """Takes one training step and counts it.
 
         Args:
@@ -313,7 +327,7 @@ class Learner(ABC):
         losses = (self.train_on if train_on is None else train_on)(inputs)
         self.data.steps += not self.model.latch.froze
         self._means = None
-        return self.named(losses)
+        return losses
 
     def undo(self, record: DataRecord) -> None:
         """Undoes the batch since a record of the data plane, except in the model."""
@@ -370,10 +384,19 @@ class Learner(ABC):
 
     @abstractmethod
     def rehearsal(self, slots: Tensor) -> Any:
-        """The inputs of a step on memory slots only."""
+        """The plan of a step on memory slots only."""
 
-    def inputs(self, plan: Any) -> Any:
-        """The inputs of a plan's step, made when the plan is made; by default the plan itself."""
+    def inputs(self, plan: Any, stored: Tensor | None = None) -> Any:
+        """The inputs of a plan's step, made when the plan is made; by default the plan itself.
+
+        If steps are captured, they are a tuple of tensors, plain values and such tuples or
+        dictionaries. Steps whose tensors have equal shapes and whose plain values are equal share a
+        graph.
+
+        Args:
+            plan: The result of :meth:`plan` or :meth:`rehearsal`.
+            stored: int64 [B], the result of :meth:`store` if the batch was stored before its step.
+        """
         return plan
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
@@ -402,7 +425,7 @@ class Learner(ABC):
         if self.kernels == "fused":
             shadow_dtype = torch.bfloat16 if self.shadowed else None
             return FlatAdam(network.parameters(), **settings, shadow_dtype=shadow_dtype)
-        # PyTorch's fused Adam can skip a step without the host knowing.
+        # PyTorch's fused optimisers can skip a step without the host knowing.
         how = {"fused": True, "capturable": True} if self.reads_losses_late else {}
         return torch.optim.Adam(network.parameters(), **settings, **how)
 
@@ -450,7 +473,7 @@ class Learner(ABC):
         return None if plan is None else self.step(self.inputs(plan))
 
     @abstractmethod
-    def train_on(self, inputs: Any) -> Any:
+    def train_on(self, inputs: Any) -> dict[str, Tensor]:
         """Takes one training step: views, forward pass, losses, backward pass and optimiser. It
         does not count the step.
 
@@ -458,13 +481,9 @@ class Learner(ABC):
             inputs: The result of :meth:`inputs`.
 
         Returns:
-            A value that :meth:`named` turns into losses by name; the first is the minimised loss,
-            as :meth:`Model.minimise` returns it.
+            The step's losses by name, as scalars on the learner's device; the first is the
+            minimised loss, as :meth:`Model.minimise` returns it.
         """
-
-    def named(self, losses: Any) -> dict[str, Tensor]:
-        """The losses of :meth:`train_on` by name."""
-        return losses
 
     def on_task_end(self) -> None:  # noqa: B027 - most methods have nothing to do here
         """Called at the end of a task, before the next one begins.
@@ -607,9 +626,7 @@ class Learner(ABC):
         if self.device.type != "cuda":
             obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
         elif self.planning < Planning.CAPTURED:
-            looks = self.planning is Planning.LOOKS_AT_MODEL
-            why = "looks at the network to plan a step" if looks else "has no step that could be captured"
-            obstacle = f"method {self.config.method!r} {why}"
+            obstacle = f"method {self.config.method!r} {self.not_captured}"
         if wanted == "captured" and obstacle:
             raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")
         if wanted == "eager" or obstacle:

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from mose_fast.config import RECIPES, knob
 from mose_fast.memory import ReplayMemory
+from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import (
     BaselineOptions,
+    Inputs,
     Outputs,
     ReplayLearner,
     Rows,
@@ -65,6 +67,8 @@ class Derpp(ReplayLearner):
     their labels.
     """
 
+    planning: ClassVar[Planning] = Planning.BATCH_BY_BATCH
+    not_captured: ClassVar[str] = "stores the logits of its step"
     sets: ClassVar[int] = 3
 
     def build_memory(self) -> ReplayMemory:
@@ -81,7 +85,7 @@ class Derpp(ReplayLearner):
         replayed = self.retrieve(x, y) if o.beta else none
         return self.rows(x, y, distilled, replayed)
 
-    def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         o = self.config.options
         incoming, distilled, replayed = outputs.logits.split(rows.sizes)
         y, _, y_replayed = rows.labels.split(rows.sizes)

@@ -12,9 +12,9 @@ from mose_fast.config import knob
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import (
     BaselineOptions,
+    Inputs,
     Outputs,
     ReplayLearner,
-    Rows,
     cross_entropy,
     sources_preset,
     table_preset,
@@ -69,7 +69,7 @@ class ErOptions(BaselineOptions):
 class Er(ReplayLearner):
     """ER: cross-entropy on the incoming batch and on rows drawn uniformly from a reservoir."""
 
-    def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         if self.config.options.reduction == "pooled_mean":
             return {"cross_entropy": cross_entropy(outputs.logits, rows.labels)}
         return super().losses(outputs, rows)

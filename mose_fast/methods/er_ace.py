@@ -6,6 +6,7 @@ docs/specification/baselines.md section 6.1).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,9 @@ from mose_fast.config import knob
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import (
     BaselineOptions,
+    Inputs,
     Outputs,
     ReplayLearner,
-    Rows,
     cross_entropy,
     sources_preset,
     table_preset,
@@ -61,10 +62,13 @@ class ErAce(ReplayLearner):
     the features of old classes alone.
     """
 
+    # Its cosines are computed in float32 from float32 weights.
+    uses_shadows: ClassVar[bool] = False
+
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear
 
-    def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         """As those of ER; but beside replayed rows, incoming rows have the logits of the incoming
         batch's classes only.
         """

@@ -17,6 +17,7 @@ from mose_fast.memory import draw_pairs
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import (
     BaselineOptions,
+    Inputs,
     Outputs,
     ReplayLearner,
     Rows,
@@ -116,6 +117,8 @@ class ErAml(ReplayLearner):
     }
 
     sets: ClassVar[int] = 4
+    # Its cosines are computed in float32 from float32 weights.
+    uses_shadows: ClassVar[bool] = False
 
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear
@@ -150,13 +153,14 @@ class ErAml(ReplayLearner):
             (*[len(anchors)] * 3, len(replayed)),
             torch.cat([slots, replayed]),
             self.data.sequence,
+            {},
         )
 
-    def view_sizes(self, rows: Rows) -> tuple[int, ...]:
+    def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
         incoming, positives, negatives, replayed = rows.sizes
         return incoming, positives + negatives, replayed
 
-    def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         incoming, positives, _, replayed = rows.sizes
         contrast = slice(incoming, len(rows.labels) - replayed)
         terms = {}

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from mose_fast.augment.cutmix import cutmix
 from mose_fast.config import RECIPES, MethodOptions, RunConfig, knob
 from mose_fast.memory import BalancedMemory
+from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
+from mose_fast.methods.replay import Inputs, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation
 
@@ -106,6 +107,8 @@ def learning_rate(number: int, low: float, high: float) -> float:
 class Gdumb(ReplayLearner):
     """GDumb: keeps a class-balanced memory; trains a new network on it for each evaluation."""
 
+    planning: ClassVar[Planning] = Planning.BATCH_BY_BATCH
+    not_captured: ClassVar[str] = "trains a new network for each evaluation, outside the loop"
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
 
     def __init__(self, config: RunConfig, **stream: object) -> None:
@@ -143,7 +146,7 @@ class Gdumb(ReplayLearner):
                 group["lr"] = learning_rate(number, o.lr_low, o.lr)
             order = permutation(self.config.seed, sequence, self.memory.filled, Purpose.FIT, self.device)
             for slots in order.split(o.buffer_batch):
-                self.step(self._memory_rows(slots, sequence))
+                self.step(self.inputs(self._memory_rows(slots, sequence)))
                 self.after_step()
                 sequence += 1
         self.data.own["fitted"] = self.memory.seen
@@ -156,12 +159,12 @@ class Gdumb(ReplayLearner):
         return self._memory_rows(slots, self.steps)
 
     def _memory_rows(self, slots: Tensor, sequence: int) -> Rows:
-        return Rows(self.memory.images[slots], self.memory.labels[slots], (0, len(slots)), slots, sequence)
+        images, labels = self.memory.images[slots], self.memory.labels[slots]
+        return Rows(images, labels, (0, len(slots)), slots, sequence, {"sequence": sequence})
 
-    def train_on(self, rows: Rows) -> dict[str, Tensor]:
-        views, partners, share = cutmix(
-            self.make_views(rows), self.config.options.cutmix, self.config.seed, rows.sequence
-        )
+    def train_on(self, rows: Inputs) -> dict[str, Tensor]:
+        config = self.config
+        views, partners, share = cutmix(rows.views, config.options.cutmix, config.seed, rows.extras["sequence"])
         with self.model.step():
             logits = self.forward(views).logits
             whole, mixed_in = cross_entropy(logits, rows.labels), cross_entropy(logits, rows.labels[partners])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from mose_fast.config import knob
 from mose_fast.device import upload
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, table_preset
+from mose_fast.methods.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, table_preset
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 
-__all__ = ["Gsa", "GsaOptions", "GsaRows", "class_weights"]
+__all__ = ["Gsa", "GsaOptions", "class_weights", "two_sets"]
 
 
 @dataclass(frozen=True)
@@ -45,32 +45,12 @@ class GsaOptions(BaselineOptions):
     )
 
 
-class GsaRows(NamedTuple):
-    """The rows of a step; the first five fields are those of
-    :class:`mose_fast.methods.replay.Rows`, whose sets here are the incoming rows, rows of the
-    current task from memory, and replayed rows.
-
-    Attributes:
-        copies: Rows of the first two sets, from the first on, that join the replayed ones.
-        current: bool [K], the classes of the current task.
-        weighted: Whether classes have weights.
+def two_sets(rows: Rows | Inputs, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What the two losses are for, of all rows' images or labels: rows of the current task, and
+    copies of the first of them with the replayed ones.
     """
-
-    images: Tensor
-    labels: Tensor
-    sizes: tuple[int, ...]
-    slots: Tensor
-    sequence: int
-    copies: int
-    current: Tensor
-    weighted: bool
-
-    def sets(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows, given for images or labels, that the two losses are for: those of the current
-        task, and copies of some of them with the replayed ones.
-        """
-        new = self.sizes[0] + self.sizes[1]
-        return rows[:new], torch.cat([rows[: self.copies], rows[new:]])
+    new = rows.sizes[0] + rows.sizes[1]
+    return values[:new], torch.cat([values[: rows.extras["copies"]], values[new:]])
 
 
 def class_weights(sums: Tensor) -> Tensor:
@@ -128,7 +108,7 @@ class Gsa(ReplayLearner):
         super().begin_task(task, classes)
         self.data.own["steps_of_task"] = 0
 
-    def plan(self, x: Tensor, y: Tensor) -> GsaRows:
+    def plan(self, x: Tensor, y: Tensor) -> Rows:
         self.data.own["steps_of_task"] += 1
         o, memory, seen = self.config.options, self.memory, len(self.seen)
         current = memory.draw(o.new_extra, only=self.task)
@@ -137,36 +117,40 @@ class Gsa(ReplayLearner):
         copies = min(o.buffer_batch * now // seen, len(x) + len(current)) if memory.filled else 0
         wanted = o.buffer_batch * (seen - now) // seen if others else o.buffer_batch - copies
         old = memory.draw(wanted, others=self.task if others else None)
-        return self.rows(x, y, current, old)._replace(copies=copies)
+        rows = self.rows(x, y, current, old)
+        return rows._replace(extras={**rows.extras, "copies": copies})
 
-    def rows(self, x: Tensor, y: Tensor, *sets: Tensor) -> GsaRows:
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """``current`` bool [K], the classes of the current task; ``weighted``, whether classes have
+        weights; ``copies``, see :func:`two_sets`.
+        """
         o = self.config.options
         mask = torch.zeros(self.classes, dtype=torch.bool)
-        if len(x):
+        if sizes[0]:
             mask[self.data.current_classes(o.current_classes)] = True
-        weighted = len(x) == 0 or self.data.own["steps_of_task"] > o.warm_up
-        return GsaRows(*super().rows(x, y, *sets), 0, upload(mask, self.device), weighted)
+        weighted = sizes[0] == 0 or self.data.own["steps_of_task"] > o.warm_up
+        return {"current": upload(mask, self.device), "weighted": weighted, "copies": 0}
 
-    def make_views(self, rows: GsaRows) -> Tensor:
-        """float32 [V, 3, H, W]: of each of the two sets of :meth:`GsaRows.sets`, an augmented view
-        of every row, then one of every row mirrored.
+    def make_views(self, rows: Rows) -> Tensor:
+        """float32 [V, 3, H, W]: of each of :func:`two_sets`, an augmented view of every row, then
+        one of every row mirrored.
         """
-        images = [part for one in rows.sets(rows.images) for part in (one, one.flip(2) if self.mirrored else one)]
+        images = [part for one in two_sets(rows, rows.images) for part in (one, one.flip(2) if self.mirrored else one)]
         return super().make_views(rows._replace(images=torch.cat(images)))
 
-    def view_sizes(self, rows: GsaRows) -> tuple[int, ...]:
-        return tuple(2 * len(one) for one in rows.sets(rows.labels))
+    def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
+        return tuple(2 * len(one) for one in two_sets(rows, rows.labels))
 
-    def losses(self, outputs: Outputs, rows: GsaRows) -> dict[str, Tensor]:
-        new, replayed = (one.repeat(2) for one in rows.sets(rows.labels))
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
+        new, replayed = (one.repeat(2) for one in two_sets(rows, rows.labels))
         logits_new, logits = outputs.logits.split(self.view_sizes(rows))
         terms = {}
         if len(new):
-            terms["incoming"] = masked_cross_entropy(logits_new, new, rows.current)
+            terms["incoming"] = masked_cross_entropy(logits_new, new, rows.extras["current"])
         if len(replayed):
             self.count(logits.detach().float(), replayed)
             each = F.cross_entropy(logits.float(), replayed, reduction="none")
-            weights = class_weights(self.network.sums)[replayed] if rows.weighted else 1.0
+            weights = class_weights(self.network.sums)[replayed] if rows.extras["weighted"] else 1.0
             terms["replayed"] = self.config.options.buffer_weight * (weights * each).mean()
         return terms
 

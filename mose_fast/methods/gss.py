@@ -80,6 +80,7 @@ class Gss(ReplayLearner):
     """GSS: ER with a memory that prefers samples whose gradients differ from those it holds."""
 
     planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
+    not_captured: ClassVar[str] = "looks at the network to choose the rows that it stores"
     memory: GradientMemory
 
     def build_memory(self) -> GradientMemory:
@@ -90,11 +91,11 @@ class Gss(ReplayLearner):
         for _ in range(o.iterations):
             rows = self.plan(x, y)
             if o.steps == "alternate" and len(rows.slots):
-                incoming = self.step(self.rows(x, y, rows.slots[:0]))
-                replayed = self.step(self.rows(x[:0], y[:0], rows.slots))
+                incoming = self.step(self.inputs(self.rows(x, y, rows.slots[:0])))
+                replayed = self.step(self.inputs(self.rows(x[:0], y[:0], rows.slots)))
                 losses = incoming | replayed | {"loss": incoming["loss"] + replayed["loss"]}
             else:
-                losses = self.step(rows)
+                losses = self.step(self.inputs(rows))
         return losses
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:

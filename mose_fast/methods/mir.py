@@ -91,6 +91,7 @@ class Mir(ReplayLearner):
     """
 
     planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
+    not_captured: ClassVar[str] = "looks at the network to choose the rows that it replays"
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         o = self.config.options
@@ -121,7 +122,7 @@ class Mir(ReplayLearner):
         images = self.views.normalise(self.memory.images[slots]).contiguous(memory_format=torch.channels_last)
         labels = self.memory.labels[slots]
         with self.model.precise(), batch_statistics(self.network):
-            gradients = torch.autograd.grad(cross_entropy(self.forward(incoming).logits, y), parameters)
+            gradients = torch.autograd.grad(cross_entropy(self.forward(incoming).logits, y), self.model.leaves)
             with torch.no_grad():
                 stepped = [p - virtual_lr * g for p, g in zip(parameters, gradients, strict=True)]
                 # In float32 whatever the run's precision: the differences are small beside the

@@ -64,6 +64,8 @@ class Model:
     Attributes:
         network, optimiser: The arguments.
         latch: Freezes both once a loss is not finite.
+        leaves: For each parameter, in order, the tensor that forward passes use and whose ``grad``
+            the optimiser reads: the parameter, or its bf16 copy if the optimiser keeps one.
     """
 
     def __init__(
@@ -80,9 +82,8 @@ class Model:
         self.latch = Latch(network, optimiser, reads_losses_late=reads_losses_late)
         self._views, self._precision, self._batch = views, precision, evaluation_batch
         self._device = next(network.parameters()).device
-        shadows = optimiser.shadows if isinstance(optimiser, FlatAdam) else []
-        # Forward passes use the bf16 copies of the weights, if the optimiser keeps some.
-        self._leaves = optimiser.leaves if any(shadow is not None for shadow in shadows) else None
+        self.leaves = optimiser.leaves if isinstance(optimiser, FlatAdam) else list(network.parameters())
+        self._shadowed = isinstance(optimiser, FlatAdam) and any(shadow is not None for shadow in optimiser.shadows)
 
     @contextmanager
     def precise(self) -> Iterator[None]:
@@ -112,9 +113,9 @@ class Model:
         """The network's forward pass in the run's precision; it uses the bf16 copies of the
         weights if the optimiser keeps some.
         """
-        if self._leaves is not None:
+        if self._shadowed:
             names = [name for name, _ in self.network.named_parameters()]
-            weights = dict(zip(names, self._leaves, strict=True))
+            weights = dict(zip(names, self.leaves, strict=True))
             return functional_call(self.network, weights, (images.to(torch.bfloat16), *args), kwargs)
         with self.autocast():
             return self.network(images, *args, **kwargs)
@@ -124,7 +125,8 @@ class Model:
 
         Args:
             loss: The loss, a scalar.
-            backward: A function that fills the parameters' gradients; None: the loss's gradients.
+            backward: A function that fills the gradients of :attr:`leaves`; None: the loss's
+                gradients.
 
         Returns:
             The loss that :meth:`Latch.reported` returns.

@@ -21,7 +21,7 @@ from mose_fast.nn import ExpertNetwork
 
 __all__ = ["Composition", "Mose", "StepPlan", "StepRows", "StepViews", "Targets"]
 
-_LOSSES = ("loss", "contrastive", "cross_entropy", "distillation")
+_PARTS = ("contrastive", "cross_entropy", "distillation")
 
 
 class Composition(NamedTuple):
@@ -176,12 +176,12 @@ class Mose(Learner):
         labels = torch.cat([y, m.labels[extra], y[:copies], m.labels[old]])
         return StepPlan(images, labels, Composition(len(x), len(extra), copies, len(old)), mask, self.data.sequence)
 
-    def rehearsal(self, slots: Tensor) -> StepRows | StepViews | ViewsToCome:
-        """The inputs of a step on memory slots: they are the buffer set, with one cross-entropy
-        over all classes.
+    def rehearsal(self, slots: Tensor) -> StepPlan:
+        """A step on memory slots: they are the buffer set, with one cross-entropy over all
+        classes.
         """
         images, labels = self.memory.images[slots], self.memory.labels[slots]
-        return self.step_inputs(StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.data.sequence))
+        return StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.data.sequence)
 
     def describe(self, plan: StepPlan) -> str:
         rows = plan.composition
@@ -190,11 +190,7 @@ class Mose(Learner):
             f"{sum(rows) * self.views.views_per_row} views"
         )
 
-    def named(self, losses: Tensor) -> dict[str, Tensor]:
-        """The losses of :meth:`train_on` by name."""
-        return dict(zip(_LOSSES, losses.unbind(), strict=True))
-
-    def inputs(self, plan: StepPlan) -> StepRows | StepViews | ViewsToCome:
+    def inputs(self, plan: StepPlan, stored: Tensor | None = None) -> StepRows | StepViews | ViewsToCome:
         """The inputs of a plan's step; padded on a card, so that steps share a graph."""
         if not self.reads_losses_late:
             return self.step_inputs(plan)
@@ -238,18 +234,21 @@ class Mose(Learner):
         """Rows that a step of this kind has at most, to which a captured step pads; None where it
         cannot be padded.
 
-        Padding wants norms that do not count it, and a batch no larger than the stream's.
+        Padding wants norms that do not count it, and a batch no larger than the stream's. Rehearsed
+        batches have one size anyway.
         """
+        if not plan.composition.incoming:
+            return None
         o = self.config.options
         rows = self.config.stream.batch + o.buffer_batch + (0 if plan.current_classes is None else o.new_extra)
         return rows if self.kernels == "fused" and len(plan.images) <= rows else None
 
-    def train_on(self, inputs: StepRows | StepViews) -> Tensor:
+    def train_on(self, inputs: StepRows | StepViews) -> dict[str, Tensor]:
         """Views, forward, losses, backward and optimiser: all that a captured step captures.
 
         Returns:
-            float32 [4]: the loss and its three parts, each summed over the experts. Once the run
-            has diverged, the loss is NaN or infinite in every step.
+            The loss and its three parts, each summed over the experts, float32 scalars. Once the
+            run has diverged, the loss is NaN or infinite in every step.
         """
         rows, targets = isinstance(inputs, StepRows), inputs.targets
         views = self.views.apply(inputs.images, inputs.views) if rows else inputs.views
@@ -261,7 +260,7 @@ class Mose(Learner):
             outputs = self.model.forward(views, self.config.options.distillation == "sd", **padded)
             terms = self.losses(outputs, *targets)
             reported = self.model.minimise(terms.sum())
-        return torch.cat([reported[None], terms.detach().sum(0)])
+        return {"loss": reported, **dict(zip(_PARTS, terms.detach().sum(0).unbind(), strict=True))}
 
     def _mask_of(self, classes: list[int]) -> Tensor:
         """bool [K] on the device.

@@ -87,8 +87,8 @@ class Prepared(ABC):
 
 @dataclass(eq=False)
 class WholeBatch(Prepared):
-    """A batch all of which is still to do: one of a learner that does not plan ahead, or memory
-    slots of the final memory. ``do`` does it; ``size`` describes it.
+    """A batch, or slots of the final memory, of a learner that does not plan ahead: all of it is
+    still to do. ``do`` does it; ``size`` describes it.
     """
 
     do: Callable[[], dict[str, Tensor] | None]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ from torch.nn import functional as F
 
 from mose_fast.augment.pad_crop import pad_crop
 from mose_fast.config import RECIPES, MethodOptions, knob
-from mose_fast.methods.base import Learner
+from mose_fast.methods.base import Learner, Planning
 from mose_fast.methods.model import Model
+from mose_fast.methods.prepared import ViewsToCome
 from mose_fast.methods.registry import Preset
 from mose_fast.methods.teacher import Outputs, Teacher
 from mose_fast.nn import ExpertNetwork
@@ -23,6 +25,7 @@ from mose_fast.nn import ExpertNetwork
 __all__ = [
     "TABLE",
     "BaselineOptions",
+    "Inputs",
     "Outputs",
     "ReplayLearner",
     "Rows",
@@ -101,15 +104,16 @@ class BaselineOptions(MethodOptions):
 
 
 class Rows(NamedTuple):
-    """The rows of a step.
+    """The plan of a step: its rows, copied from the memory.
 
     Attributes:
         images: uint8 [R, H, W, 3], raw: the incoming batch, then one set of replayed rows after the
-        other.
+            other.
         labels: int64 [R].
         sizes: Rows of each set; R is their sum.
         slots: int64 [R - sizes[0]], the memory slots of the replayed rows.
         sequence: Number of the step, which decides its random views.
+        extras: What :meth:`ReplayLearner.extras` returned.
     """
 
     images: Tensor
@@ -117,11 +121,35 @@ class Rows(NamedTuple):
     sizes: tuple[int, ...]
     slots: Tensor
     sequence: int
+    extras: dict[str, Any]
+
+
+class Inputs(NamedTuple):
+    """All that a step reads beside the model. Steps with equal sizes and plain values are one
+    layout and share a graph.
+
+    Attributes:
+        views: float32 [V, 3, H, W], from :meth:`ReplayLearner.make_views`.
+        labels, sizes, slots, extras: Those of the plan, :class:`Rows`.
+        stored: int64 [B], the slot that each incoming row was stored in, -1 if in none; None if the
+            rows were not offered to the memory before the step.
+    """
+
+    views: Tensor | None
+    labels: Tensor
+    sizes: tuple[int, ...]
+    slots: Tensor
+    stored: Tensor | None
+    extras: dict[str, Any]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy over all classes in float32, whatever precision the network ran in."""
     return F.cross_entropy(logits.float(), labels)
+
+
+def _with_views(views: Tensor, inputs: Inputs) -> Inputs:
+    return inputs._replace(views=views)
 
 
 class ReplayLearner(Learner):
@@ -130,10 +158,17 @@ class ReplayLearner(Learner):
 
     A method overrides what it does differently: :meth:`retrieve` chooses the replayed rows, and
     :meth:`losses` computes what is minimised. Others are :meth:`plan` (the sets of rows),
-    :meth:`make_views`, :meth:`projection_head`, :meth:`classification_head` and :meth:`train_on`.
-    All of them start from the same weights for the same seed.
+    :meth:`make_views`, :meth:`extras`, :meth:`projection_head`, :meth:`classification_head` and
+    :meth:`train_on`. All of them start from the same weights for the same seed.
+
+    Rows are chosen and views made before the step, several batches ahead, and on a card the step is
+    a CUDA graph. So :meth:`train_on` and all that it calls read only their arguments, the model,
+    the configuration, and tensors that are changed in place; and they never ask a tensor for a
+    value or for the places where it is true, which would wait for the card.
     """
 
+    planning: ClassVar[Planning] = Planning.CAPTURED
+    uses_shadows: ClassVar[bool] = True
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {("replay_from", "others"): "replays nothing"}
 
     #: Sets of rows in a step, including the incoming rows; the last one is replayed with labels.
@@ -174,7 +209,9 @@ class ReplayLearner(Learner):
     def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
         o = self.config.options
         if o.optimiser == "sgd":
-            return torch.optim.SGD(network.parameters(), lr=o.lr, weight_decay=o.weight_decay)
+            # As with Adam, PyTorch's fused one can skip a step without the host knowing.
+            fused = True if self.reads_losses_late else None
+            return torch.optim.SGD(network.parameters(), lr=o.lr, weight_decay=o.weight_decay, fused=fused)
         return super().build_optimiser(network)
 
     # Rows
@@ -194,7 +231,21 @@ class ReplayLearner(Learner):
         slots = torch.cat(sets)
         images = torch.cat([x, self.memory.images[slots]])
         labels = torch.cat([y, self.memory.labels[slots]])
-        return Rows(images, labels, (len(x), *map(len, sets)), slots, self.data.sequence)
+        sizes = (len(x), *map(len, sets))
+        return Rows(images, labels, sizes, slots, self.data.sequence, self.extras(labels, sizes))
+
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """What :meth:`losses` reads beside rows and outputs, by name, as ``rows.extras``: tensors
+        that no later plan changes, and plain values (bool, int, float, str, None). It is made with
+        the plan, before the batch is stored.
+
+        A value that changes often must be a tensor, since each plain value has its own graph; a
+        plain value says for example whether a term is present.
+
+        Args:
+            labels, sizes: Those of the rows of the step, see :class:`Rows`.
+        """
+        return {}
 
     def rehearsal(self, slots: Tensor) -> Rows:
         """The rows of a step on memory slots only: they are the last set, all others are empty."""
@@ -202,13 +253,22 @@ class ReplayLearner(Learner):
         empty = [none] * (self.sets - 2)
         return self.rows(self.memory.images[none], self.memory.labels[none], *empty, slots)
 
+    def inputs(self, plan: Rows, stored: Tensor | None = None) -> Inputs | ViewsToCome:
+        inputs = Inputs(None, plan.labels, plan.sizes, plan.slots, stored, plan.extras)
+        if self.views.apart:
+            return ViewsToCome(partial(self.make_views, plan), _with_views, inputs)
+        return _with_views(self.make_views(plan), inputs)
+
+    def describe(self, plan: Rows) -> str:
+        incoming, *replayed = plan.sizes
+        return f"{incoming} incoming and {sum(replayed)} replayed rows"
+
     # A step
 
-    def train_on(self, rows: Rows) -> dict[str, Tensor]:
-        views = self.make_views(rows)
+    def train_on(self, rows: Inputs) -> dict[str, Tensor]:
         separate = self.config.options.passes == "separate"
         with self.model.step():
-            parts = views.split(self.view_sizes(rows)) if separate else [views]
+            parts = rows.views.split(self.view_sizes(rows)) if separate else [rows.views]
             outputs = [self.forward(part) for part in parts if len(part)]
             joined = outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
             terms = self.losses(joined, rows)
@@ -216,14 +276,18 @@ class ReplayLearner(Learner):
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
     def make_views(self, rows: Rows) -> Tensor:
-        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W]."""
+        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W].
+
+        It reads only the plan and what never changes: it is called ahead of the step, possibly on
+        another thread.
+        """
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
             cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored)
             return self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
         return self.views.augmented(rows.images, seed, rows.sequence)
 
-    def view_sizes(self, rows: Rows) -> tuple[int, ...]:
+    def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
         """The numbers of views that pass the network together if ``passes`` is ``separate``; by
         default those of each set.
         """
@@ -231,19 +295,18 @@ class ReplayLearner(Learner):
 
     def forward(self, views: Tensor) -> Outputs:
         """The forward pass in training mode and in the run's precision."""
-        network = self.network.train()
+        self.network.train()
         count = len(views)
         if count == 1:
             # Batch norm in training refuses a single value a channel, which one 8x8 image leaves in
             # the last stage.
             views = torch.cat([views, views])
-        with self.model.autocast():
-            features = network.features(views.contiguous(memory_format=torch.channels_last))[:, :count]
-            return Outputs(network.classify(features)[0], features[0], network.project(features)[0])
+        outputs = self.model.forward(views.contiguous(memory_format=torch.channels_last))
+        return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
 
-    def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         """The terms whose sum is minimised, float32 scalars by name: a mean cross-entropy for every
-        set of rows that is not empty.
+        set of rows that is not empty. Which terms there are depends on plain values alone.
         """
         names = ("incoming", "replayed")
         parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)

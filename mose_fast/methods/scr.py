@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mose_fast.config import RECIPES, RunConfig, knob
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, sources_preset, table_preset
+from mose_fast.methods.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, sources_preset, table_preset
 from mose_fast.ops.draws import Purpose, permutation
 from mose_fast.ops.expert_losses import contrastive_loss
 
@@ -96,16 +96,15 @@ class Scr(ReplayLearner):
         """float32 [2R, 3, H, W]: every row as it is, then every row augmented."""
         return torch.cat([self.views.normalise(rows.images), super().make_views(rows)])
 
-    def view_sizes(self, rows: Rows) -> tuple[int, ...]:
-        return len(rows.images), len(rows.images)
+    def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
+        return len(rows.labels), len(rows.labels)
 
-    def losses(self, outputs: Outputs, rows: Rows) -> dict[str, Tensor]:
-        return {
-            "contrastive": (
-                self._weight
-                * contrastive_loss(outputs.projections, rows.labels.repeat(2), self.config.options.temperature)
-            )
-        }
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, float]:
+        return {"weight": self._weight}
+
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
+        loss = contrastive_loss(outputs.projections, rows.labels.repeat(2), self.config.options.temperature)
+        return {"contrastive": rows.extras["weight"] * loss}
 
     def on_task_end(self) -> None:
         """The review: one epoch over the memory in batches of ``buffer_batch``, of which an

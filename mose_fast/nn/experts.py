@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -237,7 +237,12 @@ class ExpertNetwork(nn.Module):
         # Methods put other modules here, such as a cosine classifier.
         if self.kernels == "fused" and all(type(head) is nn.Linear for head in heads):
             return linears(heads, features)
-        return torch.stack([head(feature) for head, feature in zip(heads, features, strict=True)])
+        # Where weights have bf16 copies, biases have none.
+        mixed = (
+            torch.autocast(features.device.type, torch.bfloat16) if features.dtype == torch.bfloat16 else nullcontext()
+        )
+        with mixed:
+            return torch.stack([head(feature) for head, feature in zip(heads, features, strict=True)])
 
     def forward(self, x: Tensor, detach_student: bool = False, valid_rows: int | Tensor | None = None) -> ExpertOutputs:
         """Computes everything that a training step needs.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from mose_fast.methods import Learner
 
@@ -23,6 +23,7 @@ __all__ = ["CapturedSteps", "capture", "copied_into", "layout_of"]
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: tuple
+    names: tuple[str, ...]
     losses: Tensor
 
 
@@ -35,13 +36,13 @@ class CapturedSteps:
     """Takes the steps of a learner on a card in place of its ``train_on``, with CUDA graphs if
     possible and allowed.
 
-    If the kernels support padding, steps are padded to their largest number of rows, so that a run
-    needs two graphs: one for the first task and one for all later tasks. Otherwise there is a graph
-    for each shape that occurs twice. The first step of a shape runs eagerly and creates everything
-    that outlives a step (the optimiser's moments, the libraries' handles). The second step is
-    captured, which executes nothing, and then replayed like all later ones. All graphs share one
-    memory pool. All steps run on one stream, which is the current stream of every call and must not
-    be the default stream.
+    There is a graph for each layout of inputs that occurs twice. MOSE pads its steps to their
+    largest number of rows if the kernels support it, so that a run needs two graphs: one for the
+    first task and one for all later tasks. The first step of a layout runs eagerly and creates
+    everything that outlives a step (the optimiser's moments, the libraries' handles). The second
+    step is captured, which executes nothing, and then replayed like all later ones. All graphs
+    share one memory pool. All steps run on one stream, which is the current stream of every call
+    and must not be the default stream.
 
     If a step cannot be captured, for lack of memory or another reason, it and all later steps are
     taken eagerly, and one warning shows the reason with its traceback. Nothing is lost: a capture
@@ -72,11 +73,11 @@ class CapturedSteps:
     def graphs(self) -> int:
         return len(self._graphs)
 
-    def __call__(self, inputs: tuple) -> Tensor:
-        """Takes a step; returns its losses, on the card.
+    def __call__(self, inputs: tuple) -> dict[str, Tensor]:
+        """Takes a step; returns its losses by name, on the card.
 
         Args:
-            inputs: The learner's ``inputs``: a tuple of tensors, plain values and such tuples.
+            inputs: The learner's ``inputs``.
         """
         key = layout_of(inputs)
         known = self._graphs.get(key)
@@ -88,7 +89,7 @@ class CapturedSteps:
         copied_into(known.inputs, inputs)
         known.graph.replay()
         # The next replay of any graph may overwrite these.
-        return known.losses.clone()
+        return dict(zip(known.names, known.losses.clone().unbind(), strict=True))
 
     def _capture(self, key: Hashable, inputs: tuple) -> _Graph | None:
         start = time.perf_counter()
@@ -100,12 +101,13 @@ class CapturedSteps:
             static = tree_map_only(Tensor, torch.clone, inputs)
             with capture(stream, self._pool) as graph:
                 losses = self.learner.train_on(static)
+                together = torch.stack(list(losses.values()))
         except Exception as error:
             self._give_up(error)
             return None
         finally:
             self.seconds += time.perf_counter() - start
-        self._graphs[key] = _Graph(graph, static, losses)
+        self._graphs[key] = _Graph(graph, static, tuple(losses), together)
         return self._graphs[key]
 
     def _give_up(self, error: Exception) -> None:
@@ -163,10 +165,11 @@ def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.
 
 
 def layout_of(inputs: tuple) -> Hashable:
-    """What must be equal for two steps to share a graph: shapes and dtypes of all tensors, and all
-    other values.
+    """What must be equal for two steps to share a graph: names and order of all values, shapes and
+    dtypes of tensors, and all other values.
     """
-    return tuple((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in tree_leaves(inputs))
+    parts, structure = tree_flatten(inputs)
+    return structure, *((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in parts)
 
 
 def copied_into(static: tuple, inputs: tuple) -> None:

@@ -131,7 +131,7 @@ def test_a_padded_step_of_mose_is_the_bare_one(precision):
     bare, padded = (make("mose", precision=precision, options={"experts": 2}) for _ in range(2))
     kinds = []
 
-    def padded_inputs(plan):
+    def padded_inputs(plan, stored=None):
         rows = padded.padded_rows(plan)
         assert rows > len(plan.images)
         kinds.append(plan.current_classes is None)

@@ -91,7 +91,7 @@ def test_the_step_is_sgd_along_the_projected_gradient(make, teach, batch):
         signs.add(bool(inner < 0))
         wanted = flat[0] - min(inner, 0) / flat[1].square().sum() * flat[1]
         before = flatten(learner.network.parameters()).double()
-        learner.step(rows)
+        learner.step(learner.inputs(rows))
         moved = (before - flatten(learner.network.parameters()).double()) / 0.5
         assert (moved - wanted).norm() < 1e-4 * wanted.norm()
     assert signs == {True, False}

@@ -58,7 +58,7 @@ def test_one_mean_covers_all_rows(make, teach, batch):
     rows = aser.rows(*batch([4, 5] * 5), torch.arange(12))
     logits = aser.forward(aser.make_views(rows)).logits.detach().double()
     each = [-row.log_softmax(0)[label].item() for row, label in zip(logits, rows.labels, strict=True)]
-    assert aser.step(rows)["loss"].item() == pytest.approx(sum(each) / 22, rel=1e-5)
+    assert aser.step(aser.inputs(rows))["loss"].item() == pytest.approx(sum(each) / 22, rel=1e-5)
 
 
 def test_new_classes_reach_a_full_memory(make, teach):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mose_fast import _dali
-from mose_fast.config import RunConfig, StreamConfig
+from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.device import choose_precision
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods import METHODS, Learner, Planning, find_method
@@ -101,9 +101,15 @@ def test_every_method_takes_bf16_and_native_kernels_and_says_how_its_steps_run(c
     made = learner(method=name, device="cuda")
     assert made.precision.name == "bf16"
     assert made.kernels == "fused"
-    assert made.stepping.name == ("captured" if name == "mose" else "eager") and bool(made.stepping.reason) == (
-        name != "mose"
-    )
+    why = f"method {name!r} {made.not_captured}"
+    assert made.stepping == (("captured", "") if made.planning is Planning.CAPTURED else ("eager", why))
+
+
+def test_a_method_that_is_not_captured_says_why(card):
+    card()
+    for name, why in {"mir": "looks at the network", "gdumb": "trains a new network for each evaluation"}.items():
+        with pytest.raises(ConfigError, match=f"step is 'captured', but method '{name}' {why}.*; wanted step 'auto'"):
+            learner(method=name, device="cuda", step="captured")
 
 
 @pytest.mark.parametrize(("free", "where"), [(80 * 2**30, "cuda"), (2**20, "cpu")])

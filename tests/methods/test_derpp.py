@@ -61,7 +61,7 @@ def test_the_terms(make, teach, batch):
         for i in range(12)
         for k in range(6)
     ]
-    losses = learner.step(rows)
+    losses = learner.step(learner.inputs(rows))
     assert losses["incoming"].item() == pytest.approx(each[:10].mean().item(), rel=1e-5)
     assert losses["distillation"].item() == pytest.approx(0.3 * sum(squares).item() / 72, rel=1e-4)
     assert losses["replayed"].item() == pytest.approx(0.7 * each[22:].mean().item(), rel=1e-5)

@@ -15,9 +15,10 @@ from mose_fast.train import Listener, run
 def trained_rows(learner, x, y, task) -> Rows:
     """What ``observe`` would train on."""
     caught = []
-    learner.step = lambda rows: caught.append(rows)
+    learner.inputs = lambda plan, stored: caught.append(plan)
+    learner.step = lambda *how: None
     learner.observe(x, y, task)
-    del learner.step
+    del learner.inputs, learner.step
     return caught[0]
 
 
@@ -51,7 +52,7 @@ def test_the_loss_is_what_the_switch_says(make, teach, batch, reduction):
     logits = learner.forward(learner.make_views(rows)).logits.detach().double()
     each = torch.stack([-row.log_softmax(0)[label] for row, label in zip(logits, rows.labels, strict=True)])
     wanted = each.mean() if reduction == "pooled_mean" else each[:10].mean() + each[10:].mean()
-    assert learner.step(rows)["loss"].item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert learner.step(learner.inputs(rows))["loss"].item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_separate_passes_let_batch_norm_see_each_set_alone(make, teach, batch):
@@ -60,12 +61,12 @@ def test_separate_passes_let_batch_norm_see_each_set_alone(make, teach, batch):
     views = learner.make_views(rows)
     sets = zip(views.split([10, 12]), rows.labels.split([10, 12]), strict=True)
     wanted = [F.cross_entropy(learner.forward(part).logits, labels).item() for part, labels in sets]
-    losses = learner.step(rows)
+    losses = learner.step(learner.inputs(rows))
     assert losses["incoming"].item() == pytest.approx(wanted[0], rel=1e-5)
     assert losses["replayed"].item() == pytest.approx(wanted[1], rel=1e-5)
     joint = teach(make("er"))
     joint.load_state(*teach(make("er", options={"passes": "separate"})).state())
-    assert joint.step(rows)["incoming"].item() != pytest.approx(wanted[0], rel=1e-3)
+    assert joint.step(joint.inputs(rows))["incoming"].item() != pytest.approx(wanted[0], rel=1e-3)
 
 
 def test_er_observes_to_learn(make, batch):
@@ -90,13 +91,13 @@ class Recorder(Listener):
 
     def on_start(self, config, stream, learner, batch, batches):
         self.tasks, self.labels, self.batches = [], [], batches
-        observe = learner.observe
+        prepare = learner.prepare
 
         def record(x, y, task, **how):
             self.labels.append(y.tolist())
-            return observe(x, y, task, **how)
+            return prepare(x, y, task, **how)
 
-        learner.observe = record
+        learner.prepare = record
 
     def on_task_start(self, task):
         self.tasks.append(task)

@@ -56,7 +56,7 @@ def test_replay_from_all_fills_the_weighted_set_from_the_whole_memory(make, teac
     found = set()
     for seed in range(5):
         rows = learner.plan(*batch([0, 1] * 5, seed=seed))
-        assert rows.copies + rows.sizes[2] == 12
+        assert rows.extras["copies"] + rows.sizes[2] == 12
         found |= set(rows.labels[-rows.sizes[2] :].tolist())
     assert found == {0, 1, 2, 3}
 

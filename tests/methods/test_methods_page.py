@@ -28,9 +28,9 @@ def overview(name: str) -> str:
     learner = METHODS[name]
     line = " ".join((inspect.getdoc(learner) or "").split("\n\n")[0].split()).rstrip(".")
     said = line.partition(": ")[2] or line
-    ahead = "no: it looks at the network" if learner.planning is Planning.LOOKS_AT_MODEL else "yes"
+    captured = "yes" if learner.planning is Planning.CAPTURED else f"no: it {learner.not_captured}"
     return (
-        f"| `{name}` | {learner.about.year} | {cell(said)} | {learner.about.cost:.2f} | {ahead} |"
+        f"| `{name}` | {learner.about.year} | {cell(said)} | {learner.about.cost:.2f} | {captured} |"
         f" {cell(learner.about.reference)} |"
     )
 

@@ -42,17 +42,22 @@ def steps_of(learner: Learner, act) -> list[Step]:
     """Calls ``act`` and returns the steps that the learner took. The first one's network is that
     from before ``act``, so that nothing may happen to it unseen.
     """
-    networks, steps, take = [copy.deepcopy(learner.network).double().train()], [], learner.step
+    networks, plans, steps = [copy.deepcopy(learner.network).double().train()], [], []
+    inputs, take = learner.inputs, learner.step
 
-    def noted(rows):
+    def planned(plan, *stored):
+        plans.append(plan)
+        return inputs(plan, *stored)
+
+    def noted(*how):
         before = copy.deepcopy(learner.network).double().train() if steps else networks[0]
-        losses = take(rows)
-        steps.append(Step(rows, losses, before, copy.deepcopy(learner.network)))
+        losses = take(*how)
+        steps.append(Step(plans[len(steps)], losses, before, copy.deepcopy(learner.network)))
         return losses
 
-    learner.step = noted
+    learner.inputs, learner.step = planned, noted
     act()
-    del learner.step
+    del learner.inputs, learner.step
     return steps
 
 
@@ -527,7 +532,7 @@ FAULTS = [
     ("er", "replay.ReplayLearner.retrieve", "o.buffer_batch", "o.buffer_batch // 2"),
     ("er_apart", "replay.ReplayLearner.retrieve", 'self.task if o.replay_from == "others" else None', "None"),
     ("er_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
-    ("er", "replay.ReplayLearner.train_on", "if separate else [views]", "if not separate else [views]"),
+    ("er", "replay.ReplayLearner.train_on", "if separate else [rows.views]", "if not separate else [rows.views]"),
     ("finetune", "base.Learner.build_optimiser", "o.weight_decay", "0.0"),
     ("finetune", "base.Learner.build_optimiser", "(o.beta1, o.beta2)", "(0.9, 0.999)"),
     # ER
@@ -627,7 +632,7 @@ FAULTS = [
     ("gdumb", "gdumb.Gdumb.prepare_evaluation", "else o.passes_before", "else o.passes_before + 1"),
     ("gdumb", "gdumb.Gdumb.train_on", "rows.labels[partners]", "rows.labels"),
     ("gdumb", "gdumb.Gdumb.train_on", "share * whole + (1 - share)", "(1 - share) * whole + share"),
-    ("gdumb", "gdumb.Gdumb.train_on", "self.config.options.cutmix,", "1.0,"),
+    ("gdumb", "gdumb.Gdumb.train_on", "config.options.cutmix,", "1.0,"),
     ("gdumb", "gdumb.Gdumb.train_on", "nn.utils.clip_grad_norm_(self.network.parameters(), _LARGEST_NORM)", "pass"),
     ("gdumb", "gdumb.Gdumb.build_optimiser", ", weight_decay=o.weight_decay", ""),
     ("gdumb", "gdumb.Gdumb.build_optimiser", "momentum=_MOMENTUM", "momentum=0.0"),
@@ -644,7 +649,7 @@ FAULTS = [
     ("scr", "scr.Scr.make_views", "super().make_views(rows)", "self.views.normalise(rows.images)"),
     ("scr", "scr.Scr.on_task_end", "self._weight = _REVIEW_WEIGHT", "pass"),
     ("scr", "scr.Scr.on_task_end", "self._weight = 1.0", "pass"),
-    ("scr_apart", "scr.Scr.view_sizes", "len(rows.images), len(rows.images)", "(2 * len(rows.images),)"),
+    ("scr_apart", "scr.Scr.view_sizes", "len(rows.labels), len(rows.labels)", "(2 * len(rows.labels),)"),
     # DER++
     ("derpp", "derpp.Derpp.losses", "o.alpha * ", ""),
     ("derpp", "derpp.Derpp.losses", "o.beta * ", ""),
@@ -666,10 +671,10 @@ FAULTS = [
     ("gsa", "gsa.Gsa.count", "own | (sums[0] == 0)", "own"),
     ("gsa", "gsa.Gsa.count", "own | (sums[0] == 0)", "sums[0] == 0"),
     ("gsa", "gsa.Gsa.losses", "self.count(logits.detach().float(), replayed)", "pass"),
-    ("gsa", "gsa.Gsa.losses", "if rows.weighted", "if True"),
-    ("gsa", "gsa.Gsa.losses", "if rows.weighted", "if False"),
-    ("gsa", "gsa.Gsa.losses", "new, rows.current", "new"),
-    ("gsa_apart", "gsa.Gsa.losses", "new, rows.current", "new"),
+    ("gsa", "gsa.Gsa.losses", 'if rows.extras["weighted"]', "if True"),
+    ("gsa", "gsa.Gsa.losses", 'if rows.extras["weighted"]', "if False"),
+    ("gsa", "gsa.Gsa.losses", 'new, rows.extras["current"]', "new"),
+    ("gsa_apart", "gsa.Gsa.losses", 'new, rows.extras["current"]', "new"),
     ("gsa", "gsa.Gsa.losses", "self.config.options.buffer_weight * ", ""),
     ("gsa", "gsa.Gsa.plan", "o.buffer_batch * now // seen,", "o.buffer_batch,"),
     ("gsa", "gsa.Gsa.plan", "len(x) + len(current)", "len(x)"),
@@ -677,11 +682,11 @@ FAULTS = [
     ("gsa", "gsa.Gsa.plan", "only=self.task", "others=self.task"),
     ("gsa", "gsa.Gsa.plan", "others=self.task if others else None", "others=None"),
     ("gsa", "gsa.Gsa.plan", "(seen - now) // seen", "now // now"),
-    ("gsa", "gsa.Gsa.rows", "> o.warm_up", "> o.warm_up + 1"),
-    ("gsa_apart", "gsa.Gsa.rows", "o.current_classes", '"seen"'),
+    ("gsa", "gsa.Gsa.extras", "> o.warm_up", "> o.warm_up + 1"),
+    ("gsa_apart", "gsa.Gsa.extras", "o.current_classes", '"seen"'),
     ("gsa", "gsa.Gsa.begin_task", '["steps_of_task"] = 0', '.setdefault("steps_of_task", 0)'),
     ("gsa", "gsa.Gsa.make_views", "one.flip(2) if self.mirrored else one", "one"),
-    ("gsa", "gsa.GsaRows.sets", "rows[: self.copies]", "rows[:0]"),
+    ("gsa", "gsa.two_sets", 'values[: rows.extras["copies"]]', "values[:0]"),
     ("gsa_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
 ]
 

@@ -44,7 +44,7 @@ def test_the_loss_equals_loops_over_anchors_and_positives(make, teach, batch, he
         partition = sum(torch.exp(z[i] @ z[j] / 0.2) for j in others).log()
         positives = [z[i] @ z[j] / 0.2 - partition for j in others if labels[j] == labels[i]]
         anchors.append(-sum(positives) / len(positives))
-    assert learner.step(rows)["loss"].item() == pytest.approx((sum(anchors) / 44).item(), rel=1e-4)
+    assert learner.step(learner.inputs(rows))["loss"].item() == pytest.approx((sum(anchors) / 44).item(), rel=1e-4)
 
 
 def test_the_linear_classifier_is_never_trained(make, teach):

@@ -52,6 +52,9 @@ _WAITS = {
 }
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
+# In training they change ``running_mean`` and ``running_var``, which their schema does not say.
+_WRITES_RUNNING_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+
 # They look at no element.
 _LOOKS_AT_NOTHING = {"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 _READS_NO_ARGUMENT = {
@@ -916,4 +919,6 @@ def _by_schema(schema: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[T
             reads.extend(_tensors(value))
         elif alias.is_write:
             writes.extend(_tensors(value))
+    if schema.name in _WRITES_RUNNING_STATISTICS and args[5]:
+        writes.extend(_tensors(args[3:5]))
     return reads, writes

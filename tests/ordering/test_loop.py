@@ -180,7 +180,7 @@ def test_a_capture_that_fails_leaves_order(monkeypatch):
     def waits(learner, inputs):
         losses = train_on(learner, inputs)
         if torch.cuda.is_current_stream_capturing():
-            float(losses[0])
+            float(losses["loss"])
         return losses
 
     monkeypatch.setattr(Mose, "train_on", waits)

@@ -82,9 +82,9 @@ def test_two_epochs_pass_each_task_twice_and_store_it_once():
 
 
 def test_final_memory_is_filled_by_the_stream_and_rehearsed_in_every_epoch(monkeypatch, plain):
-    rehearsed, rehearse = [], Mose.rehearse
+    rehearsed, rehearsal = [], Mose.rehearsal
     monkeypatch.setattr(
-        Mose, "rehearse", lambda learner, slots: rehearsed.append(slots.tolist()) or rehearse(learner, slots)
+        Mose, "rehearsal", lambda learner, slots: rehearsed.append(slots.tolist()) or rehearsal(learner, slots)
     )
     recorder, online = Recorder(), plain[1]
     run(config(train_on="final_memory", epochs=3), listeners=[recorder])

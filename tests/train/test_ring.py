@@ -105,12 +105,26 @@ def test_two_epochs_and_the_final_memory_at_any_depth(monkeypatch):
         assert [outcome(run(settings(epochs=2))), outcome(run(settings(epochs=2, train_on="final_memory")))] == expected
 
 
+@pytest.mark.parametrize("train_on", ["stream", "final_memory"])
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_gives_the_same_run_whether_or_not_it_plans_ahead(monkeypatch, name, train_on):
+    """A plan that looks at the network, or at what steps change, would see another one ahead."""
+    options = {"buffer_batch": 6} | ({"passes": 2, "passes_before": 1} if name == "gdumb" else {})
+    found = []
+    for depth in (DEPTH, 1):
+        with_depth(monkeypatch, depth)
+        watch = Watch()
+        results = run(settings(method=name, options=options, train_on=train_on), listeners=[watch])
+        found.append((outcome(results), watch.losses))
+    assert found[0] == found[1]
+
+
 def test_learners_that_do_not_plan_ahead_get_one_batch_at_a_time():
-    for name in sorted(METHODS):
-        assert (METHODS[name].planning >= Planning.AHEAD) == (name == "mose")
-    watch = Watch()
-    run(settings(method="er", options={"buffer_batch": 12}), listeners=[watch])
-    assert len(watch.losses) == 12 and set(watch.ahead) == {0}
+    for name, most in (("mir", 0), ("er", DEPTH - 1)):
+        assert (METHODS[name].planning >= Planning.AHEAD) == bool(most)
+        watch = Watch()
+        run(settings(method=name, options={"buffer_batch": 12}), listeners=[watch])
+        assert len(watch.losses) == 12 and max(watch.ahead) == most
 
 
 @pytest.mark.parametrize("batch", [1, 3, 6, 8])
