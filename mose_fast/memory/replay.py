@@ -75,6 +75,11 @@ class ReplayMemory:
         self.twin = HostTwin(capacity, seed) if torch.device(device).type == "cuda" else None
         self._record: MemoryRecord | None = None
 
+    @property
+    def drawable(self) -> int:
+        """Number of slots that :meth:`draw` draws from: the first ones."""
+        return self.filled
+
     def insert(self, x: Tensor, y: Tensor, task: int, index: Tensor) -> Tensor:
         """Offers a batch, item by item.
 
@@ -150,14 +155,14 @@ class ReplayMemory:
         if only is not None and others is not None:
             raise ValueError(f"only is {only} and others is {others}; wanted at most one of them")
         tasks, state = self._on_host()
-        tasks = tasks[: self.filled]
+        tasks = tasks[: self.drawable]
         if only is not None:
             chosen, task, qualify = SlotFilter.ONLY, only, int((tasks == only).sum())
         elif others is not None:
             chosen, task, qualify = SlotFilter.OTHERS, others, int((tasks != others).sum())
         else:
             chosen, task, qualify = SlotFilter.ALL, 0, len(tasks)
-        slots = draw(self.tasks[: self.filled], self.state, count, chosen, task)
+        slots = draw(self.tasks[: self.drawable], self.state, count, chosen, task)
         if self.twin is not None:
             state[1] += 1
         return slots[: min(count, qualify)]
@@ -175,7 +180,7 @@ class ReplayMemory:
 
     def restore(self, record: MemoryRecord) -> None:
         """Undoes what happened while :meth:`record` recorded. Restore the newest record first."""
-        state, own = torch.tensor(record.state), self.tensors()
+        state, own = torch.tensor(record.state), self._by_slot()
         for slots, contents in reversed(record.overwritten):
             for name, old in contents.items():
                 own[name][slots] = old
@@ -189,23 +194,21 @@ class ReplayMemory:
     def _note_old(self, slots: Tensor) -> None:
         """Adds to the record the contents of slots that are about to be overwritten."""
         if self._record is not None:
-            contents = {name: tensor[slots] for name, tensor in self.tensors().items() if name != "state"}
+            contents = {name: tensor[slots] for name, tensor in self._by_slot().items()}
             self._record.overwritten.append((slots, contents))
 
     def _on_host(self) -> tuple[Tensor, Tensor]:
         """The tasks of all slots and the state, on the host."""
         return (self.tasks, self.state) if self.twin is None else (self.twin.tasks, self.twin.state)
 
+    def _by_slot(self) -> dict[str, Tensor]:
+        """The tensors that have a row for each slot."""
+        own = {"images": self.images, "labels": self.labels, "tasks": self.tasks, "indices": self.indices}
+        return own | {f"extra/{name}": tensor for name, tensor in self.extras.items()}
+
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that a checkpoint must contain."""
-        own = {
-            "images": self.images,
-            "labels": self.labels,
-            "tasks": self.tasks,
-            "indices": self.indices,
-            "state": self.state,
-        }
-        return own | {f"extra/{name}": tensor for name, tensor in self.extras.items()}
+        return self._by_slot() | {"state": self.state}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Copies tensors from :meth:`tensors` into this memory.
@@ -213,7 +216,7 @@ class ReplayMemory:
         Raises:
             ValueError: A tensor has another shape than this memory's.
         """
-        for name, own in self.tensors().items():
+        for name, own in (self._by_slot() | {"state": self.state}).items():
             if name not in tensors:
                 raise ValueError(f"memory.{name} is missing; wanted the state of a memory that keeps it")
             if own.shape != tensors[name].shape:

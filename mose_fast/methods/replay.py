@@ -315,6 +315,7 @@ class ReplayLearner(Learner):
     # The end of a task
 
     def on_task_end(self) -> None:
+        super().on_task_end()
         if self.teacher is not None:
             self.teacher.take(self.network)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mose_fast.methods.latch import RunningStatistics
 from mose_fast.nn import ExpertNetwork
 
 __all__ = ["Outputs", "Teacher"]
@@ -29,8 +31,8 @@ class Teacher:
 
     Args:
         network: The learner's network, on its device, in channels_last, with its kernels.
-        training: Whether batch norm uses the statistics of the batch, as in training; then the
-            copy's own running statistics change.
+        training: Whether batch norm uses the statistics of the batch, as in training. The copy's
+            running statistics stay as they are.
         precision: The run's precision; ``bf16`` runs under autocast as the learner's network does.
         shadowed: Whether weights of more than one dimension are kept in bf16, as the learner's
             optimiser keeps copies of them.
@@ -45,6 +47,8 @@ class Teacher:
     ) -> None:
         self.network = copy.deepcopy(network).requires_grad_(False).train(training)
         self._half = precision == "bf16"
+        self._statistics = RunningStatistics(self.network)
+        self._undone = torch.ones((), dtype=torch.bool, device=next(network.parameters()).device)
         self.present = False
         if shadowed:
             for parameter in self.network.parameters():
@@ -65,7 +69,10 @@ class Teacher:
         if count == 1:
             # Batch norm in training refuses a single value a channel.
             views = torch.cat([views, views])
-        with torch.autocast(views.device.type, torch.bfloat16, enabled=self._half):
+        autocast = torch.autocast(views.device.type, torch.bfloat16, enabled=self._half)
+        # Nothing reads them, but they are state, which a step that is refused must not change.
+        unchanged = self._statistics.undone_if(self._undone) if self.network.training else nullcontext()
+        with autocast, unchanged:
             outputs = self.network(views.contiguous(memory_format=torch.channels_last))
         return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
 

@@ -62,12 +62,14 @@ def test_a_new_task_and_a_loaded_state_leave_its_tensors_where_they_are(mode, ma
         assert addresses(one.teacher) == before
 
 
-def test_it_shares_nothing_with_the_network(mode, make, teach, batch):
+def test_it_changes_nothing_and_shares_nothing_with_the_network(mode, make, teach, batch):
     learner = teach(make("er"), tasks=(0,))
     learner.end_task()
     before = learner.network.state_dict() | {}
     kept = {name: tensor.clone() for name, tensor in before.items()}
+    state = {name: tensor.clone() for name, tensor in learner.teacher.tensors().items()}
     learner.teacher.outputs(views_of(learner, batch))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in learner.teacher.tensors().items())
     own = {tensor.untyped_storage().data_ptr() for tensor in learner.teacher.network.state_dict().values()}
     assert own.isdisjoint({tensor.untyped_storage().data_ptr() for tensor in before.values()})
     assert all(torch.equal(tensor, kept[name]) for name, tensor in learner.network.state_dict().items())
