@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.config import METHOD_SETTINGS, ConfigError, ReplayOptions, RunConfig
 from mose_fast.knobs import settings_of
 from mose_fast.methods import METHODS, BaselineOptions, Planning
 from mose_fast.streams import from_arrays
@@ -138,9 +138,13 @@ def test_one_constant_task_number_is_warned_of_once(name, switch, value, make, b
     """Once more than half of the classes came in it, which no one of several equal tasks has."""
     effect = METHODS[name].without_boundaries[switch, value]
     expected = f"options.{switch} of method {name!r} is {value!r}, .* 4 of 6 classes came in task 7, .* {effect}"
-    # The other switches of MOSE would be named first.
-    off = {"first_task": "same"} if name == "mose" and switch != "first_task" else {}
-    learner = make(name, options={switch: value, **off})
+    # Only the first switch that needs boundaries is named.
+    known = settings_of(type(RunConfig.create(method=name).options))
+    off = {
+        s: not v if v is True else next(c for c in known[f"options.{s}"].choices if c != v)
+        for s, v in METHODS[name].without_boundaries
+    }
+    learner = make(name, options={**off, switch: value})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for label in range(6):
@@ -210,6 +214,38 @@ def test_a_memory_that_is_thin_or_larger_than_the_stream_is_warned_of(memory, sa
 def test_a_memory_too_small_names_the_least_size(name):
     with pytest.raises(ConfigError, match=r"memory is 7, .* at least one buffer batch"):
         RunConfig.create(method=name, memory=7, options={"buffer_batch": 8})
+
+
+# Switches that all methods have which train on incoming batches
+
+REPLAYING = tuple(name for name in NAMES if issubclass(METHOD_SETTINGS[name].options, ReplayOptions))
+
+
+@pytest.mark.parametrize("name", REPLAYING)
+def test_the_review_goes_once_through_the_memory(name, make, teach):
+    reviewed, plain = (
+        teach(make(name, memory=30, options={"review": on, **SHORT.get(name, {})}), tasks=(0,)) for on in (True, False)
+    )
+    assert reviewed.weights_hash() == plain.weights_hash()
+    steps = reviewed.steps
+    reviewed.end_task(), plain.end_task()
+    assert plain.steps == steps and reviewed.steps == steps + 2  # 30 slots in whole batches of 12
+    assert reviewed.weights_hash() != plain.weights_hash()
+
+
+@pytest.mark.parametrize("name", [name for name in REPLAYING if name not in ("gss", "aser")])
+def test_a_balanced_memory(name, make, teach, batch):
+    """A class that comes once has its share; a memory of another policy loses most of it."""
+    learner = teach(make(name, memory=12, options={"memory_policy": "balanced"}), steps=6)
+    assert torch.bincount(learner.memory.labels).tolist() == [3] * 4
+    learner.observe(*batch([4] * 10), task=2)
+    assert sorted(torch.bincount(learner.memory.labels).tolist()) == [2, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["gss", "aser", "gdumb"])
+def test_methods_with_a_policy_of_their_own_refuse_another(name):
+    with pytest.raises(ConfigError, match="memory_policy"):
+        RunConfig.create(method=name, options={"memory_policy": "reservoir"})
 
 
 # The learner by itself
