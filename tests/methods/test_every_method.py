@@ -100,7 +100,7 @@ def test_the_sources_preset_is_the_shared_protocol_with_the_methods_own_values(n
     """
     preset = METHODS[name].about.presets["sources"]
     table, sources = (RunConfig.create(each, method=name).options for each in ("table", "sources"))
-    shared = {"augment", "buffer_batch", "lr", "weight_decay", "beta1", "beta2", "eps", "optimiser", "init", "mirror"}
+    shared = {"augment", "buffer_batch", "lr", "weight_decay", "optimiser", "init", "mirror"}
     assert not shared & preset.changes.keys() and preset.batch == 10 and preset.epochs == 1
     for switch, value in preset.changes.items():
         assert getattr(table, switch) != value == getattr(sources, switch)
