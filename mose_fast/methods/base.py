@@ -129,6 +129,10 @@ class Learner(ABC):
     #: optimiser may keep bf16 copies of the weights for it.
     uses_shadows: ClassVar[bool] = False
 
+    #: Why the method cannot do without task boundaries, as the end of a sentence about it; empty if
+    #: it can. Such a method refuses a stream of one task.
+    needs_boundaries: ClassVar[str] = ""
+
     #: What the method does if the whole stream is one task, as the end of a sentence about it; the
     #: key is a switch and its value that needs task boundaries. docs/methods.md lists these, and a
     #: learner whose options have such a value warns.
@@ -342,25 +346,34 @@ class Learner(ABC):
 
     def _receive(self, x: Tensor, y: Tensor, task: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Registers a checked batch's task and labels; returns it on the device."""
+        data = self.data
+        known, current = (data.task_classes, data.current) if task == self.task else (None, [])
+        # While the classes of the first task are unknown, the task number may be constant. With
+        # several equal tasks, none has more than half of all classes.
+        if data.first_task in (None, task) and known is None:
+            count = len({*current, *y.tolist()})
+            if 2 * count > self.classes:
+                self.expect_boundaries(f"{count} of {self.classes} classes came in task {task}, the only one so far")
         if task != self.task:
             self.begin_task(task)
         self._means = None
-        batch = self.data.receive(x, y, index)
-        # The task's classes are unknown, so the task number may be constant. With several equal
-        # tasks, none has more than half of all classes.
-        data = self.data
-        if task == data.first_task and data.task_classes is None and 2 * len(data.current) > self.classes:
-            self.warn_of_boundaries(
-                f"{len(data.current)} of {self.classes} classes came in task {task}, the only one so far"
-            )
-        return batch
+        return data.receive(x, y, index)
 
-    def warn_of_boundaries(self, found: str) -> None:
-        """Warns once if an option needs task boundaries and there are none.
+    def expect_boundaries(self, found: str) -> None:
+        """Refuses a stream without task boundaries if the method needs them; warns once if one of
+        its options does.
 
         Args:
             found: What shows that there are none; completes a sentence after "but".
+
+        Raises:
+            ConfigError: The method needs task boundaries.
         """
+        if self.needs_boundaries:
+            raise ConfigError(
+                f"method {self.config.method!r} {self.needs_boundaries}, but {found}; wanted a stream of several tasks"
+                " (without the loop: a new task number at each boundary, or begin_task with the task's classes)"
+            )
         for (switch, value), effect in self.without_boundaries.items():
             if not self._warned_boundaries and getattr(self.config.options, switch, None) == value:
                 self._warned_boundaries = True

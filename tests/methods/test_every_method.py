@@ -152,6 +152,40 @@ def test_one_constant_task_number_is_warned_of_once(name, switch, value, make, b
     assert [bool(re.match(expected, str(w.message))) for w in caught if "task boundaries" in str(w.message)] == [True]
 
 
+@pytest.fixture
+def needing(monkeypatch):
+    """ER as a method that needs task boundaries."""
+    monkeypatch.setattr(METHODS["er"], "needs_boundaries", "distils from the task before")
+
+
+def test_a_method_that_needs_boundaries_refuses_one_constant_task_number(needing, make, teach, batch):
+    learner = make("er")
+    learner.observe(*batch([0, 1, 2]), task=7)
+    before = bits(learner)
+    with pytest.raises(
+        ConfigError, match="method 'er' distils from the task before, but 4 of 6 classes came in task 7"
+    ):
+        learner.observe(*batch([2, 3]), task=7)
+    assert bits(learner) == before
+    learner.observe(*batch([3]), task=8)  # a boundary
+    learner.observe(*batch([4, 5]), task=8)
+    with pytest.raises(ConfigError, match="4 of 6 classes came in task 0"):
+        make("er").observe(*batch([0, 1, 2, 3]), task=0)
+    told = make("er")
+    told.begin_task(0, classes=range(4))
+    told.observe(*batch([0, 1, 2, 3]), task=0)
+    teach(make("er"), tasks=(0, 1, 2), steps=1)
+
+
+def test_a_method_that_needs_boundaries_refuses_a_stream_of_one_task_before_the_run(needing, stream, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"distils from the task before, but the stream has one; wanted .* several tasks"
+    ):
+        run(settings("er"), stream=stream.as_one_task(), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert run(settings("er"), stream=stream)["steps"] > 0
+
+
 @every
 def test_several_tasks_are_not_warned_of(name, make, teach):
     with warnings.catch_warnings():
