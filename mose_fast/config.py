@@ -173,6 +173,9 @@ class MethodOptions(Declared):
     experts: ClassVar[int] = 1
     expert: ClassVar[str] = "last"
     mean_of_experts: ClassVar[str] = "distance"
+    #: What methods that do not train on incoming batches (:class:`ReplayOptions`) have instead.
+    memory_policy: ClassVar[str] = "reservoir"
+    review: ClassVar[bool] = False
 
     init: str = knob(
         "kaiming_fan_out",
@@ -222,7 +225,28 @@ class MethodOptions(Declared):
 
 @documented
 @dataclass(frozen=True)
-class MoseOptions(MethodOptions):
+class ReplayOptions(MethodOptions):
+    """Switches of every method that trains on incoming batches and on a memory."""
+
+    memory_policy: str = knob(
+        "reservoir",
+        "what the memory keeps",
+        "paper 5.1; released: reservoir; GDumb, algorithm 1: balanced",
+        choices={
+            "reservoir": "each image of the stream with equal probability",
+            "balanced": "equally many of each class",
+        },
+    )
+    review: bool = knob(
+        False,
+        "at the end of a task, once through the memory with a tenth of the gradient",
+        "paper and released: none; RaptorMai/online-continual-learning: its review trick",
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class MoseOptions(ReplayOptions):
     """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in
     :data:`MOSE_PRESETS`.
     """

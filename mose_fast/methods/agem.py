@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mose_fast.config import knob
+from mose_fast.methods.base import Learner
 from mose_fast.methods.gradients import flat_gradient, project, write_gradient
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, Inputs, ReplayLearner, cross_entropy, sources_preset, table_preset
@@ -58,7 +59,8 @@ class Agem(ReplayLearner):
     """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        ("replay_from", "others"): "has no reference batch and is plain fine-tuning"
+        ("replay_from", "others"): "has no reference batch and is plain fine-tuning",
+        **Learner.without_boundaries,
     }
 
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:

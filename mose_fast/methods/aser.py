@@ -30,6 +30,9 @@ __all__ = ["Aser", "AserOptions"]
 class AserOptions(BaselineOptions):
     """Switches of ASER. One cross-entropy covers incoming and replayed rows."""
 
+    memory_policy: str = knob(
+        "shapley", "what the memory keeps", "ASER", choices={"shapley": "samples of high Shapley value"}
+    )
     neighbours: int = knob(3, "k of the nearest neighbours", "repository", low=1)
     per_class: float = knob(
         2.0,

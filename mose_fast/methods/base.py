@@ -18,12 +18,13 @@ from torch import Tensor
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import ConfigError, RunConfig, near_matches
 from mose_fast.device import Choice, choose_precision
-from mose_fast.memory import ReplayMemory
+from mose_fast.memory import BalancedMemory, ReplayMemory
 from mose_fast.methods.data import IMAGE_SIZE, DataPlane, DataRecord, check_stream
 from mose_fast.methods.model import Model
 from mose_fast.methods.prepared import PlannedBatch, Prepared, StoredBatch, ViewsToCome, WholeBatch
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork, classify
 from mose_fast.nn.kernels import choose_kernels
+from mose_fast.ops.draws import Purpose, permutation
 from mose_fast.optim import FlatAdam
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ __all__ = ["Learner", "Planning", "resolve_device"]
 
 # Images in a forward pass of an evaluation, unless the configuration has another number.
 _EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
+
+# What the review multiplies gradients by.
+_REVIEW_WEIGHT = 0.1
 
 # PyTorch's random state belongs to the process; runs in several threads must not share it.
 _PYTORCH_RANDOM_STATE = threading.Lock()
@@ -125,10 +129,16 @@ class Learner(ABC):
     #: optimiser may keep bf16 copies of the weights for it.
     uses_shadows: ClassVar[bool] = False
 
+    #: Why the method cannot do without task boundaries, as the end of a sentence about it; empty if
+    #: it can. Such a method refuses a stream of one task.
+    needs_boundaries: ClassVar[str] = ""
+
     #: What the method does if the whole stream is one task, as the end of a sentence about it; the
     #: key is a switch and its value that needs task boundaries. docs/methods.md lists these, and a
     #: learner whose options have such a value warns.
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
+        ("review", True): "reviews the memory once, at the end of the whole stream"
+    }
 
     #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
     about: ClassVar[About]
@@ -336,25 +346,34 @@ class Learner(ABC):
 
     def _receive(self, x: Tensor, y: Tensor, task: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Registers a checked batch's task and labels; returns it on the device."""
+        data = self.data
+        known, current = (data.task_classes, data.current) if task == self.task else (None, [])
+        # While the classes of the first task are unknown, the task number may be constant. With
+        # several equal tasks, none has more than half of all classes.
+        if data.first_task in (None, task) and known is None:
+            count = len({*current, *y.tolist()})
+            if 2 * count > self.classes:
+                self.expect_boundaries(f"{count} of {self.classes} classes came in task {task}, the only one so far")
         if task != self.task:
             self.begin_task(task)
         self._means = None
-        batch = self.data.receive(x, y, index)
-        # The task's classes are unknown, so the task number may be constant. With several equal
-        # tasks, none has more than half of all classes.
-        data = self.data
-        if task == data.first_task and data.task_classes is None and 2 * len(data.current) > self.classes:
-            self.warn_of_boundaries(
-                f"{len(data.current)} of {self.classes} classes came in task {task}, the only one so far"
-            )
-        return batch
+        return data.receive(x, y, index)
 
-    def warn_of_boundaries(self, found: str) -> None:
-        """Warns once if an option needs task boundaries and there are none.
+    def expect_boundaries(self, found: str) -> None:
+        """Refuses a stream without task boundaries if the method needs them; warns once if one of
+        its options does.
 
         Args:
             found: What shows that there are none; completes a sentence after "but".
+
+        Raises:
+            ConfigError: The method needs task boundaries.
         """
+        if self.needs_boundaries:
+            raise ConfigError(
+                f"method {self.config.method!r} {self.needs_boundaries}, but {found}; wanted a stream of several tasks"
+                " (without the loop: a new task number at each boundary, or begin_task with the task's classes)"
+            )
         for (switch, value), effect in self.without_boundaries.items():
             if not self._warned_boundaries and getattr(self.config.options, switch, None) == value:
                 self._warned_boundaries = True
@@ -370,7 +389,10 @@ class Learner(ABC):
         """Builds the empty replay memory. Methods override it for another policy, or to store more
         for each slot.
         """
-        return ReplayMemory(self.config.memory, self.image_size, seed=self.config.seed, device=self.device)
+        config = self.config
+        balanced = config.options.memory_policy == "balanced"
+        kind = partial(BalancedMemory, classes=self.classes) if balanced else ReplayMemory
+        return kind(config.memory, self.image_size, seed=config.seed, device=self.device)
 
     @abstractmethod
     def plan(self, x: Tensor, y: Tensor) -> Any:
@@ -485,12 +507,29 @@ class Learner(ABC):
             minimised loss, as :meth:`Model.minimise` returns it.
         """
 
-    def on_task_end(self) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Called at the end of a task, before the next one begins.
+    def on_task_end(self) -> None:
+        """Called at the end of a task, before the next one begins; by default the review, where the
+        options have it.
 
         Methods that train here call :meth:`after_step` after every step. All planned steps must
         have been taken before.
         """
+        if self.config.options.review and self.config.train_on != "final_memory":
+            self.review()
+
+    def review(self) -> None:
+        """One epoch over the memory in batches of ``buffer_batch``, of which an incomplete last one
+        is left out.
+
+        Source: RaptorMai/online-continual-learning.
+        """
+        config = self.config
+        order = permutation(config.seed, self.steps, self.memory.filled, Purpose.REVIEW, self.device)
+        with self.model.weighted(_REVIEW_WEIGHT):
+            for slots in order.split(config.options.buffer_batch):
+                if len(slots) == config.options.buffer_batch:
+                    self.rehearse(slots)
+                    self.after_step()
 
     def prepare_evaluation(self) -> None:  # noqa: B027 - most methods are ready at any time
         """Called before every evaluation and prediction; methods that train only when asked do it

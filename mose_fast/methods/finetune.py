@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from mose_fast.methods.base import Learner
 from mose_fast.methods.registry import method
 from mose_fast.methods.replay import BaselineOptions, ReplayLearner, table_preset
 
@@ -27,7 +28,7 @@ class Finetune(ReplayLearner):
     Its memory only serves the nearest-class-mean classifier.
     """
 
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}  # it replays nothing anyway
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = Learner.without_boundaries
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         return y[:0]

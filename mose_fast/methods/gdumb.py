@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from mose_fast.augment.cutmix import cutmix
 from mose_fast.config import RECIPES, MethodOptions, RunConfig, knob
-from mose_fast.memory import BalancedMemory
 from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
@@ -34,6 +33,8 @@ class GdumbOptions(MethodOptions):
 
     It has its own optimiser: SGD with momentum 0.9, gradients of at most norm 10.
     """
+
+    memory_policy: ClassVar[str] = "balanced"
 
     augment: str = knob(
         "simclr", "recipe of the views", "paper 5.1: the shared one; official: pad_crop", choices=RECIPES
@@ -115,12 +116,6 @@ class Gdumb(ReplayLearner):
         super().__init__(config, **stream)
         # Stream items seen when the network was trained, -1 before.
         self.data.own["fitted"] = -1
-
-    def build_memory(self) -> BalancedMemory:
-        config = self.config
-        return BalancedMemory(
-            config.memory, self.image_size, classes=self.classes, seed=config.seed, device=self.device
-        )
 
     def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
         o = self.config.options

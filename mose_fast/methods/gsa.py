@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mose_fast.config import knob
 from mose_fast.device import upload
 from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, table_preset
+from mose_fast.methods.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, sources_preset, table_preset
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 
@@ -72,9 +72,11 @@ def class_weights(sums: Tensor) -> Tensor:
     options=GsaOptions,
     presets={
         "table": table_preset(),
-        "sources": Preset(
-            "gydpku/GSA @ 3f523ba, under the shared Adam (but its decay of the second moment) and augmentation",
-            {"beta2": 0.99, "passes": "separate", "current_classes": "task"},
+        "sources": sources_preset(
+            "gydpku/GSA @ 3f523ba: beta2 0.99, passes separate, current_classes task",
+            beta2=0.99,
+            passes="separate",
+            current_classes="task",
         ),
         # The released head grows by parameters that its optimiser does not know, so that it is
         # never trained; here all K outputs exist and are trained from the start.
@@ -93,7 +95,11 @@ class Gsa(ReplayLearner):
     """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        ("replay_from", "others"): "weighs rows of its incoming batch and of the same few classes, and replays no other"
+        **ReplayLearner.without_boundaries,
+        (
+            "replay_from",
+            "others",
+        ): "weighs rows of its incoming batch and of the same few classes, and replays no other",
     }
 
     sets: ClassVar[int] = 3

@@ -27,6 +27,9 @@ _FIRST_SCORE = 0.1
 class GssOptions(BaselineOptions):
     """Switches of GSS."""
 
+    memory_policy: str = knob(
+        "gradients", "what the memory keeps", "GSS", choices={"gradients": "samples whose gradients differ"}
+    )
     reference_batches: int = knob(
         10, "memory batches whose gradients incoming samples are compared with", "repository", low=1
     )

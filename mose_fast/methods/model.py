@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ class Model:
         self.latch = Latch(network, optimiser, reads_losses_late=reads_losses_late)
         self._views, self._precision, self._batch = views, precision, evaluation_batch
         self._device = next(network.parameters()).device
+        self._weight = 1.0
         self.leaves = optimiser.leaves if isinstance(optimiser, FlatAdam) else list(network.parameters())
         self._shadowed = isinstance(optimiser, FlatAdam) and any(shadow is not None for shadow in optimiser.shadows)
 
@@ -120,6 +122,15 @@ class Model:
         with self.autocast():
             return self.network(images, *args, **kwargs)
 
+    @contextmanager
+    def weighted(self, weight: float) -> Iterator[None]:
+        """A context in which :meth:`minimise` multiplies losses by ``weight``; Adam undoes it."""
+        self._weight = weight
+        try:
+            yield
+        finally:
+            self._weight = 1.0
+
     def minimise(self, loss: Tensor, backward: Callable[[], None] | None = None) -> Tensor:
         """Takes one optimiser step on a loss, unless it or an earlier one is not finite.
 
@@ -133,9 +144,12 @@ class Model:
         """
         if self.latch.admits(loss):
             self.optimiser.zero_grad(set_to_none=True)
-            (loss.backward if backward is None else backward)()
+            (partial(self._backward, loss) if backward is None else backward)()
             self.optimiser.step()
         return self.latch.reported(loss)
+
+    def _backward(self, loss: Tensor) -> None:
+        (loss if self._weight == 1 else self._weight * loss).backward()
 
     @torch.no_grad()
     def outputs(self, x: Tensor, after_part: Callable[[], None]) -> tuple[Tensor, Tensor]:

@@ -130,6 +130,7 @@ class Mose(Learner):
             "joint",
         ): "trains as in the first task to the end: one set of rows, one cross-entropy over all classes",
         ("replay_from", "others"): "has no row of an old class in its buffer set",
+        **Learner.without_boundaries,
     }
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:

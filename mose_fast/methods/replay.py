@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.augment.pad_crop import pad_crop
-from mose_fast.config import RECIPES, MethodOptions, knob
+from mose_fast.config import RECIPES, ReplayOptions, knob
 from mose_fast.methods.base import Learner, Planning
 from mose_fast.methods.model import Model
 from mose_fast.methods.prepared import ViewsToCome
@@ -65,7 +65,7 @@ def sources_preset(source: str, **changes: Any) -> Preset:
 
 
 @dataclass(frozen=True)
-class BaselineOptions(MethodOptions):
+class BaselineOptions(ReplayOptions):
     """Switches that all baselines have.
 
     The defaults are the shared protocol of the MOSE comparison.
@@ -169,7 +169,10 @@ class ReplayLearner(Learner):
 
     planning: ClassVar[Planning] = Planning.CAPTURED
     uses_shadows: ClassVar[bool] = True
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {("replay_from", "others"): "replays nothing"}
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
+        ("replay_from", "others"): "replays nothing",
+        **Learner.without_boundaries,
+    }
 
     #: Sets of rows in a step, including the incoming rows; the last one is replayed with labels.
     sets: ClassVar[int] = 2

@@ -48,7 +48,8 @@ def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpo
             f"the checkpoint {checkpoint} was written by a version of mose-fast that did not record which run it"
             f" belongs to; continue with that version, or {afresh}"
         )
-    before, now = dotted(upgraded(found["config"])), dotted(wanted["config"])
+    # A setting that is newer than the checkpoint has its preset's value.
+    before, now = dotted(RunConfig.from_dict(upgraded(found["config"])).to_dict()), dotted(wanted["config"])
     settings = all_settings(now["method"])
     # The device belongs to the machine, which is compared below.
     free = {"device", *(name for name, setting in settings.items() if setting.role == "bookkeeping")}

@@ -91,7 +91,7 @@ def run(
     warn_of_other_protocol(config)
     _warn_of_memory(config, stream)
     if (learner.joint_stream or len(stream.tasks) == 1) and config.train_on == "stream":
-        learner.warn_of_boundaries("the stream is presented as one" if learner.joint_stream else "the stream has one")
+        learner.expect_boundaries("the stream is presented as one" if learner.joint_stream else "the stream has one")
     if out is None:
         return Loop(config, stream, learner, None, listeners, clock).run()
     folder = RunFolder(out)

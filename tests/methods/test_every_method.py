@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.config import METHOD_SETTINGS, ConfigError, ReplayOptions, RunConfig
 from mose_fast.knobs import settings_of
 from mose_fast.methods import METHODS, BaselineOptions, Planning
 from mose_fast.streams import from_arrays
@@ -100,7 +100,7 @@ def test_the_sources_preset_is_the_shared_protocol_with_the_methods_own_values(n
     """
     preset = METHODS[name].about.presets["sources"]
     table, sources = (RunConfig.create(each, method=name).options for each in ("table", "sources"))
-    shared = {"augment", "buffer_batch", "lr", "weight_decay", "beta1", "beta2", "eps", "optimiser", "init", "mirror"}
+    shared = {"augment", "buffer_batch", "lr", "weight_decay", "optimiser", "init", "mirror"}
     assert not shared & preset.changes.keys() and preset.batch == 10 and preset.epochs == 1
     for switch, value in preset.changes.items():
         assert getattr(table, switch) != value == getattr(sources, switch)
@@ -138,14 +138,52 @@ def test_one_constant_task_number_is_warned_of_once(name, switch, value, make, b
     """Once more than half of the classes came in it, which no one of several equal tasks has."""
     effect = METHODS[name].without_boundaries[switch, value]
     expected = f"options.{switch} of method {name!r} is {value!r}, .* 4 of 6 classes came in task 7, .* {effect}"
-    # The other switches of MOSE would be named first.
-    off = {"first_task": "same"} if name == "mose" and switch != "first_task" else {}
-    learner = make(name, options={switch: value, **off})
+    # Only the first switch that needs boundaries is named.
+    known = settings_of(type(RunConfig.create(method=name).options))
+    off = {
+        s: not v if v is True else next(c for c in known[f"options.{s}"].choices if c != v)
+        for s, v in METHODS[name].without_boundaries
+    }
+    learner = make(name, options={**off, switch: value})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for label in range(6):
             learner.observe(*batch([label] * 4, seed=label), task=7)
     assert [bool(re.match(expected, str(w.message))) for w in caught if "task boundaries" in str(w.message)] == [True]
+
+
+@pytest.fixture
+def needing(monkeypatch):
+    """ER as a method that needs task boundaries."""
+    monkeypatch.setattr(METHODS["er"], "needs_boundaries", "distils from the task before")
+
+
+def test_a_method_that_needs_boundaries_refuses_one_constant_task_number(needing, make, teach, batch):
+    learner = make("er")
+    learner.observe(*batch([0, 1, 2]), task=7)
+    before = bits(learner)
+    with pytest.raises(
+        ConfigError, match="method 'er' distils from the task before, but 4 of 6 classes came in task 7"
+    ):
+        learner.observe(*batch([2, 3]), task=7)
+    assert bits(learner) == before
+    learner.observe(*batch([3]), task=8)  # a boundary
+    learner.observe(*batch([4, 5]), task=8)
+    with pytest.raises(ConfigError, match="4 of 6 classes came in task 0"):
+        make("er").observe(*batch([0, 1, 2, 3]), task=0)
+    told = make("er")
+    told.begin_task(0, classes=range(4))
+    told.observe(*batch([0, 1, 2, 3]), task=0)
+    teach(make("er"), tasks=(0, 1, 2), steps=1)
+
+
+def test_a_method_that_needs_boundaries_refuses_a_stream_of_one_task_before_the_run(needing, stream, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"distils from the task before, but the stream has one; wanted .* several tasks"
+    ):
+        run(settings("er"), stream=stream.as_one_task(), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert run(settings("er"), stream=stream)["steps"] > 0
 
 
 @every
@@ -210,6 +248,38 @@ def test_a_memory_that_is_thin_or_larger_than_the_stream_is_warned_of(memory, sa
 def test_a_memory_too_small_names_the_least_size(name):
     with pytest.raises(ConfigError, match=r"memory is 7, .* at least one buffer batch"):
         RunConfig.create(method=name, memory=7, options={"buffer_batch": 8})
+
+
+# Switches that all methods have which train on incoming batches
+
+REPLAYING = tuple(name for name in NAMES if issubclass(METHOD_SETTINGS[name].options, ReplayOptions))
+
+
+@pytest.mark.parametrize("name", REPLAYING)
+def test_the_review_goes_once_through_the_memory(name, make, teach):
+    reviewed, plain = (
+        teach(make(name, memory=30, options={"review": on, **SHORT.get(name, {})}), tasks=(0,)) for on in (True, False)
+    )
+    assert reviewed.weights_hash() == plain.weights_hash()
+    steps = reviewed.steps
+    reviewed.end_task(), plain.end_task()
+    assert plain.steps == steps and reviewed.steps == steps + 2  # 30 slots in whole batches of 12
+    assert reviewed.weights_hash() != plain.weights_hash()
+
+
+@pytest.mark.parametrize("name", [name for name in REPLAYING if name not in ("gss", "aser")])
+def test_a_balanced_memory(name, make, teach, batch):
+    """A class that comes once has its share; a memory of another policy loses most of it."""
+    learner = teach(make(name, memory=12, options={"memory_policy": "balanced"}), steps=6)
+    assert torch.bincount(learner.memory.labels).tolist() == [3] * 4
+    learner.observe(*batch([4] * 10), task=2)
+    assert sorted(torch.bincount(learner.memory.labels).tolist()) == [2, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["gss", "aser", "gdumb"])
+def test_methods_with_a_policy_of_their_own_refuse_another(name):
+    with pytest.raises(ConfigError, match="memory_policy"):
+        RunConfig.create(method=name, options={"memory_policy": "reservoir"})
 
 
 # The learner by itself

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.config import METHOD_SETTINGS
+from mose_fast.config import METHOD_SETTINGS, ReplayOptions
 from mose_fast.knobs import settings_of
-from mose_fast.methods import METHODS, BaselineOptions, Planning
+from mose_fast.methods import METHODS, BaselineOptions, Learner, Planning
 from mose_fast.methods.replay import TABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
@@ -41,11 +41,13 @@ def test_the_overview_has_every_method(name):
 
 
 def boundaries(name: str) -> list[str]:
-    """A row for every switch by which the method needs task boundaries, and which of its presets
-    set it so.
+    """A row for every switch of its own by which the method needs task boundaries, and which of its
+    presets set it so.
     """
     rows = []
     for (switch, value), effect in METHODS[name].without_boundaries.items():
+        if (switch, value) in Learner.without_boundaries:
+            continue
         settings = METHOD_SETTINGS[name]
         presets = [
             f"`{preset}`"
@@ -59,8 +61,18 @@ def boundaries(name: str) -> list[str]:
 def test_the_table_of_task_boundaries_is_what_methods_declare():
     text = PAGE.read_text(encoding="utf-8")
     table = text.partition("## Task boundaries")[2].partition("\n## ")[0]
-    found = [line for line in table.splitlines() if line.startswith("| `")]
-    assert found == [row for name in METHODS for row in boundaries(name)]
+    needing = [f"| `{name}` | {m.needs_boundaries} |" for name, m in METHODS.items() if m.needs_boundaries]
+    found = [line for line in table.splitlines() if line.startswith(("| `", "| all"))]
+    assert found[: len(needing)] == needing
+    found = found[len(needing) :]
+    shared = [
+        f"| `{switch}` {cell(value)} | - | {effect} |" for (switch, value), effect in Learner.without_boundaries.items()
+    ]
+    assert found[: len(shared)] == [f"| all but `gdumb` {row}" for row in shared]
+    assert found[len(shared) :] == [row for name in METHODS for row in boundaries(name)]
+    for name, learner in METHODS.items():
+        has_them = learner.without_boundaries.items() >= Learner.without_boundaries.items()
+        assert has_them == issubclass(METHOD_SETTINGS[name].options, ReplayOptions) == (name != "gdumb")
 
 
 def switches(name: str) -> list[str]:

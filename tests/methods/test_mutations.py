@@ -124,12 +124,12 @@ def expect_update(step: Step, gradients, lr: float = LR, decay: float = DECAY) -
     assert running and all(close(found, wanted, 1e-3) for wanted, found in running)
 
 
-def expect_terms(step: Step, terms: dict[str, torch.Tensor], lr: float = LR) -> None:
-    """The step's losses and its update, for terms whose sum is minimised."""
+def expect_terms(step: Step, terms: dict[str, torch.Tensor], lr: float = LR, weight: float = 1.0) -> None:
+    """The step's losses and its update, for terms whose sum times ``weight`` is minimised."""
     total = sum(terms.values())
     assert step.losses.keys() == {"loss", *terms} and close(step.losses["loss"], total.detach())
     assert all(close(step.losses[name], term.detach()) for name, term in terms.items())
-    expect_update(step, gradients_of(total, step.before), lr)
+    expect_update(step, gradients_of(weight * total, step.before), lr)
 
 
 def two_means(step: Step) -> dict[str, torch.Tensor]:
@@ -159,6 +159,28 @@ def check_er_apart(make, teach, batch):
     views, labels = normalised(step.rows.images).split([10, 12]), step.rows.labels.split([10, 12])
     incoming, replayed = (nll(logits_of(step.before, v), labels) for v, labels in zip(views, labels, strict=True))
     expect_terms(step, {"incoming": incoming, "replayed": replayed})
+
+
+def check_er_review(make, teach, batch):
+    """Once through the memory in whole batches with a tenth of the gradient, then as before."""
+    learner = make("er", memory=30, options={**SGD, "review": True})
+    teach(learner, tasks=(0,), steps=4)
+    steps = steps_of(learner, learner.end_task)
+    assert [step.rows.sizes for step in steps] == [(0, 12)] * 2
+    assert len(set(torch.cat([step.rows.slots for step in steps]).tolist())) == 24
+    for step in steps:
+        logits = logits_of(step.before, normalised(step.rows.images))
+        expect_terms(step, {"replayed": nll(logits, step.rows.labels)}, weight=0.1)
+    expect_terms(step := step_of(learner, *batch([2, 3] * 5), 1), two_means(step))
+
+
+def check_er_balanced(make, teach, batch):
+    """Seven classes' worth of one class does not push the others out."""
+    learner = make("er", memory=12, options={**SGD, "memory_policy": "balanced"})
+    teach(learner, tasks=(0,), steps=4)
+    step = step_of(learner, *batch([2] * 10), 1)
+    expect_terms(step, two_means(step))
+    assert torch.bincount(learner.memory.labels).tolist() == [4, 4, 4]
 
 
 def check_finetune(make, teach, batch):
@@ -408,7 +430,7 @@ def check_scr(make, teach, batch, passes="joint"):
     expect_terms(step, {"contrastive": by_hand(step)})
     steps = steps_of(learner, learner.end_task)
     assert [step.rows.sizes for step in steps] == [(0, 12)]
-    expect_terms(steps[0], {"contrastive": 0.1 * by_hand(steps[0])})
+    expect_terms(steps[0], {"contrastive": by_hand(steps[0])}, weight=0.1)
     step = step_of(learner, *batch([4, 5] * 5), 2)
     expect_terms(step, {"contrastive": by_hand(step)})
     assert learner.resolve_expert()[0] == "ncm"
@@ -543,6 +565,13 @@ FAULTS = [
         "cross_entropy(logits,",
         'cross_entropy(logits.detach() if "r" in name else logits,',
     ),
+    ("scr", "base.Learner.review", "self.model.weighted(_REVIEW_WEIGHT)", "self.model.weighted(1.0)"),
+    ("scr", "model.Model.weighted", "self._weight = 1.0", "pass"),
+    ("er_review", "base.Learner.review", "if len(slots) == config.options.buffer_batch:", "if True:"),
+    ("er_review", "base.Learner.review", "self.rehearse(slots)", "self.rehearse(order[: len(slots)])"),
+    ("er_review", "model.Model._backward", "self._weight * loss", "loss"),
+    ("er_review", "base.Learner.on_task_end", "self.config.options.review", "False"),
+    ("er_balanced", "base.Learner.build_memory", '== "balanced"', '== "off"'),
     # Fine-tuning
     ("finetune", "finetune.Finetune.retrieve", "y[:0]", "super().retrieve(x, y)"),
     # A-GEM
@@ -647,8 +676,6 @@ FAULTS = [
         "torch.cat([(z := outputs.projections)[: len(z) // 2], z[len(z) // 2 :].detach()])",
     ),
     ("scr", "scr.Scr.make_views", "super().make_views(rows)", "self.views.normalise(rows.images)"),
-    ("scr", "scr.Scr.on_task_end", "self._weight = _REVIEW_WEIGHT", "pass"),
-    ("scr", "scr.Scr.on_task_end", "self._weight = 1.0", "pass"),
     ("scr_apart", "scr.Scr.view_sizes", "len(rows.labels), len(rows.labels)", "(2 * len(rows.labels),)"),
     # DER++
     ("derpp", "derpp.Derpp.losses", "o.alpha * ", ""),
