@@ -48,8 +48,10 @@ def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpo
             f"the checkpoint {checkpoint} was written by a version of mose-fast that did not record which run it"
             f" belongs to; continue with that version, or {afresh}"
         )
-    before, now = dotted(upgraded(found["config"])), dotted(wanted["config"])
+    now = dotted(wanted["config"])
     settings = all_settings(now["method"])
+    # A version that lacked a setting did what its default says.
+    before = {name: setting.default for name, setting in settings.items()} | dotted(upgraded(found["config"]))
     # The device belongs to the machine, which is compared below.
     free = {"device", *(name for name, setting in settings.items() if setting.role == "bookkeeping")}
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in free]
