@@ -86,7 +86,7 @@ _FLAGS = {
 # What `bench` has flags for; it chooses or varies the others itself.
 _BENCHED = ("stream.batch", "preset", "memory", "width", "device", "precision")
 # What the description of a table of the paper says.
-_DESCRIBED = ("method", "preset", "memory", "epochs", "seed")
+_DESCRIBED = ("method", "preset", "memory", "epochs", "seed", "evaluate_on")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -299,8 +299,8 @@ def _add_flags(parser: argparse.ArgumentParser, names: Collection[str] = tuple(_
                 how: dict[str, Any] = {"action": "store_true", "help": setting.meaning}
             else:
                 default = setting.none if setting.default is None else setting.default
-                metavar = "N" if setting.type == "int" else "DIR" if name.endswith("_dir") else "NAME"
-                how = {"type": {"int": int, "str": str}[setting.type], "metavar": metavar}
+                kind, metavar = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}[setting.type]
+                how = {"type": kind, "metavar": "DIR" if name.endswith("_dir") else metavar}
                 how["help"] = f"{setting.meaning} [{default}]".replace("%", "%%")
             group.add_argument(f"--{setting.flag}", dest=name, **how)
     parser.add_argument(

@@ -114,9 +114,22 @@ class StreamConfig(Declared):
         None, "tasks that the classes are split into, in class order", low=1, none="the stream's own", flag=True
     )
     batch: int = _problem(10, "incoming images a step", "paper 5.1; released", low=1, flag=True)
+    first_tasks: int | None = _problem(
+        None, "the stream ends after this many of its tasks, and has their classes alone", low=1, none="all", flag=True
+    )
     limit_per_task: int | None = _problem(
         None, "training images a task at most, balanced over its classes", low=1, none="all", flag=True
     )
+    validation: float | None = _problem(
+        None,
+        "share of each class's training images that are held out: never trained on, never in the memory",
+        above=0,
+        below=1,
+        none="none",
+        flag=True,
+        cost=True,
+    )
+    validation_seed: int = _problem(0, "seed that the held-out images are drawn from", low=0, cost=False)
     class_order_seed: int | None = _problem(
         None, "seed that the order of classes is drawn from", low=0, none="the natural order", flag=True, cost=False
     )
@@ -483,6 +496,12 @@ class RunConfig(Declared):
     stream: StreamConfig = field(default_factory=StreamConfig, metadata={"table": "what arrives"})
     options: MethodOptions = field(default_factory=MoseOptions, metadata={"table": "the method's switches"})
     memory: int = _problem(1000, "images that the replay memory holds", "paper 5.1", low=1, flag=True)
+    evaluate_on: str = _problem(
+        "test",
+        "images that accuracies are of",
+        choices={"test": "", "validation": "those that stream.validation holds out; no test image is read"},
+        flag=True,
+    )
     width: int = knob(
         64, "channels of the first stage; 64 is the full ResNet-18", "paper 5.1; released", low=1, flag=True
     )
@@ -575,6 +594,11 @@ class RunConfig(Declared):
                 instead=("augment", self.feed),
             )
         super().__post_init__()
+        if self.evaluate_on == "validation" and self.stream.validation is None:
+            raise ConfigError(
+                "evaluate_on is 'validation', but stream.validation is None; wanted the share of each class's training"
+                " images to hold out, for example 0.1"
+            )
         if self.memory < self.options.buffer_batch:
             raise ConfigError(
                 f"memory is {self.memory}, smaller than options.buffer_batch, {self.options.buffer_batch}; "

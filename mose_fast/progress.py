@@ -175,7 +175,7 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
     rows = {
         "stream": (
             f"{stream.name}: {len(stream.tasks)} tasks, {stream.classes} classes, {len(stream.x_train)} training and "
-            f"{len(stream.x_test)} test images of {height}x{width}"
+            f"{len(stream.x_test)} {stream.split} images of {height}x{width}"
         ),
         "method": (
             f"{config.method} ({config.preset}), memory {config.memory}, seed {config.seed}{weights}, "

@@ -32,6 +32,7 @@ EXECUTION = {
 }
 DATA = {"stream.fingerprint": "0123456789abcdef"}
 OTHERS = {"memory": 500, "width": 8, "epochs": 2, "stream.name": "split-mnist", "options.lr": 0.5, "init_seed": 3}
+OTHERS |= {"stream.first_tasks": 2, "stream.validation": 0.1, "stream.validation_seed": 1}
 
 
 def usual():
@@ -52,6 +53,7 @@ def test_roles():
     assert names_by_role("problem") == {
         *("stream.name", "stream.tasks", "stream.batch", "stream.limit_per_task", "stream.class_order_seed"),
         *("stream.normalisation", "stream.resize", "stream.fingerprint", "memory", "epochs", "train_on"),
+        *("stream.first_tasks", "stream.validation", "stream.validation_seed", "evaluate_on"),
     }
 
 
@@ -91,6 +93,7 @@ def test_a_resumed_run_may_change_bookkeeping_and_device(name, value):
         "seed": 3,
         "init_seed": 3,
         "stream.class_order_seed": 3,
+        "stream.validation_seed": 3,
         "options.lr": 0.5,
         "options.expert": "mean",
     }.items(),

@@ -1,4 +1,5 @@
-"""Evaluates every classifier of every expert in one pass over the memory and the test images."""
+"""Evaluates every classifier of every expert in one pass over the memory and the images that a
+stream is evaluated on: its test images, or those held out for validation."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ class TaskAccuracy(NamedTuple):
     confusion counts.
 
     Attributes:
-        test: Accuracy on each task's test images.
+        test: Accuracy on each task's images that the stream is evaluated on.
         buffer: Accuracy on each task's memory samples; None for a task that has none.
         confusion: For the classifier and expert of ``predict()``, a row for each task seen so far:
-            how many of its test images were predicted as a class of task 0, 1, ... of the stream.
+            how many of these images were predicted as a class of task 0, 1, ... of the stream.
         confusion_by_class: The same by class: for each head index, how many of its images were
             predicted as which head index. Keys are text, as JSON requires; zeros are left out.
     """

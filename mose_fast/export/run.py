@@ -164,6 +164,7 @@ def _describe(
             "head": 0 if head == "ncm" else sum(t.numel() for t in tensors.values()),
         },
         "bytes": {"backbone": _bytes(weights), "head": _bytes(tensors)},
+        "evaluated_on": config.get("evaluate_on", "test"),
         "accuracy": results["acc"][classifier][expert],
         "accuracy_by_task": results["accuracy"][classifier][expert][-1],
         "run": {

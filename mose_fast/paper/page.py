@@ -83,8 +83,8 @@ def render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tupl
     lines += ["## Notes", "", *(f"- {note}" for note in plan.description.notes)]
     lines += [] if plan.departures else [f"- {RULE}"]
     lines += [
-        "- Ours: mean ± standard deviation over the seeds, and 95 % interval of the mean by Student's t; the paper's:"
-        f" {RUNS} runs."
+        "- Ours, of test images: mean ± standard deviation over the seeds, and 95 % interval of the mean by Student's"
+        f" t; the paper's: {RUNS} runs."
     ]
     lines += [f"- Not finished: {failure.name}: {failure.reason}" for failure in failures]
     lines += ["", "## Runs", "", _runs_table(runs).markdown(), *_provenance([run for _, run in runs])]

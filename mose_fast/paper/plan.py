@@ -55,6 +55,11 @@ class Plan:
                 raise ConfigError(
                     f"{setting} is set to {changes[setting]!r} for all runs of {name}, whose description says it"
                 )
+        if changes.get("evaluate_on", "test") != "test":
+            raise ConfigError(
+                f"evaluate_on is {changes['evaluate_on']!r}, but the numbers of the paper's {name} are of test images;"
+                " wanted 'test'"
+            )
         self.description: PaperTable = describe(name, preset)
         departures: dict[str, None] = {}
         self._cells: dict[str, list[Cell]] = {}

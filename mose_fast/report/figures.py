@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mose_fast.report.runs import Group
 from mose_fast.report.statistics import summarise
-from mose_fast.report.tables import counted, seeds
+from mose_fast.report.tables import counted, images, seeds
 from mose_fast.train.lettering import lettering
 
 if TYPE_CHECKING:
@@ -149,9 +149,9 @@ def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
     _legend(figure, axes)
     caption = (
         "Left: accuracy on each task just after it was learned (plasticity). Right: buffer overfitting of each task"
-        " after the last one, (accuracy on its samples in the memory - accuracy on its test images) / accuracy on its"
-        " test images; a task without samples, or with a test accuracy of 0, has none. Classifier of predict()."
-        f" {_band_text(groups)}{left_out}"
+        " after the last one, (accuracy on its samples in the memory - accuracy on its"
+        f" {images(groups)} images) / the latter; a task without samples, or with an accuracy of 0, has none."
+        f" Classifier of predict(). {_band_text(groups)}{left_out}"
     )
     return _picture("new-task-and-bof", "New tasks and buffer overfitting", caption, figure)
 
@@ -237,9 +237,11 @@ def _confusions(groups: Sequence[Group]) -> Picture | None:
     for g in shown:
         counts = np.sum([run.confusion for run in g.runs], axis=0).astype(np.float64)
         parts.append((g, 100 * counts / counts.sum(1, keepdims=True)))
-    figure = _maps(parts, "task", "share of the task's test images (%)", across="task of the predicted class")
+    figure = _maps(
+        parts, "task", f"share of the task's {images(groups)} images (%)", across="task of the predicted class"
+    )
     caption = (
-        "Confusion by task after the last one, classifier of predict(): of the test images of each task (row), the"
+        "Confusion by task after the last one, classifier of predict(): of the images of each task (row), the"
         " share whose predicted class belongs to each task (column), counted over all n seeds. Mass in the last"
         f" columns is a bias to recent tasks; the diagonal bounds the accuracy.{left_out}"
     )

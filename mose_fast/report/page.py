@@ -13,7 +13,17 @@ from mose_fast.report.figures import Picture, figures
 from mose_fast.report.runs import Group, Skipped, group_runs, read_folders
 from mose_fast.report.statistics import FEW_SEEDS, check_comparable, summarise
 from mose_fast.report.table import Table
-from mose_fast.report.tables import comparison_table, comparisons, counted, deviations, seeds, sentence, streams, tables
+from mose_fast.report.tables import (
+    comparison_table,
+    comparisons,
+    counted,
+    deviations,
+    images,
+    seeds,
+    sentence,
+    streams,
+    tables,
+)
 from mose_fast.train.files import RunError, remove_leftovers, write_atomically
 from mose_fast.train.lock import FolderLock
 
@@ -177,12 +187,12 @@ def render_page(
         ),
     ]
     sections = [(name, title, parts) for name, title, parts in sections if parts]
-    heading = f"Report on {streams(groups)}"
+    heading = f"Report on {streams(groups)}, {images(groups)} images"
     lead = (
         f"{counted(sum(g.n for g in groups), 'run')} in {counted(len(groups), 'setting')}, {seeds(groups)} each."
-        " Accuracies are percent of test images; tasks count from 1. ACC: mean accuracy over all tasks after the last"
-        f" one; AF: average forgetting. Every table is in tables/ as {', '.join(FORMATS)}, every figure in figures/ as"
-        f" pdf and svg. mose-fast {__version__}."
+        f" Accuracies are percent of {images(groups)} images; tasks count from 1. ACC: mean accuracy over all tasks"
+        f" after the last one; AF: average forgetting. Every table is in tables/ as {', '.join(FORMATS)}, every figure"
+        f" in figures/ as pdf and svg. mose-fast {__version__}."
     )
     links = " ".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title, _ in sections)
     body = "\n".join(

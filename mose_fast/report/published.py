@@ -57,7 +57,7 @@ _NEAREST_CLASS_MEAN = ("mose", "scr")
 
 _TASKS = {"split-cifar100": 10, "split-tiny-imagenet": 100}
 _PROTOCOL = {"epochs": 1, "train_on": "stream", "width": 64}
-_STREAM = {"batch": 10, "limit_per_task": None, "class_order_seed": None}
+_STREAM = {"batch": 10, "limit_per_task": None, "class_order_seed": None, "validation": None}
 
 
 @functools.cache
@@ -91,9 +91,11 @@ def _tables() -> dict[str, Any]:
 
 
 def dataset(config: Mapping[str, Any]) -> str | None:
-    """The paper's data set that a run's stream has, None for any other."""
+    """The paper's data set that a run's stream has; None for any other, and for accuracies on
+    held-out training images, since the paper's are of test images.
+    """
     name = config["stream"]["name"]
-    return name if name in _TASKS else None
+    return name if name in _TASKS and config.get("evaluate_on", "test") == "test" else None
 
 
 def deviations(config: Mapping[str, Any], tasks: int) -> list[str]:
@@ -106,7 +108,9 @@ def deviations(config: Mapping[str, Any], tasks: int) -> list[str]:
     """
     wanted = {**_PROTOCOL, **{f"stream.{k}": v for k, v in _STREAM.items()}, "tasks": _TASKS[config["stream"]["name"]]}
     found = {**config, **{f"stream.{k}": v for k, v in config["stream"].items()}, "tasks": tasks}
-    return [f"{name} {found[name]} instead of {value}" for name, value in wanted.items() if found[name] != value]
+    return [
+        f"{name} {found.get(name)} instead of {value}" for name, value in wanted.items() if found.get(name) != value
+    ]
 
 
 def lookup(

@@ -53,7 +53,7 @@ class Run:
         row: The run's row of the store (:data:`mose_fast.sweep.store.COLUMNS`), without its long
             texts.
         seed: The run's seed.
-        config: Every setting, as in ``results.json``.
+        config: Every setting; those that the run's version did not have with their defaults.
         changes: Options that differ from the preset.
         facts: Metrics by classifier and expert, as in ``results.json``.
         view: Classifier and expert of ``predict()``.
@@ -251,7 +251,7 @@ def _extract(folder: Path, row: dict[str, Any], results: dict[str, Any]) -> Run:
         folder=folder,
         row={name: value for name, value in row.items() if name not in ("metrics", "config")},
         seed=row["seed"],
-        config=results["config"],
+        config=json.loads(row["config"]),
         changes=results["changes_from_preset"],
         facts={name: results[name] for name in _FACTS},
         view=view,

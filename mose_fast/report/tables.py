@@ -13,7 +13,18 @@ from mose_fast.report.runs import Group, View
 from mose_fast.report.statistics import Comparison, Summary, compare_all, holm, summarise
 from mose_fast.report.table import Cell, Interval, Number, Spread, Table
 
-__all__ = ["WIDE", "comparison_table", "comparisons", "counted", "deviations", "seeds", "sentence", "streams", "tables"]
+__all__ = [
+    "WIDE",
+    "comparison_table",
+    "comparisons",
+    "counted",
+    "deviations",
+    "images",
+    "seeds",
+    "sentence",
+    "streams",
+    "tables",
+]
 
 #: Up to this many tasks, the table by task has one column per task, as the paper's; otherwise one
 #: row per task.
@@ -40,7 +51,7 @@ def _main(groups: Sequence[Group]) -> Table:
         + (
             "Rows 'paper' are the paper's numbers, means of 15 runs"
             if data
-            else f"The paper has no numbers for {streams(groups)}"
+            else f"The paper has no numbers for {images(groups)} images of {streams(groups)}"
         )
         + (
             "; its MOSE is the NCM classifier of the last expert, its MOE-MOSE that of the mean of experts. "
@@ -321,6 +332,11 @@ def seeds(groups: Iterable[Group]) -> str:
 def streams(groups: Iterable[Group]) -> str:
     """The names of the streams."""
     return ", ".join(sorted({g.runs[0].stream for g in groups}))
+
+
+def images(groups: Iterable[Group]) -> str:
+    """What accuracies are of: ``test`` or ``validation`` images, or both in a forced report."""
+    return " or ".join(sorted({run.row["evaluate_on"] for g in groups for run in g.runs}))
 
 
 def _paper_data(groups: Sequence[Group]) -> str | None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from mose_fast.config import near_matches
 from mose_fast.streams.stream import (
     CLASS_ORDER,
+    HELD_OUT,
     NORMALISATIONS,
+    HeldOut,
     Normalisation,
     Stream,
     StreamError,
@@ -99,16 +101,20 @@ def check_labels(y: Any, what: str) -> np.ndarray:
 def from_arrays(
     x_train: Any,
     y_train: Any,
-    x_test: Any,
-    y_test: Any,
+    x_test: Any = None,
+    y_test: Any = None,
     *,
     tasks: int | None = None,
+    first_tasks: int | None = None,
     name: str = "arrays",
     batch: int = 10,
     class_order_seed: int | None = None,
     normalisation: str | Normalisation | None = None,
     mirror_safe: bool = True,
     limit_per_task: int | None = None,
+    validation: float | None = None,
+    validation_seed: int = 0,
+    evaluate_on: str = "test",
     labels: Sequence[int] | None = None,
     class_names: Sequence[str] | None = None,
     source: str = "",
@@ -118,17 +124,26 @@ def from_arrays(
     Args:
         x_train: Images, uint8 [N, H, W, 3] or grey [N, H, W], numpy or torch; sides divisible by 8.
         y_train: Labels, any integers [N]. Sorted, they are the natural class order.
-        x_test: Test images of the same size.
+        x_test: Test images of the same size; None with ``evaluate_on`` ``validation``, which never
+            looks at them.
         y_test: Their labels, all of which occur in ``y_train``.
         tasks: Number of equal tasks; None: as many as give each at least two classes (10 classes: 5
             tasks).
+        first_tasks: The stream ends after this many of the tasks, and has their classes alone;
+            None: all.
         name: The stream's name.
         batch: Incoming images a step.
         class_order_seed: Seed of the order of classes; None: the natural order.
         normalisation: A name in :data:`NORMALISATIONS` or your own constants; None: ``half``.
         mirror_safe: Whether a mirrored image keeps its label.
         limit_per_task: Keep at most this many training images a task, balanced over its classes:
-            the first of every class, then the second, and so on in data order, whatever the seeds.
+            the first of every class, then the second, and so on in data order, whatever the seeds;
+            held-out images do not count.
+        validation: Share of each class's training images that are held out: never trained on,
+            never in the memory. Rounded to whole images, a half upwards. None: none.
+        validation_seed: Seed that they are drawn from, class by class and independently of
+            everything else.
+        evaluate_on: ``test``, or ``validation`` for the held-out images.
         labels: All labels of the data set, sorted; None: those in ``y_train``.
         class_names: Names in the order of the sorted labels; None: the labels as text.
         source: The file that the arrays come from, for messages.
@@ -138,19 +153,27 @@ def from_arrays(
     """
     prefix = f"{source}: " if source else ""
     x_train, y_train = _pair(x_train, y_train, f"{prefix}x_train", f"{prefix}y_train")
-    x_test, y_test = _pair(x_test, y_test, f"{prefix}x_test", f"{prefix}y_test")
-    if x_train.shape[1:] != x_test.shape[1:]:
+    tested = evaluate_on == "test"
+    if not tested and (evaluate_on != "validation" or validation is None):
         raise StreamError(
-            f"{prefix}x_train holds images of {_size(x_train)} and x_test of {_size(x_test)}; wanted one size for"
-            " training and test"
+            f"evaluate_on is {evaluate_on!r} with validation {validation!r}; wanted 'test', or 'validation' and a share"
         )
-    for what, value in (("tasks", tasks), ("batch", batch), ("limit_per_task", limit_per_task)):
+    if tested:
+        x_test, y_test = _pair(x_test, y_test, f"{prefix}x_test", f"{prefix}y_test")
+        if x_train.shape[1:] != x_test.shape[1:]:
+            raise StreamError(
+                f"{prefix}x_train holds images of {_size(x_train)} and x_test of {_size(x_test)}; wanted one size for"
+                " training and test"
+            )
+    counts = (("tasks", tasks), ("first_tasks", first_tasks), ("batch", batch), ("limit_per_task", limit_per_task))
+    for what, value in counts:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise StreamError(f"{what} is {value!r}; wanted an integer of at least 1")
 
     known = np.unique(y_train) if labels is None else np.asarray(labels, np.int64)
     _refuse_unknown(y_train, known, f"{prefix}y_train", "the data set")
-    _refuse_unknown(y_test, known, f"{prefix}y_test", "the data set" if labels is not None else "y_train")
+    if tested:
+        _refuse_unknown(y_test, known, f"{prefix}y_test", "the data set" if labels is not None else "y_train")
     for label in np.setdiff1d(known, y_train):
         raise StreamError(
             f"{prefix}y_train has no image of class {label}; wanted training images of all {len(known)} classes"
@@ -161,7 +184,7 @@ def from_arrays(
         )
     names = _names(class_names, known)
     # Before class order and limit are applied: they are settings, not properties of the data.
-    of_data = fingerprint((x_train, y_train, x_test, y_test), names)
+    of_data = fingerprint((x_train, y_train, *((x_test, y_test) if tested else ())), names)
 
     tasks = _default_tasks(len(known)) if tasks is None else tasks
     if len(known) % tasks:
@@ -171,6 +194,13 @@ def from_arrays(
             f" tasks; wanted tasks to be one of {possible}"
         )
     each = len(known) // tasks
+    first_tasks = tasks if first_tasks is None else first_tasks
+    if first_tasks > tasks or first_tasks * each < 2:
+        least = 2 if each == 1 else 1
+        raise StreamError(
+            f"first_tasks is {first_tasks}, and {source or name} has {tasks} tasks of {each} classes; wanted {least} to"
+            f" {tasks}"
+        )
     if limit_per_task is not None and limit_per_task < each:
         raise StreamError(
             f"limit_per_task is {limit_per_task}, fewer than the {each} classes of a task; wanted at least one image a"
@@ -178,12 +208,25 @@ def from_arrays(
         )
 
     order = np.arange(len(known)) if class_order_seed is None else draw_order(len(known), class_order_seed, CLASS_ORDER)
-    head = np.argsort(order)
+    order = order[: first_tasks * each]
+    head = np.full(len(known), -1)  # classes of later tasks
+    head[order] = np.arange(len(order))
+    held_out = None
+    if validation is not None:
+        held_out = _hold_out(np.searchsorted(known, y_train), known, validation, validation_seed)
+        held = np.zeros(len(y_train), bool)
+        held[held_out.rows] = True
+        if not tested:
+            x_test, y_test = x_train[held], y_train[held]
+        x_train, y_train = x_train[~held], y_train[~held]
     y_train, y_test = head[np.searchsorted(known, y_train)], head[np.searchsorted(known, y_test)]
+    if first_tasks < tasks:
+        x_train, y_train = x_train[y_train >= 0], y_train[y_train >= 0]
+        x_test, y_test = x_test[y_test >= 0], y_test[y_test >= 0]
     if limit_per_task is not None:
         kept = _limit(y_train, each, limit_per_task)
         x_train, y_train = x_train[kept], y_train[kept]
-    split = tuple(tuple(range(t * each, (t + 1) * each)) for t in range(tasks))
+    split = tuple(tuple(range(t * each, (t + 1) * each)) for t in range(first_tasks))
     _refuse_untested(y_test, split, known[order], prefix)
     return Stream(
         name=name,
@@ -198,6 +241,8 @@ def from_arrays(
         mirror_safe=mirror_safe,
         batch=batch,
         fingerprint=of_data,
+        split=evaluate_on,
+        held_out=held_out,
     )
 
 
@@ -442,6 +487,33 @@ def _limit(y: np.ndarray, classes_per_task: int, limit: int) -> np.ndarray:
         rows = np.flatnonzero(y // classes_per_task == task)
         kept.append(rows[np.argsort(rank[rows], kind="stable")[:limit]])
     return np.sort(np.concatenate(kept))
+
+
+def _hold_out(y: np.ndarray, known: np.ndarray, share: float, seed: int) -> HeldOut:
+    """Draws the held-out images of each class.
+
+    Args:
+        y: Position of each training image's label among the sorted labels, int64 [N].
+        known: The sorted labels.
+        share: Share of each class's images.
+        seed: The seed.
+
+    Raises:
+        StreamError: A class would have no image to train on, or none held out.
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise StreamError(f"validation is {share!r}; wanted a share above 0 and below 1")
+    held = []
+    for position, label in enumerate(known):
+        rows = np.flatnonzero(y == position)
+        count = int(share * len(rows) + 0.5)
+        if not 0 < count < len(rows):
+            raise StreamError(
+                f"validation is {share}, which holds out {count} of the {len(rows)} training images of class {label};"
+                " wanted at least one image held out and one to train on"
+            )
+        held.append(rows[draw_order(len(rows), seed, HELD_OUT + position)[:count]])
+    return HeldOut(share, seed, torch.from_numpy(np.sort(np.concatenate(held))))
 
 
 def _tensor(array: np.ndarray) -> Tensor:

@@ -7,43 +7,48 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from mose_fast.streams.npz import ARRAYS, read_npz
+from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
 from mose_fast.streams.stream import StreamError
 
 __all__ = ["Decoded", "decoded_once"]
 
-#: The four arrays of a stream, and the names of its classes.
+#: The arrays of a stream, and the names of its classes.
 Decoded = tuple[dict[str, np.ndarray], list[str]]
 
 # In seconds.
 _DAY = 86400.0
 
 
-def decoded_once(cache: Path, stamps: Mapping[str, str], decode: Callable[[], Decoded]) -> Decoded:
+def decoded_once(
+    cache: Path, stamps: Mapping[str, str], decode: Callable[[], Decoded], splits: Sequence[str] = SPLITS
+) -> Decoded:
     """What ``decode`` returns, or the copy of it that an earlier call has kept.
 
     The copy is made anew when the files have changed or it is damaged. Where its folder is
-    read-only or the disk is full, none is kept.
+    read-only or the disk is full, none is kept. Training images alone have a copy of their own, so
+    that no test image is read for them.
 
     Args:
-        cache: The copy's file, an ``.npz``.
+        cache: The copy's file, an ``.npz``; for training images alone, ``.train.npz``.
         stamps: Size and date, or a checksum, of each file by its path.
         decode: Decodes the files.
+        splits: The parts of the data set that ``decode`` returns.
     """
+    cache = cache if "test" in splits else cache.with_suffix(".train.npz")
     lines = "\n".join(f"{path} {stamp}" for path, stamp in sorted(stamps.items()))
     fingerprint = hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
     _remove_leftovers(cache)
     if cache.is_file():
         with contextlib.suppress(StreamError):  # a damaged copy is made anew
             if str(read_npz(cache, ("fingerprint",))["fingerprint"]) == fingerprint:
-                held = read_npz(cache, (*ARRAYS, "class_names"))
-                return {name: held[name] for name in ARRAYS}, held["class_names"].tolist()
+                held = read_npz(cache, (*arrays_of(splits), "class_names"))
+                return {name: held[name] for name in arrays_of(splits)}, held["class_names"].tolist()
     arrays, names = decode()
     _write(cache, {**arrays, "class_names": np.array(names), "fingerprint": np.array(fingerprint)})
     return arrays, names

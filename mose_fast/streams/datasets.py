@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mose_fast.streams.npz import read_npz
+from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
 from mose_fast.streams.stream import StreamError
 
 __all__ = [
@@ -51,15 +52,18 @@ def default_data_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mose_fast"
 
 
-def digits() -> dict[str, np.ndarray]:
+def digits(splits: Sequence[str] = SPLITS) -> dict[str, np.ndarray]:
     """scikit-learn's 1,797 handwritten digits as 32x32 RGB; every fifth image of each digit is a
     test image.
 
     The 8x8 pictures (values 0 to 16) are enlarged bilinearly with pixel centres aligned, in
     integers: exact on every machine.
 
+    Args:
+        splits: The parts to make.
+
     Returns:
-        The four arrays of a stream, images uint8 [N, 32, 32, 3], labels int64.
+        Their arrays, images uint8 [N, 32, 32, 3], labels int64.
     """
     from sklearn.datasets import load_digits  # slow to import, and needed by this stream alone
 
@@ -68,14 +72,17 @@ def digits() -> dict[str, np.ndarray]:
     weights = np.zeros((32, 8), np.int64)  # eight times the share of each source pixel
     for source in range(8):
         weights[:, source] = np.maximum(0, 8 - np.abs(np.clip(position, 0, 56) - 8 * source))
-    enlarged = weights @ data.images.astype(np.int64) @ weights.T  # at most 16 * 64
-    grey = ((enlarged * 255 + 512) // 1024).astype(np.uint8)
-    images = np.repeat(grey[..., None], 3, axis=3)
     labels = data.target.astype(np.int64)
     test = np.zeros(len(labels), bool)
     for digit in range(10):
         test[np.flatnonzero(labels == digit)[4::5]] = True
-    return {"x_train": images[~test], "y_train": labels[~test], "x_test": images[test], "y_test": labels[test]}
+    arrays = {}
+    for split in splits:
+        rows = test if split == "test" else ~test
+        enlarged = weights @ data.images[rows].astype(np.int64) @ weights.T  # at most 16 * 64
+        grey = ((enlarged * 255 + 512) // 1024).astype(np.uint8)
+        arrays |= {f"x_{split}": np.repeat(grey[..., None], 3, axis=3), f"y_{split}": labels[rows]}
+    return arrays
 
 
 def locate_cifar(classes: int, data_dir: Path) -> Path | None:
@@ -85,22 +92,23 @@ def locate_cifar(classes: int, data_dir: Path) -> Path | None:
     return next((data_dir / name for name in candidates if (data_dir / name).exists()), None)
 
 
-def cifar(classes: int, data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
+def cifar(classes: int, data_dir: Path, splits: Sequence[str] = SPLITS) -> tuple[dict[str, np.ndarray], Path]:
     """Reads CIFAR-10 or CIFAR-100 (fine labels): ``cifar10.npz`` or ``cifar100.npz``, else through
-    torchvision, downloading it if absent.
+    torchvision, downloading it if absent. Files of other parts than ``splits`` are not opened.
 
     Returns:
-        The four arrays of a stream, and the file or folder they come from.
+        The arrays of these parts, and the file or folder they come from.
 
     Raises:
         StreamError: Files are damaged, or absent and cannot be downloaded.
     """
-    dataset = _cifar_class(classes)
+    dataset = _cifar_class(classes, splits)
     npz = data_dir / f"cifar{classes}.npz"
     if npz.exists():
-        return read_npz(npz, remedy=f"replace it, or remove it to have {dataset.filename} downloaded"), npz
+        remedy = f"replace it, or remove it to have {dataset.filename} downloaded"
+        return read_npz(npz, arrays_of(splits), remedy=remedy), npz
     try:
-        train, test = dataset(str(data_dir), train=True, download=True), dataset(str(data_dir), train=False)
+        parts = {split: dataset(str(data_dir), train=split == "train", download=True) for split in splits}
     except Exception as error:  # the network, the file system, the archive and its contents all fail in their own ways
         wanted = f"place {dataset.filename} from the home page of CIFAR-{classes}, or a {npz.name}, in {data_dir}"
         damaged = _damaged_cifar(dataset, data_dir)
@@ -109,12 +117,9 @@ def cifar(classes: int, data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
         else:
             reason = f"CIFAR-{classes} is not in {data_dir} and cannot be downloaded"
         raise StreamError(f"{reason} ({_one_line(error)}); {wanted}") from error
-    arrays = {
-        "x_train": train.data,
-        "y_train": np.array(train.targets),
-        "x_test": test.data,
-        "y_test": np.array(test.targets),
-    }
+    arrays = {}
+    for split, part in parts.items():
+        arrays |= {f"x_{split}": part.data, f"y_{split}": np.array(part.targets)}
     return arrays, data_dir / dataset.base_folder
 
 
@@ -126,13 +131,13 @@ def locate_mnist(data_dir: Path) -> Path | None:
     return folder if all((folder / name).exists() or (folder / f"{name}.gz").exists() for name in MNIST_SIZES) else None
 
 
-def mnist(data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
+def mnist(data_dir: Path, splits: Sequence[str] = SPLITS) -> tuple[dict[str, np.ndarray], Path]:
     """Reads MNIST, padded from 28x28 to 32x32: ``mnist.npz``, else through torchvision, downloading
     it if absent.
 
     Returns:
-        The four arrays of a stream, images grey uint8 [N, 32, 32], and the file or folder they come
-        from.
+        The arrays of the parts ``splits``, images grey uint8 [N, 32, 32], and the file or folder
+        they come from.
 
     Raises:
         StreamError: Files are damaged, or absent and cannot be downloaded.
@@ -141,30 +146,27 @@ def mnist(data_dir: Path) -> tuple[dict[str, np.ndarray], Path]:
     raw = data_dir / "MNIST" / "raw"
     if npz.exists():
         source = npz
-        arrays = read_npz(npz, remedy="replace it, or remove it to have MNIST downloaded")
+        arrays = read_npz(npz, arrays_of(splits), remedy="replace it, or remove it to have MNIST downloaded")
     else:
         from torchvision.datasets import MNIST  # slow to import
 
         source = raw
         _refuse_damaged_mnist(raw)
         try:
-            train, test = MNIST(str(data_dir), train=True, download=True), MNIST(str(data_dir), train=False)
+            parts = {split: MNIST(str(data_dir), train=split == "train", download=True) for split in splits}
         except Exception as error:  # for the same reasons as in cifar
             _refuse_damaged_mnist(raw)
             raise StreamError(
                 f"MNIST is not in {raw} and cannot be downloaded ({_one_line(error)}); "
                 f"place {', '.join(f'{n}.gz' for n in MNIST_SIZES)} there, or a mnist.npz in {data_dir}"
             ) from error
-        arrays = {
-            "x_train": train.data.numpy(),
-            "y_train": train.targets.numpy(),
-            "x_test": test.data.numpy(),
-            "y_test": test.targets.numpy(),
-        }
-    for part in ("x_train", "x_test"):
-        if arrays[part].shape[1:] != (28, 28):
-            raise StreamError(f"{source}: {part} has shape {list(arrays[part].shape)}; wanted [N, 28, 28]")
-        arrays[part] = np.pad(arrays[part], ((0, 0), (2, 2), (2, 2)))
+        arrays = {}
+        for split, part in parts.items():
+            arrays |= {f"x_{split}": part.data.numpy(), f"y_{split}": part.targets.numpy()}
+    for name in (f"x_{split}" for split in splits):
+        if arrays[name].shape[1:] != (28, 28):
+            raise StreamError(f"{source}: {name} has shape {list(arrays[name].shape)}; wanted [N, 28, 28]")
+        arrays[name] = np.pad(arrays[name], ((0, 0), (2, 2), (2, 2)))
     return arrays, source
 
 
@@ -172,10 +174,12 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _cifar_class(classes: int) -> type:
+def _cifar_class(classes: int, splits: Sequence[str]) -> type:
     from torchvision.datasets import CIFAR10, CIFAR100  # slow to import
 
-    return {10: CIFAR10, 100: CIFAR100}[classes]
+    dataset = {10: CIFAR10, 100: CIFAR100}[classes]
+    # torchvision computes the checksums of all files on the lists, whichever it reads.
+    return dataset if "test" in splits else type(dataset.__name__, (dataset,), {"test_list": []})
 
 
 def _damaged_cifar(dataset: type, data_dir: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from mose_fast.streams.cache import Decoded, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
+from mose_fast.streams.npz import SPLITS
 from mose_fast.streams.stream import StreamError
 
 __all__ = ["SUFFIXES", "read_file", "read_folder"]
@@ -21,7 +23,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 _NAMED = 5
 
 
-def read_folder(root: Path, decoding: Decoding) -> Decoded:
+def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) -> Decoded:
     """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``.
 
     Files of other types and in other places are not read, and a warning says so. Names that begin
@@ -31,29 +33,29 @@ def read_folder(root: Path, decoding: Decoding) -> Decoded:
     Args:
         root: The folder.
         decoding: How the images are decoded, and to what size.
+        splits: The parts to read; the folders of others are not opened.
 
     Returns:
-        The four arrays of a stream, labels numbering the class folders of ``train`` in sorted
+        The arrays of these parts, labels numbering the class folders of ``train`` in sorted
         order, and the names of these folders.
 
     Raises:
         StreamError: A folder is missing or empty, a file is damaged, or sizes differ or cannot be
             used.
     """
-    for part in ("train", "test"):
+    for part in splits:
         if not (root / part).is_dir():
-            raise StreamError(
-                f"{root / part} is missing; wanted {root} to hold train/<class>/<image> and test/<class>/<image>"
-            )
+            held = " and ".join(f"{split}/<class>/<image>" for split in splits)
+            raise StreamError(f"{root / part} is missing; wanted {root} to hold {held}")
     names = _class_folders(root / "train")
     if not names:
         raise StreamError(f"{root / 'train'} holds no class folders; wanted train/<class>/<image>")
-    for name in _class_folders(root / "test"):
+    for name in _class_folders(root / "test") if "test" in splits else []:
         if name not in names:
             raise StreamError(
                 f"{root / 'test' / name} is a class without training images; wanted {root / 'train' / name} as well"
             )
-    labelled: dict[str, list[tuple[Path, int]]] = {"train": [], "test": []}
+    labelled: dict[str, list[tuple[Path, int]]] = {split: [] for split in splits}
     for part, found in labelled.items():
         for label, name in enumerate(names):
             files = _image_files(root / part / name)
@@ -68,7 +70,7 @@ def read_folder(root: Path, decoding: Decoding) -> Decoded:
                 f"{root / part} holds no images; wanted {part}/<class>/<image> with {', '.join(SUFFIXES)}"
             )
     files = [file for found in labelled.values() for file, _ in found]
-    _warn_of_others(root, files)
+    _warn_of_others(root, files, splits)
     decode = partial(_decode, labelled, names, decoding)
     if decoding.resize is None:
         return decode()
@@ -76,7 +78,7 @@ def read_folder(root: Path, decoding: Decoding) -> Decoded:
     for file in files:
         status = file.stat()
         stamps[file.relative_to(root).as_posix()] = f"{status.st_size} {status.st_mtime_ns}"
-    return decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode)
+    return decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode, splits)
 
 
 def _decode(labelled: dict[str, list[tuple[Path, int]]], names: list[str], decoding: Decoding) -> Decoded:
@@ -103,11 +105,11 @@ def _decode(labelled: dict[str, list[tuple[Path, int]]], names: list[str], decod
     return arrays, names
 
 
-def _warn_of_others(root: Path, read: list[Path]) -> None:
+def _warn_of_others(root: Path, read: list[Path], splits: Sequence[str]) -> None:
     known = set(read)
     others = [
         path.relative_to(root)
-        for part in ("train", "test")
+        for part in splits
         for path in sorted((root / part).rglob("*"))
         if path.is_file()
         and path not in known

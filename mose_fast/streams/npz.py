@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mose_fast.streams.stream import StreamError
 
-__all__ = ["ARRAYS", "read_npz"]
+__all__ = ["ARRAYS", "SPLITS", "arrays_of", "read_npz"]
+
+#: The parts of a data set.
+SPLITS = ("train", "test")
+
+
+def arrays_of(splits: Sequence[str]) -> tuple[str, ...]:
+    """The names of the arrays of some parts of a data set: images and labels of each."""
+    return tuple(f"{kind}_{split}" for split in splits for kind in "xy")
+
 
 #: The arrays that an ``.npz`` of a stream holds.
-ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+ARRAYS = arrays_of(SPLITS)
 
 
 def read_npz(

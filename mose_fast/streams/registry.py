@@ -15,7 +15,7 @@ from mose_fast.streams.arrays import from_arrays
 from mose_fast.streams.catalogue import names, summary
 from mose_fast.streams.decoding import Decoding, Watch
 from mose_fast.streams.folder import read_folder
-from mose_fast.streams.npz import ARRAYS, read_npz
+from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
 from mose_fast.streams.stream import Stream, StreamError
 
 __all__ = ["check_fingerprint", "create", "locate"]
@@ -28,22 +28,23 @@ class _Entry:
     tasks: int
     normalisation: str
     mirror_safe: bool
-    read: Callable[[Path, Decoding], dict[str, Any]]  # the arrays and, as far as known, source, labels and class_names
+    # The arrays of some parts of the data and, as far as known, source, labels and class_names.
+    read: Callable[[Path, Decoding, Sequence[str]], dict[str, Any]]
     find: Callable[[Path], Path | None] | None  # None: part of an installed package
     obtain: str
 
 
-def _read_digits(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
-    return {**datasets.digits(), "labels": range(10), "source": "digits"}
+def _read_digits(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
+    return {**datasets.digits(splits), "labels": range(10), "source": "digits"}
 
 
-def _read_mnist(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
-    arrays, source = datasets.mnist(data_dir)
+def _read_mnist(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
+    arrays, source = datasets.mnist(data_dir, splits)
     return {**arrays, "labels": range(10), "source": str(source)}
 
 
-def _read_tiny_imagenet(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
-    arrays, wnids = tiny_imagenet.read(data_dir, decoding)
+def _read_tiny_imagenet(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
+    arrays, wnids = tiny_imagenet.read(data_dir, decoding, splits)
     return {**arrays, "labels": range(len(wnids)), "class_names": wnids, "source": str(tiny_imagenet.find(data_dir))}
 
 
@@ -51,8 +52,8 @@ _DOWNLOAD = "it is downloaded on first use; without a network, place there "
 
 
 def _cifar(classes: int, tasks: int, names: Sequence[str]) -> _Entry:
-    def read(data_dir: Path, decoding: Decoding) -> dict[str, Any]:
-        arrays, source = datasets.cifar(classes, data_dir)
+    def read(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
+        arrays, source = datasets.cifar(classes, data_dir, splits)
         return {**arrays, "labels": range(classes), "class_names": names, "source": str(source)}
 
     obtain = f"{_DOWNLOAD}cifar-{classes}-python.tar.gz or cifar{classes}.npz"
@@ -106,7 +107,7 @@ def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
     return (True, str(found)) if found else (False, f"not in {folder}: {entry.obtain}")
 
 
-def create(config: StreamConfig, watch: Watch | None = None) -> Stream:
+def create(config: StreamConfig, watch: Watch | None = None, *, evaluate_on: str = "test") -> Stream:
     """Makes the stream that a configuration describes: a registered one, an image folder, or an
     ``.npz`` file.
 
@@ -116,12 +117,13 @@ def create(config: StreamConfig, watch: Watch | None = None) -> Stream:
     Args:
         config: The stream's settings.
         watch: Called with the number of image files decoded so far, and of all.
+        evaluate_on: ``test``, or ``validation``: then no test image is read.
 
     Raises:
         StreamError: The name is unknown, the data is missing or damaged, has another fingerprint
             than the configuration, or cannot be split as asked.
     """
-    stream = _make(config, watch)
+    stream = _make(config, evaluate_on, watch)
     check_fingerprint(config, stream)
     return stream
 
@@ -141,7 +143,8 @@ def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
         )
 
 
-def _make(config: StreamConfig, watch: Watch | None) -> Stream:
+def _make(config: StreamConfig, evaluate_on: str, watch: Watch | None) -> Stream:
+    splits = ("train",) if evaluate_on == "validation" else SPLITS
     decoding = Decoding(config.decoder, watch, config.resize)
     path = Path(config.name).expanduser()
     if config.resize is not None and (config.name in _STREAMS or path.is_file()):
@@ -152,11 +155,15 @@ def _make(config: StreamConfig, watch: Watch | None) -> Stream:
         "batch": config.batch,
         "class_order_seed": config.class_order_seed,
         "limit_per_task": config.limit_per_task,
+        "first_tasks": config.first_tasks,
+        "validation": config.validation,
+        "validation_seed": config.validation_seed,
+        "evaluate_on": evaluate_on,
     }
     if config.name in _STREAMS:
         entry = _STREAMS[config.name]
         return from_arrays(
-            **entry.read(_data_dir(config.data_dir), decoding),
+            **entry.read(_data_dir(config.data_dir), decoding, splits),
             **settings,
             name=config.name,
             mirror_safe=entry.mirror_safe,
@@ -164,9 +171,9 @@ def _make(config: StreamConfig, watch: Watch | None) -> Stream:
             normalisation=config.normalisation or entry.normalisation,
         )
     if path.suffix.lower() == ".npz":
-        contents: dict[str, Any] = dict(read_npz(path, ARRAYS))
+        contents: dict[str, Any] = dict(read_npz(path, arrays_of(splits)))
     elif path.is_dir():
-        contents, class_names = read_folder(path, decoding)
+        contents, class_names = read_folder(path, decoding, splits)
         contents = {**contents, "class_names": class_names}
     elif os.sep in config.name or path.exists():
         raise StreamError(

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mose_fast.errors import MoseFastError
 
-__all__ = ["NORMALISATIONS", "Normalisation", "Stream", "StreamError", "draw_order", "fingerprint"]
+__all__ = ["NORMALISATIONS", "HeldOut", "Normalisation", "Stream", "StreamError", "draw_order", "fingerprint"]
 
 
 class StreamError(MoseFastError, ValueError):
@@ -49,6 +49,9 @@ NORMALISATIONS: dict[str, Normalisation] = {
 # so that no seed makes the order of classes and the order of images one draw.
 CLASS_ORDER = 2**63
 
+# Held-out images of a class: this and the position of its label among the sorted ones.
+HELD_OUT = 2**63 + 2**62
+
 
 def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
     """Draws a permutation of ``n``, int64 [n], that depends on the three arguments alone.
@@ -81,6 +84,21 @@ def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+class HeldOut(NamedTuple):
+    """Training images that are held out for validation: never trained on, never in the memory.
+
+    Attributes:
+        share: Share of each class's training images.
+        seed: The seed that they were drawn from.
+        rows: Which of the data set's training images they are, in data order: int64 [n], of all
+            classes of the data set.
+    """
+
+    share: float
+    seed: int
+    rows: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Stream:
     """A class-incremental image stream.
@@ -92,8 +110,9 @@ class Stream:
         name: The name that the user gave.
         x_train: Training images, uint8 [N, H, W, 3].
         y_train: Head index of each training image, int64 [N].
-        x_test: Test images, uint8 [N', H, W, 3].
-        y_test: Head index of each test image, int64 [N'].
+        x_test: Images that the learner is evaluated on, uint8 [N', H, W, 3]: the test images, or
+            the held-out training images where :attr:`split` is ``validation``.
+        y_test: Head index of each of them, int64 [N'].
         tasks: The head indices of each task's classes.
         class_order: ``class_order[head index]`` is the label in the data set.
         class_names: Readable names, by head index.
@@ -105,6 +124,8 @@ class Stream:
             order and limits. Empty: computed from the stream's own images.
         arrival: For a stream recorded from batches, each task's batches as int64 indices into
             ``x_train``; None: each pass over a task is shuffled.
+        split: What ``x_test`` holds: ``test`` or ``validation``.
+        held_out: The training images that are held out; None: none.
     """
 
     name: str
@@ -120,6 +141,8 @@ class Stream:
     batch: int
     arrival: tuple[tuple[Tensor, ...], ...] | None = None
     fingerprint: str = ""
+    split: str = "test"
+    held_out: HeldOut | None = None
 
     def __post_init__(self) -> None:
         if not self.fingerprint:
@@ -219,22 +242,23 @@ class Stream:
         height, width = self.image_size
         train = torch.bincount(self.y_train, minlength=self.classes).tolist()
         test = torch.bincount(self.y_test, minlength=self.classes).tolist()
+        wide = max(7, len(self.split))
         lines = [
             f"{self.name}: {len(self.tasks)} tasks, {self.classes} classes, "
-            f"{len(self.x_train)} training and {len(self.x_test)} test images of {height}x{width}",
+            f"{len(self.x_train)} training and {len(self.x_test)} {self.split} images of {height}x{width}",
             f"normalisation {self.normalisation.name}, mirroring {'keeps' if self.mirror_safe else 'changes'} labels, "
             + (
                 f"batches of {self.batch}, shuffled within a task"
                 if self.arrival is None
                 else "batches as they arrived"
             ),
-            f"{'task':>4} {'train':>7} {'test':>7} {'steps':>7}  label (train, test)",
+            f"{'task':>4} {'train':>7} {self.split:>{wide}} {'steps':>7}  label (train, {self.split})",
         ]
         for t, heads in enumerate(self.tasks):
             images = sum(train[h] for h in heads)
             steps = -(-images // self.batch) if self.arrival is None else len(self.arrival[t])
             labels = ", ".join(f"{self.class_order[h]} ({train[h]}, {test[h]})" for h in heads)
-            lines.append(f"{t:>4} {images:>7} {sum(test[h] for h in heads):>7} {steps:>7}  {labels}")
+            lines.append(f"{t:>4} {images:>7} {sum(test[h] for h in heads):>{wide}} {steps:>7}  {labels}")
         return "\n".join(lines)
 
     def _rows(self, y: Tensor, task: int) -> Tensor:

@@ -6,7 +6,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 from mose_fast.streams.cache import Decoded, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
 from mose_fast.streams.folder import read_file
+from mose_fast.streams.npz import SPLITS
 from mose_fast.streams.stream import StreamError
 
 __all__ = ["FOLDER", "ZIP", "find", "read"]
@@ -52,7 +53,7 @@ def find(data_dir: Path) -> Path | None:
     return data_dir / ZIP if (data_dir / ZIP).is_file() else None
 
 
-def read(data_dir: Path, decoding: Decoding) -> Decoded:
+def read(data_dir: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) -> Decoded:
     """Reads the training images and, as test data, the validation images (the official test set has
     no labels).
 
@@ -64,9 +65,10 @@ def read(data_dir: Path, decoding: Decoding) -> Decoded:
     Args:
         data_dir: Folder of the data; see :func:`find`.
         decoding: How the images are decoded.
+        splits: The parts to read; of others, no image is opened.
 
     Returns:
-        The four arrays of a stream (images uint8 [N, 64, 64, 3]; training images by class,
+        The arrays of these parts (images uint8 [N, 64, 64, 3]; training images by class,
         validation images in the order of ``val_annotations.txt``) and the WordNet ids by label.
 
     Raises:
@@ -80,11 +82,12 @@ def read(data_dir: Path, decoding: Decoding) -> Decoded:
         )
     if root.is_dir():
         files = _folder_files(root)
-        return decoded_once(root / CACHE, files.stamps, partial(_decode, files, decoding))
+        return decoded_once(root / CACHE, files.stamps, partial(_decode, files, decoding, splits), splits)
     try:
         with zipfile.ZipFile(root) as archive:
             files = _zip_files(root, archive)
-            return decoded_once(root.with_name(CACHE), files.stamps, partial(_decode, files, decoding))
+            decode = partial(_decode, files, decoding, splits)
+            return decoded_once(root.with_name(CACHE), files.stamps, decode, splits)
     except (zipfile.BadZipFile, EOFError) as error:
         raise StreamError(f"{root} is damaged or truncated ({error}); get {SOURCE} again") from error
 
@@ -94,7 +97,7 @@ def _folder_files(root: Path) -> _Files:
     for folder, _, names in os.walk(root):
         for name in names:
             path = Path(folder, name)
-            if path.name == CACHE or path.name.startswith(f".{CACHE}"):
+            if re.fullmatch(rf"\.?{FOLDER}\.decoded(\.train)?\.npz.*", path.name):
                 continue
             status = path.stat()
             stamps[path.relative_to(root).as_posix()] = f"{status.st_size} {status.st_mtime_ns}"
@@ -114,7 +117,7 @@ def _zip_files(root: Path, archive: zipfile.ZipFile) -> _Files:
     return _Files(root, {path: f"{i.file_size} {i.CRC}" for path, i in infos.items()}, read_member)
 
 
-def _decode(files: _Files, decoding: Decoding) -> Decoded:
+def _decode(files: _Files, decoding: Decoding, splits: Sequence[str]) -> Decoded:
     wnids = sorted(files.text("wnids.txt").split())
     label_of = {wnid: label for label, wnid in enumerate(wnids)}
     train: dict[str, list[tuple[int, str]]] = {wnid: [] for wnid in wnids}
@@ -132,7 +135,7 @@ def _decode(files: _Files, decoding: Decoding) -> Decoded:
 
     val_paths, y_test = [], []
     annotations = "val/val_annotations.txt"
-    for number, line in enumerate(files.text(annotations).splitlines(), 1):
+    for number, line in enumerate(files.text(annotations).splitlines() if "test" in splits else [], 1):
         columns = line.split()
         if len(columns) < 2 or columns[1] not in label_of:
             raise StreamError(
@@ -145,12 +148,10 @@ def _decode(files: _Files, decoding: Decoding) -> Decoded:
         val_paths.append(path)
         y_test.append(label_of[columns[1]])
     images = _images(files, train_paths + val_paths, decoding)
-    return {
-        "x_train": images[: len(train_paths)],
-        "y_train": np.array(y_train, np.int64),
-        "x_test": images[len(train_paths) :],
-        "y_test": np.array(y_test, np.int64),
-    }, wnids
+    arrays = {"x_train": images[: len(train_paths)], "y_train": np.array(y_train, np.int64)}
+    if "test" in splits:
+        arrays |= {"x_test": images[len(train_paths) :], "y_test": np.array(y_test, np.int64)}
+    return arrays, wnids
 
 
 def _images(files: _Files, paths: list[str], decoding: Decoding) -> np.ndarray:

@@ -54,7 +54,7 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
         budget: Seconds for the steps, half of them early and half of them late.
     """
     start = time.perf_counter()
-    stream = streams.create(config.stream)
+    stream = streams.create(config.stream, evaluate_on=config.evaluate_on)
     learner = create_learner(config, **stream.spec)
     if learner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(learner.device)

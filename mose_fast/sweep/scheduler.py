@@ -175,15 +175,17 @@ def _with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
         ConfigError: A run does not fit into the memory of this machine.
     """
     data = {}
-    for settings in {cell.config.stream for cell in cells}:
-        stream = streams.create(settings)
-        data[settings] = stream.fingerprint
+    configs = [cell.config for cell in cells]
+    for settings, evaluate_on in {(config.stream, config.evaluate_on) for config in configs}:
+        stream = streams.create(settings, evaluate_on=evaluate_on)
+        data[settings, evaluate_on] = stream.fingerprint
         # The machines of a cluster may have more memory than this one.
-        for config in (cell.config for cell in cells if cell.config.stream == settings and place.engine == "local"):
-            check_room(config, stream.image_size)
+        for config in configs:
+            if (config.stream, config.evaluate_on) == (settings, evaluate_on) and place.engine == "local":
+                check_room(config, stream.image_size)
 
     def with_fingerprint(config: RunConfig) -> RunConfig:
-        stream = dataclasses.replace(config.stream, fingerprint=data[config.stream])
+        stream = dataclasses.replace(config.stream, fingerprint=data[config.stream, config.evaluate_on])
         return dataclasses.replace(config, stream=stream)
 
     return [dataclasses.replace(cell, config=with_fingerprint(cell.config)) for cell in cells]

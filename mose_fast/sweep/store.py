@@ -33,8 +33,8 @@ __all__ = ["COLUMNS", "STORE", "RunDamaged", "Store", "collect", "find_runs", "r
 STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
-#: options of MOSE; readers refuse what is neither.
-FORMAT = 3
+#: options of MOSE, format 3 no ``evaluate_on`` and ``validation``; readers refuse others.
+FORMAT = 4
 
 
 class Column(NamedTuple):
@@ -82,6 +82,10 @@ COLUMNS: dict[str, Column] = {
     "image_size": Column(str, "image size", compared="problem"),
     "limit_per_task": Column(
         int | None, "limit of training images per task", "config.stream.limit_per_task", compared="problem"
+    ),
+    "evaluate_on": Column(str, "images evaluated on, test or validation", "config.evaluate_on", compared="problem"),
+    "validation": Column(
+        float | None, "share of training images held out, None: none", "config.stream.validation", compared="problem"
     ),
     "batch": Column(int, "number of incoming images per step", "config.stream.batch", compared="protocol"),
     "class_order": Column(str, "order of classes", compared="protocol"),
@@ -416,7 +420,7 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _upgrade(database: sqlite3.Connection, path: Path) -> None:
-    """Brings a table of format 2 into the current one.
+    """Brings a table of format 2 or 3 into the current one.
 
     Raises:
         RunError: The table has another format.
@@ -424,11 +428,13 @@ def _upgrade(database: sqlite3.Connection, path: Path) -> None:
     found = database.execute("PRAGMA user_version").fetchone()[0]
     if found == FORMAT:
         return
-    if found != 2:
+    if found not in (2, 3):
         raise RunError(
             f"the table of runs {path} has format {found}; wanted {FORMAT}. Rebuild it with: mose-fast collect"
             f" {path.parent}"
         )
+    database.execute("ALTER TABLE runs ADD COLUMN evaluate_on TEXT NOT NULL DEFAULT 'test'")
+    database.execute("ALTER TABLE runs ADD COLUMN validation REAL")
     for row, text, changes in database.execute("SELECT rowid, config, changes FROM runs").fetchall():
         config = RunConfig.from_dict(upgraded(json.loads(text)))
         changes = json.dumps(current_names(json.loads(changes), config.method), sort_keys=True)

@@ -27,7 +27,7 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
     config = results["config"]
     title = (
         f"{config['method']} ({config['preset']}) on {config['stream']['name']}, "
-        f"M = {config['memory']}, width {config['width']}, seed {config['seed']}"
+        f"M = {config['memory']}, width {config['width']}, seed {config['seed']}, {config['evaluate_on']} images"
     )
     with lettering([title]):
         return _drawn(results, title)

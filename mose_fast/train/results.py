@@ -58,7 +58,8 @@ def _table(kind: type[Declared], tables: dict[str, Any], required: set[str]) -> 
 
 
 def read_results(text: str | bytes) -> Any:
-    """Reads a ``results.json`` of this version or an older one; options get their present names.
+    """Reads a ``results.json`` of this version or an older one; options get their present names,
+    and what older versions did not measure is None.
 
     Raises:
         ValueError: The text is no JSON.
@@ -68,7 +69,7 @@ def read_results(text: str | bytes) -> Any:
         config = upgraded(results["config"])
         changes = current_names(results["changes_from_preset"], config["method"])
         results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
-    return results
+    return {"held_out": None, **results} if isinstance(results, dict) else results
 
 
 def build_results(
@@ -90,7 +91,8 @@ def build_results(
         config: The run's settings.
         stream: The run's stream.
         learner: The learner after the last task.
-        test: Accuracy on test images; a row per entry of ``evaluated_after``.
+        test: Accuracy on the images that the stream is evaluated on; a row per entry of
+            ``evaluated_after``.
         buffer: Accuracy on memory samples in the same form; None for a task without samples.
         confusion: Test images by task and predicted task, after the last evaluation.
         confusion_by_class: Test images by class and predicted class, without zeros.
@@ -168,6 +170,7 @@ def build_results(
         "tasks": [list(t) for t in stream.tasks],
         "class_order": list(stream.class_order),
         "class_names": list(stream.class_names),
+        "held_out": None if stream.held_out is None else stream.held_out.rows.tolist(),
         "image_size": list(stream.image_size),
         "evaluated_after": evaluated_after,
         "accuracy": accuracy,
@@ -234,16 +237,17 @@ def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -
 
 
 def summary(results: dict[str, Any]) -> str:
-    """A table for people, in percent: ACC (mean over tasks), sample ACC (mean over test images) and
+    """A table for people, in percent: ACC (mean over tasks), sample ACC (mean over images) and
     forgetting.
     """
+    images = "validation" if results["config"]["evaluate_on"] == "validation" else "test"
 
     def percent(value: float | None) -> str:
         return "    -" if value is None else f"{100 * value:5.1f}"
 
     lines = [
         f"{'classifier':<11} {'expert':<14} {'ACC':>5} {'sample ACC':>11} {'AF paper':>9} {'AF released':>12}"
-        f" {'untrained ACC':>14}   (percent)"
+        f" {'untrained ACC':>14}   (percent of {images} images)"
     ]
     for classifier, experts in results["acc"].items():
         for expert, acc in experts.items():

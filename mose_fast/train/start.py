@@ -70,7 +70,8 @@ def run(
     clock = Clock(whole_process=whole_process)
     if config is None:
         made = isinstance(stream, Stream)
-        config = RunConfig.create(stream={"name": stream.name} if made else stream, **settings)
+        settings = {"evaluate_on": stream.split} | settings if made else settings
+        config = RunConfig.create(stream=_described(stream) if made else stream, **settings)
         stream = stream if made else None
     elif settings:
         raise TypeError(f"{', '.join(settings)}: given beside config; wanted them inside it")
@@ -80,12 +81,10 @@ def run(
     if stream is None:
         stream = _load(config, listeners)
     elif isinstance(stream, Stream):
-        config = dataclasses.replace(
-            config, stream=dataclasses.replace(config.stream, name=stream.name, batch=stream.batch)
-        )
+        config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, **_described(stream)))
     else:
         raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
-    check_fingerprint(config.stream, stream)
+    _check_stream(config, stream)
     config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, fingerprint=stream.fingerprint))
     learner = _learner(config, stream)
     warn_of_other_protocol(config)
@@ -139,7 +138,7 @@ def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener],
             raise StreamError(
                 f"{error} (a run that was given a Stream object needs it again: resume(out, stream=...))"
             ) from error
-    check_fingerprint(config.stream, stream)
+    _check_stream(config, stream)
     learner = _learner(config, stream)
     loop = Loop(config, stream, learner, folder, listeners, clock)
     folder.reopen()
@@ -149,12 +148,30 @@ def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener],
     return loop.run()
 
 
+def _described(stream: Stream) -> dict[str, Any]:
+    """The settings of a stream that was made by hand."""
+    described = {"name": stream.name, "batch": stream.batch}
+    if stream.held_out is not None:
+        described |= {"validation": stream.held_out.share, "validation_seed": stream.held_out.seed}
+    return described
+
+
+def _check_stream(config: RunConfig, stream: Stream) -> None:
+    """Refuses other data than the configuration's, and a stream of other images to evaluate on."""
+    check_fingerprint(config.stream, stream)
+    if config.evaluate_on != stream.split:
+        raise StreamError(
+            f"evaluate_on is {config.evaluate_on!r}, but the stream that was given holds {stream.split} images; wanted"
+            " the two to agree"
+        )
+
+
 def _load(config: RunConfig, listeners: list[Listener]) -> Stream:
     def tell(done: int, images: int) -> None:
         for listener in listeners:
             listener.on_decode(done, images)
 
-    return streams.create(config.stream, watch=tell)
+    return streams.create(config.stream, tell, evaluate_on=config.evaluate_on)
 
 
 def _learner(config: RunConfig, stream: Stream) -> Learner:

@@ -187,6 +187,10 @@ def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
         (["taskwise", "--preset", "papers"], "did you mean 'paper'"),
         (["taskwise", "--set", "memroy=3"], "did you mean 'memory'"),
         (["taskwise", "--set", "seed=3"], "seed is set to 3"),
+        (
+            ["taskwise", "--set", "evaluate_on=validation", "--validation", "0.1"],
+            "evaluate_on is 'validation', but the numbers of the paper's taskwise are of test images; wanted 'test'",
+        ),
         (["taskwise", "--seeds", "3-1"], "seeds are '3-1'"),
         (["taskwise", "--workers", "0"], "workers is 0"),
     ],

@@ -251,6 +251,24 @@ def test_incomparable_runs_are_refused_unless_forced(make, tmp_path, read_page, 
     assert "The number of tasks differs: 5 (" in page.read_text()
 
 
+def test_test_and_validation_images_are_not_mixed(make, tmp_path, no_figures):
+    held_out = {"evaluate_on": "validation", "stream": {"validation": 0.1}}
+    make(0, **held_out)
+    make(1, **held_out)
+    text = write_report([tmp_path / "runs"])[0].read_text()
+    assert "Report on digits, validation images" in text
+    assert "Accuracies are percent of validation images" in text
+    assert "The paper has no numbers for validation images of digits" in text
+    make(0)
+    with pytest.raises(
+        IncomparableRuns, match=r"the images evaluated on differs: test .*, validation .*share of train"
+    ):
+        write_report([tmp_path / "runs"])
+    text = write_report([tmp_path / "runs"], force=True)[0].read_text()
+    assert "percent of test or validation images" in text
+    assert "evaluate_on=validation" in text and "evaluate_on=test" in text
+
+
 def test_differing_protocols_are_told(make, tmp_path, no_figures):
     make(0)
     make(0, changes={"augment": "simclr"})

@@ -60,3 +60,4 @@ def test_protocol_of_the_paper_and_departures_from_it():
     ]
     assert published.dataset(CONFIG) == "split-cifar100"
     assert published.dataset({"stream": {"name": "digits"}}) is None
+    assert published.dataset(CONFIG | {"evaluate_on": "validation"}) is None

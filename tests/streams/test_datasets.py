@@ -39,6 +39,14 @@ def load(name, data_dir, **settings):
     return create(StreamConfig(name=name, data_dir=str(data_dir), **settings))
 
 
+def check_validation(name, data_dir, arrays, **settings):
+    """Held-out and other images are together the training images."""
+    stream = create(StreamConfig(name, str(data_dir), validation=0.4, **settings), evaluate_on="validation")
+    held = stream.held_out.rows.numpy()
+    assert np.array_equal(stream.x_test.numpy(), arrays["x_train"][held])
+    assert np.array_equal(stream.x_train.numpy(), np.delete(arrays["x_train"], held, axis=0))
+
+
 def statistics(x):
     """Mean and standard deviation of a channel, of images in [0, 1]."""
     values = torch.arange(256, dtype=torch.float64) / 255
@@ -254,6 +262,17 @@ def test_absent_cifar_without_network_says_what_to_place_where(tmp_path, monkeyp
     assert str(caught.value).endswith(f"in {tmp_path}")
 
 
+def test_cifar_without_its_test_file_is_read_for_validation(cifar_tar):
+    """Not even its checksum is computed, which would have the archive unpacked again."""
+    tar_path, arrays = cifar_tar
+    load("split-cifar10", tar_path.parent)
+    tar_path.unlink()
+    (tar_path.parent / "cifar-10-batches-py" / "test_batch").unlink()
+    check_validation("split-cifar10", tar_path.parent, arrays)
+    with pytest.raises(StreamError, match=r"CIFAR-10 is not in .* and cannot be downloaded"):
+        load("split-cifar10", tar_path.parent)
+
+
 # MNIST
 
 
@@ -302,6 +321,11 @@ def test_mnist_is_read_through_torchvision_and_damage_is_named(tmp_path, monkeyp
         and stream.y_train.tolist() == arrays["y_train"].tolist()
     )
     assert locate("split-mnist", tmp_path) == (True, str(raw))
+    (raw / "t10k-images-idx3-ubyte").write_bytes(bytes(len(contents["t10k-images-idx3-ubyte"])))
+    padded = np.pad(arrays["x_train"], ((0, 0), (2, 2), (2, 2)))[..., None].repeat(3, axis=3)
+    check_validation("split-mnist", tmp_path, {"x_train": padded})
+    with pytest.raises(StreamError):
+        load("split-mnist", tmp_path)
     (raw / "t10k-labels-idx1-ubyte").write_bytes(contents["t10k-labels-idx1-ubyte"][:-1])
     with pytest.raises(StreamError, match="t10k-labels-idx1-ubyte is damaged or truncated"):
         load("split-mnist", tmp_path)
@@ -385,6 +409,22 @@ def test_tiny_is_read_from_its_zip(tmp_path):
     for _ in range(2):
         check_tiny(load("split-tiny-imagenet", tmp_path, tasks=2), images)
         assert {p.name for p in tmp_path.iterdir()} == {"tiny-imagenet-200.zip", "tiny-imagenet-200.decoded.npz"}
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_tiny_without_its_test_images_is_read_for_validation(tmp_path, zipped):
+    files, images = tiny_files()
+    files = {path: data for path, data in files.items() if not path.startswith("val/")}
+    write_zip(tmp_path, files)
+    if not zipped:
+        zipfile.ZipFile(tmp_path / "tiny-imagenet-200.zip").extractall(tmp_path)
+    expected = np.stack([images[f"train/{w}/images/{w}_{i}.JPEG"] for w in sorted(WNIDS) for i in (0, 2, 10)])
+    for _ in range(2):
+        check_validation("split-tiny-imagenet", tmp_path, {"x_train": expected}, tasks=2)
+    found = {p.name for p in (tmp_path if zipped else tmp_path / "tiny-imagenet-200").iterdir()}
+    assert "tiny-imagenet-200.decoded.train.npz" in found and "tiny-imagenet-200.decoded.npz" not in found
+    with pytest.raises(StreamError, match=r"val_annotations.txt is missing"):
+        load("split-tiny-imagenet", tmp_path, tasks=2)
 
 
 def test_tiny_decodes_once_and_again_when_files_change(tiny, monkeypatch):

@@ -33,6 +33,7 @@ def results(stream="digits", experts=4):
             "memory": 64,
             "width": 1,
             "seed": 0,
+            "evaluate_on": "test",
         },
     }
 
