@@ -69,6 +69,7 @@ class ReplayMemory:
         )
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64, device=device)
         self.extras: dict[str, Tensor] = {}
+        self._of_steps: set[str] = set()
         # Policies and the number of drawn rows need these values on the host; on the CPU that is
         # the memory itself.
         self.seed, self.seen, self.filled = seed, 0, 0
@@ -126,20 +127,39 @@ class ReplayMemory:
         if self.filled < self.capacity:
             self.filled += int((written >= self.filled).sum())
 
-    def keep(self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    def keep(
+        self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32, *, by_steps: bool = False
+    ) -> Tensor:
         """Adds a tensor of zeros [M, *shape], a row for each slot, to :meth:`tensors`.
 
         The caller of :meth:`insert` must also write it, with :meth:`write_extra`.
+
+        Args:
+            name: Its name.
+            shape: Shape of a row.
+            dtype: Its dtype.
+            by_steps: Whether training steps write it, in their order, and not the plans that store
+                samples. Undoing a plan then leaves it as it is: the plan has not written it.
         """
-        self.extras[name] = torch.zeros(self.capacity, *shape, dtype=dtype, device=self.images.device)
+        # The last row takes what is not stored, so that nobody need ask which samples are.
+        rows = torch.zeros(self.capacity + 1, *shape, dtype=dtype, device=self.images.device)
+        self.extras[name] = rows[: self.capacity]
+        if by_steps:
+            self._of_steps.add(f"extra/{name}")
         return self.extras[name]
 
-    def write_extra(self, name: str, slots: Tensor, values: Tensor) -> None:
+    def write_extra(self, name: str, slots: Tensor, values: Tensor, *, unless: Tensor | None = None) -> None:
         """Writes ``values`` [B, ...] beside the samples that :meth:`insert` put into ``slots``
-        (int64 [B], -1: not stored).
+        (int64 [B], -1: not stored). The host never waits for a card.
+
+        Args:
+            name, slots, values: What is written, and where.
+            unless: bool scalar; where it is True, nothing changes.
         """
-        kept = slots >= 0
-        self.extras[name][slots[kept]] = values[kept].to(self.extras[name].dtype)
+        kept = self.extras[name]
+        rows = kept.as_strided((self.capacity + 1, *kept.shape[1:]), kept.stride())
+        places, values = torch.where(slots < 0, self.capacity, slots), values.to(kept.dtype)
+        rows.index_copy_(0, places, values if unless is None else torch.where(unless, rows[places], values))
 
     def draw(self, count: int, *, only: int | None = None, others: int | None = None) -> Tensor:
         """Draws slots uniformly without replacement.
@@ -194,8 +214,8 @@ class ReplayMemory:
     def _note_old(self, slots: Tensor) -> None:
         """Adds to the record the contents of slots that are about to be overwritten."""
         if self._record is not None:
-            contents = {name: tensor[slots] for name, tensor in self._by_slot().items()}
-            self._record.overwritten.append((slots, contents))
+            by_plans = {name: tensor for name, tensor in self._by_slot().items() if name not in self._of_steps}
+            self._record.overwritten.append((slots, {name: tensor[slots] for name, tensor in by_plans.items()}))
 
     def _on_host(self) -> tuple[Tensor, Tensor]:
         """The tasks of all slots and the state, on the host."""

@@ -298,7 +298,7 @@ class Learner(ABC):
             plan = self.plan(x, y) if train else None
             stored = self.store(x, y, index) if store else None
         if plan is None:
-            return StoredBatch(self, before)
+            return StoredBatch(self, before, x, stored)
         self.data.ahead += 1
         return PlannedBatch(self, before, plan, self.inputs(plan, stored))
 
@@ -429,6 +429,18 @@ class Learner(ABC):
             int64 [B]: the slot of each item now, -1 if it was not stored.
         """
         return self.memory.insert(x, y, self.task, index)
+
+    def on_stored(self, x: Tensor, slots: Tensor) -> bool:
+        """Called for a batch that was stored and trains nothing, in its turn among the steps.
+
+        Args:
+            x: uint8 [B, H, W, 3], the images.
+            slots: int64 [B], the result of :meth:`store`.
+
+        Returns:
+            Whether anything has changed.
+        """
+        return False
 
     def describe(self, plan: Any) -> str:
         """Describes the size of a plan's step, for messages."""

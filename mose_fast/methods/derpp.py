@@ -5,14 +5,13 @@ docs/specification/baselines.md section 12).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from mose_fast.config import RECIPES, knob
 from mose_fast.memory import ReplayMemory
-from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import (
     BaselineOptions,
@@ -67,13 +66,11 @@ class Derpp(ReplayLearner):
     their labels.
     """
 
-    planning: ClassVar[Planning] = Planning.BATCH_BY_BATCH
-    not_captured: ClassVar[str] = "stores the logits of its step"
     sets: ClassVar[int] = 3
 
     def build_memory(self) -> ReplayMemory:
         memory = super().build_memory()
-        memory.keep("logits", (self.classes,))
+        memory.keep("logits", (self.classes,), by_steps=True)
         return memory
 
     def plan(self, x: Tensor, y: Tensor) -> Rows:
@@ -89,7 +86,6 @@ class Derpp(ReplayLearner):
         o = self.config.options
         incoming, distilled, replayed = outputs.logits.split(rows.sizes)
         y, _, y_replayed = rows.labels.split(rows.sizes)
-        self._incoming_logits = incoming.detach().float()
         terms = {}
         if len(incoming):
             terms["incoming"] = cross_entropy(incoming, y)
@@ -101,15 +97,18 @@ class Derpp(ReplayLearner):
             terms["replayed"] = o.beta * cross_entropy(replayed, y_replayed)
         return terms
 
-    def observe(self, x: Any, y: Any, task: int, **how: Any) -> dict[str, Tensor] | None:
-        self._incoming_logits: Tensor | None = None
-        return super().observe(x, y, task, **how)
+    def after_update(self, outputs: Outputs, rows: Inputs) -> None:
+        """The logits beside the samples are those of the step before its update.
 
-    def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """The logits beside the samples are those of the step before its update; of a batch that
-        trained nothing, the network's own.
+        A later plan may have overwritten their slots, but its step comes later too.
         """
-        logits = self.outputs(x)[1][0] if self._incoming_logits is None else self._incoming_logits
-        slots = super().store(x, y, index)
-        self.memory.write_extra("logits", slots, logits)
-        return slots
+        if rows.stored is not None:
+            self._keep_logits(rows.stored, outputs.logits[: rows.sizes[0]].detach())
+
+    def on_stored(self, x: Tensor, slots: Tensor) -> bool:
+        """The logits of a batch that trains nothing are the network's own."""
+        self._keep_logits(slots, self.outputs(x)[1][0])
+        return True
+
+    def _keep_logits(self, slots: Tensor, logits: Tensor) -> None:
+        self.memory.write_extra("logits", slots, logits, unless=self.model.latch.closed)

@@ -77,6 +77,11 @@ class Prepared(ABC):
         learner = self.learner
         return learner.diverged and (learner.reads_losses_late or learner.steps == self.before.sequence)
 
+    @property
+    def reads(self) -> tuple:
+        """The tensors that were made with the plan and that :meth:`take` reads, in any tuples."""
+        return ()
+
     @abstractmethod
     def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor] | None: ...
 
@@ -101,14 +106,28 @@ class WholeBatch(Prepared):
         return self.size
 
 
+@dataclass(eq=False)
 class StoredBatch(Prepared):
-    """A batch that was offered to the memory and trains nothing."""
+    """A batch that trains nothing.
+
+    Attributes:
+        x: Its images.
+        slots: Where they were stored, from the learner's ``store``; None if they were not offered.
+    """
+
+    x: Tensor
+    slots: Tensor | None
+    _wrote: bool = field(default=False, init=False)
+
+    @property
+    def reads(self) -> tuple:
+        return self.x, self.slots
 
     def _take(self, train_on: Callable[[Any], Any] | None) -> None:
-        return None
+        self._wrote = self.slots is not None and self.learner.on_stored(self.x, self.slots)
 
     def _changed_nothing(self) -> bool:
-        return True
+        return not self._wrote or self.learner.diverged
 
     def describe(self) -> str:
         return "nothing to train on"
@@ -126,6 +145,10 @@ class PlannedBatch(Prepared):
 
     plan: Any
     inputs: Any
+
+    @property
+    def reads(self) -> tuple:
+        return self.plan, self.inputs
 
     def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor]:
         self.learner.data.ahead -= 1

@@ -276,7 +276,13 @@ class ReplayLearner(Learner):
             joined = outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
             terms = self.losses(joined, rows)
             loss = self.model.minimise(torch.stack(list(terms.values())).sum())
+        self.after_update(joined, rows)
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
+
+    def after_update(self, outputs: Outputs, rows: Inputs) -> None:
+        """Called after the update, with the outputs before it, for what a step keeps elsewhere than
+        in the model. It must change nothing where ``self.model.latch.closed``.
+        """
 
     def make_views(self, rows: Rows) -> Tensor:
         """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W].

@@ -89,10 +89,9 @@ class Ring:
         if ready is not None:
             stream = torch.cuda.current_stream(self.learner.device)
             stream.wait_event(ready)
-            if isinstance(prepared, PlannedBatch):
-                for tensor in _tensors((prepared.plan, prepared.inputs)):
-                    # Its memory must not be reused while the step still reads it.
-                    tensor.record_stream(stream)
+            for tensor in _tensors(prepared.reads):
+                # Its memory must not be reused while the step still reads it.
+                tensor.record_stream(stream)
         if views is not None:
             prepared.inputs = prepared.inputs.complete(self._feeder.take(views))
         return prepared

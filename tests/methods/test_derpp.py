@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -36,18 +38,86 @@ def test_stored_logits_are_those_of_the_step_before_its_update(make, batch):
     assert learner.memory.extras["logits"][10:].abs().max() == 0
 
 
-def test_stored_logits_follow_their_samples(make, teach, batch):
-    """Every slot's logits are those that its sample had in the batch in which it came."""
-    learner, given = make("derpp", memory=20), {}
-    for step in range(12):
-        task = step // 4
-        x, y = batch([2 * task, 2 * task + 1] * 5, seed=step)
-        index = torch.arange(10 * step, 10 * step + 10)
-        learner.observe(x, y, task, index=index)
-        given |= dict(zip(index.tolist(), learner._incoming_logits, strict=True))
-    stored = learner.memory.extras["logits"]
-    assert len(set(learner.memory.indices.tolist())) == 20 and learner.memory.indices.max() > 60
-    assert all(torch.equal(stored[slot], given[index]) for slot, index in enumerate(learner.memory.indices.tolist()))
+def batches(batch):
+    """Twelve batches of three tasks, as arguments of ``prepare``; the memory forgets many rows."""
+    for number in range(12):
+        task = number // 4
+        yield batch([2 * task, 2 * task + 1] * 5, seed=number), task, torch.arange(10 * number, 10 * number + 10)
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_stored_logits_follow_their_samples(make, batch, ahead):
+    """Every slot's logits are those that its sample had in the batch in which it came, however far
+    plans, which overwrite slots, are ahead of steps.
+    """
+    learner, given, waiting = make("derpp", memory=20), [], []
+    keep = learner.after_update
+    learner.after_update = lambda outputs, rows: (
+        given.extend(outputs.logits[:10].detach().clone()),
+        keep(outputs, rows),
+    )
+    for (x, y), task, index in batches(batch):
+        waiting.append(learner.prepare(x, y, task, index=index))
+        if len(waiting) == ahead:
+            waiting.pop(0).take()
+    for prepared in waiting:
+        prepared.take()
+    indices, stored = learner.memory.indices.tolist(), learner.memory.extras["logits"]
+    assert len(set(indices)) == 20 and max(indices) > 60
+    assert all(torch.equal(stored[slot], given[index]) for slot, index in enumerate(indices))
+
+
+def test_plans_ahead_are_the_batches_one_by_one(make, batch):
+    """Distillation too reads what was there at the step's turn. Batches that train nothing are
+    stored with the logits that the network has in their turn.
+    """
+    alone, ahead, waiting = make("derpp", memory=20), make("derpp", memory=20), []
+    for number, ((x, y), task, index) in enumerate(batches(batch)):
+        how = {"index": index, "train": number % 5 != 3}
+        alone.observe(x, y, task, **how)
+        if number % 4 == 0:
+            for prepared in waiting:
+                prepared.take()
+            waiting.clear()
+        waiting.append(ahead.prepare(x, y, task, **how))
+    for prepared in waiting:
+        prepared.take()
+    assert alone.weights_hash() == ahead.weights_hash()
+    wanted, found = (learner.memory.tensors() for learner in (alone, ahead))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_an_undone_plan_leaves_the_logits_that_earlier_steps_wrote(make, batch):
+    """The plan was made before those steps, and overwrites slots that they store to."""
+    learner, wanted = make("derpp", memory=12), make("derpp", memory=12)
+    coming = list(batches(batch))
+    for (x, y), task, index in coming[:3]:
+        wanted.observe(x, y, task, index=index)
+    prepared = [learner.prepare(x, y, task, index=index) for (x, y), task, index in coming[:7]]
+    stored = [set(one.inputs.stored.tolist()) - {-1} for one in prepared]
+    assert set.union(*stored[:3]) & set.union(*stored[3:])
+    for one in prepared[:3]:
+        one.take()
+    for one in reversed(prepared[3:]):
+        assert one.undo()
+    assert learner.weights_hash() == wanted.weights_hash()
+    for name, tensor in wanted.memory.tensors().items():
+        assert torch.equal(learner.memory.tensors()[name], tensor), name
+    # A batch that trained nothing has written logits in its turn, which undoing does not take back.
+    (x, y), task, index = coming[3]
+    idle = learner.prepare(x, y, task, index=index, train=False)
+    idle.take()
+    assert not idle.undo()
+
+
+def test_a_step_that_is_not_finite_writes_no_logits(make, teach, batch):
+    learner = teach(make("derpp"))
+    before = learner.memory.extras["logits"].clone()
+    make_views = learner.make_views
+    learner.make_views = lambda rows: make_views(rows) * math.nan
+    for train in (True, False):
+        learner.prepare(*batch([4, 5] * 5), 2, train=train).take()
+    assert learner.diverged and torch.equal(learner.memory.extras["logits"], before)
 
 
 def test_the_terms(make, teach, batch):
