@@ -151,7 +151,7 @@ def test_the_settings_of_the_presets_are_those_of_the_code():
 
 
 def test_the_costs_are_those_of_the_code():
-    names = {"A-GEM": "agem", "ER-AML": "er-aml", "DER++": "derpp", "fine-tuning": "finetune"}
+    names = {"A-GEM": "agem", "ER-AML": "er-aml", "DER++": "derpp", "SS-IL": "ssil", "fine-tuning": "finetune"}
     costs = {
         names.get(row[0], row[0].lower()): row[-1]
         for row in table("baselines.md", "### 0.1 ", "### 0.2 ")

@@ -112,7 +112,7 @@ class ExemplarMemory(ReplayMemory):
     ) -> None:
         super().__init__(capacity, image_size, seed=seed, device=device)
         self.selection, self.validation, self.classes = selection, validation, classes
-        self.buffer = TaskBuffer(image_size, device)
+        self.buffer = TaskBuffer(image_size, self.images.device)
         self.held = 0
 
     @property

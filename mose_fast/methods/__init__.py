@@ -14,6 +14,7 @@ from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
 from mose_fast.methods.er_ace import ErAce
 from mose_fast.methods.er_aml import ErAml
+from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
 from mose_fast.methods.finetune import Finetune
 from mose_fast.methods.gdumb import Gdumb
 from mose_fast.methods.gsa import Gsa
@@ -26,6 +27,7 @@ from mose_fast.methods.registry import METHODS, About, Preset, find_method, meth
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.methods.room import check_room
 from mose_fast.methods.scr import Scr
+from mose_fast.methods.ssil import Ssil
 
 __all__ = [
     "METHODS",
@@ -37,6 +39,8 @@ __all__ = [
     "Er",
     "ErAce",
     "ErAml",
+    "ExemplarLearner",
+    "ExemplarOptions",
     "Finetune",
     "Gdumb",
     "Gsa",
@@ -53,6 +57,7 @@ __all__ = [
     "ReplayLearner",
     "Rows",
     "Scr",
+    "Ssil",
     "ViewsToCome",
     "WholeBatch",
     "check_room",

@@ -230,6 +230,7 @@ class Learner(ABC):
         """Ends the current task."""
         self.on_task_end()
         self.data.ended = True
+        self._means = None
 
     def observe(
         self,

@@ -132,7 +132,8 @@ def test_a_preset_for_another_protocol_warns(stream, changes, says):
 
 
 @pytest.mark.parametrize(
-    ("name", "switch", "value"), [(name, *key) for name in NAMES for key in METHODS[name].without_boundaries]
+    ("name", "switch", "value"),
+    [(name, *key) for name in NAMES if not METHODS[name].needs_boundaries for key in METHODS[name].without_boundaries],
 )
 def test_one_constant_task_number_is_warned_of_once(name, switch, value, make, batch):
     """Once more than half of the classes came in it, which no one of several equal tasks has."""
@@ -267,7 +268,12 @@ def test_the_review_goes_once_through_the_memory(name, make, teach):
     assert reviewed.weights_hash() != plain.weights_hash()
 
 
-@pytest.mark.parametrize("name", [name for name in REPLAYING if name not in ("gss", "aser")])
+def has_a_policy_of_its_own(name: str) -> bool:
+    setting = settings_of(type(RunConfig.create(method=name).options)).get("options.memory_policy")
+    return setting is None or "reservoir" not in setting.choices
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not has_a_policy_of_its_own(name)])
 def test_a_balanced_memory(name, make, teach, batch):
     """A class that comes once has its share; a memory of another policy loses most of it."""
     learner = teach(make(name, memory=12, options={"memory_policy": "balanced"}), steps=6)
@@ -276,7 +282,7 @@ def test_a_balanced_memory(name, make, teach, batch):
     assert sorted(torch.bincount(learner.memory.labels).tolist()) == [2, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("name", ["gss", "aser", "gdumb"])
+@pytest.mark.parametrize("name", [name for name in NAMES if has_a_policy_of_its_own(name)])
 def test_methods_with_a_policy_of_their_own_refuse_another(name):
     with pytest.raises(ConfigError, match="memory_policy"):
         RunConfig.create(method=name, options={"memory_policy": "reservoir"})

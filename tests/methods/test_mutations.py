@@ -542,6 +542,54 @@ def check_gsa_apart(make, teach, batch):
     check_gsa(make, teach, batch, passes="separate", current_classes="task")
 
 
+def course_of(learner: Learner, batch, networks: list[ExpertNetwork]):
+    """Nine batches in three tasks of two classes for a method with exemplars, which replays earlier
+    tasks only. Yields each one's task, all classes of it, those that came so far, and the step.
+
+    Args:
+        networks: Gets the network, in float64, at the end of each task.
+    """
+    for number in range(9):
+        task = number // 3
+        classes = [2 * task, 2 * task + 1]
+        if number % 3 == 0:
+            if task:
+                networks.append(copy.deepcopy(learner.network).double())
+            learner.begin_task(task, classes)
+        x, y = batch(classes * 5 if number % 3 else classes[:1] * 10, seed=number)
+        step = step_of(learner, x, y, task)
+        assert max(step.rows.labels[step.rows.sizes[0] :].tolist(), default=-1) < 2 * task
+        yield task, classes, classes if number % 3 else classes[:1], step
+
+
+def check_ssil(make, teach, batch, **options):
+    """Separated cross-entropies as one mean, and a divergence within each old task."""
+    learner, networks = make("ssil", options={**SGD, "lr": 0.01, "temperature": 3.0, **options}), []
+    for task, classes, came, step in course_of(learner, batch, networks):
+        given, replayed = step.rows.sizes
+        assert replayed == (12 if task else 0)
+        labels, views = step.rows.labels, normalised(step.rows.images)
+        if options.get("passes") == "separate":
+            logits = torch.cat([logits_of(step.before, part) for part in views.split([given, replayed]) if len(part)])
+        else:
+            logits = logits_of(step.before, views)
+        allowed = classes if options.get("current_classes") == "task" else came
+        total = given + replayed
+        terms = {"incoming": each_nll(logits[:given, allowed], labels[:given] - 2 * task).sum() / total}
+        if task:
+            terms["replayed"] = each_nll(logits[given:, : 2 * task], labels[given:]).sum() / total
+            taught, kept = logits_of(networks[-1].eval(), views).detach(), 0
+            for first in range(0, 2 * task, 2):
+                q, p = ((z[:, first : first + 2] / 3).softmax(1) for z in (taught, logits))
+                kept = kept + 9 * (q * (q.log() - p.log())).sum() / total
+            terms["distillation"] = kept
+        expect_terms(step, terms, 0.01)
+
+
+def check_ssil_apart(make, teach, batch):
+    check_ssil(make, teach, batch, passes="separate", current_classes="task")
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 # Check that must find it, function, text, text with the fault.
@@ -715,6 +763,29 @@ FAULTS = [
     ("gsa", "gsa.Gsa.make_views", "one.flip(2) if self.mirrored else one", "one"),
     ("gsa", "gsa.two_sets", 'values[: rows.extras["copies"]]', "values[:0]"),
     ("gsa_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
+    # SS-IL, and what methods with exemplars share.
+    ("ssil", "exemplars.ExemplarLearner.on_task_end", "super().on_task_end()", "pass"),
+    ("ssil", "exemplars.ExemplarLearner.on_task_end", "self.memory.rebuild(self.seen, self.task, features)", "pass"),
+    ("ssil", "exemplars.ExemplarLearner.begin_task", "len(self.seen)", "len(self.seen) + 1"),
+    ("ssil_apart", "exemplars.ExemplarLearner.current", "self.config.options.current_classes", '"seen"'),
+    ("ssil", "replay.ReplayLearner.build_model", 'self.teacher_mode == "train"', "True"),
+    ("ssil", "ssil.task_wise_distillation", "temperature**2 * ", ""),
+    ("ssil", "ssil.task_wise_distillation", "logits / temperature", "logits / 2.0"),
+    ("ssil", "ssil.task_wise_distillation", " / len(student)", ""),
+    (
+        "ssil",
+        "ssil.task_wise_distillation",
+        "log_softmax(teacher), log_softmax(student)",
+        "log_softmax(student), log_softmax(teacher)",
+    ),
+    ("ssil", "ssil.task_wise_distillation", "tasks[:, None] != tasks", "(tasks[:, None] >= 6) | (tasks >= 6)"),
+    ("ssil", "ssil.Ssil.losses", "len(y) / total * ", ""),
+    ("ssil", "ssil.Ssil.losses", "outputs.logits.float(), taught", "outputs.logits.float().detach(), taught"),
+    ("ssil", "ssil.Ssil.extras", "self.mask(self.current())", "self.mask(self.seen)"),
+    ("ssil", "ssil.Ssil.extras", '"old": self.mask(self.old)', '"old": self.mask(self.seen)'),
+    ("ssil", "ssil.Ssil.extras", "bool(self.old)", "False"),
+    ("ssil", "ssil.Ssil.on_task_end", "list(self.current())", "list(self.old)"),
+    ("ssil_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
 ]
 
 

@@ -1,0 +1,112 @@
+"""SS-IL: Separated Softmax for Incremental Learning (Ahn et al., ICCV 2021;
+docs/specification/baselines.md section 18).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mose_fast.config import knob
+from mose_fast.device import upload
+from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import Inputs, Outputs, sources_preset, table_preset
+from mose_fast.ops.expert_losses import masked_cross_entropy
+
+__all__ = ["Ssil", "SsilOptions", "task_wise_distillation"]
+
+
+@dataclass(frozen=True)
+class SsilOptions(ExemplarOptions):
+    """Switches of SS-IL."""
+
+    temperature: float = knob(2.0, "temperature of the distillation", "SS-IL", above=0)
+
+
+def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temperature: float) -> Tensor:
+    """The divergence of the student's softmax from the teacher's within each task, summed over
+    tasks: T^2 times the mean over rows of KL(teacher || student).
+
+    Args:
+        student, teacher: Logits [N, K].
+        tasks: int64 [K], the task of each class. A class that is alone in its task adds nothing.
+        temperature: T, which both logits are divided by.
+    """
+    other = tasks[:, None] != tasks
+
+    def log_softmax(logits: Tensor) -> Tensor:
+        logits = logits / temperature
+        return logits - logits[:, None].masked_fill(other, -torch.inf).logsumexp(2)
+
+    q, p = log_softmax(teacher), log_softmax(student)
+    return temperature**2 * (q.exp() * (q - p)).sum() / len(student)
+
+
+@method(
+    "ssil",
+    options=SsilOptions,
+    presets={
+        "table": table_preset(),
+        "sources": sources_preset(
+            "hongjoon0805/SS-IL-Official @ 8c32381: passes joint, selection first, temperature 2, current_classes task",
+            current_classes="task",
+        ),
+        # Its momentum and its division of the learning rate by the number of tasks are left out.
+        "official": Preset(
+            "hongjoon0805/SS-IL-Official @ 8c32381, its ImageNet settings",
+            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 1e-4, "buffer_batch": 32, "current_classes": "task"},
+            batch=128,
+        ),
+    },
+    year=2021,
+    reference="SS-IL: Separated Softmax for Incremental Learning, Ahn et al., ICCV 2021",
+    cost=(74 + 74 / 3) / 74,
+)
+class Ssil(ExemplarLearner):
+    """SS-IL: old and new classes never compete in one softmax; a teacher's softmax within each old
+    task is kept on all rows.
+    """
+
+    needs_boundaries: ClassVar[str] = "has a softmax for each task"
+
+    def on_task_end(self) -> None:
+        self.data.own["tasks"] = [*self.data.own.get("tasks", []), list(self.current())]
+        super().on_task_end()
+
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """``current``, ``old``: bool [K], the classes that incoming and replayed rows are told
+        apart from; ``tasks``: int64 [K], the task of each old class and a task of its own for every
+        other; ``distils``: whether there is a teacher to follow.
+        """
+        if not sizes[0]:  # rehearsal
+            return {"old": self.mask(self.seen), "distils": False}
+        tasks = torch.arange(self.classes, 2 * self.classes)
+        for number, classes in enumerate(self.data.own.get("tasks", [])):
+            tasks[classes] = number
+        return {
+            "current": self.mask(self.current()),
+            "old": self.mask(self.old),
+            "tasks": upload(tasks, self.device),
+            "distils": bool(self.old),
+        }
+
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
+        """The cross-entropy is one mean over all rows."""
+        logits, total = outputs.logits.split(rows.sizes), len(rows.labels)
+        terms = {}
+        for name, mask, part, y in zip(
+            ("incoming", "replayed"), ("current", "old"), logits, rows.labels.split(rows.sizes), strict=True
+        ):
+            if len(y):
+                terms[name] = len(y) / total * masked_cross_entropy(part, y, rows.extras[mask])
+        if rows.extras["distils"]:
+            taught = self.teacher.outputs(rows.views).logits
+            temperature = self.config.options.temperature
+            terms["distillation"] = task_wise_distillation(
+                outputs.logits.float(), taught.float(), rows.extras["tasks"], temperature
+            )
+        return terms
