@@ -27,6 +27,9 @@ from mose_fast.train import run
 #: A short schedule for GDumb, whose presets would train longer than all other methods together.
 SHORT_OPTIONS: dict[str, dict[str, Any]] = {"gdumb": {"passes": 16, "passes_before": 8}}
 
+#: Options on streams whose labels mirroring, and so rotating, changes.
+UPRIGHT_OPTIONS: dict[str, dict[str, Any]] = {"ocm": {"rotations": 1}}
+
 COLUMNS = ("method", "classifier", "ACC", "forgetting", "seconds")
 
 
@@ -58,9 +61,8 @@ def first_classes(stream: Stream, classes: int, limit_per_task: int | None) -> S
 
 def row(method: str, seeds: Sequence[int], stream: Stream, settings: Mapping[str, Any]) -> str:
     """Runs a method for every seed; returns its row."""
-    configs = [
-        RunConfig.create(method=method, options=SHORT_OPTIONS.get(method), seed=seed, **settings) for seed in seeds
-    ]
+    options = SHORT_OPTIONS.get(method, {}) | ({} if stream.mirror_safe else UPRIGHT_OPTIONS.get(method, {}))
+    configs = [RunConfig.create(method=method, options=options, seed=seed, **settings) for seed in seeds]
     results = [run(config, stream=stream) for config in configs]
     acc, forgetting = ([own_score(r, measure) for r in results] for measure in ("acc", "af_paper"))
     forgot = "-" if None in forgetting else mean_and_spread(forgetting)

@@ -171,6 +171,13 @@ class Learner(ABC):
         self._warned_missing = False
         self._warned_boundaries = False
 
+    @classmethod
+    def views_at_once(cls, config: RunConfig) -> int:
+        """The views in the largest forward pass of training, for an estimate of what fits; 0 where
+        they are few.
+        """
+        return 0
+
     @property
     def memory(self) -> ReplayMemory:
         """The replay memory."""

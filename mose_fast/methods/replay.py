@@ -271,7 +271,9 @@ class ReplayLearner(Learner):
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:
         separate = self.config.options.passes == "separate"
         with self.model.step():
-            parts = rows.views.split(self.view_sizes(rows)) if separate else [rows.views]
+            sizes = self.view_sizes(rows)
+            views = rows.views[: sum(sizes)]
+            parts = views.split(sizes) if separate else [views]
             outputs = [self.forward(part) for part in parts if len(part)]
             joined = outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
             terms = self.losses(joined, rows)
@@ -298,7 +300,7 @@ class ReplayLearner(Learner):
 
     def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
         """The numbers of views that pass the network together if ``passes`` is ``separate``; by
-        default those of each set.
+        default those of each set. Views beyond their sum do not pass it.
         """
         return rows.sizes
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from mose_fast.config import ConfigError, RunConfig
-from mose_fast.device import available_bytes
+from mose_fast.device import available_bytes, choose_precision
 from mose_fast.methods.base import resolve_device
-from mose_fast.nn.backbone import backbone_parameters
+from mose_fast.methods.registry import find_method
+from mose_fast.nn.backbone import backbone_activations, backbone_parameters
 
-__all__ = ["check_room", "least_bytes"]
+__all__ = ["LeastBytes", "check_room", "least_bytes"]
 
 # Every machine has at least this much.
 _ALWAYS = 2**30
@@ -21,17 +24,31 @@ _BYTES_A_PARAMETER = 16
 _BYTES_BESIDE_AN_IMAGE = 24
 
 
-def least_bytes(config: RunConfig, image_size: tuple[int, int]) -> tuple[int, int]:
-    """The bytes that a learner needs at least: for its replay memory, and for its network with
-    gradients and moments.
+class LeastBytes(NamedTuple):
+    """The bytes that a learner needs at least.
 
-    Activations and other data of the method are not counted.
+    Attributes:
+        memory: For its replay memory.
+        network: For its network with gradients and moments.
+        views: For what a step keeps of its views for their gradients; 0 for methods whose views are
+            few.
     """
+
+    memory: int
+    network: int
+    views: int
+
+
+def least_bytes(config: RunConfig, image_size: tuple[int, int]) -> LeastBytes:
+    """The bytes that a learner needs at least. Other data of the method are not counted."""
     height, width = image_size
     projections = config.options.experts * getattr(config.options, "projection", 0) * 8 * config.width
-    return (
+    half = choose_precision(config.precision, resolve_device(config.device)).name == "bf16"
+    views = find_method(config.method).views_at_once(config)
+    return LeastBytes(
         config.memory * (3 * height * width + _BYTES_BESIDE_AN_IMAGE),
         (backbone_parameters(config.width) + projections) * _BYTES_A_PARAMETER,
+        views * backbone_activations(config.width, image_size) * (2 if half else 4),
     )
 
 
@@ -45,23 +62,28 @@ def check_room(config: RunConfig, image_size: tuple[int, int]) -> None:
     Raises:
         ConfigError: It needs more; the message says how much is needed and how much is free.
     """
-    memory, network = least_bytes(config, image_size)
-    if memory + network <= _ALWAYS:
+    least = least_bytes(config, image_size)
+    if sum(least) <= _ALWAYS:
         return
     device = resolve_device(config.device)
     # Memory that PyTorch has reserved but does not use is available, too.
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     free = torch.cuda.mem_get_info(device)[0] + held if device.type == "cuda" else available_bytes()
-    if memory + network <= free:
+    if sum(least) <= free:
         return
-    name = "memory" if memory >= network else "width"
+    name, value = max(
+        (least.memory, "memory", config.memory),
+        (least.network, "width", config.width),
+        (least.views, "options.buffer_batch", config.options.buffer_batch),
+    )[1:]
 
     def gigabytes(count: int) -> str:
         return f"{count / 1e9:,.1f} GB"
 
+    views = f", the views of a step at least {gigabytes(least.views)}" if least.views else ""
     raise ConfigError(
-        f"{name} is {getattr(config, name)}, which does not fit: the replay memory of {config.memory} images takes"
-        f" {gigabytes(memory)}, the network of width {config.width} at least {gigabytes(network)}, and"
-        f" {gigabytes(free)} are free on {'the card' if device.type == 'cuda' else 'this machine'}; wanted a smaller"
-        f" {name}"
+        f"{name} is {value}, which does not fit: the replay memory of {config.memory} images takes"
+        f" {gigabytes(least.memory)}, the network of width {config.width} at least {gigabytes(least.network)}{views},"
+        f" and {gigabytes(free)} are free on {'the card' if device.type == 'cuda' else 'this machine'}; wanted a"
+        f" smaller {name}"
     )

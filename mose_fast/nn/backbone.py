@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 
-__all__ = ["STAGE_STRIDES", "BasicBlock", "Stem", "backbone_parameters"]
+__all__ = ["STAGE_STRIDES", "BasicBlock", "Stem", "backbone_activations", "backbone_parameters"]
 
 #: First stride of each residual stage.
 STAGE_STRIDES = (1, 2, 2, 2)
@@ -28,6 +28,18 @@ def backbone_parameters(width: int) -> int:
             count += 9 * channels * out + 9 * out * out + 4 * out
             count += channels * out + 2 * out if block == 0 and stage > 0 else 0
             channels = out
+    return count
+
+
+def backbone_activations(width: int, image_size: tuple[int, int]) -> int:
+    """Returns the number of values that training keeps of each view for its gradients: the inputs
+    of all convolutions and batch norms.
+    """
+    pixels = image_size[0] * image_size[1]
+    count = (3 + 2 * width) * pixels
+    for stage, stride in enumerate(STAGE_STRIDES):
+        pixels //= stride * stride
+        count += (8 + (stage > 0)) * (width << stage) * pixels
     return count
 
 

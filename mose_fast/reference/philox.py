@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     BALANCE = 11
     MIX = 12
     FIT = 13
+    PIECE = 14
 
 
 def _low(value: Tensor) -> Tensor:

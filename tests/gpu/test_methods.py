@@ -20,7 +20,12 @@ DEVICE = _loader.card()
 # Kernels serve channels in multiples of 8. Few images, since an emulated card is slow; the memory
 # overflows in the third batch.
 SMALL = {"width": 8, "memory": 8, "device": DEVICE or "cpu", "kernels": "fused", "feed": "fused", "step": "eager"}
-OPTIONS = {"gdumb": {"passes": 1, "passes_before": 1}, "mir": {"candidates": 8}, "mose": {"new_extra": 2}}
+OPTIONS = {
+    "gdumb": {"passes": 1, "passes_before": 1},
+    "mir": {"candidates": 8},
+    "mose": {"new_extra": 2},
+    "ocm": {"rotations": 4},
+}
 STEPS = 5
 
 

@@ -590,6 +590,102 @@ def check_ssil_apart(make, teach, batch):
     check_ssil(make, teach, batch, passes="separate", current_classes="task")
 
 
+def half_turns(images: torch.Tensor) -> torch.Tensor:
+    """uint8 [4 R, H, W, 3]: no half turned by 180 degrees, the right one, the left one, both."""
+    middle, turned = images.shape[2] // 2, []
+    for left in (False, True):
+        for right in (False, True):
+            image = images.clone()
+            if left:
+                image[:, :, :middle] = images[:, :, :middle].rot90(2, (1, 2))
+            if right:
+                image[:, :, middle:] = images[:, :, middle:].rot90(2, (1, 2))
+            turned.append(image)
+    return torch.cat(turned)
+
+
+def unit(v: torch.Tensor) -> torch.Tensor:
+    return v / (v.norm(dim=1, keepdim=True) + 1e-8)
+
+
+def surprises(s: torch.Tensor, temperature: float, skip_self: bool = False) -> torch.Tensor:
+    """-log(q_ij / (sum of row i + 1e-8) + 1e-8), row by row."""
+    rows = []
+    for i, row in enumerate(s):
+        q = ((row - row.detach().max()) / temperature).exp()
+        q = q * (torch.arange(len(q)) != i) if skip_self else q
+        rows.append(-(q / (q.sum() + 1e-8) + 1e-8).log())
+    return torch.stack(rows)
+
+
+def mean_of_class(r: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return sum(row[labels == label].mean() for row, label in zip(r, labels, strict=True)) / len(r)
+
+
+def rotated_terms(projections, features, labels, sizes, offsets, temperature, scale=1.0) -> dict[str, torch.Tensor]:
+    """The contrastive losses of OCM and OnPro, from outputs [2 views, 4 rotations, rows, ...]."""
+    terms, first = {}, 0
+    for name, size, offset in zip(("incoming", "replayed"), sizes, offsets.tolist(), strict=True):
+        part = slice(first, first + size)
+        p, v = (unit(torch.cat([*torch.cat([*out[:, :, part]])])) for out in (projections, features))
+        y = torch.cat([labels[part] + 1000 * b for b in range(4)] * 2)
+        s = scale * (p @ p.T + p @ v[:, offset : offset + p.shape[1]].T)
+        if name == "incoming":
+            r, n = surprises(s, temperature, skip_self=True), len(s) // 2
+            views = torch.stack([r[i, i + n if i < n else i - n] for i in range(2 * n)])
+            terms[name] = 2 * mean_of_class(r, y) + views.mean()
+        elif size:
+            terms[name] = mean_of_class(surprises(s, temperature), y)
+        first += size
+    return terms
+
+
+def check_ocm(make, teach, batch, passes="separate"):
+    """A step of the first task, and one with a teacher."""
+    options = {**SGD, "lr": 0.01, "augment": "simclr", "rotations": 4, "temperature": 0.3, "per_class_cap": 2}
+    learner = make("ocm", seed=4, options={**options, "projection": 4, "passes": passes})
+
+    def by_hand(step, teacher):
+        rows, sizes = step.rows, step.rows.sizes
+        turned = half_turns(rows.images)
+        classified = rows.images[sizes[0] :] if sizes[1] else rows.images
+        augmented = [turned, classified] if teacher is None else [turned, classified, classified]
+        views = learner.views.augmented(torch.cat(augmented), learner.config.seed, rows.sequence).double()
+        second, third, *fourth = views.split([*map(len, augmented)])
+        contrasted = torch.cat([normalised(turned), second])
+        passing = [torch.cat([contrasted, third])] if passes == "joint" else [contrasted, third]
+        features = torch.cat([step.before.features(part)[0] for part in passing])
+        projections, logits = step.before.projection1(features), step.before.classifier1(features)[len(contrasted) :]
+        outputs = [out[: len(contrasted)].view(2, 4, len(rows.images), -1) for out in (projections, features)]
+        y = rows.labels[sizes[0] :] if sizes[1] else rows.labels
+        terms = rotated_terms(*outputs, rows.labels, sizes, rows.extras["offsets"], 0.3)
+        terms = {"cross_entropy": nll(logits, y), **terms}
+        if teacher is not None:
+            own = unit(torch.cat([*outputs[0][0, :, sizes[0] :]]))
+            shown = torch.cat([*normalised(turned).view(4, -1, 3, 8, 8)[:, sizes[0] :]])
+            taught = unit(teacher.project(teacher.features(shown))[0]).detach()
+            y = torch.cat([y + 1000 * b for b in range(4)])
+            terms["distillation"] = mean_of_class(surprises(own @ taught.T, 0.3), y)
+            squares = (logits - logits_of(teacher, *fourth).detach()) ** 2
+            terms["regression"] = squares[:, :2].sum() / (2 * len(logits))
+        expect_terms(step, terms, 0.01)
+
+    teach(learner, tasks=(0,), steps=2)
+    step = step_of(learner, *batch([0, 1] * 5, seed=7), 0)
+    assert step.rows.sizes == (10, 0)
+    by_hand(step, None)
+    teacher = copy.deepcopy(learner.network).double().train()
+    teach(learner, tasks=(1,), steps=2)
+    step = step_of(learner, *batch([2, 3] * 5, seed=8), 1)
+    assert step.rows.sizes == (10, 8) and len(set(step.rows.extras["offsets"].tolist())) == 2
+    by_hand(step, teacher)
+
+
+def check_ocm_joint(make, teach, batch):
+    """All of the student's views pass the network together."""
+    check_ocm(make, teach, batch, "joint")
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 # Check that must find it, function, text, text with the fault.
@@ -786,6 +882,33 @@ FAULTS = [
     ("ssil", "ssil.Ssil.extras", "bool(self.old)", "False"),
     ("ssil", "ssil.Ssil.on_task_end", "list(self.current())", "list(self.old)"),
     ("ssil_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
+    # OCM
+    ("ocm", "ocm.Ocm.losses", "y.repeat(2)", "y.repeat_interleave(2)"),
+    ("ocm", "ocm.view_information", "2 * _mean_of_class", "_mean_of_class"),
+    ("ocm", "ocm.view_information", "count // 2", "count // 4"),
+    ("ocm", "ocm.view_information", "torch.eye(count,", "torch.zeros(count, count,"),
+    ("ocm", "ocm.class_information", "temperature)", "0.07)"),
+    ("ocm", "ocm.Ocm.losses", 'rows.extras["offsets"][1]', 'rows.extras["offsets"][0]'),
+    ("ocm", "rotated.mixed_similarities", "p @ (p + ", "p @ ("),
+    ("ocm", "rotated.mixed_similarities", "directions(features, _EPS)", "features"),
+    ("ocm", "rotated.mixed_similarities", "v.index_select", "v.detach().index_select"),
+    ("ocm", "ocm.Ocm.losses", ".chunk(2)[0]", ".chunk(2)[1]"),
+    ("ocm", "ocm.Ocm.losses", "directions(taught.projections", "directions(own.detach()"),
+    ("ocm", "ocm.Ocm.losses", "torch.where(earlier, squares, 0)", "squares"),
+    ("ocm", "ocm.Ocm.losses", "(replayed * earlier.sum())", "(0 * replayed + earlier.sum())"),
+    ("ocm", "ocm.Ocm.losses", "rows.views[-replayed:]", "rows.views[-2 * replayed : -replayed]"),
+    ("ocm", "ocm.Ocm.losses", "rows.labels[incoming:] if", "rows.labels[:replayed] if"),
+    ("ocm", "ocm.Ocm.make_views", "rows.images[rows.sizes[0] :] if", "rows.images[: rows.sizes[1]] if"),
+    ("ocm", "replay.ReplayLearner.build_model", 'self.teacher_mode == "train"', "False"),
+    ("ocm", "ocm.Ocm.extras", "if c not in self.data.current", ""),
+    ("ocm", "ocm.Ocm.plan", "self.alone", "False"),
+    ("ocm", "rotated.RotatedLearner.retrieve", "o.per_class_cap * len(self.seen)", "o.buffer_batch"),
+    ("ocm", "rotated.RotatedLearner.rotated_labels", "self.classes * blocks", "0 * blocks"),
+    ("ocm", "rotated.RotatedLearner.view_parts", "self.views.normalise(rotated)", "views[: len(rotated)]"),
+    ("ocm", "rotated.rotations", "half.flip(1, 2)", "half.flip(2)"),
+    ("ocm", "rotated.rotations", "in left for other in right", "in right for other in left"),
+    ("ocm", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
+    ("ocm_joint", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "True"),
 ]
 
 

@@ -63,7 +63,9 @@ class Losses(Listener):
 
 def settings(name: str, preset: str | None = None, **changes: Any) -> RunConfig:
     # Few rows, so that their number soon stays the same.
-    options = {"buffer_batch": 4} | ({"new_extra": 2} if hasattr(METHOD_SETTINGS[name].options, "new_extra") else {})
+    options, known = {"buffer_batch": 4}, METHOD_SETTINGS[name].options
+    options |= {"new_extra": 2} if hasattr(known, "new_extra") else {}
+    options |= {"rotations": 4, "mirror": "on"} if hasattr(known, "rotations") else {}
     return RunConfig.create(preset, method=name, **SETTINGS | {"options": options} | changes)
 
 

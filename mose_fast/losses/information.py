@@ -1,0 +1,72 @@
+"""Contrastive losses on rotated views (InfoNCE, which bounds mutual information): OCM and OnPro
+(docs/specification/baselines.md section 9). All in float32 at least.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mose_fast.nn.cosine import directions
+
+__all__ = ["class_information", "mixed_similarities", "view_information"]
+
+# Inside the quotient, inside the logarithm, and beside a vector's length (gydpku/OCM).
+_EPS = 1e-8
+
+
+def mixed_similarities(projections: Tensor, features: Tensor, offset: Tensor | int) -> Tensor:
+    """Similarities of projections to projections and to a piece of the features.
+
+    Args:
+        projections: [N, P].
+        features: [N, D], D at least P.
+        offset: int64 scalar, where the piece of P of the D features begins, 0 to D - P.
+
+    Returns:
+        [N, N]: p_i . p_j + p_i . v_j[offset : offset + P], where p and v have length 1 and the
+        piece is not scaled again.
+    """
+    p, v = directions(projections, _EPS), directions(features, _EPS)
+    return p @ (p + v.index_select(1, offset + torch.arange(p.shape[1], device=p.device))).T
+
+
+def _surprise(similarities: Tensor, temperature: float, itself: Tensor | None = None) -> Tensor:
+    """-log of each entry's share in the softmax of its row, [N, N].
+
+    Where ``itself``, the share is 0: a constant of 18.4 without gradient.
+    """
+    q = ((similarities - similarities.detach().amax(1, keepdim=True)) / temperature).exp()
+    q = q if itself is None else torch.where(itself, 0, q)
+    return -(q / (q.sum(1, keepdim=True) + _EPS) + _EPS).log()
+
+
+def _mean_of_class(surprise: Tensor, labels: Tensor) -> Tensor:
+    same = labels[:, None] == labels
+    return (torch.where(same, surprise, 0).sum(1) / same.sum(1)).mean()
+
+
+def class_information(similarities: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """The mean over rows of the mean surprise of the entries with the row's label, its own place
+    included.
+
+    Args:
+        similarities: [N, N].
+        labels: [N], any numbers.
+        temperature: tau.
+    """
+    return _mean_of_class(_surprise(similarities, temperature), labels)
+
+
+def view_information(similarities: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Twice :func:`class_information`, but without a share for each row's own place, and the mean
+    surprise of each row's other view.
+
+    Args:
+        similarities: [2N, 2N], of N rows in a first view, then in a second.
+        labels: [2N], any numbers.
+        temperature: tau.
+    """
+    count = len(similarities)
+    surprise = _surprise(similarities, temperature, torch.eye(count, dtype=torch.bool, device=labels.device))
+    return 2 * _mean_of_class(surprise, labels) + surprise.roll(count // 2, 1).diagonal().mean()
