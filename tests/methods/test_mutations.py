@@ -698,7 +698,7 @@ FAULTS = [
     ("er", "replay.ReplayLearner.retrieve", "o.buffer_batch", "o.buffer_batch // 2"),
     ("er_apart", "replay.ReplayLearner.retrieve", 'self.task if o.replay_from == "others" else None', "None"),
     ("er_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
-    ("er", "replay.ReplayLearner.train_on", "if separate else [rows.views]", "if not separate else [rows.views]"),
+    ("er", "replay.ReplayLearner.train_on", "if separate else [views]", "if not separate else [views]"),
     ("finetune", "base.Learner.build_optimiser", "o.weight_decay", "0.0"),
     ("finetune", "base.Learner.build_optimiser", "(o.beta1, o.beta2)", "(0.9, 0.999)"),
     # ER
@@ -833,8 +833,8 @@ FAULTS = [
     ),
     ("derpp", "derpp.Derpp.losses", "rows.slots[: len(distilled)]", "rows.slots[len(distilled) :]"),
     ("derpp", "derpp.Derpp.plan", "replayed = self.retrieve(x, y)", "replayed = distilled"),
-    ("derpp", "derpp.Derpp.store", "self._incoming_logits is None", "True"),
-    ("derpp", "derpp.Derpp.store", "slots, logits)", "slots, logits.flip(0))"),
+    ("derpp", "derpp.Derpp.after_update", "outputs.logits[", "self.forward(rows.views).logits["),
+    ("derpp", "derpp.Derpp.after_update", ".detach()", ".detach().flip(0)"),
     # GSA
     ("gsa", "gsa.class_weights", "pulled / pushed", "pushed / pulled"),
     ("gsa", "gsa.class_weights", " - 1)", ")"),
