@@ -575,6 +575,17 @@ class RunConfig(Declared):
     evaluation_batch: int | None = _execution(
         None, "images a forward pass of an evaluation", low=1, none="256 on a CPU, 2,048 on a GPU"
     )
+    evaluate_every: int | None = _execution(
+        None,
+        "batches between evaluations on a sample of the images, for the accuracy at any time; training does not change",
+        low=1,
+        none="at task ends only",
+        flag=True,
+    )
+    anytime_images: int = _execution(256, "images of such an evaluation, fixed, of the classes seen so far", low=1)
+    anytime_stored: int | None = _execution(
+        10, "stored images of a class that its mean is computed from between task ends", low=1, none="all"
+    )
     checkpoint_every: int | None = _bookkeeping(
         None, "batches between checkpoints within a task", low=1, none="at task ends only", flag=True
     )
@@ -598,6 +609,11 @@ class RunConfig(Declared):
             raise ConfigError(
                 "evaluate_on is 'validation', but stream.validation is None; wanted the share of each class's training"
                 " images to hold out, for example 0.1"
+            )
+        if self.evaluate_every is not None and self.train_on == "final_memory":
+            raise ConfigError(
+                f"evaluate_every is {self.evaluate_every} with train_on 'final_memory', which trains after the stream;"
+                " wanted train_on 'stream', or evaluate_every None"
             )
         if self.memory < self.options.buffer_batch:
             raise ConfigError(

@@ -29,6 +29,9 @@ EXECUTION = {
     "step": "eager",
     "deterministic": True,
     "evaluation_batch": 5,
+    "evaluate_every": 5,
+    "anytime_images": 5,
+    "anytime_stored": 5,
 }
 DATA = {"stream.fingerprint": "0123456789abcdef"}
 OTHERS = {"memory": 500, "width": 8, "epochs": 2, "stream.name": "split-mnist", "options.lr": 0.5, "init_seed": 3}

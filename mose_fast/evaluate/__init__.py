@@ -15,9 +15,11 @@ from mose_fast.evaluate.metrics import (
 )
 
 if TYPE_CHECKING:
+    from mose_fast.evaluate.anytime import AnytimeSample
     from mose_fast.evaluate.one_pass import TaskAccuracy, evaluate_learner
 
 __all__ = [
+    "AnytimeSample",
     "TaskAccuracy",
     "average_accuracy",
     "average_anytime_accuracy",
@@ -32,5 +34,10 @@ __all__ = [
 
 # Evaluating needs torch; computing with accuracies does not.
 __getattr__ = lazy_names(
-    __name__, {"TaskAccuracy": "mose_fast.evaluate.one_pass", "evaluate_learner": "mose_fast.evaluate.one_pass"}
+    __name__,
+    {
+        "AnytimeSample": "mose_fast.evaluate.anytime",
+        "TaskAccuracy": "mose_fast.evaluate.one_pass",
+        "evaluate_learner": "mose_fast.evaluate.one_pass",
+    },
 )

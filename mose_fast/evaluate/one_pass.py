@@ -13,7 +13,7 @@ from mose_fast.methods import Learner
 from mose_fast.nn import classify
 from mose_fast.streams import Stream
 
-__all__ = ["TaskAccuracy", "evaluate_learner"]
+__all__ = ["TaskAccuracy", "accuracy_of", "evaluate_learner", "on_host"]
 
 
 class TaskAccuracy(NamedTuple):
@@ -27,15 +27,19 @@ class TaskAccuracy(NamedTuple):
             how many of these images were predicted as a class of task 0, 1, ... of the stream.
         confusion_by_class: The same by class: for each head index, how many of its images were
             predicted as which head index. Keys are text, as JSON requires; zeros are left out.
+        sample: Accuracy on the ``sample`` of :func:`evaluate_learner`; None if there was none.
     """
 
     test: dict[str, dict[str, list[float]]]
     buffer: dict[str, dict[str, list[float | None]]]
     confusion: list[list[int]]
     confusion_by_class: list[dict[str, int]]
+    sample: dict[str, dict[str, float]] | None = None
 
 
-def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bool = True) -> TaskAccuracy:
+def evaluate_learner(
+    learner: Learner, stream: Stream, task: int, *, prepare: bool = True, sample: Tensor | None = None
+) -> TaskAccuracy:
     """Evaluates on the tasks 0 ... ``task`` of a stream.
 
     The memory's features serve both the class means and the buffer accuracy.
@@ -46,6 +50,8 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bo
         task: The last task to evaluate on; 0 ... ``task`` have been seen, later ones may have been.
         prepare: False evaluates the network as it stands, even where the method trains it only for
             evaluations.
+        sample: Some of the images of these tasks, as int64 rows of ``stream.x_test``, whose
+            accuracy is given by itself, too.
     """
     if prepare:
         learner.prepare_evaluation()
@@ -60,20 +66,44 @@ def evaluate_learner(learner: Learner, stream: Stream, task: int, *, prepare: bo
     # Predictions go to the host once for the memory and once for the test images, and are counted
     # there.
     stored = memory.labels[:filled].cpu()
-    buffer = _by_task(_on_host([classify(features, logits, means)]), stored, task_of_class[stored], task)
+    buffer = _by_task(on_host([classify(features, logits, means)]), stored, task_of_class[stored], task)
 
     rows = torch.cat([stream.test_rows(t) for t in range(task + 1)])
     tasks = torch.cat([torch.full((len(stream.test_rows(t)),), t) for t in range(task + 1)])
     numbers = upload(rows, stream.x_test.device)
     parts = [classify(*learner.outputs(stream.x_test[part]), means) for part in numbers.split(learner.evaluation_batch)]
-    predictions = _on_host(parts)
+    predictions = on_host(parts)
     test = _by_task(predictions, stream.y_test[rows], tasks, task)
     classifier, expert = learner.resolve_expert()
     predicted = predictions[classifier][expert]
     taken_for = task_of_class[predicted]
     columns = len(stream.tasks)
     confusion = torch.bincount(tasks * columns + taken_for, minlength=(task + 1) * columns).view(task + 1, columns)
-    return TaskAccuracy(test, buffer, confusion.tolist(), _by_class(stream.y_test[rows], predicted, stream.classes))
+    return TaskAccuracy(
+        test,
+        buffer,
+        confusion.tolist(),
+        _by_class(stream.y_test[rows], predicted, stream.classes),
+        None if sample is None else _of_sample(predictions, stream.y_test, rows, sample),
+    )
+
+
+def accuracy_of(predictions: dict[str, dict[str, Tensor]], labels: Tensor) -> dict[str, dict[str, float]]:
+    """Share of the predictions that are right, by classifier and expert; labels: int64 [n]."""
+    return {
+        c: {e: float((predicted == labels).double().mean()) for e, predicted in experts.items()}
+        for c, experts in predictions.items()
+    }
+
+
+def _of_sample(
+    predictions: dict[str, dict[str, Tensor]], labels: Tensor, rows: Tensor, sample: Tensor
+) -> dict[str, dict[str, float]]:
+    """Accuracy on some of the rows that predictions are of."""
+    place = torch.empty(len(labels), dtype=torch.int64)
+    place[rows] = torch.arange(len(rows))
+    chosen = {c: {e: p[place[sample]] for e, p in experts.items()} for c, experts in predictions.items()}
+    return accuracy_of(chosen, labels[sample])
 
 
 def _by_class(labels: Tensor, predicted: Tensor, classes: int) -> list[dict[str, int]]:
@@ -84,7 +114,7 @@ def _by_class(labels: Tensor, predicted: Tensor, classes: int) -> list[dict[str,
     return table
 
 
-def _on_host(parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+def on_host(parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
     """Joins the predictions of consecutive images on the host, in a single transfer."""
     names = [(c, e) for c, experts in parts[0].items() for e in experts]
     labels = torch.cat([torch.stack([part[c][e] for c, e in names]) for part in parts], dim=1).cpu()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mose_fast.report.runs import Group
+from mose_fast.report.runs import Group, Run
 from mose_fast.report.statistics import summarise
 from mose_fast.report.tables import counted, images, seeds
 from mose_fast.train.lettering import lettering
@@ -83,7 +83,10 @@ def figures(groups: Sequence[Group]) -> list[Picture]:
     from matplotlib import rc_context
 
     with rc_context(_STYLE), lettering(g.name for g in groups):
-        made = [draw(groups) for draw in (_curves, _new_and_overfitted, _tradeoffs, _matrices, _confusions, _times)]
+        made = [
+            draw(groups)
+            for draw in (_curves, _anytime, _new_and_overfitted, _tradeoffs, _matrices, _confusions, _times)
+        ]
         return [picture for picture in made if picture is not None]
 
 
@@ -127,6 +130,34 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
         f" memory size. {_band_text(groups)} Dotted: chance, where all tasks have as many classes.{left_out}"
     )
     return _picture("accuracy", "Accuracy against task", caption, figure)
+
+
+def _anytime(groups: Sequence[Group]) -> Picture | None:
+    # Runs of a group that were evaluated at other times are not averaged.
+    together = [g for g in groups if len({_evaluated_at(run) for run in g.runs}) == 1 and g.runs[0].anytime]
+    panels, left_out = _by_memory(together)
+    if not panels:
+        return None
+    looks = _looks(groups)
+    figure, axes = _grid(len(panels))
+    for axis, (memory, shown) in zip(axes, panels.items(), strict=True):
+        for border in {int(at) for g in shown for at in g.runs[0].anytime.borders}:
+            axis.axvline(border, color="0.8", linewidth=0.8, zorder=0)
+        for g in shown:
+            curves = 100 * np.array([run.anytime.accuracy for run in g.runs])
+            _band(axis, g.runs[0].anytime.images, curves, looks[g.label], g.label)
+        axis.set(title=f"M = {memory}", xlabel="images seen", ylim=(0, 100))
+        axis.grid(axis="x", visible=False)
+    _label_left(axes, "accuracy on the classes seen (%)")
+    _legend(figure, axes)
+    sizes = sorted({run.config["anytime_images"] for g in together for run in g.runs})
+    caption = (
+        f"Accuracy at any time: on {' or '.join(map(str, sizes))} fixed {images(together)} images of the classes seen"
+        " so far, by the classifier of predict(), against the images that have arrived; vertical lines are ends of"
+        " tasks. There, class means are of the whole memory; between them, of a few stored images of each class."
+        f" {_band_text(together)}{left_out}"
+    )
+    return _picture("anytime", "Accuracy at any time", caption, figure)
 
 
 def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
@@ -344,6 +375,11 @@ def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
 
 def _ends(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
     return summarise(values, resamples=0).t_interval
+
+
+def _evaluated_at(run: Run) -> tuple[int, ...] | None:
+    """How many images had arrived at each evaluation; None if there was none between task ends."""
+    return None if run.anytime is None else tuple(run.anytime.images.tolist())
 
 
 def _evaluated(g: Group) -> NDArray[np.int64]:

@@ -174,7 +174,7 @@ def render_page(
         *(
             (p.name, p.title, [figure[p.name]])
             for p in pictures
-            if p.name in ("accuracy", "new-task-and-bof", "tradeoffs")
+            if p.name in ("accuracy", "anytime", "new-task-and-bof", "tradeoffs")
         ),
         ("per-expert", "Experts", [_folded_if_long(by_name["experts"])]),
         ("per-task", "Accuracy by task", [_folded_if_long(by_name["tasks"])]),

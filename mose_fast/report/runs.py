@@ -43,6 +43,22 @@ class View(NamedTuple):
         return f"{kind}, mean of experts" if self.expert.startswith("mean") else f"{kind}, expert {self.expert}"
 
 
+class Anytime(NamedTuple):
+    """The accuracy at any time of a run, of the classifier of ``predict()``.
+
+    Attributes:
+        images: Images that had arrived at each evaluation, int64 [n].
+        borders: Those at the ends of tasks, int64 [T].
+        accuracy: Accuracy at each evaluation, [n].
+        average: Mean over all evaluations by view.
+    """
+
+    images: NDArray[np.int64]
+    borders: NDArray[np.int64]
+    accuracy: NDArray[np.float64]
+    average: Mapping[View, float]
+
+
 @dataclass(frozen=True)
 class Run:
     """The part of ``results.json`` that a report needs. With 100 tasks, the whole file would take a
@@ -63,6 +79,7 @@ class Run:
             evaluated.
         matrix: Accuracy matrix of ``view``, [T, T].
         bof: Buffer overfitting by view, [T] each; NaN where undefined.
+        anytime: The accuracy at any time; None if it was not measured.
         untrained: ACC before training by view.
         confusion: Test images of ``view`` by task and predicted task, int64 [T, T].
     """
@@ -79,6 +96,7 @@ class Run:
     running: Mapping[View, NDArray[np.float64]]
     matrix: NDArray[np.float64]
     bof: Mapping[View, NDArray[np.float64]]
+    anytime: Anytime | None
     untrained: Mapping[View, float]
     confusion: NDArray[np.int64]
 
@@ -260,9 +278,21 @@ def _extract(folder: Path, row: dict[str, Any], results: dict[str, Any]) -> Run:
         running=running,
         matrix=_square(results["accuracy"][view.classifier][view.expert], tasks, "accuracy"),
         bof=bof,
+        anytime=_anytime(results["anytime"], view),
         untrained={v: results["untrained"]["acc"][v.classifier][v.expert] for v in final},
         confusion=confusion,
     )
+
+
+def _anytime(curve: dict[str, Any] | None, view: View) -> Anytime | None:
+    if curve is None:
+        return None
+    images = np.array(curve["images_seen"])
+    accuracy = np.array(curve["accuracy"][view.classifier][view.expert], np.float64)
+    if accuracy.shape != images.shape:
+        raise ValueError(f"anytime has {len(accuracy)} accuracies; wanted {len(images)}")
+    average = {View(c, e): value for c, experts in curve["average"].items() for e, value in experts.items()}
+    return Anytime(images, images[np.array(curve["ends_task"])], accuracy, average)
 
 
 def _square(rows: Any, tasks: int, what: str) -> NDArray[np.float64]:

@@ -217,6 +217,16 @@ class Stream:
         rows = len(self.train_rows(task))
         return -(-rows // self.batch) if self.arrival is None else len(self.arrival[task])
 
+    def count_images(self, task: int, batches: int) -> int:
+        """How many images the first batches of a pass over the task hold.
+
+        Raises:
+            IndexError: There is no such task.
+        """
+        if self.arrival is not None:
+            return sum(map(len, self.arrival[task][:batches]))
+        return min(batches * self.batch, len(self.train_rows(task)))
+
     def to(self, device: torch.device) -> Stream:
         """The stream with its images on a device; labels stay on the host, where they are read."""
         return dataclasses.replace(self, x_train=self.x_train.to(device), x_test=self.x_test.to(device))

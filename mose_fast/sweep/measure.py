@@ -139,6 +139,10 @@ def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
         total = 2 * everything
     else:
         total = sum(sum(tested[: task + 1]) + stored for task in range(len(tested))) + everything
+    if config.evaluate_every is not None:
+        batches = config.epochs * sum(map(stream.count_batches, range(len(stream.tasks))))
+        means = stored if config.anytime_stored is None else min(stored, config.anytime_stored * stream.classes)
+        total += batches // config.evaluate_every * (min(sum(tested), config.anytime_images) + means)
     return total * min(times) / len(images)
 
 

@@ -57,6 +57,15 @@ class Listener:
         then repeats the end of the task.
         """
 
+    def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
+        """The accuracy at any time was measured, every ``evaluate_every`` batches and at task ends.
+
+        Args:
+            batch: Number of batches done.
+            images: Number of images that have arrived, each pass counted.
+            accuracy: Accuracy on the sample in [0, 1] by classifier and expert.
+        """
+
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
         """A task is over; ``accuracy`` is None if it was not evaluated."""
 
@@ -101,6 +110,11 @@ class TensorBoard(Listener):
         if losses is not None and batch % self.every == 0:
             for name, value in losses.items():
                 self._add(f"loss/{name}", value, batch)
+
+    def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
+        for classifier, experts in accuracy.items():
+            for expert, value in experts.items():
+                self._add(f"anytime_accuracy_{classifier}/{expert}", value, batch)
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
         if accuracy is None:

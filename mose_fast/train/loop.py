@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mose_fast.config import RunConfig
 from mose_fast.device import own_stream, upload
-from mose_fast.evaluate import TaskAccuracy, evaluate_learner
+from mose_fast.evaluate import AnytimeSample, TaskAccuracy, evaluate_learner
 from mose_fast.methods import Learner
 from mose_fast.signals import Interrupted, StopRequest, stop_request
 from mose_fast.streams import Stream
@@ -84,7 +84,12 @@ class Loop:
         self.presented = self.stream.as_one_task() if learner.joint_stream else self.stream
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
-        self.records |= {"confusion": [], "confusion_by_class": []}
+        self.records |= {"confusion": [], "confusion_by_class": [], "anytime": None}
+        self.sample = None
+        if config.evaluate_every is not None:
+            self.sample = AnytimeSample(config, self.stream)
+            names = ("batch", "images_seen", "classes_seen", "task", "ends_task")
+            self.records["anytime"] = {name: [] for name in names} | {"accuracy": {}}
         self.clock = clock
         self.pipeline = Pipeline(learner, clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
@@ -121,10 +126,13 @@ class Loop:
             else:
                 rows = self.presented.batches(task, seed=self.config.seed, epoch=epoch)[self.position["batch"] :]
                 batches = incoming(self.stream, task, rows, train=not self.joint, store=epoch == 0)
-            every = self.config.checkpoint_every
+            every, evaluate_every = self.config.checkpoint_every, self.config.evaluate_every
             while batches:
-                # No plan is made beyond a checkpoint.
-                count = len(batches) if every is None else every - self.position["done"] % every
+                if evaluate_every is not None and self.position["done"] % evaluate_every == 0:
+                    self._evaluate_between(task, stop)
+                # No plan is made beyond a checkpoint or an evaluation.
+                ends = [n - self.position["done"] % n for n in (every, evaluate_every) if n is not None]
+                count = min([len(batches), *ends])
                 coming = [Batch(_after(self.position, n), content) for n, content in enumerate(batches[:count])]
                 batches = batches[count:]
                 self._follow(self.pipeline.run(coming), stop)
@@ -180,6 +188,37 @@ class Loop:
 
     # Evaluations
 
+    def _evaluate_between(self, task: int, stop: StopRequest) -> None:
+        """Evaluates on the sample before the next batch of a task, unless the end of the task
+        before, or the run before it was resumed, has done it.
+        """
+        if self.position["done"] in (0, *self.records["anytime"]["batch"][-1:]):
+            return
+        self.pipeline.ring.synchronise()
+        with self._stoppable(stop), self.clock.timed("evaluate"):
+            accuracy = self.sample.evaluate(self.learner)
+        self._add_point(accuracy, task, ends_task=False)
+
+    def _add_point(self, accuracy: dict[str, dict[str, float]], task: int, *, ends_task: bool) -> None:
+        """Adds a point to the curve of the accuracy at any time."""
+        position, stream = self.position, self.presented
+        passes = [self.config.epochs * len(stream.train_rows(earlier)) for earlier in range(task)]
+        passes += [position["epoch"] * len(stream.train_rows(task)), stream.count_images(task, position["batch"])]
+        point = {
+            "batch": position["done"],
+            "images_seen": sum(passes),
+            "classes_seen": len(self.learner.seen),
+            "task": task,
+            "ends_task": ends_task,
+        }
+        curve = self.records["anytime"]
+        for name, value in point.items():
+            curve[name].append(value)
+        for classifier, experts in accuracy.items():
+            for expert, value in experts.items():
+                curve["accuracy"].setdefault(classifier, {}).setdefault(expert, []).append(value)
+        self._notify("on_evaluation", position["done"], point["images_seen"], accuracy)
+
     def _finish_task(self, task: int, stop: StopRequest) -> None:
         """Ends a task and evaluates after it."""
         accuracy = None
@@ -193,9 +232,12 @@ class Loop:
                 with self.clock.timed("train"):
                     self.learner.prepare_evaluation()
                 with self.clock.timed("evaluate"):
-                    accuracy = evaluate_learner(self.learner, self.stream, seen)
+                    sample = None if self.sample is None else self.sample.rows(self.learner.seen)
+                    accuracy = evaluate_learner(self.learner, self.stream, seen, sample=sample)
         if accuracy is not None:
             self._record(accuracy, seen)
+            if accuracy.sample is not None:
+                self._add_point(accuracy.sample, task, ends_task=True)
         self.position |= {"task": task + 1, "epoch": 0, "batch": 0}
         self._save()
         self._notify("on_task_end", task, self.position["done"], accuracy)

@@ -69,7 +69,7 @@ def read_results(text: str | bytes) -> Any:
         config = upgraded(results["config"])
         changes = current_names(results["changes_from_preset"], config["method"])
         results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
-    return {"held_out": None, **results} if isinstance(results, dict) else results
+    return {"held_out": None, "anytime": None, **results} if isinstance(results, dict) else results
 
 
 def build_results(
@@ -81,6 +81,7 @@ def build_results(
     confusion: list[list[int]],
     confusion_by_class: list[dict[str, int]],
     evaluated_after: list[int],
+    anytime: dict[str, Any] | None,
     untrained: dict[str, dict[str, list[float]]],
     resumed: int,
     clock: Clock,
@@ -97,6 +98,8 @@ def build_results(
         confusion: Test images by task and predicted task, after the last evaluation.
         confusion_by_class: Test images by class and predicted class, without zeros.
         evaluated_after: Tasks after which there was an evaluation, in order.
+        anytime: The curve of the accuracy at any time: lists with an entry for each evaluation, and
+            ``accuracy`` with such lists by classifier and expert; None: there was none.
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
         resumed: How often the run was resumed.
@@ -133,6 +136,8 @@ def build_results(
         """A metric that needs an evaluation after every task; null if there was none."""
         return over_all(function if complete else lambda _: None, accuracy)
 
+    if anytime is not None:
+        anytime = {**anytime, "average": over_all(lambda values: float(np.mean(values)), anytime["accuracy"])}
     trained, deployed = learner.costs()
     classifier, expert = learner.resolve_expert()
     device, normalisation = learner.device, stream.normalisation
@@ -185,6 +190,7 @@ def build_results(
         "bwt": over_time(evaluate.backward_transfer),
         "average_anytime_accuracy": over_time(evaluate.average_anytime_accuracy),
         "new_task_accuracy": over_time(lambda m: evaluate.new_task_accuracy(m).tolist()),
+        "anytime": anytime,
         "untrained": {"accuracy": untrained, "acc": over_all(lambda row: float(np.mean(row)), untrained)},
         "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
         "macs": {"trained": trained.macs, "deployed": deployed.macs},

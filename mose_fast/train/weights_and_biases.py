@@ -69,6 +69,10 @@ class WeightsAndBiases(Listener):
         if losses is not None and batch % self.every == 0:
             self._log({f"loss/{name}": value for name, value in losses.items()}, batch)
 
+    def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
+        values = {f"anytime_accuracy_{c}/{e}": value for c, experts in accuracy.items() for e, value in experts.items()}
+        self._log(values, batch)
+
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
         if accuracy is not None:
             values = {}

@@ -74,6 +74,7 @@ def contents(folder):
         (("--feed", "simclr"), ("feed is 'simclr', which is a recipe", "--set augment=simclr")),
         (("--decoder", "turbo"), ("stream.decoder is 'turbo'", "'pil'")),
         (("--checkpoint-every", "0"), ("checkpoint_every is 0",)),
+        (("--evaluate-every", "0"), ("evaluate_every is 0", "wanted an integer of at least 1")),
         (
             ("--seed", DIGITS),
             ("seed is an integer of about 400 digits", "wanted an integer of at least 0 and below 2**63"),

@@ -27,12 +27,23 @@ def maker(template, runs):
 
     ``make(seed, memory=64, preset="released", tasks=5, after=None, changes={}, resolved={},
     **config)``: accuracies are drawn from the seed and the settings; ``after`` lists the tasks
-    after which there was an evaluation, None for all.
+    after which there was an evaluation, None for all; ``images_seen``, when the accuracy at any
+    time was measured, and tasks have 100 images.
     """
     made = []
 
     def folder(
-        seed, *, memory=64, preset="released", tasks=5, after=None, changes=None, stream=None, resolved=None, **config
+        seed,
+        *,
+        memory=64,
+        preset="released",
+        tasks=5,
+        after=None,
+        changes=None,
+        stream=None,
+        resolved=None,
+        images_seen=None,
+        **config,
     ):
         results = copy.deepcopy(template)
         changes = dict(changes or {})
@@ -70,6 +81,14 @@ def maker(template, runs):
                 buffer.setdefault(classifier, {})[expert] = [stored[k, : k + 1].tolist() for k in after]
         results["confusion_by_task"] = random.integers(1, 20, (tasks, tasks)).tolist()
         results["seconds"] = {"train": 2.0 + seed, "evaluate": 1.0, "checkpoint": 0.5, "total": 3.5 + seed}
+        if images_seen is not None:
+            accuracy = {c: {e: random.random(len(images_seen)).tolist() for e in names} for c, names in EXPERTS.items()}
+            results["anytime"] = {
+                "images_seen": images_seen,
+                "ends_task": [n % 100 == 0 for n in images_seen],
+                "accuracy": accuracy,
+                "average": {c: {e: float(np.mean(v)) for e, v in by.items()} for c, by in accuracy.items()},
+            }
         path = runs / f"run-{len(made):03d}"
         path.mkdir(parents=True)
         (path / "results.json").write_text(json.dumps(results))

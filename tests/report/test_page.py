@@ -11,9 +11,11 @@ import pytest
 from scipy import stats
 
 from mose_fast.cli import main
+from mose_fast.report.figures import figures
 from mose_fast.report.page import write_report
 from mose_fast.report.runs import group_runs, read_folders
 from mose_fast.report.statistics import IncomparableRuns
+from mose_fast.report.tables import tables
 from mose_fast.train.files import RunError
 
 
@@ -267,6 +269,34 @@ def test_test_and_validation_images_are_not_mixed(make, tmp_path, no_figures):
     text = write_report([tmp_path / "runs"], force=True)[0].read_text()
     assert "percent of test or validation images" in text
     assert "evaluate_on=validation" in text and "evaluate_on=test" in text
+
+
+def test_accuracy_at_any_time_is_drawn_with_the_ends_of_tasks(make, tmp_path, monkeypatch):
+    """Runs that were evaluated at other times are not averaged with them."""
+    drawn = []
+    monkeypatch.setattr("mose_fast.report.figures._picture", lambda *parts: drawn.append(parts) or None)
+    results = [make(seed, images_seen=[50, 100, 150, 200], evaluate_every=5) for seed in range(2)]
+    make(0, preset="paper")
+    make(0, images_seen=[70, 100], changes={"temperature": 0.1})
+    make(1, images_seen=[50, 100], changes={"temperature": 0.1})
+    groups, _ = group_runs(read_folders([tmp_path / "runs"])[0])
+    figures(groups)
+    ((_, title, caption, figure),) = [parts for parts in drawn if parts[0] == "anytime"]
+    (axis,) = figure.axes
+    lines = {line.get_label(): line for line in axis.lines}
+    assert sorted(line.get_xdata()[0] for line in axis.lines if len(set(line.get_xdata())) == 1) == [100, 200]
+    line = lines["mose released"]
+    assert line.get_xdata().tolist() == [50, 100, 150, 200]
+    curves = [run["anytime"]["accuracy"]["ncm"]["4"] for run in results]
+    assert line.get_ydata() == pytest.approx(100 * np.mean(curves, axis=0))
+    assert len([label for label in lines if label.startswith("mose")]) == 1
+    assert title == "Accuracy at any time" and "on 256 fixed test images" in caption
+    (table,) = [table for table in tables(groups) if table.name == "estimates"]
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    by_method = {row["method"]: row["anytime (stream)"] for row in rows if row["classifier"] == "NCM, expert 4"}
+    assert by_method["mose paper"] is None
+    average = [run["anytime"]["average"]["ncm"]["4"] for run in results]
+    assert by_method["mose released"].mean == pytest.approx(100 * np.mean(average))
 
 
 def test_differing_protocols_are_told(make, tmp_path, no_figures):

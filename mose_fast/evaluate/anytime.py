@@ -1,0 +1,78 @@
+"""Accuracy at any time: on fixed images of the classes seen so far, between the ends of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mose_fast.config import RunConfig
+from mose_fast.device import upload
+from mose_fast.evaluate.one_pass import accuracy_of, on_host
+from mose_fast.methods import Learner
+from mose_fast.nn import ClassMeans, classify
+from mose_fast.streams import Stream
+from mose_fast.streams.stream import draw_order
+
+__all__ = ["AnytimeSample"]
+
+# Purpose words for the order of the images and that of the memory's slots: above the words of the
+# tasks' orders, below that of the class order.
+_IMAGES = 2**62 + 2**61
+_SLOTS = _IMAGES + 1
+
+
+class AnytimeSample:
+    """Fixed images that a run is evaluated on every few batches.
+
+    All images that the stream is evaluated on are put in a random order by the run's seed. An
+    evaluation takes the first ones whose classes have been seen. So runs with the same seed are
+    evaluated on the same images at the same time, whatever their method.
+
+    Args:
+        config: The run's settings.
+        stream: The run's stream.
+    """
+
+    def __init__(self, config: RunConfig, stream: Stream) -> None:
+        self.stream, self.seed = stream, config.seed
+        self.images, self.stored = config.anytime_images, config.anytime_stored
+        self.order = torch.from_numpy(draw_order(len(stream.y_test), config.seed, _IMAGES))
+        self.labels = stream.y_test[self.order]
+
+    def rows(self, seen: Collection[int]) -> Tensor:
+        """The images, as int64 rows of ``stream.x_test``.
+
+        Args:
+            seen: Head indices of the classes seen so far.
+        """
+        return self.order[torch.isin(self.labels, torch.tensor(sorted(seen)))][: self.images]
+
+    def evaluate(self, learner: Learner) -> dict[str, dict[str, float]]:
+        """Accuracy in [0, 1] by classifier and expert. Nothing that training depends on changes.
+
+        Class means are those of a few stored images of each class, not of the whole memory.
+        """
+        learner.prepare_evaluation()
+        memory = learner.memory
+        labels = memory.labels[: memory.filled].cpu()
+        slots = upload(self._slots(labels), learner.device)
+        features, _ = learner.outputs(memory.images[slots])
+        means = ClassMeans(features, memory.labels[slots], learner.classes)
+        rows = self.rows(learner.seen)
+        images = self.stream.x_test[upload(rows, self.stream.x_test.device)]
+        return accuracy_of(on_host([classify(*learner.outputs(images), means)]), self.stream.y_test[rows])
+
+    def _slots(self, labels: Tensor) -> Tensor:
+        """Slots of the memory, at most ``stored`` of each class, in a random order that the seed
+        gives; ``labels`` are those of the filled slots.
+        """
+        if self.stored is None:
+            return torch.arange(len(labels))
+        order = draw_order(len(labels), self.seed, _SLOTS)
+        by_class = order[np.argsort(labels.numpy()[order], kind="stable")]
+        counts = np.bincount(labels.numpy())
+        rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return torch.from_numpy(by_class[rank < self.stored])
