@@ -5,7 +5,8 @@ docs/specification/baselines.md section 0.1.
     python -m bench.bench_methods --growth --methods er derpp      # step 4,900 against step 100
 
 Methods alternate step by step, so that other load on the machine affects all of them; the medians
-are compared.
+are compared. On a card, steps are captured where a run captures them, and a time includes planning,
+which a run does while earlier steps are taken.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Sequence
 
 import torch
 
-from mose_fast.methods import METHODS, Learner, create_learner
+from mose_fast.device import own_stream
+from mose_fast.methods import METHODS, create_learner
+from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.clock import laps
 
 #: Shape of the comparison: Split CIFAR-100 with its batches and a memory of 1,000.
@@ -30,31 +33,42 @@ def batch(task: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(10 * task, 10 * task + 10, (BATCH,), generator=generator)
 
 
-def prepare(name: str, width: int, device: str) -> Learner:
+class Stepper:
+    """Takes the steps of a new learner as a run takes them, captured where they can be."""
+
+    def __init__(self, name: str, width: int, device: str) -> None:
+        self.learner = create_learner(classes=CLASSES, method=name, width=width, memory=MEMORY, device=device)
+        captured = self.learner.stepping.name == "captured"
+        self._steps = CapturedSteps(self.learner, capture=captured) if self.learner.reads_losses_late else None
+
+    def observe(self, task: int, step: int, **how: bool) -> None:
+        self.learner.prepare(*batch(task, step), task, **how).take(self._steps)
+
+    def seconds(self, task: int, step: int) -> float:
+        """Seconds of planning and taking one step."""
+        return laps(self.learner.device, lambda: self.observe(task, step), 1)[0]
+
+
+def prepare(name: str, width: int, device: str) -> Stepper:
     """A learner with a full memory of nine tasks, in the middle of its tenth."""
-    learner = create_learner(classes=CLASSES, method=name, width=width, memory=MEMORY, device=device)
+    stepper = Stepper(name, width, device)
     for task in range(9):
         for step in range(20):
-            learner.observe(*batch(task, step), task, train=False)
+            stepper.observe(task, step, train=False)
     for step in range(3):
-        learner.observe(*batch(9, step), 9)
-    return learner
-
-
-def seconds(learner: Learner, task: int, step: int) -> float:
-    x, y = batch(task, step)
-    return laps(learner.device, lambda: learner.observe(x, y, task), 1)[0]
+        stepper.observe(9, step)
+    return stepper
 
 
 def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) -> None:
     """Prints a row for every method: milliseconds of a step, the cost relative to ER, the estimate
     of it, and their ratio.
     """
-    learners = {name: prepare(name, width, device) for name in dict.fromkeys(["er", *names])}
-    times: dict[str, list[float]] = {name: [] for name in learners}
+    steppers = {name: prepare(name, width, device) for name in dict.fromkeys(["er", *names])}
+    times: dict[str, list[float]] = {name: [] for name in steppers}
     for step in range(rounds):
-        for name, learner in learners.items():
-            times[name].append(seconds(learner, 9, 100 + step))
+        for name, stepper in steppers.items():
+            times[name].append(stepper.seconds(9, 100 + step))
     medians = {name: statistics.median(values) for name, values in times.items()}
     print(f"{'method':<10} {'ms a step':>10} {'x ER':>6} {'estimate':>9} {'ratio':>6}")
     for name, median in medians.items():
@@ -69,8 +83,8 @@ def growth(names: Sequence[str], width: int, device: str) -> None:
     """
     print(f"{'method':<10} {'step 100':>9} {'step 4,900':>11} {'ratio':>6}   (ms)")
     for name in names:
-        learner = create_learner(classes=CLASSES, method=name, width=width, memory=MEMORY, device=device)
-        times = [seconds(learner, step // 500, step % 500) for step in range(5000)]
+        stepper = Stepper(name, width, device)
+        times = [stepper.seconds(step // 500, step % 500) for step in range(5000)]
         early, late = (statistics.median(times[middle - 50 : middle + 50]) for middle in (100, 4900))
         print(f"{name:<10} {1e3 * early:>9.1f} {1e3 * late:>11.1f} {late / early:>6.3f}", flush=True)
 
@@ -85,10 +99,11 @@ def main() -> None:
         "--growth", action="store_true", help="5,000 steps of every method, late ones against early ones"
     )
     arguments = parser.parse_args()
-    if arguments.growth:
-        growth(arguments.methods, arguments.width, arguments.device)
-    else:
-        relative_cost(arguments.methods, arguments.width, arguments.rounds, arguments.device)
+    with own_stream(torch.device(arguments.device)):
+        if arguments.growth:
+            growth(arguments.methods, arguments.width, arguments.device)
+        else:
+            relative_cost(arguments.methods, arguments.width, arguments.rounds, arguments.device)
 
 
 if __name__ == "__main__":

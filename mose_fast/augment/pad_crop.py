@@ -31,7 +31,7 @@ def pad_crop(images: Tensor, seed: int, sequence: int, *, mirror: bool, padding:
     count, height, width, _ = images.shape
     device = images.device
     right, down, side, _ = random_words(seed, sequence, count, Purpose.SHIFT, device)
-    places = torch.tensor(2 * padding + 1, device=device)
+    places = 2 * padding + 1
     columns = uniform_below32(right, places)[:, None] + torch.arange(width, device=device)
     if mirror:
         columns = torch.where((side >= 2**31)[:, None], columns.flip(1), columns)

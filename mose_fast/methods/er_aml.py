@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.config import knob
+from mose_fast.device import upload
 from mose_fast.memory import draw_pairs
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import (
@@ -136,7 +137,7 @@ class ErAml(ReplayLearner):
         if o.incoming == "cross_entropy" or memory.filled == 0:
             return self.rows(x, y, none, none, replayed)
         allowed = torch.zeros(self.classes, dtype=torch.bool, device=y.device)
-        allowed[y if o.negatives == "batch" else torch.tensor(self.data.current, device=y.device)] = True
+        allowed[y if o.negatives == "batch" else upload(torch.tensor(self.data.current), y.device)] = True
         stored = memory.labels[: memory.filled]
         anchors, *pairs = draw_pairs(y, stored, allowed, self.config.seed, self.data.sequence)
         places = torch.cat(pairs)

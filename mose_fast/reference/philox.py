@@ -100,8 +100,8 @@ def uniform_below(high: Tensor, low: Tensor, n: Tensor) -> Tensor:
     return high * n_high + _high(low_high) + _high(high_low) + carry
 
 
-def uniform_below32(word: Tensor, n: Tensor) -> Tensor:
-    """Draws uniform integers in ``[0, n)`` from one word, for small ``n`` (int64, at most
+def uniform_below32(word: Tensor, n: Tensor | int) -> Tensor:
+    """Draws uniform integers in ``[0, n)`` from one word, for small ``n`` (an int or int64, at most
     ``2**31``): ``word * n >> 32``.
     """
     return word * n >> 32

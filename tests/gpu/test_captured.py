@@ -16,7 +16,7 @@ import torch
 from mose_fast import _dali
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.memory import ReplayMemory
-from mose_fast.methods import Mose, PlannedBatch, create_learner
+from mose_fast.methods import METHODS, Mose, PlannedBatch, Planning, create_learner
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
@@ -100,6 +100,21 @@ def test_kernels_without_padding_have_a_graph_for_each_shape_that_comes_twice(st
     assert found[0] == found[1]
     captured = steppers[0]
     assert captured.obstacle == "" and 2 <= captured.graphs < len(captured._met)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].planning is Planning.CAPTURED])
+def test_every_methods_captured_steps_are_its_eager_ones(steppers, name, precision):
+    found = []
+    for step in ("captured", "eager"):
+        listener, options = Losses(), {"buffer_batch": 24}
+        config = RunConfig.create(
+            method=name, **SETTINGS | {"options": options, "step": step, "precision": precision, "memory": 60}
+        )
+        found.append((outcome(run(config, listeners=[listener])), listener.told))
+    assert found[0] == found[1]
+    captured, eager = steppers
+    assert captured.obstacle == "" and captured.graphs > 0 == eager.graphs
 
 
 @pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")

@@ -373,6 +373,10 @@ class Card:
         self._stack.enter_context(
             mock.patch.object(torch._C, "_cuda_endAllocateToPool", mock.Mock(side_effect=RuntimeError), create=True)
         )
+        autocast = torch.autocast
+        self._stack.enter_context(
+            mock.patch.object(torch, "autocast", lambda where, *args, **how: autocast(_on_host(where), *args, **how))
+        )
         # What PyTorch's optimisers ask beside the tensors themselves.
         self._stack.enter_context(
             mock.patch.object(torch.accelerator, "current_stream", lambda device=None: self.stream)

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from mose_fast import _loader
+from mose_fast import _dali, _loader
+from mose_fast.augment import dali
 from mose_fast.config import METHOD_SETTINGS, RunConfig
-from mose_fast.methods import METHODS, Mose, Planning
+from mose_fast.methods import METHODS, Er, Mose, Planning, ReplayLearner
+from mose_fast.methods.prepared import ViewsToCome
 from mose_fast.train import Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.checkpoint import latest, load_checkpoint
+from tests.ordering import dali as stand_in
 from tests.ordering.card import Card
 
 CAPTURED = [name for name in METHODS if METHODS[name].planning is Planning.CAPTURED]
@@ -53,6 +56,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def stand_in_dali(monkeypatch):
+    monkeypatch.setattr(_dali, "obstacle", lambda: None)
+    monkeypatch.setattr(dali, "_build", stand_in.build)
+    # Which would take the memory and leave what is known of it.
+    monkeypatch.setattr(torch, "from_dlpack", lambda tensor: tensor)
+
+
 class Losses(Listener):
     def __init__(self) -> None:
         self.told: list[tuple[int, Any]] = []
@@ -61,12 +72,13 @@ class Losses(Listener):
         self.told.append((batch, losses))
 
 
-def settings(name: str, preset: str | None = None, **changes: Any) -> RunConfig:
+def settings(name: str, **changes: Any) -> RunConfig:
     # Few rows, so that their number soon stays the same.
     options, known = {"buffer_batch": 4}, METHOD_SETTINGS[name].options
     options |= {"new_extra": 2} if hasattr(known, "new_extra") else {}
     options |= {"rotations": 4, "mirror": "on"} if hasattr(known, "rotations") else {}
-    return RunConfig.create(preset, method=name, **SETTINGS | {"options": options} | changes)
+    options |= changes.pop("options", {})
+    return RunConfig.create(method=name, **SETTINGS | changes | {"options": options})
 
 
 def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
@@ -81,6 +93,8 @@ def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> tu
             return inputs(self, plan, stored)
         # MOSE's steps make their views themselves.
         made = self.step_inputs(plan, ready=True) if learner is Mose else inputs(self, plan, stored)
+        if isinstance(made, ViewsToCome):
+            made = made.complete(made.make())
         return made._replace(views=made.views * math.nan)
 
     def noted(*args, **how):
@@ -89,15 +103,14 @@ def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> tu
 
     # Not the function itself: a learner with a function of another file is other code, which cannot
     # resume.
-    monkeypatch.setattr(learner, "inputs", partialmethod(spoilt))
-    monkeypatch.setattr(pipeline_module, "CapturedSteps", noted)
     losses = Losses()
-    with Card(done=0.3) as card:
+    with monkeypatch.context() as patched, Card(done=0.3) as card:
+        patched.setattr(learner, "inputs", partialmethod(spoilt))
+        patched.setattr(pipeline_module, "CapturedSteps", noted)
         with pytest.raises(TrainingDiverged, match="The newest is the state before this batch"):
             run(config, out=out, listeners=[losses])
         broken.clear()
         results = resume(out, listeners=[losses])
-    monkeypatch.undo()
     assert not any(one.traceback for one in steps), steps[0].traceback
     assert not card.races, "\n".join(map(str, card.races))
     state = load_checkpoint(latest(out / "checkpoints"))[0]
@@ -105,12 +118,81 @@ def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     return results["accuracy"], kept, losses.told, (sum(one.graphs for one in steps), card.replays)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize("name", CAPTURED)
-def test_captured_steps_are_the_eager_ones(name, kernels, tmp_path, monkeypatch):
+def expect_equal_steps(config: dict[str, Any], out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured, eager = (
-        outcome(settings(name, kernels=kernels, step=step), tmp_path / step, monkeypatch)
-        for step in ("captured", "eager")
+        outcome(settings(**config, step=step), out / step, monkeypatch) for step in ("captured", "eager")
     )
     assert captured[:3] == eager[:3]
     assert eager[3] == (0, 0) and captured[3][0] > 0 and captured[3][1] > 1
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_steps_are_the_eager_ones(name, kernels, tmp_path, monkeypatch):
+    expect_equal_steps({"name": name, "kernels": kernels}, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"name": "er", "options": {"optimiser": "sgd", "passes": "separate", "augment": "pad_crop"}},
+        {"name": "er", "feed": "dali", "options": {"memory_policy": "balanced"}},
+        {"name": "agem", "kernels": "fused", "precision": "bf16"},
+        {"name": "scr", "kernels": "fused", "precision": "bf16", "options": {"review": True}},
+        {"name": "derpp", "kernels": "fused", "options": {"memory_policy": "balanced", "passes": "separate"}},
+    ],
+    ids=str,
+)
+def test_switches_that_steps_depend_on(config, tmp_path, monkeypatch):
+    expect_equal_steps(config, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["er", "derpp"])
+def test_training_on_the_final_memory_is_captured(name):
+    with Card(done=0.3) as card:
+        run(settings(name, train_on="final_memory", epochs=3))
+    assert not card.races, "\n".join(map(str, card.races))
+    assert card.replays > 4
+
+
+# Faults in a method
+
+
+def asks_for_a_value(learner: Er, outputs: Any, rows: Any) -> dict[str, torch.Tensor]:
+    assert float(outputs.logits.sum()) < 1e9
+    return ReplayLearner.losses(learner, outputs, rows)
+
+
+def indexes_by_a_mask(learner: Er, outputs: Any, rows: Any) -> dict[str, torch.Tensor]:
+    return {"some": outputs.logits[rows.labels >= 0].square().mean()}
+
+
+def reads_what_changes(learner: Er, outputs: Any, rows: Any) -> dict[str, torch.Tensor]:
+    terms = ReplayLearner.losses(learner, outputs, rows)
+    return {name: term * (1 + learner.steps) for name, term in terms.items()}
+
+
+@pytest.mark.parametrize("fault", [asks_for_a_value, indexes_by_a_mask])
+def test_a_step_that_waits_for_the_card_is_reported(fault, monkeypatch):
+    monkeypatch.setattr(Er, "losses", fault)
+    with Card() as card, pytest.warns(UserWarning, match="no CUDA graph .*not permitted when stream is capturing"):
+        run(settings("er", step="captured"))
+    assert card.replays == 0
+
+
+def test_a_step_that_reads_what_changes_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(Er, "losses", reads_what_changes)
+    with pytest.raises(AssertionError):
+        expect_equal_steps({"name": "er"}, tmp_path, monkeypatch)
+
+
+def test_a_plan_that_looks_at_the_network_is_reported(monkeypatch):
+    def looks(learner, x, y):
+        slots = ReplayLearner.retrieve(learner, x, y)
+        learner.outputs(x)
+        return slots
+
+    monkeypatch.setattr(Er, "retrieve", looks)
+    with Card() as card:
+        run(settings("er"))
+    assert card.races
