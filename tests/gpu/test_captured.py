@@ -16,7 +16,7 @@ import torch
 from mose_fast import _dali
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.memory import ReplayMemory
-from mose_fast.methods import Mose, PlannedBatch, create_learner
+from mose_fast.methods import Mose, create_learner
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
@@ -116,9 +116,8 @@ def plans_on(device: str) -> list:
         learner.begin_task(task, stream.tasks[task])
         for rows in stream.batches(task, seed=0):
             prepared = learner.prepare(stream.x_train[rows], stream.y_train[rows], task, index=rows)
-            if isinstance(prepared, PlannedBatch):
-                mask = prepared.plan.current_classes
-                plans.append((prepared.plan.images.cpu(), prepared.plan.labels.cpu(), prepared.plan.composition, mask))
+            for plan in [step.plan for step in prepared.steps]:
+                plans.append((plan.images.cpu(), plan.labels.cpu(), plan.composition, plan.current_classes))
     return plans
 
 

@@ -69,12 +69,13 @@ def settings(name: str, preset: str | None = None, **changes: Any) -> RunConfig:
     return RunConfig.create(preset, method=name, **SETTINGS | {"options": options} | changes)
 
 
-def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
-    """What two tasks leave, with checkpoints and evaluations; the views of one step are not finite,
-    and a second run goes on from the state before it. Last, the numbers of graphs and of replays.
+def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, number: int = BROKEN) -> tuple[Any, ...]:
+    """What two tasks leave, with checkpoints and evaluations; the views of the step with a number
+    are not finite, and a second run goes on from the state before it. Last, the numbers of graphs
+    and of replays.
     """
     learner, create, steps = METHODS[config.method], CapturedSteps, []
-    inputs, broken = learner.inputs, {BROKEN}
+    inputs, broken = learner.inputs, {number}
 
     def spoilt(self, plan, stored=None):
         if plan.sequence not in broken:
@@ -114,3 +115,17 @@ def test_captured_steps_are_the_eager_ones(name, kernels, tmp_path, monkeypatch)
     )
     assert captured[:3] == eager[:3]
     assert eager[3] == (0, 0) and captured[3][0] > 0 and captured[3][1] > 1
+
+
+@pytest.mark.parametrize("name", ["er", "mose"])
+def test_captured_steps_are_the_eager_ones_with_the_switches_of_all_methods(name, tmp_path, monkeypatch):
+    """Two steps a batch, a review at the end of a task, a memory that is balanced over the
+    classes. Step 21 is the first of a batch of the second task.
+    """
+    options = {"buffer_batch": 4, "iterations": 2, "review": True, "memory_policy": "balanced"}
+    captured, eager = (
+        outcome(settings(name, kernels="fused", step=step, options=options), tmp_path / step, monkeypatch, 21)
+        for step in ("captured", "eager")
+    )
+    assert captured[:3] == eager[:3]
+    assert eager[3] == (0, 0) and captured[3][0] > 0 and captured[3][1] > 8
