@@ -175,21 +175,22 @@ def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], f
             for rows in stream.batches(task, seed=config.seed):
                 # Only the memory is filled; the network is not needed for that.
                 prepared = learner.prepare(stream.x_train[rows], stream.y_train[rows], task, index=rows)
+        (planned,) = prepared.steps
         with counted_bytes() as by_op:
-            learner.step(prepared.inputs, captured)
+            learner.step(planned.inputs, captured)
         weights = sum(weight.numel() for weight in learner.network.parameters())
         if config.kernels == "fused":
             by_op["adam"] = [28 * weights] * 2
         for _ in range(4):
-            learner.step(prepared.inputs, captured)
+            learner.step(planned.inputs, captured)
         if on_card and captured.obstacle:
             raise RuntimeError(f"the step was not captured: {captured.obstacle}")
         microseconds = 0.0
         if on_card:
-            microseconds = 1e6 * fmean(laps(learner.device, lambda: learner.step(prepared.inputs, captured), steps))
+            microseconds = 1e6 * fmean(laps(learner.device, lambda: learner.step(planned.inputs, captured), steps))
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_card else [])]) as profiled:
             for _ in range(steps):
-                learner.step(prepared.inputs, captured)
+                learner.step(planned.inputs, captured)
             if on_card:
                 torch.cuda.synchronize()
     sums: dict[str, list[float]] = {}
@@ -204,7 +205,7 @@ def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], f
     if not sums:
         raise RuntimeError("the profiler noted no kernel; set TEARDOWN_CUPTI=0 where another profile ran before")
     kernels = {name: Measured(launches / steps, took / steps) for name, (launches, took) in sums.items()}
-    return kernels, microseconds, by_op if config.kernels == "fused" else {}, len(prepared.inputs.targets.labels)
+    return kernels, microseconds, by_op if config.kernels == "fused" else {}, len(planned.inputs.targets.labels)
 
 
 def rows(

@@ -430,8 +430,10 @@ def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: flo
         if variant.compiled:
             learner.network.compile(dynamic=False)
 
+        inputs = prepared.steps[0].inputs
+
         def step() -> None:
-            learner.step(prepared.inputs, steps)
+            learner.step(inputs, steps)
 
         if config.step == "captured":
             # The second step of a shape is the one that is captured.
@@ -439,7 +441,7 @@ def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: flo
             step()
             if not steps.graphs:
                 raise RuntimeError(f"{steps.obstacle}\n{steps.traceback}")
-        return len(prepared.inputs.targets.labels), back_to_back(learner.device, step, seconds=seconds)
+        return len(inputs.targets.labels), back_to_back(learner.device, step, seconds=seconds)
 
 
 def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:

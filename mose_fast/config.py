@@ -187,6 +187,7 @@ class MethodOptions(Declared):
     expert: ClassVar[str] = "last"
     mean_of_experts: ClassVar[str] = "distance"
     #: What methods that do not train on incoming batches (:class:`ReplayOptions`) have instead.
+    iterations: ClassVar[int] = 1
     memory_policy: ClassVar[str] = "reservoir"
     review: ClassVar[bool] = False
 
@@ -241,6 +242,12 @@ class MethodOptions(Declared):
 class ReplayOptions(MethodOptions):
     """Switches of every method that trains on incoming batches and on a memory."""
 
+    iterations: int = knob(
+        1,
+        "training steps on each incoming batch, each with replayed rows drawn anew",
+        "paper 5.1; released: one; RaptorMai/online-continual-learning: mem_iters",
+        low=1,
+    )
     memory_policy: str = knob(
         "reservoir",
         "what the memory keeps",

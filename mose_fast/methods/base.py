@@ -21,7 +21,7 @@ from mose_fast.device import Choice, choose_precision
 from mose_fast.memory import BalancedMemory, ReplayMemory
 from mose_fast.methods.data import IMAGE_SIZE, DataPlane, DataRecord, check_stream
 from mose_fast.methods.model import Model
-from mose_fast.methods.prepared import PlannedBatch, Prepared, StoredBatch, ViewsToCome, WholeBatch
+from mose_fast.methods.prepared import PlannedBatch, PlannedStep, Prepared, StoredBatch, ViewsToCome, WholeBatch
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork, classify
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.ops.draws import Purpose, permutation
@@ -261,8 +261,8 @@ class Learner(ABC):
             store: False does not change the memory (every epoch after the first).
 
         Returns:
-            The step's losses by name, as scalars on the learner's device; None if nothing was
-            trained.
+            The losses of the batch's last step by name, as scalars on the learner's device; None if
+            nothing was trained.
 
         Raises:
             ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed.
@@ -275,7 +275,9 @@ class Learner(ABC):
                 prepared.undo()
             return losses
         x, y, index = self._receive(*self.data.check_batch(x, y), task, index)
-        losses = self.train_batch(x, y) if train else None
+        losses = None
+        for _ in range(self.config.options.iterations if train else 0):
+            losses = self.train_batch(x, y)
         if store and (losses is None or not self.diverged):
             self.store(x, y, index)
         return losses
@@ -303,12 +305,18 @@ class Learner(ABC):
                 observe = partial(self.observe, x, y, task, index=index, train=train, store=store)
                 return WholeBatch(self, before, observe, f"{len(x)} incoming rows")
             x, y, index = self._receive(x, y, task, index)
-            plan = self.plan(x, y) if train else None
+            plans = []
+            for _ in range(self.config.options.iterations if train else 0):
+                plan = self.plan(x, y)
+                if plan is not None:
+                    plans.append(plan)
+                    self.data.ahead += 1
             stored = self.store(x, y, index) if store else None
-        if plan is None:
+        if not plans:
             return StoredBatch(self, before, x, stored)
-        self.data.ahead += 1
-        return PlannedBatch(self, before, plan, self.inputs(plan, stored))
+        *earlier, last = plans
+        steps = [PlannedStep(plan, self.inputs(plan)) for plan in earlier]
+        return PlannedBatch(self, before, steps=[*steps, PlannedStep(last, self.inputs(last, stored))])
 
     def prepare_rehearsal(self, slots: Tensor) -> Prepared:
         """Prepares :meth:`rehearse`."""
@@ -317,7 +325,7 @@ class Learner(ABC):
                 return WholeBatch(self, before, partial(self.rehearse, slots), f"{len(slots)} rows of the memory")
             plan = self.rehearsal(slots)
         self.data.ahead += 1
-        return PlannedBatch(self, before, plan, self.inputs(plan))
+        return PlannedBatch(self, before, steps=[PlannedStep(plan, self.inputs(plan))])
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
         """Takes one training step on memory slots only (training on the final memory).
@@ -425,7 +433,8 @@ class Learner(ABC):
 
         Args:
             plan: The result of :meth:`plan` or :meth:`rehearsal`.
-            stored: int64 [B], the result of :meth:`store` if the batch was stored before its step.
+            stored: int64 [B], the result of :meth:`store` if the batch was stored before its last
+                step, which this is.
         """
         return plan
 
@@ -510,7 +519,9 @@ class Learner(ABC):
         )
 
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
-        """Trains on a batch, given as for :meth:`plan`; one step, unless a method takes several."""
+        """Takes one of the ``iterations`` on a batch, which is given as for :meth:`plan`: one step,
+        unless a method takes several.
+        """
         plan = self.plan(x, y)
         return None if plan is None else self.step(self.inputs(plan))
 

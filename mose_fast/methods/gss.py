@@ -40,10 +40,9 @@ class GssOptions(BaselineOptions):
         "repository",
         low=-1,
     )
-    iterations: int = knob(1, "training steps on each incoming batch", "paper 5.1: one; repository: 10", low=1)
     steps: str = knob(
         "joint",
-        "training steps for a batch",
+        "training steps for a batch, in each iteration",
         "choice (docs/specification/baselines.md section 4), as RaptorMai/online-continual-learning;"
         " repository: alternate",
         choices={"joint": "one on incoming and replayed rows", "alternate": "one on each"},
@@ -90,16 +89,12 @@ class Gss(ReplayLearner):
         return GradientMemory(self.config.memory, self.image_size, seed=self.config.seed, device=self.device)
 
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        o = self.config.options
-        for _ in range(o.iterations):
-            rows = self.plan(x, y)
-            if o.steps == "alternate" and len(rows.slots):
-                incoming = self.step(self.inputs(self.rows(x, y, rows.slots[:0])))
-                replayed = self.step(self.inputs(self.rows(x[:0], y[:0], rows.slots)))
-                losses = incoming | replayed | {"loss": incoming["loss"] + replayed["loss"]}
-            else:
-                losses = self.step(self.inputs(rows))
-        return losses
+        rows = self.plan(x, y)
+        if self.config.options.steps == "joint" or not len(rows.slots):
+            return self.step(self.inputs(rows))
+        incoming = self.step(self.inputs(self.rows(x, y, rows.slots[:0])))
+        replayed = self.step(self.inputs(self.rows(x[:0], y[:0], rows.slots)))
+        return incoming | replayed | {"loss": incoming["loss"] + replayed["loss"]}
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         """Scores the batch by the network after its step, in evaluation mode and on images as they

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ from mose_fast.methods.data import DataRecord
 if TYPE_CHECKING:
     from mose_fast.methods.base import Learner
 
-__all__ = ["PlannedBatch", "Prepared", "StoredBatch", "ViewsToCome", "WholeBatch"]
+__all__ = ["PlannedBatch", "PlannedStep", "Prepared", "StoredBatch", "ViewsToCome", "WholeBatch"]
 
 
 class ViewsToCome(NamedTuple):
@@ -36,16 +36,32 @@ class ViewsToCome(NamedTuple):
 
 
 @dataclass(eq=False)
+class PlannedStep:
+    """A step that is planned.
+
+    Attributes:
+        plan: From the learner's ``plan``.
+        inputs: From the learner's ``inputs``; whoever makes views ahead puts the inputs with their
+            views here.
+    """
+
+    plan: Any
+    inputs: Any
+
+
+@dataclass(eq=False)
 class Prepared(ABC):
     """A batch that a learner was given and whose step is still to be taken.
 
     Attributes:
         learner: The learner.
         before: Its data plane before the batch came.
+        steps: Its planned steps, in order.
     """
 
     learner: Learner
     before: DataRecord
+    steps: Sequence[PlannedStep] = field(default=(), kw_only=True)
     _taken: bool = field(default=False, init=False)
 
     def take(self, train_on: Callable[[Any], Any] | None = None) -> dict[str, Tensor] | None:
@@ -53,11 +69,11 @@ class Prepared(ABC):
         oldest first.
 
         Args:
-            train_on: Takes the step of a planned batch in place of the learner's ``train_on``.
+            train_on: Takes planned steps in place of the learner's ``train_on``.
 
         Returns:
-            The step's losses by name, as scalars on the learner's device; None where nothing was
-            trained.
+            The losses of its last step by name, as scalars on the learner's device; None where
+            nothing was trained.
         """
         self._taken = True
         return self._take(train_on)
@@ -66,8 +82,9 @@ class Prepared(ABC):
         """Undoes the batch; of several, the newest first.
 
         Returns:
-            Whether all is as before the batch. After a step that is so only if the step changed
-            nothing: its loss was not finite, and this was seen before any weight changed.
+            Whether all is as before the batch. After its steps that is so only if they changed
+            nothing: the first one's loss was not finite, and this was seen before any weight
+            changed.
         """
         exact = not self._taken or self._changed_nothing()
         self.learner.undo(self.before)
@@ -78,9 +95,9 @@ class Prepared(ABC):
         return learner.diverged and (learner.reads_losses_late or learner.steps == self.before.sequence)
 
     @property
-    def reads(self) -> tuple:
-        """The tensors that were made with the plan and that :meth:`take` reads, in any tuples."""
-        return ()
+    def reads(self) -> Sequence:
+        """The tensors that were made with the plan and that :meth:`take` reads, in sequences."""
+        return [(step.plan, step.inputs) for step in self.steps]
 
     @abstractmethod
     def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor] | None: ...
@@ -120,7 +137,7 @@ class StoredBatch(Prepared):
     _wrote: bool = field(default=False, init=False)
 
     @property
-    def reads(self) -> tuple:
+    def reads(self) -> Sequence:
         return self.x, self.slots
 
     def _take(self, train_on: Callable[[Any], Any] | None) -> None:
@@ -135,24 +152,22 @@ class StoredBatch(Prepared):
 
 @dataclass(eq=False)
 class PlannedBatch(Prepared):
-    """A batch whose step is planned: only the step itself is still to do.
+    """A batch whose steps are planned: only the steps themselves are still to do."""
 
-    Attributes:
-        plan: From the learner's ``plan``.
-        inputs: From the learner's ``inputs``; whoever makes views ahead puts the inputs with their
-            views here.
-    """
-
-    plan: Any
-    inputs: Any
-
-    @property
-    def reads(self) -> tuple:
-        return self.plan, self.inputs
+    #: Whether the model was frozen after the first of several steps, where the host does not ask.
+    _froze_first: Tensor | None = field(default=None, init=False)
 
     def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor]:
-        self.learner.data.ahead -= 1
-        return self.learner.step(self.inputs, train_on)
+        learner = self.learner
+        for step in self.steps:
+            learner.data.ahead -= 1
+            losses = learner.step(step.inputs, train_on)
+            if self._froze_first is None and learner.reads_losses_late and len(self.steps) > 1:
+                self._froze_first = learner.model.latch.closed.clone()
+        return losses
+
+    def _changed_nothing(self) -> bool:
+        return super()._changed_nothing() and (self._froze_first is None or bool(self._froze_first))
 
     def describe(self) -> str:
-        return self.learner.describe(self.plan)
+        return self.learner.describe(self.steps[0].plan)

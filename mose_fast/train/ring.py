@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from mose_fast.methods import Learner, PlannedBatch, Prepared, ViewsToCome, WholeBatch
+from mose_fast.methods import Learner, Prepared, ViewsToCome, WholeBatch
 from mose_fast.train.feeder import Feeder, Views
 
 __all__ = ["DEPTH", "Ring"]
@@ -25,7 +25,7 @@ DEPTH = 4
 class _Waiting(NamedTuple):
     prepared: Prepared
     ready: torch.cuda.Event | None
-    views: Future[Views] | None
+    views: list[Future[Views] | None]
 
 
 class Ring:
@@ -78,9 +78,12 @@ class Ring:
             else:
                 prepared = self.learner.prepare(**batch())
             ready = None if self._stream is None else self._stream.record_event()
-            views = None
-            if isinstance(prepared, PlannedBatch) and isinstance(prepared.inputs, ViewsToCome):
-                views = self._feeder.put(prepared.inputs.make, _tensors(prepared.plan))
+            views = [
+                self._feeder.put(step.inputs.make, _tensors(step.plan))
+                if isinstance(step.inputs, ViewsToCome)
+                else None
+                for step in prepared.steps
+            ]
         self._waiting.append(_Waiting(prepared, ready, views))
 
     def take(self) -> Prepared:
@@ -90,10 +93,11 @@ class Ring:
             stream = torch.cuda.current_stream(self.learner.device)
             stream.wait_event(ready)
             for tensor in _tensors(prepared.reads):
-                # Its memory must not be reused while the step still reads it.
+                # Its memory must not be reused while the steps still read it.
                 tensor.record_stream(stream)
-        if views is not None:
-            prepared.inputs = prepared.inputs.complete(self._feeder.take(views))
+        for step, coming in zip(prepared.steps, views, strict=True):
+            if coming is not None:
+                step.inputs = step.inputs.complete(self._feeder.take(coming))
         return prepared
 
     def roll_back(self) -> None:
@@ -101,8 +105,8 @@ class Ring:
         with self._on_stream():
             while self._waiting:
                 prepared, _, views = self._waiting.pop()
-                if views is not None:
-                    views.cancel()
+                for coming in filter(None, views):
+                    coming.cancel()
                 prepared.undo()
 
     def undo(self, taken: Prepared) -> bool:

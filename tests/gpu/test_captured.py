@@ -131,9 +131,8 @@ def plans_on(device: str) -> list:
         learner.begin_task(task, stream.tasks[task])
         for rows in stream.batches(task, seed=0):
             prepared = learner.prepare(stream.x_train[rows], stream.y_train[rows], task, index=rows)
-            if isinstance(prepared, PlannedBatch):
-                mask = prepared.plan.current_classes
-                plans.append((prepared.plan.images.cpu(), prepared.plan.labels.cpu(), prepared.plan.composition, mask))
+            for plan in [step.plan for step in prepared.steps]:
+                plans.append((plan.images.cpu(), plan.labels.cpu(), plan.composition, plan.current_classes))
     return plans
 
 

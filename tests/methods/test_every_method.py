@@ -437,6 +437,20 @@ def test_a_run_and_its_resumption(name, stream, tmp_path):
     assert resumed["weights_sha256"] == whole["weights_sha256"] and resumed["accuracy"] == whole["accuracy"]
 
 
+@pytest.mark.parametrize("name", ["mose", "derpp", "mir", "gss"])
+def test_a_run_with_the_switches_of_all_methods_and_its_resumption(name, stream, tmp_path):
+    """Two steps a batch, a review at the end of a task, and a balanced memory."""
+    own = {} if name == "gss" else {"memory_policy": "balanced"}
+    config = settings(name, checkpoint_every=2, options={"buffer_batch": 8, "iterations": 2, "review": True, **own})
+    whole = run(config, stream=stream, out=tmp_path / "whole")
+    # 5 batches a task, of which MOSE only stores the first; 24 slots in the review of each task.
+    assert whole["steps"] == 2 * (10 - (name == "mose")) + 2 * 3
+    with pytest.raises(RuntimeError, match="broken off"):
+        run(config, stream=stream, out=tmp_path / "part", listeners=[Interrupt(7)])
+    resumed = resume(tmp_path / "part", stream=stream)
+    assert resumed["weights_sha256"] == whole["weights_sha256"] and resumed["steps"] == whole["steps"]
+
+
 @every
 def test_training_on_the_final_memory(name, stream):
     results = run(settings(name, train_on="final_memory", epochs=2), stream=stream)

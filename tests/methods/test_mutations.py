@@ -161,6 +161,23 @@ def check_er_apart(make, teach, batch):
     expect_terms(step, {"incoming": incoming, "replayed": replayed})
 
 
+def check_er_iterations(make, teach, batch):
+    """Two steps on a batch, each with a draw of its own from the memory before the batch, and each
+    with a number of its own for its views.
+    """
+    learner = teach(make("er", options={**SGD, "iterations": 2}), steps=2)
+    stored, seen, taken = learner.memory.images.clone(), learner.memory.seen, learner.steps
+    x, y = batch([4, 5] * 5)
+    told: list[dict] = []
+    steps = steps_of(learner, lambda: told.append(learner.observe(x, y, 2)))
+    assert [step.rows.sizes for step in steps] == [(10, 12)] * 2 and not torch.equal(*(s.rows.slots for s in steps))
+    for number, step in enumerate(steps):
+        assert step.rows.sequence == taken + number and torch.equal(step.rows.images[:10], x)
+        assert torch.equal(step.rows.images[10:], stored[step.rows.slots])
+        expect_terms(step, two_means(step))
+    assert learner.steps == taken + 2 and learner.memory.seen == seen + 10 and told == [steps[1].losses]
+
+
 def check_er_review(make, teach, batch):
     """Once through the memory in whole batches with a tenth of the gradient, then as before."""
     learner = make("er", memory=30, options={**SGD, "review": True})
@@ -709,6 +726,14 @@ FAULTS = [
         "cross_entropy(logits,",
         'cross_entropy(logits.detach() if "r" in name else logits,',
     ),
+    ("er_iterations", "base.Learner.prepare", "self.config.options.iterations", "1"),
+    (
+        "er_iterations",
+        "base.Learner.prepare",
+        "plan = self.plan(x, y)",
+        "plan = plans[0] if plans else self.plan(x, y)",
+    ),
+    ("er_iterations", "base.Learner.prepare", "self.data.ahead += 1", "self.data.ahead += len(plans) == 1"),
     ("scr", "base.Learner.review", "self.model.weighted(_REVIEW_WEIGHT)", "self.model.weighted(1.0)"),
     ("scr", "model.Model.weighted", "self._weight = 1.0", "pass"),
     ("er_review", "base.Learner.review", "if len(slots) == config.options.buffer_batch:", "if True:"),
@@ -739,9 +764,9 @@ FAULTS = [
     ),
     ("mir", "mir.Mir.interference", "o.lr if o.virtual_lr is None else o.virtual_lr", "o.lr"),
     # GSS
-    ("gss", "gss.Gss.train_batch", "range(o.iterations)", "range(1)"),
-    ("gss", "gss.Gss.train_batch", 'o.steps == "alternate"', "False"),
-    ("gss_joint", "gss.Gss.train_batch", 'o.steps == "alternate"', "True"),
+    ("gss", "base.Learner.observe", "self.config.options.iterations", "1"),
+    ("gss", "gss.Gss.train_batch", 'self.config.options.steps == "joint"', "True"),
+    ("gss_joint", "gss.Gss.train_batch", 'self.config.options.steps == "joint"', "False"),
     ("gss", "gss.Gss.store", ".amax(1)", ".mean(1)"),
     ("gss", "gss.Gss.store", ">= o.threshold", ">= 1.5"),
     ("gss_joint", "gss.Gss.store", ">= o.threshold", ">= -1"),

@@ -22,7 +22,7 @@ import mose_fast.device as device_module
 from mose_fast import _dali, _loader
 from mose_fast.augment import dali
 from mose_fast.config import RunConfig
-from mose_fast.methods import Mose, PlannedBatch, Prepared, create_learner
+from mose_fast.methods import Mose, Prepared, create_learner
 from mose_fast.train import Listener, TrainingDiverged, resume, run
 from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot
@@ -269,11 +269,11 @@ def seed(monkeypatch: pytest.MonkeyPatch, function: Callable, old: str, new: str
 
 def fill_graphs(prepared: Prepared) -> None:
     """Copies what was just planned into the inputs of graphs, as no plan may."""
-    if isinstance(prepared, PlannedBatch):
+    for step in prepared.steps:
         for steps in [found for found in gc.get_objects() if type(found) is CapturedSteps]:
             for graph in steps._graphs.values():
-                if layout_of(graph.inputs) == layout_of(prepared.inputs):
-                    copied_into(graph.inputs, prepared.inputs)
+                if layout_of(graph.inputs) == layout_of(step.inputs):
+                    copied_into(graph.inputs, step.inputs)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

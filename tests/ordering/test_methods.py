@@ -81,12 +81,13 @@ def settings(name: str, **changes: Any) -> RunConfig:
     return RunConfig.create(method=name, **SETTINGS | changes | {"options": options})
 
 
-def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
-    """What two tasks leave, with checkpoints and evaluations; the views of one step are not finite,
-    and a second run goes on from the state before it. Last, the numbers of graphs and of replays.
+def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, number: int = BROKEN) -> tuple[Any, ...]:
+    """What two tasks leave, with checkpoints and evaluations; the views of the step with a number
+    are not finite, and a second run goes on from the state before it. Last, the numbers of graphs
+    and of replays.
     """
     learner, create, steps = METHODS[config.method], CapturedSteps, []
-    inputs, broken = learner.inputs, {BROKEN}
+    inputs, broken = learner.inputs, {number}
 
     def spoilt(self, plan, stored=None):
         if plan.sequence not in broken:
@@ -118,9 +119,11 @@ def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     return results["accuracy"], kept, losses.told, (sum(one.graphs for one in steps), card.replays)
 
 
-def expect_equal_steps(config: dict[str, Any], out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def expect_equal_steps(
+    config: dict[str, Any], out: Path, monkeypatch: pytest.MonkeyPatch, number: int = BROKEN
+) -> None:
     captured, eager = (
-        outcome(settings(**config, step=step), out / step, monkeypatch) for step in ("captured", "eager")
+        outcome(settings(**config, step=step), out / step, monkeypatch, number) for step in ("captured", "eager")
     )
     assert captured[:3] == eager[:3]
     assert eager[3] == (0, 0) and captured[3][0] > 0 and captured[3][1] > 1
@@ -145,6 +148,16 @@ def test_captured_steps_are_the_eager_ones(name, kernels, tmp_path, monkeypatch)
 )
 def test_switches_that_steps_depend_on(config, tmp_path, monkeypatch):
     expect_equal_steps(config, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["er", "mose"])
+def test_the_switches_of_all_methods(name, tmp_path, monkeypatch):
+    """Two steps a batch, a review at the end of a task, a memory that is balanced over the
+    classes. Step 21 is the first of a batch of the second task.
+    """
+    options = {"buffer_batch": 4, "iterations": 2, "review": True, "memory_policy": "balanced"}
+    config = {"name": name, "kernels": "fused", "options": options}
+    expect_equal_steps(config, tmp_path, monkeypatch, 21)
 
 
 @pytest.mark.parametrize("name", ["er", "derpp"])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mose_fast.methods import Mose, PlannedBatch, Prepared, create_learner
+from mose_fast.methods import Mose, Prepared, create_learner
 from mose_fast.train import captured as captured_module
 from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
 from mose_fast.train.losses import LossReader, Taken
@@ -221,7 +221,7 @@ def test_a_capture_that_failed_leaves_the_allocator_as_it_was(graphs, allocator,
     monkeypatch.setattr(one.model.optimiser, "zero_grad", lambda set_to_none: calls.append(("gradients", set_to_none)))
     steps, batches = CapturedSteps(one), list(stream())
     prepared_for(one, batches[1])
-    inputs = prepared_for(one, batches[2]).inputs
+    inputs = prepared_for(one, batches[2]).steps[0].inputs
     calls.clear()
     with pytest.warns(UserWarning, match="no CUDA graph"):
         assert steps._capture(layout_of(inputs), inputs) is None
@@ -254,9 +254,9 @@ def test_ctrl_c_in_a_capture_closes_it_and_goes_on_as_ctrl_c(graphs, allocator, 
 def test_layouts_and_copies():
     one = learner("fused")
     prepared = [one.prepare(*b) for b in stream()]
-    inputs = [p.inputs for p in prepared if isinstance(p, PlannedBatch)]
+    inputs = [step.inputs for p in prepared for step in p.steps]
     assert len({layout_of(i) for i in inputs}) == 2
-    bare = [one.step_inputs(p.plan) for p in prepared if isinstance(p, PlannedBatch)]
+    bare = [one.step_inputs(step.plan) for p in prepared for step in p.steps]
     assert len({layout_of(i) for i in bare}) > 4
     # A copy of all: the layouts of views are cached and belong to every learner.
     static = copy.deepcopy(inputs[-2])
@@ -277,7 +277,7 @@ def test_steps_that_diverge_in_a_graph_change_nothing_more(graphs, monkeypatch):
     assert steps.graphs == 1
     weights = one.weights_hash()
     broken = prepared_for(one, batches[6])
-    broken.inputs.views.factors.fill_(float("nan"))
+    broken.steps[0].inputs.views.factors.fill_(float("nan"))
     apply = one.views.apply
     one.views.apply = lambda images, inputs: (
         apply(images, inputs) * (float("nan") if inputs.factors.isnan().any() else 1)

@@ -64,9 +64,9 @@ def noise(count: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (count, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture
-def learner() -> Mose:
-    options = {"experts": 2, "buffer_batch": 12, "new_extra": 4}
+@pytest.fixture(params=[1, 2], ids="{} a batch".format)
+def learner(request) -> Mose:
+    options = {"experts": 2, "buffer_batch": 12, "new_extra": 4, "iterations": request.param}
     made = create_learner(method="mose", classes=4, width=1, memory=30, device="cpu", feed="dali", options=options)
     made.begin_task(0)
     return made
@@ -105,14 +105,16 @@ def test_views_are_made_ahead_on_another_thread_and_are_those_of_their_step(lear
     for step in range(DEPTH):
         ring.put(lambda step=step: batch(step))
     deadline = time.monotonic() + 60
-    while len(made_on) < DEPTH - 1 and time.monotonic() < deadline:
+    count = (DEPTH - 1) * learner.config.options.iterations
+    while len(made_on) < count and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(made_on) == DEPTH - 1  # nobody has asked for them; the first batch is only stored
+    assert len(made_on) == count  # nobody has asked for them; the first batch is only stored
     taken = [ring.take() for _ in range(DEPTH)]
     assert not isinstance(taken[0], PlannedBatch)
-    for prepared in taken[1:]:
-        assert torch.equal(prepared.inputs.views, learner.make_views(prepared.plan))
-    assert set(made_on[: DEPTH - 1]) == {f"{NAME}_0"}
+    steps = [step for prepared in taken for step in prepared.steps]
+    assert len(steps) == count
+    assert all(torch.equal(step.inputs.views, learner.make_views(step.plan)) for step in steps)
+    assert set(made_on[:count]) == {f"{NAME}_0"}
     ring.close()
 
 
@@ -126,8 +128,9 @@ def test_what_was_rolled_back_is_never_handed_out(learner):
     ring.put(lambda: batch(8))
     ring.take()
     prepared = ring.take()
-    assert torch.equal(prepared.plan.images[:10], noise(10, 8))
-    assert torch.equal(prepared.inputs.views, learner.make_views(prepared.plan))
+    for step in prepared.steps:
+        assert torch.equal(step.plan.images[:10], noise(10, 8))
+        assert torch.equal(step.inputs.views, learner.make_views(step.plan))
     ring.close()
 
 
