@@ -16,7 +16,7 @@ import torch
 from mose_fast import _dali
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.memory import ReplayMemory
-from mose_fast.methods import METHODS, Mose, PlannedBatch, Planning, create_learner
+from mose_fast.methods import METHODS, Mose, Planning, create_learner
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
