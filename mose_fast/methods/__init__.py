@@ -9,6 +9,7 @@ from mose_fast.config import ConfigError, RunConfig, takes_settings
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
 from mose_fast.methods.base import Learner, Planning, resolve_device
+from mose_fast.methods.bic import Bic
 from mose_fast.methods.data import IMAGE_SIZE, check_stream
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
@@ -36,6 +37,7 @@ __all__ = [
     "Agem",
     "Aser",
     "BaselineOptions",
+    "Bic",
     "Derpp",
     "Er",
     "ErAce",

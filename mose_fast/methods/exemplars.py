@@ -17,7 +17,7 @@ from mose_fast.memory.exemplars import SELECTIONS, ExemplarMemory
 from mose_fast.methods.base import Learner
 from mose_fast.methods.replay import BaselineOptions, ReplayLearner
 
-__all__ = ["ExemplarLearner", "ExemplarOptions"]
+__all__ = ["ExemplarLearner", "ExemplarOptions", "log_softmax_within"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,21 @@ class ExemplarOptions(BaselineOptions):
         "the methods' own repositories: task; for table a choice, since a method need not know classes beforehand",
         choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
     )
+
+
+def log_softmax_within(logits: Tensor, classes: Tensor, temperature: float) -> Tensor:
+    """The log of the softmax over the classes of a mask.
+
+    Args:
+        logits: [N, K].
+        classes: bool [K], at least one of them True.
+        temperature: What logits are divided by.
+
+    Returns:
+        [N, K]; 0 for classes outside the mask.
+    """
+    logits = (logits / temperature).masked_fill(~classes, -torch.inf)
+    return logits.log_softmax(1).masked_fill(~classes, 0)
 
 
 class ExemplarLearner(ReplayLearner):
