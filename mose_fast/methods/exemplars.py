@@ -68,6 +68,7 @@ class ExemplarLearner(ReplayLearner):
     """
 
     teacher_mode: ClassVar[str | None] = "eval"
+    hides_unseen: ClassVar[bool] = True
     needs_boundaries: ClassVar[str] = "chooses its exemplars and its teacher when a task ends"
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = Learner.without_boundaries
     memory: ExemplarMemory

@@ -751,6 +751,39 @@ def check_bic_known(make, teach, batch):
     check_bic(make, teach, batch, current_classes="task")
 
 
+def check_ccil(make, teach, batch, **options):
+    """Two cross-entropies over other classes, and a distillation of each set as a mean over rows
+    and old classes.
+    """
+    own = {"temperature": 3.0, "distillation": 4.0, "power": 0.5, "scale": 2.0, **options}
+    learner, networks = make("ccil", options={**SGD, "lr": 0.01, **own}), []
+    assert torch.as_tensor(learner.network.classifier1.scale).item() == 2
+    for task, classes, came, step in course_of(learner, batch, networks):
+        given, replayed = step.rows.sizes
+        assert replayed == (12 if task else 0)
+        labels, views = step.rows.labels, normalised(step.rows.images)
+        # The cosines by hand: the head adds 1e-5 to each length.
+        head = step.before.classifier1
+        features = step.before.features(views)[0]
+        unit_features, weights = (v / (v.norm(dim=1, keepdim=True) + 1e-5) for v in (features, head.weight))
+        logits = head.scale * unit_features @ weights.T
+        new = classes if options.get("current_classes") == "task" else came
+        old, known = 2 * task, 2 * task + len(new)
+        terms = {"incoming": nll(logits[:given, new], labels[:given] - old)}
+        if task:
+            terms["replayed"] = nll(logits[given:, :known], labels[given:])
+            taught = logits_of(networks[-1].eval(), views).detach()
+            q, p = ((z[:, :old] / 3).softmax(1) for z in (taught, logits))
+            each = 9 * q * (q / p).log()
+            terms["distillation"] = 4 * (known / len(new)) ** 0.5 * (each[:given].mean() + each[given:].mean())
+        expect_terms(step, terms, 0.01)
+    assert torch.as_tensor(learner.network.classifier1.scale).item() != 2
+
+
+def check_ccil_known(make, teach, batch):
+    check_ccil(make, teach, batch, current_classes="task")
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 # Check that must find it, function, text, text with the fault.
@@ -1006,6 +1039,22 @@ FAULTS = [
     ("bic", "bic.Bic.correct", "adam.step()", "pass"),
     ("bic", "bic.CorrectedLinear.forward", "logits if self.training else", ""),
     ("bic", "bic.CorrectedLinear.forward", "* self.scale + self.shift", "* self.scale"),
+    # CCIL
+    ("ccil", "ccil.mean_distillation", "temperature**2 * ", ""),
+    ("ccil", "ccil.mean_distillation", " / old.sum()", ""),
+    ("ccil", "ccil.mean_distillation", "(teacher, student)", "(student, teacher)"),
+    ("ccil", "ccil.Ccil.classification_head", "self.config.options.scale", "1.0"),
+    ("ccil", "ccil.Ccil.classification_head", "learned_scale=True", "learned_scale=False"),
+    ("ccil", "ccil.Ccil.extras", '"current": self.mask(current)', '"current": self.mask(known)'),
+    ("ccil", "ccil.Ccil.extras", '"known": self.mask(known)', '"known": self.mask(range(6))'),
+    ("ccil", "ccil.Ccil.extras", '"old": self.mask(self.old)', '"old": self.mask(known)'),
+    ("ccil_known", "ccil.Ccil.extras", "self.current()", "self.data.current"),
+    ("ccil", "ccil.Ccil.extras", "** o.power", "** 0.66"),
+    ("ccil", "ccil.Ccil.extras", "len(known) / len(current)", "len(known) / len(self.old or [0])"),
+    ("ccil", "ccil.Ccil.extras", "o.distillation * ", "5.0 * "),
+    ("ccil", "ccil.Ccil.losses", "torch.stack(kept).sum()", "torch.stack(kept).mean()"),
+    ("ccil", "ccil.Ccil.losses", "self.config.options.temperature", "2.0"),
+    ("ccil", "ccil.Ccil.losses", "s.float(), t.float()", "s.float().detach(), t.float()"),
 ]
 
 
