@@ -19,6 +19,7 @@ from mose_fast.config import ConfigError, RunConfig, near_matches
 from mose_fast.export.classifier import CARD, FORMAT, MODELS, Classifier, ExportError, stored_card
 from mose_fast.methods import Learner, create_learner
 from mose_fast.nn import CLASSIFIERS, CosineClassifier
+from mose_fast.nn.corrected import CorrectedLinear
 from mose_fast.sweep.store import read_run
 from mose_fast.train.checkpoint import latest, load_checkpoint
 from mose_fast.train.files import LOCK, RunError, RunFolder, leftovers, remove_leftovers, write_atomically
@@ -184,6 +185,7 @@ def _head(learner: Learner, classifier: str) -> tuple[str, dict[str, Tensor]]:
             raise ExportError("the replay memory is empty, so no class has a mean; choose --classifier linear")
         return "ncm", {"means": means.means[-1].contiguous(), "known": means.known}
     module = getattr(learner.network, f"classifier{learner.network.experts}")
+    module = module.merged() if isinstance(module, CorrectedLinear) else module
     kinds = {nn.Linear: "linear", CosineClassifier: "cosine"}
     if type(module) not in kinds:
         raise ExportError(

@@ -9,6 +9,8 @@ from mose_fast.config import ConfigError, RunConfig, takes_settings
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
 from mose_fast.methods.base import Learner, Planning, resolve_device
+from mose_fast.methods.bic import Bic
+from mose_fast.methods.ccil import Ccil
 from mose_fast.methods.data import IMAGE_SIZE, check_stream
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
@@ -36,6 +38,8 @@ __all__ = [
     "Agem",
     "Aser",
     "BaselineOptions",
+    "Bic",
+    "Ccil",
     "Derpp",
     "Er",
     "ErAce",

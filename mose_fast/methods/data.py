@@ -93,6 +93,7 @@ class DataPlane:
         task_classes: All labels of the current task, if they are known beforehand.
         seen: All labels seen so far, in order of appearance.
         current: The labels of the current task seen so far, in order of appearance.
+        incoming: The labels of the batch that came last; it is no state.
         steps: Training steps taken.
         ahead: Steps that are planned and not yet taken.
         ended: Whether the current task was ended already.
@@ -109,6 +110,7 @@ class DataPlane:
         self.task_classes: list[int] | None = None
         self.seen: list[int] = []
         self.current: list[int] = []
+        self.incoming: list[int] = []
         self.steps = 0
         self.ahead = 0
         self.ended = True
@@ -136,7 +138,8 @@ class DataPlane:
         """
         if index is None:
             index = torch.arange(self.memory.seen, self.memory.seen + len(x))
-        for label in y.tolist():
+        self.incoming = y.tolist()
+        for label in self.incoming:
             if label not in self.seen:
                 self.seen.append(label)
             if label not in self.current:

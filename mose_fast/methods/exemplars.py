@@ -17,7 +17,7 @@ from mose_fast.memory.exemplars import SELECTIONS, ExemplarMemory
 from mose_fast.methods.base import Learner
 from mose_fast.methods.replay import BaselineOptions, ReplayLearner
 
-__all__ = ["ExemplarLearner", "ExemplarOptions"]
+__all__ = ["ExemplarLearner", "ExemplarOptions", "log_softmax_within"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,21 @@ class ExemplarOptions(BaselineOptions):
     )
 
 
+def log_softmax_within(logits: Tensor, classes: Tensor, temperature: float) -> Tensor:
+    """The log of the softmax over the classes of a mask.
+
+    Args:
+        logits: [N, K].
+        classes: bool [K], at least one of them True.
+        temperature: What logits are divided by.
+
+    Returns:
+        [N, K]; 0 for classes outside the mask.
+    """
+    logits = (logits / temperature).masked_fill(~classes, -torch.inf)
+    return logits.log_softmax(1).masked_fill(~classes, 0)
+
+
 class ExemplarLearner(ReplayLearner):
     """A learner that replays exemplars of earlier tasks and has a teacher in evaluation mode.
 
@@ -53,6 +68,7 @@ class ExemplarLearner(ReplayLearner):
     """
 
     teacher_mode: ClassVar[str | None] = "eval"
+    hides_unseen: ClassVar[bool] = True
     needs_boundaries: ClassVar[str] = "chooses its exemplars and its teacher when a task ends"
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = Learner.without_boundaries
     memory: ExemplarMemory

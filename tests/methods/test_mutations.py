@@ -571,6 +571,7 @@ def course_of(learner: Learner, batch, networks: list[ExpertNetwork]):
         classes = [2 * task, 2 * task + 1]
         if number % 3 == 0:
             if task:
+                learner.end_task()
                 networks.append(copy.deepcopy(learner.network).double())
             learner.begin_task(task, classes)
         x, y = batch(classes * 5 if number % 3 else classes[:1] * 10, seed=number)
@@ -701,6 +702,86 @@ def check_ocm(make, teach, batch, passes="separate"):
 def check_ocm_joint(make, teach, batch):
     """All of the student's views pass the network together."""
     check_ocm(make, teach, batch, "joint")
+
+
+def check_bic(make, teach, batch, **options):
+    """Distillation from corrected logits; held-out images; the correction as the best of two
+    numbers.
+    """
+    # Of 45, 22 and 15 slots for a class, 4, 2 and 1 are held out.
+    own = {"temperature": 3.0, "bias_lr": 0.05, "bias_steps": 400, **options}
+    learner = make("bic", memory=90, options={**SGD, "lr": 0.01, **own})
+    networks, per_task = [], [0, 0, 0]
+    for task, _, came, step in course_of(learner, batch, networks):
+        given, replayed = step.rows.sizes
+        per_task[task] += given
+        assert replayed == (12 if task else 0)
+        labels, views = step.rows.labels, normalised(step.rows.images)
+        logits, old = logits_of(step.before, views), 2 * task
+        known = old + (2 if options.get("current_classes") == "task" else len(came))
+        terms = {"cross_entropy": nll(logits[:, :known], labels)}
+        if task:
+            before = networks[-1].eval()
+            linear = before.features(views)[0] @ before.classifier1.weight.T + before.classifier1.bias
+            taught = (linear * before.classifier1.scale + before.classifier1.shift).detach()
+            q, p = ((z[:, :old] / 3).softmax(1) for z in (taught, logits))
+            share = old / known
+            terms["cross_entropy"] = (1 - share) * terms["cross_entropy"]
+            terms["distillation"] = -share * (q * p.log()).sum(1).mean()
+        expect_terms(step, terms, 0.01)
+        head = learner.network.classifier1
+        assert head.scale.eq(1).all() and head.shift.eq(0).all()
+    # Of the thirty images of a task the first ones of each class were held out.
+    assert per_task == [22, 26, 28]
+    learner.end_task()
+    held = learner.memory.held_slots
+    assert sorted(learner.memory.labels[held].tolist()) == [0, 1, 2, 3, 4, 5]
+    logits = learner.network.double().eval().features(normalised(learner.memory.images[held]))[0]
+    logits = (logits @ head.weight.T + head.bias).detach()
+    numbers = torch.tensor([head.scale[4].item(), head.shift[4].item()], requires_grad=True)
+    corrected = torch.cat([logits[:, :4], numbers[0] * logits[:, 4:] + numbers[1]], 1)
+    (slope,) = torch.autograd.grad(nll(corrected, learner.memory.labels[held]), [numbers])
+    assert slope.abs().max() < 1e-3 and (numbers - torch.tensor([1.0, 0.0])).abs().max() > 0.1
+    assert head.scale.tolist() == [1] * 4 + [head.scale[4].item()] * 2
+    assert head.shift.tolist() == [0] * 4 + [head.shift[4].item()] * 2
+    assert torch.equal(learner.teacher.tensors()["teacher/classifier1.scale"].float(), head.scale.float())
+
+
+def check_bic_known(make, teach, batch):
+    check_bic(make, teach, batch, current_classes="task")
+
+
+def check_ccil(make, teach, batch, **options):
+    """Two cross-entropies over other classes, and a distillation of each set as a mean over rows
+    and old classes.
+    """
+    own = {"temperature": 3.0, "distillation": 4.0, "power": 0.5, "scale": 2.0, **options}
+    learner, networks = make("ccil", options={**SGD, "lr": 0.01, **own}), []
+    assert torch.as_tensor(learner.network.classifier1.scale).item() == 2
+    for task, classes, came, step in course_of(learner, batch, networks):
+        given, replayed = step.rows.sizes
+        assert replayed == (12 if task else 0)
+        labels, views = step.rows.labels, normalised(step.rows.images)
+        # The cosines by hand: the head adds 1e-5 to each length.
+        head = step.before.classifier1
+        features = step.before.features(views)[0]
+        unit_features, weights = (v / (v.norm(dim=1, keepdim=True) + 1e-5) for v in (features, head.weight))
+        logits = head.scale * unit_features @ weights.T
+        new = classes if options.get("current_classes") == "task" else came
+        old, known = 2 * task, 2 * task + len(new)
+        terms = {"incoming": nll(logits[:given, new], labels[:given] - old)}
+        if task:
+            terms["replayed"] = nll(logits[given:, :known], labels[given:])
+            taught = logits_of(networks[-1].eval(), views).detach()
+            q, p = ((z[:, :old] / 3).softmax(1) for z in (taught, logits))
+            each = 9 * q * (q / p).log()
+            terms["distillation"] = 4 * (known / len(new)) ** 0.5 * (each[:given].mean() + each[given:].mean())
+        expect_terms(step, terms, 0.01)
+    assert torch.as_tensor(learner.network.classifier1.scale).item() != 2
+
+
+def check_ccil_known(make, teach, batch):
+    check_ccil(make, teach, batch, current_classes="task")
 
 
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
@@ -934,6 +1015,46 @@ FAULTS = [
     ("ocm", "rotated.rotations", "in left for other in right", "in right for other in left"),
     ("ocm", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
     ("ocm_joint", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "True"),
+    # BiC
+    ("bic", "bic.Bic.plan", "if not held", "if True"),
+    ("bic", "bic.Bic.store", "index, held)", "index)"),
+    ("bic", "bic.Bic.held_out", "came[label] < wanted", "came[label] <= wanted"),
+    ("bic", "bic.Bic.held_out", "len(known)", "2"),
+    ("bic", "bic.Bic.extras", "len(old) / len(seen)", "len(old) / self.classes"),
+    ("bic_known", "bic.Bic.extras", "self.current()", "self.data.current"),
+    ("bic", "bic.Bic.extras", '"seen": self.mask(seen)', '"seen": self.mask(range(6))'),
+    ("bic", "bic.Bic.extras", '"old": self.mask(old)', '"old": self.mask(seen)'),
+    ("bic", "bic.Bic.losses", '(1 - extras["share"]) * ', ""),
+    ("bic", "bic.Bic.losses", 'extras["share"] * distillation', "distillation"),
+    ("bic", "bic.Bic.losses", ".sum(1).mean()", ".mean()"),
+    ("bic", "bic.Bic.losses", "(taught, outputs.logits)", "(outputs.logits, taught)"),
+    ("bic", "bic.log_softmax_within", "logits / temperature", "logits"),
+    ("bic", "bic.log_softmax_within", "(~classes, -torch.inf)", "(~classes, -3.0)"),
+    ("bic", "bic.Bic.forward", "self.network.classifier1.forget()", "pass"),
+    ("bic", "bic.Bic.on_task_end", "self.correct()", "pass"),
+    ("bic", "bic.Bic.on_task_end", "self.teacher.take(self.network)", "pass"),
+    ("bic", "bic.Bic.correct", "numbers[0] * logits + numbers[1], logits", "numbers[0] * logits, logits"),
+    ("bic", "bic.Bic.correct", ">= len(self.old)", ">= 0"),
+    ("bic", "bic.Bic.correct", "range(o.bias_steps)", "range(3)"),
+    ("bic", "bic.Bic.correct", "adam.step()", "pass"),
+    ("bic", "bic.CorrectedLinear.forward", "logits if self.training else", ""),
+    ("bic", "bic.CorrectedLinear.forward", "* self.scale + self.shift", "* self.scale"),
+    # CCIL
+    ("ccil", "ccil.mean_distillation", "temperature**2 * ", ""),
+    ("ccil", "ccil.mean_distillation", " / old.sum()", ""),
+    ("ccil", "ccil.mean_distillation", "(teacher, student)", "(student, teacher)"),
+    ("ccil", "ccil.Ccil.classification_head", "self.config.options.scale", "1.0"),
+    ("ccil", "ccil.Ccil.classification_head", "learned_scale=True", "learned_scale=False"),
+    ("ccil", "ccil.Ccil.extras", '"current": self.mask(current)', '"current": self.mask(known)'),
+    ("ccil", "ccil.Ccil.extras", '"known": self.mask(known)', '"known": self.mask(range(6))'),
+    ("ccil", "ccil.Ccil.extras", '"old": self.mask(self.old)', '"old": self.mask(known)'),
+    ("ccil_known", "ccil.Ccil.extras", "self.current()", "self.data.current"),
+    ("ccil", "ccil.Ccil.extras", "** o.power", "** 0.66"),
+    ("ccil", "ccil.Ccil.extras", "len(known) / len(current)", "len(known) / len(self.old or [0])"),
+    ("ccil", "ccil.Ccil.extras", "o.distillation * ", "5.0 * "),
+    ("ccil", "ccil.Ccil.losses", "torch.stack(kept).sum()", "torch.stack(kept).mean()"),
+    ("ccil", "ccil.Ccil.losses", "self.config.options.temperature", "2.0"),
+    ("ccil", "ccil.Ccil.losses", "s.float(), t.float()", "s.float().detach(), t.float()"),
 ]
 
 

@@ -1,0 +1,123 @@
+"""CCIL (Mittal et al., "Essentials for Class Incremental Learning", CVPR 2021 workshops;
+docs/specification/baselines.md section 16).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mose_fast.config import knob
+from mose_fast.device import upload
+from mose_fast.memory.exemplars import SELECTIONS
+from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions, log_softmax_within
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import Inputs, Outputs, sources_preset, table_preset
+from mose_fast.nn.cosine import CosineClassifier
+from mose_fast.ops.expert_losses import masked_cross_entropy
+
+__all__ = ["Ccil", "CcilOptions", "mean_distillation"]
+
+_SOURCE = "sud0301/essentials_for_CIL"
+
+
+@dataclass(frozen=True)
+class CcilOptions(ExemplarOptions):
+    """Switches of CCIL."""
+
+    selection: str = knob("random", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
+    scale: float = knob(
+        1.0,
+        "initial scale of the cosines, which is learned",
+        f"{_SOURCE}; 10 as a choice, for logits that can become confident in one pass",
+        above=0,
+    )
+    temperature: float = knob(2.0, "temperature of the distillation", _SOURCE, above=0)
+    distillation: float = knob(5.0, "weight of the distillation, times the next", _SOURCE, low=0)
+    power: float = knob(0.66, "power of the ratio of classes seen to new ones", _SOURCE, low=0)
+
+
+def mean_distillation(student: Tensor, teacher: Tensor, old: Tensor, temperature: float) -> Tensor:
+    """T^2 times the mean of q log(q / p) over rows *and old classes*, with the softmaxes q and p
+    over old classes of the teacher's and the student's logits divided by T: KL(q || p) divided by
+    the number of old classes.
+
+    Args:
+        student, teacher: Logits [N, K].
+        old: bool [K].
+        temperature: T.
+    """
+    q, p = (log_softmax_within(logits, old, temperature) for logits in (teacher, student))
+    return temperature**2 * (q.exp() * (q - p)).sum(1).mean() / old.sum()
+
+
+@method(
+    "ccil",
+    options=CcilOptions,
+    presets={
+        "table": table_preset(
+            "the scale of the cosines starts at 1, and no logit of 100 classes can become confident in a pass; for a"
+            " fair comparison set scale to 10"
+        ),
+        "sources": sources_preset(
+            f"{_SOURCE} @ 50f7af3: passes joint, selection random, scale 1, temperature 2, distillation 5, power 0.66,"
+            " current_classes task",
+            current_classes="task",
+        ),
+        # Its learning rate of 0.01 after the first task and 120 epochs have no place here.
+        "official": Preset(
+            f"{_SOURCE} @ 50f7af3, its CIFAR-100 settings",
+            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 5e-4, "buffer_batch": 100, "current_classes": "task"},
+            batch=100,
+        ),
+    },
+    year=2021,
+    reference="Essentials for Class Incremental Learning, Mittal et al., CVPR 2021 workshops",
+    # A forward pass of the teacher over all rows.
+    cost=(74 + 74 / 3) / 74,
+)
+class Ccil(ExemplarLearner):
+    """CCIL: incoming rows are told apart from their own task only, exemplars from all classes seen;
+    both distil from the network before the task. Classification is by cosines.
+    """
+
+    # Its cosines are computed in float32 from float32 weights.
+    uses_shadows: ClassVar[bool] = False
+
+    def classification_head(self, linear: nn.Linear) -> CosineClassifier:
+        return CosineClassifier(linear.weight, self.config.options.scale, learned_scale=True)
+
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """``current``, ``known``, ``old``: bool [K], the classes of the task, those up to it, and
+        those before it; ``weight``: a scalar, of the distillation; ``distils``: whether there is a
+        teacher to follow. Rows of memory alone are only classified.
+        """
+        if not sizes[0]:
+            return {"known": self.mask(self.seen), "distils": False}
+        o, current = self.config.options, self.current()
+        known = {*self.old, *current}
+        weight = o.distillation * (len(known) / len(current)) ** o.power
+        return {
+            "current": self.mask(current),
+            "known": self.mask(known),
+            "old": self.mask(self.old),
+            "weight": upload(torch.tensor(weight), self.device),
+            "distils": bool(self.old),
+        }
+
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
+        extras, temperature = rows.extras, self.config.options.temperature
+        parts = [part for part in zip(outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)]
+        terms = {}
+        for name, mask, (logits, labels) in zip(("incoming", "replayed"), ("current", "known"), parts, strict=True):
+            if len(labels):
+                terms[name] = masked_cross_entropy(logits, labels, extras[mask])
+        if extras["distils"]:
+            taught = self.teacher.outputs(rows.views).logits.split(rows.sizes)
+            pairs = [(s, t) for (s, _), t in zip(parts, taught, strict=True) if len(t)]
+            kept = [mean_distillation(s.float(), t.float(), extras["old"], temperature) for s, t in pairs]
+            terms["distillation"] = extras["weight"] * torch.stack(kept).sum()
+        return terms

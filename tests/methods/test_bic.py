@@ -1,0 +1,110 @@
+"""BiC: held-out images, when the correction holds, and what it is fitted to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mose_fast.config import ConfigError, RunConfig
+from mose_fast.methods import create_learner
+
+
+def test_it_starts_from_the_weights_of_er(make):
+    er = dict(make("er").network.named_parameters())
+    assert all(torch.equal(p, er[name]) for name, p in make("bic").network.named_parameters())
+
+
+def test_the_first_images_of_each_class_are_never_trained_on(make, batch, monkeypatch):
+    """Neither as incoming rows nor as replayed ones; those of a class that returns, neither."""
+    learner, trained = make("bic", memory=60), []
+    rows = learner.rows
+
+    def noted(x, y, *sets):
+        trained.extend(x[:, 0, 0].tolist())
+        trained.extend(learner.memory.images[torch.cat(sets)][:, 0, 0].tolist())
+        return rows(x, y, *sets)
+
+    monkeypatch.setattr(learner, "rows", noted)
+    held, seed = [], 0
+    for task, classes in enumerate([[0, 1], [2, 3], [0, 4]]):
+        learner.begin_task(task, classes)
+        for _ in range(3):
+            x, y = batch(classes * 5, seed=(seed := seed + 1))
+            x[:, 0, 0] = torch.arange(30).reshape(10, 3) + 30 * seed  # marks each image
+            learner.observe(x, y, task)
+        buffer = learner.memory.buffer
+        held += buffer.images[buffer.held_out][:, 0, 0].tolist()
+    assert len(held) == 3 + 3 + 1 + 1 + 1 + 1 and len(trained) > 100
+    assert not any(mark in trained for mark in held)
+
+
+def test_a_batch_that_is_held_out_as_a_whole_trains_nothing(make, batch):
+    learner = make("bic", memory=200)  # the first class alone has 200 slots, 20 of them held out
+    before = learner.weights_hash()
+    assert learner.observe(*batch([0] * 10), 0) is None and learner.observe(*batch([0] * 10), 0) is None
+    assert learner.weights_hash() == before and learner.steps == 0 and learner.memory.seen == 20
+    assert learner.observe(*batch([0] * 10), 0)["loss"].isfinite()
+
+
+def test_the_correction_ends_with_the_next_step_and_returns_when_that_is_undone(make, teach, batch):
+    learner = teach(make("bic", memory=60), steps=8)
+    head = learner.network.classifier1
+    assert head.scale.eq(1).all()  # in the middle of a task
+    learner.end_task()
+    scale, shift = head.scale.clone(), head.shift.clone()
+    assert (scale != 1).tolist() == (shift != 0).tolist() == [False, False, True, True, False, False]
+    x, _ = batch([0, 1, 2, 3] * 3)
+    corrected = learner.outputs(x)[1]
+    assert torch.equal(learner.teacher.network.classifier1.scale, scale)
+    # A batch that is planned, and a step that is refused, leave it.
+    learner.prepare(*batch([4, 5] * 5), 2).undo()
+    assert torch.equal(head.scale, scale)
+    bias = head.bias.detach().clone()
+    with torch.no_grad():
+        head.bias[0] = math.nan
+    assert learner.observe(*batch([4, 5] * 5), 2)["loss"].isnan()
+    with torch.no_grad():
+        head.bias.copy_(bias)
+    assert torch.equal(head.scale, scale) and torch.equal(learner.outputs(x)[1], corrected)
+    learner.model.latch.open()
+    learner.observe(*batch([4, 5] * 5), 2)
+    assert head.scale.eq(1).all() and head.shift.eq(0).all()
+
+
+def test_the_correction_lowers_the_loss_of_held_out_images(make, teach):
+    learner = teach(make("bic", memory=120, width=2), steps=12)
+    learner.end_task()
+    held = learner.memory.held_slots
+    images, labels, head = learner.memory.images[held], learner.memory.labels[held], learner.network.classifier1
+
+    def loss() -> float:
+        return torch.nn.functional.cross_entropy(learner.outputs(images)[1][0][:, :4], labels).item()
+
+    assert sorted(labels.tolist()) == sorted([0, 1, 2, 3] * 3)
+    corrected = loss()
+    head.forget()
+    assert corrected < loss() - 0.02
+
+
+def test_the_held_out_share_exists_in_the_smallest_memories_of_the_paper():
+    """A thousand slots for a hundred classes: one of ten is held out."""
+    for memory, classes in ((1000, 100), (2000, 200)):
+        learner = create_learner(method="bic", classes=classes, memory=memory, width=1, image_size=(8, 8), device="cpu")
+        assert learner.memory.quota(0, classes) == (9, 1)
+
+
+def test_training_on_the_final_memory_has_no_correction(make, batch):
+    learner = make("bic", train_on="final_memory")
+    for task in range(2):
+        for step in range(3):
+            learner.observe(*batch([2 * task, 2 * task + 1] * 5, seed=step), task, train=False)
+    learner.end_task()
+    assert learner.memory.held == 4 and learner.network.classifier1.scale.eq(1).all()
+
+
+def test_several_epochs_are_refused(make):
+    with pytest.raises(ConfigError, match="epochs is 2, but method 'bic' knows which images it holds out only"):
+        make("bic", epochs=2)
+    assert RunConfig.create(method="bic", epochs=2).epochs == 2
