@@ -133,6 +133,10 @@ class Learner(ABC):
     #: it can. Such a method refuses a stream of one task.
     needs_boundaries: ClassVar[str] = ""
 
+    #: Whether predictions leave out classes that have not come yet; for methods whose losses never
+    #: push the logits of such classes down.
+    hides_unseen: ClassVar[bool] = False
+
     #: What the method does if the whole stream is one task, as the end of a sentence about it; the
     #: key is a switch and its value that needs task boundaries. docs/methods.md lists these, and a
     #: learner whose options have such a value warns.
@@ -582,9 +586,14 @@ class Learner(ABC):
 
     def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3],
-        in evaluation mode.
+        in evaluation mode; with :attr:`hides_unseen` the logits of classes not seen are -inf.
         """
-        return self.model.outputs(x, self.after_step)
+        features, logits = self.model.outputs(x, self.after_step)
+        if self.hides_unseen:
+            unseen = torch.ones(self.classes, dtype=torch.bool)
+            unseen[self.seen] = False
+            logits = logits.masked_fill(unseen.to(self.device), -torch.inf)
+        return features, logits
 
     def class_means(self, features: Tensor | None = None) -> ClassMeans:
         """The class means of the current memory; computed once between two batches.

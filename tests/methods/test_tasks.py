@@ -112,3 +112,13 @@ def test_a_run_that_is_resumed_in_a_task_does_not_begin_it_again(monkeypatch, tm
     # Another learner evaluates the untrained network; it begins no task.
     assert begun == [0, 1]
     assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_classes_that_have_not_come_are_hidden_if_the_method_says_so(make, teach, batch, monkeypatch):
+    learner = teach(make("er"), tasks=(0,))
+    learner.network.classifier1.bias.data[5] = 100
+    x, _ = batch([0, 1, 2])
+    assert learner.predict(x).tolist() == [5] * 3
+    monkeypatch.setattr(type(learner), "hides_unseen", True)
+    assert set(learner.predict(x).tolist()) <= {0, 1}
+    assert learner.outputs(x)[1].isfinite().tolist() == [[[True, True] + [False] * 4] * 3]
