@@ -112,7 +112,9 @@ def test_distances_and_labels_are_those_of_the_trained_learner(finished, exporte
     torch.testing.assert_close(found.margin.double(), two[:, 1] - two[:, 0], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("method", "head"), [("er", "linear"), ("er-aml", "cosine"), ("gsa", "linear")])
+@pytest.mark.parametrize(
+    ("method", "head"), [("er", "linear"), ("er-aml", "cosine"), ("gsa", "linear"), ("lucir", "scaled_cosine")]
+)
 def test_methods_that_predict_by_a_head_export_it(finished, tmp_path, method, head):
     run = finished(method)
     classifier = Classifier.load(export_run(run.folder, tmp_path))

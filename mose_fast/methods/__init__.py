@@ -20,6 +20,7 @@ from mose_fast.methods.gdumb import Gdumb
 from mose_fast.methods.gsa import Gsa
 from mose_fast.methods.gss import Gss
 from mose_fast.methods.joint import Joint
+from mose_fast.methods.lucir import Lucir
 from mose_fast.methods.mir import Mir
 from mose_fast.methods.mose import Mose
 from mose_fast.methods.ocm import Ocm
@@ -48,6 +49,7 @@ __all__ = [
     "Gss",
     "Joint",
     "Learner",
+    "Lucir",
     "Mir",
     "Mose",
     "Ocm",

@@ -43,8 +43,10 @@ def course(learner, batch) -> list[float]:
 
 
 def apart(found, wanted) -> float:
-    """The distance between two lists of tensors as parts of the second one's length."""
-    found, wanted = (torch.cat([t.double().flatten() for t in tensors]) for tensors in (found, wanted))
+    """The distance between two lists of tensors as parts of the second one's length; the logits of
+    classes that a method hides are left out.
+    """
+    found, wanted = (torch.cat([t[t != -torch.inf].double() for t in tensors]) for tensors in (found, wanted))
     return float((found - wanted).norm() / wanted.norm())
 
 

@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib
 import inspect
+import math
 import textwrap
 from typing import NamedTuple
 
@@ -703,6 +704,72 @@ def check_ocm_joint(make, teach, batch):
     check_ocm(make, teach, batch, "joint")
 
 
+def check_lucir(make, teach, batch):
+    """Imprinted weights, cross-entropy by cosines over the classes known, distilled directions, the
+    margin of old rows; weights of old classes stay.
+    """
+    options = {**SGD, "scale": 2.0, "distillation": 0.7, "ranking": 3.0, "margin": 1.5}
+    learner = teach(make("lucir", options=options), steps=2)
+    learner.end_task()
+    taught, imprinted = copy.deepcopy(learner.network).double().eval(), set()
+    scale = dict(make("lucir", options=options).network.named_parameters()).get("classifier1.scale")
+    assert scale is not None and scale.item() == 2
+    for number, classes in enumerate(([4], [4, 5], [4, 5])):
+        x, y = batch(classes * (10 // len(classes)), seed=number)
+        x[:6] //= 16  # another direction than that of the other rows
+        step = step_of(learner, x, y, 2)
+        assert step.rows.sizes == (10, 12) and max(step.rows.labels[10:]) < 4
+        head = step.before.classifier1
+        seen_in_evaluation = copy.deepcopy(step.before).eval().features(normalised(x))[0].detach()
+        length = sum(row.norm() for row in head.weight.detach()[:4]) / 4
+        for label in set(classes) - imprinted:
+            mean = sum(direction(f) for f, own in zip(seen_in_evaluation, y, strict=True) if own == label)
+            head.weight.detach()[label] = length * direction(mean)
+        imprinted |= set(classes)
+        views, labels = normalised(step.rows.images), step.rows.labels
+        features, known = step.before.features(views)[0], 4 + len(classes)
+        weights = torch.stack([direction(w) for w in head.weight])
+        cosines = torch.stack([direction(f) @ weights.T for f in features])
+        apart = [1 - direction(a) @ direction(b) for a, b in zip(features, taught.features(views)[0], strict=True)]
+        pairs = []
+        for row, label in zip(cosines, labels.tolist(), strict=True):
+            rivals = sorted((row[c] for c in classes), key=lambda cosine: cosine.item()) if label < 4 else []
+            pairs += [(1.5 - row[label] + rival).clamp_min(0) for rival in rivals]
+        terms = {
+            "cross_entropy": nll(head.scale * cosines[:, :known], labels),
+            "distillation": 0.7 * math.sqrt(4 / len(classes)) * sum(apart) / 22,
+            "ranking": 3 * sum(pairs) / len(pairs),
+        }
+        total = sum(terms.values())
+        assert all(close(step.losses[name], term.detach()) for name, term in terms.items())
+        gradients = gradients_of(total, step.before)
+        names = [name for name, _ in step.before.named_parameters()]
+        place = names.index("classifier1.weight")
+        # Whatever moves the rows of old classes is undone.
+        gradients[place][:4] = -DECAY * head.weight.detach()[:4]
+        expect_update(step, gradients)
+        assert torch.equal(step.after.classifier1.weight[:4].double(), head.weight[:4])
+
+
+def check_lucir_apart(make, teach, batch):
+    """Three rivals at hand, of which two count; in the first task it only classifies."""
+    learner = make("lucir", classes=7, options={**SGD, "margin": 1.9})
+    x, y = batch([0, 1] * 5)
+    step = step_of(learner, x, y, 0)
+    assert step.losses.keys() == {"loss", "cross_entropy"} and step.rows.sizes == (10, 0)
+    teach(learner, tasks=(0, 1), steps=2)
+    learner.observe(*batch([4, 5, 6] * 5), 2)
+    learner.network.classifier1.weight.data[4:] = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    step = step_of(learner, *batch([4, 5, 6] * 5, seed=1), 2)
+    weights = torch.stack([direction(w) for w in step.before.classifier1.weight])
+    features = step.before.features(normalised(step.rows.images))[0]
+    pairs = []
+    for f, label in zip(features, step.rows.labels.tolist(), strict=True):
+        cosines = direction(f) @ weights.T
+        pairs += [1.9 - cosines[label] + s for s in cosines[4:].sort().values[1:]] if label < 4 else []
+    assert close(step.losses["ranking"], sum(v.clamp_min(0) for v in pairs).detach() / len(pairs))
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 # Check that must find it, function, text, text with the fault.
@@ -934,6 +1001,30 @@ FAULTS = [
     ("ocm", "rotated.rotations", "in left for other in right", "in right for other in left"),
     ("ocm", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
     ("ocm_joint", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "True"),
+    # LUCIR
+    ("lucir", "lucir.feature_distillation", "directions(taught)", "directions(features)"),
+    ("lucir", "lucir.feature_distillation", "directions(features) *", "directions(features).detach() *"),
+    ("lucir", "lucir.margin_ranking", "old[labels][:, None] & ", ""),
+    ("lucir", "lucir.margin_ranking", "masked_fill(~new", "masked_fill(new"),
+    ("lucir", "lucir.margin_ranking", "margin - own + nearest", "margin - own.detach() + nearest"),
+    ("lucir", "lucir.margin_ranking", "counts.sum().clamp_min(1)", "len(labels)"),
+    ("lucir_apart", "lucir.margin_ranking", "min(rivals, cosines.shape[1])", "1"),
+    ("lucir_apart", "lucir.margin_ranking", "min(rivals, cosines.shape[1])", "3"),
+    ("lucir", "lucir.Lucir.losses", "o.ranking * ", ""),
+    ("lucir", "lucir.Lucir.losses", "rows.labels, known)", "rows.labels)"),
+    ("lucir", "lucir.Lucir.losses", 'extras["weight"] * ', ""),
+    ("lucir", "lucir.Lucir.extras", "math.sqrt(", "("),
+    ("lucir", "lucir.Lucir.extras", "len(current)", "self.classes"),
+    ("lucir_apart", "lucir.Lucir.extras", "bool(self.old)", "True"),
+    ("lucir", "lucir.Lucir.train_on", "weight.copy_(torch.where(kept[:, None], before, weight))", "pass"),
+    ("lucir", "lucir.Lucir.train_on", "self.imprint(rows)", "pass"),
+    ("lucir", "lucir.Lucir.imprint", "length * ", ""),
+    ("lucir", "lucir.Lucir.imprint", ' & extras["fresh"][:, None]', ""),
+    ("lucir", "lucir.Lucir.imprint", "self.network.eval()", "self.network.train()"),
+    ("lucir", "lucir.Lucir.imprint", "directions(features))", "features)"),
+    ("lucir", "lucir.Lucir.plan", 'self.data.own["imprinted"] = len(seen)', "pass"),
+    ("lucir", "lucir.Lucir.classification_head", "learned_scale=True", "learned_scale=False"),
+    ("lucir", "lucir.Lucir.classification_head", "self.config.options.scale", "1.0"),
 ]
 
 
