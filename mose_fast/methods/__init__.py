@@ -9,6 +9,7 @@ from mose_fast.config import ConfigError, RunConfig, takes_settings
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
 from mose_fast.methods.base import Learner, Planning, resolve_device
+from mose_fast.methods.co2l import Co2l
 from mose_fast.methods.data import IMAGE_SIZE, check_stream
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
@@ -37,6 +38,7 @@ __all__ = [
     "Agem",
     "Aser",
     "BaselineOptions",
+    "Co2l",
     "Derpp",
     "Er",
     "ErAce",

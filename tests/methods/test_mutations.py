@@ -23,6 +23,7 @@ from mose_fast.augment.cutmix import cutmix
 from mose_fast.methods import Learner
 from mose_fast.methods.replay import Rows
 from mose_fast.nn import ExpertNetwork
+from mose_fast.ops.draws import Purpose, random_words
 
 LR, DECAY = 0.05, 0.1
 SGD = {"optimiser": "sgd", "lr": LR, "weight_decay": DECAY, "augment": "none"}
@@ -770,6 +771,93 @@ def check_lucir_apart(make, teach, batch):
     assert close(step.losses["ranking"], sum(v.clamp_min(0) for v in pairs).detach() / len(pairs))
 
 
+def shares_of(views, temperature: float) -> torch.Tensor:
+    """By row of projections float64 [V, P], its shares of the others, zero for itself."""
+    z = torch.stack([v / v.norm() for v in views])
+    similar = (z @ z.T / temperature).exp()
+    similar = similar * (1 - torch.eye(len(z), dtype=similar.dtype))
+    return similar / similar.sum(1, keepdim=True)
+
+
+def check_co2l(make, teach, batch, passes="joint"):
+    """Anchors are views of the current task; the teacher sees the batch's statistics."""
+    options = {**SGD, "augment": "scr", "temperature": 0.4, "distillation": 0.6, "passes": passes}
+    learner = teach(make("co2l", options=options | {"teacher_temperature": 0.1}), steps=2)
+    for layer in learner.network.projection1[::2]:
+        layer.bias.data.zero_()  # else all projections would be alike
+    learner.end_task()
+    taught = copy.deepcopy(learner.network).double().train()
+    x, y = batch([4, 5] * 5)
+    step = step_of(learner, x, y, 2)
+    rows = step.rows
+    assert rows.sizes == (10, 12) and max(rows.labels[10:]) < 4
+    views = learner.views.augmented(torch.cat([rows.images] * 2), learner.config.seed, rows.sequence).double()
+    assert (views[:22] != views[22:]).flatten(1).any(1).all()
+    parts = views.split(22) if passes == "separate" else [views]
+    z = torch.cat([step.before.project(step.before.features(part))[0] for part in parts])
+    # The teacher has all views in one pass.
+    wanted = taught.project(taught.features(views))[0].detach()
+    labels, total = rows.labels.tolist() * 2, 0
+    shares = shares_of(z, 0.4)
+    for i, label in enumerate(labels):
+        own = [j for j, other in enumerate(labels) if other == label and j != i]
+        total = total - shares[i, own].log().sum() / len(own) / 44 * (label in (4, 5))
+    found, wanted = shares_of(z, 0.2), shares_of(wanted, 0.1)
+    apart = [[j for j in range(44) if j != i] for i in range(44)]
+    relations = -sum((wanted[i, others] * found[i, others].log()).sum() for i, others in enumerate(apart)) / 44
+    expect_terms(step, {"contrastive": 0.4 / 0.07 * total, "distillation": 0.6 * relations})
+
+
+def check_co2l_apart(make, teach, batch):
+    check_co2l(make, teach, batch, "separate")
+
+
+def check_co2l_probe(make, teach, batch):
+    """The classifier that an evaluation fits, by an own optimiser on the memory's features."""
+    learner = teach(make("co2l", options={**SGD, "probe_passes": 10, "probe_lr": 0.3}), steps=2)
+    learner.end_task()
+    filled, steps = learner.memory.filled, learner.steps
+    ticks = []
+    learner.after_step = lambda: ticks.append(1)
+    learner.prepare_evaluation()
+    assert len(ticks) == 10 + 1 and learner.steps == steps
+    network = copy.deepcopy(learner.network).double().eval()
+    features = network.features(normalised(learner.memory.images[:filled]))[0].detach()
+    labels, sequence = learner.memory.labels[:filled].tolist(), learner.memory.seen << 24
+    head = torch.nn.Linear(8, 6).double()
+    torch.nn.init.zeros_(head.weight), torch.nn.init.zeros_(head.bias)
+    optimiser, drawn = torch.optim.SGD(head.parameters(), lr=0.3, momentum=0.9), []
+    for number in range(10):
+        optimiser.param_groups[0]["lr"] = 0.3 * 0.2 ** ((number >= 6) + (number >= 7.5) + (number >= 9))
+        words = random_words(learner.config.seed, sequence + number, filled, Purpose.FIT)
+        chosen = []
+        for which, within in zip(words[0].tolist(), words[1].tolist(), strict=True):
+            stored = sorted(set(labels))
+            own = [i for i, label in enumerate(labels) if label == stored[which * len(stored) >> 32]]
+            chosen.append(own[within * len(own) >> 32])
+        drawn += chosen
+        optimiser.zero_grad()
+        nll(head(features[chosen]), torch.tensor(labels)[chosen]).backward()
+        optimiser.step()
+    assert len(set(drawn)) > 0.9 * filled
+    fitted = learner.network.classifier1
+    assert close(fitted.weight.detach(), head.weight.detach(), 1e-3) and close(fitted.bias.detach(), head.bias.detach())
+    # Only what changed the features or the memory calls for another fit.
+    learner.prepare_evaluation()
+    assert len(ticks) == 11
+    teach(learner, tasks=(2,), steps=1)
+    learner.prepare_evaluation()
+    first = len(ticks)
+    assert first > 11
+    learner.rehearse(torch.arange(12))
+    learner.prepare_evaluation()
+    assert len(ticks) > first
+    first = len(ticks)
+    learner.end_task()
+    learner.prepare_evaluation()
+    assert len(ticks) > first and learner.resolve_expert() == ("linear", "1")
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 # Check that must find it, function, text, text with the fault.
@@ -1025,6 +1113,29 @@ FAULTS = [
     ("lucir", "lucir.Lucir.plan", 'self.data.own["imprinted"] = len(seen)', "pass"),
     ("lucir", "lucir.Lucir.classification_head", "learned_scale=True", "learned_scale=False"),
     ("lucir", "lucir.Lucir.classification_head", "self.config.options.scale", "1.0"),
+    # Co2L
+    ("co2l", "co2l.similarities", "F.normalize(projections.float(), dim=1)", "projections.float()"),
+    ("co2l", "co2l.asymmetric_contrastive_loss", "torch.where(anchors, each, 0).mean()", "each[anchors].mean()"),
+    ("co2l", "co2l.asymmetric_contrastive_loss", "torch.where(anchors, each, 0)", "each"),
+    ("co2l", "co2l.asymmetric_contrastive_loss", " / _BASE_TEMPERATURE", ""),
+    ("co2l", "co2l.asymmetric_contrastive_loss", " / positive.sum(1)", ""),
+    ("co2l", "co2l.relation_distillation", "(taught, taught_temperature)", "(taught, temperature)"),
+    ("co2l", "co2l.relation_distillation", "(projections, temperature)", "(projections.detach(), temperature)"),
+    ("co2l", "co2l.Co2l.losses", "o.distillation * ", ""),
+    ("co2l", "co2l.Co2l.losses", "o.temperature", "0.5"),
+    ("co2l", "co2l.Co2l.losses", "outputs.projections", "outputs.features"),
+    ("co2l", "co2l.Co2l.losses", "rows.labels.repeat(2)", "rows.labels.repeat_interleave(2)"),
+    ("co2l", "co2l.Co2l.make_views", "[rows.images, rows.images]", "[rows.images, rows.images.flip(0)]"),
+    ("co2l", "co2l.Co2l.extras", "self.mask(self.current())", "self.mask(self.seen)"),
+    ("co2l_apart", "co2l.Co2l.view_sizes", "len(rows.labels), len(rows.labels)", "(2 * len(rows.labels),)"),
+    ("co2l_probe", "co2l.Co2l.on_task_end", 'self.data.own["fitted"] = None', "pass"),
+    ("co2l_probe", "co2l.Co2l.prepare_evaluation", 'self.data.own["fitted"] = state', "pass"),
+    ("co2l_probe", "co2l.Co2l.prepare_evaluation", "[self.steps, self.memory.seen]", "[self.memory.seen, 0]"),
+    ("co2l_probe", "co2l.Co2l.prepare_evaluation", "o.probe_lr", "0.1"),
+    ("co2l_probe", "co2l.Co2l.prepare_evaluation", "head.bias.copy_(bias)", "pass"),
+    ("co2l_probe", "co2l.fit_probe", "sizes[drawn])]", "torch.ones_like(within))]"),
+    ("co2l_probe", "co2l.fit_probe", "probe_rate(number, passes, lr)", "lr"),
+    ("co2l_probe", "co2l.fit_probe", "_MOMENTUM * velocity", "0"),
 ]
 
 
