@@ -114,7 +114,14 @@ def test_distances_and_labels_are_those_of_the_trained_learner(finished, exporte
 
 @pytest.mark.parametrize(
     ("method", "head"),
-    [("er", "linear"), ("er-aml", "cosine"), ("gsa", "linear"), ("bic", "linear"), ("ccil", "scaled_cosine")],
+    [
+        ("er", "linear"),
+        ("er-aml", "cosine"),
+        ("gsa", "linear"),
+        ("bic", "linear"),
+        ("ccil", "scaled_cosine"),
+        ("lucir", "scaled_cosine"),
+    ],
 )
 def test_methods_that_predict_by_a_head_export_it(finished, tmp_path, method, head):
     run = finished(method)

@@ -11,6 +11,7 @@ from mose_fast.methods.aser import Aser
 from mose_fast.methods.base import Learner, Planning, resolve_device
 from mose_fast.methods.bic import Bic
 from mose_fast.methods.ccil import Ccil
+from mose_fast.methods.co2l import Co2l
 from mose_fast.methods.data import IMAGE_SIZE, check_stream
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
@@ -22,6 +23,7 @@ from mose_fast.methods.gdumb import Gdumb
 from mose_fast.methods.gsa import Gsa
 from mose_fast.methods.gss import Gss
 from mose_fast.methods.joint import Joint
+from mose_fast.methods.lucir import Lucir
 from mose_fast.methods.mir import Mir
 from mose_fast.methods.mose import Mose
 from mose_fast.methods.ocm import Ocm
@@ -40,6 +42,7 @@ __all__ = [
     "BaselineOptions",
     "Bic",
     "Ccil",
+    "Co2l",
     "Derpp",
     "Er",
     "ErAce",
@@ -52,6 +55,7 @@ __all__ = [
     "Gss",
     "Joint",
     "Learner",
+    "Lucir",
     "Mir",
     "Mose",
     "Ocm",

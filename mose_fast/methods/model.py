@@ -174,6 +174,13 @@ class Model:
             after_part()
         return torch.cat(features, 1), torch.cat(logits, 1)
 
+    def weights_were_set(self) -> None:
+        """Call this after parameters were changed by anything but a step: it renews the bf16 copies
+        of the weights.
+        """
+        if isinstance(self.optimiser, FlatAdam):
+            self.optimiser.refresh_shadows()
+
     def costs(self, image_size: tuple[int, int], *, deepest: bool) -> tuple[Cost, Cost]:
         """Parameters and multiply-accumulates an image of the network in training, and deployed.
 
@@ -209,8 +216,7 @@ class Model:
         if difference is not None:
             raise ValueError(f"the state belongs to another network: {difference}")
         self.network.load_state_dict(network)
-        if isinstance(self.optimiser, FlatAdam):
-            self.optimiser.refresh_shadows()
+        self.weights_were_set()
         moments: dict[int, dict[str, Tensor]] = {}
         for position, (name, parameter) in enumerate(self.network.named_parameters()):
             names = {part: f"adam/{part}/{name}" for part in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")}

@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib
 import inspect
+import math
 import textwrap
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from mose_fast.augment.cutmix import cutmix
 from mose_fast.methods import Learner
 from mose_fast.methods.replay import Rows
 from mose_fast.nn import ExpertNetwork
+from mose_fast.ops.draws import Purpose, random_words
 
 LR, DECAY = 0.05, 0.1
 SGD = {"optimiser": "sgd", "lr": LR, "weight_decay": DECAY, "augment": "none"}
@@ -784,6 +786,159 @@ def check_ccil_known(make, teach, batch):
     check_ccil(make, teach, batch, current_classes="task")
 
 
+def check_lucir(make, teach, batch):
+    """Imprinted weights, cross-entropy by cosines over the classes known, distilled directions, the
+    margin of old rows; weights of old classes stay.
+    """
+    options = {**SGD, "scale": 2.0, "distillation": 0.7, "ranking": 3.0, "margin": 1.5}
+    learner = teach(make("lucir", options=options), steps=2)
+    learner.end_task()
+    taught, imprinted = copy.deepcopy(learner.network).double().eval(), set()
+    scale = dict(make("lucir", options=options).network.named_parameters()).get("classifier1.scale")
+    assert scale is not None and scale.item() == 2
+    for number, classes in enumerate(([4], [4, 5], [4, 5])):
+        x, y = batch(classes * (10 // len(classes)), seed=number)
+        x[:6] //= 16  # another direction than that of the other rows
+        step = step_of(learner, x, y, 2)
+        assert step.rows.sizes == (10, 12) and max(step.rows.labels[10:]) < 4
+        head = step.before.classifier1
+        seen_in_evaluation = copy.deepcopy(step.before).eval().features(normalised(x))[0].detach()
+        length = sum(row.norm() for row in head.weight.detach()[:4]) / 4
+        for label in set(classes) - imprinted:
+            mean = sum(direction(f) for f, own in zip(seen_in_evaluation, y, strict=True) if own == label)
+            head.weight.detach()[label] = length * direction(mean)
+        imprinted |= set(classes)
+        views, labels = normalised(step.rows.images), step.rows.labels
+        features, known = step.before.features(views)[0], 4 + len(classes)
+        weights = torch.stack([direction(w) for w in head.weight])
+        cosines = torch.stack([direction(f) @ weights.T for f in features])
+        apart = [1 - direction(a) @ direction(b) for a, b in zip(features, taught.features(views)[0], strict=True)]
+        pairs = []
+        for row, label in zip(cosines, labels.tolist(), strict=True):
+            rivals = sorted((row[c] for c in classes), key=lambda cosine: cosine.item()) if label < 4 else []
+            pairs += [(1.5 - row[label] + rival).clamp_min(0) for rival in rivals]
+        terms = {
+            "cross_entropy": nll(head.scale * cosines[:, :known], labels),
+            "distillation": 0.7 * math.sqrt(4 / len(classes)) * sum(apart) / 22,
+            "ranking": 3 * sum(pairs) / len(pairs),
+        }
+        total = sum(terms.values())
+        assert all(close(step.losses[name], term.detach()) for name, term in terms.items())
+        gradients = gradients_of(total, step.before)
+        names = [name for name, _ in step.before.named_parameters()]
+        place = names.index("classifier1.weight")
+        # Whatever moves the rows of old classes is undone.
+        gradients[place][:4] = -DECAY * head.weight.detach()[:4]
+        expect_update(step, gradients)
+        assert torch.equal(step.after.classifier1.weight[:4].double(), head.weight[:4])
+
+
+def check_lucir_apart(make, teach, batch):
+    """Three rivals at hand, of which two count; in the first task it only classifies."""
+    learner = make("lucir", classes=7, options={**SGD, "margin": 1.9})
+    x, y = batch([0, 1] * 5)
+    step = step_of(learner, x, y, 0)
+    assert step.losses.keys() == {"loss", "cross_entropy"} and step.rows.sizes == (10, 0)
+    teach(learner, tasks=(0, 1), steps=2)
+    learner.observe(*batch([4, 5, 6] * 5), 2)
+    learner.network.classifier1.weight.data[4:] = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    step = step_of(learner, *batch([4, 5, 6] * 5, seed=1), 2)
+    weights = torch.stack([direction(w) for w in step.before.classifier1.weight])
+    features = step.before.features(normalised(step.rows.images))[0]
+    pairs = []
+    for f, label in zip(features, step.rows.labels.tolist(), strict=True):
+        cosines = direction(f) @ weights.T
+        pairs += [1.9 - cosines[label] + s for s in cosines[4:].sort().values[1:]] if label < 4 else []
+    assert close(step.losses["ranking"], sum(v.clamp_min(0) for v in pairs).detach() / len(pairs))
+
+
+def shares_of(views, temperature: float) -> torch.Tensor:
+    """By row of projections float64 [V, P], its shares of the others, zero for itself."""
+    z = torch.stack([v / v.norm() for v in views])
+    similar = (z @ z.T / temperature).exp()
+    similar = similar * (1 - torch.eye(len(z), dtype=similar.dtype))
+    return similar / similar.sum(1, keepdim=True)
+
+
+def check_co2l(make, teach, batch, passes="joint"):
+    """Anchors are views of the current task; the teacher sees the batch's statistics."""
+    options = {**SGD, "augment": "scr", "temperature": 0.4, "distillation": 0.6, "passes": passes}
+    learner = teach(make("co2l", options=options | {"teacher_temperature": 0.1}), steps=2)
+    for layer in learner.network.projection1[::2]:
+        layer.bias.data.zero_()  # else all projections would be alike
+    learner.end_task()
+    taught = copy.deepcopy(learner.network).double().train()
+    x, y = batch([4, 5] * 5)
+    step = step_of(learner, x, y, 2)
+    rows = step.rows
+    assert rows.sizes == (10, 12) and max(rows.labels[10:]) < 4
+    views = learner.views.augmented(torch.cat([rows.images] * 2), learner.config.seed, rows.sequence).double()
+    assert (views[:22] != views[22:]).flatten(1).any(1).all()
+    parts = views.split(22) if passes == "separate" else [views]
+    z = torch.cat([step.before.project(step.before.features(part))[0] for part in parts])
+    # The teacher has all views in one pass.
+    wanted = taught.project(taught.features(views))[0].detach()
+    labels, total = rows.labels.tolist() * 2, 0
+    shares = shares_of(z, 0.4)
+    for i, label in enumerate(labels):
+        own = [j for j, other in enumerate(labels) if other == label and j != i]
+        total = total - shares[i, own].log().sum() / len(own) / 44 * (label in (4, 5))
+    found, wanted = shares_of(z, 0.2), shares_of(wanted, 0.1)
+    apart = [[j for j in range(44) if j != i] for i in range(44)]
+    relations = -sum((wanted[i, others] * found[i, others].log()).sum() for i, others in enumerate(apart)) / 44
+    expect_terms(step, {"contrastive": 0.4 / 0.07 * total, "distillation": 0.6 * relations})
+
+
+def check_co2l_apart(make, teach, batch):
+    check_co2l(make, teach, batch, "separate")
+
+
+def check_co2l_probe(make, teach, batch):
+    """The classifier that an evaluation fits, by an own optimiser on the memory's features."""
+    learner = teach(make("co2l", options={**SGD, "probe_passes": 10, "probe_lr": 0.3}), steps=2)
+    learner.end_task()
+    filled, steps = learner.memory.filled, learner.steps
+    ticks = []
+    learner.after_step = lambda: ticks.append(1)
+    learner.prepare_evaluation()
+    assert len(ticks) == 10 + 1 and learner.steps == steps
+    network = copy.deepcopy(learner.network).double().eval()
+    features = network.features(normalised(learner.memory.images[:filled]))[0].detach()
+    labels, sequence = learner.memory.labels[:filled].tolist(), learner.memory.seen << 24
+    head = torch.nn.Linear(8, 6).double()
+    torch.nn.init.zeros_(head.weight), torch.nn.init.zeros_(head.bias)
+    optimiser, drawn = torch.optim.SGD(head.parameters(), lr=0.3, momentum=0.9), []
+    for number in range(10):
+        optimiser.param_groups[0]["lr"] = 0.3 * 0.2 ** ((number >= 6) + (number >= 7.5) + (number >= 9))
+        words = random_words(learner.config.seed, sequence + number, filled, Purpose.FIT)
+        chosen = []
+        for which, within in zip(words[0].tolist(), words[1].tolist(), strict=True):
+            stored = sorted(set(labels))
+            own = [i for i, label in enumerate(labels) if label == stored[which * len(stored) >> 32]]
+            chosen.append(own[within * len(own) >> 32])
+        drawn += chosen
+        optimiser.zero_grad()
+        nll(head(features[chosen]), torch.tensor(labels)[chosen]).backward()
+        optimiser.step()
+    assert len(set(drawn)) > 0.9 * filled
+    fitted = learner.network.classifier1
+    assert close(fitted.weight.detach(), head.weight.detach(), 1e-3) and close(fitted.bias.detach(), head.bias.detach())
+    # Only what changed the features or the memory calls for another fit.
+    learner.prepare_evaluation()
+    assert len(ticks) == 11
+    teach(learner, tasks=(2,), steps=1)
+    learner.prepare_evaluation()
+    first = len(ticks)
+    assert first > 11
+    learner.rehearse(torch.arange(12))
+    learner.prepare_evaluation()
+    assert len(ticks) > first
+    first = len(ticks)
+    learner.end_task()
+    learner.prepare_evaluation()
+    assert len(ticks) > first and learner.resolve_expert() == ("linear", "1")
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 # Check that must find it, function, text, text with the fault.
@@ -1055,6 +1210,53 @@ FAULTS = [
     ("ccil", "ccil.Ccil.losses", "torch.stack(kept).sum()", "torch.stack(kept).mean()"),
     ("ccil", "ccil.Ccil.losses", "self.config.options.temperature", "2.0"),
     ("ccil", "ccil.Ccil.losses", "s.float(), t.float()", "s.float().detach(), t.float()"),
+    # LUCIR
+    ("lucir", "lucir.feature_distillation", "directions(taught)", "directions(features)"),
+    ("lucir", "lucir.feature_distillation", "directions(features) *", "directions(features).detach() *"),
+    ("lucir", "lucir.margin_ranking", "old[labels][:, None] & ", ""),
+    ("lucir", "lucir.margin_ranking", "masked_fill(~new", "masked_fill(new"),
+    ("lucir", "lucir.margin_ranking", "margin - own + nearest", "margin - own.detach() + nearest"),
+    ("lucir", "lucir.margin_ranking", "counts.sum().clamp_min(1)", "len(labels)"),
+    ("lucir_apart", "lucir.margin_ranking", "min(rivals, cosines.shape[1])", "1"),
+    ("lucir_apart", "lucir.margin_ranking", "min(rivals, cosines.shape[1])", "3"),
+    ("lucir", "lucir.Lucir.losses", "o.ranking * ", ""),
+    ("lucir", "lucir.Lucir.losses", "rows.labels, known)", "rows.labels)"),
+    ("lucir", "lucir.Lucir.losses", 'extras["weight"] * ', ""),
+    ("lucir", "lucir.Lucir.extras", "math.sqrt(", "("),
+    ("lucir", "lucir.Lucir.extras", "len(current)", "self.classes"),
+    ("lucir_apart", "lucir.Lucir.extras", "bool(self.old)", "True"),
+    ("lucir", "lucir.Lucir.train_on", "weight.copy_(torch.where(kept[:, None], before, weight))", "pass"),
+    ("lucir", "lucir.Lucir.train_on", "self.imprint(rows)", "pass"),
+    ("lucir", "lucir.Lucir.imprint", "length * ", ""),
+    ("lucir", "lucir.Lucir.imprint", ' & extras["fresh"][:, None]', ""),
+    ("lucir", "lucir.Lucir.imprint", "self.network.eval()", "self.network.train()"),
+    ("lucir", "lucir.Lucir.imprint", "directions(features))", "features)"),
+    ("lucir", "lucir.Lucir.plan", 'self.data.own["imprinted"] = len(seen)', "pass"),
+    ("lucir", "lucir.Lucir.classification_head", "learned_scale=True", "learned_scale=False"),
+    ("lucir", "lucir.Lucir.classification_head", "self.config.options.scale", "1.0"),
+    # Co2L
+    ("co2l", "co2l.similarities", "F.normalize(projections.float(), dim=1)", "projections.float()"),
+    ("co2l", "co2l.asymmetric_contrastive_loss", "torch.where(anchors, each, 0).mean()", "each[anchors].mean()"),
+    ("co2l", "co2l.asymmetric_contrastive_loss", "torch.where(anchors, each, 0)", "each"),
+    ("co2l", "co2l.asymmetric_contrastive_loss", " / _BASE_TEMPERATURE", ""),
+    ("co2l", "co2l.asymmetric_contrastive_loss", " / positive.sum(1)", ""),
+    ("co2l", "co2l.relation_distillation", "(taught, taught_temperature)", "(taught, temperature)"),
+    ("co2l", "co2l.relation_distillation", "(projections, temperature)", "(projections.detach(), temperature)"),
+    ("co2l", "co2l.Co2l.losses", "o.distillation * ", ""),
+    ("co2l", "co2l.Co2l.losses", "o.temperature", "0.5"),
+    ("co2l", "co2l.Co2l.losses", "outputs.projections", "outputs.features"),
+    ("co2l", "co2l.Co2l.losses", "rows.labels.repeat(2)", "rows.labels.repeat_interleave(2)"),
+    ("co2l", "co2l.Co2l.make_views", "[rows.images, rows.images]", "[rows.images, rows.images.flip(0)]"),
+    ("co2l", "co2l.Co2l.extras", "self.mask(self.current())", "self.mask(self.seen)"),
+    ("co2l_apart", "co2l.Co2l.view_sizes", "len(rows.labels), len(rows.labels)", "(2 * len(rows.labels),)"),
+    ("co2l_probe", "co2l.Co2l.on_task_end", 'self.data.own["fitted"] = None', "pass"),
+    ("co2l_probe", "co2l.Co2l.prepare_evaluation", 'self.data.own["fitted"] = state', "pass"),
+    ("co2l_probe", "co2l.Co2l.prepare_evaluation", "[self.steps, self.memory.seen]", "[self.memory.seen, 0]"),
+    ("co2l_probe", "co2l.Co2l.prepare_evaluation", "o.probe_lr", "0.1"),
+    ("co2l_probe", "co2l.Co2l.prepare_evaluation", "head.bias.copy_(bias)", "pass"),
+    ("co2l_probe", "co2l.fit_probe", "sizes[drawn])]", "torch.ones_like(within))]"),
+    ("co2l_probe", "co2l.fit_probe", "probe_rate(number, passes, lr)", "lr"),
+    ("co2l_probe", "co2l.fit_probe", "_MOMENTUM * velocity", "0"),
 ]
 
 

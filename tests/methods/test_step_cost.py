@@ -29,7 +29,23 @@ class Work(TorchDispatchMode):
 
 #: Methods whose step is the same work whatever the number of classes and of samples kept.
 #: bench/bench_methods.py times all of them.
-CONSTANT = ("agem", "bic", "ccil", "derpp", "er", "finetune", "gsa", "joint", "mir", "mose", "ocm", "scr", "ssil")
+CONSTANT = (
+    "agem",
+    "bic",
+    "ccil",
+    "co2l",
+    "derpp",
+    "er",
+    "finetune",
+    "gsa",
+    "joint",
+    "lucir",
+    "mir",
+    "mose",
+    "ocm",
+    "scr",
+    "ssil",
+)
 
 
 def batch(task: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

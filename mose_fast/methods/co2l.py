@@ -1,0 +1,179 @@
+"""Co2L: Contrastive Continual Learning (Cha et al., ICCV 2021; docs/specification/baselines.md
+section 14).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mose_fast.config import RunConfig, knob
+from mose_fast.memory.exemplars import SELECTIONS
+from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.nn.probe import fit_probe
+
+__all__ = ["Co2l", "Co2lOptions", "asymmetric_contrastive_loss", "relation_distillation"]
+
+_SOURCE = "chaht01/Co2L"
+# The temperature that the contrastive loss is scaled against (chaht01/Co2L).
+_BASE_TEMPERATURE = 0.07
+
+
+@dataclass(frozen=True)
+class Co2lOptions(ExemplarOptions):
+    """Switches of Co2L."""
+
+    selection: str = knob("random", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
+    projection: int = knob(128, "width of the contrastive projection", _SOURCE, low=1)
+    temperature: float = knob(0.5, "temperature of the contrastive loss", f"{_SOURCE}'s README", above=0)
+    distillation: float = knob(1.0, "weight of the relation distillation", f"{_SOURCE}'s README", low=0)
+    student_temperature: float = knob(0.2, "temperature of the network's relations", f"{_SOURCE}'s README", above=0)
+    teacher_temperature: float = knob(0.01, "temperature of the teacher's relations", f"{_SOURCE}'s README", above=0)
+    probe_passes: int = knob(100, "passes over the memory's features that fit the linear classifier", _SOURCE, low=1)
+    probe_lr: float = knob(
+        0.1, "its highest learning rate", f"{_SOURCE}: 0.1 by default, 1 in its README; a choice", above=0
+    )
+
+
+def similarities(projections: Tensor, temperature: float) -> Tensor:
+    """Cosine similarities / temperature of projections [V, P], float32 [V, V]; -inf to itself."""
+    z = F.normalize(projections.float(), dim=1)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    return (z @ z.T / temperature).masked_fill(itself, -math.inf)
+
+
+def asymmetric_contrastive_loss(projections: Tensor, labels: Tensor, anchors: Tensor, temperature: float) -> Tensor:
+    """The supervised contrastive loss of anchors against all other views.
+
+    Args:
+        projections: float [V, P], not normalised.
+        labels: int64 [V]; each anchor's label must be that of another view too.
+        anchors: bool [V].
+        temperature: tau.
+
+    Returns:
+        tau / 0.07 times the mean over all V views, of which those that are no anchors count 0.
+    """
+    positive = (labels[:, None] == labels).fill_diagonal_(False)
+    each = -torch.where(positive, similarities(projections, temperature).log_softmax(1), 0).sum(1) / positive.sum(1)
+    return temperature / _BASE_TEMPERATURE * torch.where(anchors, each, 0).mean()
+
+
+def relation_distillation(projections: Tensor, taught: Tensor, temperature: float, taught_temperature: float) -> Tensor:
+    """Cross-entropy between the teacher's and the network's distribution of each view's
+    similarities to all others, both of projections float [V, P]; the mean over views.
+    """
+    wanted = similarities(taught, taught_temperature).softmax(1)
+    found = similarities(projections, temperature).log_softmax(1)
+    itself = torch.eye(len(wanted), dtype=torch.bool, device=wanted.device)
+    return -torch.where(itself, 0, wanted * found).sum(1).mean()
+
+
+@method(
+    "co2l",
+    options=Co2lOptions,
+    presets={
+        "table": table_preset(),
+        "sources": sources_preset(
+            f"{_SOURCE} @ 3af7064, its README: current_classes task, probe_lr 1.0", current_classes="task", probe_lr=1.0
+        ),
+        # Its 500 epochs, and a classifier that also sees all images of the current task, have no
+        # place here.
+        "official": Preset(
+            f"{_SOURCE} @ 3af7064, the CIFAR-10 settings in its README",
+            {
+                "optimiser": "sgd",
+                "lr": 0.5,
+                "weight_decay": 1e-4,
+                "augment": "scr",
+                "current_classes": "task",
+                "probe_lr": 1.0,
+            },
+            batch=512,
+        ),
+    },
+    year=2021,
+    reference="Contrastive Continual Learning, Cha et al., ICCV 2021",
+    # A second view of each row, and a forward pass of the teacher over all views.
+    cost=(148 + 148 / 3) / 74,
+)
+class Co2l(ExemplarLearner):
+    """Co2L: contrasts rows of the current task with all others, keeps the similarities between
+    views that the network had before it, and fits a linear classifier to the memory's features.
+    """
+
+    # In training mode also in chaht01/Co2L, where it is copied after training and never switched.
+    teacher_mode: ClassVar[str | None] = "train"
+
+    def __init__(self, config: RunConfig, **stream: object) -> None:
+        super().__init__(config, **stream)
+        # Steps taken and stream items seen when the classifier was fitted.
+        self.data.own["fitted"] = None
+
+    def projection_head(self, feature_size: int) -> nn.Module:
+        projection = self.config.options.projection
+        return nn.Sequential(nn.Linear(feature_size, feature_size), nn.ReLU(), nn.Linear(feature_size, projection))
+
+    def make_views(self, rows: Rows) -> Tensor:
+        """float32 [2R, 3, H, W]: every row augmented, then every row augmented once more."""
+        return super().make_views(rows._replace(images=torch.cat([rows.images, rows.images])))
+
+    def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
+        return len(rows.labels), len(rows.labels)
+
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """``anchors``: bool [K], the classes whose rows are anchors, those of the current task; of
+        rows of memory alone all are; ``distils``: whether there is a teacher to follow.
+        """
+        if not sizes[0]:
+            return {"anchors": self.mask(self.seen), "distils": False}
+        return {"anchors": self.mask(self.current()), "distils": bool(self.old)}
+
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
+        o, z = self.config.options, outputs.projections
+        labels = rows.labels.repeat(2)
+        anchors = rows.extras["anchors"][labels]
+        terms = {"contrastive": asymmetric_contrastive_loss(z, labels, anchors, o.temperature)}
+        if rows.extras["distils"]:
+            taught = self.teacher.outputs(rows.views).projections
+            terms["distillation"] = o.distillation * relation_distillation(
+                z, taught, o.student_temperature, o.teacher_temperature
+            )
+        return terms
+
+    def on_task_end(self) -> None:
+        super().on_task_end()
+        # The memory has changed.
+        self.data.own["fitted"] = None
+
+    def prepare_evaluation(self) -> None:
+        """Fits the linear classifier to the memory's features, unless this was done since the last
+        change of network or memory. It depends on neither earlier fits nor their number.
+        """
+        o, state, filled = self.config.options, [self.steps, self.memory.seen], self.memory.filled
+        if self.data.own["fitted"] == state or filled == 0:
+            return
+        features = self.outputs(self.memory.images[:filled])[0][0]
+        head = self.network.classifier1
+        weight, bias = fit_probe(
+            features,
+            self.memory.labels[:filled],
+            self.classes,
+            passes=o.probe_passes,
+            lr=o.probe_lr,
+            seed=self.config.seed,
+            sequence=self.memory.seen << 24,
+            after_step=self.after_step,
+        )
+        with torch.no_grad():
+            head.weight.copy_(weight)
+            head.bias.copy_(bias)
+        self.model.weights_were_set()
+        self.data.own["fitted"] = state

@@ -1,0 +1,171 @@
+"""LUCIR: Learning a Unified Classifier Incrementally via Rebalancing (Hou et al., CVPR 2019;
+docs/specification/baselines.md section 15).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mose_fast.config import knob
+from mose_fast.device import upload
+from mose_fast.memory.exemplars import SELECTIONS
+from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.nn.cosine import CosineClassifier, directions
+from mose_fast.ops.expert_losses import masked_cross_entropy
+
+__all__ = ["Lucir", "LucirOptions", "feature_distillation", "margin_ranking"]
+
+_SOURCE = "hshustc/CVPR19_Incremental_Learning"
+
+
+@dataclass(frozen=True)
+class LucirOptions(ExemplarOptions):
+    """Switches of LUCIR."""
+
+    selection: str = knob("herding", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
+    scale: float = knob(
+        1.0,
+        "initial scale of the cosines, which is learned",
+        f"{_SOURCE}; 10 as a choice, for logits that can become confident in one pass",
+        above=0,
+    )
+    distillation: float = knob(
+        5.0, "weight of the distillation, times the root of old classes to new", f"{_SOURCE} on CIFAR-100", low=0
+    )
+    ranking: float = knob(1.0, "weight of the margin ranking loss", _SOURCE, low=0)
+    margin: float = knob(0.5, "wanted margin of a row's own class over new ones, in cosines", _SOURCE, low=0)
+    rivals: int = knob(2, "new classes that the margin ranking compares a row with", _SOURCE, low=1)
+
+
+def feature_distillation(features: Tensor, taught: Tensor) -> Tensor:
+    """Mean over rows of 1 - cos(feature, the teacher's feature), both float [N, D], in float32."""
+    return 1 - (directions(features) * directions(taught)).sum(1).mean()
+
+
+def margin_ranking(cosines: Tensor, labels: Tensor, old: Tensor, new: Tensor, rivals: int, margin: float) -> Tensor:
+    """How far rows of old classes are from having a margin over the most similar new classes.
+
+    Args:
+        cosines: float32 [N, K], between features and class weights.
+        labels: int64 [N].
+        old, new: bool [K], the classes whose rows count, and their rivals.
+        rivals: Rivals of each row, or all new classes if they are fewer.
+        margin: The wanted difference of cosines.
+
+    Returns:
+        The mean of max(0, margin - (cosine of the own class - cosine of the rival)) over pairs of
+        such a row and one of its rivals; 0 without any.
+    """
+    own = cosines.gather(1, labels[:, None])
+    nearest = cosines.masked_fill(~new, -math.inf).topk(min(rivals, cosines.shape[1]), 1).values
+    counts = old[labels][:, None] & nearest.isfinite()
+    return torch.where(counts, (margin - own + nearest).clamp_min(0), 0).sum() / counts.sum().clamp_min(1)
+
+
+@method(
+    "lucir",
+    options=LucirOptions,
+    presets={
+        "table": table_preset(
+            "the scale of the cosines starts at 1 and reaches about 1.5 in a task of 500 steps, so that no logit"
+            " of 100 classes can become confident; for a fair comparison set scale to 10"
+        ),
+        "sources": sources_preset(f"{_SOURCE} @ e5a90ae: current_classes task", current_classes="task"),
+        # A first task of 50 classes and 160 epochs have no place here.
+        "official": Preset(
+            f"{_SOURCE} @ e5a90ae, its CIFAR-100 settings",
+            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 5e-4, "augment": "pad_crop", "current_classes": "task"},
+            batch=128,
+        ),
+    },
+    year=2019,
+    reference="Learning a Unified Classifier Incrementally via Rebalancing, Hou et al., CVPR 2019",
+    # A forward pass of the teacher over all rows.
+    cost=(74 + 74 / 3) / 74,
+)
+class Lucir(ExemplarLearner):
+    """LUCIR: classifies by cosines, keeps the directions of features and the weights of old
+    classes, and wants a margin of old rows over new classes.
+    """
+
+    hides_unseen: ClassVar[bool] = True
+    # Its cosines are computed in float32 from float32 weights.
+    uses_shadows: ClassVar[bool] = False
+
+    def classification_head(self, linear: nn.Linear) -> nn.Module:
+        return CosineClassifier(linear.weight, self.config.options.scale, learned_scale=True)
+
+    def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
+        super().begin_task(task, classes)
+        # How many of the task's classes seen so far were imprinted.
+        self.data.own["imprinted"] = 0
+
+    def plan(self, x: Tensor, y: Tensor) -> Rows:
+        rows, seen = super().plan(x, y), self.data.current
+        fresh = seen[self.data.own["imprinted"] :]
+        self.data.own["imprinted"] = len(seen)
+        if not fresh or not rows.extras["distils"]:
+            return rows
+        images = self.views.normalise(x).contiguous(memory_format=torch.channels_last)
+        return rows._replace(extras={**rows.extras, "fresh": self.mask(fresh), "images": images})
+
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """``known``, ``old``: bool [K], classes up to the current task, and those before it;
+        ``weight``: float32 scalar, of the distillation; ``distils``: whether there is a teacher to
+        follow. Rows of memory alone are only classified.
+        """
+        if not sizes[0]:
+            return {"known": self.mask(self.seen), "old": self.mask([]), "distils": False}
+        current = self.current()
+        weight = self.config.options.distillation * math.sqrt(len(self.old) / len(current))
+        return {
+            "known": self.mask([*self.old, *current]),
+            "old": self.mask(self.old),
+            "weight": upload(torch.tensor(weight), self.device),
+            "distils": bool(self.old),
+        }
+
+    def train_on(self, rows: Inputs) -> dict[str, Tensor]:
+        weight = self.network.classifier1.weight
+        before = weight.detach().clone()
+        if "fresh" in rows.extras:
+            self.imprint(rows)
+        losses = super().train_on(rows)
+        # Adam moves a row also where its gradient is zero, by its moments and by weight decay.
+        kept = rows.extras["old"] | self.model.latch.closed
+        with torch.no_grad():
+            weight.copy_(torch.where(kept[:, None], before, weight))
+        return losses
+
+    def imprint(self, rows: Inputs) -> None:
+        """Points the weights of classes that come for the first time at the mean direction of
+        their features; they become as long as those of old classes on average.
+        """
+        weight, extras = self.network.classifier1.weight, rows.extras
+        self.network.eval()
+        with torch.no_grad(), self.model.precise():
+            features = self.model.forward(extras["images"]).features[0]
+            classes = torch.arange(self.classes, device=weight.device)
+            own = (classes[:, None] == rows.labels[: rows.sizes[0]]) & extras["fresh"][:, None]
+            length = torch.where(extras["old"], weight.norm(dim=1), 0).sum() / extras["old"].sum()
+            imprinted = length * directions(own.float() @ directions(features))
+            weight.copy_(torch.where(own.any(1, keepdim=True), imprinted, weight))
+
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
+        o, extras, features = self.config.options, rows.extras, outputs.features
+        known, old = extras["known"], extras["old"]
+        terms = {"cross_entropy": masked_cross_entropy(outputs.logits, rows.labels, known)}
+        if extras["distils"]:
+            taught = self.teacher.outputs(rows.views).features
+            terms["distillation"] = extras["weight"] * feature_distillation(features, taught)
+            cosines = directions(features) @ directions(self.network.classifier1.weight).T
+            terms["ranking"] = o.ranking * margin_ranking(cosines, rows.labels, old, known & ~old, o.rivals, o.margin)
+        return terms

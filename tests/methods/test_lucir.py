@@ -1,0 +1,100 @@
+"""LUCIR: imprinted weights, weights that stay, and where its terms are switched off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mose_fast.methods.lucir import feature_distillation, margin_ranking
+from mose_fast.nn import CosineClassifier
+
+
+def weights(learner) -> torch.Tensor:
+    return learner.network.classifier1.weight.detach().clone()
+
+
+def test_the_margin_by_hand():
+    cosines = torch.tensor([[0.5, 0.1, 0.3, -0.2], [0.1, 0.9, 0.2, 0.4], [0.0, 0.3, 0.7, 0.1]])
+    labels, old = torch.tensor([0, 1, 2]), torch.tensor([True, True, False, False])
+    loss = margin_ranking(cosines, labels, old, ~old, 2, 0.5)
+    assert float(loss) == pytest.approx((0.3 + 0 + 0 + 0) / 4, abs=1e-6)  # 0.5 - (0.5 - 0.3)
+    assert float(margin_ranking(cosines, labels, old, ~old, 1, 0.5)) == pytest.approx(0.3 / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(("old", "new"), [([], [2, 3]), ([0, 1], [])])
+def test_without_old_rows_or_new_classes_there_is_no_margin(old, new):
+    cosines = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    masks = [torch.isin(torch.arange(4), torch.tensor(classes)) for classes in (old, new)]
+    loss = margin_ranking(cosines, torch.tensor([0, 1, 2]), *masks, 2, 0.5)
+    loss.backward()
+    assert loss.item() == 0 and not cosines.grad.any()
+
+
+def test_only_directions_are_distilled():
+    """docs/specification/baselines.md appendix G.8."""
+    features = torch.rand(5, 8, generator=torch.Generator().manual_seed(1)) + 0.1
+    lengths = torch.tensor([1.0, 7, 30, 2, 4])[:, None]
+    assert float(feature_distillation(features, lengths * features)) == pytest.approx(0, abs=1e-4)
+    assert float(feature_distillation(features, -features)) == pytest.approx(2, abs=1e-3)
+
+
+def test_it_starts_with_the_weights_of_er(make):
+    learner, er = make("lucir", seed=4), make("er", seed=4)
+    head = learner.network.classifier1
+    assert type(head) is CosineClassifier and head.scale.item() == 1
+    assert torch.equal(head.weight, er.network.classifier1.weight)
+    assert make("lucir", options={"scale": 10}).network.classifier1.scale.item() == 10
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_adam_does_not_move_the_weights_of_old_classes(make, batch, teach, kernels):
+    learner = teach(make("lucir", kernels=kernels, options={"weight_decay": 0.1}))
+    learner.end_task()
+    before = weights(learner)
+    for step in range(3):
+        learner.observe(*batch([4, 5] * 5, seed=step), task=2)
+    moment = learner.model.optimiser.state[learner.network.classifier1.weight]["exp_avg"]
+    assert moment[:4].abs().sum() > 0  # it would move them
+    assert torch.equal(weights(learner)[:4], before[:4])
+    assert (weights(learner)[4:] != before[4:]).all()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_a_step_that_is_not_taken_imprints_nothing(make, batch, teach, kernels):
+    learner = teach(make("lucir", kernels=kernels))
+    learner.end_task()
+    before = weights(learner)
+    learner.network.classifier1.scale.data.fill_(torch.inf)
+    losses = learner.observe(*batch([4, 5] * 5), task=2)
+    assert not losses["loss"].isfinite() and torch.equal(weights(learner), before)
+
+
+def test_a_class_is_imprinted_once_also_after_a_resumption(make, batch, teach):
+    learner, copy = teach(make("lucir")), make("lucir")
+    learner.observe(*batch([4] * 10), task=2)
+    tensors, values = learner.state()
+    copy.load_state({name: tensor.clone() for name, tensor in tensors.items()}, values)
+    imprinted = []
+    copy.imprint = lambda rows: imprinted.append(rows.extras["fresh"].nonzero().flatten().tolist())
+    for labels in ([4] * 10, [4, 5] * 5, [4, 5] * 5):
+        copy.observe(*batch(labels), task=2)
+    assert imprinted == [[5]]
+
+
+def test_the_first_task_and_rows_of_memory_alone_are_only_classified(make, batch, teach):
+    learner = make("lucir")
+    assert learner.observe(*batch([0, 1] * 5), task=0).keys() == {"loss", "cross_entropy"}
+    teach(learner, tasks=(1,))
+    before = weights(learner)
+    assert learner.observe(*batch([2, 3] * 5), task=1).keys() == {"loss", "cross_entropy", "distillation", "ranking"}
+    learner.end_task()
+    assert learner.rehearse(torch.arange(12)).keys() == {"loss", "cross_entropy"}
+    assert (weights(learner)[:4] != before[:4]).all()
+
+
+def test_it_learns_the_classes_of_a_task(make, batch):
+    learner = make("lucir", width=2, options={"scale": 10, "lr": 0.01, "augment": "none"})
+    for step in range(40):
+        learner.observe(*batch([0, 1] * 5, seed=step), task=0)
+    x, y = batch([0, 1] * 20, seed=999)
+    assert (learner.predict(x) == y).float().mean() > 0.9
