@@ -94,7 +94,7 @@ def test_an_undone_plan_leaves_the_logits_that_earlier_steps_wrote(make, batch):
     for (x, y), task, index in coming[:3]:
         wanted.observe(x, y, task, index=index)
     prepared = [learner.prepare(x, y, task, index=index) for (x, y), task, index in coming[:7]]
-    stored = [set(one.inputs.stored.tolist()) - {-1} for one in prepared]
+    stored = [set(one.steps[0].inputs.stored.tolist()) - {-1} for one in prepared]
     assert set.union(*stored[:3]) & set.union(*stored[3:])
     for one in prepared[:3]:
         one.take()
