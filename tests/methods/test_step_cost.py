@@ -29,7 +29,7 @@ class Work(TorchDispatchMode):
 
 #: Methods whose step is the same work whatever the number of classes and of samples kept.
 #: bench/bench_methods.py times all of them.
-CONSTANT = ("agem", "derpp", "er", "finetune", "gsa", "joint", "mir", "mose", "ocm", "scr")
+CONSTANT = ("agem", "derpp", "er", "finetune", "gsa", "joint", "mir", "mose", "ocm", "onpro", "scr")
 
 
 def batch(task: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
