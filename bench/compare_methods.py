@@ -28,7 +28,7 @@ from mose_fast.train import run
 SHORT_OPTIONS: dict[str, dict[str, Any]] = {"gdumb": {"passes": 16, "passes_before": 8}}
 
 #: Options on streams whose labels mirroring, and so rotating, changes.
-UPRIGHT_OPTIONS: dict[str, dict[str, Any]] = {"ocm": {"rotations": 1}}
+UPRIGHT_OPTIONS: dict[str, dict[str, Any]] = {"ocm": {"rotations": 1}, "onpro": {"rotations": 1}}
 
 COLUMNS = ("method", "classifier", "ACC", "forgetting", "seconds")
 

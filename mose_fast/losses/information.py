@@ -1,5 +1,5 @@
 """Contrastive losses on rotated views (InfoNCE, which bounds mutual information): OCM and OnPro
-(docs/specification/baselines.md section 9). All in float32 at least.
+(docs/specification/baselines.md sections 9 and 10). All in float32 at least.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mose_fast.ops.draws import Purpose, random_words, unit
 
-__all__ = ["draw_pairs"]
+__all__ = ["choose", "draw_pairs"]
 
 
 def draw_pairs(
@@ -40,10 +40,10 @@ def draw_pairs(
     same[itself, len(stored) + itself] = False
     first, second, _, _ = random_words(seed, sequence, len(labels), Purpose.PAIR, labels.device)
     anchors = (same.any(1) & others.any(1)).nonzero().flatten()
-    return anchors, _choose(same[anchors], first[anchors]), _choose(others[anchors], second[anchors])
+    return anchors, choose(same[anchors], first[anchors]), choose(others[anchors], second[anchors])
 
 
-def _choose(allowed: Tensor, words: Tensor) -> Tensor:
+def choose(allowed: Tensor, words: Tensor) -> Tensor:
     """Position of a uniformly drawn True in each row of ``allowed``: bool [n, P], no row empty."""
     rank = allowed.cumsum(1)
     chosen = (unit(words) * rank[:, -1]).to(torch.int64)

@@ -27,6 +27,7 @@ from mose_fast.methods.lucir import Lucir
 from mose_fast.methods.mir import Mir
 from mose_fast.methods.mose import Mose
 from mose_fast.methods.ocm import Ocm
+from mose_fast.methods.onpro import OnPro
 from mose_fast.methods.prepared import PlannedBatch, PlannedStep, Prepared, ViewsToCome, WholeBatch
 from mose_fast.methods.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
@@ -59,6 +60,7 @@ __all__ = [
     "Mir",
     "Mose",
     "Ocm",
+    "OnPro",
     "Outputs",
     "PlannedBatch",
     "PlannedStep",

@@ -70,8 +70,9 @@ class RotatedLearner(ReplayLearner):
         count, (height, width) = config.options.rotations, self.image_size
         if count > 1 and not self.mirrored:
             raise ConfigError(
-                f"options.rotations is {count}, but mirroring changes the labels of this stream, and so does rotating;"
-                " wanted rotations 1 (another method than the published one), or mirror 'on'"
+                f"options.rotations is {count}, but images are not mirrored here, since that changes their labels or"
+                f" options.mirror is 'off' (it is {config.options.mirror!r}); so they must not be rotated: wanted"
+                " rotations 1 (another method than the published one), or mirror 'on'"
             )
         if count == 16 and height != width:
             raise ConfigError(

@@ -378,7 +378,16 @@ def train(method: str, feed: str, recipe: str, steps: int = 4) -> list[float]:
 @pytest.mark.parametrize("feed", ["torch", pytest.param("dali", marks=needs_dali)])
 @pytest.mark.parametrize(
     ("method", "recipe"),
-    [("mose", "ocm"), ("mose", "none"), ("mose", "scr"), ("er", "simclr"), ("derpp", "pad_crop"), ("gsa", "gsa")],
+    [
+        ("mose", "ocm"),
+        ("mose", "none"),
+        ("mose", "scr"),
+        ("er", "simclr"),
+        ("derpp", "pad_crop"),
+        ("gsa", "gsa"),
+        ("ocm", "simclr"),
+        ("onpro", "simclr"),
+    ],
 )
 def test_losses_of_three_steps_are_the_same_by_every_feed(method, recipe, feed):
     """Within 1e-4 of each loss: Adam's first steps divide gradients by their own size, which

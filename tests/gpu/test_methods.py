@@ -25,6 +25,7 @@ OPTIONS = {
     "mir": {"candidates": 8},
     "mose": {"new_extra": 2},
     "ocm": {"rotations": 4},
+    "onpro": {"rotations": 4},
 }
 STEPS = 5
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from mose_fast.augment.cutmix import cutmix
+from mose_fast.memory.feedback import feedback
 from mose_fast.methods import Learner
 from mose_fast.methods.replay import Rows
 from mose_fast.nn import ExpertNetwork
@@ -939,6 +940,90 @@ def check_co2l_probe(make, teach, batch):
     assert len(ticks) > first and learner.resolve_expert() == ("linear", "1")
 
 
+def prototype_term(means: list[dict[int, torch.Tensor]], temperature: float) -> torch.Tensor:
+    """NT-Xent between the class means of two views."""
+    p = [unit(torch.stack([view[c] for c in sorted(view)])) for view in means]
+    count, s = len(p[0]), torch.cat(p) @ torch.cat(p).T / temperature
+    terms = []
+    for i, row in enumerate(s):
+        others = [j for j in range(2 * count) if j != i]
+        terms.append(row[others].exp().sum().log() - row[(i + count) % (2 * count)])
+    return sum(terms) / len(terms)
+
+
+def check_onpro(make, teach, batch):
+    """A step of the first task, two of the second, and one of the third: both kinds of prototypes,
+    and rows mixed from the second step of a later task on.
+    """
+    options = {"augment": "simclr", "rotations": 4, "temperature": 0.3, "per_class_cap": 2, "projection": 4}
+    own = {"random_share": 0.5, "mixup": 0.9, "prototype_temperature": 0.7}
+    learner = make("onpro", seed=1, options={**SGD, "lr": 0.01, **options, **own})
+    memory, prototypes = learner.memory, None
+
+    def by_hand(step, partners, shares):
+        nonlocal prototypes
+        rows, (given, replayed, shown) = step.rows, step.rows.sizes
+        incoming, other, seen = rows.images.split(rows.sizes)
+        turned, classified = half_turns(rows.images[: given + replayed]), other if replayed else incoming
+        parts = [turned, seen, classified]
+        views = learner.views.augmented(torch.cat(parts), learner.config.seed, rows.sequence).double()
+        second, seen_second, third = views.split([*map(len, parts)])
+        passing = [torch.cat([normalised(turned), second]), torch.cat([normalised(seen), seen_second]), third]
+        features = [step.before.features(part)[0] for part in passing]
+        z, logits = step.before.projection1(features[0]), step.before.classifier1(features[2])
+        outputs = [out.view(2, 4, given + replayed, -1) for out in (z, features[0])]
+        y, y_other, y_seen = rows.labels.split(rows.sizes)
+        numbers = torch.cat([y.double(), (1 - shares) * y_other + shares * partners])
+        terms = rotated_terms(*outputs, numbers, (given, replayed), rows.extras["offsets"], 0.3)
+
+        def means(z, labels):
+            return {c: unit(z)[labels == c].mean(0) for c in set(labels.tolist())}
+
+        new = [means(view, y) for view in outputs[0][:, 0, :given]]
+        seen = [means(view, y_seen) for view in step.before.projection1(features[1]).view(2, shown, -1)]
+        prototypes = torch.zeros(6, 4).double()
+        for c in seen[0]:
+            prototypes[c] = (seen[0][c] + seen[1][c]).detach() / 2
+        terms["incoming_prototypes"], terms["seen_prototypes"] = prototype_term(new, 0.7), prototype_term(seen, 0.7)
+        if replayed:
+            each = (1 - shares) * each_nll(logits, y_other) + shares * each_nll(logits, partners)
+            terms["cross_entropy"] = each.mean()
+        else:
+            terms["cross_entropy"] = nll(logits, y)
+        expect_terms(step, terms, 0.01)
+        assert close(step.after.prototypes, prototypes, 1e-3)
+
+    none = torch.zeros(0)
+    teach(learner, tasks=(0,), steps=2)
+    step = step_of(learner, *batch([0, 1] * 5, seed=7), 0)
+    assert step.rows.sizes == (10, 0, 12)
+    by_hand(step, none.long(), none)
+    for task in (1, 2):
+        step = step_of(learner, *batch([2 * task, 2 * task + 1] * 5, seed=8 + task), task)
+        assert step.rows.sizes == (10, *[min(12, 4 * task + 4)] * 2)
+        slots = step.rows.slots.split(step.rows.sizes[1:])
+        assert torch.equal(*slots) and not step.rows.extras["shares"].any()
+        by_hand(step, step.rows.labels.split(step.rows.sizes)[1], torch.zeros(len(slots[0])).double())
+        chosen, images, labels = [], memory.images.clone(), memory.labels.clone()
+
+        def noted(drawn, stored, given, *numbers, taken=chosen):
+            taken += [(drawn, stored.clone(), given.clone(), *numbers), feedback(drawn, stored, given, *numbers)]
+            return taken[1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mose_fast.methods.onpro.feedback", noted)
+            step = step_of(learner, *batch([2 * task, 2 * task + 1] * 5, seed=18 + task), task)
+        assert len(chosen) == 2
+        (drawn, stored, given, *numbers), (one, other, shares) = chosen
+        assert torch.equal(step.rows.slots.split(step.rows.sizes[1:])[1], drawn) and numbers[:2] == [0.5, 0.9]
+        assert torch.equal(stored, labels[:30]) and close(given, prototypes, 1e-3) and (shares > 0).any()
+        mixed = (1 - shares.double())[:, None, None, None] * images[one] + shares[:, None, None, None] * images[other]
+        found = step.rows.images.split(step.rows.sizes)[1]
+        assert (found - mixed).abs().max() < 0.502
+        assert torch.equal(step.rows.labels.split(step.rows.sizes)[1], labels[one])
+        by_hand(step, labels[other], shares.double())
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 # Check that must find it, function, text, text with the fault.
@@ -1257,6 +1342,25 @@ FAULTS = [
     ("co2l_probe", "co2l.fit_probe", "sizes[drawn])]", "torch.ones_like(within))]"),
     ("co2l_probe", "co2l.fit_probe", "probe_rate(number, passes, lr)", "lr"),
     ("co2l_probe", "co2l.fit_probe", "_MOMENTUM * velocity", "0"),
+    # OnPro
+    ("onpro", "onpro.OnPro.plan", "> 1 and len(drawn)", "> 2 and len(drawn)"),
+    ("onpro", "onpro.OnPro.plan", "> 1 and len(drawn)", "> 0 and len(drawn)"),
+    ("onpro", "onpro.OnPro.plan", "self.rows(x, y, drawn, drawn)", "self.rows(x, y, drawn, drawn.flip(0))"),
+    ("onpro", "onpro.OnPro.begin_task", '["steps_of_task"] = 0', '.setdefault("steps_of_task", 0)'),
+    ("onpro", "onpro.OnPro.mixed", "torch.lerp(one, other,", "torch.lerp(other, one,"),
+    ("onpro", "onpro.OnPro.mixed", "labels[place] = memory.labels[slots]", "labels[place] = memory.labels[partners]"),
+    ("onpro", "onpro.OnPro.mixed", '"partners": memory.labels[partners]', '"partners": memory.labels[slots]'),
+    ("onpro", "onpro.OnPro.make_views", "self.views.normalise(seen)", "augmented"),
+    ("onpro", "onpro.OnPro.make_views", "replayed if len(replayed)", "seen if len(replayed)"),
+    ("onpro", "onpro.OnPro.losses", "torch.lerp(*each, share)", "torch.lerp(*each[::-1], share)"),
+    ("onpro", "onpro.OnPro.losses", "partners.double(), share.double()", "partners.double(), 0 * share.double()"),
+    ("onpro", "onpro.OnPro.losses", "means.detach().mean(0)", "means.detach()[0]"),
+    ("onpro", "onpro.OnPro.losses", "first[:incoming], second[:incoming]", "first[-incoming:], second[-incoming:]"),
+    ("onpro", "onpro.OnPro.losses", "o.prototype_temperature", "0.5"),
+    ("onpro", "onpro.OnPro.losses", "prototype_loss(means,", "prototype_loss(means.detach(),"),
+    ("onpro", "onpro.prototype_loss", "itself | ~present", "~present"),
+    ("onpro", "onpro.prototype_loss", "itself | ~present", "itself"),
+    ("onpro", "onpro.class_means", "directions(projections, _EPS)", "projections"),
 ]
 
 

@@ -109,7 +109,7 @@ def test_two_epochs_and_the_final_memory_at_any_depth(monkeypatch):
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_gives_the_same_run_whether_or_not_it_plans_ahead(monkeypatch, name, train_on):
     """A plan that looks at the network, or at what steps change, would see another one ahead."""
-    own = {"gdumb": {"passes": 2, "passes_before": 1}, "ocm": {"rotations": 1}}
+    own = {"gdumb": {"passes": 2, "passes_before": 1}, "ocm": {"rotations": 1}, "onpro": {"rotations": 1}}
     options = {"buffer_batch": 6} | own.get(name, {})
     found = []
     for depth in (DEPTH, 1):

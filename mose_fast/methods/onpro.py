@@ -1,0 +1,170 @@
+"""OnPro: Online Prototype learning (Wei et al., ICCV 2023; docs/specification/baselines.md section
+10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mose_fast.config import ConfigError, knob
+from mose_fast.losses.information import class_information, view_information
+from mose_fast.losses.prototypes import class_means, prototype_loss
+from mose_fast.memory.feedback import feedback
+from mose_fast.methods.base import Planning
+from mose_fast.methods.registry import Preset, method
+from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.methods.rotated import RotatedLearner, RotatedOptions
+from mose_fast.nn import ExpertNetwork
+
+__all__ = ["OnPro", "OnProOptions"]
+
+
+@dataclass(frozen=True)
+class OnProOptions(RotatedOptions):
+    """Switches of OnPro."""
+
+    random_share: float = knob(
+        0.9,
+        "share of the replayed rows drawn at random; the others come from pairs of classes with close prototypes",
+        "weilllllls/OnPro on CIFAR-100 and Tiny-ImageNet; on CIFAR-10 0.75",
+        low=0,
+    )
+    mixup: float = knob(
+        0.2,
+        "probability of mixing replayed rows",
+        "weilllllls/OnPro on CIFAR-100 and Tiny-ImageNet; on CIFAR-10 0.6",
+        low=0,
+    )
+    prototype_temperature: float = knob(0.5, "temperature of the prototypes' loss", "weilllllls/OnPro", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("random_share", "mixup"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"options.{name} is {getattr(self, name)!r}; wanted a share, at most 1")
+
+
+@method(
+    "onpro",
+    options=OnProOptions,
+    presets={
+        "table": table_preset("its repository's learning rate is 5e-4"),
+        "sources": sources_preset("weilllllls/OnPro @ a92f8ae: beta2 0.99", beta2=0.99),
+        "official": Preset("weilllllls/OnPro @ a92f8ae, its settings for CIFAR-100", {"lr": 5e-4, "beta2": 0.99}),
+    },
+    year=2023,
+    reference="Online Prototype Learning, Wei et al., ICCV 2023",
+    cost=(2 * 16 * 74 + 2 * 64 + 64) / 74,
+)
+class OnPro(RotatedLearner):
+    """OnPro: contrasts sixteen rotations of rows and, view against view, the classes' prototypes;
+    classifies replayed rows, mixed more often where prototypes are close.
+    """
+
+    planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
+    not_captured: ClassVar[str] = "mixes rows by the prototypes of the step before"
+    sets: ClassVar[int] = 3
+
+    def build_network(self) -> ExpertNetwork:
+        network = super().build_network()
+        # With batch norm's statistics, so that a step that is not taken leaves them as they were.
+        size = self.projection_size(network.feature_size)
+        network.register_buffer("prototypes", torch.zeros(self.classes, size))
+        return network
+
+    def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
+        super().begin_task(task, classes)
+        self.data.own["steps_of_task"] = 0
+
+    def plan(self, x: Tensor, y: Tensor) -> Rows:
+        """Incoming rows; replayed ones, from a task's second step on mixed; those that prototypes
+        are computed of.
+        """
+        self.data.own["steps_of_task"] += 1
+        if self.alone:
+            return self.rows(x, y, y[:0], self.memory.draw(self.config.options.buffer_batch))
+        drawn = self.retrieve(x, y)
+        rows = self.rows(x, y, drawn, drawn)
+        return self.mixed(rows) if self.data.own["steps_of_task"] > 1 and len(drawn) else rows
+
+    def rehearsal(self, slots: Tensor) -> Rows:
+        none = slots[:0]
+        return self.rows(self.memory.images[none], self.memory.labels[none], slots, slots)
+
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """Beside the offsets ``partners``, int64 [n], the second label of each replayed row, and
+        ``shares``, float32 [n], its weight.
+        """
+        partners = labels.split(sizes)[1]
+        return {**super().extras(labels, sizes), "partners": partners, "shares": torch.zeros_like(partners).float()}
+
+    def mixed(self, rows: Rows) -> Rows:
+        """The rows with the replayed ones chosen and mixed by adaptive prototypical feedback."""
+        o, memory, (incoming, replayed, _) = self.config.options, self.memory, rows.sizes
+        slots, partners, shares = feedback(
+            rows.slots[:replayed],
+            memory.labels[: memory.filled],
+            self.network.prototypes,
+            o.random_share,
+            o.mixup,
+            self.config.seed,
+            rows.sequence,
+        )
+        images, labels, every = rows.images.clone(), rows.labels.clone(), rows.slots.clone()
+        one, other = (memory.images[chosen].float() for chosen in (slots, partners))
+        place = slice(incoming, incoming + replayed)
+        images[place] = torch.lerp(one, other, shares[:, None, None, None]).round().to(torch.uint8)
+        labels[place] = memory.labels[slots]
+        every[:replayed] = torch.where(shares == 0, slots, -1)
+        extras = {**rows.extras, "partners": memory.labels[partners], "shares": shares}
+        return rows._replace(images=images, labels=labels, slots=every, extras=extras)
+
+    def make_views(self, rows: Rows) -> Tensor:
+        """float32 [V, 3, H, W]: contrasted views of incoming and replayed rows; rows for prototypes
+        as they are, and augmented; one augmented view of each classified row, a replayed one if
+        there are any.
+        """
+        incoming, replayed, seen = rows.images.split(rows.sizes)
+        classified = replayed if len(replayed) else incoming
+        *contrasted, augmented, last = self.view_parts(rows, len(incoming) + len(replayed), seen, classified)
+        return torch.cat([*contrasted, self.views.normalise(seen), augmented, last])
+
+    def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
+        incoming, replayed, seen = rows.sizes
+        return 2 * self.config.options.rotations * (incoming + replayed), 2 * seen, replayed or incoming
+
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
+        o, offsets = self.config.options, rows.extras["offsets"]
+        incoming, replayed, seen = rows.sizes
+        count, (contrasted, of_seen, _) = incoming + replayed, self.view_sizes(rows)
+        y, y_replayed, y_seen = rows.labels.split(rows.sizes)
+        logits = outputs.logits[contrasted + of_seen :].float()
+        terms = {}
+        if incoming:
+            similarities = self.similarities(outputs, count, 0, incoming, offsets[0])
+            terms["incoming"] = view_information(similarities, self.rotated_labels(y).repeat(2), o.temperature)
+            first, second = self.contrasted(outputs.projections, count, 0, incoming).chunk(2)
+            z = torch.stack([first[:incoming], second[:incoming]])
+            terms["incoming_prototypes"] = prototype_loss(class_means(z, y, self.classes), o.prototype_temperature)
+        if replayed:
+            share, partners = rows.extras["shares"], rows.extras["partners"]
+            similarities = self.similarities(outputs, count, incoming, count, offsets[1])
+            # A mixed row has the mixed number as its class.
+            numbers = torch.lerp(y_replayed.double(), partners.double(), share.double())
+            terms["replayed"] = class_information(similarities, self.rotated_labels(numbers).repeat(2), o.temperature)
+            each = [F.cross_entropy(logits, labels, reduction="none") for labels in (y_replayed, partners)]
+            terms["cross_entropy"] = torch.lerp(*each, share).mean()
+        else:
+            terms["cross_entropy"] = F.cross_entropy(logits, y)
+        if seen:
+            z = outputs.projections[contrasted : contrasted + of_seen].unflatten(0, (2, seen))
+            means = class_means(z, y_seen, self.classes)
+            self.network.prototypes.copy_(means.detach().mean(0))
+            terms["seen_prototypes"] = prototype_loss(means, o.prototype_temperature)
+        return terms
