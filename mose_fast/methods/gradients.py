@@ -28,9 +28,12 @@ def flat_gradient(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def write_gradient(parameters: Sequence[nn.Parameter], gradient: Tensor) -> None:
-    """Sets the parameters' ``grad`` from one vector [n]: what an optimiser's step then uses."""
+    """Sets the parameters' ``grad`` from one vector [n]: what an optimiser's step then uses.
+
+    Each has its parameter's memory format, as PyTorch's fused optimisers demand.
+    """
     for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+        parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
 
 
 def project(gradient: Tensor, reference: Tensor) -> Tensor:

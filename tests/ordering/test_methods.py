@@ -127,6 +127,13 @@ def expect_equal_steps(
     )
     assert captured[:3] == eager[:3]
     assert eager[3] == (0, 0) and captured[3][0] > 0 and captured[3][1] > 1
+    if config.get("feed") == "dali":
+        return  # The stand-in's views are not DALI's.
+    # The optimisers that a card has do what those of the CPU do.
+    plain = Losses()
+    run(settings(**config | {"device": "cpu"}), listeners=[plain])
+    for (_, found), (_, wanted) in zip(captured[2], plain.told, strict=True):
+        assert found == (None if wanted is None else pytest.approx(wanted, rel=2e-2))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
