@@ -15,12 +15,13 @@ MEAN_OF_EXPERTS = {"ncm": "mean_distance", "linear": "mean_logit"}
 CLASSIFIERS = tuple(MEAN_OF_EXPERTS)
 
 
-def classify(features: Tensor, logits: Tensor, means: ClassMeans) -> dict[str, dict[str, Tensor]]:
+def classify(features: Tensor, logits: Tensor, means: ClassMeans | None) -> dict[str, dict[str, Tensor]]:
     """Predicts labels by every classifier and expert.
 
     Args:
         features: float [E, N, D]; logits: float [E, N, K].
-        means: The class means of the replay memory.
+        means: The class means of the replay memory; None while it is empty: ``ncm`` then predicts
+            -1, no class.
 
     Returns:
         ``{"ncm": {"1": ..., "mean_distance": ...}, "linear": {"1": ..., "mean_logit": ...}}`` with
@@ -29,5 +30,6 @@ def classify(features: Tensor, logits: Tensor, means: ClassMeans) -> dict[str, d
     experts = [str(e + 1) for e in range(len(features))]
     logits = logits.float()
     linear = torch.cat([logits, logits.mean(0, keepdim=True)]).argmax(-1)
-    rows = {"ncm": means.predict(features), "linear": linear}
+    nearest = torch.full_like(linear, -1) if means is None else means.predict(features)
+    rows = {"ncm": nearest, "linear": linear}
     return {c: dict(zip([*experts, MEAN_OF_EXPERTS[c]], rows[c].unbind(0), strict=True)) for c in CLASSIFIERS}
