@@ -22,6 +22,7 @@ from mose_fast.methods.finetune import Finetune
 from mose_fast.methods.gdumb import Gdumb
 from mose_fast.methods.gsa import Gsa
 from mose_fast.methods.gss import Gss
+from mose_fast.methods.il2a import Il2a
 from mose_fast.methods.joint import Joint
 from mose_fast.methods.lucir import Lucir
 from mose_fast.methods.mir import Mir
@@ -54,6 +55,7 @@ __all__ = [
     "Gdumb",
     "Gsa",
     "Gss",
+    "Il2a",
     "Joint",
     "Learner",
     "Lucir",
@@ -119,5 +121,5 @@ def create_learner(
         raise ConfigError(f"{', '.join(settings)}: given beside config; wanted them inside it")
     stream = {"classes": classes, "image_size": image_size, "mean": mean, "std": std, "mirror_safe": mirror_safe}
     check_stream(**stream)
-    check_room(config, image_size)
+    check_room(config, image_size, classes)
     return find_method(config.method)(config, **stream)

@@ -182,6 +182,13 @@ class Learner(ABC):
         """
         return 0
 
+    @classmethod
+    def statistics_bytes(cls, config: RunConfig, classes: int) -> int:
+        """The bytes of what a learner keeps of each class beside images, for an estimate of what
+        fits; 0 where they are few.
+        """
+        return 0
+
     @property
     def memory(self) -> ReplayMemory:
         """The replay memory."""

@@ -32,37 +32,41 @@ class LeastBytes(NamedTuple):
         network: For its network with gradients and moments.
         views: For what a step keeps of its views for their gradients; 0 for methods whose views are
             few.
+        statistics: For what it keeps of each class; 0 for most methods.
     """
 
     memory: int
     network: int
     views: int
+    statistics: int
 
 
-def least_bytes(config: RunConfig, image_size: tuple[int, int]) -> LeastBytes:
+def least_bytes(config: RunConfig, image_size: tuple[int, int], classes: int) -> LeastBytes:
     """The bytes that a learner needs at least. Other data of the method are not counted."""
     height, width = image_size
     projections = config.options.experts * getattr(config.options, "projection", 0) * 8 * config.width
     half = choose_precision(config.precision, resolve_device(config.device)).name == "bf16"
-    views = find_method(config.method).views_at_once(config)
+    learner = find_method(config.method)
     return LeastBytes(
         config.memory * (3 * height * width + _BYTES_BESIDE_AN_IMAGE),
         (backbone_parameters(config.width) + projections) * _BYTES_A_PARAMETER,
-        views * backbone_activations(config.width, image_size) * (2 if half else 4),
+        learner.views_at_once(config) * backbone_activations(config.width, image_size) * (2 if half else 4),
+        learner.statistics_bytes(config, classes),
     )
 
 
-def check_room(config: RunConfig, image_size: tuple[int, int]) -> None:
+def check_room(config: RunConfig, image_size: tuple[int, int], classes: int) -> None:
     """Refuses a learner that cannot fit into the free memory of its device.
 
     Args:
         config: The run's settings.
         image_size: (H, W) of the images.
+        classes: Number of classes of the stream.
 
     Raises:
         ConfigError: It needs more; the message says how much is needed and how much is free.
     """
-    least = least_bytes(config, image_size)
+    least = least_bytes(config, image_size, classes)
     if sum(least) <= _ALWAYS:
         return
     device = resolve_device(config.device)
@@ -73,7 +77,7 @@ def check_room(config: RunConfig, image_size: tuple[int, int]) -> None:
         return
     name, value = max(
         (least.memory, "memory", config.memory),
-        (least.network, "width", config.width),
+        (least.network + least.statistics, "width", config.width),
         (least.views, "options.buffer_batch", config.options.buffer_batch),
     )[1:]
 
@@ -81,9 +85,10 @@ def check_room(config: RunConfig, image_size: tuple[int, int]) -> None:
         return f"{count / 1e9:,.1f} GB"
 
     views = f", the views of a step at least {gigabytes(least.views)}" if least.views else ""
+    kept = f", the statistics of {classes} classes {gigabytes(least.statistics)}" if least.statistics else ""
     raise ConfigError(
         f"{name} is {value}, which does not fit: the replay memory of {config.memory} images takes"
-        f" {gigabytes(least.memory)}, the network of width {config.width} at least {gigabytes(least.network)}{views},"
-        f" and {gigabytes(free)} are free on {'the card' if device.type == 'cuda' else 'this machine'}; wanted a"
+        f" {gigabytes(least.memory)}, the network of width {config.width} at least {gigabytes(least.network)}{views}"
+        f"{kept}, and {gigabytes(free)} are free on {'the card' if device.type == 'cuda' else 'this machine'}; wanted a"
         f" smaller {name}"
     )

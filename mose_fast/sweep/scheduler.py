@@ -182,7 +182,7 @@ def _with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
         # The machines of a cluster may have more memory than this one.
         for config in configs:
             if (config.stream, config.evaluate_on) == (settings, evaluate_on) and place.engine == "local":
-                check_room(config, stream.image_size)
+                check_room(config, stream.image_size, stream.classes)
 
     def with_fingerprint(config: RunConfig) -> RunConfig:
         stream = dataclasses.replace(config.stream, fingerprint=data[config.stream, config.evaluate_on])

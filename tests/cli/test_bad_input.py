@@ -141,7 +141,7 @@ def test_what_does_not_fit_into_the_memory_is_refused_before_anything_is_deleted
 def test_the_estimate_of_the_memory_is_that_of_the_real_learner(tiny):
     config = RunConfig.create(width=2, memory=100, options={"projection": 16})
     learner = create_learner(config, classes=10, image_size=(16, 8))
-    memory, network, views = least_bytes(config, (16, 8))
+    memory, network, views, statistics = least_bytes(config, (16, 8), 10)
     assert memory == sum(
         t.numel() * t.element_size() for name, t in learner.memory.tensors().items() if name != "state"
     )
@@ -149,7 +149,17 @@ def test_the_estimate_of_the_memory_is_that_of_the_real_learner(tiny):
     assert backbone == backbone_parameters(2)
     assert network == 16 * (backbone + 4 * 16 * 16)  # four projections to 16 from a feature of 8 * 2
     assert network <= 16 * sum(p.numel() for p in learner.network.parameters())
-    assert views == 0 and backbone_parameters(64) == 11_168_832
+    assert views == statistics == 0 and backbone_parameters(64) == 11_168_832
+
+
+def test_the_estimate_counts_what_a_method_keeps_of_each_class(tiny):
+    config = RunConfig.create(method="il2a", width=2, options={"buffer_batch": 8})
+    learner = create_learner(config, classes=10, image_size=(16, 8))
+    kept = [tensor for name, tensor in learner.state()[0].items() if name.startswith("il2a/")]
+    found = least_bytes(config, (16, 8), 10).statistics
+    assert found == sum(t.numel() * t.element_size() for t in kept) == 4 * 10 * 16 * 17
+    with pytest.raises(ConfigError, match=r"width is 3000, which .* the statistics of 100 classes 230\.4 GB, and"):
+        create_learner(method="il2a", width=3000, classes=100)
 
 
 @pytest.mark.parametrize("seeds", ["0-99999999999", f"0-{DIGITS}", DIGITS, "0-20000", ",".join(["0-5000"] * 3)])

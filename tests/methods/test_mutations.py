@@ -24,7 +24,7 @@ from mose_fast.memory.feedback import feedback
 from mose_fast.methods import Learner
 from mose_fast.methods.replay import Rows
 from mose_fast.nn import ExpertNetwork
-from mose_fast.ops.draws import Purpose, random_words
+from mose_fast.ops.draws import Purpose, permutation, random_words
 
 LR, DECAY = 0.05, 0.1
 SGD = {"optimiser": "sgd", "lr": LR, "weight_decay": DECAY, "augment": "none"}
@@ -1024,6 +1024,71 @@ def check_onpro(make, teach, batch):
         by_hand(step, labels[other], shares.double())
 
 
+def check_il2a(make, teach, batch, passes="joint"):
+    """Mixed rows and their classes, replay, features of all rows, and means of old classes."""
+    options = {**SGD, "temperature": 0.5, "distillation": 0.3, "semantic": 0.7, "prototypes": 9, "ratio": 1.5}
+    learner = make(
+        "il2a", classes=7, options=options | {"largest_task": 4, "mixes": 4, "least_share": 0.46, "passes": passes}
+    )
+    teach(learner, steps=3)
+    images, labels = zip(*[batch([2, 3] * 5, seed=100 + step) for step in range(3)], strict=True)
+    learner.end_task()
+    assert not any(p.any() for p in learner.network.projection1.parameters())
+    taught = copy.deepcopy(learner.network).double().eval()
+    views, labels = normalised(torch.cat(images)), torch.cat(labels)
+    of_task = taught.features(views)[0].detach()
+    for label in (2, 3):
+        own = of_task[labels == label]
+        assert close(learner.means[label], own.mean(0), 1e-3) and close(learner.covariances[label], own.T.cov(), 1e-3)
+    learner.covariances += torch.eye(8)  # those of this small network hardly matter
+
+    x, y = batch([4, 5, 6, 4, 5, 6, 4, 5, 6, 4])
+    step = step_of(learner, x, y, 2)
+    rows, seed, sequence = step.rows, learner.config.seed, step.rows.sequence
+    pairs = []
+    for number in range(4):
+        order = permutation(seed, 4 * sequence + number, 10, Purpose.MIX).tolist()
+        pairs += [(a, b) for a, b in enumerate(order) if y[a] != y[b]]
+    words = torch.stack(
+        [w for lane in range(1, 11) for w in random_words(seed, sequence, len(pairs), Purpose.MIX, "cpu", lane)]
+    )
+    shares = [sorted(column)[19] / 2**32 for column in words[:39].T.tolist()]
+    shares = [share if 0.46 <= share <= 0.54 else 0.5 for share in shares]
+    assert 10 < len(pairs) < 40 and len(set(shares)) > 2
+    given, replayed = normalised(rows.images).split(rows.sizes)
+    mixed = [s * given[a] + (1 - s) * given[b] for s, (a, b) in zip(shares, pairs, strict=True)]
+    number = {(4, 5): 0, (4, 6): 1, (5, 6): 2}
+    labels = torch.tensor([*y.tolist(), *(7 + number[tuple(sorted((int(y[a]), int(y[b]))))] for a, b in pairs)])
+    new = torch.cat([given, torch.stack(mixed)])
+    parts = [new, replayed] if passes == "separate" else [torch.cat([new, replayed])]
+    features = torch.cat([step.before.features(part)[0] for part in parts])
+    head, apart = step.before.classifier1, step.before.projection1
+    wide = torch.cat([head(features), apart(features)], 1) / 0.5
+    differences = features - taught.features(torch.cat([new, replayed]))[0]
+    drawn = random_words(seed, sequence, 9, Purpose.RETRIEVAL)[0].tolist()
+    means = []
+    for k in (word * 4 >> 32 for word in drawn):
+        mean, covariance = learner.means[k].double(), learner.covariances[k].double()
+        logits = [
+            w @ mean + b + 0.75 * (w - head.weight[k]) @ covariance @ (w - head.weight[k])
+            for w, b in zip(head.weight, head.bias, strict=True)
+        ]
+        means.append(each_nll(torch.stack(logits)[None] / 0.5, torch.tensor([k])))
+    expect_terms(
+        step,
+        {
+            "incoming": nll(wide[: len(new), :10], labels),
+            "replayed": nll(wide[len(new) :, :7], rows.labels[10:]),
+            "distillation": 0.3 * (differences**2).sum().sqrt(),
+            "semantic": 0.7 * sum(means)[0] / 9,
+        },
+    )
+
+
+def check_il2a_apart(make, teach, batch):
+    check_il2a(make, teach, batch, "separate")
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 # Check that must find it, function, text, text with the fault.
@@ -1361,6 +1426,29 @@ FAULTS = [
     ("onpro", "onpro.prototype_loss", "itself | ~present", "~present"),
     ("onpro", "onpro.prototype_loss", "itself | ~present", "itself"),
     ("onpro", "onpro.class_means", "directions(projections, _EPS)", "projections"),
+    # IL2A
+    ("il2a", "il2a.semantic_augmentation", "ratio / 2", "ratio"),
+    ("il2a", "il2a.semantic_augmentation", "weight - weight[drawn]", "weight - weight.detach()[drawn]"),
+    ("il2a", "il2a.semantic_augmentation", " + bias", ""),
+    ("il2a", "il2a.semantic_augmentation", "logits / temperature", "logits"),
+    ("il2a", "il2a.draw_mixes", "sequence * rounds + n", "sequence"),
+    ("il2a", "il2a.draw_mixes", "labels[a] != labels[b]", "labels[a] > labels[b]"),
+    ("il2a", "il2a.draw_mixes", "high * (high - 1) // 2 + low", "high * (high + 1) // 2 - 1 - low"),
+    ("il2a", "il2a.Mixes.mix", "(1 - share) *", "share *"),
+    ("il2a", "il2a.Il2a.make_views", "mix(incoming)", "mix(incoming.flip(0))"),
+    ("il2a", "il2a.Il2a.plan", "least=o.least_share", "least=0.4"),
+    ("il2a", "il2a.Il2a.losses", "o.distillation * ", ""),
+    ("il2a", "il2a.Il2a.losses", "o.semantic * ", ""),
+    ("il2a", "il2a.Il2a.losses", "outputs.projections.float() / o.temperature", "outputs.projections.float()"),
+    ("il2a", "il2a.Il2a.losses", "torch.linalg.vector_norm(", "torch.mean("),
+    ("il2a", "il2a.Il2a.losses", "logits[new:], rows.labels[given:]", "logits[new:].detach(), rows.labels[given:]"),
+    ("il2a_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
+    ("il2a", "il2a.Il2a.plan", "rounds=o.mixes", "rounds=3"),
+    ("il2a", "il2a.class_statistics", "own.mean(0)", "own.mean(0) * 0"),
+    ("il2a", "il2a.class_statistics", "max(len(own) - 1, 1)", "len(own)"),
+    ("il2a", "il2a.Il2a.on_task_end", "tensor.zero_()", "pass"),
+    ("il2a", "il2a.Il2a.extras", "m * (m - 1) // 2", "m * (m - 1)"),
+    ("il2a", "il2a.Il2a.extras", "torch.tensor(old)", "torch.tensor(old).flip(0)"),
 ]
 
 

@@ -94,13 +94,13 @@ def test_the_room_for_the_views_is_what_a_step_keeps(make, teach, batch):
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         learner.step(learner.inputs(plan))
     weights = sum(p.nbytes for p in learner.network.parameters())
-    views = least_bytes(learner.config, learner.image_size).views
+    views = least_bytes(learner.config, learner.image_size, 4).views
     assert views <= sum(kept.values()) - weights < 1.6 * views
 
 
 def test_a_machine_too_small_for_the_views_is_named(monkeypatch):
     monkeypatch.setattr("mose_fast.methods.room.available_bytes", lambda: 8 * 10**9)
     with pytest.raises(ConfigError, match=r"options.buffer_batch is 64, .* the views of a step at least 11.1 GB"):
-        check_room(RunConfig.create(method="ocm", device="cpu"), (32, 32))
-    check_room(RunConfig.create(method="ocm", device="cpu", precision="bf16"), (32, 32))
-    check_room(RunConfig.create(method="er", device="cpu"), (32, 32))
+        check_room(RunConfig.create(method="ocm", device="cpu"), (32, 32), 100)
+    check_room(RunConfig.create(method="ocm", device="cpu", precision="bf16"), (32, 32), 100)
+    check_room(RunConfig.create(method="er", device="cpu"), (32, 32), 100)

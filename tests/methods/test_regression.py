@@ -28,9 +28,11 @@ SEEDS = (0, 1, 2)
 #: methods.
 COMPARED = ("finetune", "er", "joint", "agem")
 #: Options beside the shared ones: GDumb keeps its own learning rate; a digit that is rotated is
-#: another; LUCIR's cosines get a scale from which it can learn in so few steps.
+#: another; LUCIR's cosines get a scale, and IL2A's terms for old classes weights, with which they
+#: can learn in so few steps.
 OPTIONS = {
     "gdumb": {"passes": 16, "passes_before": 2, "lr": 0.05},
+    "il2a": {"distillation": 0.1, "semantic": 0.1},
     "lucir": {"scale": 10.0},
     "ocm": {"rotations": 1},
     "onpro": {"rotations": 1},
