@@ -47,8 +47,8 @@ def page() -> str:
     shared = settings_of(BaselineOptions)
     parts += [_row(f"`{s.field}`", as_text(s.default), s.full_meaning, s.source) for s in shared.values()]
     parts.append(
-        "\n## What tune searches\n\nThe ranges that `mose-fast tune` searches by default ([tuning.md](tuning.md)); a row"
-        f" without a method is for all others.\n\n{_table('method', 'setting', 'from', 'to', 'scale')}"
+        "\n## What tune searches\n\nThe ranges that `mose-fast tune` searches by default ([tuning.md](tuning.md)); a"
+        f" row without a method is for all others.\n\n{_table('method', 'setting', 'from', 'to', 'scale')}"
     )
     ranges = {}
     for name in METHODS:
