@@ -199,6 +199,28 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument("--dry-run", action="store_true", help="print plan and forecast of time and memory, then stop")
     _add_wandb(many)
 
+    search = command(
+        "tune",
+        _tune,
+        help="search settings of a method on held-out training images",
+        argument_default=argparse.SUPPRESS,
+        description=(
+            "Searches settings of a method with Optuna. Runs are evaluated on training images that are held out; no"
+            " test image is read. To continue after an interruption, run the same command again."
+        ),
+        epilog="example: mose-fast tune --method er --trials 12 --seeds 0-1 --width 8 --limit-per-task 200",
+    )
+    search.add_argument("--trials", type=int, metavar="N", required=True, help="trials in all, earlier ones included")
+    search.add_argument(
+        "--space", metavar="FILE", help=".toml or .json file with a table [space] [the ranges of docs/tuning.md]"
+    )
+    search.add_argument("--seeds", metavar="0-14", help="seeds of each trial: 0-4 or 0,1,5-9 [0-1]")
+    _add_flags(search, [name for name in _FLAGS if name not in ("seed", "evaluate_on")])
+    _add_place(search)
+    files = search.add_argument_group("files")
+    files.add_argument("--out", metavar="DIR", help="the study's folder [runs/tune-STREAM-METHOD]")
+    files.add_argument("--dry-run", action="store_true", help="print the forecast of time, then stop")
+
     table = command(
         "paper",
         _paper,
@@ -428,6 +450,30 @@ def _sweep(arguments: argparse.Namespace) -> int:
     if outcome.table is not None:
         print(f"table     {out / STORE}")
     return 1 if outcome.failures else 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from mose_fast.sweep.grid import read_seeds
+    from mose_fast.tune import tune
+
+    given = vars(arguments)
+    changes = _changes(arguments, None)
+    method = changes.pop("method", RunConfig.method)
+    stream = Path(changes.get("stream.name", StreamConfig.name)).stem
+    try:
+        tune(
+            method,
+            trials=given["trials"],
+            out=given.get("out", Path("runs") / f"tune-{stream}-{Path(method).stem}"),
+            space=given.get("space"),
+            seeds=read_seeds(given.get("seeds", "0-1")),
+            changes=changes,
+            place=_place(arguments),
+            dry_run=given.get("dry_run", False),
+        )
+    except KeyboardInterrupt as error:
+        return _interrupted(error, "; to continue, run the same command again")
+    return 0
 
 
 def _paper(arguments: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from mose_fast.knobs import (
     SHOWN,
     ConfigError,
     Declared,
+    Search,
     documented,
     knob,
     meanings,
@@ -216,8 +217,14 @@ class MethodOptions(Declared):
         "choice; both sources only know natural images",
         choices={"auto": "off where they change labels", "on": "", "off": ""},
     )
-    lr: float = knob(1e-3, "learning rate of Adam", "paper 5.1; released", above=0)
-    weight_decay: float = knob(1e-4, "weight decay of Adam, added to the gradient", "paper 5.1; released", low=0)
+    lr: float = knob(1e-3, "learning rate of Adam", "paper 5.1; released", above=0, search=Search(1e-4, 1e-1, log=True))
+    weight_decay: float = knob(
+        1e-4,
+        "weight decay of Adam, added to the gradient",
+        "paper 5.1; released",
+        low=0,
+        search=Search(1e-6, 1e-2, log=True),
+    )
     beta1: float = knob(0.9, "first moment's decay", "released (PyTorch's default)", low=0, below=1)
     beta2: float = knob(0.999, "second moment's decay", "released (PyTorch's default)", low=0, below=1)
     eps: float = knob(1e-8, "Adam's epsilon", "released (PyTorch's default)", above=0)
@@ -313,8 +320,12 @@ class MoseOptions(ReplayOptions):
         "new rows use only the current task's classes; false: one cross-entropy over all rows and classes",
         "paper, eq. new CE; released",
     )
-    buffer_weight: float = knob(2.0, "weight of the buffer rows' cross-entropy", "released: 2; paper: 1", low=0)
-    temperature: float = knob(0.07, "temperature of the contrastive loss", "released; SCR", above=0)
+    buffer_weight: float = knob(
+        2.0, "weight of the buffer rows' cross-entropy", "released: 2; paper: 1", low=0, search=Search(0.5, 8, log=True)
+    )
+    temperature: float = knob(
+        0.07, "temperature of the contrastive loss", "released; SCR", above=0, search=Search(0.02, 0.5, log=True)
+    )
 
     # The composition of a step
     new_extra: int = knob(
@@ -592,6 +603,9 @@ class RunConfig(Declared):
     anytime_images: int = _execution(256, "images of such an evaluation, fixed, of the classes seen so far", low=1)
     anytime_stored: int | None = _execution(
         10, "stored images of a class that its mean is computed from between task ends", low=1, none="all"
+    )
+    tuned: str | None = _bookkeeping(
+        None, "on what the settings were chosen, which mose-fast tune notes in its best.toml", none="nothing is noted"
     )
     checkpoint_every: int | None = _bookkeeping(
         None, "batches between checkpoints within a task", low=1, none="at task ends only", flag=True

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mose_fast.errors import MoseFastError
 
@@ -25,6 +25,7 @@ __all__ = [
     "RENAMED",
     "ConfigError",
     "Declared",
+    "Search",
     "Setting",
     "as_text",
     "documented",
@@ -119,6 +120,20 @@ def usable_path(value: str) -> bool:
     return b"\0" not in path and len(path) < 4096 and all(len(part) <= 255 for part in path.split(b"/"))
 
 
+class Search(NamedTuple):
+    """The range of a number that ``mose-fast tune`` searches.
+
+    Attributes:
+        low: The least value.
+        high: The greatest value.
+        log: Whether it is searched on a logarithmic scale.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What a setting is: a field of a dataclass below :class:`Declared`, as :func:`knob` says.
@@ -145,6 +160,7 @@ class Setting:
             which as a rule only scales, or bookkeeping.
         alters: Whether another value changes results by more than rounding, so that such runs must
             not be mixed. None: yes for ``problem`` and ``method``.
+        search: The range that ``mose-fast tune`` searches by default; None: it leaves it alone.
     """
 
     name: str = ""
@@ -164,6 +180,7 @@ class Setting:
     flag: str | bool = False
     cost: bool | None = None
     alters: bool | None = None
+    search: Search | None = None
 
     @property
     def changes_cost(self) -> bool:

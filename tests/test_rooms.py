@@ -26,7 +26,7 @@ train
 progress
 sweep
 export report
-paper
+paper tune
 benchmark
 doctor
 cli

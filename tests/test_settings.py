@@ -20,7 +20,7 @@ from mose_fast.train import RunError
 from mose_fast.train.identity import check_identity
 
 # Another value of every setting that neither problem nor method needs to be what it is.
-BOOKKEEPING = {"stream.data_dir": "/data", "stream.decoder": "pil", "checkpoint_every": 3}
+BOOKKEEPING = {"stream.data_dir": "/data", "stream.decoder": "pil", "checkpoint_every": 3, "tuned": "by hand"}
 EXECUTION = {
     "device": "cpu",
     "feed": "torch",

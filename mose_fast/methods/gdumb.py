@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mose_fast.augment.cutmix import cutmix
 from mose_fast.config import RECIPES, MethodOptions, RunConfig, knob
+from mose_fast.knobs import Search
 from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
@@ -42,7 +43,13 @@ class GdumbOptions(MethodOptions):
     buffer_batch: int = knob(
         16, "images a step of the training on the memory", "drimpossible/GDumb; for table a choice", low=1
     )
-    lr: float = knob(0.05, "highest learning rate", "drimpossible/GDumb; for table a choice", above=0)
+    lr: float = knob(
+        0.05,
+        "highest learning rate",
+        "drimpossible/GDumb; for table a choice",
+        above=0,
+        search=Search(0.005, 0.5, log=True),
+    )
     lr_low: float = knob(
         5e-4, "learning rate towards which each cycle falls", "drimpossible/GDumb; for table a choice", above=0
     )

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from mose_fast.augment.pad_crop import pad_crop
 from mose_fast.config import RECIPES, ReplayOptions, knob
+from mose_fast.knobs import Search
 from mose_fast.methods.base import Learner, Planning
 from mose_fast.methods.model import Model
 from mose_fast.methods.prepared import ViewsToCome
@@ -74,8 +75,10 @@ class BaselineOptions(ReplayOptions):
     augment: str = knob(
         "simclr", "recipe of the views", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
     )
-    lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0)
-    weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0)
+    lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0, search=Search(1e-4, 1e-1, log=True))
+    weight_decay: float = knob(
+        1e-4, "weight decay, added to the gradient", "paper 5.1", low=0, search=Search(1e-6, 1e-2, log=True)
+    )
     classifier: str = knob(
         "linear",
         "what predict() classifies by",

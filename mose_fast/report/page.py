@@ -233,6 +233,11 @@ def _notes(groups: Sequence[Group]) -> list[str]:
             "Runs that trained on the final memory were evaluated once, so they have no forgetting, curves or accuracy"
             " matrix."
         )
+    tuned: dict[str, list[str]] = {}
+    for g in groups:
+        if how := g.runs[0].config["tuned"]:
+            tuned.setdefault(how, []).append(g.name)
+    notes += [f"Tuned by mose-fast tune ({how}): {_some(names)}." for how, names in tuned.items()]
     departing: dict[str, list[str]] = {}
     for g in groups:
         if differing := deviations(g):

@@ -17,12 +17,15 @@ _LOG_LINES = 15
 
 
 class CellState(enum.Enum):
-    """What a cell is doing. A waiting one will be started (again); a failed one was given up."""
+    """What a cell is doing. A waiting one will be started (again); a failed one was given up, and a
+    dropped one is no longer wanted.
+    """
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
     DONE = enum.auto()
     FAILED = enum.auto()
+    DROPPED = enum.auto()
 
 
 @dataclass(frozen=True)

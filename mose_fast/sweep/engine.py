@@ -29,8 +29,8 @@ class Engine(Protocol):
     def events(self, timeout: float) -> list[Event]:
         """The events of cells since the last call; waits for at most ``timeout`` seconds."""
 
-    def stop(self) -> None:
-        """Makes every run write a checkpoint and stop."""
+    def stop(self, cell: str | None = None) -> None:
+        """Makes the run of a cell, or every run, write a checkpoint and stop."""
 
     def close(self) -> None:
         """Ends all processes at once."""
@@ -109,9 +109,10 @@ class LocalEngine:
                 found += self._on_death(worker)
         return found
 
-    def stop(self) -> None:
+    def stop(self, cell: str | None = None) -> None:
         for worker in filter(None, self.workers):
-            self._send(worker, {"do": "stop"})
+            if cell is None or cell in worker.cells:
+                self._send(worker, {"do": "stop", "cell": cell})
 
     def close(self) -> None:
         for worker in filter(None, self.workers):

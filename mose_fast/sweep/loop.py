@@ -68,7 +68,16 @@ class CellLoop:
             self.display.draw()
         if self.table_is_behind:
             collect(self.folder.path)
-        return all(record.state in (CellState.DONE, CellState.FAILED) for record in self.records.values())
+        return all(record.state not in (CellState.WAITING, CellState.RUNNING) for record in self.records.values())
+
+    def drop(self, name: str) -> None:
+        """Stops a cell that is no longer wanted, or does not start it."""
+        record = self.records[name]
+        if record.state is CellState.RUNNING:
+            self.engine.stop(name)
+        if record.state in (CellState.RUNNING, CellState.WAITING):
+            record.state = CellState.DROPPED
+        self.queue = deque(waiting for waiting in self.queue if waiting is not record)
 
     def _running(self) -> bool:
         return any(record.state is CellState.RUNNING for record in self.records.values())

@@ -6,11 +6,12 @@ A worker takes commands from its stdin. ``do`` names the command:
   ``out``; append what it prints to the file ``log``. ``afresh``: ignore its checkpoints. ``wandb``:
   project of Weights & Biases or None.
 - ``measure``: estimate what a run with the configuration ``config`` costs, for ``cell``.
-- ``stop``: let every run write a checkpoint and stop.
+- ``stop``: let the run of ``cell``, or every run where that is None, write a checkpoint and stop.
 
 It writes events of a ``cell`` to its stdout. ``event`` names the kind:
 
-- ``progress``: the run has trained on ``batch`` of its ``batches``.
+- ``progress``: the run has trained on ``batch`` of its ``batches``. The first one also has
+  ``view``, the classifier and the expert of ``predict()``.
 - ``task``: ``task`` (from 0) of the run's ``tasks`` has ended; ``accuracy`` is the mean over the
   tasks seen, in [0, 1].
 - ``measured``: ``cost`` holds the fields of :class:`mose_fast.sweep.measure.Cost`.

@@ -115,9 +115,10 @@ class RayEngine:
                 found.append(last)
         return found
 
-    def stop(self) -> None:
-        for task in self.running:
-            self.ray.cancel(task, force=False)
+    def stop(self, cell: str | None = None) -> None:
+        for task, running in self.running.items():
+            if cell in (None, running):
+                self.ray.cancel(task, force=False)
 
     def close(self) -> None:
         for task in self.running:

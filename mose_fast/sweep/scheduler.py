@@ -39,7 +39,7 @@ from mose_fast.train.lock import FolderLock
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Outcome", "run_grid", "run_sweep"]
+__all__ = ["Outcome", "run_grid", "run_sweep", "with_fingerprints"]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def run_grid(
         Interrupted: Ctrl-C, SIGTERM or SIGHUP; unfinished runs have written a checkpoint.
     """
     folder, place = SweepFolder(out), place or Place()
-    given = _with_fingerprints(grid.cells() if isinstance(grid, Grid) else list(grid), place)
+    given = with_fingerprints(grid.cells() if isinstance(grid, Grid) else list(grid), place)
     cells = folder.with_known_names(given)
     folders = {cell.name: found.name for cell, found in zip(given, cells, strict=True)}
     sweep = _Sweep(cells, folder, place, say)
@@ -166,7 +166,7 @@ def run_grid(
         lock.release()
 
 
-def _with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
+def with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
     """The cells with the fingerprint of their data. Loads each stream once, downloading it if
     needed.
 

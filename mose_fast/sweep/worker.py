@@ -62,7 +62,7 @@ class _Report(Listener):
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         self.tasks, self.batches, self.main = len(stream.tasks), batches, learner.resolve_expert()
-        self.emit({"event": "progress", "batch": batch, "batches": batches})
+        self.emit({"event": "progress", "batch": batch, "batches": batches, "view": self.main})
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         now = time.monotonic()
@@ -141,7 +141,7 @@ class _Worker:
                 self.stop()
             for command in commands.read() if 0 in ready else []:
                 if command["do"] == "stop":
-                    self.stop()
+                    self.stop(command["cell"])
                 else:
                     self.start(command)
         self.kill()
@@ -218,13 +218,17 @@ class _Forking(_Worker):
         if not self.ended:
             _report(died(self.cell, os.WTERMSIG(status) if os.WIFSIGNALED(status) else None))
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        if self.busy():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.child, number)
+    def stop(self, cell: str | None = None) -> None:
+        if self.busy() and cell in (None, self.cell):
+            self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self.stop(signal.SIGKILL)
+        if self.busy():
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.child, number)
 
 
 class _Together(_Worker):
@@ -232,7 +236,7 @@ class _Together(_Worker):
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
-        self.stopping = threading.Event()
+        self.stopping: dict[str, threading.Event] = {}
         self.running: list[threading.Thread] = []
 
     def busy(self) -> bool:
@@ -242,6 +246,7 @@ class _Together(_Worker):
         return []
 
     def start(self, command: Command) -> None:
+        self.stopping[command["cell"]] = threading.Event()
         self.running.append(threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True))
         self.running[-1].start()
 
@@ -254,10 +259,12 @@ class _Together(_Worker):
             _measure(command, emit)
             return
         with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext():
-            run_cell(command, emit, self.stopping, [])
+            run_cell(command, emit, self.stopping[command["cell"]], [])
 
-    def stop(self) -> None:
-        self.stopping.set()
+    def stop(self, cell: str | None = None) -> None:
+        for name, stopping in self.stopping.items():
+            if cell in (None, name):
+                stopping.set()
 
     def kill(self) -> None:
         os._exit(0)  # ends threads in the middle of a step; their runs have checkpoints

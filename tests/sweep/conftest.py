@@ -100,7 +100,7 @@ class PretendEngine:
         self.ending.append({**what, "cell": cell})
         return [{"event": "progress", "cell": cell, "batch": 1, "batches": 2}]
 
-    def stop(self):
+    def stop(self, cell=None):
         self.stopped = True
 
     def close(self):

@@ -218,6 +218,25 @@ def test_runs_that_share_a_process_are_the_runs_alone(tmp_path, alone):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("slots", [[Slot(), Slot()], [Slot(runs=2)]], ids=["forked", "in threads"])
+def test_one_run_is_stopped_and_the_other_goes_on(tmp_path, alone, slots):
+    folder = SweepFolder(tmp_path / "s")
+    engine = LocalEngine(slots, threads=1, logs=folder.logs)
+    try:
+        for command in commands(folder):
+            engine.start(command)
+        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-1/checkpoints/step-*")))
+        engine.stop("seed-1")
+        ended, events = until_ended(engine, 2)
+    finally:
+        engine.close()
+    assert {cell: event["event"] for cell, event in ended.items()} == {"seed-0": "done", "seed-1": "stopped"}, events
+    results = json.loads((folder.run("seed-0") / "results.json").read_text())
+    assert results["weights_sha256"] == alone[0] and results["resumed"] == 0
+    assert not (folder.run("seed-1") / "results.json").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [1, 2], ids=["forked", "in threads"])
 def test_a_worker_that_is_told_to_end_lets_its_runs_write_checkpoints(tmp_path, runs):
     """As a cluster ends a job: every process gets the signal, or one of them."""

@@ -1,0 +1,151 @@
+"""A study: Optuna chooses the trials and when to stop one.
+
+What it chooses is a function of the study's seed, the trial's number and the trials of earlier
+rounds alone, so that a study that is killed continues to the same trials.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mose_fast.config import ConfigError
+from mose_fast.tune.space import Axis
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+__all__ = ["Study", "import_optuna"]
+
+# Trials at random before the sampler models the others; trials before the pruner compares.
+_RANDOM_TRIALS = 5
+_COMPARED_TRIALS = 4
+
+# Tasks after which no trial is stopped, since nearly all accuracies are alike then.
+_PATIENT_TASKS = 1
+
+
+def import_optuna() -> Any:
+    """Optuna.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError(
+            "tuning needs Optuna, which is not installed; first: pip install 'mose-fast[tune]'"
+        ) from error
+    optuna.logging.set_verbosity(logging.WARNING)
+    return optuna
+
+
+class Study:
+    """The trials of a study, kept in an SQLite file of Optuna's.
+
+    Args:
+        path: The file; created if missing.
+        axes: The space by dotted name.
+        defaults: The values that the method's settings have by themselves; the first trial's,
+            where the space contains them.
+        seed: Seed of the sampler.
+    """
+
+    def __init__(self, path: Path, axes: Mapping[str, Axis], defaults: Mapping[str, Any], seed: int) -> None:
+        self.optuna = import_optuna()
+        from sqlalchemy import URL  # of Optuna's
+
+        self.axes, self.defaults, self.seed = axes, defaults, seed
+        self.distributions = {name: self._distribution(axis) for name, axis in axes.items()}
+        self.pruner = self.optuna.pruners.MedianPruner(_COMPARED_TRIALS, _PATIENT_TASKS)
+        storage = self.optuna.storages.RDBStorage(URL.create("sqlite", database=str(path)).render_as_string())
+        self.record = self.optuna.create_study(
+            storage=storage, study_name="mose-fast", direction="maximize", load_if_exists=True
+        )
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        """All trials so far, by number."""
+        return self.record.get_trials()
+
+    def ask(self, known: int) -> FrozenTrial:
+        """Chooses and records the next trial.
+
+        Args:
+            known: Number of earlier trials whose values count; later ones count as running.
+        """
+        number = len(self.trials)
+        if number == 0 and all(axis.holds(self.defaults[name]) for name, axis in self.axes.items()):
+            params = {name: self.defaults[name] for name in self.axes}
+        else:
+            params = self._sampled(number, known)
+        # With its values at once: Optuna's own ask writes one after the other.
+        self.record.add_trial(self._running(params))
+        return self.trials[number]
+
+    def hopeless(self, params: Mapping[str, Any], values: Sequence[float], known: int) -> int | None:
+        """The first task after which the pruner stops a trial with these values; None: it does not.
+
+        Args:
+            params: The trial's settings.
+            values: Accuracy after each of its tasks so far.
+            known: Number of earlier trials to compare with.
+        """
+        study = self._replica(known)
+        # One value at a time: the pruner compares the best value so far, which is nearly always the
+        # one after the first task.
+        stopped = (task for task, v in enumerate(values) if self.pruner.prune(study, self._running(params, {task: v})))
+        return next(stopped, None)
+
+    def tell(self, trial: FrozenTrial, values: Sequence[float], result: float | None, *, pruned: bool) -> None:
+        """Records how a trial ended.
+
+        Args:
+            trial: The trial.
+            values: Its accuracy after each task, as far as it came.
+            result: Its final accuracy; None if it failed or was stopped.
+            pruned: Whether it was stopped.
+        """
+        states = self.optuna.trial.TrialState
+        running = self.optuna.trial.Trial(self.record, trial._trial_id)
+        for task, value in enumerate(values):
+            running.report(value, task)
+        if result is not None:
+            self.record.tell(trial.number, result)
+        else:
+            self.record.tell(trial.number, state=states.PRUNED if pruned else states.FAIL)
+
+    def _sampled(self, number: int, known: int) -> dict[str, Any]:
+        # A sampler of its own for each trial, so that what it draws depends on nothing else.
+        study = self._replica(known)
+        study.sampler = self.optuna.samplers.TPESampler(
+            n_startup_trials=_RANDOM_TRIALS, seed=(self.seed * 1_000_003 + number) % 2**32
+        )
+        study.add_trials([self._running(trial.params) for trial in self.trials[known:]])
+        return study.ask(self.distributions).params
+
+    def _replica(self, known: int) -> Any:
+        study = self.optuna.create_study(direction="maximize", pruner=self.pruner)
+        study.add_trials(self.trials[:known])
+        return study
+
+    def _running(self, params: Mapping[str, Any], values: Mapping[int, float] | None = None) -> FrozenTrial:
+        return self.optuna.trial.create_trial(
+            state=self.optuna.trial.TrialState.RUNNING,
+            params=dict(params),
+            distributions=self.distributions,
+            intermediate_values=dict(values or {}),
+        )
+
+    def _distribution(self, axis: Axis) -> Any:
+        kinds = self.optuna.distributions
+        if axis.search is None:
+            return kinds.CategoricalDistribution(axis.choices)
+        low, high, log = axis.search
+        if axis.setting.type == "int":
+            step = 1 if log else axis.setting.multiple
+            return kinds.IntDistribution(low, high, log=log, step=step)
+        return kinds.FloatDistribution(low, high, log=log)

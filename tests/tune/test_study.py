@@ -1,0 +1,93 @@
+"""What a study chooses: the same trials, however often it is interrupted; and which it stops."""
+
+import math
+
+import pytest
+
+from mose_fast.knobs import Search
+from mose_fast.settings import all_settings
+from mose_fast.tune.space import Axis
+from mose_fast.tune.study import Study
+
+KNOWN = all_settings("er")
+AXES = {
+    "options.lr": Axis(KNOWN["options.lr"], Search(1e-4, 0.1, True)),
+    "options.buffer_batch": Axis(KNOWN["options.buffer_batch"], Search(4, 32)),
+    "options.augment": Axis(KNOWN["options.augment"], choices=("ocm", "none")),
+}
+DEFAULTS = {"options.lr": 1e-3, "options.buffer_batch": 10, "options.augment": "ocm"}
+
+
+def result(params):
+    """An accuracy that is best at a learning rate of 0.02 without augmentation."""
+    return 0.9 - 0.1 * abs(math.log10(params["options.lr"] / 0.02)) - 0.1 * (params["options.augment"] == "ocm")
+
+
+def search(path, trials, together=1, reopen=()):
+    """Runs a study of made-up accuracies; opens it anew after the asks and tells in ``reopen``."""
+    study, events = Study(path, AXES, DEFAULTS, seed=0), 0
+
+    def event():
+        nonlocal study, events
+        events += 1
+        if events in reopen:
+            study = Study(path, AXES, DEFAULTS, seed=0)
+
+    for start in range(0, trials, together):
+        numbers = range(start, min(start + together, trials))
+        while len(study.trials) < numbers.stop:
+            study.ask(known=start)
+            event()
+        for number in numbers:
+            trial = study.trials[number]
+            if trial.state.is_finished():
+                continue
+            values = [1.0, result(trial.params) + 0.1, result(trial.params)]
+            stopped = study.hopeless(trial.params, values, start)
+            value = None if number == 3 or stopped is not None else values[-1]  # the fourth fails
+            study.tell(trial, values if stopped is None else values[: stopped + 1], value, pruned=stopped is not None)
+            event()
+    return [(t.params, t.state.name, t.value, t.intermediate_values) for t in study.trials]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_an_interrupted_study_has_the_same_trials(tmp_path, together):
+    whole = search(tmp_path / "a", 9, together)
+    assert search(tmp_path / "b", 9, together, reopen=(1, 2, 5, 8, 12, 13, 14, 17)) == whole
+    assert {state for _, state, _, _ in whole} == {"COMPLETE", "PRUNED", "FAIL"}
+    assert len({str(params) for params, *_ in whole}) == 9
+
+
+def test_more_trials_continue_as_if_there_had_been_as_many_from_the_start(tmp_path):
+    whole = search(tmp_path / "a", 9, together=3)
+    assert search(tmp_path / "b", 7, together=3) == whole[:7]
+    assert search(tmp_path / "b", 9, together=3) == whole
+
+
+def test_the_first_trial_has_the_methods_own_settings_where_the_space_holds_them(tmp_path):
+    assert search(tmp_path / "a", 1)[0][0] == DEFAULTS
+    axes = AXES | {"options.lr": Axis(KNOWN["options.lr"], Search(0.01, 0.1, True))}
+    study = Study(tmp_path / "b", axes, DEFAULTS, seed=0)
+    assert 0.01 <= study.ask(known=0).params["options.lr"] <= 0.1
+
+
+def test_it_finds_what_is_good(tmp_path):
+    trials = search(tmp_path / "a", 25)
+    best = max((value, params["options.lr"], params["options.augment"]) for params, state, value, _ in trials if value)
+    assert best[0] > 0.85 and best[2] == "none"
+    late = [params["options.augment"] for params, *_ in trials[12:]]
+    assert late.count("none") > len(late) / 2
+
+
+def test_a_trial_is_stopped_after_the_first_task_that_shows_it_worse_than_the_median(tmp_path):
+    """Accuracies fall from task to task, so the best one so far says nothing."""
+    study = Study(tmp_path / "a", AXES, DEFAULTS, seed=0)
+    for final in (0.6, 0.7, 0.8, 0.9):
+        study.tell(study.ask(known=0), [1.0, final + 0.05, final], final, pruned=False)
+    assert study.hopeless(DEFAULTS, [0.2], 4) is None  # the first task alone stops nothing
+    assert study.hopeless(DEFAULTS, [1.0, 0.81, 0.76], 4) is None
+    assert study.hopeless(DEFAULTS, [1.0, 0.79], 4) == 1
+    assert study.hopeless(DEFAULTS, [1.0, 0.79, 0.9], 4) == 1
+    assert study.hopeless(DEFAULTS, [1.0, 0.81, 0.5], 4) == 2
+    assert study.hopeless(DEFAULTS, [1.0, 0.1, 0.1], 3) is None  # of too few to compare with
+    assert study.hopeless(DEFAULTS, [], 4) is None

@@ -1,0 +1,175 @@
+"""Whole studies with real workers: what they leave, what they refuse, and that a killed one
+continues to the same trials.
+"""
+
+import csv
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from mose_fast.cli import main
+from mose_fast.config import RunConfig
+from mose_fast.report.page import write_report
+from mose_fast.sweep.store import read_run
+from mose_fast.train import RunError
+from mose_fast.tune import tune
+
+#: Runs of twelve batches in three tasks.
+CHANGES = {"stream.tasks": 3, "stream.validation": 0.25, "width": 1, "memory": 20, "buffer_batch": 8, "device": "cpu"}
+TRIALS, SEEDS = 6, (0, 1)
+
+
+def changes(data):
+    found = {**CHANGES, "options.buffer_batch": CHANGES["buffer_batch"], "stream.name": str(data)}
+    del found["buffer_batch"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Images of two brightnesses a task, without a test image: to read one would fail."""
+    y = np.arange(240) % 6
+    x = np.random.default_rng(0).integers(0, 60, (240, 8, 8, 3)) + 30 * y[:, None, None, None]
+    path = tmp_path_factory.mktemp("data") / "train_only.npz"
+    np.savez(path, x_train=x.astype(np.uint8), y_train=y)
+    return path
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory, data):
+    """A finished study: its folder, what it returned and what it said."""
+    out, said = tmp_path_factory.mktemp("study") / "out", []
+    tuned = tune("er", trials=TRIALS, out=out, seeds=SEEDS, changes=changes(data), say=said.append)
+    return out, tuned, said
+
+
+def trials_of(out):
+    with (out / "trials.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_trial_has_its_runs_on_held_out_images(study):
+    out, tuned, _ = study
+    rows = trials_of(out)
+    assert [row["trial"] for row in rows] == [str(number) for number in range(TRIALS)]
+    assert {row["state"] for row in rows} <= {"complete", "stopped"}
+    for row in rows:
+        accuracies = []
+        for seed in SEEDS:
+            folder = out / f"trial-{int(row['trial']):03d}_seed-{seed}"
+            config = RunConfig.load(folder / "config.json")
+            assert (config.evaluate_on, config.stream.validation, config.seed) == ("validation", 0.25, seed)
+            assert config.options.lr == pytest.approx(float(row["options.lr"]), rel=0.01)
+            if row["state"] == "complete":
+                accuracies.append(100 * read_run(folder)[0]["acc"])
+        if accuracies:
+            assert float(row["ACC"]) == pytest.approx(np.mean(accuracies), abs=0.06)
+    best = max(float(row["ACC"]) for row in rows if row["ACC"])
+    assert 100 * tuned.accuracy == pytest.approx(best, abs=0.06) and tuned.trials == TRIALS
+    # The first trial has the method's own settings.
+    assert (float(rows[0]["options.lr"]), float(rows[0]["options.weight_decay"])) == (1e-3, 1e-4)
+
+
+def test_the_best_settings_run_on_all_images_and_are_marked_in_a_report(study, data, tmp_path, monkeypatch):
+    _, tuned, _ = study
+    config = RunConfig.load(tuned.config)
+    assert {f"options.{name}": getattr(config.options, name) for name in ("lr", "weight_decay")} == tuned.best
+    assert (config.evaluate_on, config.stream.validation, config.stream.fingerprint) == ("test", None, None)
+    assert (config.memory, config.width, config.options.buffer_batch, config.stream.tasks) == (20, 1, 8, 3)
+    assert config.tuned == "6 trials of 2 seeds on 25 % of the training images of train_only.npz"
+    with np.load(data) as arrays:
+        whole = tmp_path / "whole.npz"
+        np.savez(whole, **arrays, x_test=arrays["x_train"], y_test=arrays["y_train"])
+    out = tmp_path / "runs" / "best"
+    assert main(["run", "--config", str(tuned.config), "--stream", str(whole), "--out", str(out)]) == 0
+    monkeypatch.setattr("mose_fast.report.page.figures", lambda groups: [])
+    page = write_report([tmp_path / "runs"])[0].read_text()
+    assert "Tuned by mose-fast tune (6 trials of 2 seeds on 25 % of the training images of train_only.npz)" in page
+
+
+def test_it_forecasts_and_says_how_sure_it_is(study):
+    out, tuned, said = study
+    text = "\n".join(said)
+    assert "6 trials of 2 seeds in" in text and "at most about" in text
+    assert "options.lr: 0.0001 to 0.1, logarithmic, by itself 0.001" in text
+    assert all(line in text for line in tuned.sure) and "2 common seeds" in tuned.sure[0]
+    assert "mose-fast run --config" in said[-1]
+    names = {path.name for path in out.iterdir() if path.is_file()}
+    assert {"best.toml", "trials.csv", "trials.md", "history.svg", "slices.svg", "study.sqlite"} <= names
+    assert b"<svg" in (out / "history.svg").read_bytes()
+
+
+def test_a_finished_study_only_says_again_what_it_found(study, data):
+    out, tuned, _ = study
+    before = {path: text for path, text in contents(out).items() if path.parent != out}
+    again = tune("er", trials=TRIALS, out=out, seeds=SEEDS, changes=changes(data), say=lambda line: None)
+    assert again == tuned
+    assert {path: text for path, text in contents(out).items() if path.parent != out} == before
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"space": "[space]\nlr = { low = 1e-3, high = 0.1, log = true }"}, "has other space (options.lr is"),
+        ({"seeds": (0, 2)}, r"has other seeds ([0, 1] there and [0, 2] here)"),
+        ({"changes": {"memory": 30}}, "has other settings (memory is 20 there and 30 here)"),
+    ],
+)
+def test_a_study_is_not_continued_with_other_settings(study, data, tmp_path, more, message):
+    out, before = study[0], contents(study[0])
+    more = {**more, "changes": {**changes(data), **more.get("changes", {})}}
+    if "space" in more:
+        (tmp_path / "space.toml").write_text(more["space"])
+        more["space"] = tmp_path / "space.toml"
+    with pytest.raises(RunError) as caught:
+        tune("er", out=out, say=lambda line: None, **{"trials": TRIALS, "seeds": SEEDS, **more})
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert contents(out) == before
+
+
+def test_trials_that_all_fail_leave_no_settings(data, tmp_path):
+    (tmp_path / "space.toml").write_text("[space]\nlr = [1e30, 1e31]\n")
+    out, said = tmp_path / "out", []
+    with pytest.raises(RunError, match=r"none of the 2 trials came to its end \(2 failed\), so nothing was tuned"):
+        tune("er", trials=2, out=out, seeds=(0,), space=tmp_path / "space.toml", changes=changes(data), say=said.append)
+    assert not (out / "best.toml").exists()
+
+
+def test_a_dry_run_writes_nothing(data, tmp_path):
+    said = []
+    tune("er", trials=3, out=tmp_path / "out", changes=changes(data), dry_run=True, say=said.append)
+    assert "3 trials of 2 seeds" in said[1] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_study_that_is_killed_continues_to_the_same_trials(study, data, tmp_path):
+    out, times = tmp_path / "out", random.Random(0)
+    command = [sys.executable, "-m", "mose_fast", "tune", "--method", "er", "--trials", str(TRIALS)]
+    command += ["--out", str(out), "--seeds", "0-1"]
+    for name, value in changes(data).items():
+        command += ["--set", f"{name}={value}"]
+
+    def done():
+        return len(list(out.glob("trial-*/results.json")))
+
+    for kill in range(5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
+        deadline, wanted = time.monotonic() + 120, kill + 1
+        while done() < wanted and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(times.uniform(0, 0.7))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() in (-signal.SIGKILL, 0)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert trials_of(out) == trials_of(study[0])
+    assert (out / "best.toml").read_text() == (study[0] / "best.toml").read_text()
