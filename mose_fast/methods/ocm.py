@@ -49,11 +49,12 @@ class Ocm(RotatedLearner):
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Beside the offsets ``earlier``, bool [K], the classes of earlier tasks; ``taught``,
-        whether replayed rows have a teacher.
+        whether replayed rows have a teacher. Rows of memory alone have none: training on the final
+        memory, nothing was trained before it.
         """
         earlier = torch.zeros(self.classes, dtype=torch.bool)
         earlier[[c for c in self.seen if c not in self.data.current]] = True
-        taught = self.teacher.present and sizes[1] > 0
+        taught = self.teacher.present and min(sizes) > 0
         return {**super().extras(labels, sizes), "earlier": upload(earlier, self.device), "taught": taught}
 
     def make_views(self, rows: Rows) -> Tensor:

@@ -48,6 +48,13 @@ def test_pieces_begin_at_every_place_and_both_sets_have_one_of_their_own(make, b
     assert set(places) == set(range(6)) and places[::2] != places[1::2]
 
 
+def test_rows_of_memory_alone_have_no_teacher(make, teach):
+    """Nothing was trained before a run trains on its final memory."""
+    learner = teach(make("ocm"))
+    assert learner.teacher.present
+    assert learner.rehearse(torch.arange(12)).keys() == {"loss", "cross_entropy", "replayed"}
+
+
 @pytest.mark.parametrize("rotations", [16, 4])
 def test_a_stream_whose_labels_rotating_changes_is_refused(rotations):
     options = {"rotations": rotations}
