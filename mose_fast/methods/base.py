@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -104,7 +105,6 @@ class Learner(ABC):
 
     Attributes:
         data: The memory, the tasks and the classes seen.
-        model: The network and its optimiser.
         views: Makes views of raw images.
         mirrored: Whether images are mirrored, in fixed copies and at random.
         kernels: ``fused`` or ``torch``: the value that the configuration's ``kernels`` has here.
@@ -170,6 +170,7 @@ class Learner(ABC):
         self.kernels = choose_kernels(config.kernels, self.device)
         self.data = DataPlane(self.build_memory(), classes=classes, image_size=self.image_size, device=self.device)
         self.views = self._build_views()
+        self._planning_ahead = False
         self.model = self.build_model()
         self._means: ClassMeans | None = None
         self._warned_missing = False
@@ -193,6 +194,24 @@ class Learner(ABC):
     def memory(self) -> ReplayMemory:
         """The replay memory."""
         return self.data.memory
+
+    @property
+    def model(self) -> Model:
+        """The network and its optimiser.
+
+        Raises:
+            RuntimeError: A batch is being planned ahead of earlier steps.
+        """
+        if self._planning_ahead:
+            raise RuntimeError(
+                f"method {self.config.method!r} looks at its model in plan or store, which run ahead of the steps;"
+                " wanted planning = Planning.LOOKS_AT_MODEL in its class, or the model used in the step alone"
+            )
+        return self._model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self._model = model
 
     @property
     def task(self) -> int | None:
@@ -316,13 +335,14 @@ class Learner(ABC):
                 observe = partial(self.observe, x, y, task, index=index, train=train, store=store)
                 return WholeBatch(self, before, observe, f"{len(x)} incoming rows")
             x, y, index = self._receive(x, y, task, index)
-            plans = []
-            for _ in range(self.config.options.iterations if train else 0):
-                plan = self.plan(x, y)
-                if plan is not None:
-                    plans.append(plan)
-                    self.data.ahead += 1
-            stored = self.store(x, y, index) if store else None
+            with self._without_model():
+                plans = []
+                for _ in range(self.config.options.iterations if train else 0):
+                    plan = self.plan(x, y)
+                    if plan is not None:
+                        plans.append(plan)
+                        self.data.ahead += 1
+                stored = self.store(x, y, index) if store else None
         if not plans:
             return StoredBatch(self, before, x, stored)
         *earlier, last = plans
@@ -365,6 +385,15 @@ class Learner(ABC):
         self.data.steps += not self.model.latch.froze
         self._means = None
         return losses
+
+    @contextmanager
+    def _without_model(self) -> Iterator[None]:
+        """A context in which the method must not look at the model."""
+        self._planning_ahead = True
+        try:
+            yield
+        finally:
+            self._planning_ahead = False
 
     def undo(self, record: DataRecord) -> None:
         """Undoes the batch since a record of the data plane, except in the model."""

@@ -125,7 +125,8 @@ class Il2a(ExemplarLearner):
         if not sizes[0]:
             return {"known": self.mask(self.seen), "distils": False, "mixes": none}
         current, old, options = self.current(), self.old, self.config.options
-        known = torch.zeros(self.classes + self.network.projection1.out_features, dtype=torch.bool)
+        pairs = options.largest_task * (options.largest_task - 1) // 2
+        known = torch.zeros(self.classes + pairs, dtype=torch.bool)
         known[[*old, *current]] = True
         m = min(len(current), options.largest_task)
         known[self.classes : self.classes + m * (m - 1) // 2] = True

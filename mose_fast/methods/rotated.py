@@ -106,10 +106,10 @@ class RotatedLearner(ReplayLearner):
         """``offsets``: int64 [2], where the pieces of the features begin that projections are
         compared with, for incoming and for replayed rows.
         """
-        feature_size = self.network.feature_size
+        feature_size = 8 * self.config.width
         places = max(feature_size - self.projection_size(feature_size), 1)
         words = random_words(self.config.seed, self.data.sequence, 2, Purpose.PIECE, self.device)
-        return {"offsets": uniform_below32(words[0], torch.tensor(places, device=self.device))}
+        return {"offsets": uniform_below32(words[0], places)}
 
     def view_parts(self, rows: Rows, contrasted: int, *others: Tensor) -> list[Tensor]:
         """Fixed views of the first ``contrasted`` rows, the same augmented, and an augmented view

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mose_fast.config import ConfigError
-from mose_fast.methods import METHODS, PlannedBatch, create_learner
+from mose_fast.methods import METHODS, PlannedBatch, Planning, create_learner
 from mose_fast.methods.latch import RunningStatistics
 
 AHEAD = 4
@@ -93,6 +93,26 @@ def test_a_plan_needs_no_model(make, stream, options):
             assert same(*pairs)
             planned.take()
     assert torch.equal(learner.memory.images, blind.memory.images)
+
+
+@pytest.mark.parametrize(
+    ("function", "look"),
+    [
+        ("retrieve", lambda learner: learner.outputs(learner.memory.images)),
+        ("store", lambda learner: learner.network.eval()),
+        ("extras", lambda learner: learner.model.latch),
+    ],
+)
+def test_a_plan_that_looks_at_the_model_is_refused(make, stream, function, look):
+    """Ahead of earlier steps it would see another model than in lockstep."""
+    learner = make("er")
+    learner.observe(*stream[0])
+    given = getattr(learner, function)
+    setattr(learner, function, lambda *how: (look(learner), given(*how))[1])
+    with pytest.raises(RuntimeError, match=r"method 'er' looks at its model .* wanted planning = Planning\.LOOKS_AT"):
+        learner.prepare(*stream[1])
+    learner.planning = Planning.LOOKS_AT_MODEL
+    assert learner.observe(*stream[1])["loss"].isfinite()
 
 
 @with_options

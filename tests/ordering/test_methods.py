@@ -44,8 +44,8 @@ SETTINGS = {
     "evaluation_batch": 512,
     "checkpoint_every": 5,
 }
-# A step of the second task.
-BROKEN = 9
+# A step of the second task; with two for each batch, the first of one.
+BROKEN = 8
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +150,7 @@ def test_captured_steps_are_the_eager_ones(name, kernels, tmp_path, monkeypatch)
         {"name": "agem", "kernels": "fused", "precision": "bf16"},
         {"name": "scr", "kernels": "fused", "precision": "bf16", "options": {"review": True}},
         {"name": "derpp", "kernels": "fused", "options": {"memory_policy": "balanced", "passes": "separate"}},
+        {"name": "derpp", "options": {"iterations": 2}},
     ],
     ids=str,
 )
@@ -204,15 +205,3 @@ def test_a_step_that_reads_what_changes_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(Er, "losses", reads_what_changes)
     with pytest.raises(AssertionError):
         expect_equal_steps({"name": "er"}, tmp_path, monkeypatch)
-
-
-def test_a_plan_that_looks_at_the_network_is_reported(monkeypatch):
-    def looks(learner, x, y):
-        slots = ReplayLearner.retrieve(learner, x, y)
-        learner.outputs(x)
-        return slots
-
-    monkeypatch.setattr(Er, "retrieve", looks)
-    with Card() as card:
-        run(settings("er"))
-    assert card.races
