@@ -21,7 +21,13 @@ SETTINGS = {
     "memory": 30,
     "device": "cpu",
 }
-OPTIONS = {"mose": {"experts": 2, "new_extra": 4}, "gdumb": {"passes": 1, "passes_before": 1}}
+OPTIONS = {
+    "mose": {"experts": 2, "new_extra": 4},
+    "gdumb": {"passes": 1, "passes_before": 1},
+    # A digit that is rotated is another.
+    "ocm": {"rotations": 1},
+    "onpro": {"rotations": 1},
+}
 
 
 def config(method="er", **changes):
