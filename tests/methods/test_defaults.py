@@ -11,7 +11,7 @@ from mose_fast import _dali
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.device import choose_precision
 from mose_fast.memory import ReplayMemory
-from mose_fast.methods import METHODS, Learner, Planning, ReplayLearner, find_method
+from mose_fast.methods import METHODS, Learner, Planning, find_method
 from mose_fast.streams import create
 from mose_fast.train.pipeline import resident
 
@@ -41,7 +41,8 @@ def card(monkeypatch):
             "__init__",
             lambda memory, *sizes, **named: on_host(memory, *sizes, **{**named, "device": "cpu"}),
         )
-        for kind in (Learner, ReplayLearner):
+        kinds = {kind for learner in METHODS.values() for kind in learner.__mro__ if "build_model" in vars(kind)}
+        for kind in kinds:
             monkeypatch.setattr(kind, "build_model", lambda learner: None)
 
     return there
