@@ -117,6 +117,7 @@ def test_distances_and_labels_are_those_of_the_trained_learner(finished, exporte
     [
         ("er", "linear"),
         ("er-aml", "cosine"),
+        ("er-ace", "cosine"),
         ("gsa", "linear"),
         ("bic", "linear"),
         ("ccil", "scaled_cosine"),
