@@ -226,7 +226,8 @@ def _plots(trials: Sequence[FrozenTrial]) -> dict[str, Figure]:
         axis.plot(values, accuracy, "o", color=_COLOUR)
         axis.plot(values[best : best + 1], accuracy[best : best + 1], "D", color=_BEST)
         distribution = done[0].distributions[name]
-        axis.set_xscale("log" if getattr(distribution, "log", False) else "linear") if numeric else None
+        if hasattr(distribution, "low"):
+            axis.set(xscale="log" if distribution.log else "linear", xlim=(distribution.low, distribution.high))
         axis.set(xlabel=name, ylabel="" if i else "ACC on held-out images (%)")
     figures = {"history": history, "slices": slices}
     if importance := _importance(done):

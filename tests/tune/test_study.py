@@ -52,10 +52,10 @@ def search(path, trials, together=1, reopen=()):
 
 @pytest.mark.parametrize("together", [1, 3])
 def test_an_interrupted_study_has_the_same_trials(tmp_path, together):
-    whole = search(tmp_path / "a", 9, together)
-    assert search(tmp_path / "b", 9, together, reopen=(1, 2, 5, 8, 12, 13, 14, 17)) == whole
+    whole = search(tmp_path / "a", 12, together)
+    assert search(tmp_path / "b", 12, together, reopen=(1, 2, 5, 8, 12, 13, 14, 17, 22)) == whole
     assert {state for _, state, _, _ in whole} == {"COMPLETE", "PRUNED", "FAIL"}
-    assert len({str(params) for params, *_ in whole}) == 9
+    assert len({str(params) for params, *_ in whole}) == 12
 
 
 def test_more_trials_continue_as_if_there_had_been_as_many_from_the_start(tmp_path):
