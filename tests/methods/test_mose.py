@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
-from mose_fast.methods import Mose, create_learner
+from mose_fast.methods import Mose, PlannedBatch, create_learner
 from mose_fast.methods.mose import Composition, StepPlan
 from mose_fast.streams import create
 
@@ -30,11 +30,12 @@ def batch(labels, size: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Ten
 
 def plan_only(mose: Mose, x: torch.Tensor, y: torch.Tensor, task: int) -> StepPlan | None:
     """Feeds a batch as ``observe`` does, but only plans its step."""
-    plans = []
-    mose.train_batch = lambda x, y: plans.append(mose.plan(x, y))
-    mose.observe(x, y, task)
-    del mose.train_batch
-    return plans[0]
+    prepared = mose.prepare(x, y, task)
+    if not isinstance(prepared, PlannedBatch):
+        return None
+    mose.data.ahead = 0
+    (step,) = prepared.steps
+    return step.plan
 
 
 def composition(plan: StepPlan | None) -> tuple[Composition, int]:

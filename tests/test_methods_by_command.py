@@ -1,0 +1,84 @@
+"""Every method through the commands: a sweep, its report, an export of each run, and runs killed
+on both sides of a task's end.
+"""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from mose_fast.cli import main
+from mose_fast.export import CARD
+from mose_fast.methods import METHODS
+from mose_fast.progress import Progress
+from tests.test_kills import CONTEXT, result
+
+#: Flags that keep a test short.
+BRIEF = {"gdumb": ["--set", "passes=2", "--set", "passes_before=1"]}
+#: Batches in each of the two tasks.
+BATCHES = 6
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """Flags of a run of twelve batches of 8x8 images in two tasks."""
+    labels = np.arange(96) % 4
+    images = np.random.default_rng(0).integers(0, 256, (96, 8, 8, 3), dtype=np.uint8)
+    data = tmp_path_factory.mktemp("data") / "data.npz"
+    np.savez(data, x_train=images, y_train=labels, x_test=images[:16], y_test=labels[:16])
+    return [
+        "--stream",
+        str(data),
+        *["--tasks", "2", "--batch", "8", "--width", "1", "--memory", "64", "--device", "cpu"],
+    ]
+
+
+def test_a_sweep_over_all_methods_its_report_and_exports(settings, tmp_path, capsys):
+    out = tmp_path / "sweep"
+    assert main(["sweep", *settings, "--grid", f"method={','.join(METHODS)}", "--workers", "1", "--out", str(out)]) == 0
+    runs = {json.loads(path.read_text())["config"]["method"]: path.parent for path in out.rglob("results.json")}
+    assert set(runs) == set(METHODS)
+    assert main(["report", str(out)]) == 0
+    page = (out / "report" / "report.html").read_text()
+    for name, folder in runs.items():
+        assert f">{name}" in page, name
+        assert main(["export", str(folder)]) == 0, name
+        assert json.loads((folder / "export" / CARD).read_text())["run"]["method"] == name
+    capsys.readouterr()
+
+
+def killed(arguments, last):
+    """Runs a command on one thread and kills it as batch number ``last`` of its process ends."""
+    torch.set_num_threads(1)
+    ended, on_batch = [], Progress.on_batch
+
+    def counted(*arguments):
+        on_batch(*arguments)
+        ended.append(True)
+        if len(ended) == last:
+            signal.raise_signal(signal.SIGKILL)
+
+    Progress.on_batch = counted
+    main(arguments)
+
+
+def kill(arguments, last):
+    """Runs :func:`killed` in a process of its own."""
+    process = CONTEXT.Process(target=killed, args=(arguments, last))
+    process.start()
+    process.join(240)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_killed_before_and_after_the_end_of_a_task(name, settings, tmp_path):
+    """The first kill comes in the last batch of the first task, the second after its end."""
+    flags = [*settings, "--method", name, "--checkpoint-every", "4", *BRIEF.get(name, [])]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main(["run", *flags, "--out", str(whole)]) == 0
+    kill(["run", *flags, "--out", str(broken)], BATCHES)
+    kill(["resume", str(broken)], 4)
+    assert main(["resume", str(broken)]) == 0
+    assert result(broken) == result(whole)
