@@ -209,10 +209,18 @@ def parse_loops(text: str) -> dict[str, list[list[int]]]:
     return budgets
 
 
-def compare_loops(kernels: Mapping[str, Kernel], budgets: Mapping[str, Sequence[Sequence[int]]]) -> list[str]:
-    """Returns one complaint for each loop that grew, and for each thing that no loop may hold."""
-    complaints = []
+def compare_loops(
+    kernels: Mapping[str, Kernel], budgets: Mapping[str, Sequence[Sequence[int]]], used: Iterable[str] = ()
+) -> list[str]:
+    """Returns one complaint for each loop that grew, for each thing that no loop may hold, and for
+    each of the ``used`` kernels whose loops have no lines.
+    """
     plain = {name.replace(" ", ""): kernel for name, kernel in kernels.items()}
+    complaints = [
+        f"{name} has no lines; wanted those that --write writes"
+        for name in sorted(name.replace(" ", "") for name in used)
+        if name in plain and plain[name].loops and name not in budgets
+    ]
     for name, granted in budgets.items():
         if name not in plain:
             complaints.append(f"{name} has lines, but there is no such kernel")
@@ -287,6 +295,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     print(table(usages))
     kernels = dict(zip(instance_names([kernel.symbol for kernel in code]), code, strict=True))
     loop_budget = ROOT / "csrc" / "loop_budget.txt"
+    used: set[str] = set()
     if wanted.table or wanted.write:
         whole, backbone = _record(), _record("--backbone")
         of_symbol = {usage.symbol: usage.registers for usage in usages if usage.arch == "90"}
@@ -299,7 +308,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         _enter(ROOT / "docs" / "performance.md", predicted)
     budgets = {
         "kernel_budget.txt": compare(usages, parse_budget((ROOT / "csrc" / "kernel_budget.txt").read_text())),
-        "loop_budget.txt": compare_loops(kernels, parse_loops(loop_budget.read_text())),
+        "loop_budget.txt": compare_loops(kernels, parse_loops(loop_budget.read_text()), used),
     }
     for name, complaints in budgets.items():
         for complaint in complaints:

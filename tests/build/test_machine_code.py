@@ -121,6 +121,10 @@ def test_a_loop_that_grew_by_more_than_three_percent_is_refused():
 
 def test_other_loops_and_refusals_are_told():
     budgets = {"k": [[8, 8, 0, 0, 0, 0, 0]]}
+    new = {"k": kernel(loop(*["FADD"] * 8)), "l<1, 2>": kernel(loop("FADD")), "unused": kernel(loop("FADD"))}
+    assert compare_loops(new, budgets, ["l<1, 2>", "k", "torch mm"]) == [
+        "l<1,2> has no lines; wanted those that --write writes"
+    ]
     assert compare_loops({}, budgets) == ["k has lines, but there is no such kernel"]
     assert compare_loops({"k": kernel()}, budgets) == ["k has 0 loops; granted are 1"]
     assert compare_loops({"k": kernel(loop(*["FADD"] * 7, "LDL"))}, budgets) == ["k: 1 x LDL: local memory in a loop"]
