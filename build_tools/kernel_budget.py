@@ -1,36 +1,63 @@
-"""Checks what ptxas says of every kernel (registers, stack, spills) against csrc/kernel_budget.txt.
+"""Checks what every kernel takes against budgets, and predicts how long a step's kernels take.
 
-    python -m build_tools.kernel_budget
+    python -m build_tools.kernel_budget          # compiles each .cu for sm_80 and sm_90, and checks
+    python -m build_tools.kernel_budget --table  # also predicts; needs the emulated card
+    python -m build_tools.kernel_budget --write  # also writes csrc/loop_budget.txt, and the table
+                                                 # of docs/performance.md
 
-compiles each .cu for compute capability 8.0 and 9.0, prints a table and fails if a kernel spills,
-needs more than its line grants, or has no line, and if a line has no kernel. Needs nvcc, but
-neither torch nor a card.
+The check compares what ptxas says of every kernel (registers, stack, spills) with
+csrc/kernel_budget.txt, and what the loops of those instances that a step uses issue, by class, with
+csrc/loop_budget.txt (sm_90). It fails if a kernel spills, needs more than its line grants, or has
+no line, if a line has no kernel, if a loop grew by more than 3 %, and if a loop does what
+:func:`build_tools.machine_code.refusals` names. Needs nvcc and nvdisasm, but no card.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from build_tools.cuda import find_toolkits
 from build_tools.describe import jobs
+from build_tools.machine_code import CLASSES, Kernel, disassemble, instance_names, parse_code, refusals
+from build_tools.predict import Launch, markdown, parse_record, predict
 from build_tools.sources import read_sources
 
-__all__ = ["Budget", "Usage", "compare", "kernel_name", "parse_budget", "parse_ptxas", "table"]
+__all__ = [
+    "Budget",
+    "Usage",
+    "compare",
+    "compare_loops",
+    "kernel_name",
+    "loop_lines",
+    "parse_budget",
+    "parse_loops",
+    "parse_ptxas",
+    "table",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = ("80", "90")
+#: How much a loop may grow before the check fails.
+GROWTH = 1.03
+EMULATED = ROOT / "build" / "emulated" / "mose_fast"
+MARKS = ("<!-- begin: predicted -->\n", "<!-- end: predicted -->")
+HEAD = """# Instructions of the loops of the kernels that a step of MOSE uses (384 views, bf16), by class, on sm_90; a
+# loop in another has its own line. `python -m build_tools.kernel_budget` fails if one grows by more than 3 %; with
+# --write it writes this file. Lines of a kernel are in the order of its code.
+"""
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """What one instance of a kernel needs on one architecture; ``stack`` and ``spills`` (stores and
     loads) in bytes of local memory.
     """
@@ -40,6 +67,7 @@ class Usage:
     registers: int
     stack: int
     spills: int
+    symbol: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +111,14 @@ def parse_ptxas(text: str) -> list[Usage]:
             raise ValueError(f"ptxas said something else than was wanted: {part[:300]!r}")
         stack, stores, loads = (sum(map(int, column)) for column in zip(*frames, strict=True))
         usages.append(
-            Usage(kernel_name(entry.group(1)), entry.group(2), int(registers.group(1)), stack, stores + loads)
+            Usage(
+                kernel_name(entry.group(1)),
+                entry.group(2),
+                int(registers.group(1)),
+                stack,
+                stores + loads,
+                entry.group(1),
+            )
         )
     return usages
 
@@ -150,18 +185,99 @@ def table(usages: Iterable[Usage]) -> str:
     return "\n".join(lines)
 
 
-def _compile(nvcc: Path, flags: list[str], source: Path, arch: str) -> str:
+def loop_lines(kernels: Mapping[str, Kernel]) -> str:
+    """The text of csrc/loop_budget.txt for these instances."""
+    rows = [("# kernel", "all", *CLASSES)]
+    for name, kernel in sorted(kernels.items()):
+        rows += [
+            (name.replace(" ", ""), str(len(loop.instructions)), *map(str, loop.classes.values()))
+            for loop in kernel.loops
+        ]
+    width = max(len(row[0]) for row in rows)
+    return HEAD + "".join(f"{row[0]:<{width}}" + "".join(f"{word:>9}" for word in row[1:]) + "\n" for row in rows)
+
+
+def parse_loops(text: str) -> dict[str, list[list[int]]]:
+    """The numbers of each kernel's lines in csrc/loop_budget.txt: all instructions, then by
+    class.
+    """
+    budgets: dict[str, list[list[int]]] = {}
+    for line in text.splitlines():
+        words = line.split("#")[0].split()
+        if words:
+            budgets.setdefault(words[0], []).append(list(map(int, words[1:])))
+    return budgets
+
+
+def compare_loops(
+    kernels: Mapping[str, Kernel], budgets: Mapping[str, Sequence[Sequence[int]]], used: Iterable[str] = ()
+) -> list[str]:
+    """Returns one complaint for each loop that grew, for each thing that no loop may hold, and for
+    each of the ``used`` kernels whose loops have no lines.
+    """
+    plain = {name.replace(" ", ""): kernel for name, kernel in kernels.items()}
+    complaints = [
+        f"{name} has no lines; wanted those that --write writes"
+        for name in sorted(name.replace(" ", "") for name in used)
+        if name in plain and plain[name].loops and name not in budgets
+    ]
+    for name, granted in budgets.items():
+        if name not in plain:
+            complaints.append(f"{name} has lines, but there is no such kernel")
+            continue
+        loops = plain[name].loops
+        complaints += [f"{name}: {told}" for told in refusals(plain[name])]
+        if len(loops) != len(granted):
+            complaints.append(f"{name} has {len(loops)} loops; granted are {len(granted)}")
+            continue
+        for number, (loop, most) in enumerate(zip(loops, granted, strict=True), 1):
+            found = [len(loop.instructions), *loop.classes.values()]
+            grew = [
+                f"{count} {what} instructions, granted are {allowed}"
+                for what, count, allowed in zip(("", *CLASSES), found, most, strict=True)
+                if count > max(GROWTH * allowed, allowed + 2)
+            ]
+            complaints += [f"{name}, loop {number}: {told}" for told in grew]
+    return complaints
+
+
+def _compile(nvcc: Path, flags: list[str], source: Path, arch: str) -> tuple[str, str]:
+    """What ptxas said, and the machine code for sm_90 (empty for another)."""
     target = [f"-I{ROOT / 'csrc'}", "-cubin", "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-Xptxas", "-v"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(nvcc), *flags, *target, "-o", f"{folder}/x.cubin", str(source)]
+        cubin = Path(folder) / "x.cubin"
+        command = [str(nvcc), *flags, *target, "-o", str(cubin), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    return done.stderr
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+        return done.stderr, disassemble(cubin) if arch == "90" else ""
 
 
-def main() -> int:
+def _record(*options: str) -> list[Launch]:
+    """What a step launches."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "launches"
+        subprocess.run(
+            [sys.executable, "-m", "build_tools.record_step", str(path), *options],
+            check=True,
+            cwd=ROOT,
+            env=os.environ | {"MOSE_FAST_NATIVE": str(EMULATED), "PYTHONPATH": str(ROOT)},
+        )
+        return parse_record(path.read_text())
+
+
+def _enter(page: Path, text: str) -> None:
+    """Puts a text between the marks of a page."""
+    before, rest = page.read_text().split(MARKS[0])
+    page.write_text(before + MARKS[0] + text + "\n" + MARKS[1] + rest.split(MARKS[1])[1])
+
+
+def main(arguments: Sequence[str] = ()) -> int:
     """Compiles, prints the table and the complaints; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", action="store_true", help="also predict how long a step's kernels take")
+    parser.add_argument("--write", action="store_true", help="write the loops' budgets, and the table of predictions")
+    wanted = parser.parse_args(arguments)
     toolkits, looked = find_toolkits(os.environ)
     if not toolkits:
         print("no CUDA toolkit to compile with. Looked in:\n  " + "\n  ".join(looked), file=sys.stderr)
@@ -174,13 +290,31 @@ def main() -> int:
             for name in lists["MOSE_FAST_CUDA_SOURCES"]
             for arch in ARCHS
         ]
-        usages = [usage for output in done for usage in parse_ptxas(output.result())]
+        usages = [usage for output in done for usage in parse_ptxas(output.result()[0])]
+        code = [kernel for output in done for kernel in parse_code(output.result()[1])]
     print(table(usages))
-    complaints = compare(usages, parse_budget((ROOT / "csrc" / "kernel_budget.txt").read_text()))
-    for complaint in complaints:
-        print(f"csrc/kernel_budget.txt: {complaint}", file=sys.stderr)
-    return 1 if complaints else 0
+    kernels = dict(zip(instance_names([kernel.symbol for kernel in code]), code, strict=True))
+    loop_budget = ROOT / "csrc" / "loop_budget.txt"
+    used: set[str] = set()
+    if wanted.table or wanted.write:
+        whole, backbone = _record(), _record("--backbone")
+        of_symbol = {usage.symbol: usage.registers for usage in usages if usage.arch == "90"}
+        registers = {name: of_symbol[kernel.symbol] for name, kernel in kernels.items()}
+        predicted = markdown(predict(whole, kernels, registers), predict(backbone, kernels, registers))
+        print(predicted)
+        used = {launch.kernel for launch in [*whole, *backbone]}
+    if wanted.write:
+        loop_budget.write_text(loop_lines({name: kernel for name, kernel in kernels.items() if name in used}))
+        _enter(ROOT / "docs" / "performance.md", predicted)
+    budgets = {
+        "kernel_budget.txt": compare(usages, parse_budget((ROOT / "csrc" / "kernel_budget.txt").read_text())),
+        "loop_budget.txt": compare_loops(kernels, parse_loops(loop_budget.read_text()), used),
+    }
+    for name, complaints in budgets.items():
+        for complaint in complaints:
+            print(f"csrc/{name}: {complaint}", file=sys.stderr)
+    return 1 if any(budgets.values()) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

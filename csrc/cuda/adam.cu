@@ -56,8 +56,14 @@ void adam_step(const AdamParams& params, Stream stream) {
   for (int64_t i = 0; i < params.tensor_count; ++i) {
     const AdamTensor& tensor = params.tensors[i];
     if (tensor.count > 0) {
-      pieces.first_block[pieces.tensor_count] = static_cast<int32_t>(blocks);
-      pieces.tensors[pieces.tensor_count++] = tensor;
+      MF_CHECK(tensor.start + tensor.count <= INT32_MAX, "the flat buffers have ", tensor.start + tensor.count,
+               " weights; wanted at most ", INT32_MAX);
+      pieces.tensors[pieces.tensor_count++] = {tensor.gradient,
+                                               static_cast<int32_t>(tensor.start),
+                                               static_cast<int32_t>(tensor.count),
+                                               static_cast<int32_t>(blocks),
+                                               static_cast<int16_t>(tensor.parameter),
+                                               static_cast<uint8_t>(tensor.type)};
       blocks += (tensor.count + kAdamPiece - 1) / kAdamPiece;
       MF_CHECK(blocks <= INT32_MAX, "tensors of one launch have ", blocks, " pieces; wanted at most ", INT32_MAX);
     }

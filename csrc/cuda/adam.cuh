@@ -15,7 +15,7 @@
 namespace mf::cuda {
 
 constexpr int64_t kAdamPiece = 2048;  // weights of a block: two groups of four for each of 256 threads
-constexpr int kAdamTensors = 108;     // of a launch
+constexpr int kAdamTensors = 160;     // of a launch; MOSE's network has 156 parameters
 
 struct AdamBegin {
   float* steps;
@@ -31,6 +31,17 @@ struct AdamBegin {
 };
 static_assert(sizeof(AdamBegin) <= 4096, "arguments of a launch");
 
+// An AdamTensor in 24 bytes, so that many fit into the arguments of a launch.
+struct AdamPart {
+  const void* gradient;
+  int32_t start;
+  int32_t count;
+  int32_t first_block;  // of the tensor, among the launch's
+  int16_t parameter;
+  uint8_t type;
+};
+static_assert(sizeof(AdamPart) == 24 && kMaxAdamParameters <= INT16_MAX);
+
 struct AdamPieces {
   float* master;
   float* exp_avg;
@@ -40,8 +51,7 @@ struct AdamPieces {
   const int32_t* frozen;
   AdamSettings settings;
   int32_t tensor_count;
-  int32_t first_block[kAdamTensors];
-  AdamTensor tensors[kAdamTensors];
+  AdamPart tensors[kAdamTensors];
 };
 static_assert(sizeof(AdamPieces) <= 4096, "arguments of a launch");
 
@@ -70,7 +80,7 @@ __device__ inline void adam_begin_block(const AdamBegin& params, int32_t& frozen
 // Weights [first, last) of a tensor; `aligned`: four of them may be read and written at once, from
 // every fourth on.
 template <typename Gradient>
-__device__ void adam_piece(const AdamPieces& params, const AdamTensor& tensor, int64_t first, int64_t last,
+__device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int64_t first, int64_t last,
                            bool aligned) {
   const AdamScale scale = params.scales[tensor.parameter];
   const auto* gradients = static_cast<const Gradient*>(tensor.gradient);
@@ -115,17 +125,18 @@ __device__ inline void adam_pieces_block(const AdamPieces& params) {
   int32_t low = 0;  // the last tensor whose first block is at most this one
   for (int32_t high = params.tensor_count; high - low > 1;) {
     const int32_t middle = (low + high) / 2;
-    if (params.first_block[middle] <= block) {
+    if (params.tensors[middle].first_block <= block) {
       low = middle;
     } else {
       high = middle;
     }
   }
-  const AdamTensor& tensor = params.tensors[low];
-  const int64_t first = (block - params.first_block[low]) * kAdamPiece;
+  const AdamPart& tensor = params.tensors[low];
+  const int64_t first = (block - tensor.first_block) * kAdamPiece;
   const int64_t last = first + kAdamPiece < tensor.count ? first + kAdamPiece : tensor.count;
   const bool aligned = tensor.start % 4 == 0 && reinterpret_cast<uintptr_t>(tensor.gradient) % 16 == 0;
-  with_type(tensor.type, [&](auto type) { adam_piece<decltype(type)>(params, tensor, first, last, aligned); });
+  with_type(static_cast<FloatType>(tensor.type),
+            [&](auto type) { adam_piece<decltype(type)>(params, tensor, first, last, aligned); });
 }
 
 }  // namespace mf::cuda

@@ -130,14 +130,21 @@ __device__ void merge_channels(float (&values)[kFields][kGroup], int shift, unsi
     const unsigned end = (part + 1) * share < gridDim.x ? (part + 1) * share : gridDim.x;
     // Not from this processor's own cache: other blocks wrote them.
     const volatile float* from = partials + static_cast<int64_t>(tile) * gridDim.x * kFields * width + column;
+    constexpr unsigned kAhead = 8;  // partial sums that a thread waits for together
     float total[kFields] = {};
-#pragma unroll 8
-    for (unsigned b = part * share; b < end; ++b) {
-      float other[kFields];
-      for (int f = 0; f < kFields; ++f) {
-        other[f] = from[(static_cast<int64_t>(b) * kFields + f) * width];
+    for (unsigned b = part * share; b < end; b += kAhead) {
+      float other[kAhead][kFields];
+#pragma unroll
+      for (unsigned a = 0; a < kAhead; ++a) {
+#pragma unroll
+        for (int f = 0; f < kFields; ++f) {
+          other[a][f] = b + a < end ? from[(static_cast<int64_t>(b + a) * kFields + f) * width] : 0.0f;
+        }
       }
-      merge(total, other);
+#pragma unroll
+      for (unsigned a = 0; a < kAhead; ++a) {
+        merge(total, other[a]);
+      }
     }
     for (int f = 0; f < kFields; ++f) {
       parts[(part * kFields + f) * width + column] = total[f];

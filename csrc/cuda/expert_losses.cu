@@ -55,8 +55,17 @@ void forward(const ExpertLossesForward& params, Stream stream) {
             sizeof(TermsShared<kTermWarps>), stream, params);
 }
 
+// A gradient is stored in its input's type.
+void check_types(const MutableFloatArray& gradient, const FloatArray& input, const char* name) {
+  MF_CHECK(gradient.data == nullptr || gradient.type == input.type, "the gradient of ", name,
+           " has another type; wanted that of ", name);
+}
+
 template <typename T>
 void backward(const ExpertLossesBackward& params, Stream stream) {
+  check_types(params.logits, params.input.logits, "logits");
+  check_types(params.features, params.input.features, "features");
+  check_types(params.student, params.input.student, "student");
   constexpr int kWarps = kWarpsFor<T>;
   constexpr size_t kBytes = sizeof(ContrastShared<T, kWarps>);
   const ExpertLossesInput& in = params.input;

@@ -16,7 +16,7 @@
 namespace mf::cuda {
 
 // A launch's blocks: contrastive ones first, since they take longest, then those of the logits'
-// rows, then those of the features'.
+// rows, then those of the features', each of one expert for the statistics (not `by_chunk`).
 struct ExpertLossesGrid {
   unsigned contrastive, cross_entropy, distillation;
 
@@ -31,7 +31,7 @@ struct ExpertLossesGrid {
              ", ", in.rows, ", ", in.projection_size, "]; wanted fewer than 2^31 rows times tiles");
     return {contrastive ? static_cast<unsigned>(in.experts * tiles * chunks) : 0,
             cross_entropy ? static_cast<unsigned>((rows + warps - 1) / warps) : 0,
-            distillation ? static_cast<unsigned>((in.rows + warps - 1) / warps) : 0};
+            distillation ? static_cast<unsigned>(((by_chunk ? in.rows : rows) + warps - 1) / warps) : 0};
   }
   unsigned blocks() const { return contrastive + cross_entropy + distillation; }
 };
@@ -53,13 +53,18 @@ __device__ void expert_statistics_block(const ExpertLossesForward& params, const
   if (block < grid.cross_entropy) {
     const unsigned row = block * kWarps + warp;
     if (row < in.experts * rows) {
-      classify_statistics(params, row / rows, row % rows, lane);
+      with_type(in.logits.type,
+                [&](auto type) { classify_statistics<decltype(type)>(params, row / rows, row % rows, lane); });
     }
     return;
   }
   const unsigned row = (block - grid.cross_entropy) * kWarps + warp;
-  if (row < rows) {
-    distance_statistics(params, row, lane);
+  if (row < in.experts * rows) {
+    with_type(in.student.type, [&](auto of_student) {
+      with_type(in.features.type, [&](auto of_features) {
+        distance_statistics<decltype(of_student), decltype(of_features)>(params, row / rows, row % rows, lane);
+      });
+    });
   }
 }
 
@@ -82,13 +87,18 @@ __device__ void expert_gradient_block(const ExpertLossesBackward& params, const 
   if (block < grid.cross_entropy) {
     const unsigned row = block * kWarps + warp;
     if (row < in.experts * rows) {
-      classify_gradient(params, row / rows, row % rows, lane);
+      with_type(in.logits.type,
+                [&](auto type) { classify_gradient<decltype(type)>(params, row / rows, row % rows, lane); });
     }
     return;
   }
   const unsigned row = (block - grid.cross_entropy) * kWarps + warp;
   if (row < rows) {
-    distance_gradient(params, row, lane);
+    with_type(in.student.type, [&](auto of_student) {
+      with_type(in.features.type, [&](auto of_features) {
+        distance_gradient<decltype(of_student), decltype(of_features)>(params, row, lane);
+      });
+    });
   }
 }
 

@@ -33,7 +33,7 @@ def batched_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
             f"there are {len(x)} experts, {len(weights)} weights and {len(biases)} biases; wanted as many of each"
         )
     weight = torch.stack([w.to(x.dtype) for w in weights])
-    bias = torch.stack([b.to(x.dtype) for b in biases])
+    bias = torch.stack(list(biases)).to(x.dtype)  # biases have no bf16 copies: one cast for all of them
     return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
 
 

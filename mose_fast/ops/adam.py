@@ -1,7 +1,7 @@
 """One step of Adam over flat buffers.
 
 Native code serves the CPU and CUDA and never waits for the device. On CUDA a call is one small
-launch (the latch, counts of steps, bias corrections) and one launch for every 108 tensors.
+launch (the latch, counts of steps, bias corrections) and one launch for every 160 tensors.
 :class:`mose_fast.optim.FlatAdam` is the optimiser.
 """
 

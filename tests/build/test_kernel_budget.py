@@ -32,7 +32,10 @@ ptxas info    : Used 255 registers, used 0 barriers
 
 
 def test_parse_ptxas():
-    assert parse_ptxas(OUTPUT) == [Usage("reservoir_copy_kernel", "80", 26, 0, 0), Usage("plain", "90a", 255, 48, 24)]
+    first, second = parse_ptxas(OUTPUT)
+    assert first[:5] == ("reservoir_copy_kernel", "80", 26, 0, 0)
+    assert first.symbol.startswith("_ZN2mf4cuda45_GLOBAL__N__e0636ab4_12_reservoir_cu")
+    assert second == Usage("plain", "90a", 255, 48, 24, "_Z5plainPf")
     assert parse_ptxas("") == []
 
 
@@ -69,7 +72,7 @@ def test_parse_budget_refuses(text, message):
 
 
 def test_compare():
-    good = [Usage("a", "80", 32, 0, 0), Usage("a", "90", 30, 16, 0)]
+    good = [Usage("a", "80", 32, 0, 0, ""), Usage("a", "90", 30, 16, 0, "")]
     assert compare(good, {"a": Budget(32, 16)}) == []
     assert compare(good, {"a": Budget(31, 16)}) == [
         "a takes 32 registers and 16 bytes of stack; granted are 31 and 16. Needed: a 32 16"
@@ -77,13 +80,15 @@ def test_compare():
     assert compare(good, {"a": Budget(32, 8)}) == [
         "a takes 32 registers and 16 bytes of stack; granted are 32 and 8. Needed: a 32 16"
     ]
-    assert compare([Usage("a", "80", 33, 0, 0)], {}) == ["a has no line; needed: a 40 0"]
-    assert compare([Usage("a", "90", 8, 0, 4)], {"a": Budget(255, 999)}) == ["a spills 4 bytes on sm_90; wanted none"]
+    assert compare([Usage("a", "80", 33, 0, 0, "")], {}) == ["a has no line; needed: a 40 0"]
+    assert compare([Usage("a", "90", 8, 0, 4, "")], {"a": Budget(255, 999)}) == [
+        "a spills 4 bytes on sm_90; wanted none"
+    ]
     assert compare([], {"gone": Budget(8, 0)}) == ["gone has a line, but there is no such kernel"]
 
 
 def test_table_merges_the_instances_of_a_template():
-    lines = table([Usage("a", "80", 20, 8, 0), Usage("a", "80", 24, 0, 4)]).splitlines()
+    lines = table([Usage("a", "80", 20, 8, 0, ""), Usage("a", "80", 24, 0, 4, "")]).splitlines()
     assert len(lines) == 2
     assert lines[1].split() == ["a", "sm_80", "2", "24", "8", "4"]
 

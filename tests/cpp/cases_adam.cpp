@@ -231,12 +231,16 @@ KERNEL_CASE(small_adam) {
                                       params.frozen,
                                       params.settings(),
                                       static_cast<int32_t>(params.tensor_count),
-                                      {},
                                       {}};
           for (int32_t i = 0; i < pieces.tensor_count; ++i) {
-            begin.has_gradient[0] |= 1u << params.tensors[i].parameter;
-            pieces.first_block[i] = i;
-            pieces.tensors[i] = params.tensors[i];
+            const mf::AdamTensor& tensor = params.tensors[i];
+            begin.has_gradient[0] |= 1u << tensor.parameter;
+            pieces.tensors[i] = {tensor.gradient,
+                                 static_cast<int32_t>(tensor.start),
+                                 static_cast<int32_t>(tensor.count),
+                                 i,
+                                 static_cast<int16_t>(tensor.parameter),
+                                 static_cast<uint8_t>(tensor.type)};
           }
           shim::launch(1, 4, sizeof(int32_t), [&] {
             MF_DYNAMIC_SHARED(shared);

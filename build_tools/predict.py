@@ -1,0 +1,221 @@
+"""Predicts how long the kernels of a step take on a Hopper card, from their machine code and from a
+record of what the step launches (:mod:`build_tools.record_step`).
+
+A launch takes the longest of three times, and the launch itself:
+
+* its bytes, at 80 % of the rate of a device copy;
+* its instructions, at 75 % of what the card's schedulers can issue;
+* the chain of what one thread has to wait for: its passes through loops that load from global
+  memory, and the partial sums that it merges, whose loads come one after the other unless they
+  stand in a row.
+
+Instructions are those of the loops that matter, times their passes. Loops are of three kinds:
+those that load 16 bytes at a time (*streams*, whose passes follow from the bytes), those that
+compute from shared memory (*computes*), and those with tensor instructions (*products*). What a
+step's convolutions take was measured. Everything else is arithmetic, to be compared with a card.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from build_tools.machine_code import Kernel, Loop, instance_names
+
+__all__ = ["CONVOLUTIONS", "Launch", "Row", "markdown", "parse_record", "predict", "summary", "total"]
+
+COPY = 4.17e12  # bytes a second that a device copy reads and writes, measured on an H200
+BYTES_RATE = 0.8 * COPY
+CLOCK = 1.8e9
+PROCESSORS = 132
+ISSUE_RATE = 0.75 * PROCESSORS * 4 * CLOCK  # warp instructions a second
+TENSOR_RATE = 0.5 * 764e12  # operations a second: half of a large product's measured rate
+LAUNCH = 2e-6  # seconds between two kernels of a graph, with the first blocks' start
+MEMORY = 800 / CLOCK  # seconds that a load waits for DRAM
+CACHE = 260 / CLOCK  # for the L2 cache
+DIVISION = 40 / CLOCK  # a merge's division or root
+CONVOLUTIONS = 3.2e-3  # seconds of cuDNN's kernels in a step, measured on an H200
+
+
+class Launch(NamedTuple):
+    """A line of the record; ``kernel`` is an instance, or ``torch NAME``."""
+
+    kernel: str
+    blocks: int = 1
+    threads: int = 1
+    shared_bytes: int = 0
+    bytes: float = 0.0
+    streamed: float = 0.0
+    streams: int = 0
+    computes: float = 0.0
+    products: float = 0.0
+    parts: float = 0.0
+    operations: float = 0.0
+
+
+def parse_record(text: str) -> list[Launch]:
+    """Reads a record; the fields are explained in csrc/emulated/record.h."""
+    lines = [line.split() for line in text.splitlines()]
+    names = iter(instance_names([words[0] for words in lines if words[0] != "torch"]))
+    launches = []
+    for words in lines:
+        if words[0] == "torch":
+            launches.append(Launch(f"torch {words[1]}", bytes=float(words[2]), operations=float(words[3])))
+            continue
+        x, y, z, threads, shared = map(int, words[1:6])
+        moved, streamed, streams, computes, products, parts = map(float, words[6:])
+        launches.append(
+            Launch(next(names), x * y * z, threads, shared, moved, streamed, int(streams), computes, products, parts)
+        )
+    return launches
+
+
+@dataclass
+class Row:
+    """The launches of one kernel."""
+
+    kernel: str
+    launches: int = 0
+    bytes: float = 0.0
+    instructions: float = 0.0
+    seconds: float = 0.0
+    bound: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def binds(self) -> str:
+        """What takes the largest part of the time."""
+        return max(self.bound, key=lambda name: self.bound[name])
+
+    @property
+    def copy_share(self) -> float:
+        return self.bytes / COPY / self.seconds if self.seconds else 0.0
+
+
+def _kinds(kernel: Kernel) -> tuple[list[Loop], list[Loop], list[Loop]]:
+    streams = [loop for loop in kernel.loops if loop.loads_words() and not loop.has("HMMA")]
+    products = [loop for loop in kernel.loops if loop.has("HMMA")]
+    computes = [
+        loop
+        for loop in kernel.loops
+        if loop not in streams
+        and loop not in products
+        and loop.operations.count("LDS") >= 8
+        and loop.classes["float"] >= 40
+        and loop.classes["global"] > 0
+    ]
+    return streams, computes, products
+
+
+def _times(launch: Launch, kernel: Kernel, registers: int) -> tuple[float, dict[str, float]]:
+    """Warp instructions, and seconds by what could bind."""
+    streams, computes, products = _kinds(kernel)
+    streams = streams[: launch.streams or None]
+    warps = launch.threads / 32
+    per_processor = min(2048 // launch.threads, 65536 // (registers * launch.threads), 32)
+    per_processor = max(1, min(per_processor, 227 * 1024 // (launch.shared_bytes + 1024)))
+    at_once = min(launch.blocks, per_processor * PROCESSORS) * warps
+    instructions = chain = 0.0
+    if moved := sum(loop.bytes_moved() for loop in streams):
+        passes = (launch.streamed or launch.bytes) / moved / 32
+        instructions += passes * sum(len(loop.instructions) for loop in streams)
+        chain += max(1.0, passes / at_once) * max(loop.rounds() for loop in streams) * MEMORY
+    for loops, passes in ((computes, launch.computes), (products, launch.products)):
+        instructions += passes * sum(len(loop.instructions) for loop in loops)
+        chain += passes / at_once * sum(loop.rounds() for loop in loops) * CACHE
+    instructions += launch.blocks * warps * 100  # before and after the loops
+    # A kernel first waits for its arguments' states.
+    chain += MEMORY + launch.parts * _of_a_part(kernel)
+    return instructions, {"bytes": launch.bytes / BYTES_RATE, "issue": instructions / ISSUE_RATE, "latency": chain}
+
+
+def _of_a_part(kernel: Kernel) -> float:
+    """Seconds that merging one partial sum takes, in the loop that merges most at a time."""
+    merging = [
+        loop
+        for loop in kernel.loops
+        if loop.rounds() and not loop.loads_words() and loop.classes["shared"] == 0 and loop.classes["float"]
+    ]
+    if not merging:
+        return 0.0
+    loop = max(merging, key=lambda loop: len(loop.instructions))
+    fields = 3 if loop.has("MUFU") else 1
+    parts = max(1, sum(op.startswith("LDG") for op in loop.operations) // fields)
+    divisions = sum(op.startswith("MUFU") for op in loop.operations)
+    return (loop.rounds() * CACHE + divisions * DIVISION) / parts
+
+
+def predict(launches: Iterable[Launch], kernels: Mapping[str, Kernel], registers: Mapping[str, int]) -> list[Row]:
+    """The launches by kernel, the longest first.
+
+    Args:
+        launches: Of a step.
+        kernels: Machine code by instance.
+        registers: Of a thread, by instance.
+
+    Raises:
+        KeyError: A launched instance has no machine code.
+    """
+    rows: dict[str, Row] = {}
+    for launch in launches:
+        if launch.kernel in ("torch convolution", "torch convolution_backward"):
+            continue
+        row = rows.setdefault(launch.kernel, Row(launch.kernel))
+        instructions = 0.0
+        if launch.kernel.startswith("torch "):
+            times = {"bytes": launch.bytes / BYTES_RATE, "products": launch.operations / TENSOR_RATE, "latency": MEMORY}
+        else:
+            instructions, times = _times(launch, kernels[launch.kernel], registers[launch.kernel])
+        binds = max(times, key=lambda name: times[name])
+        seconds = times[binds] + LAUNCH
+        row.launches += 1
+        row.bytes += launch.bytes
+        row.instructions += instructions
+        row.seconds += seconds
+        row.bound[binds] = row.bound.get(binds, 0.0) + times[binds]
+        row.bound["launch"] = row.bound.get("launch", 0.0) + LAUNCH
+    return sorted(rows.values(), key=lambda row: -row.seconds)
+
+
+def total(rows: Iterable[Row], names: str = "") -> float:
+    """Seconds of the kernels whose names match a pattern."""
+    return sum(row.seconds for row in rows if re.search(names, row.kernel))
+
+
+def summary(whole: Sequence[Row], backbone: Sequence[Row]) -> list[tuple[str, float, float | None]]:
+    """Name, predicted microseconds and target of a step's parts; ``backbone`` is the same step
+    without experts, gates and alignment.
+    """
+    norms = "norm_(?!pool)"
+    step = total(whole) + CONVOLUTIONS
+    return [
+        ("all that MOSE adds to the backbone", 1e6 * (total(whole) - total(backbone)), 1100),
+        ("the backbone's norms", 1e6 * total(backbone, norms), 1350),
+        ("`expert_losses`", 1e6 * total(whole, "expert_"), 25),
+        ("Adam", 1e6 * total(whole, "adam_"), 105),
+        ("PyTorch's own kernels, without convolutions", 1e6 * total(whole, "^torch "), None),
+        ("the backbone's convolutions by cuDNN (measured on an H200)", 1e6 * CONVOLUTIONS, None),
+        ("whole step", 1e6 * step, 6000),
+    ]
+
+
+def markdown(whole: Sequence[Row], backbone: Sequence[Row]) -> str:
+    """Both tables of docs/performance.md."""
+    lines = ["| part | predicted, us | target | measured, us |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {us:,.0f} | {'' if target is None else f'{target:,}'} | |"
+        for name, us, target in summary(whole, backbone)
+    ]
+    lines += [
+        "",
+        "| kernel | launches | MB | million warp instructions | predicted, us | of the copy rate | bound by "
+        "| measured, us |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{row.kernel}` | {row.launches} | {row.bytes / 1e6:,.1f} | {row.instructions / 1e6:,.2f} "
+        f"| {1e6 * row.seconds:,.1f} | {100 * row.copy_share:.0f} % | {row.binds} | |"
+        for row in whole
+    ]
+    return "\n".join(lines)
