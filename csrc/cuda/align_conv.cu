@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
+constexpr int kFinishThreads = 1024;        // few blocks, which wait for memory
 constexpr size_t kSharedLimit = 99 * 1024;  // of a block, on every card from sm_80 on
 // Blocks that loop over tiles: as many as run at once on 132 multiprocessors of 227 KiB, the same
 // on every card, so that sums are too.
@@ -42,9 +43,10 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<kChunks>)
   align_conv_forward_block<T, kStride, kChunks, kThreads>(params, tiles, memory_map, memory);
 }
 
-__global__ void __launch_bounds__(kThreads) align_conv_finish_kernel(const AlignConvForward params, const int parts) {
+__global__ void __launch_bounds__(kFinishThreads)
+    align_conv_finish_kernel(const AlignConvForward params, const int parts) {
   MF_DYNAMIC_SHARED(memory);
-  align_conv_finish_block<kThreads>(params, parts, memory);
+  align_conv_finish_block<kFinishThreads>(params, parts, memory);
 }
 
 template <typename T>
@@ -61,9 +63,10 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 template <typename T, int kStride, bool kGate>
 __global__ void __launch_bounds__(kThreads, (kBackwardBlocks<kStride, kGate>))
-    align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles) {
+    align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles,
+                               const BackwardRegions<kStride, kGate> regions) {
   MF_DYNAMIC_SHARED(memory);
-  align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, memory);
+  align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, regions, memory);
 }
 
 __global__ void __launch_bounds__(kThreads) align_conv_sums_kernel(const AlignConvBackward params, const int parts) {
@@ -74,6 +77,10 @@ __global__ void __launch_bounds__(kThreads) align_conv_sums_kernel(const AlignCo
 void check(const AlignConvInput& in) {
   MF_CHECK(align_conv_serves(in.type, in.channels, 8).any, "channels is ", in.channels,
            "; wanted a multiple of 8, in float32, bfloat16 or float16");
+  // Kernels count from a tile's first image in 32 bits.
+  MF_CHECK(std::max<int64_t>(in.height * in.width, 4 * kTileSide * kTileSide) <= INT32_MAX / in.channels,
+           "an image has ", in.height, " x ", in.width, " pixels of ", in.channels,
+           " channels; wanted fewer than 2^31 numbers, and fewer than 2^23 channels");
   MF_CHECK(in.images >= 0, "images is ", in.images, "; wanted at least 0");
   MF_CHECK(in.stride == 1 || in.stride == 2, "stride is ", in.stride, "; wanted 1 or 2");
   MF_CHECK(in.stride == 1 || (in.height % 2 == 0 && in.width % 2 == 0), "sides are ", in.height, " x ", in.width,
@@ -183,8 +190,9 @@ template <typename T, int kStride, bool kGate>
 void backward(const AlignConvBackward& params, Stream stream) {
   const Plan plan = backward_plan<T, kStride, kGate>(params.input);
   allow_shared(align_conv_backward_kernel<T, kStride, kGate>, plan.shared_bytes);
+  const auto regions = BackwardRegions<kStride, kGate>::of(plan.tiles.images, plan.tiles.height, plan.tiles.width);
   MF_LAUNCH((align_conv_backward_kernel<T, kStride, kGate>), static_cast<unsigned>(plan.blocks), kThreads,
-            plan.shared_bytes, stream, params, plan.tiles);
+            plan.shared_bytes, stream, params, plan.tiles, regions);
 }
 
 template <typename T>
@@ -251,8 +259,8 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
       }
     });
   }
-  MF_LAUNCH(align_conv_finish_kernel, static_cast<unsigned>((params.out_channels + kLanes - 1) / kLanes), kThreads,
-            sizeof(Moments) * kThreads, run_on, params, static_cast<int>(parts));
+  MF_LAUNCH(align_conv_finish_kernel, static_cast<unsigned>((params.out_channels + kLanes - 1) / kLanes),
+            kFinishThreads, sizeof(SumsAboutOrigin) * kFinishThreads, run_on, params, static_cast<int>(parts));
 }
 
 void align_conv_grad_y(const AlignConvGradY& params, Stream stream) {

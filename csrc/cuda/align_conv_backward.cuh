@@ -7,6 +7,7 @@
 // border of one pixel, computed twice where tiles meet, so that nothing is scattered.
 #pragma once
 
+#include "cuda/align_conv_sums.cuh"
 #include "cuda/align_conv_tile.cuh"
 
 namespace mf::cuda {
@@ -22,14 +23,18 @@ struct BackwardRegions {
   static constexpr int kFirstTap = kStride == 1 || kGate ? 2 : 1;
   static constexpr int kOutputs = kStride == 1 ? 4 : 2;
   Region x, grad, gate;
+  SmallDivisor down, across;  // by the quads of an image's column and row
 
   MF_HD static BackwardRegions of(int images, int height, int width) {
     BackwardRegions regions{};
-    regions.x = {images, even(height) + 2 * kBorder, even(width) + 2 * kBorder};
+    regions.x = Region::of(images, even(height) + 2 * kBorder, even(width) + 2 * kBorder);
     const int rows = regions.x.rows;
     const int columns = regions.x.columns;
-    regions.grad = kStride == 1 ? Region{images, rows + 2, columns + 2} : Region{images, rows / 2 + 1, columns / 2 + 1};
-    regions.gate = kGate ? Region{images, rows / 2 + 1, columns / 2 + 1} : Region{0, 0, 0};
+    regions.grad =
+        kStride == 1 ? Region::of(images, rows + 2, columns + 2) : Region::of(images, rows / 2 + 1, columns / 2 + 1);
+    regions.gate = kGate ? Region::of(images, rows / 2 + 1, columns / 2 + 1) : Region{};
+    regions.down = SmallDivisor::of(rows / 2);
+    regions.across = SmallDivisor::of(columns / 2);
     return regions;
   }
   // The output row at which the region of `grad` begins for a tile whose first input row, without
@@ -43,29 +48,31 @@ struct BackwardRegions {
 template <typename T, int kThreads, bool kClamp>
 __device__ void load_region(const void* map, int valid, int height, int width, int64_t channels, const Region& region,
                             int first_image, int first_row, int first_column, int first_channel, T* staged) {
-  const int lane = threadIdx.x % kLanes;
-  const int64_t channel = first_channel + lane % kVectors * 8;
+  const int vector = threadIdx.x % kVectors;
+  const int64_t channel = first_channel + vector * 8;
   if (channel >= channels) {
     return;
   }
-  for (int row = threadIdx.x / kLanes; row < region.images * region.rows; row += kThreads / kLanes) {
-    const int n = first_image + row / region.rows;
-    int h = first_row + row % region.rows;
+  const T* from = static_cast<const T*>(map) + static_cast<int64_t>(first_image) * height * width * channels + channel;
+  const int step = static_cast<int>(channels);
+  const int pixels = region.pixels();
+#pragma unroll 2
+  for (int pixel = threadIdx.x / kVectors; pixel < pixels; pixel += kThreads / kVectors) {
+    const int line = region.by_columns.quotient(pixel);
+    const int image = region.by_rows.quotient(line);
+    int h = first_row + line - image * region.rows;
+    int w = first_column + pixel - line * region.columns;
     h = kClamp ? nearest(h, height) : h;
-    const bool has_row = n < valid && h >= 0 && h < height;
-    const T* from = static_cast<const T*>(map) + (static_cast<int64_t>(n) * height + h) * width * channels + channel;
-    for (int column = lane / kVectors; column < region.columns; column += kLanes / kVectors) {
-      int w = first_column + column;
-      w = kClamp ? nearest(w, width) : w;
-      T* to = staged + (row * region.columns + column) * kSlice + lane % kVectors * 8;
-      if (has_row && w >= 0 && w < width) {
+    w = kClamp ? nearest(w, width) : w;
+    T* to = staged + pixel * kSlice + vector * 8;
+    if (first_image + image < valid && is_index(h, height) && is_index(w, width)) {
+      const T* own = from + ((image * height + h) * width + w) * step;
 #pragma unroll
-        for (int i = 0; i < 8; i += 16 / sizeof(T)) {
-          copy_16_bytes(to + i, from + w * channels + i);
-        }
-      } else {
-        Vec<T, 8>{}.store(to);
+      for (int i = 0; i < 8; i += 16 / sizeof(T)) {
+        copy_16_bytes(to + i, own + i);
       }
+    } else {
+      Vec<T, 8>{}.store(to);
     }
   }
 }
@@ -76,12 +83,27 @@ struct BackwardTile {
   using Regions = BackwardRegions<kStride, kGate>;
   const AlignConvBackward& params;
   const Tiles& tiles;
-  Regions regions;
+  const Regions& regions;
   TileAt at;
-  T* x;  // with a gate overwritten by the gradient of the doubled gate
+  int images;  // of the tile within the map
+  T* to_x;     // where the gradient of the tile's first image begins, for the lane's channels; null: not wanted
+  T* x;        // with a gate overwritten by the gradient of the doubled gate
   T* grad;
   T* gate;
   int first_channel;
+
+  __device__ BackwardTile(const AlignConvBackward& params, const Tiles& tiles, const Regions& regions, int tile,
+                          unsigned char* memory, int first_channel)
+      : params(params), tiles(tiles), regions(regions), at(TileAt::of(tiles, tile)), first_channel(first_channel) {
+    const AlignConvInput& in = params.input;
+    images = at.image + tiles.images < in.images ? tiles.images : static_cast<int>(in.images) - at.image;
+    x = reinterpret_cast<T*>(memory);
+    grad = x + regions.x.pixels() * kSlice;
+    gate = grad + regions.grad.pixels() * kSlice;
+    to_x = params.x == nullptr ? nullptr
+                               : static_cast<T*>(params.x) + at.image * in.height * in.width * in.channels +
+                                     first_channel + 2 * (threadIdx.x % kLanes);
+  }
 
   template <int kThreads>
   __device__ void load(int valid) const {
@@ -125,7 +147,7 @@ __device__ void open_gate(const T* gate, int columns, float2 (&open)[4]) {
 // From the outputs that a quad entered: the gradient of the quad, and what it adds to those of the
 // nine weights.
 template <typename T, int kStride, bool kGate>
-__device__ void gather_quad(const T* grad, int columns, const Taps<T>& taps, const float2 (&entered)[4],
+__device__ void gather_quad(const T* grad, int columns, const Taps<T>& taps, const Vec<T, 2> (&entered)[4],
                             float2 (&back)[4], float2 (&sums)[kAlignConvSums]) {
   using Regions = BackwardRegions<kStride, kGate>;
 #pragma unroll
@@ -139,7 +161,7 @@ __device__ void gather_quad(const T* grad, int columns, const Taps<T>& taps, con
         const int j = Regions::kFirstTap + p % 2 - kStride * column;
         if (i >= 0 && i < 3 && j >= 0 && j < 3) {
           add_product(back[p], g, taps.tap[i * 3 + j].pair(0));
-          add_product(sums[i * 3 + j], g, entered[p]);
+          add_product(sums[i * 3 + j], g, entered[p].pair(0));
         }
       }
     }
@@ -147,93 +169,94 @@ __device__ void gather_quad(const T* grad, int columns, const Taps<T>& taps, con
 }
 
 // The gradient of one quad's pixels, and what they add to the sums.
+//   state: the prologue's, for the channels of the lane
 template <typename T, int kStride, bool kGate>
 __device__ void backward_quad(const BackwardTile<T, kStride, kGate>& tile, int quad, int valid, const Taps<T>& taps,
-                              float2 (&sums)[kAlignConvSums]) {
+                              const StatePair& state, float2 (&sums)[kAlignConvSums]) {
   using Regions = BackwardRegions<kStride, kGate>;
-  const AlignConvBackward& params = tile.params;
-  const AlignConvInput& in = params.input;
+  const AlignConvInput& in = tile.params.input;
   const Regions& regions = tile.regions;
   const TileAt& at = tile.at;
   const int height = static_cast<int>(in.height);
   const int width = static_cast<int>(in.width);
+  const auto step = static_cast<int>(in.channels);
   const int lane = threadIdx.x % kLanes;
-  const int64_t channel = tile.first_channel + 2 * lane;
   const bool has_prologue = in.prologue != nullptr;
-  const int down = regions.x.rows / 2;
+  // Quads lie in lines of `across`, whatever the image, of which each region adds some of its own.
   const int across = regions.x.columns / 2;
-  const int image = quad / (down * across);
-  const int quad_row = quad / across % down;
-  const int quad_column = quad % across;
-  const int n = at.image + image;
-  const int h = at.row - Regions::kBorder + 2 * quad_row;
-  const int w = at.column - Regions::kBorder + 2 * quad_column;
-  T* own = tile.x + ((image * regions.x.rows + 2 * quad_row) * regions.x.columns + 2 * quad_column) * kSlice + 2 * lane;
-  const auto inside = [&](int p) {
-    return h + p / 2 >= 0 && h + p / 2 < height && w + p % 2 >= 0 && w + p % 2 < width;
-  };
+  const int line = regions.across.quotient(quad);
+  const int column = quad - line * across;
+  const int image = regions.down.quotient(line);
+  const bool is_valid = at.image + image < valid;
+  const int row = 2 * (line - image * (regions.x.rows / 2)) - Regions::kBorder;  // within the tile
+  const int h = at.row + row;
+  const int w = at.column + 2 * column - Regions::kBorder;
+  T* own = tile.x + (2 * line * regions.x.columns + 2 * column) * kSlice + 2 * lane;
+  const auto slot = [&](int p) { return own + (p / 2 * regions.x.columns + p % 2) * kSlice; };
+  const bool in_row[2] = {is_index(h, height), is_index(h + 1, height)};
+  const bool in_column[2] = {is_index(w, width), is_index(w + 1, width)};
   // The border belongs to other tiles.
-  const auto is_ours = [&](int p) {
-    return n < in.images && inside(p) && h + p / 2 >= at.row && h + p / 2 < at.row + tile.tiles.height &&
-           w + p % 2 >= at.column && w + p % 2 < at.column + tile.tiles.width;
-  };
+  const bool our_row[2] = {in_row[0] && is_index(row, tile.tiles.height),
+                           in_row[1] && is_index(row + 1, tile.tiles.height)};
+  const bool our_column[2] = {in_column[0] && is_index(w - at.column, tile.tiles.width),
+                              in_column[1] && is_index(w + 1 - at.column, tile.tiles.width)};
+
   float2 open[4];  // the gate
   if constexpr (kGate) {
-    open_gate(
-        tile.gate + ((image * regions.gate.rows + quad_row) * regions.gate.columns + quad_column) * kSlice + 2 * lane,
-        regions.gate.columns, open);
+    open_gate(tile.gate + ((line + image) * regions.gate.columns + column) * kSlice + 2 * lane, regions.gate.columns,
+              open);
   }
-  // Before the gate: what the prologue's ReLU has let through.
-  const auto let_through = [&](const T* slot) {
-    const float2 raw = pair_at(slot);
-    return has_prologue ? rounded<T>(StatePair::load(in.prologue, in.channels, channel).applied(raw)) : raw;
-  };
-  float2 before[4];
-  float2 entered[4];
+  Vec<T, 2> before[4];  // the gate: what the prologue's ReLU has let through
+  Vec<T, 2> entered[4];
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
-    before[p] = let_through(own + (p / 2 * regions.x.columns + p % 2) * kSlice);
+    before[p] = Vec<T, 2>::load(slot(p));
+    if (has_prologue) {
+      before[p].set_pair(0, state.applied(before[p].pair(0)));
+    }
     entered[p] = before[p];
     if constexpr (kGate) {
-      entered[p] = rounded<T>({before[p].x * open[p].x, before[p].y * open[p].y});
+      const float2 value = before[p].pair(0);
+      entered[p].set_pair(0, {value.x * open[p].x, value.y * open[p].y});
     }
-    entered[p] = is_ours(p) ? entered[p] : float2{0.0f, 0.0f};
+    entered[p] = our_row[p / 2] && our_column[p % 2] ? entered[p] : Vec<T, 2>{};
   }
   float2 back[4] = {};
-  gather_quad<T, kStride, kGate>(tile.grad +
-                                     ((image * regions.grad.rows + quad_row * (2 / kStride)) * regions.grad.columns +
-                                      quad_column * (2 / kStride)) *
-                                         kSlice +
-                                     2 * lane,
-                                 regions.grad.columns, taps, entered, back, sums);
+  gather_quad<T, kStride, kGate>(
+      tile.grad + ((line + image) * (2 / kStride) * regions.grad.columns + column * (2 / kStride)) * kSlice + 2 * lane,
+      regions.grad.columns, taps, entered, back, sums);
+
+  T* to_x = tile.to_x == nullptr ? nullptr : tile.to_x + ((image * height + h) * width + w) * step;
+  const int row_step = width * step;
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
-    T* slot = own + (p / 2 * regions.x.columns + p % 2) * kSlice;
+    const bool is_ours = our_row[p / 2] && our_column[p % 2];
+    const float2 value = (kGate ? before[p] : entered[p]).pair(0);  // without a gate the same
+    float2 grad = back[p];
     if constexpr (kGate) {
-      before[p] = let_through(slot);  // once more: there are no registers to keep it
-      back[p] = {back[p].x * open[p].x, back[p].y * open[p].y};
+      grad = {grad.x * open[p].x, grad.y * open[p].y};
+      back[p] = grad;
     }
-    if (is_ours(p)) {
-      float2 to_x = back[p];
-      if (has_prologue) {
-        const float2 mean = pair_at(in.prologue + kMean * in.channels + channel);
-        const float2 scale = pair_at(in.prologue + kScale * in.channels + channel);
-        to_x = {passes(before[p].x) ? to_x.x : 0.0f, passes(before[p].y) ? to_x.y : 0.0f};
-        sums[kTapCount] = {sums[kTapCount].x + to_x.x, sums[kTapCount].y + to_x.y};
-        const float2 raw = pair_at(slot);
-        add_product(sums[kTapCount + 1], to_x, {raw.x - mean.x, raw.y - mean.y});
-        to_x = n < valid ? float2{to_x.x * scale.x, to_x.y * scale.y} : float2{0.0f, 0.0f};  // whatever the scale is
+    if (has_prologue) {
+      grad = {is_ours && passes(value.x) ? grad.x : 0.0f, is_ours && passes(value.y) ? grad.y : 0.0f};
+      const float2 raw = pair_at(slot(p));
+      sums[kTapCount] = {sums[kTapCount].x + grad.x, sums[kTapCount].y + grad.y};
+      add_product(sums[kTapCount + 1], grad, {raw.x - state.mean.x, raw.y - state.mean.y});
+      grad = {grad.x * state.scale.x, grad.y * state.scale.y};
+    }
+    if (is_ours && to_x != nullptr) {
+      Vec<T, 2> result = {};  // for padding, whatever the scale is
+      if (is_valid) {
+        result.set_pair(0, grad);
       }
-      if (params.x != nullptr) {
-        const int64_t pixel = (static_cast<int64_t>(n) * height + h + p / 2) * width + w + p % 2;
-        store_pair(static_cast<T*>(params.x) + pixel * in.channels + channel, to_x);
-      }
+      result.store(to_x + (p / 2 * row_step + p % 2 * step));
     }
     if constexpr (kGate) {
       // Over x, which no other lane reads: the gradient of the doubled gate.
-      const float2 to_gate = {back[p].x * before[p].x * (1.0f - open[p].x),
-                              back[p].y * before[p].y * (1.0f - open[p].y)};
-      store_pair(slot, n < valid && inside(p) ? to_gate : float2{0.0f, 0.0f});
+      const bool inside = is_valid && in_row[p / 2] && in_column[p % 2];
+      store_pair(slot(p),
+                 inside ? float2{back[p].x * value.x * (1.0f - open[p].x), back[p].y * value.y * (1.0f - open[p].y)}
+                        : float2{0.0f, 0.0f});
     }
   }
 }
@@ -249,15 +272,20 @@ __device__ void gather_gate(const BackwardTile<T, kStride, true>& tile) {
   const int lane = threadIdx.x % kLanes;
   const int tile_height = tile.tiles.height / 2;
   const int tile_width = tile.tiles.width / 2;
+  const auto down = SmallDivisor::of(tile_height);
+  const auto across = SmallDivisor::of(tile_width);
+  const auto step = static_cast<int>(in.channels);
+  T* to = static_cast<T*>(tile.params.gate) + static_cast<int64_t>(tile.at.image) * height * width * in.channels +
+          tile.first_channel + 2 * lane;
 #pragma unroll 1
-  for (int i = threadIdx.x / kLanes; i < tile.tiles.images * tile_height * tile_width; i += kThreads / kLanes) {
-    const int image = i / (tile_height * tile_width);
-    const int row = i / tile_width % tile_height;
-    const int column = i % tile_width;
-    const int n = tile.at.image + image;
+  for (int i = threadIdx.x / kLanes; i < tile.images * tile_height * tile_width; i += kThreads / kLanes) {
+    const int line = across.quotient(i);
+    const int image = down.quotient(line);
+    const int row = line - image * tile_height;
+    const int column = i - line * tile_width;
     const int h = tile.at.row / 2 + row;
     const int w = tile.at.column / 2 + column;
-    if (n >= in.images || h >= height || w >= width) {
+    if (h >= height || w >= width) {
       continue;
     }
     const T* from = tile.x + ((image * region.rows + 2 * row) * region.columns + 2 * column) * kSlice + 2 * lane;
@@ -275,66 +303,39 @@ __device__ void gather_gate(const BackwardTile<T, kStride, true>& tile) {
       const float share = whole_row ? 1.0f : a == 0 || a == 3 ? 0.25f : 0.75f;
       add_product(sum, of_row, {share, share});
     }
-    const int64_t pixel = (static_cast<int64_t>(n) * height + h) * width + w;
-    store_pair(static_cast<T*>(tile.params.gate) + pixel * in.channels + tile.first_channel + 2 * lane, sum);
-  }
-}
-
-// Adds up the block's warps. of_warp: [kWarps][kAlignConvSums][kLanes]
-template <int kThreads>
-__device__ void leave_sums(const AlignConvBackward& params, const float2 (&sums)[kAlignConvSums], int first_channel,
-                           float2* of_warp) {
-  constexpr int kWarps = kThreads / kLanes;
-#pragma unroll
-  for (int which = 0; which < kAlignConvSums; ++which) {
-    of_warp[(threadIdx.x / kLanes * kAlignConvSums + which) * kLanes + threadIdx.x % kLanes] = sums[which];
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kAlignConvSums * kLanes; i += kThreads) {
-    float2 sum = of_warp[i];
-    for (int other = 1; other < kWarps; ++other) {
-      const float2 more = of_warp[other * kAlignConvSums * kLanes + i];
-      sum = {sum.x + more.x, sum.y + more.y};
-    }
-    const int64_t to = first_channel + i % kLanes * 2;
-    if (to < params.input.channels) {
-      const int64_t part = static_cast<int64_t>(blockIdx.x) / slices_of(params.input.channels);
-      store_pair(params.sums + (part * kAlignConvSums + i / kLanes) * params.input.channels + to, sum);
-    }
+    store_pair(to + ((image * height + h) * width + w) * step, sum);
   }
 }
 
 template <typename T, int kStride, bool kGate, int kThreads>
-__device__ void align_conv_backward_block(const AlignConvBackward& params, const Tiles& tiles, unsigned char* memory) {
-  using Regions = BackwardRegions<kStride, kGate>;
+__device__ void align_conv_backward_block(const AlignConvBackward& params, const Tiles& tiles,
+                                          const BackwardRegions<kStride, kGate>& regions, unsigned char* memory) {
   const AlignConvInput& in = params.input;
   const auto valid = static_cast<int>(in.valid_images());
   const int slices = slices_of(in.channels);
   const int first_channel = static_cast<int>(blockIdx.x) % slices * kSlice;
   const bool has_channel = first_channel + 2 * static_cast<int>(threadIdx.x % kLanes) < in.channels;
-  const Regions regions = Regions::of(tiles.images, tiles.height, tiles.width);
-  T* x = reinterpret_cast<T*>(memory);
-  T* grad = x + regions.x.pixels() * kSlice;
-  T* gate = grad + regions.grad.pixels() * kSlice;
 
   Taps<T> taps = {};
-  load_taps<T, kThreads>(in, first_channel, x);
+  StatePair state = {};
+  load_taps<T, kThreads>(in, first_channel, reinterpret_cast<T*>(memory));
   __syncthreads();
   if (has_channel) {
-    taps = Taps<T>::load(x);
+    taps = Taps<T>::load(reinterpret_cast<T*>(memory));
+    if (in.prologue != nullptr) {
+      state = StatePair::load(in.prologue, in.channels, first_channel + threadIdx.x % kLanes * 2);
+    }
   }
   __syncthreads();
-  const int quads = tiles.images * (regions.x.rows / 2) * (regions.x.columns / 2);
   float2 sums[kAlignConvSums] = {};
   for (int i = static_cast<int>(blockIdx.x) / slices; i < tiles.total; i += static_cast<int>(gridDim.x) / slices) {
-    const BackwardTile<T, kStride, kGate> tile{params, tiles, regions, TileAt::of(tiles, i),
-                                               x,      grad,  gate,    first_channel};
+    const BackwardTile<T, kStride, kGate> tile(params, tiles, regions, i, memory, first_channel);
     tile.template load<kThreads>(valid);
     __syncthreads();
+    const int quads = tile.images * (regions.x.rows / 2) * (regions.x.columns / 2);
 #pragma unroll 1
     for (int quad = threadIdx.x / kLanes; has_channel && quad < quads; quad += kThreads / kLanes) {
-      backward_quad(tile, quad, valid, taps, sums);
+      backward_quad(tile, quad, valid, taps, state, sums);
     }
     __syncthreads();
     if constexpr (kGate) {
@@ -346,43 +347,6 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
   }
   if (params.sums != nullptr) {
     leave_sums<kThreads>(params, sums, first_channel, reinterpret_cast<float2*>(memory));
-  }
-}
-
-// Adds up what the blocks left: a lane a channel, the warps share the parts.
-template <int kThreads>
-__device__ void align_conv_sums_block(const AlignConvBackward& params, int parts, unsigned char* memory) {
-  constexpr int kWarps = kThreads / kLanes;
-  auto* of_warp = reinterpret_cast<float*>(memory);  // [kWarps][kLanes]
-  const int64_t channels = params.input.channels;
-  const int lane = threadIdx.x % kLanes;
-  const int warp = threadIdx.x / kLanes;
-  const int which = static_cast<int>(blockIdx.x) % kAlignConvSums;
-  const int64_t channel = static_cast<int64_t>(blockIdx.x) / kAlignConvSums * kLanes + lane;
-  float sum = 0.0f;
-  for (int part = warp; part < parts && channel < channels; part += kWarps) {
-    sum += params.sums[(static_cast<int64_t>(part) * kAlignConvSums + which) * channels + channel];
-  }
-  of_warp[warp * kLanes + lane] = sum;
-  __syncthreads();
-  if (warp != 0 || channel >= channels) {
-    return;
-  }
-  for (int other = 1; other < kWarps; ++other) {
-    sum += of_warp[other * kLanes + lane];
-  }
-  if (which < kTapCount) {
-    if (params.depthwise.data != nullptr) {
-      store(params.depthwise, channel * kTapCount + which, sum);
-    }
-  } else if (params.prologue != nullptr) {
-    if (which == kTapCount) {
-      params.prologue[kShift * channels + channel] = sum;
-      params.prologue[kMean * channels + channel] = -params.input.prologue[kScale * channels + channel] * sum;
-    } else {
-      params.prologue[kScale * channels + channel] = sum;
-      params.prologue[kInverseStd * channels + channel] = 0.0f;
-    }
   }
 }
 

@@ -16,6 +16,8 @@ __device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, con
   const AlignConvInput& in = params.input;
   const int height = static_cast<int>(in.out_height());
   const int width = static_cast<int>(in.out_width());
+  const auto images = static_cast<int>(in.images);
+  const auto step = static_cast<int>(in.channels);
   const auto valid = static_cast<int>(in.valid_images());
   const int slices = slices_of(in.channels);
   const int first_channel = static_cast<int>(blockIdx.x) % slices * kSlice;
@@ -31,12 +33,11 @@ __device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, con
     load_input_tile<T, kThreads>(in, valid, region, at.image, at.row * kStride - 1, at.column * kStride - 1,
                                  first_channel, staged);
     __syncthreads();
+    T* map = static_cast<T*>(params.map) + static_cast<int64_t>(at.image) * height * width * in.channels + channel;
     if (has_channel) {
       convolve_tile<T, kStride, kThreads>(tiles, region, staged, taps, [&](int image, int row, int column, float2 sum) {
-        const int n = at.image + image;
-        if (n < in.images && at.row + row < height && at.column + column < width) {
-          const int64_t pixel = (static_cast<int64_t>(n) * height + at.row + row) * width + at.column + column;
-          store_pair(static_cast<T*>(params.map) + pixel * in.channels + channel, sum);
+        if (at.image + image < images && at.row + row < height && at.column + column < width) {
+          store_pair(map + ((image * height + at.row + row) * width + at.column + column) * step, sum);
         }
       });
     }
@@ -115,7 +116,8 @@ __device__ void take_moments(const T* y, const int* pixels, int counted_pixels, 
   moments.merge(count, mean, squares);
 }
 
-// The pointwise weights, with zeros up to the next 64 rows.
+// Starts to copy the pointwise weights, with zeros up to the next 64 rows: wait_for_copies before
+// the barrier before their use.
 template <typename T, int kThreads>
 __device__ void load_pointwise(const AlignConvForward& params, T* weights, int stride) {
   const auto channels = static_cast<int>(params.input.channels);
@@ -132,7 +134,6 @@ __device__ void load_pointwise(const AlignConvForward& params, T* weights, int s
       Vec<T, 8>{}.store(to);
     }
   }
-  wait_for_copies();
 }
 
 // Merges what the block's warps found for the chunk of y from channel `first` on.
@@ -211,6 +212,7 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
               }
             });
       }
+      wait_for_copies();
       __syncthreads();
     }
 #pragma unroll
@@ -244,27 +246,60 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const T
   }
 }
 
-// Merges the moments that the blocks left: a lane a channel, the warps share the parts.
+// Count, sum and sum of squares of numbers' distances from an origin.
+struct SumsAboutOrigin {
+  double count, distance, squares;
+
+  __device__ void add(const SumsAboutOrigin& more) {
+    count += more.count;
+    distance += more.distance;
+    squares += more.squares;
+  }
+};
+
+// Merges the moments that the blocks left: a lane a channel, the warps share the parts. As sums
+// about the first part's mean, in float64: adding these needs no division, so that no part waits
+// for the one before it, and loses nothing.
 template <int kThreads>
 __device__ void align_conv_finish_block(const AlignConvForward& params, int parts, unsigned char* memory) {
   constexpr int kWarps = kThreads / kLanes;
-  auto* of_warp = reinterpret_cast<Moments*>(memory);  // [kWarps][kLanes]
+  constexpr int kAtOnce = 8;                                   // parts under way
+  auto* of_warp = reinterpret_cast<SumsAboutOrigin*>(memory);  // [kWarps][kLanes]
   const int64_t channels = params.out_channels;
   const int lane = threadIdx.x % kLanes;
   const int warp = threadIdx.x / kLanes;
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * kLanes + lane;
-  Moments sum = {};
-  for (int part = warp; part < parts && channel < channels; part += kWarps) {
-    const float* from = params.moments + part * 3 * channels + channel;
-    sum = merged(sum, {from[0], from[channels], from[2 * channels]});
+  const float* moments = params.moments + channel;
+  const bool has_channel = channel < channels;
+  const double origin = parts > 0 && has_channel ? moments[channels] : 0.0f;
+  SumsAboutOrigin sum = {};
+  for (int first = warp; first < parts && has_channel; first += kAtOnce * kWarps) {
+    Moments read[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int part = first + i * kWarps;
+      const float* from = moments + part * 3 * channels;
+      read[i] = part < parts ? Moments{from[0], from[channels], from[2 * channels]} : Moments{};
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const double distance = read[i].count == 0.0f ? 0.0 : read[i].mean - origin;
+      const double total = read[i].count * distance;
+      sum.add({read[i].count, total, read[i].squares + total * distance});
+    }
   }
   of_warp[warp * kLanes + lane] = sum;
   __syncthreads();
-  if (warp == 0 && channel < channels) {
+  if (warp == 0 && has_channel) {
     for (int other = 1; other < kWarps; ++other) {
-      sum = merged(sum, of_warp[other * kLanes + lane]);
+      sum.add(of_warp[other * kLanes + lane]);
     }
-    finish_norm(params.norm, sum, channels, channel, params.state);
+    const double mean = sum.count > 0.0 ? sum.distance / sum.count : 0.0;
+    const double squares = sum.squares - mean * sum.distance;
+    finish_norm(params.norm,
+                {static_cast<float>(sum.count), static_cast<float>(origin + mean),
+                 static_cast<float>(squares < 0.0 ? 0.0 : squares)},
+                channels, channel, params.state);
     if (channel == 0 && params.norm.training && params.norm.batches != nullptr) {
       ++*params.norm.batches;
     }

@@ -41,11 +41,12 @@ __device__ inline void add_product(float2& sum, float2 a, float2 b) {
   sum.y += a.y * b.y;
 }
 
-// 16-bit results cannot tell the fast exponential from the exact one.
+// 16-bit results cannot tell the fast one from the exact one, however small it is; tanh.approx would
+// have a large relative error where the gate is nearly closed.
 template <typename T>
 __device__ float sigmoid(float x) {
   if constexpr (sizeof(T) == 2) {
-    return __fdividef(1.0f, 1.0f + __expf(-x));
+    return fast_sigmoid(x);
   } else {
     return 1.0f / (1.0f + expf(-x));
   }
@@ -64,8 +65,21 @@ __device__ inline float2 blend(float2 a, float2 b, float share_of_a) {
 // and three quarters of the way.
 __device__ inline float share_of_first(int second) { return second == 0 ? 0.75f : 0.25f; }
 
+// Whether i is in [0, size).
+__device__ inline bool is_index(int i, int size) { return static_cast<unsigned>(i) < static_cast<unsigned>(size); }
+
 // The index of [0, size) next to i.
 __device__ inline int nearest(int i, int size) { return i < 0 ? 0 : i < size ? i : size - 1; }
+
+// Divides x by a multiplication, for x * divisor < 2^16: pixels of a block's shared memory.
+struct SmallDivisor {
+  unsigned factor;
+
+  MF_HD static SmallDivisor of(int divisor) {
+    return {divisor == 0 ? 0 : (65535u + static_cast<unsigned>(divisor)) / static_cast<unsigned>(divisor)};
+  }
+  __device__ int quotient(int x) const { return static_cast<int>(static_cast<unsigned>(x) * factor >> 16); }
+};
 
 // How a map is cut: tiles of some rows and columns of one image, or of several small images.
 struct Tiles {
@@ -113,7 +127,11 @@ struct TileAt {
 // Pixels of shared memory, [images, rows, columns, kSlice].
 struct Region {
   int images, rows, columns;
+  SmallDivisor by_rows, by_columns;
 
+  MF_HD static Region of(int images, int rows, int columns) {
+    return {images, rows, columns, SmallDivisor::of(rows), SmallDivisor::of(columns)};
+  }
   MF_HD int pixels() const { return images * rows * columns; }
 };
 
@@ -122,7 +140,7 @@ MF_HD inline constexpr int even(int x) { return x + x % 2; }
 // What enters a forward tile: whole quads of outputs, and the border.
 template <int kStride>
 MF_HD Region entering(int images, int height, int width) {
-  return {images, (even(height) - 1) * kStride + 3, (even(width) - 1) * kStride + 3};
+  return Region::of(images, (even(height) - 1) * kStride + 3, (even(width) - 1) * kStride + 3);
 }
 
 // A block keeps to one slice of channels.
@@ -142,44 +160,63 @@ struct StatePair {
   }
 };
 
+// Opens 2 x 2 pixels by the gate's 2 x 2 elements that they share, in channels 2 i and 2 i + 1.
+template <typename T>
+__device__ void apply_gate(const Vec<T, 8> (&gate)[4], int i, Vec<T, 8> (&x)[4]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float2 left = blend(gate[0].pair(i), gate[2].pair(i), share_of_first(row));
+    const float2 right = blend(gate[1].pair(i), gate[3].pair(i), share_of_first(row));
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const float2 open = sigmoid<T>(blend(left, right, share_of_first(column)));
+      Vec<T, 8>& pixel = x[2 * row + column];
+      const float2 value = pixel.pair(i);
+      pixel.set_pair(i, {value.x * open.x, value.y * open.y});
+    }
+  }
+}
+
 // Loads x' of a region into shared memory; its first pixel is (row, column), which may lie outside
 // of the image and is odd for maps with a gate. Zero outside and for padding. A thread takes quads
-// of 2 x 2 pixels, which share four elements of the gate; it multiplies by the gate what it has
-// brought itself, in a second pass, which keeps registers free.
+// of 2 x 2 pixels, which share four elements of the gate.
 template <typename T, int kThreads>
 __device__ void load_input_tile(const AlignConvInput& in, int valid, const Region& region, int first_image,
                                 int first_row, int first_column, int first_channel, T* staged) {
   const int height = static_cast<int>(in.height);
   const int width = static_cast<int>(in.width);
+  const auto step = static_cast<int>(in.channels);
   const int vector = threadIdx.x % kVectors;
   const int64_t channel = first_channel + vector * 8;
   if (channel >= in.channels) {
     return;
   }
-  const int down = (region.rows + 1) / 2;
-  const int across = (region.columns + 1) / 2;
-  const int quads = region.images * down * across;
-  const auto inside = [&](int n, int h, int w) { return n < valid && h >= 0 && h < height && w >= 0 && w < width; };
-  const auto has = [&](int row, int column) { return row < region.rows && column < region.columns; };
-  const auto slot = [&](int image, int row, int column) {
-    return staged + ((image * region.rows + row) * region.columns + column) * kSlice + vector * 8;
-  };
+  const T* map =
+      static_cast<const T*>(in.x) + static_cast<int64_t>(first_image) * height * width * in.channels + channel;
+  const T* gates = in.gate == nullptr
+                       ? nullptr
+                       : static_cast<const T*>(in.gate) +
+                             static_cast<int64_t>(first_image) * (height / 2) * (width / 2) * in.channels + channel;
+  const int rows = (region.rows + 1) / 2;
+  const int columns = (region.columns + 1) / 2;
+  const auto down = SmallDivisor::of(rows);
+  const auto across = SmallDivisor::of(columns);
 #pragma unroll 1
-  for (int quad = threadIdx.x / kVectors; quad < quads; quad += kThreads / kVectors) {
-    const int image = quad / (down * across);
-    const int row = quad / across % down * 2;
-    const int column = quad % across * 2;
-    const int n = first_image + image;
+  for (int quad = threadIdx.x / kVectors; quad < region.images * rows * columns; quad += kThreads / kVectors) {
+    const int line = across.quotient(quad);
+    const int image = down.quotient(line);
+    const int row = 2 * (line - image * rows);
+    const int column = 2 * (quad - line * columns);
     const int h = first_row + row;
     const int w = first_column + column;
-    const int64_t first = ((static_cast<int64_t>(n) * height + h) * width + w) * in.channels + channel;
+    const bool is_valid = first_image + image < valid;
+    const bool in_row[2] = {is_valid && is_index(h, height), is_valid && is_index(h + 1, height)};
+    const bool in_column[2] = {is_index(w, width), is_index(w + 1, width)};
+    const T* from = map + ((image * height + h) * width + w) * step;
     Vec<T, 8> x[4];
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      x[p] = inside(n, h + p / 2, w + p % 2)
-                 ? Vec<T, 8>::load(static_cast<const T*>(in.x) +
-                                   (first + static_cast<int64_t>(p / 2 * width + p % 2) * in.channels))
-                 : Vec<T, 8>{};
+      x[p] = in_row[p / 2] && in_column[p % 2] ? Vec<T, 8>::load(from + (p / 2 * width + p % 2) * step) : Vec<T, 8>{};
     }
     if (in.prologue != nullptr) {
 #pragma unroll
@@ -187,57 +224,34 @@ __device__ void load_input_tile(const AlignConvInput& in, int valid, const Regio
         const StatePair state = StatePair::load(in.prologue, in.channels, channel + 2 * i);
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          const float2 value = state.applied(x[p].pair(i));
-          x[p].set_pair(i, inside(n, h + p / 2, w + p % 2) ? value : float2{0.0f, 0.0f});
+          x[p].set_pair(i, state.applied(x[p].pair(i)));
         }
       }
     }
+    if (gates != nullptr && is_valid) {
+      Vec<T, 8> gate[4];
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      if (has(row + p / 2, column + p % 2)) {
-        x[p].store(slot(image, row + p / 2, column + p % 2));
+      for (int p = 0; p < 4; ++p) {
+        const int r = nearest((h + 1) / 2 - 1 + p / 2, height / 2);
+        const int c = nearest((w + 1) / 2 - 1 + p % 2, width / 2);
+        gate[p] = Vec<T, 8>::load(gates + ((image * (height / 2) + r) * (width / 2) + c) * step);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        apply_gate(gate, i, x);
       }
     }
-  }
-  if (in.gate == nullptr) {
-    return;
-  }
-#pragma unroll 1
-  for (int quad = threadIdx.x / kVectors; quad < quads; quad += kThreads / kVectors) {
-    const int image = quad / (down * across);
-    const int row = quad / across % down * 2;
-    const int column = quad % across * 2;
-    const int n = first_image + image;
-    const int h = first_row + row;
-    const int w = first_column + column;
-    if (n >= valid) {
-      continue;
-    }
-    const int half_height = height / 2;
-    const int half_width = width / 2;
-    const T* from =
-        static_cast<const T*>(in.gate) + static_cast<int64_t>(n) * half_height * half_width * in.channels + channel;
-    Vec<T, 8> gate[4];
+    T* to = staged + ((image * region.rows + row) * region.columns + column) * kSlice + vector * 8;
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      const int r = nearest((h + 1) / 2 - 1 + p / 2, half_height);
-      const int c = nearest((w + 1) / 2 - 1 + p % 2, half_width);
-      gate[p] = Vec<T, 8>::load(from + static_cast<int64_t>(r * half_width + c) * in.channels);
-    }
+      if (!in_row[p / 2] || !in_column[p % 2]) {
+        x[p] = {};
+      }
+      if (row + p / 2 < region.rows && column + p % 2 < region.columns) {
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      if (has(row + p / 2, column + p % 2) && inside(n, h + p / 2, w + p % 2)) {
-        T* own = slot(image, row + p / 2, column + p % 2);
-        Vec<T, 8> x = Vec<T, 8>::load(own);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 left = blend(gate[0].pair(i), gate[2].pair(i), share_of_first(p / 2));
-          const float2 right = blend(gate[1].pair(i), gate[3].pair(i), share_of_first(p / 2));
-          const float2 open = sigmoid<T>(blend(left, right, share_of_first(p % 2)));
-          const float2 value = x.pair(i);
-          x.set_pair(i, {value.x * open.x, value.y * open.y});
+        for (int word = 0; word < Vec<T, 8>::kWords; word += 4) {
+          store_16_bytes(to + (p / 2 * region.columns + p % 2) * kSlice + word * 4 / sizeof(T), x[p].word + word);
         }
-        x.store(own);
       }
     }
   }
@@ -304,12 +318,15 @@ __device__ void convolve_tile(const Tiles& tiles, const Region& region, const T*
   const auto of_lane = Taps<T>::load(taps);
   const int down = (tiles.height + 1) / 2;
   const int across = (tiles.width + 1) / 2;
+  const auto by_down = SmallDivisor::of(down);
+  const auto by_across = SmallDivisor::of(across);
   const int lane = threadIdx.x % kLanes;
 #pragma unroll 1
   for (int quad = threadIdx.x / kLanes; quad < tiles.images * down * across; quad += kThreads / kLanes) {
-    const int image = quad / (down * across);
-    const int row = quad / across % down * 2;
-    const int column = quad % across * 2;
+    const int line = by_across.quotient(quad);
+    const int image = by_down.quotient(line);
+    const int row = 2 * (line - image * down);
+    const int column = 2 * (quad - line * across);
     float2 sum[4];
     convolve_quad<T, kStride>(
         staged + ((image * region.rows + row * kStride) * region.columns + column * kStride) * kSlice + 2 * lane,

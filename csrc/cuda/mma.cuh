@@ -1,4 +1,5 @@
-// Warp-wide matrix instructions and asynchronous copies of sm_80 and later, one function each.
+// Warp-wide matrix instructions, asynchronous copies and approximate functions of sm_80 and later, one
+// function each.
 //
 // In tests without a card csrc/emulated/cuda_on_cpu_mma.h, included before, defines MF_MMA_ON_CPU
 // and the same functions.
@@ -55,6 +56,15 @@ __device__ inline void load_transposed(uint32_t (&r)[4], const void* row) {
                : "memory");
 }
 
+// Stores 16 aligned bytes to shared memory at once. nvcc cuts up a plain store of a vector that was
+// computed word by word, and lanes that are 16 bytes apart then wait for the same banks.
+__device__ inline void store_16_bytes(void* shared, const uint32_t* words) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};\n" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
 // Starts a copy of 16 aligned bytes from global to shared memory; it has arrived after
 // wait_for_copies() of the same thread.
 __device__ inline void copy_16_bytes(void* shared, const void* global) {
@@ -63,6 +73,16 @@ __device__ inline void copy_16_bytes(void* shared, const void* global) {
 }
 
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
+
+// 1 / (1 + exp(-x)) to a relative error of 2^-21. Results below 2^-126 are zero: CUDA's __expf and
+// __fdividef treat them with care, in three times the instructions.
+__device__ inline float fast_sigmoid(float x) {
+  float power;
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+  return result;
+}
 
 #endif
 

@@ -109,6 +109,14 @@ inline void load_rows(uint32_t (&r)[4], const void* row) {
   }
 }
 
+inline void store_16_bytes(void* shared, const uint32_t* words) {
+  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0) {
+    std::fprintf(stderr, "store_16_bytes to %p; wanted a multiple of 16\n", shared);
+    std::exit(1);
+  }
+  std::memcpy(shared, words, 16);
+}
+
 inline void copy_16_bytes(void* shared, const void* global) {
   if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % 16 != 0) {
     std::fprintf(stderr, "copy_16_bytes from %p to %p; wanted multiples of 16\n", global, shared);
@@ -118,5 +126,7 @@ inline void copy_16_bytes(void* shared, const void* global) {
 }
 
 inline void wait_for_copies() {}
+
+inline float fast_sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 }  // namespace mf::cuda

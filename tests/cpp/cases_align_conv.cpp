@@ -577,7 +577,7 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
                  cuda::align_conv_forward_block<T, kStride, 2, kThreads>(params, tiles, map, memory);
                });
                shim::launch(static_cast<unsigned>((params.out_channels + 31) / 32), kThreads,
-                            kThreads * sizeof(mf::Moments), [&] {
+                            kThreads * sizeof(cuda::SumsAboutOrigin), [&] {
                               MF_DYNAMIC_SHARED(memory);
                               cuda::align_conv_finish_block<kThreads>(params, 1, memory);
                             });
@@ -600,9 +600,10 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
                                                        backward_bytes, kRoom);
              const size_t bytes = std::max(tiles.images * backward_bytes(tiles.height, tiles.width),
                                            sizeof(float2) * (kThreads / 32) * mf::kAlignConvSums * 32);
+             const auto regions = cuda::BackwardRegions<kStride, kGate>::of(tiles.images, tiles.height, tiles.width);
              shim::launch(cuda::slices_of(params.input.channels), kThreads, bytes, [&] {
                MF_DYNAMIC_SHARED(memory);
-               cuda::align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, memory);
+               cuda::align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, regions, memory);
              });
              shim::launch(static_cast<unsigned>((params.input.channels + 31) / 32 * mf::kAlignConvSums), kThreads,
                           kThreads * sizeof(float), [&] {
