@@ -41,8 +41,10 @@ __device__ void align_conv_sums_block(const AlignConvBackward& params, int parts
   const int warp = threadIdx.x / kLanes;
   const int which = static_cast<int>(blockIdx.x) % kAlignConvSums;
   const int64_t channel = static_cast<int64_t>(blockIdx.x) / kAlignConvSums * kLanes + lane;
+  const int parts_of_lane = channel < channels ? parts : 0;
   float sum = 0.0f;
-  for (int part = warp; part < parts && channel < channels; part += kWarps) {
+#pragma unroll 8  // loads under way at once
+  for (int part = warp; part < parts_of_lane; part += kWarps) {
     sum += params.sums[(static_cast<int64_t>(part) * kAlignConvSums + which) * channels + channel];
   }
   of_warp[warp * kLanes + lane] = sum;
