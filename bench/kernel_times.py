@@ -62,10 +62,10 @@ _OPS = (
 )
 #: Microseconds a step, by kernel: read off the machine code for an H200 (bf16, N = 384).
 _PREDICTED = {
-    "align_conv_backward_kernel": "400",
+    "align_conv_backward_kernel": "530",
     "align_conv_forward_kernel": "450 with depthwise",
     "align_conv_product_kernel": "260",
-    "align_conv_finish_kernel": "130",
+    "align_conv_finish_kernel": "25",
     "adam_pieces_kernel": "105-120",
 }
 #: The same for all kernels of an op.

@@ -115,7 +115,7 @@ def main(path: Path, backbone: bool) -> None:
             prepared = learner.prepare(stream.x_train[rows], stream.y_train[rows], task, index=rows)
     path.unlink(missing_ok=True)
     with _recorded(path):
-        learner.step(prepared.inputs)
+        learner.step(prepared.steps[0].inputs)
 
 
 if __name__ == "__main__":
