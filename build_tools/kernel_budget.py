@@ -2,8 +2,8 @@
 
     python -m build_tools.kernel_budget          # compiles each .cu for sm_80 and sm_90, and checks
     python -m build_tools.kernel_budget --table  # also predicts; needs the emulated card
-    python -m build_tools.kernel_budget --write  # also writes csrc/loop_budget.txt, and the table
-                                                 # of docs/performance.md
+    python -m build_tools.kernel_budget --write  # also writes csrc/loop_budget.txt and the table of
+                                                 # docs/performance.md
 
 The check compares what ptxas says of every kernel (registers, stack, spills) with
 csrc/kernel_budget.txt, and what the loops of those instances that a step uses issue, by class, with
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         used = {launch.kernel for launch in [*whole, *backbone]}
     if wanted.write:
         loop_budget.write_text(loop_lines({name: kernel for name, kernel in kernels.items() if name in used}))
-        _enter(ROOT / "docs" / "performance.md", predicted)
+        _enter(ROOT / "docs/performance.md", predicted)
     budgets = {
         "kernel_budget.txt": compare(usages, parse_budget((ROOT / "csrc" / "kernel_budget.txt").read_text())),
         "loop_budget.txt": compare_loops(kernels, parse_loops(loop_budget.read_text()), used),

@@ -152,7 +152,7 @@ def sweep(folder):
     ]
     own = [column for column in own if not column.startswith("seconds")]
     return (
-        table[own].to_dict("records"),
+        table[own].astype(object).where(table[own].notna(), None).to_dict("records"),  # nan is not nan
         [result(folder / name) for name in table["folder"]],
         [p.name for p in folder.rglob(".*")],
     )

@@ -31,6 +31,7 @@ enum class Purpose : uint32_t {
   kBalance = 11,   // which samples leave a class-balanced memory
   kMix = 12,       // box, share and partners of CutMix
   kFit = 13,       // order in which the memory is gone through before an evaluation
+  kPiece = 14,     // the piece of the features that similarities are mixed with
 };
 
 // High 64 bits of the 128-bit product.

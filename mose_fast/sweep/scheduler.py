@@ -147,7 +147,9 @@ def run_grid(
         Interrupted: Ctrl-C, SIGTERM or SIGHUP; unfinished runs have written a checkpoint.
     """
     folder, place = SweepFolder(out), place or Place()
-    given = with_fingerprints(grid.cells() if isinstance(grid, Grid) else list(grid), place)
+    given = grid.cells() if isinstance(grid, Grid) else list(grid)
+    Layout.of(given, place)  # refuses what cannot compute here, before any data are loaded
+    given = with_fingerprints(given, place)
     cells = folder.with_known_names(given)
     folders = {cell.name: found.name for cell, found in zip(given, cells, strict=True)}
     sweep = _Sweep(cells, folder, place, say)

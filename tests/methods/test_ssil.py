@@ -36,7 +36,7 @@ def test_large_logits_stay_finite():
 def test_cross_entropies_leave_the_logits_of_the_other_classes_alone(make, teach, batch):
     """Appendix G.9."""
     learner = teach(make("ssil"), tasks=(0, 1))
-    inputs = learner.prepare(*batch([4, 5] * 5), 2).inputs
+    inputs = learner.prepare(*batch([4, 5] * 5), 2).steps[0].inputs
     outputs = learner.forward(inputs.views)
     outputs.logits.retain_grad()
     terms = learner.losses(outputs, inputs)

@@ -220,8 +220,8 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "a graph's inputs are not kept": [
         (
             CapturedSteps._capture,
-            "_Graph(graph, static, losses)",
-            "_Graph(graph, tree_map_only(Tensor, torch.clone, inputs), losses)",
+            "_Graph(graph, static, tuple(losses), together)",
+            "_Graph(graph, tree_map_only(Tensor, torch.clone, inputs), tuple(losses), together)",
         )
     ],
     "the host does not wait for losses": [(LossReader.drain, "arrived.synchronize()", "pass")],
