@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import ConfigError, RunConfig, near_matches
-from mose_fast.device import Choice, choose_precision
+from mose_fast.device import Choice, choose_precision, upload
 from mose_fast.memory import BalancedMemory, ReplayMemory
 from mose_fast.methods.data import IMAGE_SIZE, DataPlane, DataRecord, check_stream
 from mose_fast.methods.model import Model
@@ -394,6 +394,12 @@ class Learner(ABC):
             yield
         finally:
             self._planning_ahead = False
+
+    def mask(self, classes: Iterable[int]) -> Tensor:
+        """bool [K] on the device, True for these classes."""
+        mask = torch.zeros(self.classes, dtype=torch.bool)
+        mask[list(classes)] = True
+        return upload(mask, self.device)
 
     def undo(self, record: DataRecord) -> None:
         """Undoes the batch since a record of the data plane, except in the model."""

@@ -17,6 +17,7 @@ from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.nn.heads import projection_mlp
 from mose_fast.nn.probe import fit_probe
 
 __all__ = ["Co2l", "Co2lOptions", "asymmetric_contrastive_loss", "relation_distillation"]
@@ -118,8 +119,7 @@ class Co2l(ExemplarLearner):
         self.data.own["fitted"] = None
 
     def projection_head(self, feature_size: int) -> nn.Module:
-        projection = self.config.options.projection
-        return nn.Sequential(nn.Linear(feature_size, feature_size), nn.ReLU(), nn.Linear(feature_size, projection))
+        return projection_mlp(feature_size, self.config.options.projection)
 
     def make_views(self, rows: Rows) -> Tensor:
         """float32 [2R, 3, H, W]: every row augmented, then every row augmented once more."""

@@ -4,7 +4,7 @@ when a task ends, and a teacher (docs/specification/baselines.md section 0.3).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mose_fast.config import knob
-from mose_fast.device import upload
 from mose_fast.memory.exemplars import SELECTIONS, ExemplarMemory
 from mose_fast.methods.base import Learner
 from mose_fast.methods.replay import BaselineOptions, ReplayLearner
@@ -100,12 +99,6 @@ class ExemplarLearner(ReplayLearner):
     def current(self) -> list[int]:
         """The classes of the current task, by the option ``current_classes``."""
         return self.data.current_classes(self.config.options.current_classes)
-
-    def mask(self, classes: Iterable[int]) -> Tensor:
-        """bool [K] on the device, True for these classes."""
-        mask = torch.zeros(self.classes, dtype=torch.bool)
-        mask[list(classes)] = True
-        return upload(mask, self.device)
 
     def on_task_end(self) -> None:
         buffer, features = self.memory.buffer, None

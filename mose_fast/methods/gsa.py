@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mose_fast.config import knob
-from mose_fast.device import upload
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, sources_preset, table_preset
 from mose_fast.nn import ExpertNetwork
@@ -131,11 +130,9 @@ class Gsa(ReplayLearner):
         weights; ``copies``, see :func:`two_sets`.
         """
         o = self.config.options
-        mask = torch.zeros(self.classes, dtype=torch.bool)
-        if sizes[0]:
-            mask[self.data.current_classes(o.current_classes)] = True
+        current = self.data.current_classes(o.current_classes) if sizes[0] else []
         weighted = sizes[0] == 0 or self.data.own["steps_of_task"] > o.warm_up
-        return {"current": upload(mask, self.device), "weighted": weighted, "copies": 0}
+        return {"current": self.mask(current), "weighted": weighted, "copies": 0}
 
     def make_views(self, rows: Rows) -> Tensor:
         """float32 [V, 3, H, W]: of each of :func:`two_sets`, an augmented view of every row, then

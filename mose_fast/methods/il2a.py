@@ -77,7 +77,6 @@ class Il2a(ExemplarLearner):
     of old classes by their covariances; here with replayed rows.
     """
 
-    hides_unseen: ClassVar[bool] = True
     # The augmented means need the classifier's float32 weights.
     uses_shadows: ClassVar[bool] = False
 

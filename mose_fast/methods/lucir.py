@@ -96,7 +96,6 @@ class Lucir(ExemplarLearner):
     classes, and wants a margin of old rows over new classes.
     """
 
-    hides_unseen: ClassVar[bool] = True
     # Its cosines are computed in float32 from float32 weights.
     uses_shadows: ClassVar[bool] = False
 

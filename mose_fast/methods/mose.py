@@ -187,7 +187,5 @@ class Mose(Learner):
         A new one is made only where the classes have changed, and none is ever written to again.
         """
         if self._mask is None or self._masked != classes:
-            mask = torch.zeros(self.classes, dtype=torch.bool)
-            mask[classes] = True
-            self._mask, self._masked = upload(mask, self.device), list(classes)
+            self._mask, self._masked = self.mask(classes), list(classes)
         return self._mask

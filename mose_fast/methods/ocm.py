@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mose_fast.device import upload
 from mose_fast.losses.information import class_information, view_information
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, Rows, cross_entropy, sources_preset, table_preset
@@ -52,10 +51,9 @@ class Ocm(RotatedLearner):
         whether replayed rows have a teacher. Rows of memory alone have none: training on the final
         memory, nothing was trained before it.
         """
-        earlier = torch.zeros(self.classes, dtype=torch.bool)
-        earlier[[c for c in self.seen if c not in self.data.current]] = True
+        earlier = self.mask(c for c in self.seen if c not in self.data.current)
         taught = self.teacher.present and min(sizes) > 0
-        return {**super().extras(labels, sizes), "earlier": upload(earlier, self.device), "taught": taught}
+        return {**super().extras(labels, sizes), "earlier": earlier, "taught": taught}
 
     def make_views(self, rows: Rows) -> Tensor:
         """float32 [V, 3, H, W]: contrasted views of all rows; one augmented view of each classified

@@ -45,12 +45,14 @@ def least_bytes(config: RunConfig, image_size: tuple[int, int], classes: int) ->
     """The bytes that a learner needs at least. Other data of the method are not counted."""
     height, width = image_size
     projections = config.options.experts * getattr(config.options, "projection", 0) * 8 * config.width
-    half = choose_precision(config.precision, resolve_device(config.device)).name == "bf16"
     learner = find_method(config.method)
+    views = learner.views_at_once(config)
+    # The device is asked only where the answer counts, since that starts CUDA.
+    half = views and choose_precision(config.precision, resolve_device(config.device)).name == "bf16"
     return LeastBytes(
         config.memory * (3 * height * width + _BYTES_BESIDE_AN_IMAGE),
         (backbone_parameters(config.width) + projections) * _BYTES_A_PARAMETER,
-        learner.views_at_once(config) * backbone_activations(config.width, image_size) * (2 if half else 4),
+        views * backbone_activations(config.width, image_size) * (2 if half else 4),
         learner.statistics_bytes(config, classes),
     )
 

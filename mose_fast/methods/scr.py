@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mose_fast.config import RECIPES, knob
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, sources_preset, table_preset
+from mose_fast.nn.heads import projection_mlp
 from mose_fast.ops.expert_losses import contrastive_loss
 
 __all__ = ["Scr", "ScrOptions"]
@@ -69,7 +70,7 @@ class Scr(ReplayLearner):
         o = self.config.options
         if o.head == "linear":
             return nn.Linear(feature_size, o.projection)
-        return nn.Sequential(nn.Linear(feature_size, feature_size), nn.ReLU(), nn.Linear(feature_size, o.projection))
+        return projection_mlp(feature_size, o.projection)
 
     def plan(self, x: Tensor, y: Tensor) -> Rows | None:
         return None if self.memory.filled == 0 else super().plan(x, y)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["batched_linear", "linears"]
+__all__ = ["batched_linear", "linears", "projection_mlp"]
 
 
 def batched_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
@@ -42,3 +42,8 @@ def linears(modules: Sequence[nn.Linear], x: Tensor) -> Tensor:
     bias: [E, N, D] to [E, N, K].
     """
     return batched_linear(x, [m.weight for m in modules], [m.bias for m in modules])
+
+
+def projection_mlp(size: int, projection: int) -> nn.Sequential:
+    """Two layers from features of ``size`` to a contrastive projection, with a ReLU between."""
+    return nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, projection))

@@ -19,20 +19,19 @@ import pytest
 import torch
 
 import mose_fast.device as device_module
-from mose_fast import _dali, _loader
-from mose_fast.augment import dali
+from mose_fast import _loader
 from mose_fast.config import RunConfig
 from mose_fast.methods import Mose, Prepared, create_learner
-from mose_fast.train import Listener, TrainingDiverged, resume, run
+from mose_fast.train import TrainingDiverged, resume, run
 from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot
 from mose_fast.train.feeder import Feeder
 from mose_fast.train.loop import Loop
 from mose_fast.train.losses import LossReader
 from mose_fast.train.ring import Ring
-from tests.ordering import dali as stand_in
 from tests.ordering.card import Card
 from tests.ordering.checker import RaceError
+from tests.ordering.losses import Losses
 
 pytestmark = [
     pytest.mark.skipif(_loader.native is None, reason="there is no native library, without which nothing is captured"),
@@ -60,30 +59,6 @@ SETTINGS = {
 
 def settings(**changes: Any) -> RunConfig:
     return RunConfig.create(**SETTINGS | changes)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def stand_in_dali(monkeypatch):
-    monkeypatch.setattr(_dali, "obstacle", lambda: None)
-    monkeypatch.setattr(dali, "_build", stand_in.build)
-    # Which would take the memory and leave what is known of it.
-    monkeypatch.setattr(torch, "from_dlpack", lambda tensor: tensor)
-
-
-class Losses(Listener):
-    def __init__(self) -> None:
-        self.told: list[tuple[int, Any]] = []
-
-    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
-        self.told.append((batch, losses))
 
 
 def two_tasks(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, bad: int) -> Losses:
@@ -203,10 +178,10 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "the classes' mask is changed in place": [
         (
             Mose._mask_of,
-            "self._mask, self._masked = upload(mask, self.device), list(classes)",
+            "self._mask, self._masked = self.mask(classes), list(classes)",
             (
-                "self._masked = list(classes); self._mask = upload(mask, self.device) if self._mask is None else"
-                " self._mask.copy_(upload(mask, self.device))"
+                "self._masked = list(classes); self._mask = self.mask(classes) if self._mask is None else"
+                " self._mask.copy_(self.mask(classes))"
             ),
         )
     ],

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from mose_fast import _dali, _loader
-from mose_fast.augment import dali
+from mose_fast import _loader
 from mose_fast.config import METHOD_SETTINGS, RunConfig
 from mose_fast.methods import METHODS, Er, Mose, Planning, ReplayLearner
 from mose_fast.methods.prepared import ViewsToCome
-from mose_fast.train import Listener, TrainingDiverged, resume, run
+from mose_fast.train import TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.checkpoint import latest, load_checkpoint
-from tests.ordering import dali as stand_in
 from tests.ordering.card import Card
+from tests.ordering.losses import Losses
 
 CAPTURED = [name for name in METHODS if METHODS[name].planning is Planning.CAPTURED]
 
@@ -46,30 +45,6 @@ SETTINGS = {
 }
 # A step of the second task; with two for each batch, the first of one.
 BROKEN = 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def stand_in_dali(monkeypatch):
-    monkeypatch.setattr(_dali, "obstacle", lambda: None)
-    monkeypatch.setattr(dali, "_build", stand_in.build)
-    # Which would take the memory and leave what is known of it.
-    monkeypatch.setattr(torch, "from_dlpack", lambda tensor: tensor)
-
-
-class Losses(Listener):
-    def __init__(self) -> None:
-        self.told: list[tuple[int, Any]] = []
-
-    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
-        self.told.append((batch, losses))
 
 
 def settings(name: str, **changes: Any) -> RunConfig:
