@@ -7,7 +7,8 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,7 +17,7 @@ import numpy as np
 from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
 from mose_fast.streams.stream import StreamError
 
-__all__ = ["Decoded", "decoded_once"]
+__all__ = ["Decoded", "decode_resumably", "decoded_once"]
 
 #: The arrays of a stream, and the names of its classes.
 Decoded = tuple[dict[str, np.ndarray], list[str]]
@@ -24,38 +25,101 @@ Decoded = tuple[dict[str, np.ndarray], list[str]]
 # In seconds.
 _DAY = 86400.0
 
+# Images that a killed process loses at most.
+_BLOCK = 1000
+
 
 def decoded_once(
-    cache: Path, stamps: Mapping[str, str], decode: Callable[[], Decoded], splits: Sequence[str] = SPLITS
+    cache: Path, stamps: Mapping[str, str], decode: Callable[[Path], Decoded], splits: Sequence[str] = SPLITS
 ) -> Decoded:
     """What ``decode`` returns, or the copy of it that an earlier call has kept.
 
-    The copy is made anew when the files have changed or it is damaged. Where its folder is
-    read-only or the disk is full, none is kept. Training images alone have a copy of their own, so
+    The copy is made anew when the files have changed or it is damaged. A process that is killed
+    leaves what it has decoded to the next one. Where the folder is read-only or the disk is full,
+    nothing is kept. Training images alone have a copy of their own, so
     that no test image is read for them.
 
     Args:
         cache: The copy's file, an ``.npz``; for training images alone, ``.train.npz``.
         stamps: Size and date, or a checksum, of each file by its path.
-        decode: Decodes the files.
+        decode: Decodes the files, given the file in which :func:`decode_resumably` keeps images
+            until all are decoded.
         splits: The parts of the data set that ``decode`` returns.
     """
     cache = cache if "test" in splits else cache.with_suffix(".train.npz")
     lines = "\n".join(f"{path} {stamp}" for path, stamp in sorted(stamps.items()))
     fingerprint = hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
-    _remove_leftovers(cache)
+    unfinished = cache.with_name(f".{cache.name}.{fingerprint[:16]}")
     if cache.is_file():
         with contextlib.suppress(StreamError):  # a damaged copy is made anew
             if str(read_npz(cache, ("fingerprint",))["fingerprint"]) == fingerprint:
                 held = read_npz(cache, (*arrays_of(splits), "class_names"))
+                _remove_leftovers(cache, set())
                 return {name: held[name] for name in arrays_of(splits)}, held["class_names"].tolist()
-    arrays, names = decode()
-    _write(cache, {**arrays, "class_names": np.array(names), "fingerprint": np.array(fingerprint)})
+    _remove_leftovers(cache, {unfinished})
+    arrays, names = decode(unfinished)
+    contents = {**arrays, "class_names": np.array(names), "fingerprint": np.array(fingerprint)}
+    written = _write(cache, contents)
+    with contextlib.suppress(OSError):
+        unfinished.unlink()
+        if not written:  # the disk may have room for the copy now
+            _write(cache, contents)
     return arrays, names
 
 
-def _write(cache: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes the copy in one step, or not at all."""
+def decode_resumably(images: np.ndarray, decode: Callable[[int], Iterator[np.ndarray]], unfinished: Path) -> np.ndarray:
+    """Fills ``images``, and keeps them in a file meanwhile, so that a process that is killed does
+    not decode them again.
+
+    The file holds blocks of images, each with its checksum. Where it cannot be written, or another
+    process writes it, nothing is kept.
+
+    Args:
+        images: uint8 [N, H, W, 3], contiguous.
+        decode: The images from a given one on.
+        unfinished: The file.
+
+    Returns:
+        ``images``.
+    """
+    with contextlib.ExitStack() as stack:
+        file = None
+        with contextlib.suppress(OSError):
+            opened = stack.enter_context(unfinished.open("a+b"))
+            _lock(opened)
+            file = opened
+        start = 0 if file is None else _read_blocks(file, images)
+        for row, image in enumerate(decode(start), start):
+            images[row] = image
+            if file is not None and (row % _BLOCK == _BLOCK - 1 or row == len(images) - 1):
+                block = images[row - row % _BLOCK : row + 1]
+                try:
+                    file.write(block.data)
+                    file.write(_checksum(block))
+                    file.flush()
+                except OSError:
+                    file = None
+    return images
+
+
+def _read_blocks(file: BinaryIO, images: np.ndarray) -> int:
+    """Reads the whole blocks of a file and cuts off what follows them; returns the images read."""
+    file.seek(0)
+    for first in range(0, len(images), _BLOCK):
+        block = images[first : first + _BLOCK]
+        place = file.tell()
+        if file.readinto(block.data.cast("B")) < block.nbytes or file.read(4) != _checksum(block):
+            file.truncate(place)
+            return first
+    return len(images)
+
+
+def _checksum(block: np.ndarray) -> bytes:
+    return zlib.crc32(block.data).to_bytes(4, "little")
+
+
+def _write(cache: Path, arrays: dict[str, np.ndarray]) -> bool:
+    """Writes the copy in one step, or not at all; returns whether it did."""
     temporary = cache.with_name(f".{cache.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         try:
@@ -64,17 +128,19 @@ def _write(cache: Path, arrays: dict[str, np.ndarray]) -> None:
                     _lock(file)
                 np.savez(file, **arrays)
             os.replace(temporary, cache)
+            return True
         finally:
             temporary.unlink(missing_ok=True)
+    return False
 
 
-def _remove_leftovers(cache: Path) -> None:
-    """Deletes the unfinished copies of processes that were killed while they wrote them: a process
-    that is still writing holds the lock of its copy.
+def _remove_leftovers(cache: Path, kept: set[Path]) -> None:
+    """Deletes the unfinished copies of processes that were killed while they wrote them, except
+    those in ``kept``: a process that is still writing holds the lock of its copy.
 
     Where the file system has no locks, those that have not grown for a day.
     """
-    for path in cache.parent.glob(f".{cache.name}.*"):
+    for path in set(cache.parent.glob(f".{cache.name}.*")) - kept:
         with contextlib.suppress(OSError), path.open("r+b") as file:
             try:
                 _lock(file)

@@ -93,7 +93,9 @@ def _decode(data: bytes, what: str) -> np.ndarray:
         raise StreamError(f"{what} is a damaged or truncated image ({error}); replace or remove it") from error
 
 
-def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: Decoding) -> Iterator[np.ndarray]:
+def decode_images(
+    files: Sequence[tuple[str, Callable[[], bytes]]], decoding: Decoding, start: int = 0
+) -> Iterator[np.ndarray]:
     """Decodes files in order, uint8 [H, W, 3] each.
 
     DALI decodes JPEG files only, on the host, where it uses the same algorithm as Pillow: one image
@@ -103,6 +105,7 @@ def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: De
     Args:
         files: The name of each file, for messages, and a function that reads its bytes.
         decoding: The decoder, the size of the images, and the callback for progress.
+        start: Number of the first file that is decoded.
 
     Raises:
         StreamError: A file is damaged; DALI is required and cannot be used, or decodes a file
@@ -116,12 +119,11 @@ def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: De
     elif decoder == "auto":
         decoder = "dali" if len(files) >= _MANY and _dali.obstacle() is None else "pil"
 
-    done = 0
     decode = _by_dali() if decoder == "dali" else _by_pillow
     batch = _BATCH if decoding.resize is None else _RESIZED_BATCH
-    for start in range(0, len(files), batch):
+    for first in range(start, len(files), batch):
         names, data = [], []
-        for name, read in files[start : start + batch]:
+        for name, read in files[first : first + batch]:
             names.append(name)
             data.append(read())
         try:
@@ -133,9 +135,8 @@ def decode_images(files: Sequence[tuple[str, Callable[[], bytes]]], decoding: De
             images = decode(names, data)
         for image in images:
             yield image if decoding.resize is None else centre_square(image, decoding.resize)
-        done += len(names)
         if decoding.watch is not None:
-            decoding.watch(done, len(files))
+            decoding.watch(first + len(names), len(files))
 
 
 def _by_pillow(names: Sequence[str], data: Sequence[bytes]) -> Iterable[np.ndarray]:

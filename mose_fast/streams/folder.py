@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from mose_fast.streams.cache import Decoded, decoded_once
+from mose_fast.streams.cache import Decoded, decode_resumably, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
 from mose_fast.streams.npz import SPLITS
 from mose_fast.streams.stream import StreamError
@@ -71,21 +71,29 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) 
             )
     files = [file for found in labelled.values() for file, _ in found]
     _warn_of_others(root, files, splits)
-    decode = partial(_decode, labelled, names, decoding)
     if decoding.resize is None:
-        return decode()
+        return _arrays(labelled, _images(files, decoding)), names
     stamps = {}
     for file in files:
         status = file.stat()
         stamps[file.relative_to(root).as_posix()] = f"{status.st_size} {status.st_mtime_ns}"
+
+    def decode(unfinished: Path) -> Decoded:
+        images = np.empty((len(files), decoding.resize, decoding.resize, 3), np.uint8)
+        resized = partial(decode_images, _sources(files), decoding)
+        return _arrays(labelled, decode_resumably(images, resized, unfinished)), names
+
     return decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode, splits)
 
 
-def _decode(labelled: dict[str, list[tuple[Path, int]]], names: list[str], decoding: Decoding) -> Decoded:
-    files = [file for found in labelled.values() for file, _ in found]
+def _sources(files: Sequence[Path]) -> list[tuple[str, Callable[[], bytes]]]:
+    return [(str(file), partial(read_file, file)) for file in files]
+
+
+def _images(files: Sequence[Path], decoding: Decoding) -> np.ndarray:
+    """Decodes files of one size, which nobody has said."""
     images: list[np.ndarray] = []
-    sources = [(str(file), partial(read_file, file)) for file in files]
-    for file, image in zip(files, decode_images(sources, decoding), strict=True):
+    for file, image in zip(files, decode_images(_sources(files), decoding), strict=True):
         height, width = image.shape[:2]
         if images and image.shape != images[0].shape:
             raise StreamError(
@@ -98,11 +106,16 @@ def _decode(labelled: dict[str, list[tuple[Path, int]]], names: list[str], decod
                 " --resize N (stream.resize)"
             )
         images.append(image)
+    return np.stack(images)
+
+
+def _arrays(labelled: dict[str, list[tuple[Path, int]]], images: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of the parts, whose images follow one another."""
     arrays: dict[str, np.ndarray] = {}
     for part, found in labelled.items():
-        arrays[f"x_{part}"], images = np.stack(images[: len(found)]), images[len(found) :]
+        arrays[f"x_{part}"], images = images[: len(found)], images[len(found) :]
         arrays[f"y_{part}"] = np.array([label for _, label in found], np.int64)
-    return arrays, names
+    return arrays
 
 
 def _warn_of_others(root: Path, read: list[Path], splits: Sequence[str]) -> None:

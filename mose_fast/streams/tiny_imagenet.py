@@ -6,14 +6,14 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from mose_fast.streams.cache import Decoded, decoded_once
+from mose_fast.streams.cache import Decoded, decode_resumably, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
 from mose_fast.streams.folder import read_file
 from mose_fast.streams.npz import SPLITS
@@ -117,7 +117,7 @@ def _zip_files(root: Path, archive: zipfile.ZipFile) -> _Files:
     return _Files(root, {path: f"{i.file_size} {i.CRC}" for path, i in infos.items()}, read_member)
 
 
-def _decode(files: _Files, decoding: Decoding, splits: Sequence[str]) -> Decoded:
+def _decode(files: _Files, decoding: Decoding, splits: Sequence[str], unfinished: Path) -> Decoded:
     wnids = sorted(files.text("wnids.txt").split())
     label_of = {wnid: label for label, wnid in enumerate(wnids)}
     train: dict[str, list[tuple[int, str]]] = {wnid: [] for wnid in wnids}
@@ -147,20 +147,22 @@ def _decode(files: _Files, decoding: Decoding, splits: Sequence[str]) -> Decoded
             raise StreamError(f"{files.root / path} is missing, but val_annotations.txt names it; get {SOURCE}")
         val_paths.append(path)
         y_test.append(label_of[columns[1]])
-    images = _images(files, train_paths + val_paths, decoding)
+    images = _images(files, train_paths + val_paths, decoding, unfinished)
     arrays = {"x_train": images[: len(train_paths)], "y_train": np.array(y_train, np.int64)}
     if "test" in splits:
         arrays |= {"x_test": images[len(train_paths) :], "y_test": np.array(y_test, np.int64)}
     return arrays, wnids
 
 
-def _images(files: _Files, paths: list[str], decoding: Decoding) -> np.ndarray:
-    images = np.empty((len(paths), 64, 64, 3), np.uint8)
+def _images(files: _Files, paths: list[str], decoding: Decoding, unfinished: Path) -> np.ndarray:
     sources = [(str(files.root / path), partial(files.read, path)) for path in paths]
-    for i, (path, image) in enumerate(zip(paths, decode_images(sources, decoding), strict=True)):
-        if image.shape != (64, 64, 3):
-            raise StreamError(
-                f"{files.root / path} is {image.shape[0]}x{image.shape[1]}; wanted 64x64 as in the official data"
-            )
-        images[i] = image
-    return images
+
+    def decode(start: int) -> Iterator[np.ndarray]:
+        for path, image in zip(paths[start:], decode_images(sources, decoding, start), strict=True):
+            if image.shape != (64, 64, 3):
+                raise StreamError(
+                    f"{files.root / path} is {image.shape[0]}x{image.shape[1]}; wanted 64x64 as in the official data"
+                )
+            yield image
+
+    return decode_resumably(np.empty((len(paths), 64, 64, 3), np.uint8), decode, unfinished)

@@ -18,10 +18,12 @@ import torch
 import torchvision
 from PIL import Image
 
+from build_tools import tiny_imagenet as tiny_stand_in
 from mose_fast.config import StreamConfig
 from mose_fast.streams import (
     NORMALISATIONS,
     StreamError,
+    cache,
     create,
     datasets,
     decoding,
@@ -437,10 +439,10 @@ def test_tiny_decodes_once_and_again_when_files_change(tiny, monkeypatch):
 
     decode = decoding.decode_image
     monkeypatch.setattr(decoding, "decode_image", counted)
-    cache = folder / "tiny-imagenet-200" / tiny_imagenet.CACHE
+    copy = folder / "tiny-imagenet-200" / tiny_imagenet.CACHE
     for state, count in (("fresh", 20), ("cached", 0), ("damaged", 20), ("cached", 0), ("changed", 20)):
         if state == "damaged":
-            cache.write_bytes(cache.read_bytes()[: cache.stat().st_size // 2])
+            copy.write_bytes(copy.read_bytes()[: copy.stat().st_size // 2])
         if state == "changed":
             path = "train/n02/images/n02_2.JPEG"
             (folder / "tiny-imagenet-200" / path).write_bytes(files["val/images/val_0.JPEG"])
@@ -448,13 +450,13 @@ def test_tiny_decodes_once_and_again_when_files_change(tiny, monkeypatch):
         decoded.clear()
         check_tiny(load("split-tiny-imagenet", folder, tasks=2), images)
         assert (state, len(decoded)) == (state, count)
-    assert [p.name for p in cache.parent.iterdir() if p.name.startswith(".")] == []
+    assert [p.name for p in copy.parent.iterdir() if p.name.startswith(".")] == []
 
 
 def test_tiny_tidies_what_a_killed_preparation_left(tiny, monkeypatch):
     folder, _, images = tiny
-    cache = folder / "tiny-imagenet-200" / tiny_imagenet.CACHE
-    left, growing = (cache.with_name(f".{cache.name}.{number}") for number in (1, 2))
+    copy = folder / "tiny-imagenet-200" / tiny_imagenet.CACHE
+    left, growing = (copy.with_name(f".{copy.name}.{number}") for number in (1, 2))
     left.write_bytes(bytes(1000))
     with growing.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as the process does that writes it
@@ -471,9 +473,66 @@ def test_tiny_tidies_what_a_killed_preparation_left(tiny, monkeypatch):
     for path in (left, growing):
         path.write_bytes(bytes(1000))
     os.utime(left, (0, 0))
-    cache.unlink()
+    copy.unlink()
     check_tiny(load("split-tiny-imagenet", folder, tasks=2), images)
-    assert (left.exists(), growing.exists(), cache.exists()) == (False, True, True)
+    assert (left.exists(), growing.exists(), copy.exists()) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "again"),
+    [
+        (lambda file: file, 8),
+        (lambda file: file[:-1], 14),  # a block that is not whole
+        (lambda file: file[:10] + b"other" + file[15:], 20),
+    ],
+)
+def test_a_killed_preparation_is_continued(tiny, monkeypatch, damage, again):
+    folder, _, images = tiny
+    decode, decoded, told = decoding.decode_image, [], []
+
+    def killed(data, what):
+        if len(decoded) == 14:
+            raise KeyboardInterrupt
+        return counted(data, what)
+
+    def counted(data, what):
+        decoded.append(what)
+        return decode(data, what)
+
+    monkeypatch.setattr(cache, "_BLOCK", 6)
+    monkeypatch.setattr(decoding, "decode_image", killed)
+    with pytest.raises(KeyboardInterrupt):
+        load("split-tiny-imagenet", folder, tasks=2)
+    (unfinished,) = (folder / "tiny-imagenet-200").glob(".*")
+    assert unfinished.stat().st_size == 2 * (6 * 64 * 64 * 3 + 4)
+    unfinished.write_bytes(damage(unfinished.read_bytes()))
+    decoded.clear()
+    monkeypatch.setattr(decoding, "decode_image", counted)
+    settings = StreamConfig("split-tiny-imagenet", str(folder), tasks=2)
+    check_tiny(create(settings, lambda *progress: told.append(progress)), images)
+    assert (len(decoded), told) == (again, [(20, 20)])
+    assert list((folder / "tiny-imagenet-200").glob(".*")) == []
+    check_tiny(create(settings), images)  # from the copy
+    assert len(decoded) == again
+
+
+def test_a_killed_preparation_is_not_continued_with_other_files(tiny, monkeypatch):
+    folder, files, images = tiny
+    data = folder / "tiny-imagenet-200"
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_BLOCK", 6)
+        patch.setattr(np, "savez", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load("split-tiny-imagenet", folder, tasks=2)
+    assert len(list(data.glob(".*"))) == 1
+    path = "train/n02/images/n02_2.JPEG"
+    (data / path).write_bytes(files["val/images/val_0.JPEG"])
+    check_tiny(load("split-tiny-imagenet", folder, tasks=2), {**images, path: images["val/images/val_0.JPEG"]})
+    assert list(data.glob(".*")) == []
 
 
 def test_tiny_works_where_its_folder_cannot_be_written(tiny, monkeypatch):
@@ -586,3 +645,15 @@ def test_real_tiny_imagenet_labels_equal_the_annotations(real_data):
         wnid = stream.class_names[stream.y_train[i]]
         image = Image.open(root / "train" / wnid / "images" / f"{wnid}_{i % 100}.JPEG").convert("RGB")
         assert np.array_equal(stream.x_train[i].numpy(), np.array(image))
+
+
+def test_the_stand_in_for_tiny_has_its_layout(tmp_path):
+    path = tiny_stand_in.write_zip(tmp_path, classes=4, train=3, val=2)
+    with zipfile.ZipFile(path) as archive:
+        names = {info.filename.removeprefix("tiny-imagenet-200/") for info in archive.infolist()}
+        wnids = archive.read("tiny-imagenet-200/wnids.txt").decode().split()
+    assert {"wnids.txt", "words.txt", "val/val_annotations.txt", "val/images/val_7.JPEG"} <= names
+    assert all(f"train/{wnid}/images/{wnid}_2.JPEG" in names for wnid in wnids)
+    stream = load("split-tiny-imagenet", tmp_path, tasks=2)
+    assert stream.class_names == tuple(sorted(wnids)) and stream.image_size == (64, 64)
+    assert torch.bincount(stream.y_train).tolist() == [3] * 4 and torch.bincount(stream.y_test).tolist() == [2] * 4
