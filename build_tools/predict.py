@@ -12,19 +12,39 @@ A launch takes the longest of three times, and the launch itself:
 Instructions are those of the loops that matter, times their passes. Loops are of three kinds:
 those that load 16 bytes at a time (*streams*, whose passes follow from the bytes), those that
 compute from shared memory (*computes*), and those with tensor instructions (*products*). What a
-step's convolutions take was measured. Everything else is arithmetic, to be compared with a card.
+step's convolutions take was measured, in all; each gets its share by its multiplications.
+Everything else is arithmetic, to be compared with a card.
+
+A step's time follows from its launches, their streams and the waits between these
+(:func:`elapsed`). The assumption is that a kernel fills the card while it runs: what runs on
+different streams takes as long as one after the other, but while one stream pauses between two
+kernels, another one that has work runs. A kernel that leaves a part of the card idle would in truth
+run beside another one (the step is then faster), and kernels of two streams may drive each other's
+data out of the cache (then it is slower).
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from build_tools.machine_code import Kernel, Loop, instance_names
 
-__all__ = ["CONVOLUTIONS", "Launch", "Row", "markdown", "parse_record", "predict", "summary", "total"]
+__all__ = [
+    "CONVOLUTIONS",
+    "Launch",
+    "Prediction",
+    "Row",
+    "elapsed",
+    "markdown",
+    "parse_record",
+    "predict",
+    "summary",
+    "total",
+]
 
 COPY = 4.17e12  # bytes a second that a device copy reads and writes, measured on an H200
 BYTES_RATE = 0.8 * COPY
@@ -36,11 +56,14 @@ LAUNCH = 2e-6  # seconds between two kernels of a graph, with the first blocks' 
 MEMORY = 800 / CLOCK  # seconds that a load waits for DRAM
 CACHE = 260 / CLOCK  # for the L2 cache
 DIVISION = 40 / CLOCK  # a merge's division or root
+_CONVOLUTIONS = ("torch convolution", "torch convolution_backward")
 CONVOLUTIONS = 3.2e-3  # seconds of cuDNN's kernels in a step, measured on an H200
 
 
 class Launch(NamedTuple):
-    """A line of the record; ``kernel`` is an instance, or ``torch NAME``."""
+    """A launch of the record; ``kernel`` is an instance, or ``torch NAME``. ``after`` are the
+    positions of launches on other streams that it waits for.
+    """
 
     kernel: str
     blocks: int = 1
@@ -53,22 +76,35 @@ class Launch(NamedTuple):
     products: float = 0.0
     parts: float = 0.0
     operations: float = 0.0
+    stream: int = 0
+    after: tuple[int, ...] = ()
 
 
 def parse_record(text: str) -> list[Launch]:
-    """Reads a record; the fields are explained in csrc/emulated/record.h."""
+    """Reads a record; the fields are explained in csrc/emulated/record.h, the lines of streams in
+    build_tools/record_step.py.
+    """
     lines = [line.split() for line in text.splitlines()]
-    names = iter(instance_names([words[0] for words in lines if words[0] != "torch"]))
-    launches = []
+    names = iter(instance_names([words[0] for words in lines if words[0] not in ("torch", "on", "wait")]))
+    launches: list[Launch] = []
+    stream, last, waits = 0, {}, defaultdict(set)  # of each stream: its last launch, what its next one waits for
     for words in lines:
-        if words[0] == "torch":
-            launches.append(Launch(f"torch {words[1]}", bytes=float(words[2]), operations=float(words[3])))
+        if words[0] == "on":
+            stream = int(words[1])
             continue
-        x, y, z, threads, shared = map(int, words[1:6])
-        moved, streamed, streams, computes, products, parts = map(float, words[6:])
-        launches.append(
-            Launch(next(names), x * y * z, threads, shared, moved, streamed, int(streams), computes, products, parts)
-        )
+        if words[0] == "wait":
+            waiting, awaited = map(int, words[1:])
+            waits[waiting] |= waits[awaited] | ({last[awaited]} if awaited in last else set())
+            continue
+        if words[0] == "torch":
+            launch = Launch(f"torch {words[1]}", bytes=float(words[2]), operations=float(words[3]))
+        else:
+            x, y, z, threads, shared = map(int, words[1:6])
+            numbers = map(float, words[6:])
+            launch = Launch(next(names), x * y * z, threads, shared, *numbers)
+            launch = launch._replace(streams=int(launch.streams))
+        last[stream] = len(launches)
+        launches.append(launch._replace(stream=stream, after=tuple(sorted(waits.pop(stream, ())))))
     return launches
 
 
@@ -146,11 +182,18 @@ def _of_a_part(kernel: Kernel) -> float:
     return (loop.rounds() * CACHE + divisions * DIVISION) / parts
 
 
-def predict(launches: Iterable[Launch], kernels: Mapping[str, Kernel], registers: Mapping[str, int]) -> list[Row]:
-    """The launches by kernel, the longest first.
+class Prediction(NamedTuple):
+    """``rows``: the launches by kernel, the longest first; ``seconds`` of the whole step."""
+
+    rows: list[Row]
+    seconds: float
+
+
+def predict(launches: Sequence[Launch], kernels: Mapping[str, Kernel], registers: Mapping[str, int]) -> Prediction:
+    """Predicts a step.
 
     Args:
-        launches: Of a step.
+        launches: Of the step.
         kernels: Machine code by instance.
         registers: Of a thread, by instance.
 
@@ -158,8 +201,12 @@ def predict(launches: Iterable[Launch], kernels: Mapping[str, Kernel], registers
         KeyError: A launched instance has no machine code.
     """
     rows: dict[str, Row] = {}
+    work, pauses = [], []
+    convolved = sum(launch.operations for launch in launches if launch.kernel in _CONVOLUTIONS)
     for launch in launches:
-        if launch.kernel in ("torch convolution", "torch convolution_backward"):
+        if launch.kernel in _CONVOLUTIONS:
+            work.append(CONVOLUTIONS * launch.operations / convolved)
+            pauses.append(0.0)  # measured with them
             continue
         row = rows.setdefault(launch.kernel, Row(launch.kernel))
         instructions = 0.0
@@ -168,14 +215,45 @@ def predict(launches: Iterable[Launch], kernels: Mapping[str, Kernel], registers
         else:
             instructions, times = _times(launch, kernels[launch.kernel], registers[launch.kernel])
         binds = max(times, key=lambda name: times[name])
-        seconds = times[binds] + LAUNCH
+        work.append(times[binds])
+        pauses.append(LAUNCH)
         row.launches += 1
         row.bytes += launch.bytes
         row.instructions += instructions
-        row.seconds += seconds
-        row.bound[binds] = row.bound.get(binds, 0.0) + times[binds]
-        row.bound["launch"] = row.bound.get("launch", 0.0) + LAUNCH
-    return sorted(rows.values(), key=lambda row: -row.seconds)
+        row.seconds += work[-1] + pauses[-1]
+        row.bound[binds] = row.bound.get(binds, 0.0) + work[-1]
+        row.bound["launch"] = row.bound.get("launch", 0.0) + pauses[-1]
+    return Prediction(sorted(rows.values(), key=lambda row: -row.seconds), elapsed(launches, work, pauses))
+
+
+def elapsed(launches: Sequence[Launch], work: Sequence[float], pauses: Sequence[float]) -> float:
+    """Seconds from the begin of a step to its end, in which the card runs one kernel at a time.
+
+    A launch is ready a pause after the end of those before it: of the one before it on its stream,
+    and of those that it waits for. The card takes what was ready first, and is idle while nothing
+    is ready.
+
+    Args:
+        launches: With their streams and what they wait for.
+        work: Seconds in which each fills the card.
+        pauses: Seconds before each.
+    """
+    queues: dict[int, deque[int]] = {}
+    for position, launch in enumerate(launches):
+        queues.setdefault(launch.stream, deque()).append(position)
+    ends: dict[int, float] = {}
+    stream_ends = dict.fromkeys(queues, 0.0)
+    now = 0.0
+    while any(queues.values()):
+        heads = [queue[0] for queue in queues.values() if queue and all(i in ends for i in launches[queue[0]].after)]
+        ready = {
+            i: max([stream_ends[launches[i].stream], *(ends[j] for j in launches[i].after)]) + pauses[i] for i in heads
+        }
+        first = min(heads, key=lambda i: (ready[i], i))
+        now = max(now, ready[first]) + work[first]
+        ends[first] = stream_ends[launches[first].stream] = now
+        queues[launches[first].stream].popleft()
+    return now
 
 
 def total(rows: Iterable[Row], names: str = "") -> float:
@@ -183,24 +261,24 @@ def total(rows: Iterable[Row], names: str = "") -> float:
     return sum(row.seconds for row in rows if re.search(names, row.kernel))
 
 
-def summary(whole: Sequence[Row], backbone: Sequence[Row]) -> list[tuple[str, float, float | None]]:
+def summary(whole: Prediction, backbone: Prediction) -> list[tuple[str, float, float | None]]:
     """Name, predicted microseconds and target of a step's parts; ``backbone`` is the same step
     without experts, gates and alignment.
     """
     norms = "norm_(?!pool)"
-    step = total(whole) + CONVOLUTIONS
     return [
-        ("all that MOSE adds to the backbone", 1e6 * (total(whole) - total(backbone)), 1100),
-        ("the backbone's norms", 1e6 * total(backbone, norms), 1350),
-        ("`expert_losses`", 1e6 * total(whole, "expert_"), 25),
-        ("Adam", 1e6 * total(whole, "adam_"), 105),
-        ("PyTorch's own kernels, without convolutions", 1e6 * total(whole, "^torch "), None),
+        ("all that MOSE adds to the backbone", 1e6 * (whole.seconds - backbone.seconds), 1100),
+        ("the backbone's norms", 1e6 * total(backbone.rows, norms), 1350),
+        ("`expert_losses`", 1e6 * total(whole.rows, "expert_"), 25),
+        ("Adam", 1e6 * total(whole.rows, "adam_"), 105),
+        ("PyTorch's own kernels, without convolutions", 1e6 * total(whole.rows, "^torch "), None),
         ("the backbone's convolutions by cuDNN (measured on an H200)", 1e6 * CONVOLUTIONS, None),
-        ("whole step", 1e6 * step, 6000),
+        ("pauses of one stream filled by another", 1e6 * (total(whole.rows) + CONVOLUTIONS - whole.seconds), None),
+        ("whole step", 1e6 * whole.seconds, 6000),
     ]
 
 
-def markdown(whole: Sequence[Row], backbone: Sequence[Row]) -> str:
+def markdown(whole: Prediction, backbone: Prediction) -> str:
     """Both tables of docs/performance.md."""
     lines = ["| part | predicted, us | target | measured, us |", "|---|---|---|---|"]
     lines += [
@@ -216,6 +294,6 @@ def markdown(whole: Sequence[Row], backbone: Sequence[Row]) -> str:
     lines += [
         f"| `{row.kernel}` | {row.launches} | {row.bytes / 1e6:,.1f} | {row.instructions / 1e6:,.2f} "
         f"| {1e6 * row.seconds:,.1f} | {100 * row.copy_share:.0f} % | {row.binds} | |"
-        for row in whole
+        for row in whole.rows
     ]
     return "\n".join(lines)

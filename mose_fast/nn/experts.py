@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from mose_fast.nn.alignment import AlignmentModule, AttentionGate
 from mose_fast.nn.backbone import STAGE_STRIDES, BasicBlock, Stem
 from mose_fast.nn.heads import linears
 from mose_fast.nn.kernels import check_kernels
+from mose_fast.nn.side_streams import SideStreams, fork, join, on_stream
 
 __all__ = ["BRANCH_POINTS", "ExpertNetwork", "ExpertOutputs", "check_image_size"]
 
@@ -125,9 +125,8 @@ class ExpertNetwork(nn.Module):
             for module in self.modules():
                 if isinstance(module, nn.Conv2d):
                     nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        #: CUDA streams for the branches of all experts but the last, with fused kernels; empty:
-        #: they run one after the other.
-        self.side_streams: Sequence[torch.cuda.Stream] = ()
+        #: Of the branches of all experts but the last, with fused kernels.
+        self.side_streams = SideStreams()
         self.use_kernels(kernels)
 
     def use_kernels(self, kernels: str) -> None:
@@ -178,31 +177,17 @@ class ExpertNetwork(nn.Module):
         for block, module in self._blocks():
             expert = self._expert_after_block.get(block)
             gate, align = (None, None) if expert is None else self._branch(expert, pooled)
-            readers = (2 if block < 8 else 0) + (gate is not None) + (align is not None)
-            outputs = module.fused(inputs, readers, valid_rows)
+            readers = 2 if block < 8 else 0
+            outputs = module.fused(inputs, readers + (gate is not None) + (align is not None), valid_rows)
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            inputs, maps = outputs[:readers], outputs[readers:]
             if align is not None:
-                with self._side_stream(expert, outputs):
-                    h = outputs.pop()
-                    opened = None if gate is None else gate.fused(outputs.pop(), valid_rows)
-                    features.append(align(h, gate=opened, valid_rows=valid_rows))
-            inputs = outputs
-        for stream in self.side_streams:
-            torch.cuda.current_stream(x.device).wait_stream(stream)
-        return torch.stack(features)
-
-    @contextmanager
-    def _side_stream(self, expert: int, maps: Sequence[Tensor]) -> Iterator[None]:
-        """Runs an expert's branch, which reads ``maps``, on its side stream, if there is one."""
-        if not self.side_streams or expert == self.experts:
-            yield
-            return
-        stream = self.side_streams[expert - 1]
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        for h in maps:
-            h.record_stream(stream)
-        with torch.cuda.stream(stream):
-            yield
+                stream = self.side_streams.of(expert, x) if expert < self.experts else None
+                maps = fork(stream, maps, valid_rows)
+                with on_stream(stream):
+                    opened = None if gate is None else gate.fused(maps[0], valid_rows)
+                    features.append((stream, align(maps[-1], gate=opened, valid_rows=valid_rows)))
+        return torch.stack([join(stream, feature) for stream, feature in features])
 
     def _blocks(self) -> list[tuple[int, BasicBlock]]:
         """Returns number, from 1, and module of every residual block in order."""

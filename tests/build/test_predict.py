@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 
 from build_tools.machine_code import Kernel, Loop
-from build_tools.predict import BYTES_RATE, CACHE, ISSUE_RATE, LAUNCH, MEMORY, Launch, markdown, parse_record, predict
+from build_tools.predict import (
+    BYTES_RATE,
+    CACHE,
+    CONVOLUTIONS,
+    ISSUE_RATE,
+    LAUNCH,
+    MEMORY,
+    Launch,
+    Prediction,
+    elapsed,
+    markdown,
+    parse_record,
+    predict,
+)
 
 
 def kernel(*loops: list[str]) -> Kernel:
@@ -16,7 +29,7 @@ COPY = kernel(["LDG.E.128"] * 4 + ["IMAD"] * 8 + ["STG.E.128"] * 4)
 
 
 def alone(launch: Launch, code: Kernel):
-    (row,) = predict([launch], {launch.kernel: code}, {launch.kernel: 32})
+    (row,) = predict([launch], {launch.kernel: code}, {launch.kernel: 32}).rows
     return row
 
 
@@ -24,7 +37,45 @@ def test_a_record():
     text = "torch mm 100 2000\nPN4shim8InstanceIXadL_ZN2mf1kEvEEEE 2 3 1 128 64 1000 0 1 5 6 7.5\n"
     first, second = parse_record(text)
     assert first == Launch("torch mm", bytes=100, operations=2000)
-    assert second[1:] == (6, 128, 64, 1000.0, 0.0, 1, 5.0, 6.0, 7.5, 0.0)
+    assert second[1:] == (6, 128, 64, 1000.0, 0.0, 1, 5.0, 6.0, 7.5, 0.0, 0, ())
+
+
+def test_streams_and_waits_of_a_record():
+    lines = ["torch a 0 0", "wait 1 0", "on 1", "torch b 0 0", "torch c 0 0", "on 0", "torch d 0 0", "wait 0 1"]
+    # The third stream waits for the first, and so for what that has yet to wait for.
+    lines += ["wait 2 0", "on 2", "torch e 0 0", "on 0", "torch f 0 0"]
+    found = {launch.kernel[-1]: (launch.stream, launch.after) for launch in parse_record("\n".join(lines))}
+    assert found == {"a": (0, ()), "b": (1, (0,)), "c": (1, ()), "d": (0, ()), "e": (2, (2, 3)), "f": (0, (2,))}
+
+
+def seconds(*launches: tuple[int, float, tuple[int, ...]], pause: float = 2.0) -> float:
+    """Of launches that are (stream, seconds, what they wait for)."""
+    known = [Launch("x", stream=stream, after=after) for stream, _, after in launches]
+    return elapsed(known, [work for _, work, _ in launches], [pause] * len(launches))
+
+
+def test_one_stream_pauses_before_each_kernel():
+    assert seconds((0, 10, ()), (0, 1, ()), (0, 5, ())) == 2 + 10 + 2 + 1 + 2 + 5
+
+
+def test_a_stream_that_is_ready_fills_the_pauses_of_another():
+    # Both begin at 2; whichever runs, the other one has paused long enough when it ends.
+    assert seconds((0, 10, ()), (0, 10, ()), (1, 3, ()), (1, 3, ())) == 2 + 26
+    # 2 to 12, 12 to 13, 14 to 24: a second of the pause is left.
+    assert seconds((0, 10, ()), (0, 10, ()), (1, 1, ())) == 24
+
+
+def test_a_wait_is_for_the_end_of_a_kernel_and_a_pause():
+    # A branch of one kernel beside the network's second one, which was ready as early, and a join.
+    fork = ((0, 10, ()), (1, 4, (0,)), (0, 6, ()), (0, 1, (1,)))
+    assert seconds(*fork) == 2 + 10 + 2 + 4 + 6 + 2 + 1
+    assert seconds((0, 10, ()), (1, 4, (0,)), (0, 1, (1,))) == 2 + 10 + 2 + 4 + 2 + 1
+
+
+def test_work_adds_up_whatever_the_streams():
+    alone = [(0, 3, ())] * 6
+    apart = [(number, 3, ()) for number in range(6)]
+    assert seconds(*alone, pause=0) == seconds(*apart, pause=0) == 18
 
 
 def test_bytes_bind_a_copy():
@@ -56,9 +107,11 @@ def test_partial_sums_are_a_chain_of_waits():
 
 
 def test_convolutions_are_left_to_their_measurement():
-    whole = predict([Launch("torch convolution", bytes=1e9), Launch("torch mm", bytes=1e6)], {}, {})
-    assert [row.kernel for row in whole] == ["torch mm"]
-    page = markdown(whole, [])
+    convolutions = [Launch("torch convolution", operations=1e9), Launch("torch convolution_backward", operations=2e9)]
+    whole = predict([*convolutions, Launch("torch mm", bytes=1e6)], {}, {})
+    assert [row.kernel for row in whole.rows] == ["torch mm"]
+    assert whole.seconds == pytest.approx(CONVOLUTIONS + LAUNCH + MEMORY)
+    page = markdown(whole, Prediction([], 0.0))
     assert "| whole step | 3,202 | 6,000 | |" in page
     assert "| `torch mm` | 1 | 1.0 |" in page
 

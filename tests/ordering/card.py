@@ -31,6 +31,8 @@ from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from build_tools.backward_streams import after_functions
+from build_tools.backward_streams import place as place_in_backward
 from mose_fast import _loader
 from mose_fast.ops import align_conv, batch_norm_act
 from tests.ordering.checker import Checker, Memory, Race
@@ -75,6 +77,7 @@ class _Block(Memory):
 
     def __init__(self, card: Card, kind: str, size: int, made_by: str) -> None:
         super().__init__(f"{kind} of {size} bytes made by {made_by}", size)
+        self.size = size
         self.card, self.kind, self.stream = card, kind, card.stream
         #: Streams that the allocator was told of.
         self.recorded: set[Stream] = set()
@@ -109,9 +112,9 @@ class Stream:
         return self.name
 
     def wait_stream(self, other: Stream) -> None:
-        with Card.current.lock:
-            Card.current.checker.record(event := object(), other)
-            Card.current.checker.wait(self, event)
+        card = Card.current
+        with card.lock:
+            (card.checker if card.recording is None else card.recording.checker).wait_for_stream(self, other)
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -173,9 +176,18 @@ class Event:
 
 
 class _Recording:
-    """What was launched while a graph was captured."""
+    """What was launched while a graph was captured on a stream, and the streams forked from it.
 
-    def __init__(self) -> None:
+    A checker of its own hears of the launches: their order in a replay is that of the waits inside
+    the capture. Each of them also reads ``everything``, which the stream writes first and last: so
+    a launch on a stream that was not forked, or that is not joined again, is a race.
+    """
+
+    def __init__(self, stream: Stream, *, stop: bool) -> None:
+        self.stream, self.checker = stream, Checker(stop=stop)
+        self.everything = [(Memory("what a graph captures", 1), 0, 1)]
+        self.memory: dict[_Block, Memory] = {}
+        self.checker.access(stream, [], self.everything, "begin of a capture")
         self.launches: list[Callable[[], None]] = []
         self.reads: dict[_Block, list[tuple[int, int]]] = {}
         self.writes: dict[_Block, list[tuple[int, int]]] = {}
@@ -207,7 +219,17 @@ class _Recording:
             storage = tensor.untyped_storage()
             self.before.append((storage, storage.clone()))
 
-    def note(self, reads: list[tuple[_Block, int, int]], writes: list[tuple[_Block, int, int]]) -> None:
+    def end(self) -> list[Race | str]:
+        self.checker.access(self.stream, [], self.everything, "end of a capture")
+        return self.checker.races
+
+    def note(
+        self, stream: Stream, reads: list[tuple[_Block, int, int]], writes: list[tuple[_Block, int, int]], what: str
+    ) -> None:
+        def inside(accesses: list[tuple[_Block, int, int]]) -> list[tuple[Memory, int, int]]:
+            return [(self.memory.setdefault(b, Memory(b.name, b.size)), start, end) for b, start, end in accesses]
+
+        self.checker.access(stream, [*inside(reads), *self.everything], inside(writes), what)
         for found, accesses in ((self.reads, reads), (self.writes, writes)):
             for block, start, end in accesses:
                 ranges = found.setdefault(block, [])
@@ -227,7 +249,7 @@ class Graph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         card = Card.current
         self._pool = object() if pool is None else pool
-        card.local.recording = _Recording()
+        card.local.recording = _Recording(card.stream, stop=card.checker.stop)
 
     def capture_end(self) -> None:
         card = Card.current
@@ -235,6 +257,8 @@ class Graph:
         for storage, before in recording.before:
             storage.copy_(before)
         self.recording = recording
+        for race in recording.end():
+            card.checker.report(race)
 
     def pool(self) -> Any:
         return self._pool
@@ -403,6 +427,7 @@ class Card:
                 return backward(*args, **kwargs)
 
         self._stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward_in_mode))
+        self._stack.enter_context(after_functions(self.placed_in_backward))
         if _loader.native is not None:
             self._stack.enter_context(mock.patch.object(_loader, "native", _Native(_loader.native)))
             before = _loader.record["backend"]
@@ -479,6 +504,15 @@ class Card:
     def take_over(self, event: object) -> None:
         with self.lock:
             self.checker.wait(self.checker.host(), event)
+
+    def placed_in_backward(self, results: Any) -> Any:
+        """In the backward pass, an operation runs on its stream of the forward pass."""
+
+        def switch(stream: Stream) -> Stream:
+            before, self.local.stream = self.stream, stream
+            return before
+
+        return place_in_backward(results, self.stream, switch)
 
     # What the host waits for
 
@@ -679,7 +713,7 @@ class Card:
         stream = self.stream if stream is None else stream
         read, written = self._extents(reads), self._extents(writes)
         if self.recording is not None and stream is self.stream:
-            self.recording.note(read, written)
+            self.recording.note(stream, read, written, what)
         elif read or written:
             self.launches += 1
             self.streams.add(stream)
@@ -774,9 +808,9 @@ class _Functions(TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
             kind = "device memory" if device.type == "cuda" else kind or "host"
         if kind is None and getattr(self.card.local, "place", None) is None:
-            return func(*args, **kwargs)
+            return self.card.placed_in_backward(func(*args, **kwargs))
         with self.card.placing(kind):
-            return func(*args, **kwargs)
+            return self.card.placed_in_backward(func(*args, **kwargs))
 
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):

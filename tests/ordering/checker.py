@@ -100,12 +100,13 @@ class Checker:
         stop: Raise :class:`RaceError` at the first one.
 
     Attributes:
+        stop: The argument.
         races: What was found, each pair of places in the package once.
     """
 
     def __init__(self, *, stop: bool = False) -> None:
         self.races: list[Race | str] = []
-        self._stop = stop
+        self.stop = stop
         self._order = StreamSynchronizations()
         self._numbers, self._seen = count(1), set()
         self._local = threading.local()
@@ -206,7 +207,7 @@ class Checker:
 
     def report(self, race: Race | str) -> None:
         self.races.append(race)
-        if self._stop:
+        if self.stop:
             raise RaceError(str(race))
 
 

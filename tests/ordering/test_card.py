@@ -270,6 +270,54 @@ def test_a_graph_whose_input_was_freed_is_reported(card):
     assert len(card.races) == 1 and "whose last reference has gone" in str(card.races[0])
 
 
+FORKS = {
+    "as it should be": (True, True, True),
+    "without a fork": (False, True, True),
+    "without a join": (True, True, False),
+    "where the network goes on with what the branch reads": (True, False, True),
+}
+
+
+@pytest.mark.parametrize("fault", FORKS)
+def test_streams_that_a_capture_forks(card, fault):
+    """A branch reads x and writes y on a stream of its own; then x is overwritten."""
+    forks, waits, joins = FORKS[fault]
+    x, y, side = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        own = torch.cuda.current_stream()
+        if forks:
+            side.wait_stream(own)
+        with torch.cuda.stream(side):
+            y.add_(x)
+        if joins and waits:
+            own.wait_stream(side)
+        x.fill_(2)
+        if joins and not waits:
+            own.wait_stream(side)
+    assert bool(card.races) == (fault != "as it should be")
+    graph.replay()
+    assert y.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_backward_pass_runs_on_the_streams_of_the_forward_pass(card, waits):
+    weight, side = torch.ones(3, device="cuda", requires_grad=True), torch.cuda.Stream()
+    x = weight * 2
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x.square()
+    torch.cuda.current_stream().wait_stream(side)
+    loss = y.sum()
+    if waits:
+        loss.grad_fn.register_hook(lambda *_: side.wait_stream(torch.cuda.current_stream()))
+        x.grad_fn.register_prehook(lambda *_: torch.cuda.current_stream().wait_stream(side))
+    loss.backward()
+    # Both ways between the streams.
+    assert len(card.races) == (0 if waits else 2), card.races
+    assert weight.grad.tolist() == [8, 8, 8]
+
+
 # Native code
 
 

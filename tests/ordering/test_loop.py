@@ -22,6 +22,7 @@ import mose_fast.device as device_module
 from mose_fast import _loader
 from mose_fast.config import RunConfig
 from mose_fast.methods import Mose, Prepared, create_learner
+from mose_fast.nn.side_streams import SideStreams, _Fork, _hand_over, _Join
 from mose_fast.train import TrainingDiverged, resume, run
 from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot
@@ -90,9 +91,9 @@ def report(card: Card) -> str:
     return "\n".join(map(str, card.races))
 
 
-def a_ring_alone(feed: str = "fused") -> None:
+def a_ring_alone(feed: str = "fused") -> str:
     """Plans and steps whose losses nobody reads, so that nothing but the ring holds them apart;
-    then a look at the memory.
+    then a look at the memory. Returns the weights' hash.
     """
     learner = create_learner(settings(feed=feed), classes=10, image_size=(8, 8))
     images = torch.full((64, 8, 8, 3), 7, dtype=torch.uint8, device=learner.device)
@@ -108,6 +109,7 @@ def a_ring_alone(feed: str = "fused") -> None:
         learner.memory.images.sum()
         ring.close()
     learner.model.latch.closed.logical_not()
+    return learner.model.weights_hash()
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,9 @@ def test_the_loop_is_ordered(tmp_path, monkeypatch, step, feed, done):
     # It went the way of a card: streams of steps, plans and checkpoints in both runs, a thread that
     # writes, and graphs.
     streams = {str(stream) for stream in card.streams}
-    # DALI's is one more, beside that of its thread.
-    count = 10 if feed == "dali" else 6
+    # DALI's is one more, beside that of its thread; with fused kernels there is that of the first
+    # expert's branch.
+    count = {"fused": 8, "torch": 6, "dali": 12}[feed]
     assert len({s for s in streams if s.startswith("stream")}) == count and any(
         s.startswith("host thread checkpoint") for s in streams
     )
@@ -147,6 +150,17 @@ def test_a_ring_alone_is_ordered(feed):
         a_ring_alone(feed)
     assert not card.races, report(card)
     assert card.replays > 2
+
+
+def test_branches_on_streams_of_their_own_change_no_weight(monkeypatch):
+    hashes, streams = set(), []
+    for on in (True, False):
+        monkeypatch.setattr(SideStreams.__init__, "__defaults__", (on,))
+        with Card() as card:
+            hashes.add(a_ring_alone())
+        streams.append(len(card.streams))
+    assert len(hashes) == 1
+    assert streams[0] == streams[1] + 1
 
 
 def test_a_capture_that_fails_leaves_order(monkeypatch):
@@ -206,6 +220,12 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "the place of losses is used again too early": [
         (LossReader.add, "(self._row + 1) % OUTSTANDING", "(self._row + 1) % 2")
     ],
+    "a branch does not wait for its maps": [
+        (_Fork.forward, "_hand_over([*maps, valid_rows], ", "([*maps, valid_rows], ")
+    ],
+    "the network does not wait for its branches": [(_Join.forward, "_hand_over([result], ", "([result], ")],
+    "a branch does not wait for its gradient": [(_Join.backward, "_hand_over([grad], ", "([grad], ")],
+    "the network does not wait for gradients of its branches": [(_Fork.backward, "_hand_over(grads, ", "(grads, ")],
     "a checkpoint is not waited for": [
         (CheckpointWriter._save, "self._stream.wait_event(copied)", "pass"),
         # Which waits for the card as well.
@@ -286,6 +306,7 @@ RING_FAULTS: dict[str, tuple[Callable, str, str]] = {
         "tensor.record_stream(self._stream)",
         "pass",
     ),
+    "the allocator does not know what branches read": (_hand_over, "argument.record_stream(target)", "pass"),
     "the allocator does not know that steps read views": (Feeder.take, "tensor.record_stream(stream)", "pass"),
 }
 
