@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mose_fast.knobs import as_text
-from mose_fast.paper.description import RULE, Entry, Part, Verdict, judge, target
+from mose_fast.paper.description import RULE, Entry, Part, target
+from mose_fast.paper.measure import Measured, measure
 from mose_fast.paper.metrics import Results
-from mose_fast.paper.plan import Plan, settings_key
+from mose_fast.paper.plan import Plan
 from mose_fast.report.published import RUNS
 from mose_fast.report.statistics import Summary, summarise
 from mose_fast.report.table import Cell as Shown
@@ -20,21 +20,6 @@ from mose_fast.sweep.grid import Cell
 from mose_fast.train.results import precision_of
 
 __all__ = ["overview", "render"]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Our number for a cell of the paper's table.
-
-    Attributes:
-        entry: The cell's description.
-        ours: Statistics over the seeds; None where no finished run has the number.
-        verdict: None where nothing is compared.
-    """
-
-    entry: Entry
-    ours: Summary | None
-    verdict: Verdict | None
 
 
 def overview(plan: Plan) -> str:
@@ -54,21 +39,7 @@ def render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tupl
         failures: Runs that could not be finished.
     """
     parts = plan.description.parts
-    by_runs: dict[str, list[tuple[int, Entry]]] = {}
-    for number, part in enumerate(parts):
-        for entry in part.entries:
-            by_runs.setdefault(settings_key(entry.runs), []).append((number, entry))
-    measured: list[dict[tuple[str, str], Measured]] = [{} for _ in parts]
-    by_name: dict[str, tuple[Cell, Results]] = {}
-    for entries in by_runs.values():
-        # One setting at a time: the matrices of a hundred tasks are large.
-        found = plan.finished(entries[0][1].runs, folder, [failure.name for failure in failures])
-        results = [run for _, run in found]
-        for number, entry in entries:
-            measured[number][entry.row, entry.column] = _measure(entry, results, judged=not plan.departures)
-        by_name |= {cell.name: (cell, _facts(run)) for cell, run in found}
-    runs = list(by_name.values())
-
+    measured, runs = measure(plan, folder, failures)
     verdicts = [m.verdict for cells in measured for m in cells.values() if m.verdict is not None]
     lines = [f"# {plan.name}: {plan.description.title}", "", f"    {plan.command}", ""]
     lines += [f"**{line[:1].upper()}{line[1:]}.**\n" for line in plan.departure_lines()]
@@ -89,12 +60,6 @@ def render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tupl
     lines += [f"- Not finished: {failure.name}: {failure.reason}" for failure in failures]
     lines += ["", "## Runs", "", _runs_table(runs).markdown(), *_provenance([run for _, run in runs])]
     return "\n".join(lines) + "\n", _long_table(parts, measured).csv()
-
-
-def _measure(entry: Entry, results: Sequence[Results], *, judged: bool) -> Measured:
-    values = [value for value in (entry.metric.read(results) if results else []) if value is not None]
-    ours = summarise(values, resamples=0) if values else None
-    return Measured(entry, ours, judge(entry.metric, entry.paper, ours) if judged else None)
 
 
 def _paper_table(part: Part) -> Table:
@@ -171,12 +136,6 @@ def _to_pass(entry: Entry, digits: int) -> str | None:
     wanted = target(entry.metric, entry.paper)
     relation = ">=" if entry.metric.kind == "accuracy" else "<="
     return None if wanted is None else f"{relation} {wanted:.{digits}f}"
-
-
-def _facts(results: Results) -> Results:
-    """The part of the results that the list of runs needs, without the large accuracy matrices."""
-    names = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
-    return {name: results[name] for name in names}
 
 
 def _runs_table(runs: Sequence[tuple[Cell, Results]]) -> Table:

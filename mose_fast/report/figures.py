@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mose_fast.report.drawing import STYLE, Look, curve, file, grid, legend, looks_of, settle
 from mose_fast.report.runs import Group, Run
 from mose_fast.report.statistics import summarise
 from mose_fast.report.tables import counted, images, seeds
@@ -25,33 +25,12 @@ __all__ = ["CURVES", "PANELS", "Picture", "figures"]
 #: highest ACC are shown.
 CURVES, PANELS, BARS = 8, 12, 24
 
-# Okabe-Ito: told apart by colour-blind readers; markers and dashes tell the curves apart in print.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-_MARKERS = "osD^vP*X"
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (5, 5)))
 _PHASES = {
     "train": ("#0072B2", ""),
     "capture": ("#56B4E9", "\\\\"),
     "evaluate": ("#E69F00", "//"),
     "checkpoint": ("#999999", ".."),
     "other": ("#CC79A7", "xx"),
-}
-
-_STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "grid.linewidth": 0.5,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "svg.fonttype": "path",
-    # Equal inputs give equal files.
-    "svg.hashsalt": "mose-fast",
-    "pdf.fonttype": 42,
 }
 
 
@@ -82,7 +61,7 @@ def figures(groups: Sequence[Group]) -> list[Picture]:
     # Not at the top: matplotlib takes half a second that other commands need not pay.
     from matplotlib import rc_context
 
-    with rc_context(_STYLE), lettering(g.name for g in groups):
+    with rc_context(STYLE), lettering(g.name for g in groups):
         made = [
             draw(groups)
             for draw in (_curves, _anytime, _new_and_overfitted, _tradeoffs, _matrices, _confusions, _times)
@@ -90,28 +69,12 @@ def figures(groups: Sequence[Group]) -> list[Picture]:
         return [picture for picture in made if picture is not None]
 
 
-class _Look(NamedTuple):
-    colour: str
-    marker: str
-    dashes: object
-
-
-def _looks(groups: Sequence[Group]) -> dict[str, _Look]:
-    labels = dict.fromkeys(g.label for g in groups)
-    n = len(_COLOURS)
-    # Beyond eight labels colours repeat, but with other markers and dashes.
-    return {
-        label: _Look(_COLOURS[i % n], _MARKERS[(i + i // n) % n], _DASHES[(i + i // n) % n])
-        for i, label in enumerate(labels)
-    }
-
-
 def _curves(groups: Sequence[Group]) -> Picture | None:
     panels, left_out = _by_memory([g for g in groups if len(_evaluated(g)) > 1])
     if not panels:
         return None
-    looks = _looks(groups)
-    figure, axes = _grid(len(panels))
+    looks = looks_of(g.label for g in groups)
+    figure, axes = grid(len(panels))
     for axis, (memory, shown) in zip(axes, panels.items(), strict=True):
         for g in shown:
             at = _evaluated(g)
@@ -124,7 +87,7 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
         axis.set(title=f"M = {memory}", xlabel="tasks seen", ylim=(0, 100))
         _whole_ticks(axis, max(run.tasks for g in shown for run in g.runs))
     _label_left(axes, "accuracy on the tasks seen (%)")
-    _legend(figure, axes)
+    legend(figure, axes)
     caption = (
         "Mean accuracy over the tasks seen so far, after each task, by the classifier of predict(), one panel for each"
         f" memory size. {_band_text(groups)} Dotted: chance, where all tasks have as many classes.{left_out}"
@@ -138,8 +101,8 @@ def _anytime(groups: Sequence[Group]) -> Picture | None:
     panels, left_out = _by_memory(together)
     if not panels:
         return None
-    looks = _looks(groups)
-    figure, axes = _grid(len(panels))
+    looks = looks_of(g.label for g in groups)
+    figure, axes = grid(len(panels))
     for axis, (memory, shown) in zip(axes, panels.items(), strict=True):
         for border in {int(at) for g in shown for at in g.runs[0].anytime.borders}:
             axis.axvline(border, color="0.8", linewidth=0.8, zorder=0)
@@ -149,7 +112,7 @@ def _anytime(groups: Sequence[Group]) -> Picture | None:
         axis.set(title=f"M = {memory}", xlabel="images seen", ylim=(0, 100))
         axis.grid(axis="x", visible=False)
     _label_left(axes, "accuracy on the classes seen (%)")
-    _legend(figure, axes)
+    legend(figure, axes)
     sizes = sorted({run.config["anytime_images"] for g in together for run in g.runs})
     caption = (
         f"Accuracy at any time: on {' or '.join(map(str, sizes))} fixed {images(together)} images of the classes seen"
@@ -164,8 +127,8 @@ def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
     panels, left_out = _by_memory([g for g in groups if g.runs[0].tasks > 1])
     if not panels:
         return None
-    looks = _looks(groups)
-    figure, axes = _grid(2 * len(panels), columns=2, share=False)
+    looks = looks_of(g.label for g in groups)
+    figure, axes = grid(2 * len(panels), columns=2, share=False)
     for (memory, shown), (new, bof) in zip(panels.items(), zip(axes[::2], axes[1::2], strict=True), strict=True):
         for g in shown:
             tasks = np.arange(1, g.runs[0].tasks + 1)
@@ -177,7 +140,7 @@ def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
             _whole_ticks(axis, most)
         new.set(title=f"new task, M = {memory}", xlabel="task", ylabel="accuracy just after it (%)", ylim=(0, 100))
         bof.set(title=f"buffer overfitting, M = {memory}", xlabel="task", ylabel="BOF after the last task")
-    _legend(figure, axes)
+    legend(figure, axes)
     caption = (
         "Left: accuracy on each task just after it was learned (plasticity). Right: buffer overfitting of each task"
         " after the last one, (accuracy on its samples in the memory - accuracy on its"
@@ -190,7 +153,7 @@ def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
 def _tradeoffs(groups: Sequence[Group]) -> Picture:
     from matplotlib.transforms import ScaledTranslation
 
-    looks = _looks(groups)
+    looks = looks_of(g.label for g in groups)
     on_card = all(run.row["peak_bytes_device"] is not None for g in groups for run in g.runs)
     column = "peak_bytes_device" if on_card else "peak_bytes"
     seconds = [_mean([run.row["seconds_total"] for run in g.runs]) for g in groups]
@@ -199,7 +162,7 @@ def _tradeoffs(groups: Sequence[Group]) -> Picture:
     ends = 100 * np.array([_ends(list(g.values("acc", g.view).values())) for g in groups])
     sizes = sorted({g.memory for g in groups})
     labels = list(looks)
-    figure, axes = _grid(3, columns=3)
+    figure, axes = grid(3, columns=3)
     for x, axis in ((seconds, axes[0]), (peaks, axes[1]), ([float(g.memory) for g in groups], axes[2])):
         for g, at, y, (low, high) in zip(groups, x, acc, ends, strict=True):
             look = looks[g.label]
@@ -281,7 +244,7 @@ def _confusions(groups: Sequence[Group]) -> Picture | None:
 
 def _times(groups: Sequence[Group]) -> Picture:
     shown, left_out = _best(groups, BARS)
-    figure, (axis,) = _grid(1, width=7.5, height=0.9 + 0.32 * len(shown))
+    figure, (axis,) = grid(1, width=7.5, height=0.9 + 0.32 * len(shown))
     rows = range(len(shown))
     left = np.zeros(len(shown))
     for phase, (colour, hatch) in _PHASES.items():
@@ -314,7 +277,7 @@ def _maps(
 ) -> Figure:
     """Heat maps of [T, T] values in percent on one scale; ``triangle``: none above the diagonal."""
     columns = min(4, len(parts))
-    figure, axes = _grid(len(parts), columns=columns, width=2.7 * columns + 0.6, height=3.0, share=False)
+    figure, axes = grid(len(parts), columns=columns, width=2.7 * columns + 0.6, height=3.0, share=False)
     # One scale for all panels, and one hue from light to dark, for print and for colour-blind
     # readers.
     top = max(float(values.max()) for _, values in parts) or 1.0
@@ -339,34 +302,10 @@ def _maps(
     return figure
 
 
-def _grid(
-    panels: int, *, columns: int | None = None, width: float | None = None, height: float = 3.2, share: bool = True
-) -> tuple[Figure, list[Axes]]:
-    """A figure with ``panels`` axes; ``height`` in inches is of a row."""
-    from matplotlib.figure import Figure
-
-    columns = columns or min(3, panels)
-    rows = math.ceil(panels / columns)
-    figure = Figure(figsize=(width or {1: 6.0, 2: 9.0, 3: 11.5}[columns], height * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, sharey=share, squeeze=False).ravel().tolist()
-    for axis in axes[panels:]:
-        axis.set_axis_off()
-    return figure, axes[:panels]
-
-
-def _band(axis: Axes, x: NDArray[np.int64], values: NDArray[np.float64], look: _Look, label: str) -> None:
+def _band(axis: Axes, x: NDArray[np.int64], values: NDArray[np.float64], look: Look, label: str) -> None:
     """The mean of [n, T] values over n with its interval; NaN is left out."""
-    kept = [i for i in range(len(x)) if not np.isnan(values[:, i]).all()]
-    if not kept:
-        return
-    columns = [values[:, i][~np.isnan(values[:, i])] for i in kept]
-    ends = np.array([_ends(column) for column in columns])
-    at = x[kept]
-    means, marker = [_mean(column) for column in columns], look.marker if len(at) <= 25 else None
-    line = {"linestyle": look.dashes, "linewidth": 1.5, "marker": marker, "markersize": 4}
-    axis.plot(at, means, color=look.colour, label=label, **line)
-    if not np.isnan(ends).all():
-        axis.fill_between(at, ends[:, 0], ends[:, 1], color=look.colour, alpha=0.15, linewidth=0)
+    columns = [column[~np.isnan(column)] for column in values.T]
+    curve(axis, x, [summarise(column, resamples=0) if len(column) else None for column in columns], look, label)
 
 
 def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
@@ -435,14 +374,6 @@ def _whole_ticks(axis: Axes, tasks: int) -> None:
         axis.set_xticks(range(1, tasks + 1))
 
 
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend for all panels, below them."""
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    # Chance last.
-    order = sorted(handles, key=lambda label: label == "chance")
-    figure.legend([handles[label] for label in order], order, loc="outside lower center", ncols=min(3, len(order)))
-
-
 def _label_left(axes: Sequence[Axes], text: str) -> None:
     for axis in axes:
         if axis.get_subplotspec().is_first_col():
@@ -450,14 +381,5 @@ def _label_left(axes: Sequence[Axes], text: str) -> None:
 
 
 def _picture(name: str, title: str, caption: str, figure: Figure) -> Picture:
-    # Laying out takes longer than drawing; once is enough for both files.
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-
-    def saved(kind: str, **metadata: None) -> bytes:
-        file = io.BytesIO()
-        figure.savefig(file, format=kind, metadata=metadata)
-        return file.getvalue()
-
-    svg = saved("svg", Date=None, Creator=None, Format=None, Type=None)
-    return Picture(name, title, caption, svg, saved("pdf", CreationDate=None))
+    settle(figure)
+    return Picture(name, title, caption, file(figure, "svg"), file(figure, "pdf"))
