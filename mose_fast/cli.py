@@ -240,6 +240,10 @@ def build_parser() -> argparse.ArgumentParser:
     table.add_argument("--seeds", metavar="0-14", help="numbers and ranges, 0-4 or 0,1,5-9; the paper uses 15 [0-2]")
     presets = " or ".join(MOSE_PRESETS)
     table.add_argument("--preset", metavar="NAME", help=f"MOSE's preset: {presets} [{RunConfig.preset}]")
+    table.add_argument(
+        "--baselines", metavar="NAME", help="the other methods' preset: table or sources, their own values [table]"
+    )
+    table.add_argument("--methods", metavar="A,B", help="the rows of some methods alone: mose, er, ... [all]")
     _add_flags(table, [name for name in _FLAGS if name not in _DESCRIBED])
     _add_place(table)
     files = table.add_argument_group("files")
@@ -380,13 +384,17 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
     return with_absolute_paths(with_changes(loaded, _changes(arguments, loaded)))
 
 
-def _changes(arguments: argparse.Namespace, base: RunConfig | None) -> dict[str, Any]:
-    """The settings that flags and ``--set`` change, by dotted name."""
+def _changes(
+    arguments: argparse.Namespace, base: RunConfig | None, methods: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """The settings that flags and ``--set`` change, by dotted name: of ``methods``, else of the
+    one that is run.
+    """
     given = vars(arguments)
     changes = {name: given[name] for name in _FLAGS if name in given}
     assigned = [assignment(text, "--set") for text in given.get("set", [])]
     method = dict(assigned).get("method", changes.get("method", base.method if base else RunConfig.method))
-    known = all_settings(method)
+    known = {name: setting for one in methods or [method] for name, setting in all_settings(one).items()}
     for name, text in assigned:
         setting = full_name(name, known, "--set")
         changes[setting] = read_value(known[setting], text)
@@ -477,11 +485,13 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _paper(arguments: argparse.Namespace) -> int:
+    from mose_fast.paper.rows import DEFAULT_PRESETS
     from mose_fast.paper.run import run_table
+    from mose_fast.report.published import BASELINES
     from mose_fast.sweep.grid import read_seeds
 
     given = vars(arguments)
-    changes = _changes(arguments, None)
+    changes = _changes(arguments, None, [*BASELINES, RunConfig.method])
     preset = changes.pop("preset", RunConfig.preset)
     try:
         page, failures = run_table(
@@ -489,6 +499,8 @@ def _paper(arguments: argparse.Namespace) -> int:
             given.get("out", Path("runs") / "paper"),
             seeds=read_seeds(given.get("seeds", "0-2")),
             preset=preset,
+            baselines=given.get("baselines", DEFAULT_PRESETS.baselines),
+            methods=given["methods"].split(",") if "methods" in given else None,
             changes=changes,
             place=_place(arguments),
             dry_run=given.get("dry_run", False),

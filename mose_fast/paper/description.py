@@ -13,14 +13,14 @@ from mose_fast.report.published import Published
 if TYPE_CHECKING:
     from mose_fast.report.statistics import Summary  # scipy takes a second, which a list of the tables need not pay
 
-__all__ = ["RULE", "Entry", "PaperTable", "Part", "Verdict", "judge", "target"]
+__all__ = ["RULE", "Entry", "PaperTable", "Part", "Verdict", "judge", "ranks", "target"]
 
 #: The one rule of pass and miss, for readers; :func:`target` and :func:`judge` follow it.
 RULE = (
     "An accuracy passes if its mean over the seeds is at most 1 point below the paper's; forgetting if it is at most 1"
     " point above; a count of parameters or multiply-accumulates if it is at most 1 % above. Minutes, and cells for"
-    ' which the paper gives no number, are not judged. "not sure": the 95 % interval of the mean contains the target,'
-    " or there is no interval, as with one seed."
+    " which the paper gives no number or one that cannot be right, are not judged."
+    ' "not sure": the 95 % interval of the mean contains the target, or there is no interval, as with one seed.'
 )
 
 _POINT = 1.0
@@ -74,6 +74,19 @@ def judge(metric: Metric, paper: Published | None, ours: Summary | None) -> Verd
     return Verdict(passed, not math.isnan(low) and not low + slack < wanted < high - slack)
 
 
+def ranks(values: Mapping[str, float], kind: str, digits: int) -> dict[str, int]:
+    """1 for the rows with the best value as printed, 2 for those with the second best.
+
+    Args:
+        values: A column's values by row.
+        kind: Their metric's kind, which says whether large or small values are good.
+        digits: Decimals that are printed.
+    """
+    printed = {row: round(value, digits) for row, value in values.items()}
+    best = sorted(set(printed.values()), reverse=kind == "accuracy")[: 0 if kind == "free" else 2]
+    return {row: best.index(value) + 1 for row, value in printed.items() if value in best}
+
+
 @dataclass(frozen=True)
 class Entry:
     """A cell of a table.
@@ -85,6 +98,9 @@ class Entry:
             is one run for each seed.
         metric: What is read from the runs.
         paper: The paper's number, None where it gives none.
+        over: Settings of the runs by whose values those of ``runs`` are divided, seed by seed;
+            None: the values themselves.
+        doubt: Why the paper's number cannot be right; then there is no pass or fail.
     """
 
     row: str
@@ -92,6 +108,13 @@ class Entry:
     runs: Mapping[str, Any]
     metric: Metric
     paper: Published | None = None
+    over: Mapping[str, Any] | None = None
+    doubt: str = ""
+
+    @property
+    def standard(self) -> Published | None:
+        """The paper's number to judge by; None where it gives none that can be right."""
+        return None if self.doubt else self.paper
 
 
 @dataclass(frozen=True)
@@ -103,12 +126,14 @@ class Part:
         source: The table or figure of the paper, by its LaTeX label.
         entries: Row by row.
         digits: Decimals of the paper's numbers.
+        ranked: Whether the best and the second best of each column are marked.
     """
 
     title: str
     source: str
     entries: tuple[Entry, ...]
     digits: int = 2
+    ranked: bool = False
 
     @property
     def rows(self) -> list[str]:
@@ -129,11 +154,15 @@ class PaperTable:
         title: What it shows, in a line.
         parts: Its tables.
         notes: What a reader must know, a sentence or more each.
+        section: The section of the page of all tables in which it stands.
+        caption: What it shows and what the paper finds in it, in our words.
     """
 
     title: str
     parts: tuple[Part, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+    section: str
+    caption: str
 
     @property
     def entries(self) -> list[Entry]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mose_fast.paper.description import Entry, Verdict, judge
+from mose_fast.paper.description import Entry, Part, Verdict, judge, ranks
 from mose_fast.paper.metrics import Results
 from mose_fast.paper.plan import Plan, settings_key
 from mose_fast.report.statistics import Summary, summarise
@@ -13,7 +13,7 @@ from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Cell
 
-__all__ = ["Measured", "measure"]
+__all__ = ["Measured", "measure", "place", "ranked"]
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,60 @@ def measure(
             by_runs.setdefault(settings_key(entry.runs), []).append((number, entry))
     measured: list[dict[tuple[str, str], Measured]] = [{} for _ in parts]
     runs: dict[str, tuple[Cell, Results]] = {}
+    unfinished = [failure.name for failure in failures]
     for entries in by_runs.values():
         # One setting at a time: the matrices of a hundred tasks are large.
-        found = plan.finished(entries[0][1].runs, folder, [failure.name for failure in failures])
+        found = plan.finished(entries[0][1].runs, folder, unfinished)
         results = [run for _, run in found]
         for number, entry in entries:
-            measured[number][entry.row, entry.column] = _measure(entry, results, judged=not plan.departures)
+            over = None if entry.over is None else [run for _, run in plan.finished(entry.over, folder, unfinished)]
+            values = _values(entry, results, over)
+            ours = summarise(values, resamples=0) if values else None
+            verdict = None if plan.departures else judge(entry.metric, entry.standard, ours)
+            measured[number][entry.row, entry.column] = Measured(entry, ours, verdict)
         runs |= {cell.name: (cell, _facts(run)) for cell, run in found}
     return measured, list(runs.values())
 
 
-def _measure(entry: Entry, results: Sequence[Results], *, judged: bool) -> Measured:
-    values = [value for value in (entry.metric.read(results) if results else []) if value is not None]
-    ours = summarise(values, resamples=0) if values else None
-    return Measured(entry, ours, judge(entry.metric, entry.paper, ours) if judged else None)
+def ranked(
+    part: Part, measured: Mapping[tuple[str, str], Measured]
+) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
+    """The rank in its column, by row and column, of the best two of our numbers and of the paper's;
+    both empty where the part's columns are not ranked.
+    """
+    ours: dict[tuple[str, str], int] = {}
+    theirs: dict[tuple[str, str], int] = {}
+    for column in part.columns if part.ranked else ():
+        cells = [m for m in (measured.get((row, column)) for row in part.rows) if m is not None]
+        kind = cells[0].entry.metric.kind
+        for found, values in (
+            (ours, {m.entry.row: m.ours.mean for m in cells if m.ours}),
+            (theirs, {m.entry.row: m.entry.paper.mean for m in cells if m.entry.paper}),
+        ):
+            found |= {(row, column): rank for row, rank in ranks(values, kind, part.digits).items()}
+    return ours, theirs
+
+
+def place(results: Results) -> str:
+    """The card or the processor and its threads that a run had."""
+    threads = results["threads"]
+    return results["card"] or f"{results['processor']}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def _values(entry: Entry, results: Sequence[Results], over: Sequence[Results] | None) -> list[float]:
+    """The runs' values. Those of an entry that divides are of seeds that both settings have on the
+    same machine.
+    """
+
+    def by_run(runs: Sequence[Results]) -> dict[tuple[int, str], float]:
+        read = entry.metric.read(runs) if runs else []
+        return {(r["config"]["seed"], place(r)): v for r, v in zip(runs, read, strict=True) if v is not None}
+
+    values = by_run(results)
+    if over is None:
+        return list(values.values())
+    divisors = by_run(over)
+    return [value / divisors[run] for run, value in values.items() if divisors.get(run)]
 
 
 def _facts(results: Results) -> Results:

@@ -31,6 +31,7 @@ __all__ = [
     "overfitting",
     "overfitting_of_old_tasks",
     "parameters",
+    "training_minutes",
 ]
 
 #: Contents of a ``results.json``.
@@ -169,6 +170,11 @@ def overfitting(classifier: str = "ncm", expert: str = "last") -> Metric:
 def minutes() -> Metric:
     """Minutes from start to end, evaluations included."""
     return _of_each("minutes", "free", lambda run: run["seconds"]["total"] / 60)
+
+
+def training_minutes() -> Metric:
+    """Minutes of training steps and of capturing them."""
+    return _of_each("minutes", "free", lambda run: (run["seconds"]["train"] + run["seconds"].get("capture", 0.0)) / 60)
 
 
 def parameters() -> Metric:

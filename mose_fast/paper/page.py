@@ -7,13 +7,13 @@ from typing import Any
 
 from mose_fast.knobs import as_text
 from mose_fast.paper.description import RULE, Entry, Part, target
-from mose_fast.paper.measure import Measured, measure
+from mose_fast.paper.measure import Measured, measure, place, ranked
 from mose_fast.paper.metrics import Results
 from mose_fast.paper.plan import Plan
 from mose_fast.report.published import RUNS
 from mose_fast.report.statistics import Summary, summarise
 from mose_fast.report.table import Cell as Shown
-from mose_fast.report.table import Interval, Number, Spread, Table
+from mose_fast.report.table import Interval, Number, Spread, Table, cell_text
 from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Cell
@@ -65,10 +65,12 @@ def render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tupl
 def _paper_table(part: Part) -> Table:
     """The paper's numbers and the values that pass."""
     entries = {(entry.row, entry.column): entry for entry in part.entries}
+    numbers = any(entry.paper is not None for entry in part.entries)
     table = Table("paper", "", ["", "", *part.columns])
     for row in part.rows:
         line = [entries.get((row, column)) for column in part.columns]
-        table.rows.append([row, "paper", *(_published(entry, part.digits) for entry in line)])
+        nothing = None if numbers else "no number"
+        table.rows.append([row, "paper", *(_published(entry, part.digits) or nothing for entry in line)])
         to_pass = [None if entry is None else _to_pass(entry, part.digits) for entry in line]
         table.rows += [[row, "to pass", *to_pass]] if any(to_pass) else []
     return table
@@ -79,17 +81,31 @@ def _table(part: Part, measured: Mapping[tuple[str, str], Measured]) -> Table:
     numbers = any(entry.paper is not None for entry in part.entries)
     about = f"The paper's numbers: {part.source}." if numbers else f"{part.source} has no numbers."
     table = Table(part.title, about, ["", "", *part.columns])
+    ours, theirs = ranked(part, measured)
     for row in part.rows:
-        cells = [measured.get((row, column)) for column in part.columns]
-        summaries = [m.ours if m is not None else None for m in cells]
-        table.rows.append([row, "ours", *(_spread(s, part.digits) for s in summaries)])
+        cells = {(row, column): measured.get((row, column)) for column in part.columns}
+        summaries = {at: None if m is None else m.ours for at, m in cells.items()}
+        papers = {at: _published(m.entry if m else None, part.digits) for at, m in cells.items()}
         lines: dict[str, list[Shown]] = {
-            "95 % interval": [_interval(s, part.digits) for s in summaries],
-            "paper": [_published(None if m is None else m.entry, part.digits) for m in cells] if numbers else [],
-            "verdict": [str(m.verdict) if m is not None and m.verdict is not None else None for m in cells],
+            "ours": [_marked(_spread(s, part.digits), ours.get(at)) for at, s in summaries.items()],
+            "95 % interval": [_interval(s, part.digits) for s in summaries.values()],
+            "paper": [_marked(paper, theirs.get(at)) for at, paper in papers.items()] if numbers else [],
+            "verdict": [_verdict(m) for m in cells.values()],
         }
-        table.rows += [[row, name, *line] for name, line in lines.items() if any(line)]
+        table.rows += [[row, name, *line] for name, line in lines.items() if name == "ours" or any(line)]
     return table
+
+
+def _marked(cell: Shown, rank: int | None) -> Shown:
+    """Bold for the best of a column, italic for the second best."""
+    mark = {None: "", 1: "**", 2: "*"}[rank]
+    return f"{mark}{cell_text(cell)}{mark}" if mark else cell
+
+
+def _verdict(m: Measured | None) -> str | None:
+    if m is None or m.verdict is None:
+        return "not judged" if m is not None and m.ours and m.entry.doubt else None
+    return str(m.verdict)
 
 
 def _long_table(parts: Sequence[Part], measured: Sequence[Mapping[tuple[str, str], Measured]]) -> Table:
@@ -112,7 +128,7 @@ def _long_table(parts: Sequence[Part], measured: Sequence[Mapping[tuple[str, str
                     "paper": Spread(entry.paper.mean, entry.paper.sd, part.digits) if entry.paper else None,
                     "difference": Number(m.ours.mean - entry.paper.mean, digits) if m.ours and entry.paper else None,
                     "to pass": _to_pass(entry, part.digits),
-                    "verdict": str(m.verdict) if m.verdict else None,
+                    "verdict": _verdict(m),
                 }
             )
     return table
@@ -127,13 +143,11 @@ def _interval(summary: Summary | None, digits: int) -> Shown:
 
 
 def _published(entry: Entry | None, digits: int) -> Shown:
-    if entry is None:
-        return None
-    return "no number" if entry.paper is None else Spread(entry.paper.mean, entry.paper.sd, digits)
+    return None if entry is None or entry.paper is None else Spread(entry.paper.mean, entry.paper.sd, digits)
 
 
 def _to_pass(entry: Entry, digits: int) -> str | None:
-    wanted = target(entry.metric, entry.paper)
+    wanted = target(entry.metric, entry.standard)
     relation = ">=" if entry.metric.kind == "accuracy" else "<="
     return None if wanted is None else f"{relation} {wanted:.{digits}f}"
 
@@ -155,9 +169,6 @@ def _provenance(runs: Sequence[Results]) -> list[str]:
 
     def values(value: Callable[[Results], Any]) -> str:
         return ", ".join(dict.fromkeys(as_text(value(run)) for run in runs))
-
-    def place(run: Results) -> str:
-        return run["card"] or f"{run['processor']}, {run['threads']} thread{'' if run['threads'] == 1 else 's'}"
 
     if not runs:
         return ["No run is finished."]

@@ -8,10 +8,11 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mose_fast.config import ConfigError, RunConfig, method_settings
+from mose_fast.config import ConfigError, RunConfig, method_settings, near_matches
 from mose_fast.knobs import as_text
-from mose_fast.paper.description import PaperTable
+from mose_fast.paper.description import Entry, PaperTable
 from mose_fast.paper.metrics import Results
+from mose_fast.paper.rows import DEFAULT_PRESETS, Presets
 from mose_fast.paper.tables import describe
 from mose_fast.settings import all_settings, dotted, telling_apart, with_absolute_paths, with_changes
 from mose_fast.sweep.folder import SweepFolder
@@ -31,21 +32,31 @@ class Plan:
         preset: The preset of MOSE.
         changes: Settings by dotted name that all runs get, whatever the paper says; those that a
             method does not have are left out for its runs.
+        baselines: The preset of all other methods, ``table`` or ``sources``.
+        methods: The methods whose rows the table shall have; None: all.
 
     Attributes:
         description: The table's description.
         departures: How the runs differ from the paper's protocol, each ``name value instead of
             value``; only without any are numbers judged.
         command: The command line that makes this plan, without the folder.
-        stem: The name of its files without ending: the table's, the preset's unless it is the
-            default, and ``trial`` if there are departures.
+        stem: The name of its files without ending: the table's, those of presets that are not the
+            default, those of chosen methods, and ``trial`` if there are departures.
+        used: The settings of ``changes`` that at least one run has.
 
     Raises:
         ConfigError: The name is unknown, or a setting is unusable.
     """
 
     def __init__(
-        self, name: str, seeds: Sequence[int], preset: str = "released", changes: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        seeds: Sequence[int],
+        preset: str = DEFAULT_PRESETS.mose,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        baselines: str = DEFAULT_PRESETS.baselines,
+        methods: Sequence[str] | None = None,
     ) -> None:
         self.name, self.seeds, changes = name, tuple(seeds), dict(changes or {})
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -60,12 +71,17 @@ class Plan:
                 f"evaluate_on is {changes['evaluate_on']!r}, but the numbers of the paper's {name} are of test images;"
                 " wanted 'test'"
             )
-        self.description: PaperTable = describe(name, preset)
+        self.description: PaperTable = describe(name, Presets(preset, baselines))
+        if methods is not None:
+            self.description = _only(name, self.description, methods)
         departures: dict[str, None] = {}
+        self.used: set[str] = set()
         self._cells: dict[str, list[Cell]] = {}
-        for runs in {settings_key(entry.runs): entry.runs for entry in self.description.entries}.values():
+        settings = [runs for e in self.description.entries for runs in (e.runs, e.over) if runs is not None]
+        for runs in {settings_key(runs): runs for runs in settings}.values():
             wanted = with_changes(None, runs)
             known = all_settings(wanted.method)
+            self.used |= changes.keys() & known.keys()
             config = with_absolute_paths(
                 with_changes(None, {**runs, **{n: value for n, value in changes.items() if n in known}})
             )
@@ -78,10 +94,16 @@ class Plan:
                 cell = Cell(folder_name(of_run), dataclasses.replace(config, seed=seed), of_run)
                 self._cells.setdefault(settings_key(runs), []).append(cell)
         self.departures = list(departures)
-        self.stem = name + (f"-{preset}" if preset != RunConfig.preset else "") + ("-trial" if departures else "")
-        settings = [part for setting, value in changes.items() for part in ("--set", f"{setting}={as_text(value)}")]
+        # The files of a table without baselines do not tell their preset.
+        others = baselines if any(_method(e) != RunConfig.method for e in self.description.entries) else None
+        parts = (preset, DEFAULT_PRESETS.mose), (others, DEFAULT_PRESETS.baselines)
+        self.stem = "-".join([name, *(given for given, usual in parts if given not in (usual, None)), *(methods or ())])
+        self.stem += "-trial" if departures else ""
         self.command = shlex.join(
-            ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset, *settings]
+            ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset]
+            + (["--baselines", others] if others else [])
+            + (["--methods", ",".join(methods)] if methods else [])
+            + [part for setting, value in changes.items() for part in ("--set", f"{setting}={as_text(value)}")]
         )
 
     @property
@@ -128,6 +150,29 @@ class Plan:
             if self.departures
             else []
         )
+
+
+def _method(entry: Entry) -> str:
+    return entry.runs.get("method", RunConfig.method)
+
+
+def _only(name: str, description: PaperTable, methods: Sequence[str]) -> PaperTable:
+    """The rows of some methods alone.
+
+    Raises:
+        ConfigError: The table has no such method, or one is named twice.
+    """
+    there = list(dict.fromkeys(map(_method, description.entries)))
+    for method in methods:
+        if method not in there:
+            raise ConfigError(f"methods has {method!r}, of which {name} has no row{near_matches(method, there)}")
+    if not methods or len(set(methods)) < len(methods):
+        raise ConfigError(f"methods are {','.join(methods)!r}; wanted at least one, and each once")
+    parts = [
+        dataclasses.replace(part, entries=tuple(e for e in part.entries if _method(e) in methods))
+        for part in description.parts
+    ]
+    return dataclasses.replace(description, parts=tuple(part for part in parts if part.entries))
 
 
 def settings_key(runs: Mapping[str, Any]) -> str:

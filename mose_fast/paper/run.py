@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mose_fast.config import ConfigError
 from mose_fast.paper.page import overview, render
 from mose_fast.paper.plan import Plan
+from mose_fast.paper.rows import DEFAULT_PRESETS
 from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.place import Place
@@ -22,7 +24,9 @@ def run_table(
     out: str | Path,
     *,
     seeds: Sequence[int] = (0, 1, 2),
-    preset: str = "released",
+    preset: str = DEFAULT_PRESETS.mose,
+    baselines: str = DEFAULT_PRESETS.baselines,
+    methods: Sequence[str] | None = None,
     changes: Mapping[str, Any] | None = None,
     place: Place | None = None,
     dry_run: bool = False,
@@ -33,7 +37,8 @@ def run_table(
     ``NAME.md`` and ``NAME.csv``.
 
     Runs that depart from the paper's protocol are not judged, and the files are called
-    ``NAME-trial``. With another preset than the default, the files' names contain it.
+    ``NAME-trial``. With other presets than the defaults, or for some methods alone, the files'
+    names contain them.
 
     Args:
         name: The table's name, a key of :data:`mose_fast.paper.tables.TABLES`.
@@ -41,6 +46,8 @@ def run_table(
             their common runs.
         seeds: The runs' seeds; the paper has 15.
         preset: The preset of MOSE.
+        baselines: The preset of all other methods, ``table`` or ``sources``.
+        methods: The methods whose rows the table shall have; None: all.
         changes: Settings by dotted name for all runs. If one differs from the paper's protocol,
             there is no pass or fail.
         place: Where to compute.
@@ -58,7 +65,9 @@ def run_table(
         RunError: The folder is in use, holds other runs, or cannot be written.
         Interrupted: Ctrl-C; the same call continues.
     """
-    plan = Plan(name, seeds, preset, changes)
+    plan = Plan(name, seeds, preset, changes, baselines=baselines, methods=methods)
+    if unused := [setting for setting in changes or {} if setting not in plan.used]:
+        raise ConfigError(f"{', '.join(unused)} is set, but no run of {name} has this setting")
     if dry_run:
         say(f"{overview(plan)}\n")
     else:

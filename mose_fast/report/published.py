@@ -15,7 +15,20 @@ from typing import Any, NamedTuple
 
 from mose_fast.config import read_table
 
-__all__ = ["RUNS", "Published", "dataset", "deviations", "experts", "linear", "lookup", "methods", "numbers"]
+__all__ = [
+    "BASELINES",
+    "RUNS",
+    "Published",
+    "dataset",
+    "deviations",
+    "doubts",
+    "experts",
+    "linear",
+    "lookup",
+    "methods",
+    "numbers",
+    "own_row",
+]
 
 #: Runs behind each of the paper's means.
 RUNS = 15
@@ -52,6 +65,10 @@ _NAMES = {
     "mose": "MOSE",
 }
 _MEAN_OF_EXPERTS = "MOE-MOSE"
+
+#: Our names of the paper's baselines, in the order of its main table.
+BASELINES = tuple(name for name in _NAMES if name != "mose")
+
 # Methods whose row is the nearest class mean's; the others' is the linear classifier's.
 _NEAREST_CLASS_MEAN = ("mose", "scr")
 
@@ -69,7 +86,8 @@ def numbers(table: str, panel: str | int) -> Mapping[str, Mapping[str, Published
         panel: The panel's name in ``published.toml``.
 
     Returns:
-        By the row's name, the numbers by the column's heading, both in the paper's order.
+        By the row's name, the numbers by the column's heading, both in the paper's order. A number
+        that the paper does not print is left out.
 
     Raises:
         KeyError: There is no such table or panel.
@@ -80,9 +98,24 @@ def numbers(table: str, panel: str | int) -> Mapping[str, Mapping[str, Published
         row: {
             column: Published(*map(float, number.split("±")))
             for column, number in zip(columns, text.split(), strict=True)
+            if number != "-"
         }
         for row, text in rows.items()
     }
+
+
+@functools.cache
+def doubts(panel: str) -> Mapping[tuple[str, str], str]:
+    """Why numbers in a panel of the main table cannot be right, by row and column."""
+    found = _tables()["tab:acc_af"]["doubts"]
+    return {(doubt["row"], doubt["column"]): doubt["why"] for doubt in found if doubt["panel"] == panel}
+
+
+def own_row(method: str) -> tuple[str, str]:
+    """The paper's name of one of its methods, and the classifier of its row: ``ncm`` or
+    ``linear``.
+    """
+    return _NAMES[method], "ncm" if method in _NEAREST_CLASS_MEAN else "linear"
 
 
 @functools.cache
@@ -128,9 +161,9 @@ def lookup(
     Returns:
         None where the paper has no such row.
     """
-    name = _NAMES.get(method)
-    if name is None or (classifier == "ncm") != (method in _NEAREST_CLASS_MEAN):
+    if method not in _NAMES or own_row(method)[1] != classifier:
         return None
+    name = _NAMES[method]
     if expert == "mean" and method == "mose":
         name = _MEAN_OF_EXPERTS
     acc, af = methods(data)[name].get(memory, (None, None))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Cell", "Interval", "Number", "Spread", "Table"]
+__all__ = ["Cell", "Interval", "Number", "Spread", "Table", "cell_text"]
 
 _NOTHING = "-"
 
@@ -84,7 +84,7 @@ class Table:
             "<tbody>",
         ]
         for row in self.rows:
-            cells = (f"<td{kind}>{html.escape(_text(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
+            cells = (f"<td{kind}>{html.escape(cell_text(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
             lines.append(f"<tr>{''.join(cells)}</tr>")
         return "\n".join([*lines, "</tbody></table></div></figure>"])
 
@@ -95,13 +95,13 @@ class Table:
             return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
         rule = "|" + "|".join("---" if text else "---:" for text in self._textual()) + "|"
-        rows = [line(map(_text, row)) for row in self.rows]
+        rows = [line(map(cell_text, row)) for row in self.rows]
         return "\n".join([line(self.columns), rule, *rows, "", self.caption, ""])
 
     def latex(self) -> str:
         """As a LaTeX ``table`` for the package booktabs."""
         kinds = "".join("l" if text else "r" for text in self._textual())
-        rows = [" & ".join(_latex(_text(cell)) for cell in row) + r" \\" for row in self.rows]
+        rows = [" & ".join(_latex(cell_text(cell)) for cell in row) + r" \\" for row in self.rows]
         return "\n".join(
             [
                 r"\begin{table}",
@@ -168,7 +168,8 @@ def _decimal(value: float, digits: int, separator: str) -> str:
     return text.lstrip("-") if round(value, digits) == 0 else text
 
 
-def _text(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
+    """A cell as a reader sees it, with thousands separators; ``-`` if there is no value."""
     parts = _numbers(cell, ",")
     if isinstance(cell, Spread):
         return " ± ".join(filter(None, parts))

@@ -93,6 +93,35 @@ def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
     assert "0 of 4 runs to do" in capsys.readouterr().out
 
 
+def test_all_baselines(tmp_path, engine, trial, capsys):
+    """A row of each method, and its minutes as a multiple of ER's."""
+    engine()
+    command = [*trial, "--seeds", "0", "--set", "memory=64", "--out", str(tmp_path)]
+    for name, stem in (("table1-cifar", "table1-cifar-trial"), ("time", "time-trial")):
+        # Rotating a digit changes its label.
+        assert main(["paper", name, *command, "--set", "rotations=1"]) == 0
+        found = cells(tmp_path / f"{stem}.csv")
+        assert len({row for _, row, _ in found}) == (21 if name == "table1-cifar" else 19)
+        assert all(cell["n"] == "1" for cell in found.values())
+    minutes = {row: float(cell["ours"]) for (_, row, column), cell in found.items() if column == "minutes"}
+    runs = {path.parent.name: read_run(path.parent)[1]["seconds"]["total"] for path in tmp_path.glob("*/results.json")}
+    assert len(runs) == 18 + 4  # memory is the same in all of them
+    for row, method in (("ER", "method-er"), ("GSS", "method-gss"), ("BiC", "method-bic")):
+        (seconds,) = (value for name, value in runs.items() if f"{method}_" in name)
+        (er,) = (value for name, value in runs.items() if "method-er_" in name)
+        found_ratio = next(float(c["ours"]) for (_, r, column), c in found.items() if (r, column) == (row, "times ER"))
+        assert found_ratio == pytest.approx(seconds / er, abs=0.006)
+        assert minutes[row] == pytest.approx(seconds / 60, abs=0.006)
+    assert main(["paper", "table1-cifar", *command, "--baselines", "sources", "--methods", "er,mose"]) == 0
+    page = (tmp_path / "table1-cifar-sources-er-mose-trial.md").read_text()
+    assert "--baselines sources --methods er,mose" in page
+    assert "preset=sources" in page
+    # The best of ours is bold, and the second best of the paper's is italic.
+    best = max(re.findall(r"\| ours \| (\S+)", page), key=lambda text: float(text.strip("*")))
+    assert best.startswith("**")
+    assert "| MOSE | paper | *35.1 ± 0.4* |" in page
+
+
 def test_verdicts(tmp_path, digits, monkeypatch, engine):
     """The paper's protocol as far as the rule is concerned: with the data set and its tasks in
     place of the paper's, runs are judged.
@@ -186,11 +215,14 @@ def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
         (["tasktwise"], "there is no table 'tasktwise'; did you mean 'taskwise'"),
         (["taskwise", "--preset", "papers"], "did you mean 'paper'"),
         (["taskwise", "--set", "memroy=3"], "did you mean 'memory'"),
+        (["taskwise", "--set", "rotations=1"], "options.rotations is set, but no run of taskwise has this setting"),
         (["taskwise", "--set", "seed=3"], "seed is set to 3"),
         (
             ["taskwise", "--set", "evaluate_on=validation", "--validation", "0.1"],
             "evaluate_on is 'validation', but the numbers of the paper's taskwise are of test images; wanted 'test'",
         ),
+        (["bof", "--baselines", "source"], "did you mean 'sources'"),
+        (["bof", "--methods", "mse"], "methods has 'mse', of which bof has no row; did you mean 'mose'"),
         (["taskwise", "--seeds", "3-1"], "seeds are '3-1'"),
         (["taskwise", "--workers", "0"], "workers is 0"),
     ],
