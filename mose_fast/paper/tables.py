@@ -14,7 +14,7 @@ from typing import Any
 
 from mose_fast.config import MOSE_PRESETS, ConfigError, near_matches
 from mose_fast.paper import metrics
-from mose_fast.paper.description import Entry, PaperTable, Part
+from mose_fast.paper.description import Entry, Figure, Panel, PaperTable, Part
 from mose_fast.paper.metrics import Metric
 from mose_fast.report.published import Published, numbers
 
@@ -44,8 +44,8 @@ def describe(name: str, preset: str = "released") -> PaperTable:
     return TABLES[name](preset)
 
 
-def _table(title: str, parts: Iterable[Part], *notes: str) -> PaperTable:
-    return PaperTable(title, tuple(parts), notes)
+def _table(title: str, parts: Iterable[Part], *notes: str, figures: Iterable[Figure] = ()) -> PaperTable:
+    return PaperTable(title, tuple(parts), notes, tuple(figures))
 
 
 def _mose(
@@ -241,6 +241,16 @@ def _experts(preset: str) -> PaperTable:
         parts,
         f"fig:num_of_exp: {_NO_NUMBER} It has four memory sizes without naming them; ours are those of"
         ' tab:sd_vs_rsd. Its text: "n = 4 balances both sides, w/o increasing too much complexity or cost".',
+        figures=[
+            Figure(
+                "fig:num_of_exp",
+                "MOSE with one to eight experts, at four memory sizes: accuracy after the last task, and forgetting.",
+                "number of experts",
+                (Panel(parts[0], "higher is better", "ACC (%)"), Panel(parts[1], "lower is better", "AF (%)")),
+                columns=2,
+                wide=False,
+            )
+        ],
     )
 
 
@@ -354,6 +364,21 @@ def _dilemma(preset: str) -> PaperTable:
         "What the text says of it: with more epochs ER does better on the current task and worse on the first"
         ' one, "even with augmentation, replaying exemplars from a fixed buffer only twice (epoch=2) yields a'
         ' substantial BOF".',
+        figures=[
+            Figure(
+                "fig:epoch_acc_plot",
+                "More epochs over each task: accuracy on (a) task 1, (b) task 2 and (c) both, just after task 2 was"
+                " learned; (d) buffer overfitting of networks that are trained on the final memory alone. M = 1k.",
+                "epochs",
+                (
+                    Panel(parts[0], "task 1, t = 2", "accuracy (%)"),
+                    Panel(parts[1], "task 2, t = 2", "accuracy (%)"),
+                    Panel(parts[2], "both tasks, t = 2", "accuracy (%)"),
+                    Panel(parts[3], "final memory alone", "BOF"),
+                ),
+                columns=4,
+            )
+        ],
     )
 
 
