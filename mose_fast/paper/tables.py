@@ -13,7 +13,7 @@ from typing import Any
 
 from mose_fast.config import MOSE_PRESETS, ConfigError, near_matches
 from mose_fast.paper import metrics
-from mose_fast.paper.description import Entry, PaperTable, Part
+from mose_fast.paper.description import Entry, Figure, Panel, PaperTable, Part
 from mose_fast.paper.main_tables import table1_cifar, table1_tiny, time
 from mose_fast.paper.rows import (
     BASELINE_PRESETS,
@@ -192,6 +192,16 @@ def _experts(presets: Presets) -> PaperTable:
             "ACC and AF of the last expert, in percent, if the network is divided into one to eight experts, for four"
             " sizes of the memory."
         ),
+        figures=[
+            Figure(
+                "fig:num_of_exp",
+                "MOSE with one to eight experts, at four memory sizes: accuracy after the last task, and forgetting.",
+                "number of experts",
+                (Panel(parts[0], "higher is better", "ACC (%)"), Panel(parts[1], "lower is better", "AF (%)")),
+                columns=2,
+                wide=False,
+            )
+        ],
     )
 
 
@@ -330,6 +340,21 @@ def _dilemma(presets: Presets) -> PaperTable:
             " the new one and on both, in percent; and buffer overfitting (BOF) of a network trained on the final"
             " memory alone."
         ),
+        figures=[
+            Figure(
+                "fig:epoch_acc_plot",
+                "More epochs over each task: accuracy on (a) task 1, (b) task 2 and (c) both, just after task 2 was"
+                " learned; (d) buffer overfitting of networks that are trained on the final memory alone. M = 1k.",
+                "epochs",
+                (
+                    Panel(parts[0], "task 1, t = 2", "accuracy (%)"),
+                    Panel(parts[1], "task 2, t = 2", "accuracy (%)"),
+                    Panel(parts[2], "both tasks, t = 2", "accuracy (%)"),
+                    Panel(parts[3], "final memory alone", "BOF"),
+                ),
+                columns=4,
+            )
+        ],
     )
 
 
