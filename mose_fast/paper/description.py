@@ -13,7 +13,7 @@ from mose_fast.report.published import Published
 if TYPE_CHECKING:
     from mose_fast.report.statistics import Summary  # scipy takes a second, which a list of the tables need not pay
 
-__all__ = ["RULE", "Entry", "PaperTable", "Part", "Verdict", "judge", "ranks", "target"]
+__all__ = ["RULE", "Entry", "Figure", "Panel", "PaperTable", "Part", "Verdict", "judge", "ranks", "target"]
 
 #: The one rule of pass and miss, for readers; :func:`target` and :func:`judge` follow it.
 RULE = (
@@ -147,6 +147,47 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Panel:
+    """A part drawn as a panel of a figure: a curve for each row, a point for each column.
+
+    The place of a point is the number that ends the column's heading, as in ``task 3``; columns
+    without one, such as ``average``, are not drawn.
+
+    Attributes:
+        part: What is drawn.
+        title: Its title, without the letter.
+        y: What its vertical axis shows.
+    """
+
+    part: Part
+    title: str
+    y: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the paper.
+
+    Attributes:
+        source: Its LaTeX label in the paper.
+        caption: What it shows.
+        x: What its horizontal axes show.
+        panels: Row by row.
+        columns: Panels in a row.
+        wide: It is as wide as a page of two columns, not as one of them.
+        name: What tells its files from those of the table's other figures; empty where it has one.
+    """
+
+    source: str
+    caption: str
+    x: str
+    panels: tuple[Panel, ...]
+    columns: int = 3
+    wide: bool = True
+    name: str = ""
+
+
+@dataclass(frozen=True)
 class PaperTable:
     """A table or figure of the paper: what ``mose-fast paper NAME`` computes.
 
@@ -156,6 +197,7 @@ class PaperTable:
         notes: What a reader must know, a sentence or more each.
         section: The section of the page of all tables in which it stands.
         caption: What it shows and what the paper finds in it, in our words.
+        figures: How its parts are drawn.
     """
 
     title: str
@@ -163,6 +205,7 @@ class PaperTable:
     notes: tuple[str, ...]
     section: str
     caption: str
+    figures: tuple[Figure, ...] = ()
 
     @property
     def entries(self) -> list[Entry]:

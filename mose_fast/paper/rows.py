@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mose_fast.config import RunConfig
 from mose_fast.paper import metrics
-from mose_fast.paper.description import Entry, PaperTable, Part
+from mose_fast.paper.description import Entry, Figure, PaperTable, Part
 from mose_fast.paper.metrics import Metric
 from mose_fast.report.published import Published
 
@@ -57,9 +57,11 @@ class Presets(NamedTuple):
 DEFAULT_PRESETS = Presets()
 
 
-def table(title: str, parts: Iterable[Part], *notes: str, section: str, caption: str) -> PaperTable:
+def table(
+    title: str, parts: Iterable[Part], *notes: str, section: str, caption: str, figures: Iterable[Figure] = ()
+) -> PaperTable:
     """A table's description, with its notes as further arguments."""
-    return PaperTable(title, tuple(parts), notes, section, caption)
+    return PaperTable(title, tuple(parts), notes, section, caption, tuple(figures))
 
 
 def mose(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError
+from mose_fast.paper.figures import figure_files, write_figures
 from mose_fast.paper.page import overview, render
 from mose_fast.paper.plan import Plan
 from mose_fast.paper.rows import DEFAULT_PRESETS
@@ -34,7 +35,7 @@ def run_table(
     say: Callable[[str], None] = print,
 ) -> tuple[Path | None, tuple[Failure, ...]]:
     """Runs the experiments behind a table of the paper that are not finished yet, and writes
-    ``NAME.md`` and ``NAME.csv``.
+    ``NAME.md``, ``NAME.csv`` and the figures that the table has.
 
     Runs that depart from the paper's protocol are not judged, and the files are called
     ``NAME-trial``. With other presets than the defaults, or for some methods alone, the files'
@@ -74,7 +75,7 @@ def run_table(
         for line in plan.departure_lines():
             say(line)
     path = Path(out) / f"{plan.stem}.md"
-    _refuse_foreign(path, plan)
+    _refuse_foreign(path, plan, figure_files(plan, SweepFolder(out)))
     outcome = run_grid(plan.cells, out, place, dry_run=dry_run, wandb=wandb, say=say)
     if dry_run:
         return None, ()
@@ -82,18 +83,19 @@ def run_table(
     page, table = render(plan, SweepFolder(out), outcome.failures)
     write_atomically(path, page)
     write_atomically(path.with_suffix(".csv"), table)
+    write_figures(plan, SweepFolder(out), outcome.failures)
     return path, outcome.failures
 
 
-def _refuse_foreign(page: Path, plan: Plan) -> None:
-    """Refuses to replace a page or a table that ``mose-fast paper`` did not write."""
-    table = page.with_suffix(".csv")
+def _refuse_foreign(page: Path, plan: Plan, figures: Sequence[Path]) -> None:
+    """Refuses to replace files that ``mose-fast paper`` did not write."""
+    others = [page.with_suffix(".csv"), *figures]
     try:
         ours = page.read_text(encoding="utf-8", errors="replace").startswith(f"# {plan.name}: ")
     except (FileNotFoundError, NotADirectoryError):
-        ours = not table.exists()
+        ours = not any(path.exists() for path in others)
     if not ours:
         raise RunError(
-            f"{page} or {table.name} beside it was not written by mose-fast paper {plan.name}, and would be replaced;"
-            " choose another --out"
+            f"{page} or one of {', '.join(path.name for path in others)} beside it was not written by mose-fast paper"
+            f" {plan.name}, and would be replaced; choose another --out"
         )

@@ -8,12 +8,13 @@ over 15 runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from mose_fast.config import MOSE_PRESETS, ConfigError, near_matches
 from mose_fast.paper import metrics
-from mose_fast.paper.description import Entry, PaperTable, Part
+from mose_fast.paper.description import Entry, Figure, Panel, PaperTable, Part
+from mose_fast.paper.dilemma_tables import bof, dilemma
 from mose_fast.paper.main_tables import table1_cifar, table1_tiny, time
 from mose_fast.paper.rows import (
     BASELINE_PRESETS,
@@ -22,10 +23,8 @@ from mose_fast.paper.rows import (
     MAIN_MEMORIES,
     NO_NUMBER,
     SMALL_MEMORIES,
-    TASKS,
     TINY,
     Presets,
-    baseline,
     by_task,
     final_by_task,
     mose,
@@ -192,6 +191,16 @@ def _experts(presets: Presets) -> PaperTable:
             "ACC and AF of the last expert, in percent, if the network is divided into one to eight experts, for four"
             " sizes of the memory."
         ),
+        figures=[
+            Figure(
+                "fig:num_of_exp",
+                "MOSE with one to eight experts, at four memory sizes: accuracy after the last task, and forgetting.",
+                "number of experts",
+                (Panel(parts[0], "higher is better", "ACC (%)"), Panel(parts[1], "lower is better", "AF (%)")),
+                columns=2,
+                wide=False,
+            )
+        ],
     )
 
 
@@ -277,106 +286,6 @@ def _cost(presets: Presets) -> PaperTable:
     )
 
 
-_EPOCHS = (1, 2, 4, 8)
-
-
-def _dilemma(presets: Presets) -> PaperTable:
-    learners = {
-        "ER": ("er", {"augment": "none"}),
-        "ER + aug": ("er", {"augment": "simclr"}),
-        "SCR + aug": ("scr", {"augment": "simclr"}),
-    }
-    views = {"ER": ("linear", "last"), "ER + aug": ("linear", "last"), "SCR + aug": ("ncm", "last")}
-    panels = (
-        ("test accuracy of task 1 when t = 2", 0),
-        ("test accuracy of task 2 when t = 2", 1),
-        ("mean over both tasks when t = 2", None),
-    )
-    parts = []
-    for title, task in panels:
-        entries = [
-            Entry(
-                row,
-                f"epochs {epochs}",
-                baseline(presets, method, 1000, epochs=epochs, **options),
-                metrics.accuracy_after(1, task, *views[row]),
-            )
-            for row, (method, options) in learners.items()
-            for epochs in _EPOCHS
-        ]
-        parts.append(Part(title, "fig:epoch_acc_plot", tuple(entries), 1))
-    joint = [
-        Entry(
-            row.replace("ER", "joint"),
-            f"epochs {epochs}",
-            baseline(presets, "er", 1000, epochs=epochs, **learners[row][1]) | {"train_on": "final_memory"},
-            metrics.overfitting("linear"),
-        )
-        for row in ("ER", "ER + aug")
-        for epochs in _EPOCHS
-    ]
-    parts.append(Part("BOF of ER trained on the final memory alone", "fig:joint_bof", tuple(joint)))
-    return table(
-        "The overfitting-underfitting dilemma, Split CIFAR-100, M = 1k (section 3.3, fig:epoch_acc_plot)",
-        parts,
-        f"{NO_NUMBER} It names the epochs 1, 2 and 8 in the text; 4 is ours. Runs go through all ten tasks, of"
-        " which the first two are read. BOF: mean over the tasks.",
-        "What the text says of it: with more epochs ER does better on the current task and worse on the first"
-        ' one, "even with augmentation, replaying exemplars from a fixed buffer only twice (epoch=2) yields a'
-        ' substantial BOF".',
-        section="The overfitting-underfitting dilemma",
-        caption=(
-            "ER and SCR trained for one to eight epochs on each of the first two tasks: accuracy on the old task, on"
-            " the new one and on both, in percent; and buffer overfitting (BOF) of a network trained on the final"
-            " memory alone."
-        ),
-    )
-
-
-def _bof(presets: Presets) -> PaperTable:
-    def rows(row: str, runs: dict[str, Any], classifier: str, expert: str) -> tuple[list[Entry], list[Entry]]:
-        average = metrics.new_task_accuracy(None, classifier, expert)
-        new = by_task(row, runs, lambda task: metrics.new_task_accuracy(task, classifier, expert), average)
-        old = [
-            Entry(row, f"task {after + 1}", runs, metrics.overfitting_of_old_tasks(after, classifier, expert))
-            for after in range(1, TASKS)
-        ]
-        return new, [*old, Entry(row, "average", runs, metrics.overfitting_of_old_tasks(None, classifier, expert))]
-
-    parts = []
-
-    def add(title: str, sources: tuple[str, str], found: Iterable[tuple[list[Entry], list[Entry]]]) -> None:
-        new, old = ([entry for row in panel for entry in row] for panel in zip(*found, strict=True))
-        parts.append(Part(f"{title}: accuracy on each new task, in percent", sources[0], tuple(new), 1))
-        parts.append(Part(f"{title}: mean BOF of the old tasks after each task", sources[1], tuple(old)))
-
-    methods = (
-        ("MOSE", mose(presets, 1000), "ncm", "last"),
-        ("ER + aug", baseline(presets, "er", 1000, augment="simclr"), "linear", "last"),
-        ("SCR + aug", baseline(presets, "scr", 1000, augment="simclr"), "ncm", "last"),
-    )
-    add("M = 1k, MOSE and baselines", ("fig:test", "fig:bof"), [rows(*arguments) for arguments in methods])
-    for memory in MAIN_MEMORIES:
-        for title, options in (("without RSD", {"distillation": "off"}), ("with RSD", {})):
-            runs = mose(presets, memory, **options)
-            experts = [rows(f"E{expert}", runs, "ncm", expert) for expert in ("1", "2", "3", "4")]
-            add(f"{thousands(memory)}, {title}", ("fig:new_expert", "fig:bof_expert"), experts)
-    return table(
-        "New tasks and buffer overfitting, Split CIFAR-100 (fig:over-under, fig:new_expert, fig:bof_expert)",
-        parts,
-        f"{NO_NUMBER} BOF: (accuracy on the samples in memory - accuracy on test images) / accuracy on test"
-        " images, mean over the old tasks.",
-        'What the text says of it: deeper experts learn new tasks better, shallower ones overfit less, and "the'
-        ' average BOF value of the last expert E4 is significantly improved with the help of RSD".',
-        section="The overfitting-underfitting dilemma",
-        caption=(
-            "How well each new task is learned just after it was seen, in percent, and how much more accurate the"
-            " network is on stored samples of old tasks than on their test images (BOF): of MOSE beside ER and SCR, and"
-            " of MOSE's experts with and without RSD."
-        ),
-    )
-
-
 #: By name, in the order of their page, a function from the presets to the description.
 TABLES: dict[str, Callable[[Presets], PaperTable]] = {
     "table1-cifar": table1_cifar,
@@ -391,6 +300,6 @@ TABLES: dict[str, Callable[[Presets], PaperTable]] = {
     "classifier": _classifier,
     "cost": _cost,
     "time": time,
-    "dilemma": _dilemma,
-    "bof": _bof,
+    "dilemma": dilemma,
+    "bof": bof,
 }

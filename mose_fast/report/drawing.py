@@ -104,7 +104,8 @@ def grid(
 def curve(
     axis: Axes, x: Sequence[float], summaries: Sequence[Summary | None], look: Look, label: str, *, scale: float = 1.0
 ) -> None:
-    """Means against ``x`` with their 95 % t intervals as a band.
+    """Means against ``x`` with their 95 % t intervals as a band, or as a line where a point has one
+    and its neighbours do not.
 
     Args:
         axis: Where to draw.
@@ -115,14 +116,17 @@ def curve(
         scale: Width of the line and size of the markers, relative to the usual.
     """
     known = [(at, summary) for at, summary in zip(x, summaries, strict=True) if summary is not None]
-    if not known:
-        return
     at, means = [at for at, _ in known], [summary.mean for _, summary in known]
-    ends = np.array([summary.t_interval for _, summary in known])
+    low, high = np.array([summary.t_interval for _, summary in known]).reshape(-1, 2).T
     line = {"linestyle": look.dashes, "linewidth": 1.5 * scale, "markersize": 4 * scale}
     axis.plot(at, means, color=look.colour, label=label, marker=look.marker if len(at) <= 25 else None, **line)
-    if not np.isnan(ends).all():
-        axis.fill_between(at, ends[:, 0], ends[:, 1], color=look.colour, alpha=0.15, linewidth=0)
+    if np.isnan(low).all():
+        return
+    axis.fill_between(at, low, high, color=look.colour, alpha=0.15, linewidth=0)
+    there = np.pad(~np.isnan(low), 1)
+    lone = np.flatnonzero(there[1:-1] & ~there[:-2] & ~there[2:])
+    if len(lone):
+        axis.vlines(np.array(at)[lone], low[lone], high[lone], color=look.colour, alpha=0.5, linewidth=scale)
 
 
 def legend(figure: Figure, axes: Sequence[Axes], columns: int = 3) -> None:

@@ -304,6 +304,8 @@ def _maps(
 
 def _band(axis: Axes, x: NDArray[np.int64], values: NDArray[np.float64], look: Look, label: str) -> None:
     """The mean of [n, T] values over n with its interval; NaN is left out."""
+    if np.isnan(values).all():
+        return
     columns = [column[~np.isnan(column)] for column in values.T]
     curve(axis, x, [summarise(column, resamples=0) if len(column) else None for column in columns], look, label)
 

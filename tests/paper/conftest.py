@@ -2,7 +2,9 @@
 this process.
 """
 
+import copy
 import dataclasses
+import json
 import os
 import signal
 import threading
@@ -14,9 +16,12 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from mose_fast import evaluate
 from mose_fast.sweep import scheduler
 from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.worker import run_cell
+from mose_fast.train import run
+from mose_fast.train.results import accuracy_csv
 
 PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper" / "mose_cvpr2024.tex"
 
@@ -114,3 +119,57 @@ def engine(monkeypatch):
         return made
 
     return make
+
+
+@pytest.fixture(scope="session")
+def template():
+    """The results of a real run; tests take copies."""
+    return run(stream={"name": "digits", "limit_per_task": 4}, width=1, memory=64, device="cpu")
+
+
+@pytest.fixture
+def store(template):
+    """A function that writes the folders of made-up runs of ten tasks.
+
+    ``store(folder, cells, accuracy)``: ``accuracy(config, classifier, expert)`` gives the accuracy
+    matrix, [10, 10] with zeros above the diagonal, of an expert from 1; on samples in the memory
+    the accuracy is 1. The mean of the experts has the mean of their matrices.
+    """
+
+    def write(folder, cells, accuracy):
+        for cell in cells:
+            config = cell.config
+            results = copy.deepcopy(template)
+            results["config"], results["seed"] = config.to_dict(), config.seed
+            results["classes"], results["tasks"] = 20, [[2 * t, 2 * t + 1] for t in range(10)]
+            after = [9] if config.train_on == "final_memory" else list(range(10))
+            results["evaluated_after"] = after
+            names = [str(e) for e in range(1, 1 + getattr(config.options, "experts", 1))]
+            test, buffer = {}, {}
+            for classifier, mean in (("ncm", "mean_distance"), ("linear", "mean_logit")):
+                matrices = {name: np.array(accuracy(config, classifier, int(name)), float) for name in names}
+                matrices[mean] = np.mean(list(matrices.values()), axis=0)
+                ones = np.tri(10)
+                test[classifier] = {e: [m[k, : k + 1].tolist() for k in after] for e, m in matrices.items()}
+                buffer[classifier] = {e: [ones[k, : k + 1].tolist() for k in after] for e in matrices}
+                found = {
+                    "accuracy": lambda m: m.tolist(),
+                    "buffer_accuracy": lambda m: np.tri(10).tolist(),
+                    "bof": lambda m: evaluate.buffer_overfitting(np.ones(10), m[-1]).tolist(),
+                    "new_task_accuracy": lambda m: evaluate.new_task_accuracy(m).tolist(),
+                    "acc": evaluate.average_accuracy,
+                    "af_paper": evaluate.forgetting_paper,
+                    "af_released": evaluate.forgetting_released,
+                    "bwt": evaluate.backward_transfer,
+                    "average_anytime_accuracy": evaluate.average_anytime_accuracy,
+                }
+                for name, metric in found.items():
+                    results[name][classifier] = {e: metric(m) for e, m in matrices.items()}
+            results["untrained"]["acc"], results["resolved"]["expert"] = results["acc"], names[-1]
+            path = folder.run(cell.name)
+            path.mkdir(parents=True)
+            (path / "results.json").write_text(json.dumps(results))
+            (path / "config.json").write_text(json.dumps(results["config"]))
+            (path / "accuracy.csv").write_text(accuracy_csv(test, buffer, after))
+
+    return write

@@ -177,12 +177,12 @@ def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
     assert cells(tmp_path / "taskwise-trial.csv")["w/ RSD", "E4", "average"]["n"] == "3"
 
 
-@pytest.mark.parametrize("name", ["taskwise-trial.md", "taskwise-trial.csv"])
+@pytest.mark.parametrize("name", ["experts-trial.md", "experts-trial.csv", "experts-trial.pdf"])
 def test_a_page_that_no_paper_command_wrote_is_not_replaced(tmp_path, engine, trial, capsys, name):
     here = engine()
     (tmp_path / name).write_text("mine")
-    assert main(["paper", "taskwise", *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
-    assert "was not written by mose-fast paper taskwise, and would be replaced" in capsys.readouterr().err
+    assert main(["paper", "experts", *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
+    assert "was not written by mose-fast paper experts, and would be replaced" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert here.started == []
 

@@ -1,0 +1,196 @@
+"""The figures of a table of the paper, for print: our means with 95 % t intervals over the seeds,
+and the paper's numbers as faint marks.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mose_fast.paper.description import Figure, Part
+from mose_fast.paper.measure import Measured, measure
+from mose_fast.paper.plan import Plan
+from mose_fast.report.drawing import STYLE, Look, curve, file, grid, legend, looks_of, settle
+from mose_fast.sweep.cells import Failure
+from mose_fast.sweep.folder import SweepFolder
+from mose_fast.train.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
+
+__all__ = ["KINDS", "PRINT_STYLE", "draw", "figure_files", "write_figures"]
+
+#: Files of a figure, by ending.
+KINDS = ("svg", "pdf", "png")
+
+# In inches: one column and both of a page, as conferences have them, and the height of a row.
+_WIDTHS, _HEIGHT = {False: 3.25, True: 6.875}, 1.7
+_LETTERS = 19  # in an inch of text
+#: Matplotlib's settings for :func:`draw`, and for writing what it draws.
+PRINT_STYLE = STYLE | {
+    "font.size": 7,
+    "axes.titlesize": 7.5,
+    "axes.titlepad": 4,
+    "axes.labelpad": 2.5,
+    "axes.linewidth": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.pad": 2.5,
+    "ytick.major.pad": 2,
+    "legend.fontsize": 7,
+    "legend.columnspacing": 1.4,
+    "legend.handlelength": 2.6,
+    "legend.borderpad": 0.2,
+    "legend.borderaxespad": 0.2,
+    "savefig.dpi": 300,
+}
+
+#: Measured cells of a part by row and column.
+Cells = Mapping[tuple[str, str], Measured]
+#: Measured cells that are drawn in a panel, by row and place on the horizontal axis.
+Points = Mapping[str, Mapping[int, Measured]]
+
+
+def write_figures(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> list[Path]:
+    """Draws the figures of a table, each as SVG, PDF and PNG in the folder of the runs.
+
+    A figure shows what the finished runs have, and says what is missing. The same runs give the
+    same files.
+
+    Args:
+        plan: The table's runs.
+        folder: Their folder.
+        failures: Runs that could not be finished.
+
+    Returns:
+        The SVG files, in the order of the description's figures; empty if it has none.
+
+    Raises:
+        RunError: A file cannot be written.
+    """
+    if not plan.description.figures:
+        return []
+    # Not at the top: matplotlib takes half a second that other commands need not pay.
+    from matplotlib import rc_context
+
+    measured, _ = measure(plan, folder, failures)
+    for figure in plan.description.figures:
+        cells = [measured[plan.description.parts.index(panel.part)] for panel in figure.panels]
+        with rc_context(PRINT_STYLE):
+            drawing = draw(figure, cells, trial=bool(plan.departures))
+            settle(drawing)
+            files = {kind: file(drawing, kind) for kind in KINDS}
+        for kind, content in files.items():
+            write_atomically(_path(plan, folder, figure, kind), content)
+    return [_path(plan, folder, figure, "svg") for figure in plan.description.figures]
+
+
+def figure_files(plan: Plan, folder: SweepFolder) -> list[Path]:
+    """All files that :func:`write_figures` writes."""
+    return [_path(plan, folder, figure, kind) for figure in plan.description.figures for kind in KINDS]
+
+
+def _path(plan: Plan, folder: SweepFolder, figure: Figure, kind: str) -> Path:
+    return folder.path / f"{plan.stem}{f'-{figure.name}' if figure.name else ''}.{kind}"
+
+
+def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Drawing:
+    """A figure with one axes for each panel; panels with the same vertical axis share its scale.
+
+    Args:
+        figure: Its description.
+        cells: Our numbers, by panel.
+        trial: The runs depart from the paper's protocol, which the figure then says.
+    """
+    looks = looks_of(row for panel in figure.panels for row in panel.part.rows)
+    panels = [_points(panel.part, measured) for panel, measured in zip(figure.panels, cells, strict=True)]
+    width = _WIDTHS[figure.wide]
+    drawing, axes = grid(len(panels), columns=figure.columns, width=width, height=_HEIGHT, share=False)
+    shown = [panel.y for panel in figure.panels]
+    for i, (axis, points) in enumerate(zip(axes, panels, strict=True)):
+        if shown.index(shown[i]) < i:
+            axis.sharey(axes[shown.index(shown[i])])
+        if i % figure.columns and shown[i - 1] == shown[i]:
+            axis.tick_params(labelleft=False)
+        else:
+            axis.set_ylabel(shown[i])
+        for row, by_place in points.items():
+            _curve(axis, by_place, looks[row], row)
+        axis.set(title=f"{_letters([i])} {figure.panels[i].title}", xlabel=figure.x)
+        _ticks(axis, sorted({x for by_place in points.values() for x in by_place}), figure.wide)
+    every = [cell for points in panels for by_place in points.values() for cell in by_place.values()]
+    seeds = sorted({cell.ours.n for cell in every if cell.ours})
+    if seeds and seeds[-1] > 1:
+        interval = f"95 % interval, n = {_range(seeds)}"
+        axes[-1].fill_between([], [], [], color="0.5", alpha=0.3, linewidth=0, label=interval)
+    if any(cell.entry.paper for cell in every):
+        axes[-1].plot([], [], "o", **_faint("black"), label="the paper")
+    legend(drawing, axes, columns=6 if figure.wide else 3)
+    told = ["Trial runs, not by the paper's protocol"] if trial else []
+    told += ["One seed, so no interval"] if seeds == [1] else []
+    told += [f"Missing: {gaps}"] if (gaps := _gaps(panels)) else []
+    if told:
+        text = textwrap.fill(". ".join(told) + ".", round(_LETTERS * width))
+        drawing.suptitle(text, x=0.01, ha="left", fontsize=PRINT_STYLE["font.size"])
+    return drawing
+
+
+def _points(part: Part, measured: Cells) -> Points:
+    places = {column: int(found[0]) for column in part.columns if (found := re.search(r"\d+$", column))}
+    return {
+        row: {x: measured[row, column] for column, x in places.items() if (row, column) in measured}
+        for row in part.rows
+    }
+
+
+def _curve(axis: Axes, points: Mapping[int, Measured], look: Look, label: str) -> None:
+    curve(axis, list(points), [cell.ours for cell in points.values()], look, label, scale=0.8)
+    theirs = [(x, cell.entry.paper.mean) for x, cell in points.items() if cell.entry.paper]
+    if theirs:
+        axis.plot(*zip(*theirs, strict=True), look.marker, **_faint(look.colour))
+
+
+def _faint(colour: str) -> dict[str, Any]:
+    """How the paper's numbers look."""
+    return {"markersize": 5.5, "markerfacecolor": "none", "markeredgecolor": colour, "alpha": 0.5, "zorder": 1}
+
+
+def _ticks(axis: Axes, places: Sequence[int], wide: bool) -> None:
+    # Ten numbers do not fit below a panel that is half a column wide.
+    axis.set_xticks(places if wide or len(places) <= 8 else places[1::2])
+    margin = 0.04 * (places[-1] - places[0])
+    axis.set_xlim(places[0] - margin, places[-1] + margin)
+
+
+def _gaps(panels: Sequence[Points]) -> str:
+    """Which points have no value, those of equal curves together."""
+    missing: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for i, points in enumerate(panels):
+        for row, by_place in points.items():
+            gap = tuple(x for x, cell in by_place.items() if cell.ours is None)
+            if gap:
+                missing.setdefault((row, () if len(gap) == len(by_place) else gap), []).append(i)
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for (row, gap), where in missing.items():
+        alike.setdefault((gap, tuple(where)), []).append(row)
+    return "; ".join(
+        f"{', '.join(rows)} {f'at {_range(gap)} ' if gap else ''}in {_letters(where)}"
+        for (gap, where), rows in alike.items()
+    )
+
+
+def _range(values: Sequence[int]) -> str:
+    """``3 to 10``, or ``4, 8`` where some between are not there."""
+    consecutive = len(values) > 1 and values[-1] - values[0] == len(values) - 1
+    return f"{values[0]} to {values[-1]}" if consecutive else ", ".join(map(str, values))
+
+
+def _letters(panels: Sequence[int]) -> str:
+    """``(a) to (c)``, or ``(a), (c)`` where some between are not there."""
+    return re.sub(r"\d+", lambda found: f"({'abcdefghijkl'[int(found[0])]})", _range(panels))

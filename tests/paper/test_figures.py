@@ -1,0 +1,215 @@
+"""The figures: what is drawn, against values worked out by hand."""
+
+import re
+
+import numpy as np
+import pytest
+from matplotlib import rc_context
+from PIL import Image
+
+from mose_fast.paper.figures import KINDS, PRINT_STYLE, draw, write_figures
+from mose_fast.paper.measure import measure
+from mose_fast.paper.plan import Plan
+from mose_fast.paper.tables import TABLES, describe
+from mose_fast.sweep.cells import Failure
+from mose_fast.sweep.folder import SweepFolder
+
+# Half the 95 % interval of the mean of three values a point apart: 4.303 / sqrt(3).
+HALF = 4.30265 / 3**0.5
+DRAWN = [name for name in TABLES if describe(name).figures]
+
+
+def accuracy(config, classifier, expert):
+    """Between seeds a point apart; by epochs, memory and experts; a task loses two points with each
+    later one.
+    """
+    after, task = np.indices((10, 10))
+    base = 0.5 + 0.01 * config.seed + 0.01 * config.epochs + 0.02 * expert + config.memory / 1e5
+    return np.tril(base - 0.02 * (after - task) - 0.05 * (classifier == "linear"))
+
+
+@pytest.fixture
+def runs(store, tmp_path):
+    """A function from a table's name to its plan and the folder with its made-up runs."""
+
+    def make(name, seeds=(0, 1, 2), without=lambda config: False):
+        plan, folder = Plan(name, seeds), SweepFolder(tmp_path / name)
+        store(folder, [cell for cell in plan.cells if not without(cell.config)], accuracy)
+        return plan, folder
+
+    return make
+
+
+def drawn(plan, folder, number=0, failures=()):
+    """A figure of a table, as matplotlib has it."""
+    figure = plan.description.figures[number]
+    measured, _ = measure(plan, folder, failures)
+    with rc_context(PRINT_STYLE):
+        made = draw(figure, [measured[plan.description.parts.index(panel.part)] for panel in figure.panels])
+        made.draw_without_rendering()
+    return made
+
+
+def failed(cells):
+    return [Failure(cell.name, "broken on purpose", "", "") for cell in cells]
+
+
+def lines(axis):
+    """The curves of a panel by name, as lists of points."""
+    return {
+        line.get_label(): list(zip(*line.get_data(), strict=True))
+        for line in axis.lines
+        if not line.get_label().startswith("_") and len(line.get_xdata())
+    }
+
+
+def bands(axis):
+    """Low and high ends of the intervals of a panel's curves, by place."""
+    found = []
+    for band in axis.collections:
+        ends = {}
+        for path in band.get_paths():
+            for x, y in path.vertices:
+                low, high = ends.get(x, (y, y))
+                ends[x] = (min(low, y), max(high, y))
+        found += [ends] if ends else []
+    return found
+
+
+def texts(figure):
+    """All that is written in a figure."""
+    found = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    found += [figure._suptitle.get_text()] if figure._suptitle else []
+    return found
+
+
+def test_means_and_intervals_of_the_dilemma(runs):
+    figure = drawn(*runs("dilemma"))
+    first, second, both, joint = figure.axes
+    # Seeds 0 to 2: the middle one's accuracy is the mean. ER's only expert, linear classifier,
+    # M = 1k: 0.5 + 0.01 + 0.02 + 0.01 - 0.05 = 0.49, and 0.01 for each epoch; task 1 is a task old.
+    epochs = (1, 2, 4, 8)
+    assert lines(first)["ER"] == [(e, pytest.approx(47 + e)) for e in epochs]
+    assert lines(second)["ER + aug"] == [(e, pytest.approx(49 + e)) for e in epochs]
+    assert lines(both)["SCR + aug"] == [(e, pytest.approx(53 + e)) for e in epochs]
+    for axis in (first, second, both):
+        assert list(lines(axis)) == ["ER", "ER + aug", "SCR + aug"]
+        means = [dict(points) for points in lines(axis).values()]
+        for ends, mean in zip(bands(axis), means, strict=True):
+            assert {x: (y - HALF, y + HALF) for x, y in mean.items()} == {
+                x: tuple(map(pytest.approx, end)) for x, end in ends.items()
+            }
+    # Trained on the memory alone: samples in it are all known, so BOF is 1 / accuracy - 1.
+    test = [[0.48 + 0.01 * s + 0.08 - 0.02 * (9 - t) for t in range(10)] for s in range(3)]
+    assert lines(joint)["joint"][-1] == (8, pytest.approx(np.mean(1 / np.array(test) - 1)))
+    assert [axis.get_title() for axis in figure.axes] == [
+        "(a) task 1, t = 2",
+        "(b) task 2, t = 2",
+        "(c) both tasks, t = 2",
+        "(d) final memory alone",
+    ]
+    assert [axis.get_ylabel() for axis in figure.axes] == ["accuracy (%)", "", "", "BOF"]
+    assert {axis.get_xlabel() for axis in figure.axes} == {"epochs"}
+    assert first.get_ylim() == second.get_ylim() == both.get_ylim() != joint.get_ylim()
+    assert texts(figure) == ["ER", "ER + aug", "SCR + aug", "joint", "joint + aug", "95 % interval, n = 3"]
+
+
+def test_number_of_experts(runs):
+    figure = drawn(*runs("experts"))
+    acc, af = figure.axes
+    # At the end tasks are 4.5 tasks old on average: 0.5 + 0.01 + 0.01 + 0.02 n + M / 1e5 - 0.09.
+    for memory, name in ((200, "M = 200"), (500, "M = 500"), (1000, "M = 1k"), (2000, "M = 2k")):
+        assert lines(acc)[name] == [(n, pytest.approx(43 + 2 * n + memory / 1000)) for n in range(1, 9)]
+    assert (acc.get_ylabel(), af.get_ylabel()) == ("ACC (%)", "AF (%)")
+    assert acc.get_xticks().tolist() == list(range(1, 9))
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in acc.lines[:4]]
+    assert len(set(looks)) == len({colour for colour, *_ in looks}) == len({marker for _, marker, _ in looks}) == 4
+    assert looks == [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in af.lines[:4]]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_files_are_equal_for_equal_runs_and_of_print_size(name, runs):
+    plan, folder = runs(name, seeds=[0, 1])
+    written = write_figures(plan, folder, ())
+    assert len(set(written)) == len(plan.description.figures)
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
+    assert set(before) == {f"{path.stem}.{kind}" for path in written for kind in KINDS}
+    assert write_figures(plan, folder, ()) == written
+    assert {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()} == before
+    for figure, path in zip(plan.description.figures, written, strict=True):
+        svg = path.read_text()
+        width = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)[1])
+        assert width == pytest.approx(72 * (6.875 if figure.wide else 3.25))
+        assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF-")
+        with Image.open(path.with_suffix(".png")) as picture:
+            assert picture.size[0] == pytest.approx(300 * width / 72, abs=1)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_letters_are_of_seven_points_and_lie_inside(name, runs):
+    plan, folder = runs(name, seeds=[0])
+    for number in range(len(plan.description.figures)):
+        figure = drawn(plan, folder, number)
+        written = [text for text in figure.findobj(match=lambda artist: hasattr(artist, "get_fontsize"))]
+        written = [text for text in written if text.get_visible() and text.get_text()]
+        assert min(text.get_fontsize() for text in written) >= 7
+        page = figure.bbox
+        for text in (text for axis in figure.axes for text in (axis.title, axis.xaxis.label, axis.yaxis.label)):
+            box = text.get_window_extent()
+            assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, text
+        (legend,) = figure.legends
+        box = legend.get_window_extent()
+        assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0
+        assert all(box.y1 < axis.xaxis.label.get_window_extent().y0 for axis in figure.axes[-1:])
+
+
+def test_one_seed_has_no_interval(runs):
+    figure = drawn(*runs("experts", seeds=[3]))
+    assert bands(figure.axes[0]) == []
+    assert len(lines(figure.axes[0])["M = 200"]) == 8
+    assert texts(figure)[-1] == "One seed, so no interval."
+
+
+def test_what_is_missing_is_said(runs):
+    def lost(config):
+        return config.train_on == "final_memory" or config.epochs == 8 or (config.method, config.epochs) == ("scr", 4)
+
+    plan, folder = runs("dilemma", without=lost)
+    figure = drawn(plan, folder)
+    assert [x for x, _ in lines(figure.axes[0])["SCR + aug"]] == [1, 2]
+    assert lines(figure.axes[3]) == {}
+    missing = texts(figure)[-1].replace("\n", " ")
+    assert missing == (
+        "Missing: ER, ER + aug at 8 in (a) to (c); SCR + aug at 4, 8 in (a) to (c); joint, joint + aug in (d)."
+    )
+    assert {"joint", "joint + aug"} < set(texts(figure))
+
+
+def test_failed_runs_are_left_out(runs):
+    plan, folder = runs("experts")
+    figure = drawn(plan, folder, failures=failed(cell for cell in plan.cells if cell.config.seed == 2))
+    assert texts(figure)[-1] == "95 % interval, n = 2"
+    assert lines(figure.axes[0])["M = 1k"][0] == (1, pytest.approx(45.5))
+
+
+def test_nothing_is_there(runs):
+    plan, folder = runs("dilemma", without=lambda config: True)
+    folder.path.mkdir()
+    (path,) = write_figures(plan, folder, ())
+    assert path.stat().st_size > 0
+
+
+def test_tables_without_figures(runs):
+    plan, folder = runs("cost", without=lambda config: True)
+    assert write_figures(plan, folder, ()) == []
+
+
+def test_an_interval_without_neighbours_is_drawn(runs):
+    """A band has no width at a point alone."""
+    plan, folder = runs("experts", seeds=[0, 1])
+    others = [cell for cell in plan.cells if cell.config.options.experts != 3 and cell.config.seed == 1]
+    figure = drawn(plan, folder, failures=failed(others))
+    half = 12.7062 / 2  # of two values a point apart: 12.7062 * sqrt(0.5) / sqrt(2)
+    for ends, points in zip(bands(figure.axes[0])[1::2], lines(figure.axes[0]).values(), strict=True):
+        mean = dict(points)[3]
+        assert ends == {3: (pytest.approx(mean - half), pytest.approx(mean + half))}
