@@ -48,7 +48,7 @@ def page() -> str:
     parts += [_row(f"`{s.field}`", as_text(s.default), s.full_meaning, s.source) for s in shared.values()]
     parts.append(
         "\n## What tune searches\n\nThe ranges that `mose-fast tune` searches by default ([tuning.md](tuning.md)); a"
-        f" row without a method is for all others.\n\n{_table('method', 'setting', 'from', 'to', 'scale')}"
+        f" row without a method is for all others.\n\n{_table('method', 'setting', 'from', 'to', 'scale', 'source')}"
     )
     ranges = {}
     for name in METHODS:
@@ -58,7 +58,7 @@ def page() -> str:
     for (field, search), names in ranges.items():
         who = "" if len(names) > len(METHODS) / 2 else ", ".join(names)
         scale = "logarithmic" if search.log else "linear"
-        parts.append(_row(who, f"`{field}`", f"{search.low:g}", f"{search.high:g}", scale))
+        parts.append(_row(who, f"`{field}`", f"{search.low:g}", f"{search.high:g}", scale, search.source))
     parts.append(
         "\n## Switches of each baseline\n\nIts own switches, and those that its presets set otherwise than the defaults"
         " above. The preset `table` is the shared\nprotocol ([methods.md](methods.md)).\n"

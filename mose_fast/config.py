@@ -41,11 +41,14 @@ from mose_fast.knobs import (
 )
 
 __all__ = [
+    "CONTRASTIVE_TEMPERATURES",
     "ENTRY_POINTS",
+    "LEARNING_RATES",
     "METHOD_FINDERS",
     "METHOD_SETTINGS",
     "MOSE_PRESETS",
     "RECIPES",
+    "WEIGHT_DECAYS",
     "ConfigError",
     "MethodOptions",
     "MethodSettings",
@@ -175,6 +178,14 @@ RECIPES = {
 }
 
 
+# Ranges that settings of several methods have.
+LEARNING_RATES = Search(
+    1e-4, 1e-1, log=True, source="choice: from a tenth of Adam's 1e-3 (paper 5.1) to the repositories' 0.1 with SGD"
+)
+WEIGHT_DECAYS = Search(1e-6, 1e-2, log=True, source="choice: two decades around 1e-4 (paper 5.1)")
+CONTRASTIVE_TEMPERATURES = Search(0.02, 0.5, log=True, source="choice: from below SCR's 0.07 to Co2L's 0.5")
+
+
 @documented
 @dataclass(frozen=True)
 class MethodOptions(Declared):
@@ -217,13 +228,9 @@ class MethodOptions(Declared):
         "choice; both sources only know natural images",
         choices={"auto": "off where they change labels", "on": "", "off": ""},
     )
-    lr: float = knob(1e-3, "learning rate of Adam", "paper 5.1; released", above=0, search=Search(1e-4, 1e-1, log=True))
+    lr: float = knob(1e-3, "learning rate of Adam", "paper 5.1; released", above=0, search=LEARNING_RATES)
     weight_decay: float = knob(
-        1e-4,
-        "weight decay of Adam, added to the gradient",
-        "paper 5.1; released",
-        low=0,
-        search=Search(1e-6, 1e-2, log=True),
+        1e-4, "weight decay of Adam, added to the gradient", "paper 5.1; released", low=0, search=WEIGHT_DECAYS
     )
     beta1: float = knob(0.9, "first moment's decay", "released (PyTorch's default)", low=0, below=1)
     beta2: float = knob(0.999, "second moment's decay", "released (PyTorch's default)", low=0, below=1)
@@ -321,10 +328,14 @@ class MoseOptions(ReplayOptions):
         "paper, eq. new CE; released",
     )
     buffer_weight: float = knob(
-        2.0, "weight of the buffer rows' cross-entropy", "released: 2; paper: 1", low=0, search=Search(0.5, 8, log=True)
+        2.0,
+        "weight of the buffer rows' cross-entropy",
+        "released: 2; paper: 1",
+        low=0,
+        search=Search(0.5, 8, log=True, source="choice: around the paper's 1 and the released 2"),
     )
     temperature: float = knob(
-        0.07, "temperature of the contrastive loss", "released; SCR", above=0, search=Search(0.02, 0.5, log=True)
+        0.07, "temperature of the contrastive loss", "released; SCR", above=0, search=CONTRASTIVE_TEMPERATURES
     )
 
     # The composition of a step

@@ -127,11 +127,13 @@ class Search(NamedTuple):
         low: The least value.
         high: The greatest value.
         log: Whether it is searched on a logarithmic scale.
+        source: Where the range comes from; empty in a space that a user gives.
     """
 
     low: float
     high: float
     log: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mose_fast.config import knob
+from mose_fast.knobs import Search
 from mose_fast.memory.shapley import ShapleyMemory
 from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
@@ -41,6 +42,7 @@ class AserOptions(BaselineOptions):
         "the repository's configuration for CIFAR-100 (for the comparison an assumption); its README: 1.5",
         low=1,
         cost=True,
+        search=Search(1, 4, source="choice: around the repository's 2 and its README's 1.5"),
     )
     score: str = knob(
         "asvm",

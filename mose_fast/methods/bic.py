@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from mose_fast.config import ConfigError, RunConfig, knob
 from mose_fast.device import upload
-from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions, log_softmax_within
+from mose_fast.knobs import Search
+from mose_fast.methods.exemplars import TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.nn.corrected import CorrectedLinear
@@ -27,9 +28,13 @@ __all__ = ["Bic", "BicOptions"]
 class BicOptions(ExemplarOptions):
     """Switches of BiC."""
 
-    temperature: float = knob(2.0, "temperature of the distillation", "BiC", above=0)
+    temperature: float = knob(2.0, "temperature of the distillation", "BiC", above=0, search=TEMPERATURES)
     bias_lr: float = knob(
-        0.01, "learning rate of the two numbers that correct the newest logits", "a choice; sairin1202: 1e-3", above=0
+        0.01,
+        "learning rate of the two numbers that correct the newest logits",
+        "a choice; sairin1202: 1e-3",
+        above=0,
+        search=Search(1e-3, 0.1, log=True, source="choice: sairin1202's 1e-3 and a decade above ours"),
     )
     bias_steps: int = knob(
         250, "steps of Adam on all held-out images that fit them", "a choice; sairin1202: 250 epochs", low=1

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from mose_fast.config import knob
 from mose_fast.device import upload
+from mose_fast.knobs import Search
 from mose_fast.memory.exemplars import SELECTIONS
-from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions, log_softmax_within
+from mose_fast.methods.exemplars import TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, sources_preset, table_preset
 from mose_fast.nn.cosine import CosineClassifier
@@ -35,8 +36,14 @@ class CcilOptions(ExemplarOptions):
         f"{_SOURCE}; 10 as a choice, for logits that can become confident in one pass",
         above=0,
     )
-    temperature: float = knob(2.0, "temperature of the distillation", _SOURCE, above=0)
-    distillation: float = knob(5.0, "weight of the distillation, times the next", _SOURCE, low=0)
+    temperature: float = knob(2.0, "temperature of the distillation", _SOURCE, above=0, search=TEMPERATURES)
+    distillation: float = knob(
+        5.0,
+        "weight of the distillation, times the next",
+        _SOURCE,
+        low=0,
+        search=Search(0.5, 50, log=True, source="choice: a decade around the repository's 5"),
+    )
     power: float = knob(0.66, "power of the ratio of classes seen to new ones", _SOURCE, low=0)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.config import RunConfig, knob
+from mose_fast.knobs import Search
 from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
 from mose_fast.methods.registry import Preset, method
@@ -33,8 +34,20 @@ class Co2lOptions(ExemplarOptions):
 
     selection: str = knob("random", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
     projection: int = knob(128, "width of the contrastive projection", _SOURCE, low=1)
-    temperature: float = knob(0.5, "temperature of the contrastive loss", f"{_SOURCE}'s README", above=0)
-    distillation: float = knob(1.0, "weight of the relation distillation", f"{_SOURCE}'s README", low=0)
+    temperature: float = knob(
+        0.5,
+        "temperature of the contrastive loss",
+        f"{_SOURCE}'s README",
+        above=0,
+        search=Search(0.05, 1, log=True, source="choice: from SCR's 0.07 to above the README's 0.5"),
+    )
+    distillation: float = knob(
+        1.0,
+        "weight of the relation distillation",
+        f"{_SOURCE}'s README",
+        low=0,
+        search=Search(0.1, 10, log=True, source="choice: a decade around the README's 1"),
+    )
     student_temperature: float = knob(0.2, "temperature of the network's relations", f"{_SOURCE}'s README", above=0)
     teacher_temperature: float = knob(0.01, "temperature of the teacher's relations", f"{_SOURCE}'s README", above=0)
     probe_passes: int = knob(100, "passes over the memory's features that fit the linear classifier", _SOURCE, low=1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mose_fast.config import RECIPES, knob
+from mose_fast.knobs import Search
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import (
@@ -35,10 +36,18 @@ class DerppOptions(BaselineOptions):
         "pad_crop", "recipe of the views", "aimagelab/mammoth; the comparison keeps it (paper 5.1)", choices=RECIPES
     )
     alpha: float = knob(
-        0.1, "weight of the distillation from stored logits", "mammoth's best on CIFAR; for table a choice", low=0
+        0.1,
+        "weight of the distillation from stored logits",
+        "mammoth's best on CIFAR; for table a choice",
+        low=0,
+        search=Search(0.05, 1, log=True, source="choice: around mammoth's best, 0.1 and 0.2"),
     )
     beta: float = knob(
-        0.5, "weight of the cross-entropy on replayed rows", "mammoth's best on CIFAR; for table a choice", low=0
+        0.5,
+        "weight of the cross-entropy on replayed rows",
+        "mammoth's best on CIFAR; for table a choice",
+        low=0,
+        search=Search(0.25, 2, log=True, source="choice: around mammoth's best, 0.5 and 1"),
     )
 
 

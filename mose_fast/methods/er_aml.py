@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mose_fast.config import knob
 from mose_fast.device import upload
+from mose_fast.knobs import Search
 from mose_fast.memory import draw_pairs
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import (
@@ -51,7 +52,11 @@ class ErAmlOptions(BaselineOptions):
         choices={"batch": "those of the incoming batch", "task": "those of the current task seen so far"},
     )
     temperature: float = knob(
-        0.1, "temperature of the metric loss", "pclucas14/AML: its best on CIFAR-100; for table a choice", above=0
+        0.1,
+        "temperature of the metric loss",
+        "pclucas14/AML: its best on CIFAR-100; for table a choice",
+        above=0,
+        search=Search(0.02, 0.5, log=True, source="choice: a factor of 5 around the repository's 0.1"),
     )
     head: str = knob("cosine", "linear classifier", "pclucas14/AML", choices={"cosine": "scale 10", "linear": ""})
 

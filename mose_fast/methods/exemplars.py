@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from mose_fast.config import knob
+from mose_fast.knobs import Search
 from mose_fast.memory.exemplars import SELECTIONS, ExemplarMemory
 from mose_fast.methods.base import Learner
 from mose_fast.methods.replay import BaselineOptions, ReplayLearner
 
-__all__ = ["ExemplarLearner", "ExemplarOptions", "log_softmax_within"]
+__all__ = ["TEMPERATURES", "ExemplarLearner", "ExemplarOptions", "log_softmax_within"]
+
+#: The range of the distillation's temperature.
+TEMPERATURES = Search(1, 8, log=True, source="choice: around the 2 that BiC, CCIL and SS-IL have")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class GdumbOptions(MethodOptions):
         "highest learning rate",
         "drimpossible/GDumb; for table a choice",
         above=0,
-        search=Search(0.005, 0.5, log=True),
+        search=Search(0.005, 0.5, log=True, source="choice: a decade around the repository's 0.05"),
     )
     lr_low: float = knob(
         5e-4, "learning rate towards which each cycle falls", "drimpossible/GDumb; for table a choice", above=0
@@ -57,7 +57,11 @@ class GdumbOptions(MethodOptions):
         1e-6, "weight decay, added to the gradient", "drimpossible/GDumb; for table a choice", low=0
     )
     cutmix: float = knob(
-        0.5, "probability with which a step mixes its images by CutMix", "drimpossible/GDumb; for table a choice", low=0
+        0.5,
+        "probability with which a step mixes its images by CutMix",
+        "drimpossible/GDumb; for table a choice",
+        low=0,
+        search=Search(0, 1, source="all that there are"),
     )
     passes: int = knob(
         64,

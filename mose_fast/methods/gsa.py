@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mose_fast.config import knob
+from mose_fast.knobs import Search
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, sources_preset, table_preset
 from mose_fast.nn import ExpertNetwork
@@ -34,7 +35,13 @@ class GsaOptions(BaselineOptions):
     new_extra: int = knob(
         22, "rows of the current task drawn from memory beside the incoming ones, at most", "gydpku/GSA", low=0
     )
-    buffer_weight: float = knob(2.0, "weight of the cross-entropy on the weighted set", "gydpku/GSA", low=0)
+    buffer_weight: float = knob(
+        2.0,
+        "weight of the cross-entropy on the weighted set",
+        "gydpku/GSA",
+        low=0,
+        search=Search(0.5, 8, log=True, source="choice: a factor of 4 around the repository's 2"),
+    )
     warm_up: int = knob(5, "first steps of each task in which all classes have weight 1", "gydpku/GSA", low=0)
     current_classes: str = knob(
         "seen",

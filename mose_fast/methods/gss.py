@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from mose_fast.config import knob
+from mose_fast.knobs import Search
 from mose_fast.memory.gradient import GradientMemory
 from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
@@ -39,6 +40,7 @@ class GssOptions(BaselineOptions):
         "a full memory takes nothing of a batch whose gradient is at least this similar to one of them",
         "repository",
         low=-1,
+        search=Search(-0.5, 0.5, source="choice: around the repository's 0"),
     )
     steps: str = knob(
         "joint",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mose_fast.augment.class_mixing import Mixes, draw_mixes
 from mose_fast.config import ConfigError, RunConfig, knob
 from mose_fast.device import upload
+from mose_fast.knobs import Search
 from mose_fast.losses.semantic_augmentation import class_statistics, semantic_augmentation
 from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
@@ -25,6 +26,7 @@ from mose_fast.ops.expert_losses import masked_cross_entropy
 __all__ = ["Il2a", "Il2aOptions"]
 
 _SOURCE = "Impression2805/IL2A"
+_RANGE = Search(1, 100, log=True, source="choice: a decade around the repository's 10")
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Il2aOptions(ExemplarOptions):
     largest_task: int = knob(
         10, "classes of the largest task, which size the head of mixed classes", "10 classes a task, paper 5.1", low=2
     )
-    distillation: float = knob(10.0, "weight of the feature distillation", _SOURCE, low=0)
-    semantic: float = knob(10.0, "weight of the augmented class means", _SOURCE, low=0)
+    distillation: float = knob(10.0, "weight of the feature distillation", _SOURCE, low=0, search=_RANGE)
+    semantic: float = knob(10.0, "weight of the augmented class means", _SOURCE, low=0, search=_RANGE)
     ratio: float = knob(2.5, "how far class means are augmented by covariances", _SOURCE, low=0)
     replay: float = knob(
         1.0,

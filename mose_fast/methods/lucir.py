@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mose_fast.config import knob
 from mose_fast.device import upload
+from mose_fast.knobs import Search
 from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
 from mose_fast.methods.registry import Preset, method
@@ -38,10 +39,20 @@ class LucirOptions(ExemplarOptions):
         above=0,
     )
     distillation: float = knob(
-        5.0, "weight of the distillation, times the root of old classes to new", f"{_SOURCE} on CIFAR-100", low=0
+        5.0,
+        "weight of the distillation, times the root of old classes to new",
+        f"{_SOURCE} on CIFAR-100",
+        low=0,
+        search=Search(0.5, 50, log=True, source="choice: a decade around the repository's 5"),
     )
     ranking: float = knob(1.0, "weight of the margin ranking loss", _SOURCE, low=0)
-    margin: float = knob(0.5, "wanted margin of a row's own class over new ones, in cosines", _SOURCE, low=0)
+    margin: float = knob(
+        0.5,
+        "wanted margin of a row's own class over new ones, in cosines",
+        _SOURCE,
+        low=0,
+        search=Search(0.1, 1, source="choice: around the repository's 0.5; cosines differ by 2 at most"),
+    )
     rivals: int = knob(2, "new classes that the margin ranking compares a row with", _SOURCE, low=1)
 
 

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from mose_fast.config import ConfigError, knob
+from mose_fast.knobs import Search
 from mose_fast.memory.retrieval import highest
 from mose_fast.methods.base import Planning
 from mose_fast.methods.registry import Preset, method
@@ -41,6 +42,7 @@ class MirOptions(BaselineOptions):
         " optimiser's, which is 0.1",
         above=0,
         none="the optimiser's",
+        search=Search(1e-3, 1, log=True, source="choice: from Adam's 1e-3 to a decade above the repository's 0.1"),
     )
 
     def __post_init__(self) -> None:

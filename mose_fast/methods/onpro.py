@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mose_fast.config import ConfigError, knob
+from mose_fast.knobs import Search
 from mose_fast.losses.information import class_information, view_information
 from mose_fast.losses.prototypes import class_means, prototype_loss
 from mose_fast.memory.feedback import feedback
@@ -34,12 +35,14 @@ class OnProOptions(RotatedOptions):
         "share of the replayed rows drawn at random; the others come from pairs of classes with close prototypes",
         "weilllllls/OnPro on CIFAR-100 and Tiny-ImageNet; on CIFAR-10 0.75",
         low=0,
+        search=Search(0.5, 1, source="choice: around the repository's 0.75 and 0.9"),
     )
     mixup: float = knob(
         0.2,
         "probability of mixing replayed rows",
         "weilllllls/OnPro on CIFAR-100 and Tiny-ImageNet; on CIFAR-10 0.6",
         low=0,
+        search=Search(0, 1, source="all that there are; the repository's are 0.2 and 0.6"),
     )
     prototype_temperature: float = knob(0.5, "temperature of the prototypes' loss", "weilllllls/OnPro", above=0)
 

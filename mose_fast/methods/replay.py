@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.augment.pad_crop import pad_crop
-from mose_fast.config import RECIPES, ReplayOptions, knob
-from mose_fast.knobs import Search
+from mose_fast.config import LEARNING_RATES, RECIPES, WEIGHT_DECAYS, ReplayOptions, knob
 from mose_fast.methods.base import Learner, Planning
 from mose_fast.methods.model import Model
 from mose_fast.methods.prepared import ViewsToCome
@@ -75,10 +74,8 @@ class BaselineOptions(ReplayOptions):
     augment: str = knob(
         "simclr", "recipe of the views", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
     )
-    lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0, search=Search(1e-4, 1e-1, log=True))
-    weight_decay: float = knob(
-        1e-4, "weight decay, added to the gradient", "paper 5.1", low=0, search=Search(1e-6, 1e-2, log=True)
-    )
+    lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0, search=LEARNING_RATES)
+    weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0, search=WEIGHT_DECAYS)
     classifier: str = knob(
         "linear",
         "what predict() classifies by",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.rotations import rotations
-from mose_fast.config import ConfigError, RunConfig, knob
+from mose_fast.config import CONTRASTIVE_TEMPERATURES, ConfigError, RunConfig, knob
 from mose_fast.losses.information import mixed_similarities
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32
@@ -40,7 +40,9 @@ class RotatedOptions(BaselineOptions):
         7, "replayed rows for each class seen so far, at most", "gydpku/OCM", low=1, none="no cap"
     )
     projection: int = knob(128, "width of the contrastive projection, at most the feature's", "gydpku/OCM", low=1)
-    temperature: float = knob(0.07, "temperature of the contrastive losses", "gydpku/OCM", above=0)
+    temperature: float = knob(
+        0.07, "temperature of the contrastive losses", "gydpku/OCM", above=0, search=CONTRASTIVE_TEMPERATURES
+    )
     first_task: str = knob(
         "incoming",
         "task 0",

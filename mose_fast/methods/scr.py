@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mose_fast.config import RECIPES, knob
+from mose_fast.config import CONTRASTIVE_TEMPERATURES, RECIPES, knob
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, sources_preset, table_preset
 from mose_fast.nn.heads import projection_mlp
@@ -38,7 +38,9 @@ class ScrOptions(BaselineOptions):
         "mlp", "projection", "SCR: mlp; MOSE repository: linear", choices={"mlp": "two layers", "linear": ""}
     )
     projection: int = knob(128, "width of the contrastive projection", "SCR", low=1)
-    temperature: float = knob(0.07, "temperature of the contrastive loss", "SCR's README; paper 5.1", above=0)
+    temperature: float = knob(
+        0.07, "temperature of the contrastive loss", "SCR's README; paper 5.1", above=0, search=CONTRASTIVE_TEMPERATURES
+    )
 
 
 @method(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mose_fast.config import knob
 from mose_fast.device import upload
-from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.methods.exemplars import TEMPERATURES, ExemplarLearner, ExemplarOptions
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, sources_preset, table_preset
 from mose_fast.ops.expert_losses import masked_cross_entropy
@@ -24,7 +24,7 @@ __all__ = ["Ssil", "SsilOptions", "task_wise_distillation"]
 class SsilOptions(ExemplarOptions):
     """Switches of SS-IL."""
 
-    temperature: float = knob(2.0, "temperature of the distillation", "SS-IL", above=0)
+    temperature: float = knob(2.0, "temperature of the distillation", "SS-IL", above=0, search=TEMPERATURES)
 
 
 def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temperature: float) -> Tensor:

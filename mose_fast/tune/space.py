@@ -40,7 +40,9 @@ class Axis:
 
     def described(self) -> dict[str, Any] | list[Any]:
         """The axis as a space file has it."""
-        return list(self.choices) if self.search is None else self.search._asdict()
+        return (
+            list(self.choices) if self.search is None else dict(zip(("low", "high", "log"), self.search, strict=False))
+        )
 
 
 def declared_space(method: str) -> dict[str, Axis]:
@@ -92,10 +94,10 @@ def _axis(setting: Setting, value: Any) -> Axis:
     for corner in axis.corners():
         setting.check(corner)
     if axis.search is not None:
-        low, high, log = axis.search
+        low, high, log, _ = axis.search
         if not isinstance(log, bool) or low is None or high is None or not low < high or (log and low <= 0):
             raise ConfigError(
-                f"{setting.name} has the range {shown(dict(axis.search._asdict()))}; wanted low below high, and above 0"
+                f"{setting.name} has the range {shown(axis.described())}; wanted low below high, and above 0"
                 " where log is true"
             )
     return axis

@@ -144,7 +144,7 @@ class Study:
         kinds = self.optuna.distributions
         if axis.search is None:
             return kinds.CategoricalDistribution(axis.choices)
-        low, high, log = axis.search
+        low, high, log, _ = axis.search
         if axis.setting.type == "int":
             step = 1 if log else axis.setting.multiple
             return kinds.IntDistribution(low, high, log=log, step=step)

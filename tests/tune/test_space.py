@@ -1,5 +1,6 @@
 """The space of a study: declared ranges, space files, what is refused before anything starts."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from mose_fast.cli import main
 from mose_fast.config import METHOD_SETTINGS, ConfigError, RunConfig
 from mose_fast.knobs import Search
-from mose_fast.methods import METHODS
+from mose_fast.methods import METHODS, BaselineOptions
 from mose_fast.settings import all_settings, with_changes
 from mose_fast.tune.space import Axis, check_values, declared_space, read_space
 
@@ -26,11 +27,14 @@ def test_declared_ranges_are_usable_and_hold_the_usual_values(method):
     assert {"options.lr", "options.weight_decay"} & axes.keys()
     base = check_values(axes, {"method": method})
     for name, axis in axes.items():
-        assert axis.search.low < axis.search.high and axis.setting.role == "method"
+        assert axis.search.low < axis.search.high and axis.setting.role == "method" and axis.search.source
         if axis.search.log:
             assert axis.search.low > 0
         assert axis.holds(getattr(base.options, name.removeprefix("options.")))
     assert METHOD_SETTINGS[method].options is type(base.options)
+    shared = {f"options.{field.name}" for field in dataclasses.fields(BaselineOptions)}
+    own = {name for name, s in all_settings(method).items() if name.startswith("options.") and s.type == "float"}
+    assert axes.keys() & (own - shared) or not own - shared
 
 
 def test_a_file_gives_ranges_and_values(tmp_path):
