@@ -10,7 +10,7 @@ from typing import Any
 
 from mose_fast.config import WITHOUT_BORDERS, ConfigError, RunConfig, method_settings, near_matches
 from mose_fast.knobs import as_text
-from mose_fast.paper.description import Entry, PaperTable
+from mose_fast.paper.description import Entry, PaperTable, Part
 from mose_fast.paper.metrics import Results
 from mose_fast.paper.rows import DEFAULT_PRESETS, Presets
 from mose_fast.paper.tables import describe
@@ -173,11 +173,19 @@ def _only(name: str, description: PaperTable, methods: Sequence[str]) -> PaperTa
             raise ConfigError(f"methods has {method!r}, of which {name} has no row{near_matches(method, there)}")
     if not methods or len(set(methods)) < len(methods):
         raise ConfigError(f"methods are {','.join(methods)!r}; wanted at least one, and each once")
-    parts = [
-        dataclasses.replace(part, entries=tuple(e for e in part.entries if _method(e) in methods))
-        for part in description.parts
-    ]
-    return dataclasses.replace(description, parts=tuple(part for part in parts if part.entries))
+
+    def kept(part: Part) -> Part:
+        return dataclasses.replace(part, entries=tuple(e for e in part.entries if _method(e) in methods))
+
+    figures = []
+    for figure in description.figures:
+        panels = [dataclasses.replace(panel, part=kept(panel.part)) for panel in figure.panels]
+        figures.append(dataclasses.replace(figure, panels=tuple(panel for panel in panels if panel.part.entries)))
+    return dataclasses.replace(
+        description,
+        parts=tuple(part for part in map(kept, description.parts) if part.entries),
+        figures=tuple(figure for figure in figures if figure.panels),
+    )
 
 
 def settings_key(runs: Mapping[str, Any]) -> str:

@@ -8,24 +8,23 @@ over 15 runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from mose_fast.config import MOSE_PRESETS, ConfigError, near_matches
 from mose_fast.paper import metrics
+from mose_fast.paper.appendix_tables import augmentation, classifier, student
 from mose_fast.paper.description import Entry, Figure, Panel, PaperTable, Part
+from mose_fast.paper.dilemma_tables import bof, dilemma
 from mose_fast.paper.main_tables import table1_cifar, table1_tiny, time
 from mose_fast.paper.rows import (
     BASELINE_PRESETS,
     CIFAR,
     DEFAULT_PRESETS,
-    MAIN_MEMORIES,
     NO_NUMBER,
     SMALL_MEMORIES,
-    TASKS,
     TINY,
     Presets,
-    baseline,
     by_task,
     final_by_task,
     mose,
@@ -145,30 +144,6 @@ def _sd_vs_rsd(presets: Presets) -> PaperTable:
     )
 
 
-def _student(presets: Presets) -> PaperTable:
-    parts, figures = [], []
-    for memory in MAIN_MEMORIES:
-        entries, moe = [], []
-        for student in ("1", "2", "3", "4"):
-            # The fourth is the deepest, which is the default.
-            runs = mose(presets, memory, **({} if student == "4" else {"student": int(student)}))
-            row = f"E{student}"
-            entries += final_by_task(row, runs, "ncm", student, numbers("tab:rsd_final", memory)[row])
-            moe += final_by_task(row, runs, "ncm", "mean")
-        parts.append(Part(f"{thousands(memory)}: the student", "tab:rsd_final", tuple(entries)))
-        figures.append(Part(f"{thousands(memory)}: the mean of experts (MOE), by student", "fig:rsd_final", tuple(moe)))
-    return table(
-        "Reverse self-distillation into another expert, Split CIFAR-100 (tab:rsd_final, fig:rsd_final)",
-        [*parts, *figures],
-        f"fig:rsd_final, mean of experts: {NO_NUMBER}",
-        section="Ablation and analysis",
-        caption=(
-            "Accuracy on each task after the last one, in percent, if expert E1, E2, E3 or E4 is the one that learns"
-            " from the others: of that expert, and of the mean of all experts."
-        ),
-    )
-
-
 def _experts(presets: Presets) -> PaperTable:
     parts = []
     for metric in (metrics.average_accuracy(), metrics.forgetting()):
@@ -205,58 +180,6 @@ def _experts(presets: Presets) -> PaperTable:
     )
 
 
-def _augmentation(presets: Presets) -> PaperTable:
-    # The colour jitter of the code behind these numbers clamped normalised images to [0, 1].
-    views = {"SCR": {"augment": "scr", "jitter_domain": "normalised"}, "SimCLR": {}}
-    parts = []
-    for memory in MAIN_MEMORIES:
-        entries: list[Entry] = []
-        for row, theirs in numbers("tab:da_final", memory).items():
-            options = dict(views[row.removesuffix(" w/o flip")])
-            if row.endswith("w/o flip"):
-                options["inner_views"] = 1
-            entries += final_by_task(row, mose(presets, memory, **options), "ncm", "last", theirs)
-        parts.append(Part(thousands(memory), "tab:da_final", tuple(entries)))
-    return table(
-        "Augmentation and the fixed mirrored copy of every row, Split CIFAR-100 (tab:da_final)",
-        parts,
-        "w/o flip: without the fixed mirrored copy that doubles the rows (inner_views = 1). SCR: with the"
-        " colour jitter that clamps normalised images, as in the code behind the paper's numbers (jitter_domain"
-        " = normalised); unit would be the repaired one.",
-        section="Ablation and analysis",
-        caption=(
-            "Accuracy on each task after the last one, in percent, with the augmentation of SCR and of SimCLR, each"
-            " with and without the mirrored copy of every row. In the paper SimCLR's with the copy is best."
-        ),
-    )
-
-
-def _classifier(presets: Presets) -> PaperTable:
-    views = {
-        "linear": ("linear", "last"),
-        "NCM": ("ncm", "last"),
-        "linear(MOE)": ("linear", "mean"),
-        "NCM(MOE)": ("ncm", "mean"),
-    }
-    parts = []
-    for memory in MAIN_MEMORIES:
-        runs = mose(presets, memory)
-        entries: list[Entry] = []
-        for row, theirs in numbers("tab:ncm_final", memory).items():
-            entries += final_by_task(row, runs, *views[row], theirs)
-        parts.append(Part(thousands(memory), "tab:ncm_final", tuple(entries)))
-    return table(
-        "Nearest class mean against linear classifier, Split CIFAR-100 (tab:ncm_final)",
-        parts,
-        section="Ablation and analysis",
-        caption=(
-            "Accuracy on each task after the last one, in percent, by the linear classifier and by the nearest class"
-            " mean (NCM), of the last expert and of the mean of experts (MOE). In the paper NCM is better; the"
-            " linear classifier prefers the newest task."
-        ),
-    )
-
-
 def _cost(presets: Presets) -> PaperTable:
     settings = {"SCR+CE": {"experts": 1, "distillation": "off"}, "w/ MLS": {"distillation": "off"}, "w/ MLS, RSD": {}}
     entries = []
@@ -287,121 +210,6 @@ def _cost(presets: Presets) -> PaperTable:
     )
 
 
-_EPOCHS = (1, 2, 4, 8)
-
-
-def _dilemma(presets: Presets) -> PaperTable:
-    learners = {
-        "ER": ("er", {"augment": "none"}),
-        "ER + aug": ("er", {"augment": "simclr"}),
-        "SCR + aug": ("scr", {"augment": "simclr"}),
-    }
-    views = {"ER": ("linear", "last"), "ER + aug": ("linear", "last"), "SCR + aug": ("ncm", "last")}
-    panels = (
-        ("test accuracy of task 1 when t = 2", 0),
-        ("test accuracy of task 2 when t = 2", 1),
-        ("mean over both tasks when t = 2", None),
-    )
-    parts = []
-    for title, task in panels:
-        entries = [
-            Entry(
-                row,
-                f"epochs {epochs}",
-                baseline(presets, method, 1000, epochs=epochs, **options),
-                metrics.accuracy_after(1, task, *views[row]),
-            )
-            for row, (method, options) in learners.items()
-            for epochs in _EPOCHS
-        ]
-        parts.append(Part(title, "fig:epoch_acc_plot", tuple(entries), 1))
-    joint = [
-        Entry(
-            row.replace("ER", "joint"),
-            f"epochs {epochs}",
-            baseline(presets, "er", 1000, epochs=epochs, **learners[row][1]) | {"train_on": "final_memory"},
-            metrics.overfitting("linear"),
-        )
-        for row in ("ER", "ER + aug")
-        for epochs in _EPOCHS
-    ]
-    parts.append(Part("BOF of ER trained on the final memory alone", "fig:joint_bof", tuple(joint)))
-    return table(
-        "The overfitting-underfitting dilemma, Split CIFAR-100, M = 1k (section 3.3, fig:epoch_acc_plot)",
-        parts,
-        f"{NO_NUMBER} It names the epochs 1, 2 and 8 in the text; 4 is ours. Runs go through all ten tasks, of"
-        " which the first two are read. BOF: mean over the tasks.",
-        "What the text says of it: with more epochs ER does better on the current task and worse on the first"
-        ' one, "even with augmentation, replaying exemplars from a fixed buffer only twice (epoch=2) yields a'
-        ' substantial BOF".',
-        section="The overfitting-underfitting dilemma",
-        caption=(
-            "ER and SCR trained for one to eight epochs on each of the first two tasks: accuracy on the old task, on"
-            " the new one and on both, in percent; and buffer overfitting (BOF) of a network trained on the final"
-            " memory alone."
-        ),
-        figures=[
-            Figure(
-                "fig:epoch_acc_plot",
-                "More epochs over each task: accuracy on (a) task 1, (b) task 2 and (c) both, just after task 2 was"
-                " learned; (d) buffer overfitting of networks that are trained on the final memory alone. M = 1k.",
-                "epochs",
-                (
-                    Panel(parts[0], "task 1, t = 2", "accuracy (%)"),
-                    Panel(parts[1], "task 2, t = 2", "accuracy (%)"),
-                    Panel(parts[2], "both tasks, t = 2", "accuracy (%)"),
-                    Panel(parts[3], "final memory alone", "BOF"),
-                ),
-                columns=4,
-            )
-        ],
-    )
-
-
-def _bof(presets: Presets) -> PaperTable:
-    def rows(row: str, runs: dict[str, Any], classifier: str, expert: str) -> tuple[list[Entry], list[Entry]]:
-        average = metrics.new_task_accuracy(None, classifier, expert)
-        new = by_task(row, runs, lambda task: metrics.new_task_accuracy(task, classifier, expert), average)
-        old = [
-            Entry(row, f"task {after + 1}", runs, metrics.overfitting_of_old_tasks(after, classifier, expert))
-            for after in range(1, TASKS)
-        ]
-        return new, [*old, Entry(row, "average", runs, metrics.overfitting_of_old_tasks(None, classifier, expert))]
-
-    parts = []
-
-    def add(title: str, sources: tuple[str, str], found: Iterable[tuple[list[Entry], list[Entry]]]) -> None:
-        new, old = ([entry for row in panel for entry in row] for panel in zip(*found, strict=True))
-        parts.append(Part(f"{title}: accuracy on each new task, in percent", sources[0], tuple(new), 1))
-        parts.append(Part(f"{title}: mean BOF of the old tasks after each task", sources[1], tuple(old)))
-
-    methods = (
-        ("MOSE", mose(presets, 1000), "ncm", "last"),
-        ("ER + aug", baseline(presets, "er", 1000, augment="simclr"), "linear", "last"),
-        ("SCR + aug", baseline(presets, "scr", 1000, augment="simclr"), "ncm", "last"),
-    )
-    add("M = 1k, MOSE and baselines", ("fig:test", "fig:bof"), [rows(*arguments) for arguments in methods])
-    for memory in MAIN_MEMORIES:
-        for title, options in (("without RSD", {"distillation": "off"}), ("with RSD", {})):
-            runs = mose(presets, memory, **options)
-            experts = [rows(f"E{expert}", runs, "ncm", expert) for expert in ("1", "2", "3", "4")]
-            add(f"{thousands(memory)}, {title}", ("fig:new_expert", "fig:bof_expert"), experts)
-    return table(
-        "New tasks and buffer overfitting, Split CIFAR-100 (fig:over-under, fig:new_expert, fig:bof_expert)",
-        parts,
-        f"{NO_NUMBER} BOF: (accuracy on the samples in memory - accuracy on test images) / accuracy on test"
-        " images, mean over the old tasks.",
-        'What the text says of it: deeper experts learn new tasks better, shallower ones overfit less, and "the'
-        ' average BOF value of the last expert E4 is significantly improved with the help of RSD".',
-        section="The overfitting-underfitting dilemma",
-        caption=(
-            "How well each new task is learned just after it was seen, in percent, and how much more accurate the"
-            " network is on stored samples of old tasks than on their test images (BOF): of MOSE beside ER and SCR, and"
-            " of MOSE's experts with and without RSD."
-        ),
-    )
-
-
 #: By name, in the order of their page, a function from the presets to the description.
 TABLES: dict[str, Callable[[Presets], PaperTable]] = {
     "table1-cifar": table1_cifar,
@@ -410,12 +218,12 @@ TABLES: dict[str, Callable[[Presets], PaperTable]] = {
     "ablation": _ablation,
     "taskwise": _taskwise,
     "sd-vs-rsd": _sd_vs_rsd,
-    "student": _student,
+    "student": student,
     "experts": _experts,
-    "augmentation": _augmentation,
-    "classifier": _classifier,
+    "augmentation": augmentation,
+    "classifier": classifier,
     "cost": _cost,
     "time": time,
-    "dilemma": _dilemma,
-    "bof": _bof,
+    "dilemma": dilemma,
+    "bof": bof,
 }

@@ -163,6 +163,8 @@ def test_rows_of_some_methods():
     assert len(plan.cells) == 3 + 12
     assert "--methods er,mose" in plan.command
     assert len(Plan("table1-cifar", [0], methods=["er"]).description.parts) == 1
+    figures = Plan("dilemma", [0], methods=["scr"]).description.figures
+    assert [[panel.part.rows for panel in figure.panels] for figure in figures] == [[["SCR + aug"]] * 3]
     # Minutes as multiples of ER's need ER's.
     assert {cell.config.method for cell in Plan("time", [0], methods=["scr"]).cells} == {"er", "scr"}
 
