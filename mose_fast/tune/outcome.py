@@ -145,10 +145,11 @@ def _changes(config: RunConfig) -> dict[str, Any]:
 
 def _toml(base: RunConfig, best: FrozenTrial, trials: int, seeds: Sequence[int]) -> str:
     stream = base.stream
+    kind = "" if stream.kind == "tasks" else f", {stream.kind}"
     first = "" if stream.first_tasks is None else f", first {stream.first_tasks} tasks"
     tuned = (
         f"{trials} trials of {len(seeds)} seeds on {100 * stream.validation:g} % of the training images of"
-        f" {Path(stream.name).name}{first}"
+        f" {Path(stream.name).name}{kind}{first}"
     )
     lines = [
         f"# Chosen by mose-fast tune: {tuned}.",
