@@ -158,10 +158,9 @@ def test_counts_of_the_long_tail_are_those_of_the_formula():
 
 
 def test_whole_numbers_are_not_rounded_down():
-    """100 ** -0.5 and the like are inexact, but a tenth of 40 images is four."""
-    for factor, last in ((10, 4), (40, 1), (8, 5), (5, 8)):
-        stream = stream_of((40,) * 3, tasks=1, kind="imbalanced", imbalance=factor)
-        assert min(torch.bincount(stream.y_train).tolist()) == last
+    """A quarter of 40 images is ten, though 40 * 32 ** -(2 / 5) is 9.999999999999998."""
+    stream = stream_of((40,) * 6, tasks=1, kind="imbalanced", imbalance=32)
+    assert sorted(torch.bincount(stream.y_train).tolist()) == [1, 2, 5, 10, 20, 40]
 
 
 def test_a_class_that_is_smaller_keeps_its_share():
@@ -222,6 +221,11 @@ def test_what_cannot_be_dealt_evenly():
         assert found[home, head] == 5
         assert sorted(np.delete(found[:, head], home)) == [1, 2, 2]
     assert (found.sum(0) == 10).all()
+
+
+def test_half_an_image_counts_as_one():
+    found = parts(stream_of((5,) * 4, tasks=2, batch=5, kind="blurry", disjoint=0, blur=0.5))
+    assert found.tolist() == [[2, 2, 3, 3], [3, 3, 2, 2]]
 
 
 def test_images_are_shuffled_within_a_part():
