@@ -14,6 +14,7 @@ from mose_fast.augment import choose_feed
 from mose_fast.config import RunConfig, StreamConfig, takes_settings
 from mose_fast.methods import Learner, create_learner, resolve_device, warn_of_other_protocol
 from mose_fast.streams import Stream, StreamError
+from mose_fast.streams.kinds import Kind
 from mose_fast.streams.registry import check_fingerprint
 from mose_fast.train.checkpoint import latest
 from mose_fast.train.clock import Clock
@@ -23,6 +24,8 @@ from mose_fast.train.lock import FolderLock
 from mose_fast.train.loop import Loop
 
 __all__ = ["resume", "run"]
+
+_KIND = {field.name for field in dataclasses.fields(Kind)}
 
 
 @takes_settings
@@ -154,19 +157,25 @@ def _described(stream: Stream) -> dict[str, Any]:
     described = {"name": stream.name, "batch": stream.batch}
     if stream.held_out is not None:
         described |= {"validation": stream.held_out.share, "validation_seed": stream.held_out.seed}
-    if stream.kind is not None:
-        described |= dataclasses.asdict(stream.kind)
-    return described
+    return described | ({"kind": StreamConfig.kind} if stream.kind is None else dataclasses.asdict(stream.kind))
 
 
 def _check_stream(config: RunConfig, stream: Stream) -> None:
-    """Refuses other data than the configuration's, and a stream of other images to evaluate on."""
+    """Refuses other data than the configuration's, and a stream of another kind or of other images
+    to evaluate on.
+    """
     check_fingerprint(config.stream, stream)
     if config.evaluate_on != stream.split:
         raise StreamError(
             f"evaluate_on is {config.evaluate_on!r}, but the stream that was given holds {stream.split} images; wanted"
             " the two to agree"
         )
+    for name, value in _described(stream).items():
+        if name in _KIND and getattr(config.stream, name) != value:
+            raise StreamError(
+                f"stream.{name} is {getattr(config.stream, name)!r}, but that of the stream that was given is"
+                f" {value!r}; wanted the two to agree"
+            )
 
 
 def _load(config: RunConfig, listeners: list[Listener]) -> Stream:

@@ -2,6 +2,7 @@
 resumed.
 """
 
+import dataclasses
 import json
 import warnings
 
@@ -11,7 +12,7 @@ import torch
 
 from mose_fast.config import WITHOUT_BORDERS, ConfigError, RunConfig
 from mose_fast.methods import METHODS
-from mose_fast.streams import create, from_arrays
+from mose_fast.streams import StreamError, create, from_arrays
 from mose_fast.train import Interrupted, Listener, resume, run
 from mose_fast.train.results import schema, summary
 
@@ -201,6 +202,19 @@ def test_a_stream_made_by_hand_notes_its_kind(tmp_path):
     results = run(stream=made, method="er", out=tmp_path / "run", **SETTINGS)
     noted = results["config"]["stream"]
     assert (noted["kind"], noted["kind_seed"], noted["blur"]) == ("blurry", 4, 0.25)
+
+
+def test_a_run_is_resumed_on_a_stream_of_its_kind(tmp_path):
+    stream = create(config("blurry").stream)
+    with pytest.raises(Interrupted):
+        run(config("blurry"), stream=stream, out=tmp_path, listeners=[StopAt(4)])
+    for other, message in (
+        ({"kind_seed": 1}, "stream.kind_seed is 0, but that of the stream that was given is 1"),
+        ({"kind": "task_free"}, "stream.kind is 'blurry', but that of the stream that was given is 'task_free'"),
+    ):
+        with pytest.raises(StreamError, match=message):
+            resume(tmp_path, stream=create(dataclasses.replace(config("blurry").stream, **other)))
+    assert resume(tmp_path, stream=stream)["accuracy"] == run(config("blurry"))["accuracy"]
 
 
 def test_events_have_no_new_task(tmp_path):
