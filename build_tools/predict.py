@@ -15,6 +15,9 @@ compute from shared memory (*computes*), and those with tensor instructions (*pr
 step's convolutions take was measured, in all; each gets its share by its multiplications.
 Everything else is arithmetic, to be compared with a card.
 
+A kernel that may begin early (cuda/launch.cuh) has its blocks on the card when the one before it
+ends, and starts after a quarter of a launch's pause: an assumption, too.
+
 A step's time follows from its launches, their streams and the waits between these
 (:func:`elapsed`). The assumption is that a kernel fills the card while it runs: what runs on
 different streams takes as long as one after the other, but while one stream pauses between two
@@ -53,6 +56,7 @@ PROCESSORS = 132
 ISSUE_RATE = 0.75 * PROCESSORS * 4 * CLOCK  # warp instructions a second
 TENSOR_RATE = 0.5 * 764e12  # operations a second: half of a large product's measured rate
 LAUNCH = 2e-6  # seconds between two kernels of a graph, with the first blocks' start
+EARLY = 0.5e-6  # of it, where the second one may begin before the first one ends (cuda/launch.cuh)
 MEMORY = 800 / CLOCK  # seconds that a load waits for DRAM
 CACHE = 260 / CLOCK  # for the L2 cache
 DIVISION = 40 / CLOCK  # a merge's division or root
@@ -61,8 +65,9 @@ CONVOLUTIONS = 3.2e-3  # seconds of cuDNN's kernels in a step, measured on an H2
 
 
 class Launch(NamedTuple):
-    """A launch of the record; ``kernel`` is an instance, or ``torch NAME``. ``after`` are the
-    positions of launches on other streams that it waits for.
+    """A launch of the record; ``kernel`` is an instance, or ``torch NAME``; ``early``: it may begin
+    before the one before it ends. ``after`` are the positions of launches on other streams that it
+    waits for.
     """
 
     kernel: str
@@ -75,6 +80,7 @@ class Launch(NamedTuple):
     computes: float = 0.0
     products: float = 0.0
     parts: float = 0.0
+    early: bool = False
     operations: float = 0.0
     stream: int = 0
     after: tuple[int, ...] = ()
@@ -102,7 +108,7 @@ def parse_record(text: str) -> list[Launch]:
             x, y, z, threads, shared = map(int, words[1:6])
             numbers = map(float, words[6:])
             launch = Launch(next(names), x * y * z, threads, shared, *numbers)
-            launch = launch._replace(streams=int(launch.streams))
+            launch = launch._replace(streams=int(launch.streams), early=launch.early == 1)
         last[stream] = len(launches)
         launches.append(launch._replace(stream=stream, after=tuple(sorted(waits.pop(stream, ())))))
     return launches
@@ -216,7 +222,7 @@ def predict(launches: Sequence[Launch], kernels: Mapping[str, Kernel], registers
             instructions, times = _times(launch, kernels[launch.kernel], registers[launch.kernel])
         binds = max(times, key=lambda name: times[name])
         work.append(times[binds])
-        pauses.append(LAUNCH)
+        pauses.append(EARLY if launch.early else LAUNCH)
         row.launches += 1
         row.bytes += launch.bytes
         row.instructions += instructions

@@ -49,6 +49,7 @@ __all__ = [
     "MOSE_PRESETS",
     "RECIPES",
     "WEIGHT_DECAYS",
+    "WITHOUT_BORDERS",
     "ConfigError",
     "MethodOptions",
     "MethodSettings",
@@ -98,6 +99,10 @@ _execution = partial(knob, role="execution")
 _bookkeeping = partial(knob, role="bookkeeping")
 
 
+#: Kinds of streams that do not tell the learner where tasks begin and end.
+WITHOUT_BORDERS = ("blurry", "si_blurry", "task_free")
+
+
 @documented
 @dataclass(frozen=True)
 class StreamConfig(Declared):
@@ -115,7 +120,11 @@ class StreamConfig(Declared):
         None, "folder with the data set's files", wanted="a folder", none="~/.cache/mose_fast", flag=True
     )
     tasks: int | None = _problem(
-        None, "tasks that the classes are split into, in class order", low=1, none="the stream's own", flag=True
+        None,
+        "tasks that the classes are split into, in class order; without borders, parts that a run evaluates after",
+        low=1,
+        none="the stream's own",
+        flag=True,
     )
     batch: int = _problem(10, "incoming images a step", "paper 5.1; released", low=1, flag=True)
     first_tasks: int | None = _problem(
@@ -134,6 +143,45 @@ class StreamConfig(Declared):
         cost=True,
     )
     validation_seed: int = _problem(0, "seed that the held-out images are drawn from", low=0, cost=False)
+    kind: str = _problem(
+        "tasks",
+        "how classes come",
+        "docs/streams.md has the definitions",
+        choices={
+            "tasks": "task by task",
+            "imbalanced": "task by task, with fewer and fewer images a class",
+            "blurry": "i-Blurry: without borders; some classes come in one part, of the others some images in all",
+            "si_blurry": "Si-Blurry: likewise, in random numbers",
+            "task_free": "without borders; the classes' probabilities drift",
+        },
+        flag=True,
+    )
+    kind_seed: int = _problem(
+        0, "seed that classes and images of kinds other than tasks are chosen by", low=0, cost=False
+    )
+    disjoint: float = _problem(
+        0.5, "blurry, si_blurry: share of classes that come in one part", "Koh et al. 2022: N = 50 %", low=0, below=1
+    )
+    blur: float = _problem(
+        0.1,
+        "blurry, si_blurry: share of the other classes' images that come in other parts",
+        "Koh et al. 2022: M = 10 %",
+        low=0,
+        below=1,
+    )
+    imbalance: float = _problem(
+        100.0,
+        "imbalanced: how many times as many images the first class has as the last",
+        "Liu et al. 2022: 100",
+        low=1,
+        cost=True,
+    )
+    drift: float = _problem(
+        0.05,
+        "task_free: standard deviation of the times at which a class comes, as a share of the stream",
+        "Shanahan et al. 2021: 50 of 1,000 batches",
+        above=0,
+    )
     class_order_seed: int | None = _problem(
         None, "seed that the order of classes is drawn from", low=0, none="the natural order", flag=True, cost=False
     )
@@ -646,6 +694,10 @@ class RunConfig(Declared):
             raise ConfigError(
                 f"evaluate_every is {self.evaluate_every} with train_on 'final_memory', which trains after the stream;"
                 " wanted train_on 'stream', or evaluate_every None"
+            )
+        if self.epochs > 1 and self.train_on == "stream" and self.stream.kind in WITHOUT_BORDERS:
+            raise ConfigError(
+                f"epochs is {self.epochs}, but a stream of kind {self.stream.kind!r} has no tasks to repeat; wanted 1"
             )
         if self.memory < self.options.buffer_batch:
             raise ConfigError(

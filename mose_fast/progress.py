@@ -60,7 +60,8 @@ class Progress(Listener):
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         self.started = True
-        self.tasks = len(stream.tasks)
+        self.tasks = stream.parts
+        self.what = "task" if stream.borders else "part"
         # The joint upper bound trains on the whole stream as one task.
         self.met = 1 if learner.joint_stream else self.tasks
         self.main = learner.resolve_expert()
@@ -109,7 +110,8 @@ class Progress(Listener):
             print(line, file=sys.stderr, flush=True)
         if accuracy is not None:
             newest = min(task, self.tasks - 1) if self.met == self.tasks else self.tasks - 1
-            tqdm.write(accuracy_table(accuracy.test, newest, self.tasks, self.main), file=sys.stdout)
+            table = accuracy_table(accuracy.test, newest, self.tasks, self.main, self.what)
+            tqdm.write(table, file=sys.stdout)
             sys.stdout.flush()
 
     def close(self) -> None:
@@ -117,7 +119,7 @@ class Progress(Listener):
             self.bar.close()
 
     def _name(self, task: int) -> str:
-        return f"task {task + 1} of {self.met}" if task < self.met else "final memory"
+        return f"{self.what} {task + 1} of {self.met}" if task < self.met else "final memory"
 
     def _losses(self) -> str:
         shown = list(self.losses.items())
@@ -126,7 +128,9 @@ class Progress(Listener):
         return ", ".join(f"{name} {value:.2f}" for name, value in shown)
 
 
-def accuracy_table(test: dict[str, dict[str, list[float]]], task: int, tasks: int, main: tuple[str, str]) -> str:
+def accuracy_table(
+    test: dict[str, dict[str, list[float]]], task: int, tasks: int, main: tuple[str, str], what: str = "task"
+) -> str:
     """A table of the accuracies after a task in percent, with a row for each classifier and expert,
     at most 100 columns wide.
 
@@ -135,28 +139,34 @@ def accuracy_table(test: dict[str, dict[str, list[float]]], task: int, tasks: in
         task: The task just learned, from 0; the table counts tasks from 1.
         tasks: Number of tasks of the stream.
         main: Classifier and expert that ``predict()`` uses; their row is marked.
+        what: ``part`` for a stream without borders: its accuracies are of the classes seen.
     """
     many = tasks > _TASK_COLUMNS
     columns = f"{f'task {task + 1}':>10}{'worst old task':>19}"
     if not many:
         columns = "".join(f"{f'task {t + 1}':>{_width(t)}}" for t in range(task + 1))
+    of, mean = ("", "mean") if what == "task" else (" on the classes seen", "all")
     lines = [
-        f"\naccuracy in percent after task {task + 1} of {tasks}; * is what predict() uses",
-        f"  {'':<6} {'expert':<13}{'mean':>6}{columns}",
+        f"\naccuracy in percent{of} after {what} {task + 1} of {tasks}; * is what predict() uses",
+        f"  {'':<6} {'expert':<13}{mean:>6}{columns if what == 'task' else ''}",
     ]
     for classifier, experts in test.items():
         for expert, row in experts.items():
             mark = "*" if (classifier, expert) == main else " "
             line = f"{mark} {classifier:<6} {expert:<13}{100 * sum(row) / len(row):>6.1f}"
-            if not many:
-                line += "".join(f"{100 * value:>{_width(t)}.1f}" for t, value in enumerate(row))
-            else:
-                line += f"{100 * row[-1]:>10.1f}"
-                if len(row) > 1:
-                    worst = min(range(len(row) - 1), key=row.__getitem__)
-                    line += f"{100 * row[worst]:>8.1f} (task {worst + 1})"
-            lines.append(line)
+            lines.append(line + (_by_task(row, many) if what == "task" else ""))
     return "\n".join(lines)
+
+
+def _by_task(row: list[float], many: bool) -> str:
+    """The columns after the mean."""
+    if not many:
+        return "".join(f"{100 * value:>{_width(t)}.1f}" for t, value in enumerate(row))
+    columns = f"{100 * row[-1]:>10.1f}"
+    if len(row) > 1:
+        worst = min(range(len(row) - 1), key=row.__getitem__)
+        columns += f"{100 * row[worst]:>8.1f} (task {worst + 1})"
+    return columns
 
 
 def _width(task: int) -> int:
@@ -165,7 +175,6 @@ def _width(task: int) -> int:
 
 
 def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int, out: Path) -> str:
-    height, width = stream.image_size
     trained, deployed = learner.costs()
     native = build_info()["backend"]
     off = "off: it changes these labels" if config.options.mirror == "auto" else "off: options.mirror is off"
@@ -173,10 +182,7 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
     weights = "" if config.init_seed is None else f" (initial weights: {config.init_seed})"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
     rows = {
-        "stream": (
-            f"{stream.name}: {len(stream.tasks)} tasks, {stream.classes} classes, {len(stream.x_train)} training and "
-            f"{len(stream.x_test)} {stream.split} images of {height}x{width}"
-        ),
+        "stream": stream.summary,
         "method": (
             f"{config.method} ({config.preset}), memory {config.memory}, seed {config.seed}{weights}, "
             f"mirroring {'on' if learner.mirrored else off}"

@@ -36,6 +36,8 @@ EXECUTION = {
 DATA = {"stream.fingerprint": "0123456789abcdef"}
 OTHERS = {"memory": 500, "width": 8, "epochs": 2, "stream.name": "split-mnist", "options.lr": 0.5, "init_seed": 3}
 OTHERS |= {"stream.first_tasks": 2, "stream.validation": 0.1, "stream.validation_seed": 1}
+OTHERS |= {"stream.kind": "task_free", "stream.kind_seed": 1, "stream.disjoint": 0.0, "stream.blur": 0.2}
+OTHERS |= {"stream.imbalance": 10, "stream.drift": 0.1}
 
 
 def usual():
@@ -57,6 +59,7 @@ def test_roles():
         *("stream.name", "stream.tasks", "stream.batch", "stream.limit_per_task", "stream.class_order_seed"),
         *("stream.normalisation", "stream.resize", "stream.fingerprint", "memory", "epochs", "train_on"),
         *("stream.first_tasks", "stream.validation", "stream.validation_seed", "evaluate_on"),
+        *("stream.kind", "stream.kind_seed", "stream.disjoint", "stream.blur", "stream.imbalance", "stream.drift"),
     }
 
 

@@ -72,8 +72,8 @@ void check(const MapShape& shape, FloatType type) {
 template <typename T, NormForm kForm>
 void forward(const BatchNormActForward& params, Stream stream) {
   const ChannelGrid grid = ChannelGrid::of(params.shape, kMapThreads, kForwardBlocks<T, kForm> * params.processors);
-  MF_LAUNCH((batch_norm_act_forward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kMapThreads, 0, stream, params,
-            grid.shift);
+  MF_LAUNCH_AFTER((batch_norm_act_forward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kMapThreads, 0, stream,
+                  params, grid.shift);
 }
 
 template <typename T, NormForm kForm>
@@ -90,8 +90,8 @@ void backward(const BatchNormActBackward& params, Stream stream) {
   constexpr int kThreads = kBackwardThreads<kForm>;
   constexpr size_t kBytes = kSums ? channel_sums_shared<BatchNormActBackward::kPrologueFields>(kThreads) : 0;
   const ChannelGrid grid = ChannelGrid::of(params.shape, kThreads, kBackwardBlocks<kForm> * params.processors);
-  MF_LAUNCH((batch_norm_act_backward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kThreads, kBytes, stream, params,
-            grid.shift);
+  MF_LAUNCH_AFTER((batch_norm_act_backward_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kThreads, kBytes, stream,
+                  params, grid.shift);
 }
 
 }  // namespace

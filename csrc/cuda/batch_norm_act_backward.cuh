@@ -82,6 +82,7 @@ template <typename T, NormForm kForm>
 __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, int shift, unsigned char* shared) {
   constexpr int kBatch = (kForm == NormForm::kPlain ? 2 : 1) + (sizeof(T) == 2 ? 1 : 0);
   constexpr int kFields = kForm == NormForm::kTwoNorms ? 3 : 2;
+  let_next_begin();
   const unsigned tile = blockIdx.y;
   const int64_t channels = params.shape.channels;
   const ChannelThread own = ChannelThread::of(shift, tile);
@@ -191,8 +192,12 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
   const int64_t channels = params.shape.channels;
   const ChannelThread own = ChannelThread::of(shift, tile);
   [[maybe_unused]] float sums[kFields][kGroup] = {};
+  const int pixels = static_cast<int>(params.shape.pixels());
+  const Walk walk = Walk::of(own);
+  const T* map = static_cast<const T*>(params.x);
+  wait_for_first_pass<kBatch>(map, walk, own.channel < channels ? pixels : 0,
+                              [&](int position) { return (pixels - 1 - position) * channels + own.channel; });
   if (own.channel < channels) {
-    const int pixels = static_cast<int>(params.shape.pixels());
     const int valid = static_cast<int>(params.shape.valid_pixels());
     GradientLine line;
     GradientLine other_line;
@@ -204,11 +209,9 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
     } else if constexpr (kForm == NormForm::kPrologue) {
       before = GroupNorms::of(params.prologue, channels, own.channel);
     }
-    const T* map = static_cast<const T*>(params.x);
     const T* residual = static_cast<const T*>(params.residual);
     T* out = static_cast<T*>(params.x_grad);
     T* residual_out = static_cast<T*>(params.residual_grad);
-    const Walk walk = Walk::of(own);
     int position = walk.first;
     for (; position < pixels - valid; position += walk.step) {  // padding
       const int64_t at = (pixels - 1 - position) * channels + own.channel;

@@ -11,10 +11,14 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
   constexpr int kBatch = kResidual || sizeof(T) == 4 ? 2 : 4;
   const int64_t channels = params.shape.channels;
   const ChannelThread own = ChannelThread::of(shift, blockIdx.y);
+  const int pixels = static_cast<int>(params.shape.pixels());
+  const Walk walk = Walk::of(own);
+  const T* x = static_cast<const T*>(params.x);
+  wait_for_first_pass<kBatch>(x, walk, own.channel < channels ? pixels : 0,
+                              [&](int position) { return (pixels - 1 - position) * channels + own.channel; });
   if (own.channel >= channels) {
     return;
   }
-  const int pixels = static_cast<int>(params.shape.pixels());
   const int valid = static_cast<int>(params.shape.valid_pixels());
   const GroupNorms norms = GroupNorms::of(params.state, channels, own.channel);
   GroupNorms others;  // the residual's, or those before
@@ -23,11 +27,9 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
   } else if constexpr (kForm == NormForm::kPrologue) {
     others = GroupNorms::of(params.prologue, channels, own.channel);
   }
-  const T* x = static_cast<const T*>(params.x);
   const T* residual = static_cast<const T*>(params.residual);
   T* y = static_cast<T*>(params.y);
   const bool masks = params.mask != nullptr;
-  const Walk walk = Walk::of(own);
   int position = walk.first;
   for (; position < pixels - valid; position += walk.step) {  // padding
     const int64_t at = (pixels - 1 - position) * channels + own.channel;

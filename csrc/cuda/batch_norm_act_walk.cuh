@@ -13,6 +13,7 @@
 #include "api/batch_norm_act.h"
 #include "core/relu.h"
 #include "cuda/channel_sums.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/vec.cuh"
 
 namespace mf::cuda {
@@ -44,6 +45,20 @@ struct Walk {
     return {static_cast<int>(blockIdx.x) * own.rows + own.row, static_cast<int>(gridDim.x) * own.rows};
   }
 };
+
+// The second pass' wait for the first, in which it brings what it reads first into the L2 cache: its
+// first positions, `at` elements from the map's begin.
+template <int kBatch, typename T, typename At>
+__device__ void wait_for_first_pass(const T* map, const Walk& walk, int end, const At& at) {
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const int position = walk.first + j * walk.step;
+    if (position < end) {
+      ask_for(map + at(position));
+    }
+  }
+  wait_for_previous();
+}
 
 // Calls work(position, step, count, is_full) for kBatch positions at a time, the last time for
 // fewer: is_full says at compile time that count is kBatch, so that nothing is asked of every

@@ -3,11 +3,21 @@
 // defined both macros before this file is read.
 //
 //   MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, arguments...)   launches and checks; (kernel<A, B>) in parentheses
+//   MF_LAUNCH_AFTER(the same)                                                also lets it begin before the kernel before it ends
 //   MF_DYNAMIC_SHARED(name);                                                 unsigned char* name, aligned to 16
 //
 // All shared memory is dynamic: the CPU gives each block exactly the bytes asked for, so that a
 // step beyond them is noticed.
+//
+// A kernel launched by MF_LAUNCH_AFTER (programmatic dependent launch, from sm_90 on) may begin once
+// every block of the kernel before it on the stream has called let_next_begin() or has ended. All its
+// threads call wait_for_previous(), which returns when that kernel has ended and what it wrote can be
+// read. Before that they write nothing, since memory that is theirs may have been the other kernel's,
+// and read nothing that it wrote. The kernel before must be launched by MF_LAUNCH: so whatever came
+// before it has ended. Where the card is older all of this means nothing.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <cstddef>
 
@@ -19,6 +29,11 @@
   do {                                                                \
     kernel<<<blocks, threads, shared_bytes, stream>>>(__VA_ARGS__);   \
     MF_CHECK_LAUNCH(#kernel);                                         \
+  } while (false)
+#define MF_LAUNCH_AFTER(kernel, blocks, threads, shared_bytes, stream, ...)                         \
+  do {                                                                                              \
+    mf::cuda::launch_after(kernel, dim3(blocks), dim3(threads), shared_bytes, stream, __VA_ARGS__); \
+    MF_CHECK_LAUNCH(#kernel);                                                                       \
   } while (false)
 #define MF_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 
@@ -38,5 +53,44 @@ void allow_shared(Kernel* kernel, size_t bytes) {
   MF_CHECK(error == cudaSuccess, "a kernel wants ", bytes, " bytes of shared memory: ", cudaGetErrorString(error));
 #endif
 }
+
+#if defined(__CUDACC__)
+
+__device__ inline void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ inline void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Asks for a cache line that will be read soon; it may be changing.
+__device__ inline void ask_for(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+template <typename... Params, typename... Arguments>
+void launch_after(void (*kernel)(Params...), dim3 blocks, dim3 threads, size_t shared_bytes, cudaStream_t stream,
+                  const Arguments&... arguments) {
+  // Code for an older card, which a newer one may run too, does not wait.
+  cudaFuncAttributes code{};
+  const cudaError_t error = cudaFuncGetAttributes(&code, kernel);
+  MF_CHECK(error == cudaSuccess, "a kernel has no code for this card: ", cudaGetErrorString(error));
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = blocks;
+  launch.blockDim = threads;
+  launch.dynamicSmemBytes = shared_bytes;
+  launch.stream = stream;
+  launch.attrs = &early;
+  launch.numAttrs = code.ptxVersion >= 90 ? 1 : 0;
+  cudaLaunchKernelEx(&launch, kernel, Params(arguments)...);  // what it returns is asked for by MF_CHECK_LAUNCH
+}
+
+#endif
 
 }  // namespace mf::cuda

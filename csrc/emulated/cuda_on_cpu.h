@@ -184,6 +184,29 @@ inline unsigned char* shared_memory = nullptr;
 // threads: with larger blocks it may forget the first of two accesses.
 inline uint64_t launch_tag, done_tag, block_tags[2], warp_tags[kMaxThreads / kWarpSize][2];
 
+// Memory that the kernel before wrote: each block of the next launch finds poison there until its
+// threads have waited for that kernel (cuda/launch.cuh).
+struct Hidden {
+  unsigned char* memory;
+  unsigned char* content;
+  size_t bytes;
+};
+inline Hidden hidden[4];
+inline int hidden_count = 0;
+inline bool hiding = false;
+
+inline void hide(void* memory, size_t bytes) {
+  auto* content = static_cast<unsigned char*>(std::malloc(bytes));
+  std::memcpy(content, memory, bytes);
+  hidden[hidden_count++] = {static_cast<unsigned char*>(memory), content, bytes};
+}
+
+inline void forget_hidden() {
+  while (hidden_count > 0) {
+    std::free(hidden[--hidden_count].content);
+  }
+}
+
 inline const char* sites_seen[256];  // of __syncthreads
 inline int sites = 0;
 inline const char* missing_site = "";  // of the barrier that a test takes away
@@ -273,6 +296,31 @@ SHIM_RUNTIME inline int block_barrier(const char* site, int vote) {
   leave_fiber();
   acquire(tag);
   return vote_result;
+}
+
+// Hides or shows; byte by byte, since ThreadSanitizer would see memcpy.
+SHIM_RUNTIME inline void set_hiding(bool on) {
+  if (on == hiding) {
+    return;
+  }
+  hiding = on;
+  for (int k = 0; k < hidden_count; ++k) {
+    volatile unsigned char* to = hidden[k].memory;
+    for (size_t i = 0; i < hidden[k].bytes; ++i) {
+      to[i] = on ? static_cast<unsigned char>(poison) : hidden[k].content[i];
+    }
+  }
+}
+
+// Not a barrier: it orders no two threads.
+SHIM_RUNTIME inline void wait_for_previous() {
+  if (hiding) {
+    current->waits = Wait::kBlock;
+    current->site = "wait_for_previous";
+    current->vote = 0;
+    leave_fiber();
+    set_hiding(false);
+  }
 }
 
 SHIM_RUNTIME inline void warp_barrier(const char* site) {
@@ -472,8 +520,11 @@ void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
     shared_memory = static_cast<unsigned char*>(used.back().get());
     std::memset(shared_memory, poison, shared_bytes);
     release(&launch_tag);
+    set_hiding(hidden_count > 0);
     run_block(count, random);
+    set_hiding(false);
   }
+  forget_hidden();
   acquire(&done_tag);
   check_stacks(count);
 }
@@ -532,13 +583,23 @@ SHIM_RUNTIME inline unsigned char* get_shared_memory() { return shared_memory; }
 #define __expf(x) std::exp(static_cast<float>(x))
 #define __fdividef(x, y) (static_cast<float>(x) / static_cast<float>(y))
 
-#define MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)                               \
-  do {                                                                                              \
-    static_cast<void>(stream);                                                                      \
-    if (!shim::recorded<kernel>(#kernel, dim3(blocks), dim3(threads), shared_bytes, __VA_ARGS__)) { \
-      shim::launch(dim3(blocks), dim3(threads), shared_bytes, [&] { kernel(__VA_ARGS__); });        \
-    }                                                                                               \
+#define SHIM_LAUNCH(early, kernel, blocks, threads, shared_bytes, stream, ...)                             \
+  do {                                                                                                     \
+    static_cast<void>(stream);                                                                             \
+    if (!shim::recorded<kernel>(#kernel, early, dim3(blocks), dim3(threads), shared_bytes, __VA_ARGS__)) { \
+      shim::launch(dim3(blocks), dim3(threads), shared_bytes, [&] { kernel(__VA_ARGS__); });               \
+    }                                                                                                      \
   } while (false)
+#define MF_LAUNCH(...) SHIM_LAUNCH(false, __VA_ARGS__)
+#define MF_LAUNCH_AFTER(...) SHIM_LAUNCH(true, __VA_ARGS__)
 #define MF_DYNAMIC_SHARED(name) unsigned char* name = shim::get_shared_memory()
+
+namespace mf::cuda {
+
+inline void let_next_begin() {}
+inline void wait_for_previous() { shim::wait_for_previous(); }
+inline void ask_for(const void* /*address*/) {}
+
+}  // namespace mf::cuda
 
 #include "emulated/cuda_on_cpu_mma.h"  // after the macros above, which it uses

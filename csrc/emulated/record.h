@@ -2,7 +2,7 @@
 // variable MOSE_FAST_LAUNCHES names a file: build_tools/predict.py computes times from the record.
 //
 // A line is: the kernel's instance (mangled), the grid's three sides, threads, bytes of shared
-// memory, and Work. The plan is that of the launching code; Work follows from the launch's own
+// memory, Work, and 1 for a launch that may begin before the kernel before it ends, else 0. The plan is that of the launching code; Work follows from the launch's own
 // arguments.
 #pragma once
 
@@ -239,7 +239,8 @@ struct Instance;
 
 // Whether the launch was recorded, and must not run.
 template <auto kernel, typename... Arguments>
-bool recorded(const char* name, dim3 grid, dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
+bool recorded(const char* name, bool early, dim3 grid, dim3 threads, size_t shared_bytes,
+              const Arguments&... arguments) {
   const char* path = std::getenv("MOSE_FAST_LAUNCHES");
   if (path == nullptr) {
     return false;
@@ -250,9 +251,9 @@ bool recorded(const char* name, dim3 grid, dim3 threads, size_t shared_bytes, co
     std::perror(path);
     std::exit(1);
   }
-  std::fprintf(file, "%s %u %u %u %u %zu %.0f %.0f %d %.0f %.0f %.1f\n", typeid(Instance<kernel>*).name(), grid.x,
+  std::fprintf(file, "%s %u %u %u %u %zu %.0f %.0f %d %.0f %.0f %.1f %d\n", typeid(Instance<kernel>*).name(), grid.x,
                grid.y, grid.z, threads.x, shared_bytes, work.bytes, work.streamed, work.streams, work.computes,
-               work.products, work.parts);
+               work.products, work.parts, early ? 1 : 0);
   std::fclose(file);
   return true;
 }

@@ -2,8 +2,9 @@
 evaluation metrics).
 
 A matrix is float [T, T] with ``matrix[k, j]`` the accuracy on task j after task k, in [0, 1];
-entries with j > k are 0. All functions take whatever NumPy can convert to such a matrix, and do
-not change it.
+entries with j > k are 0. For a stream without borders it is [P, 1], the accuracy on the classes
+seen after each of P parts, and only the mean and the running accuracy are defined. All functions
+take whatever NumPy can convert to such a matrix, and do not change it.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ __all__ = [
 ]
 
 
-def _matrix(values: ArrayLike) -> NDArray[np.float64]:
+def _matrix(values: ArrayLike, *, borders: bool = True) -> NDArray[np.float64]:
     matrix = np.array(values, dtype=np.float64)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.size == 0:
-        raise ValueError(f"an accuracy matrix has shape {matrix.shape}; wanted [T, T] with T of at least 1")
+    column = not borders and matrix.shape[1:] == (1,)
+    if matrix.ndim != 2 or (matrix.shape[0] != matrix.shape[1] and not column) or matrix.size == 0:
+        wanted = "[T, T]" if borders else "[T, T], or [P, 1] without borders,"
+        raise ValueError(f"an accuracy matrix has shape {matrix.shape}; wanted {wanted} with T of at least 1")
     return matrix
 
 
 def average_accuracy(matrix: ArrayLike) -> float:
     """ACC: the mean over all tasks of the accuracy after the last one."""
-    return float(_matrix(matrix)[-1].mean())
+    return float(_matrix(matrix, borders=False)[-1].mean())
 
 
 def forgetting_paper(matrix: ArrayLike) -> float:
@@ -65,8 +68,10 @@ def new_task_accuracy(matrix: ArrayLike) -> NDArray[np.float64]:
 
 
 def running_accuracy(matrix: ArrayLike) -> NDArray[np.float64]:
-    """Mean accuracy over the tasks seen so far, after each task, [T]."""
-    a = _matrix(matrix)
+    """Mean accuracy over the tasks seen so far, after each task, [T]; without borders, accuracy on
+    the classes seen after each part, [P].
+    """
+    a = _matrix(matrix, borders=False)
     return np.array([a[k, : k + 1].mean() for k in range(len(a))])
 
 

@@ -18,7 +18,7 @@ __all__ = ["TaskAccuracy", "accuracy_of", "evaluate_learner", "on_host"]
 
 class TaskAccuracy(NamedTuple):
     """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far, and
-    confusion counts.
+    confusion counts. A stream without borders is one task, of which the classes seen count.
 
     Attributes:
         test: Accuracy on each task's images that the stream is evaluated on.
@@ -38,23 +38,25 @@ class TaskAccuracy(NamedTuple):
 
 
 def evaluate_learner(
-    learner: Learner, stream: Stream, task: int, *, prepare: bool = True, sample: Tensor | None = None
+    learner: Learner, stream: Stream, part: int, *, prepare: bool = True, sample: Tensor | None = None
 ) -> TaskAccuracy:
-    """Evaluates on the tasks 0 ... ``task`` of a stream.
+    """Evaluates after a part of a stream: on the tasks 0 ... ``part``, or, in a stream without
+    borders, on the classes seen so far, as one task.
 
     The memory's features serve both the class means and the buffer accuracy.
 
     Args:
         learner: The learner, with at least one stored sample.
         stream: The stream it was trained on.
-        task: The last task to evaluate on; 0 ... ``task`` have been seen, later ones may have been.
+        part: The part; in a stream with borders, later ones may have been seen, too.
         prepare: False evaluates the network as it stands, even where the method trains it only for
             evaluations.
-        sample: Some of the images of these tasks, as int64 rows of ``stream.x_test``, whose
+        sample: Some of the images evaluated on, as int64 rows of ``stream.x_test``, whose
             accuracy is given by itself, too.
     """
     if prepare:
         learner.prepare_evaluation()
+    task = stream.task_of(part)
     memory = learner.memory
     filled = memory.filled
     features, logits = learner.outputs(memory.images[:filled])
@@ -69,7 +71,9 @@ def evaluate_learner(
     buffer = _by_task(on_host([classify(features, logits, means)]), stored, task_of_class[stored], task)
 
     rows = torch.cat([stream.test_rows(t) for t in range(task + 1)])
-    tasks = torch.cat([torch.full((len(stream.test_rows(t)),), t) for t in range(task + 1)])
+    if not stream.borders:
+        rows = rows[torch.isin(stream.y_test[rows], torch.tensor(learner.seen))]
+    tasks = task_of_class[stream.y_test[rows]]
     numbers = upload(rows, stream.x_test.device)
     parts = [classify(*learner.outputs(stream.x_test[part]), means) for part in numbers.split(learner.evaluation_batch)]
     predictions = on_host(parts)

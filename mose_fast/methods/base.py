@@ -431,11 +431,7 @@ class Learner(ABC):
         Raises:
             ConfigError: The method needs task boundaries.
         """
-        if self.needs_boundaries:
-            raise ConfigError(
-                f"method {self.config.method!r} {self.needs_boundaries}, but {found}; wanted a stream of several tasks"
-                " (without the loop: a new task number at each boundary, or begin_task with the task's classes)"
-            )
+        self.check_boundaries(self.config, found)
         for (switch, value), effect in self.without_boundaries.items():
             if not self._warned_boundaries and getattr(self.config.options, switch, None) == value:
                 self._warned_boundaries = True
@@ -444,6 +440,15 @@ class Learner(ABC):
                     f" {found}: without task boundaries the method {effect} (said once)",
                     stacklevel=4,
                 )
+
+    @classmethod
+    def check_boundaries(cls, config: RunConfig, found: str) -> None:
+        """The refusal of :meth:`expect_boundaries`, before there is a learner."""
+        if cls.needs_boundaries:
+            raise ConfigError(
+                f"method {config.method!r} {cls.needs_boundaries}, but {found}; wanted a stream of several tasks"
+                " (without the loop: a new task number at each boundary, or begin_task with the task's classes)"
+            )
 
     # What a method defines for the data
 

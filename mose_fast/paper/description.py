@@ -148,7 +148,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Panel:
-    """A part drawn as a panel of a figure: a curve for each row, a point for each column.
+    """A part drawn as a panel of a figure: a curve for each row, with a point for each column; or a
+    bar for each row, of one column.
 
     The place of a point is the number that ends the column's heading, as in ``task 3``; columns
     without one, such as ``average``, are not drawn.
@@ -156,12 +157,15 @@ class Panel:
     Attributes:
         part: What is drawn.
         title: Its title, without the letter.
-        y: What its vertical axis shows.
+        values: What the points or bars show, for the axis; panels in which it is equal share its
+            scale.
+        bars: The heading of the column whose bars are drawn; empty for curves.
     """
 
     part: Part
     title: str
-    y: str
+    values: str
+    bars: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class Figure:
     Attributes:
         source: Its LaTeX label in the paper.
         caption: What it shows.
-        x: What its horizontal axes show.
+        x: What the curves are drawn against; empty for bars.
         panels: Row by row.
         columns: Panels in a row.
         wide: It is as wide as a page of two columns, not as one of them.

@@ -7,7 +7,18 @@ from typing import Any
 
 from mose_fast.paper import metrics
 from mose_fast.paper.description import Entry, Figure, Panel, PaperTable, Part
-from mose_fast.paper.rows import MAIN_MEMORIES, NO_NUMBER, TASKS, Presets, baseline, by_task, mose, table, thousands
+from mose_fast.paper.rows import (
+    MAIN_MEMORIES,
+    NO_NUMBER,
+    TASKS,
+    Presets,
+    baseline,
+    by_memory,
+    by_task,
+    mose,
+    table,
+    thousands,
+)
 
 __all__ = ["bof", "dilemma"]
 
@@ -126,4 +137,34 @@ def bof(presets: Presets) -> PaperTable:
             " network is on stored samples of old tasks than on their test images (BOF): of MOSE beside ER and SCR, and"
             " of MOSE's experts with and without RSD."
         ),
+        figures=[
+            Figure(
+                "fig:over-under",
+                "MOSE, ER and SCR at M = 1k: (a) accuracy on each new task just after it was learned; (b) mean buffer"
+                " overfitting of the old tasks then.",
+                "task",
+                (Panel(parts[0], "new task", "accuracy (%)"), Panel(parts[1], "old tasks", "mean BOF")),
+                columns=2,
+                wide=False,
+                name="over-under",
+            ),
+            *(
+                Figure(
+                    source,
+                    "MOSE's experts, E1 to E4, at three memory sizes, (a) to (c) without and (d) to (f) with reverse"
+                    f" self-distillation (RSD): {what}.",
+                    "task",
+                    # Memory sizes vary slowest; for each there are four parts.
+                    (
+                        *by_memory(parts[first::4], y, "without RSD, "),
+                        *by_memory(parts[first + 2 :: 4], y, "with RSD, "),
+                    ),
+                    name=name,
+                )
+                for source, what, y, first, name in (
+                    ("fig:new_expert", "accuracy on each new task", "new-task accuracy (%)", 2, "new-task"),
+                    ("fig:bof_expert", "mean buffer overfitting of the old tasks", "mean BOF", 3, "old-tasks"),
+                )
+            ),
+        ],
     )

@@ -4,13 +4,14 @@ and the paper's numbers as faint marks.
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mose_fast.paper.description import Figure, Part
+from mose_fast.paper.description import Figure, Panel
 from mose_fast.paper.measure import Measured, measure
 from mose_fast.paper.plan import Plan
 from mose_fast.report.drawing import STYLE, Look, curve, file, grid, legend, looks_of, settle
@@ -27,9 +28,12 @@ __all__ = ["KINDS", "PRINT_STYLE", "draw", "figure_files", "write_figures"]
 #: Files of a figure, by ending.
 KINDS = ("svg", "pdf", "png")
 
-# In inches: one column and both of a page, as conferences have them, and the height of a row.
-_WIDTHS, _HEIGHT = {False: 3.25, True: 6.875}, 1.7
+# In inches: one column and both of a page, as conferences have them; the height of a panel with
+# curves, and of a bar.
+_WIDTHS, _HEIGHT, _BAR = {False: 3.25, True: 6.875}, 1.7, 0.14
 _LETTERS = 19  # in an inch of text
+# An interval of a bar.
+_INTERVAL = {"color": "0.2", "linewidth": 0.8, "marker": "|", "markersize": 3}
 #: Matplotlib's settings for :func:`draw`, and for writing what it draws.
 PRINT_STYLE = STYLE | {
     "font.size": 7,
@@ -37,6 +41,7 @@ PRINT_STYLE = STYLE | {
     "axes.titlepad": 4,
     "axes.labelpad": 2.5,
     "axes.linewidth": 0.6,
+    "axes.ymargin": 0.08,
     "xtick.major.size": 2.5,
     "ytick.major.size": 2.5,
     "xtick.major.width": 0.6,
@@ -101,69 +106,111 @@ def _path(plan: Plan, folder: SweepFolder, figure: Figure, kind: str) -> Path:
 
 
 def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Drawing:
-    """A figure with one axes for each panel; panels with the same vertical axis share its scale.
+    """A figure with one axes for each panel.
 
     Args:
         figure: Its description.
         cells: Our numbers, by panel.
         trial: The runs depart from the paper's protocol, which the figure then says.
     """
-    looks = looks_of(row for panel in figure.panels for row in panel.part.rows)
-    panels = [_points(panel.part, measured) for panel, measured in zip(figure.panels, cells, strict=True)]
-    width = _WIDTHS[figure.wide]
-    drawing, axes = grid(len(panels), columns=figure.columns, width=width, height=_HEIGHT, share=False)
-    shown = [panel.y for panel in figure.panels]
+    panels = [_points(panel, measured) for panel, measured in zip(figure.panels, cells, strict=True)]
+    columns, bars = min(figure.columns, len(panels)), any(panel.bars for panel in figure.panels)
+    height = _BAR * len(panels[0]) + 0.7 if bars else _HEIGHT
+    drawing, axes = grid(len(panels), columns=columns, width=_WIDTHS[figure.wide], height=height, share=False)
+    looks = looks_of(row for points in panels for row in points)
     for i, (axis, points) in enumerate(zip(axes, panels, strict=True)):
-        if shown.index(shown[i]) < i:
-            axis.sharey(axes[shown.index(shown[i])])
-        if i % figure.columns and shown[i - 1] == shown[i]:
-            axis.tick_params(labelleft=False)
-        else:
-            axis.set_ylabel(shown[i])
+        axis.set_title(f"{_letters([i])} {figure.panels[i].title}")
+        if bars:
+            _bars(axis, points, figure.panels[i].values, named=i % columns == 0)
+            continue
+        _share(axes, figure, i)
+        axis.set_xlabel(figure.x)
         for row, by_place in points.items():
             _curve(axis, by_place, looks[row], row)
-        axis.set(title=f"{_letters([i])} {figure.panels[i].title}", xlabel=figure.x)
         _ticks(axis, sorted({x for by_place in points.values() for x in by_place}), figure.wide)
     every = [cell for points in panels for by_place in points.values() for cell in by_place.values()]
     seeds = sorted({cell.ours.n for cell in every if cell.ours})
     if seeds and seeds[-1] > 1:
-        interval = f"95 % interval, n = {_range(seeds)}"
-        axes[-1].fill_between([], [], [], color="0.5", alpha=0.3, linewidth=0, label=interval)
+        _explain_interval(axes[-1], f"95 % interval, n = {_range(seeds)}", bars=bars)
     if any(cell.entry.paper for cell in every):
-        axes[-1].plot([], [], "o", **_faint("black"), label="the paper")
+        axes[-1].plot([], [], marker="o", **_faint("black"), label="the paper")
     legend(drawing, axes, columns=6 if figure.wide else 3)
     told = ["Trial runs, not by the paper's protocol"] if trial else []
     told += ["One seed, so no interval"] if seeds == [1] else []
     told += [f"Missing: {gaps}"] if (gaps := _gaps(panels)) else []
     if told:
-        text = textwrap.fill(". ".join(told) + ".", round(_LETTERS * width))
+        text = textwrap.fill(". ".join(told) + ".", round(_LETTERS * _WIDTHS[figure.wide]))
         drawing.suptitle(text, x=0.01, ha="left", fontsize=PRINT_STYLE["font.size"])
     return drawing
 
 
-def _points(part: Part, measured: Cells) -> Points:
-    places = {column: int(found[0]) for column in part.columns if (found := re.search(r"\d+$", column))}
+def _points(panel: Panel, measured: Cells) -> Points:
+    if panel.bars:
+        places = {panel.bars: 0}
+    else:
+        places = {column: int(found[0]) for column in panel.part.columns if (found := re.search(r"\d+$", column))}
     return {
         row: {x: measured[row, column] for column, x in places.items() if (row, column) in measured}
-        for row in part.rows
+        for row in panel.part.rows
     }
+
+
+def _share(axes: Sequence[Axes], figure: Figure, i: int) -> None:
+    """Gives a panel the vertical scale of the first one that shows the same values, and a label
+    unless its left neighbour has it.
+    """
+    shown = [panel.values for panel in figure.panels]
+    first = shown.index(shown[i])
+    if first < i:
+        axes[i].sharey(axes[first])
+    if i % figure.columns and shown[i - 1] == shown[i]:
+        axes[i].tick_params(labelleft=False)
+    else:
+        axes[i].set_ylabel(shown[i])
 
 
 def _curve(axis: Axes, points: Mapping[int, Measured], look: Look, label: str) -> None:
     curve(axis, list(points), [cell.ours for cell in points.values()], look, label, scale=0.8)
     theirs = [(x, cell.entry.paper.mean) for x, cell in points.items() if cell.entry.paper]
     if theirs:
-        axis.plot(*zip(*theirs, strict=True), look.marker, **_faint(look.colour))
+        axis.plot(*zip(*theirs, strict=True), marker=look.marker, **_faint(look.colour))
+
+
+def _bars(axis: Axes, points: Points, values: str, *, named: bool) -> None:
+    cells = [by_place[0] for by_place in points.values()]
+    for at, cell in enumerate(cells):
+        if cell.ours:
+            # The paper's figure has MOSE in another colour, too.
+            colour, mean = "#009E73" if cell.entry.row == "MOSE" else "#56B4E9", cell.ours.mean
+            axis.barh(at, mean, height=0.7, color=colour)
+            ends = [end for end in cell.ours.t_interval if not math.isnan(end)]
+            axis.plot(ends, [at] * len(ends), **_INTERVAL)
+            text = f"{mean:.{1 if mean >= 1 else 2}f}"
+            axis.annotate(text, (max([mean, *ends]), at), (5, 0), textcoords="offset points", va="center")
+        if cell.entry.paper:
+            axis.plot([cell.entry.paper.mean], [at], marker="o", **_faint("black"))
+    axis.set_yticks(range(len(cells)), list(points) if named else [])
+    axis.set(ylim=(len(cells) - 0.4, -0.6), xlabel=values)
+    axis.set_xlim(0, 1.12 * max(1.0, axis.get_xlim()[1]))
+    axis.grid(axis="y", visible=False)
+
+
+def _explain_interval(axis: Axes, label: str, *, bars: bool) -> None:
+    if bars:
+        axis.plot([], [], **_INTERVAL, label=label)
+    else:
+        axis.fill_between([], [], [], color="0.5", alpha=0.3, linewidth=0, label=label)
 
 
 def _faint(colour: str) -> dict[str, Any]:
     """How the paper's numbers look."""
-    return {"markersize": 5.5, "markerfacecolor": "none", "markeredgecolor": colour, "alpha": 0.5, "zorder": 1}
+    line = {"linestyle": "none", "markersize": 4.5, "markeredgewidth": 0.8, "markerfacecolor": "none"}
+    return {**line, "markeredgecolor": colour, "alpha": 0.5, "zorder": 1}
 
 
 def _ticks(axis: Axes, places: Sequence[int], wide: bool) -> None:
     # Ten numbers do not fit below a panel that is half a column wide.
-    axis.set_xticks(places if wide or len(places) <= 8 else places[1::2])
+    axis.set_xticks([x for x in places if wide or len(places) <= 8 or x % 2 == 0])
     margin = 0.04 * (places[-1] - places[0])
     axis.set_xlim(places[0] - margin, places[-1] + margin)
 

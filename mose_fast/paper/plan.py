@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mose_fast.config import ConfigError, RunConfig, method_settings, near_matches
+from mose_fast.config import WITHOUT_BORDERS, ConfigError, RunConfig, method_settings, near_matches
 from mose_fast.knobs import as_text
 from mose_fast.paper.description import Entry, PaperTable, Part
 from mose_fast.paper.metrics import Results
@@ -67,6 +67,11 @@ class Plan:
             raise ConfigError(
                 f"evaluate_on is {changes['evaluate_on']!r}, but the numbers of the paper's {name} are of test images;"
                 " wanted 'test'"
+            )
+        if changes.get("stream.kind") in WITHOUT_BORDERS:
+            raise ConfigError(
+                f"stream.kind is {changes['stream.kind']!r}, but the numbers of the paper's {name} are by task; wanted"
+                " a kind with borders"
             )
         self.description: PaperTable = describe(name, presets)
         if methods is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mose_fast.config import RunConfig
 from mose_fast.paper import metrics
-from mose_fast.paper.description import Entry, Figure, PaperTable, Part
+from mose_fast.paper.description import Entry, Figure, Panel, PaperTable, Part
 from mose_fast.paper.metrics import Metric
 from mose_fast.report.published import Published
 
@@ -23,6 +23,7 @@ __all__ = [
     "TINY",
     "Presets",
     "baseline",
+    "by_memory",
     "by_task",
     "final_by_task",
     "mose",
@@ -105,3 +106,9 @@ def final_by_task(
     """A row of accuracies after the last task, by task."""
     average = metrics.average_accuracy(classifier, expert)
     return by_task(row, runs, lambda task: metrics.final_accuracy(task, classifier, expert), average, theirs)
+
+
+def by_memory(parts: Iterable[Part], y: str, title: str = "") -> tuple[Panel, ...]:
+    """A panel for each of :data:`MAIN_MEMORIES`, whose titles end with it."""
+    sizes = map(thousands, MAIN_MEMORIES)
+    return tuple(Panel(part, f"{title}{size}", y) for size, part in zip(sizes, parts, strict=True))

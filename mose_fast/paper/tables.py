@@ -13,6 +13,7 @@ from typing import Any
 
 from mose_fast.config import MOSE_PRESETS, ConfigError, near_matches
 from mose_fast.paper import metrics
+from mose_fast.paper.appendix_tables import augmentation, classifier, student
 from mose_fast.paper.description import Entry, Figure, Panel, PaperTable, Part
 from mose_fast.paper.dilemma_tables import bof, dilemma
 from mose_fast.paper.main_tables import table1_cifar, table1_tiny, time
@@ -20,7 +21,6 @@ from mose_fast.paper.rows import (
     BASELINE_PRESETS,
     CIFAR,
     DEFAULT_PRESETS,
-    MAIN_MEMORIES,
     NO_NUMBER,
     SMALL_MEMORIES,
     TINY,
@@ -144,30 +144,6 @@ def _sd_vs_rsd(presets: Presets) -> PaperTable:
     )
 
 
-def _student(presets: Presets) -> PaperTable:
-    parts, figures = [], []
-    for memory in MAIN_MEMORIES:
-        entries, moe = [], []
-        for student in ("1", "2", "3", "4"):
-            # The fourth is the deepest, which is the default.
-            runs = mose(presets, memory, **({} if student == "4" else {"student": int(student)}))
-            row = f"E{student}"
-            entries += final_by_task(row, runs, "ncm", student, numbers("tab:rsd_final", memory)[row])
-            moe += final_by_task(row, runs, "ncm", "mean")
-        parts.append(Part(f"{thousands(memory)}: the student", "tab:rsd_final", tuple(entries)))
-        figures.append(Part(f"{thousands(memory)}: the mean of experts (MOE), by student", "fig:rsd_final", tuple(moe)))
-    return table(
-        "Reverse self-distillation into another expert, Split CIFAR-100 (tab:rsd_final, fig:rsd_final)",
-        [*parts, *figures],
-        f"fig:rsd_final, mean of experts: {NO_NUMBER}",
-        section="Ablation and analysis",
-        caption=(
-            "Accuracy on each task after the last one, in percent, if expert E1, E2, E3 or E4 is the one that learns"
-            " from the others: of that expert, and of the mean of all experts."
-        ),
-    )
-
-
 def _experts(presets: Presets) -> PaperTable:
     parts = []
     for metric in (metrics.average_accuracy(), metrics.forgetting()):
@@ -201,58 +177,6 @@ def _experts(presets: Presets) -> PaperTable:
                 wide=False,
             )
         ],
-    )
-
-
-def _augmentation(presets: Presets) -> PaperTable:
-    # The colour jitter of the code behind these numbers clamped normalised images to [0, 1].
-    views = {"SCR": {"augment": "scr", "jitter_domain": "normalised"}, "SimCLR": {}}
-    parts = []
-    for memory in MAIN_MEMORIES:
-        entries: list[Entry] = []
-        for row, theirs in numbers("tab:da_final", memory).items():
-            options = dict(views[row.removesuffix(" w/o flip")])
-            if row.endswith("w/o flip"):
-                options["inner_views"] = 1
-            entries += final_by_task(row, mose(presets, memory, **options), "ncm", "last", theirs)
-        parts.append(Part(thousands(memory), "tab:da_final", tuple(entries)))
-    return table(
-        "Augmentation and the fixed mirrored copy of every row, Split CIFAR-100 (tab:da_final)",
-        parts,
-        "w/o flip: without the fixed mirrored copy that doubles the rows (inner_views = 1). SCR: with the"
-        " colour jitter that clamps normalised images, as in the code behind the paper's numbers (jitter_domain"
-        " = normalised); unit would be the repaired one.",
-        section="Ablation and analysis",
-        caption=(
-            "Accuracy on each task after the last one, in percent, with the augmentation of SCR and of SimCLR, each"
-            " with and without the mirrored copy of every row. In the paper SimCLR's with the copy is best."
-        ),
-    )
-
-
-def _classifier(presets: Presets) -> PaperTable:
-    views = {
-        "linear": ("linear", "last"),
-        "NCM": ("ncm", "last"),
-        "linear(MOE)": ("linear", "mean"),
-        "NCM(MOE)": ("ncm", "mean"),
-    }
-    parts = []
-    for memory in MAIN_MEMORIES:
-        runs = mose(presets, memory)
-        entries: list[Entry] = []
-        for row, theirs in numbers("tab:ncm_final", memory).items():
-            entries += final_by_task(row, runs, *views[row], theirs)
-        parts.append(Part(thousands(memory), "tab:ncm_final", tuple(entries)))
-    return table(
-        "Nearest class mean against linear classifier, Split CIFAR-100 (tab:ncm_final)",
-        parts,
-        section="Ablation and analysis",
-        caption=(
-            "Accuracy on each task after the last one, in percent, by the linear classifier and by the nearest class"
-            " mean (NCM), of the last expert and of the mean of experts (MOE). In the paper NCM is better; the"
-            " linear classifier prefers the newest task."
-        ),
     )
 
 
@@ -294,10 +218,10 @@ TABLES: dict[str, Callable[[Presets], PaperTable]] = {
     "ablation": _ablation,
     "taskwise": _taskwise,
     "sd-vs-rsd": _sd_vs_rsd,
-    "student": _student,
+    "student": student,
     "experts": _experts,
-    "augmentation": _augmentation,
-    "classifier": _classifier,
+    "augmentation": augmentation,
+    "classifier": classifier,
     "cost": _cost,
     "time": time,
     "dilemma": dilemma,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mose_fast.report.drawing import STYLE, Look, curve, file, grid, legend, looks_of, settle
 from mose_fast.report.runs import Group, Run
 from mose_fast.report.statistics import summarise
-from mose_fast.report.tables import counted, images, seeds
+from mose_fast.report.tables import counted, images, part_name, seeds
 from mose_fast.train.lettering import lettering
 
 if TYPE_CHECKING:
@@ -80,17 +80,23 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
             at = _evaluated(g)
             _band(axis, at + 1, 100 * np.array([run.running[run.view][at] for run in g.runs]), looks[g.label], g.label)
         classes = {tuple(run.row[k] for k in ("classes", "tasks")) for g in shown for run in g.runs}
-        if len(classes) == 1:
+        if len(classes) == 1 and all(run.borders for g in shown for run in g.runs):
             ((total, tasks),) = classes
             seen = np.arange(1, tasks + 1)
             axis.plot(seen, 100 * tasks / (total * seen), color="0.5", linewidth=1, linestyle=":", label="chance")
-        axis.set(title=f"M = {memory}", xlabel="tasks seen", ylim=(0, 100))
-        _whole_ticks(axis, max(run.tasks for g in shown for run in g.runs))
-    _label_left(axes, "accuracy on the tasks seen (%)")
+        axis.set(title=f"M = {memory}", xlabel=f"{part_name(shown)}s seen", ylim=(0, 100))
+        _whole_ticks(axis, max(len(run.matrix) for g in shown for run in g.runs))
+    part = part_name(g for shown in panels.values() for g in shown)
+    _label_left(axes, f"accuracy on the {'tasks' if part == 'task' else 'classes'} seen (%)")
     legend(figure, axes)
     caption = (
-        "Mean accuracy over the tasks seen so far, after each task, by the classifier of predict(), one panel for each"
-        f" memory size. {_band_text(groups)} Dotted: chance, where all tasks have as many classes.{left_out}"
+        "Mean accuracy over the tasks seen so far, after each task"
+        if part == "task"
+        else "Accuracy on the classes seen so far, after each part of the stream, which has no borders"
+    )
+    caption += (
+        f", by the classifier of predict(), one panel for each memory size. {_band_text(groups)} Dotted: chance, where"
+        f" all tasks have as many classes.{left_out}"
     )
     return _picture("accuracy", "Accuracy against task", caption, figure)
 
@@ -117,7 +123,8 @@ def _anytime(groups: Sequence[Group]) -> Picture | None:
     caption = (
         f"Accuracy at any time: on {' or '.join(map(str, sizes))} fixed {images(together)} images of the classes seen"
         " so far, by the classifier of predict(), against the images that have arrived; vertical lines are ends of"
-        " tasks. There, class means are of the whole memory; between them, of a few stored images of each class."
+        f" {part_name(together)}s. There, class means are of the whole memory; between them, of a few stored"
+        " images of each class."
         f" {_band_text(together)}{left_out}"
     )
     return _picture("anytime", "Accuracy at any time", caption, figure)

@@ -19,6 +19,7 @@ from mose_fast.report.tables import (
     counted,
     deviations,
     images,
+    part_name,
     seeds,
     sentence,
     streams,
@@ -188,10 +189,13 @@ def render_page(
     ]
     sections = [(name, title, parts) for name, title, parts in sections if parts]
     heading = f"Report on {streams(groups)}, {images(groups)} images"
+    acc = "mean accuracy over all tasks after the last one"
+    if part_name(groups) == "part":
+        acc = "accuracy on all of them at the end of the stream, which has no borders and so no forgetting"
     lead = (
         f"{counted(sum(g.n for g in groups), 'run')} in {counted(len(groups), 'setting')}, {seeds(groups)} each."
-        f" Accuracies are percent of {images(groups)} images; tasks count from 1. ACC: mean accuracy over all tasks"
-        f" after the last one; AF: average forgetting. Every table is in tables/ as {', '.join(FORMATS)}, every figure"
+        f" Accuracies are percent of {images(groups)} images; tasks count from 1. ACC: {acc};"
+        f" AF: average forgetting. Every table is in tables/ as {', '.join(FORMATS)}, every figure"
         f" in figures/ as pdf and svg. mose-fast {__version__}."
     )
     links = " ".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title, _ in sections)

@@ -124,11 +124,12 @@ def _tables() -> dict[str, Any]:
 
 
 def dataset(config: Mapping[str, Any]) -> str | None:
-    """The paper's data set that a run's stream has; None for any other, and for accuracies on
-    held-out training images, since the paper's are of test images.
+    """The paper's data set that a run's stream has; None for any other, for accuracies on held-out
+    training images, since the paper's are of test images, and for streams of other kinds.
     """
     name = config["stream"]["name"]
-    return name if name in _TASKS and config.get("evaluate_on", "test") == "test" else None
+    same = config.get("evaluate_on", "test") == "test" and config["stream"].get("kind", "tasks") == "tasks"
+    return name if name in _TASKS and same else None
 
 
 def deviations(config: Mapping[str, Any], tasks: int) -> list[str]:

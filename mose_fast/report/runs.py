@@ -75,9 +75,10 @@ class Run:
         view: Classifier and expert of ``predict()``.
         views: Every classifier and expert.
         final: Accuracy of each task after the last one by view, [T] each.
-        running: Mean accuracy over the tasks seen by view, [T] each; NaN where nothing was
-            evaluated.
-        matrix: Accuracy matrix of ``view``, [T, T].
+        running: Mean accuracy over the tasks seen by view, [T] each; without borders, accuracy on
+            the classes seen after each of P parts, [P]. NaN where nothing was evaluated.
+        matrix: Accuracy matrix of ``view``, [T, T]; without borders [P, 1].
+        borders: Whether the stream had borders between tasks; else it is one task.
         bof: Buffer overfitting by view, [T] each; NaN where undefined.
         anytime: The accuracy at any time; None if it was not measured.
         untrained: ACC before training by view.
@@ -95,6 +96,7 @@ class Run:
     final: Mapping[View, NDArray[np.float64]]
     running: Mapping[View, NDArray[np.float64]]
     matrix: NDArray[np.float64]
+    borders: bool
     bof: Mapping[View, NDArray[np.float64]]
     anytime: Anytime | None
     untrained: Mapping[View, float]
@@ -102,17 +104,18 @@ class Run:
 
     @property
     def tasks(self) -> int:
-        return len(self.matrix)
+        return self.matrix.shape[1]
 
     @property
     def stream(self) -> str:
-        """Name of the stream, without the path of the user's own data."""
-        return Path(self.row["stream"]).name
+        """Name of the stream, without the path of the user's own data, and its kind."""
+        kind = "" if self.row["kind"] == "tasks" else f", {self.row['kind']}"
+        return Path(self.row["stream"]).name + kind
 
     @property
     def complete(self) -> bool:
-        """Whether there was an evaluation after every task."""
-        return self.facts["evaluated_after"] == list(range(self.tasks))
+        """Whether there are tasks, and there was an evaluation after every one."""
+        return self.borders and self.facts["evaluated_after"] == list(range(self.tasks))
 
     def metric(self, name: str, view: View) -> float | None:
         """A metric such as ``acc`` of a view, as a fraction; None if the run has none."""
@@ -248,16 +251,16 @@ def _read(folder: Path) -> Run:
 
 
 def _extract(folder: Path, row: dict[str, Any], results: dict[str, Any]) -> Run:
-    tasks = len(results["tasks"])
+    tasks, borders = len(results["tasks"]), results["evaluation_points"] is None
     evaluated = results["evaluated_after"]
     view = View(results["resolved"]["classifier"], results["resolved"]["expert"])
     final, running, bof = {}, {}, {}
     for classifier, experts in results["accuracy"].items():
         for expert, rows in experts.items():
-            matrix = _square(rows, tasks, f"accuracy of {classifier}, {expert}")
+            matrix = _matrix(rows, tasks, borders, f"accuracy of {classifier}, {expert}")
             this = View(classifier, expert)
             final[this] = matrix[-1].copy()
-            running[this] = np.full(tasks, np.nan)
+            running[this] = np.full(len(matrix), np.nan)
             running[this][evaluated] = evaluate.running_accuracy(matrix)[evaluated]
             bof[this] = np.array(results["bof"][classifier][expert], np.float64)
             if bof[this].shape != (tasks,):
@@ -276,7 +279,8 @@ def _extract(folder: Path, row: dict[str, Any], results: dict[str, Any]) -> Run:
         views=tuple(final),
         final=final,
         running=running,
-        matrix=_square(results["accuracy"][view.classifier][view.expert], tasks, "accuracy"),
+        matrix=_matrix(results["accuracy"][view.classifier][view.expert], tasks, borders, "accuracy"),
+        borders=borders,
         bof=bof,
         anytime=_anytime(results["anytime"], view),
         untrained={v: results["untrained"]["acc"][v.classifier][v.expert] for v in final},
@@ -295,10 +299,11 @@ def _anytime(curve: dict[str, Any] | None, view: View) -> Anytime | None:
     return Anytime(images, images[np.array(curve["ends_task"])], accuracy, average)
 
 
-def _square(rows: Any, tasks: int, what: str) -> NDArray[np.float64]:
+def _matrix(rows: Any, tasks: int, borders: bool, what: str) -> NDArray[np.float64]:
     matrix = np.array(rows, np.float64)
-    if matrix.shape != (tasks, tasks):
-        raise ValueError(f"{what} has shape {matrix.shape}; wanted [{tasks}, {tasks}]")
+    parts = tasks if borders else len(matrix)
+    if matrix.shape != (parts, tasks):
+        raise ValueError(f"{what} has shape {matrix.shape}; wanted [{parts}, {tasks}]")
     if not ((matrix >= 0) & (matrix <= 1)).all():
         raise ValueError(f"{what} leaves [0, 1]")
     return matrix

@@ -20,6 +20,7 @@ __all__ = [
     "counted",
     "deviations",
     "images",
+    "part_name",
     "seeds",
     "sentence",
     "streams",
@@ -32,7 +33,8 @@ WIDE = 20
 
 _METRICS = {"acc": "ACC", "af_paper": "AF"}
 _NO_METRICS = (
-    "A dash marks values that a run without an evaluation after every task does not have, or that the paper lacks."
+    "A dash marks values that a run without an evaluation after every task, or a stream without borders, does not have,"
+    " or that the paper lacks."
 )
 
 
@@ -87,10 +89,9 @@ def _estimates(groups: Sequence[Group]) -> Table:
         "estimates",
         f"Each mean with its 95 % intervals by Student's t and by bootstrap over n seeds ({seeds(groups)}), in percent."
         " AF released: over all T tasks with the last included, as the released code counts. Anytime: ACC averaged"
-        " over the ends of tasks, and accuracy on the classes seen averaged over the stream where it was measured every"
-        " few batches (evaluate_every). Untrained: ACC of the network before training, with the same memory. "
-        + (f"{theirs}protocols agree. " if data else "")
-        + _NO_METRICS,
+        f" over the ends of {part_name(groups)}s, and accuracy on the classes seen averaged over the stream where it"
+        " was measured every few batches (evaluate_every). Untrained: ACC of the network before training, with the same"
+        " memory. " + (f"{theirs}protocols agree. " if data else "") + _NO_METRICS,
         spreads=(
             "ACC",
             "AF",
@@ -172,9 +173,11 @@ def _tasks(groups: Sequence[Group]) -> Table:
     most = max(g.runs[0].tasks for g in groups)
     table = Table(
         "tasks",
-        f"Accuracy in percent on each task after the last one, means over {seeds(groups)}, classifiers of the kind that"
-        " predict() uses. E: each single expert; MAX: the best single expert of each task and seed; MOE: the mean of"
-        " experts; new: the classifier of predict() just after the task was learned.",
+        "Accuracy in percent on each task after the last one"
+        + ("" if part_name(groups) == "task" else "; a stream without borders is one task")
+        + f", means over {seeds(groups)}, classifiers of the kind that predict() uses. E: each single expert; MAX: the"
+        " best single expert of each task and seed; MOE: the mean of experts; new: the classifier of predict() just"
+        " after the task was learned.",
         ["method", "M", "n"],
     )
     if most <= WIDE:
@@ -348,6 +351,11 @@ def streams(groups: Iterable[Group]) -> str:
 def images(groups: Iterable[Group]) -> str:
     """What accuracies are of: ``test`` or ``validation`` images, or both in a forced report."""
     return " or ".join(sorted({run.row["evaluate_on"] for g in groups for run in g.runs}))
+
+
+def part_name(groups: Iterable[Group]) -> str:
+    """What runs were evaluated after: a ``task``, or a ``part`` of a stream without borders."""
+    return "task" if all(run.borders for g in groups for run in g.runs) else "part"
 
 
 def _paper_data(groups: Sequence[Group]) -> str | None:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.config import near_matches
+from mose_fast.config import WITHOUT_BORDERS, StreamConfig, near_matches
+from mose_fast.streams.kinds import Kind, arrival_order, long_tail
 from mose_fast.streams.stream import (
     CLASS_ORDER,
     HELD_OUT,
@@ -115,6 +116,12 @@ def from_arrays(
     validation: float | None = None,
     validation_seed: int = 0,
     evaluate_on: str = "test",
+    kind: str = StreamConfig.kind,
+    kind_seed: int = StreamConfig.kind_seed,
+    disjoint: float = StreamConfig.disjoint,
+    blur: float = StreamConfig.blur,
+    imbalance: float = StreamConfig.imbalance,
+    drift: float = StreamConfig.drift,
     labels: Sequence[int] | None = None,
     class_names: Sequence[str] | None = None,
     source: str = "",
@@ -144,13 +151,19 @@ def from_arrays(
         validation_seed: Seed that they are drawn from, class by class and independently of
             everything else.
         evaluate_on: ``test``, or ``validation`` for the held-out images.
+        kind: ``tasks``, ``imbalanced``, ``blurry``, ``si_blurry`` or ``task_free``; see
+            docs/streams.md. A kind without borders is drawn on the classes of the first tasks.
+        kind_seed, disjoint, blur, imbalance, drift: Settings of the kind; see
+            :class:`mose_fast.config.StreamConfig`.
         labels: All labels of the data set, sorted; None: those in ``y_train``.
         class_names: Names in the order of the sorted labels; None: the labels as text.
         source: The file that the arrays come from, for messages.
 
     Raises:
         StreamError: An array or argument cannot be used.
+        ConfigError: A setting of the kind is out of range.
     """
+    settings = Kind(kind, kind_seed, disjoint, blur, imbalance, drift)
     prefix = f"{source}: " if source else ""
     x_train, y_train = _pair(x_train, y_train, f"{prefix}x_train", f"{prefix}y_train")
     tested = evaluate_on == "test"
@@ -226,8 +239,20 @@ def from_arrays(
     if limit_per_task is not None:
         kept = _limit(y_train, each, limit_per_task)
         x_train, y_train = x_train[kept], y_train[kept]
+    if kind == "imbalanced":
+        kept = long_tail(y_train, known[order], known, settings)
+        x_train, y_train = x_train[kept], y_train[kept]
     split = tuple(tuple(range(t * each, (t + 1) * each)) for t in range(first_tasks))
     _refuse_untested(y_test, split, known[order], prefix)
+    arrives = None
+    if kind in WITHOUT_BORDERS:
+        arrives = arrival_order(y_train, first_tasks, settings)
+        split = (tuple(range(len(order))),)
+        if len(y_train) <= (first_tasks - 1) * batch:
+            raise StreamError(
+                f"tasks is {first_tasks} with kind {kind!r}, but {len(y_train)} training images make"
+                f" {-(-len(y_train) // batch)} batches of {batch}; wanted at least one batch in each part"
+            )
     return Stream(
         name=name,
         x_train=_tensor(x_train),
@@ -243,6 +268,9 @@ def from_arrays(
         fingerprint=of_data,
         split=evaluate_on,
         held_out=held_out,
+        kind=settings,
+        order=arrives,
+        points=first_tasks if arrives else 0,
     )
 
 

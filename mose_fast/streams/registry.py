@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from mose_fast.streams.arrays import from_arrays
 from mose_fast.streams.catalogue import names, summary
 from mose_fast.streams.decoding import Decoding, Watch
 from mose_fast.streams.folder import read_folder
+from mose_fast.streams.kinds import Kind
 from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
 from mose_fast.streams.stream import Stream, StreamError
 
@@ -159,6 +161,7 @@ def _make(config: StreamConfig, evaluate_on: str, watch: Watch | None) -> Stream
         "validation": config.validation,
         "validation_seed": config.validation_seed,
         "evaluate_on": evaluate_on,
+        **dataclasses.asdict(Kind.of(config)),
     }
     if config.name in _STREAMS:
         entry = _STREAMS[config.name]

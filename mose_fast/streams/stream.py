@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,19 @@ from torch import Tensor
 
 from mose_fast.errors import MoseFastError
 
-__all__ = ["NORMALISATIONS", "HeldOut", "Normalisation", "Stream", "StreamError", "draw_order", "fingerprint"]
+if TYPE_CHECKING:
+    from mose_fast.streams.kinds import Kind
+
+__all__ = [
+    "NORMALISATIONS",
+    "HeldOut",
+    "Normalisation",
+    "Stream",
+    "StreamError",
+    "draw_order",
+    "draw_words",
+    "fingerprint",
+]
 
 
 class StreamError(MoseFastError, ValueError):
@@ -53,10 +65,10 @@ CLASS_ORDER = 2**63
 HELD_OUT = 2**63 + 2**62
 
 
-def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
-    """Draws a permutation of ``n``, int64 [n], that depends on the three arguments alone.
+def draw_words(n: int, seed: int, purpose: int) -> np.ndarray:
+    """Draws random words, uint64 [n], that depend on the three arguments alone.
 
-    The raw words of the counter-based generator Philox4x64-10 with key (seed, purpose) are sorted.
+    They are the raw words of the counter-based generator Philox4x64-10 with key (seed, purpose).
     numpy keeps the raw words of its bit generators across versions, which it does not promise for
     ``Generator.permutation``.
 
@@ -65,8 +77,12 @@ def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
     """
     if not 0 <= seed < 2**64:
         raise StreamError(f"seed is {seed}; wanted an integer from 0 to 2**64 - 1")
-    words = np.random.Philox(key=np.array([seed, purpose], np.uint64)).random_raw(n)
-    return np.argsort(words, kind="stable")
+    return np.random.Philox(key=np.array([seed, purpose], np.uint64)).random_raw(n)
+
+
+def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
+    """Draws a permutation of ``n``, int64 [n], by sorting :func:`draw_words`."""
+    return np.argsort(draw_words(n, seed, purpose), kind="stable")
 
 
 def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
@@ -106,6 +122,10 @@ class Stream:
     Labels are *head indices*: the position of the class in the class order, so index i is the i-th
     class that the learner meets and a task's classes are neighbours.
 
+    A run evaluates after each *part* of a stream. The parts of a stream with borders are its tasks;
+    those of a stream without borders are equally many batches each, and the learner does not notice
+    where one ends.
+
     Attributes:
         name: The name that the user gave.
         x_train: Training images, uint8 [N, H, W, 3].
@@ -113,7 +133,7 @@ class Stream:
         x_test: Images that the learner is evaluated on, uint8 [N', H, W, 3]: the test images, or
             the held-out training images where :attr:`split` is ``validation``.
         y_test: Head index of each of them, int64 [N'].
-        tasks: The head indices of each task's classes.
+        tasks: The head indices of each task's classes; a stream without borders is one task.
         class_order: ``class_order[head index]`` is the label in the data set.
         class_names: Readable names, by head index.
         normalisation: Constants for the network's input.
@@ -126,6 +146,10 @@ class Stream:
             ``x_train``; None: each pass over a task is shuffled.
         split: What ``x_test`` holds: ``test`` or ``validation``.
         held_out: The training images that are held out; None: none.
+        kind: The settings by which :mod:`mose_fast.streams.kinds` made the stream; None: ``tasks``.
+        order: For a stream without borders: gives the order in which the training images arrive,
+            int64 [N], for the seed of a run. None: there are borders.
+        points: Parts of a stream without borders, after which a run evaluates.
     """
 
     name: str
@@ -143,6 +167,9 @@ class Stream:
     fingerprint: str = ""
     split: str = "test"
     held_out: HeldOut | None = None
+    kind: Kind | None = None
+    order: Callable[[int], np.ndarray] | None = None
+    points: int = 0
 
     def __post_init__(self) -> None:
         if not self.fingerprint:
@@ -153,6 +180,29 @@ class Stream:
     def classes(self) -> int:
         """Number of classes of all tasks."""
         return len(self.class_order)
+
+    @property
+    def borders(self) -> bool:
+        """Whether the learner is told where tasks begin and end."""
+        return self.order is None
+
+    @property
+    def no_boundaries(self) -> str:
+        """What shows that the learner meets no boundary between tasks, as the end of a sentence;
+        empty if it does.
+        """
+        if not self.borders:
+            return f"a stream of kind {self.kind.kind!r} has none"
+        return "the stream has one" if len(self.tasks) == 1 else ""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts, after each of which a run evaluates."""
+        return len(self.tasks) if self.borders else self.points
+
+    def task_of(self, part: int) -> int:
+        """The task that a part belongs to."""
+        return part if self.borders else 0
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -172,7 +222,7 @@ class Stream:
 
     def as_one_task(self) -> Stream:
         """The same images as one task of all classes, shuffled together."""
-        return dataclasses.replace(self, tasks=(tuple(range(self.classes)),), arrival=None)
+        return dataclasses.replace(self, tasks=(tuple(range(self.classes)),), arrival=None, order=None)
 
     def train_rows(self, task: int) -> Tensor:
         """Indices into ``x_train`` of the task's images, in data order: int64 [n].
@@ -190,42 +240,51 @@ class Stream:
         """
         return self._rows(self.y_test, task)
 
-    def batches(self, task: int, *, seed: int, epoch: int = 0) -> list[Tensor]:
-        """The task's batches in the order of their arrival, as int64 indices into ``x_train``; the
-        last may be smaller.
+    def batches(self, part: int, *, seed: int, epoch: int = 0) -> list[Tensor]:
+        """The batches of a part in the order of their arrival, as int64 indices into ``x_train``;
+        the last of a task, and of a stream without borders, may be smaller.
 
-        Images are shuffled within the task by (seed, task, epoch) alone, so that any batch can be
-        found again after a restart. A stream recorded from batches keeps its own batches in every
-        epoch.
+        Images of a task are shuffled by (seed, task, epoch) alone, so that any batch can be found
+        again after a restart. A stream recorded from batches keeps its own batches in every epoch,
+        and one without borders comes once.
 
         Raises:
-            IndexError: There is no such task.
+            IndexError: There is no such part.
             StreamError: The seed does not fit into 64 bits.
         """
-        rows = self.train_rows(task)
+        if self.order is not None:
+            first, last = self._ends(part)
+            order = torch.from_numpy(self.order(seed))
+            return list(order[first * self.batch : last * self.batch].split(self.batch))
+        rows = self.train_rows(part)
         if self.arrival is not None:
-            return list(self.arrival[task])
-        order = draw_order(len(rows), seed, task * 2**32 + epoch)
+            return list(self.arrival[part])
+        order = draw_order(len(rows), seed, part * 2**32 + epoch)
         return list(rows[torch.from_numpy(order)].split(self.batch))
 
-    def count_batches(self, task: int) -> int:
+    def count_batches(self, part: int) -> int:
         """How many batches :meth:`batches` gives, without drawing their order.
 
         Raises:
-            IndexError: There is no such task.
+            IndexError: There is no such part.
         """
-        rows = len(self.train_rows(task))
-        return -(-rows // self.batch) if self.arrival is None else len(self.arrival[task])
+        if not self.borders:
+            first, last = self._ends(part)
+            return last - first
+        rows = len(self.train_rows(part))
+        return -(-rows // self.batch) if self.arrival is None else len(self.arrival[part])
 
-    def count_images(self, task: int, batches: int) -> int:
-        """How many images the first batches of a pass over the task hold.
+    def count_images(self, part: int, batches: int | None = None) -> int:
+        """How many images the first batches of a pass over a part hold; None: all of them.
 
         Raises:
-            IndexError: There is no such task.
+            IndexError: There is no such part.
         """
+        batches = self.count_batches(part) if batches is None else batches
         if self.arrival is not None:
-            return sum(map(len, self.arrival[task][:batches]))
-        return min(batches * self.batch, len(self.train_rows(task)))
+            return sum(map(len, self.arrival[part][:batches]))
+        images = len(self.train_rows(part)) if self.borders else len(self.x_train) - self._ends(part)[0] * self.batch
+        return min(batches * self.batch, images)
 
     def to(self, device: torch.device) -> Stream:
         """The stream with its images on a device; labels stay on the host, where they are read."""
@@ -247,29 +306,55 @@ class Stream:
             )
         return torch.tensor(self.class_order, dtype=torch.int64, device=y.device)[y.long()]
 
+    @property
+    def summary(self) -> str:
+        """A line for the user: kind, parts, classes and images."""
+        height, width = self.image_size
+        kind = "" if self.kind is None or self.kind.kind == "tasks" else f", {self.kind}"
+        split = f"{len(self.tasks)} tasks" if self.borders else f"{self.parts} parts without borders"
+        return (
+            f"{self.name}{kind}: {split}, {self.classes} classes, {len(self.x_train)} training and "
+            f"{len(self.x_test)} {self.split} images of {height}x{width}"
+        )
+
     def describe(self) -> str:
         """A table for the user: image counts and the data set's labels of every task."""
-        height, width = self.image_size
         train = torch.bincount(self.y_train, minlength=self.classes).tolist()
         test = torch.bincount(self.y_test, minlength=self.classes).tolist()
         wide = max(7, len(self.split))
+        shuffled = f"batches of {self.batch}" + (", shuffled within a task" if self.borders else "")
         lines = [
-            f"{self.name}: {len(self.tasks)} tasks, {self.classes} classes, "
-            f"{len(self.x_train)} training and {len(self.x_test)} {self.split} images of {height}x{width}",
+            self.summary,
             f"normalisation {self.normalisation.name}, mirroring {'keeps' if self.mirror_safe else 'changes'} labels, "
-            + (
-                f"batches of {self.batch}, shuffled within a task"
-                if self.arrival is None
-                else "batches as they arrived"
-            ),
-            f"{'task':>4} {'train':>7} {self.split:>{wide}} {'steps':>7}  label (train, {self.split})",
+            + (shuffled if self.arrival is None else "batches as they arrived"),
         ]
+        if not self.borders:
+            parts = [
+                f"{part:>4} {self.count_images(part):>7} {self.count_batches(part):>7}" for part in range(self.parts)
+            ]
+            labels = [f"{label} ({train[h]}, {test[h]})" for h, label in enumerate(self.class_order)]
+            return "\n".join(
+                [
+                    *lines,
+                    f"{'part':>4} {'train':>7} {'steps':>7}",
+                    *parts,
+                    f"label (train, {self.split}): {', '.join(labels)}",
+                ]
+            )
+        lines.append(f"{'task':>4} {'train':>7} {self.split:>{wide}} {'steps':>7}  label (train, {self.split})")
         for t, heads in enumerate(self.tasks):
             images = sum(train[h] for h in heads)
-            steps = -(-images // self.batch) if self.arrival is None else len(self.arrival[t])
             labels = ", ".join(f"{self.class_order[h]} ({train[h]}, {test[h]})" for h in heads)
-            lines.append(f"{t:>4} {images:>7} {sum(test[h] for h in heads):>{wide}} {steps:>7}  {labels}")
+            tested = sum(test[h] for h in heads)
+            lines.append(f"{t:>4} {images:>7} {tested:>{wide}} {self.count_batches(t):>7}  {labels}")
         return "\n".join(lines)
+
+    def _ends(self, part: int) -> tuple[int, int]:
+        """Batches of a stream without borders before a part, and at its end."""
+        if not 0 <= part < self.points:
+            raise IndexError(f"part is {part}; {self.name} has parts 0 to {self.points - 1}")
+        batches = -(-len(self.x_train) // self.batch)
+        return part * batches // self.points, (part + 1) * batches // self.points
 
     def _rows(self, y: Tensor, task: int) -> Tensor:
         if not 0 <= task < len(self.tasks):

@@ -76,21 +76,28 @@ def own_bytes() -> int:
 
 def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float) -> float:
     presented = stream.as_one_task() if learner.joint_stream else stream
-    batches = [presented.batches(task, seed=config.seed) for task in range(len(presented.tasks))]
+    batches = [presented.batches(part, seed=config.seed) for part in range(presented.parts)]
 
-    def observe(task: int, rows: Tensor, *, train: bool) -> None:
+    def observe(part: int, rows: Tensor, *, train: bool) -> None:
+        task = presented.task_of(part)
         losses = learner.observe(stream.x_train[rows], stream.y_train[rows], task, index=rows, train=train)
         for value in (losses or {}).values():
             float(value)
 
-    def fill(task: int, rows: list[Tensor]) -> None:
-        for part in rows[:_STORED]:
-            observe(task, part, train=False)
-
-    if config.train_on == "final_memory":
-        for task, rows in enumerate(batches):
+    def begin(part: int) -> None:
+        task = presented.task_of(part)
+        if learner.task != task:
             learner.begin_task(task, presented.tasks[task])
-            fill(task, rows)
+
+    def fill(part: int) -> None:
+        begin(part)
+        for rows in batches[part][:_STORED]:
+            observe(part, rows, train=False)
+
+    last = len(batches) - 1
+    if config.train_on == "final_memory":
+        for part in range(len(batches)):
+            fill(part)
         slots = torch.arange(min(learner.memory.filled, config.options.buffer_batch), device=learner.device)
 
         def rehearse() -> None:
@@ -98,42 +105,45 @@ def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float
                 float(value)
 
         times = _timed([rehearse] * 100, budget)
-        images = sum(len(presented.train_rows(task)) for task in range(len(presented.tasks)))
+        images = sum(map(presented.count_images, range(presented.parts)))
         return config.epochs * -(-min(config.memory, images) // config.options.buffer_batch) * _steady(times)
 
     early: list[float] = []
     ends: list[float] = []  # of tasks: a review, or what else the method does there
     done = 0.0
-    for task, rows in enumerate(batches):
-        learner.begin_task(task, presented.tasks[task])
-        steps = [lambda part=part, task=task: observe(task, part, train=True) for part in rows]
+    for part, batches_of_part in enumerate(batches):
+        begin(part)
+        steps = [lambda rows=rows, part=part: observe(part, rows, train=True) for rows in batches_of_part]
         times = _timed(steps, budget / 2 - done)
         early += times
         done += sum(times)
-        if len(times) < len(rows):
+        if len(times) < len(batches_of_part):
             break
-        ends += _timed([learner.end_task], 0)
+        if presented.borders or part == last:
+            ends += _timed([learner.end_task], 0)
     else:
         return config.epochs * done + sum(ends)
-    last = len(batches) - 1
-    for skipped in range(task + 1, last + 1):
-        if skipped == last:
-            ends = _timed([learner.end_task], 0)
-        learner.data.ended = True  # the ends of the others are left out
-        learner.begin_task(skipped, presented.tasks[skipped])
-        fill(skipped, batches[skipped])
-    late = _timed([lambda part=part: observe(last, part, train=True) for part in batches[last]], budget / 2) or early
+    for skipped in range(part + 1, last + 1):
+        if presented.borders:
+            if skipped == last:
+                ends = _timed([learner.end_task], 0)
+            learner.data.ended = True  # the ends of the others are left out
+        fill(skipped)
+    late = _timed([lambda rows=rows: observe(last, rows, train=True) for rows in batches[last]], budget / 2) or early
     ends = ends or _timed([learner.end_task], 0)
     first, final = _steady(early), _steady(late)
-    seconds = sum(len(rows) * (first + (final - first) * task / max(last, 1)) for task, rows in enumerate(batches))
-    return config.epochs * seconds + len(batches) * ends[-1]
+    seconds = sum(len(rows) * (first + (final - first) * part / max(last, 1)) for part, rows in enumerate(batches))
+    return config.epochs * seconds + len(presented.tasks) * ends[-1]
 
 
 def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
     """Seconds of all evaluations: before training, and of memory and tests after every task."""
     images = stream.x_test[: learner.evaluation_batch]
     times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
+    # Without borders, as if the classes came evenly.
     tested = [len(stream.test_rows(task)) for task in range(len(stream.tasks))]
+    if not stream.borders:
+        tested = [tested[0] / stream.parts] * stream.parts
     stored = min(config.memory, len(stream.x_train))
     everything = sum(tested) + stored
     if config.train_on == "final_memory" or learner.joint_stream:
@@ -141,7 +151,7 @@ def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
     else:
         total = sum(sum(tested[: task + 1]) + stored for task in range(len(tested))) + everything
     if config.evaluate_every is not None:
-        batches = config.epochs * sum(map(stream.count_batches, range(len(stream.tasks))))
+        batches = config.epochs * sum(map(stream.count_batches, range(stream.parts)))
         means = stored if config.anytime_stored is None else min(stored, config.anytime_stored * stream.classes)
         total += batches // config.evaluate_every * (min(sum(tested), config.anytime_images) + means)
     return total * min(times) / len(images)

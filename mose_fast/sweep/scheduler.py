@@ -19,7 +19,7 @@ import torch
 from mose_fast import streams
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.device import available_bytes
-from mose_fast.methods import check_room
+from mose_fast.methods import check_room, find_method
 from mose_fast.output import guarded_output
 from mose_fast.settings import dotted
 from mose_fast.signals import stop_request
@@ -179,16 +179,21 @@ def with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
 
     Raises:
         StreamError: There is no such stream.
-        ConfigError: A run does not fit into the memory of this machine.
+        ConfigError: A run does not fit into the memory of this machine, or its method needs task
+            boundaries and the stream has none.
     """
     data = {}
     configs = [cell.config for cell in cells]
     for settings, evaluate_on in {(config.stream, config.evaluate_on) for config in configs}:
         stream = streams.create(settings, evaluate_on=evaluate_on)
         data[settings, evaluate_on] = stream.fingerprint
-        # The machines of a cluster may have more memory than this one.
         for config in configs:
-            if (config.stream, config.evaluate_on) == (settings, evaluate_on) and place.engine == "local":
+            if (config.stream, config.evaluate_on) != (settings, evaluate_on):
+                continue
+            if stream.no_boundaries and config.train_on == "stream":
+                find_method(config.method).check_boundaries(config, stream.no_boundaries)
+            # The machines of a cluster may have more memory than this one.
+            if place.engine == "local":
                 check_room(config, stream.image_size, stream.classes)
 
     def with_fingerprint(config: RunConfig) -> RunConfig:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from mose_fast import evaluate
 from mose_fast.config import ConfigError, RunConfig, current_names, upgraded
+from mose_fast.streams.kinds import Kind
 from mose_fast.train.files import RunError, RunFolder
 from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of, read_results
 
@@ -33,8 +34,15 @@ __all__ = ["COLUMNS", "STORE", "RunDamaged", "Store", "collect", "find_runs", "r
 STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
-#: options of MOSE, format 3 no ``evaluate_on`` and ``validation``; readers refuse others.
-FORMAT = 4
+#: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
+#: ``kind_seed``; readers refuse others.
+FORMAT = 5
+
+# Columns that earlier formats lack, by the first format that has them.
+_ADDED = {
+    4: ("evaluate_on TEXT NOT NULL DEFAULT 'test'", "validation REAL"),
+    5: ("kind TEXT NOT NULL DEFAULT 'tasks'", "kind_seed INTEGER NOT NULL DEFAULT 0"),
+}
 
 
 class Column(NamedTuple):
@@ -87,6 +95,8 @@ COLUMNS: dict[str, Column] = {
     "validation": Column(
         float | None, "share of training images held out, None: none", "config.stream.validation", compared="problem"
     ),
+    "kind": Column(str, "kind of the stream, with its settings", compared="problem"),
+    "kind_seed": Column(int, "seed of the stream's kind, 0 for tasks", "config.stream.kind_seed", compared="protocol"),
     "batch": Column(int, "number of incoming images per step", "config.stream.batch", compared="protocol"),
     "class_order": Column(str, "order of classes", compared="protocol"),
     "class_order_seed": Column(int | None, "seed of the class order, None: natural", "config.stream.class_order_seed"),
@@ -236,6 +246,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "setting": setting_id(config),
         "changes_from_preset": dict(sorted(results["changes_from_preset"].items())),
         "tasks": len(results["tasks"]),
+        "kind": str(Kind.of(config.stream)),
         "mirrored": int(results["resolved"]["mirror"]),
         "precision": precision_of(results),
         "metrics": metrics,
@@ -420,7 +431,7 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _upgrade(database: sqlite3.Connection, path: Path) -> None:
-    """Brings a table of format 2 or 3 into the current one.
+    """Brings a table of an earlier format from 2 on into the current one.
 
     Raises:
         RunError: The table has another format.
@@ -428,13 +439,14 @@ def _upgrade(database: sqlite3.Connection, path: Path) -> None:
     found = database.execute("PRAGMA user_version").fetchone()[0]
     if found == FORMAT:
         return
-    if found not in (2, 3):
+    if not 2 <= found < FORMAT:
         raise RunError(
             f"the table of runs {path} has format {found}; wanted {FORMAT}. Rebuild it with: mose-fast collect"
             f" {path.parent}"
         )
-    database.execute("ALTER TABLE runs ADD COLUMN evaluate_on TEXT NOT NULL DEFAULT 'test'")
-    database.execute("ALTER TABLE runs ADD COLUMN validation REAL")
+    for number, columns in _ADDED.items():
+        for column in columns if found < number else ():
+            database.execute(f"ALTER TABLE runs ADD COLUMN {column}")
     for row, text, changes in database.execute("SELECT rowid, config, changes FROM runs").fetchall():
         config = RunConfig.from_dict(upgraded(json.loads(text)))
         changes = json.dumps(current_names(json.loads(changes), config.method), sort_keys=True)

@@ -61,7 +61,7 @@ class _Report(Listener):
         self.last = 0.0
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
-        self.tasks, self.batches, self.main = len(stream.tasks), batches, learner.resolve_expert()
+        self.tasks, self.batches, self.main = stream.parts, batches, learner.resolve_expert()
         self.emit({"event": "progress", "batch": batch, "batches": batches, "view": self.main})
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:

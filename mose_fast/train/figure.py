@@ -19,14 +19,17 @@ _MARKERS = "osD^vP*X"
 
 def accuracy_figure(results: dict[str, Any]) -> bytes:
     """Draws, as a PNG, the mean accuracy over the tasks seen so far against the tasks, for every
-    expert and their mean, with one panel for each classifier.
+    expert and their mean, with one panel for each classifier. Without borders, it is the accuracy
+    on the classes seen against the images seen.
 
     Args:
         results: The results of :func:`mose_fast.train.results.build_results`.
     """
     config = results["config"]
+    kind = config["stream"]["kind"]
     title = (
-        f"{config['method']} ({config['preset']}) on {config['stream']['name']}, "
+        f"{config['method']} ({config['preset']}) on {config['stream']['name']}"
+        f"{'' if kind == 'tasks' else f' ({kind})'}, "
         f"M = {config['memory']}, width {config['width']}, seed {config['seed']}, {config['evaluate_on']} images"
     )
     with lettering([title]):
@@ -38,7 +41,8 @@ def _drawn(results: dict[str, Any], title: str) -> bytes:
     from matplotlib.figure import Figure
 
     evaluated = results["evaluated_after"]
-    ticks = np.array(evaluated) + 1
+    points = results["evaluation_points"]
+    ticks = np.array(evaluated) + 1 if points is None else np.array(points["images_seen"])
     figure = Figure(figsize=(10.2, 3.8), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, (classifier, panel) in zip(axes, (("ncm", "nearest class mean"), ("linear", "linear")), strict=True):
@@ -54,17 +58,17 @@ def _drawn(results: dict[str, Any], title: str) -> bytes:
                 markersize=4,
                 linewidth=1.5,
             )
-        seen = np.cumsum([len(t) for t in results["tasks"]])[evaluated]
-        axis.plot(ticks, 100 / seen, color="0.6", linewidth=1, linestyle=":", label="chance")
-        axis.set(title=panel, xlabel="tasks seen")
-        if len(ticks) <= 20:
+        seen = np.cumsum([len(t) for t in results["tasks"]])[evaluated] if points is None else points["classes_seen"]
+        axis.plot(ticks, 100 / np.array(seen), color="0.6", linewidth=1, linestyle=":", label="chance")
+        axis.set(title=panel, xlabel="tasks seen" if points is None else "images seen")
+        if len(ticks) <= 20 and points is None:
             axis.set_xticks(ticks)
         axis.grid(alpha=0.3, linewidth=0.5)
     # The axis begins at 0 and leaves room above the highest curve, which may be low (100 classes,
     # a small network).
     highest = max(axis.dataLim.ymax for axis in axes)
     axes[0].set_ylim(0, min(100, 1.1 * highest) if highest > 0 else 100)
-    axes[0].set_ylabel("accuracy on the tasks seen (%)")
+    axes[0].set_ylabel(f"accuracy on the {'tasks' if points is None else 'classes'} seen (%)")
     # The legend is beside the panels, since curves may run anywhere inside them.
     figure.legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="outside right center")
     figure.suptitle(title, fontsize=10)

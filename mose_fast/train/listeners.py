@@ -40,7 +40,7 @@ class Listener:
         """
 
     def on_task_start(self, task: int) -> None:
-        """The next batch is the first of a task."""
+        """The next batch is the first of a task, or of a part of a stream without borders."""
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         """Batch number ``batch`` (from 1) is done; ``losses`` is None if nothing was trained.
@@ -67,7 +67,9 @@ class Listener:
         """
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
-        """A task is over; ``accuracy`` is None if it was not evaluated."""
+        """A task, or a part of a stream without borders, is over; ``accuracy`` is None if it was
+        not evaluated.
+        """
 
     def on_end(self, results: dict[str, Any]) -> None:
         """The run is over; its files are written."""
@@ -96,6 +98,7 @@ class TensorBoard(Listener):
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
+        self._borders = stream.borders
         with self._or_give_up():
             self.folder.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{time.time_ns() / 1e9:.9f}.{socket.gethostname()}.{os.getpid()}"
@@ -122,7 +125,8 @@ class TensorBoard(Listener):
         for classifier, experts in accuracy.test.items():
             for expert, row in experts.items():
                 self._add(f"accuracy_{classifier}/{expert}", sum(row) / len(row), batch)
-                self._add(f"new_task_accuracy_{classifier}/{expert}", row[-1], batch)
+                if self._borders:
+                    self._add(f"new_task_accuracy_{classifier}/{expert}", row[-1], batch)
 
     def close(self) -> None:
         if self._writer is not None:

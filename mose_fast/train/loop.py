@@ -61,9 +61,9 @@ class Loop:
         clock: The run's clock.
 
     Attributes:
-        position: The next batch: task, epoch and number within the epoch; ``done`` counts batches
-            over the whole run. After the tasks of the stream, training on the final memory is one
-            more task.
+        position: The next batch: ``task`` (the part of the stream), epoch and number within the
+            epoch; ``done`` counts batches over the whole run. After the parts of the stream,
+            training on the final memory is one more.
         records: The results of all evaluations so far, and how often the run was resumed.
     """
 
@@ -85,6 +85,8 @@ class Loop:
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
         self.records |= {"confusion": [], "confusion_by_class": [], "anytime": None}
+        points = None if stream.borders else {"images_seen": [], "classes_seen": []}
+        self.records["evaluation_points"] = points
         self.sample = None
         if config.evaluate_every is not None:
             self.sample = AnytimeSample(config, self.stream)
@@ -101,13 +103,14 @@ class Loop:
         try:
             with stop_request() as stop, _deterministic(self.config.deterministic), own_stream(self.learner.device):
                 self._notify("on_start", self.config, self.stream, self.learner, self.position["done"], self._count())
-                tasks = len(self.presented.tasks)
-                for task in range(self.position["task"], tasks + int(self.joint)):
-                    self._notify("on_task_start", task)
-                    if task < tasks and self.learner.task != task:
+                parts = self.presented.parts
+                for part in range(self.position["task"], parts + int(self.joint)):
+                    self._notify("on_task_start", part)
+                    task = self.presented.task_of(part)
+                    if part < parts and self.learner.task != task:
                         self.learner.begin_task(task, self.presented.tasks[task])
-                    self._train(task, stop)
-                    self._finish_task(task, stop)
+                    self._train(part, stop)
+                    self._finish_part(part, stop)
                 return self._finish()
         finally:
             self.pipeline.close()
@@ -117,19 +120,20 @@ class Loop:
 
     # Batches
 
-    def _train(self, task: int, stop: StopRequest) -> None:
-        """Learns from the remaining batches of a task."""
-        rehearsing = task == len(self.presented.tasks)
+    def _train(self, part: int, stop: StopRequest) -> None:
+        """Learns from the remaining batches of a part of the stream."""
+        rehearsing = part == self.presented.parts
         for epoch in range(self.position["epoch"], self.config.epochs if rehearsing or not self.joint else 1):
             if rehearsing:
                 batches = self._rehearsed(epoch)[self.position["batch"] :]
             else:
-                rows = self.presented.batches(task, seed=self.config.seed, epoch=epoch)[self.position["batch"] :]
+                rows = self.presented.batches(part, seed=self.config.seed, epoch=epoch)[self.position["batch"] :]
+                task = self.presented.task_of(part)
                 batches = incoming(self.stream, task, rows, train=not self.joint, store=epoch == 0)
             every, evaluate_every = self.config.checkpoint_every, self.config.evaluate_every
             while batches:
                 if evaluate_every is not None and self.position["done"] % evaluate_every == 0:
-                    self._evaluate_between(task, stop)
+                    self._evaluate_between(part, stop)
                 # No plan is made beyond a checkpoint or an evaluation.
                 ends = [n - self.position["done"] % n for n in (every, evaluate_every) if n is not None]
                 count = min([len(batches), *ends])
@@ -188,8 +192,8 @@ class Loop:
 
     # Evaluations
 
-    def _evaluate_between(self, task: int, stop: StopRequest) -> None:
-        """Evaluates on the sample before the next batch of a task, unless the end of the task
+    def _evaluate_between(self, part: int, stop: StopRequest) -> None:
+        """Evaluates on the sample before the next batch of a part, unless the end of the part
         before, or the run before it was resumed, has done it.
         """
         if self.position["done"] in (0, *self.records["anytime"]["batch"][-1:]):
@@ -197,18 +201,15 @@ class Loop:
         self.pipeline.ring.synchronise()
         with self._stoppable(stop), self.clock.timed("evaluate"):
             accuracy = self.sample.evaluate(self.learner)
-        self._add_point(accuracy, task, ends_task=False)
+        self._add_point(accuracy, part, ends_task=False)
 
-    def _add_point(self, accuracy: dict[str, dict[str, float]], task: int, *, ends_task: bool) -> None:
+    def _add_point(self, accuracy: dict[str, dict[str, float]], part: int, *, ends_task: bool) -> None:
         """Adds a point to the curve of the accuracy at any time."""
-        position, stream = self.position, self.presented
-        passes = [self.config.epochs * len(stream.train_rows(earlier)) for earlier in range(task)]
-        passes += [position["epoch"] * len(stream.train_rows(task)), stream.count_images(task, position["batch"])]
         point = {
-            "batch": position["done"],
-            "images_seen": sum(passes),
+            "batch": self.position["done"],
+            "images_seen": self._images_seen(part),
             "classes_seen": len(self.learner.seen),
-            "task": task,
+            "task": part,
             "ends_task": ends_task,
         }
         curve = self.records["anytime"]
@@ -217,18 +218,24 @@ class Loop:
         for classifier, experts in accuracy.items():
             for expert, value in experts.items():
                 curve["accuracy"].setdefault(classifier, {}).setdefault(expert, []).append(value)
-        self._notify("on_evaluation", position["done"], point["images_seen"], accuracy)
+        self._notify("on_evaluation", point["batch"], point["images_seen"], accuracy)
 
-    def _finish_task(self, task: int, stop: StopRequest) -> None:
-        """Ends a task and evaluates after it."""
+    def _images_seen(self, part: int) -> int:
+        """Images that have arrived at the present position in a part, each pass counted."""
+        position, stream = self.position, self.presented
+        passes = [self.config.epochs * stream.count_images(earlier) for earlier in range(part)]
+        return sum(passes, position["epoch"] * stream.count_images(part) + stream.count_images(part, position["batch"]))
+
+    def _finish_part(self, part: int, stop: StopRequest) -> None:
+        """Ends the task, if a part of the stream is one or the last of one, and evaluates."""
         accuracy = None
-        last = len(self.presented.tasks) - 1
+        last = self.presented.parts - 1
         self.pipeline.ring.synchronise()
         with self._stoppable(stop):
-            if task <= last:
+            if part == last or (part < last and self.presented.borders):
                 self.learner.end_task()
-            if task > last or not self.joint:
-                seen = len(self.stream.tasks) - 1 if self.learner.joint_stream else min(task, last)
+            if part > last or not self.joint:
+                seen = self.stream.parts - 1 if self.learner.joint_stream else min(part, last)
                 with self.clock.timed("train"):
                     self.learner.prepare_evaluation()
                 with self.clock.timed("evaluate"):
@@ -236,11 +243,15 @@ class Loop:
                     accuracy = evaluate_learner(self.learner, self.stream, seen, sample=sample)
         if accuracy is not None:
             self._record(accuracy, seen)
+            if not self.stream.borders:
+                points = self.records["evaluation_points"]
+                points["images_seen"].append(sum(map(self.presented.count_images, range(min(part, last) + 1))))
+                points["classes_seen"].append(len(self.learner.seen))
             if accuracy.sample is not None:
-                self._add_point(accuracy.sample, task, ends_task=True)
-        self.position |= {"task": task + 1, "epoch": 0, "batch": 0}
+                self._add_point(accuracy.sample, part, ends_task=True)
+        self.position |= {"task": part + 1, "epoch": 0, "batch": 0}
         self._save()
-        self._notify("on_task_end", task, self.position["done"], accuracy)
+        self._notify("on_task_end", part, self.position["done"], accuracy)
 
     def _record(self, accuracy: TaskAccuracy, seen: int) -> None:
         """Adds an evaluation to the records and the table."""
@@ -308,16 +319,15 @@ class Loop:
         with warnings.catch_warnings():
             # The trained learner has already warned about the same memory.
             warnings.filterwarnings("ignore", message=".* no sample in the memory")
-            return evaluate_learner(untrained, self.stream, len(self.stream.tasks) - 1, prepare=False).test
+            return evaluate_learner(untrained, self.stream, self.stream.parts - 1, prepare=False).test
 
     def _count(self) -> int:
         """Number of batches of the whole run."""
-        stream = sum(map(self.presented.count_batches, range(len(self.presented.tasks))))
+        parts = range(self.presented.parts)
+        stream = sum(map(self.presented.count_batches, parts))
         if not self.joint:
             return stream * self.config.epochs
-        filled = min(
-            self.config.memory, sum(len(self.presented.train_rows(task)) for task in range(len(self.presented.tasks)))
-        )
+        filled = min(self.config.memory, sum(map(self.presented.count_images, parts)))
         return stream + self.config.epochs * -(-filled // self.config.options.buffer_batch)
 
     # Checkpoints

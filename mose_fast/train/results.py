@@ -69,7 +69,11 @@ def read_results(text: str | bytes) -> Any:
         config = upgraded(results["config"])
         changes = current_names(results["changes_from_preset"], config["method"])
         results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
-    return {"held_out": None, "anytime": None, **results} if isinstance(results, dict) else results
+    return (
+        {"held_out": None, "anytime": None, "evaluation_points": None, **results}
+        if isinstance(results, dict)
+        else results
+    )
 
 
 def build_results(
@@ -82,6 +86,7 @@ def build_results(
     confusion_by_class: list[dict[str, int]],
     evaluated_after: list[int],
     anytime: dict[str, Any] | None,
+    evaluation_points: dict[str, Any] | None,
     untrained: dict[str, dict[str, list[float]]],
     resumed: int,
     clock: Clock,
@@ -97,19 +102,21 @@ def build_results(
         buffer: Accuracy on memory samples in the same form; None for a task without samples.
         confusion: Test images by task and predicted task, after the last evaluation.
         confusion_by_class: Test images by class and predicted class, without zeros.
-        evaluated_after: Tasks after which there was an evaluation, in order.
+        evaluated_after: Parts of the stream after which there was an evaluation, in order.
         anytime: The curve of the accuracy at any time: lists with an entry for each evaluation, and
             ``accuracy`` with such lists by classifier and expert; None: there was none.
+        evaluation_points: For a stream without borders, lists with an entry for each of them: the
+            images and the classes that had come; else None.
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
         resumed: How often the run was resumed.
         clock: The run's clock; it is read last.
     """
-    tasks = len(stream.tasks)
-    complete = evaluated_after == list(range(tasks))
+    tasks, parts = len(stream.tasks), stream.parts
+    complete = evaluated_after == list(range(parts))
 
-    def square(rows: list[list[float | None]], missing: float | None) -> list[list[float | None]]:
-        matrix: list[list[float | None]] = [[missing] * tasks for _ in range(tasks)]
+    def filled(rows: list[list[float | None]], missing: float | None) -> list[list[float | None]]:
+        matrix: list[list[float | None]] = [[missing] * tasks for _ in range(parts)]
         for after, row in zip(evaluated_after, rows, strict=True):
             matrix[after][: len(row)] = row
         return matrix
@@ -117,8 +124,8 @@ def build_results(
     def over_all(function: Any, matrices: dict[str, dict[str, list]]) -> dict[str, dict[str, Any]]:
         return {c: {e: function(m) for e, m in experts.items()} for c, experts in matrices.items()}
 
-    accuracy = over_all(lambda rows: square(rows, 0.0), test)
-    buffer_accuracy = over_all(lambda rows: square(rows, None), buffer)
+    accuracy = over_all(lambda rows: filled(rows, 0.0), test)
+    buffer_accuracy = over_all(lambda rows: filled(rows, None), buffer)
     bof = {
         c: {
             e: [
@@ -132,9 +139,13 @@ def build_results(
 
     images = [len(stream.test_rows(task)) for task in range(tasks)]
 
-    def over_time(function: Any) -> dict[str, dict[str, Any]]:
-        """A metric that needs an evaluation after every task; null if there was none."""
-        return over_all(function if complete else lambda _: None, accuracy)
+    def over_time(function: Any, defined: bool = True) -> dict[str, dict[str, Any]]:
+        """A metric that needs an evaluation after every part; null if there was none."""
+        return over_all(function if complete and defined else lambda _: None, accuracy)
+
+    def of_tasks(function: Any) -> dict[str, dict[str, Any]]:
+        """A metric that needs one after every task; null also in a stream without borders."""
+        return over_time(function, stream.borders)
 
     if anytime is not None:
         anytime = {**anytime, "average": over_all(lambda values: float(np.mean(values)), anytime["accuracy"])}
@@ -185,12 +196,13 @@ def build_results(
         "confusion_by_class": confusion_by_class,
         "acc": over_all(evaluate.average_accuracy, accuracy),
         "sample_acc": over_all(lambda matrix: float(np.average(matrix[-1], weights=images)), accuracy),
-        "af_paper": over_time(evaluate.forgetting_paper),
-        "af_released": over_time(evaluate.forgetting_released),
-        "bwt": over_time(evaluate.backward_transfer),
+        "af_paper": of_tasks(evaluate.forgetting_paper),
+        "af_released": of_tasks(evaluate.forgetting_released),
+        "bwt": of_tasks(evaluate.backward_transfer),
         "average_anytime_accuracy": over_time(evaluate.average_anytime_accuracy),
-        "new_task_accuracy": over_time(lambda m: evaluate.new_task_accuracy(m).tolist()),
+        "new_task_accuracy": of_tasks(lambda m: evaluate.new_task_accuracy(m).tolist()),
         "anytime": anytime,
+        "evaluation_points": evaluation_points,
         "untrained": {"accuracy": untrained, "acc": over_all(lambda row: float(np.mean(row)), untrained)},
         "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
         "macs": {"trained": trained.macs, "deployed": deployed.macs},

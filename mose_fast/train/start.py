@@ -89,8 +89,9 @@ def run(
     learner = _learner(config, stream)
     warn_of_other_protocol(config)
     _warn_of_memory(config, stream)
-    if (learner.joint_stream or len(stream.tasks) == 1) and config.train_on == "stream":
-        learner.expect_boundaries("the stream is presented as one" if learner.joint_stream else "the stream has one")
+    found = "the stream is presented as one" if learner.joint_stream else stream.no_boundaries
+    if found and config.train_on == "stream":
+        learner.expect_boundaries(found)
     if out is None:
         return Loop(config, stream, learner, None, listeners, clock).run()
     folder = RunFolder(out)
@@ -153,6 +154,8 @@ def _described(stream: Stream) -> dict[str, Any]:
     described = {"name": stream.name, "batch": stream.batch}
     if stream.held_out is not None:
         described |= {"validation": stream.held_out.share, "validation_seed": stream.held_out.seed}
+    if stream.kind is not None:
+        described |= dataclasses.asdict(stream.kind)
     return described
 
 
@@ -185,7 +188,7 @@ def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
     """Warns of a memory that is thin for the stream's classes, or that holds all of the stream, so
     that nothing need be forgotten.
     """
-    images = sum(len(stream.train_rows(task)) for task in range(len(stream.tasks)))
+    images = sum(map(stream.count_images, range(stream.parts)))
     if config.memory < 2 * stream.classes:
         text = (
             f"fewer than two for each of the {stream.classes} classes: some may have no sample, and then no class mean"

@@ -49,6 +49,7 @@ class WeightsAndBiases(Listener):
         self._run: Any = None
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        self._borders = stream.borders
         folder = self.folder.absolute()
         mode = os.environ.get("WANDB_MODE") or ("online" if self._has_key() else "offline")
 
@@ -79,7 +80,8 @@ class WeightsAndBiases(Listener):
             for classifier, experts in accuracy.test.items():
                 for expert, row in experts.items():
                     values[f"accuracy_{classifier}/{expert}"] = sum(row) / len(row)
-                    values[f"new_task_accuracy_{classifier}/{expert}"] = row[-1]
+                    if self._borders:
+                        values[f"new_task_accuracy_{classifier}/{expert}"] = row[-1]
             self._log(values, batch)
 
     def on_end(self, results: dict[str, Any]) -> None:

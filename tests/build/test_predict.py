@@ -9,6 +9,7 @@ from build_tools.predict import (
     BYTES_RATE,
     CACHE,
     CONVOLUTIONS,
+    EARLY,
     ISSUE_RATE,
     LAUNCH,
     MEMORY,
@@ -34,10 +35,10 @@ def alone(launch: Launch, code: Kernel):
 
 
 def test_a_record():
-    text = "torch mm 100 2000\nPN4shim8InstanceIXadL_ZN2mf1kEvEEEE 2 3 1 128 64 1000 0 1 5 6 7.5\n"
+    text = "torch mm 100 2000\nPN4shim8InstanceIXadL_ZN2mf1kEvEEEE 2 3 1 128 64 1000 0 1 5 6 7.5 1\n"
     first, second = parse_record(text)
     assert first == Launch("torch mm", bytes=100, operations=2000)
-    assert second[1:] == (6, 128, 64, 1000.0, 0.0, 1, 5.0, 6.0, 7.5, 0.0, 0, ())
+    assert second[1:] == (6, 128, 64, 1000.0, 0.0, 1, 5.0, 6.0, 7.5, True, 0.0, 0, ())
 
 
 def test_streams_and_waits_of_a_record():
@@ -81,6 +82,9 @@ def test_work_adds_up_whatever_the_streams():
 def test_bytes_bind_a_copy():
     row = alone(Launch("copy", blocks=1056, threads=256, bytes=1e9), COPY)
     assert row.seconds == pytest.approx(1e9 / BYTES_RATE + LAUNCH)
+    assert alone(Launch("copy", blocks=1056, threads=256, bytes=1e9, early=True), COPY).seconds == pytest.approx(
+        row.seconds - LAUNCH + EARLY
+    )
     assert row.binds == "bytes"
     assert row.copy_share == pytest.approx(0.8, rel=0.02)
     assert row.instructions == pytest.approx(1e9 / 128 / 32 * 16 + 1056 * 8 * 100)

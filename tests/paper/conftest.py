@@ -131,12 +131,13 @@ def template():
 def store(template):
     """A function that writes the folders of made-up runs of ten tasks.
 
-    ``store(folder, cells, accuracy)``: ``accuracy(config, classifier, expert)`` gives the accuracy
-    matrix, [10, 10] with zeros above the diagonal, of an expert from 1; on samples in the memory
-    the accuracy is 1. The mean of the experts has the mean of their matrices.
+    ``store(folder, cells, accuracy, seconds=...)``: ``accuracy(config, classifier, expert)`` gives
+    the accuracy matrix, [10, 10] with zeros above the diagonal, of an expert from 1; on samples in
+    the memory the accuracy is 1. The mean of the experts has the mean of their matrices.
+    ``seconds(config)`` is the time of a run, a minute if it is not given.
     """
 
-    def write(folder, cells, accuracy):
+    def write(folder, cells, accuracy, seconds=lambda config: 60.0):
         for cell in cells:
             config = cell.config
             results = copy.deepcopy(template)
@@ -165,6 +166,7 @@ def store(template):
                 }
                 for name, metric in found.items():
                     results[name][classifier] = {e: metric(m) for e, m in matrices.items()}
+            results["seconds"]["total"] = seconds(config)
             results["untrained"]["acc"], results["resolved"]["expert"] = results["acc"], names[-1]
             path = folder.run(cell.name)
             path.mkdir(parents=True)

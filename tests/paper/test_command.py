@@ -185,6 +185,10 @@ def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
         (["taskwise", "--set", "rotations=1"], "options.rotations is set, but no run of taskwise has this setting"),
         (["taskwise", "--set", "seed=3"], "seed is set to 3"),
         (
+            ["taskwise", "--set", "stream.kind=blurry"],
+            "stream.kind is 'blurry', but the numbers of the paper's taskwise are by task; wanted a kind with borders",
+        ),
+        (
             ["taskwise", "--set", "evaluate_on=validation", "--validation", "0.1"],
             "evaluate_on is 'validation', but the numbers of the paper's taskwise are of test images; wanted 'test'",
         ),

@@ -1,5 +1,6 @@
 """The figures: what is drawn, against values worked out by hand."""
 
+import itertools
 import re
 
 import numpy as np
@@ -11,6 +12,7 @@ from mose_fast.paper.figures import KINDS, PRINT_STYLE, draw, write_figures
 from mose_fast.paper.measure import measure
 from mose_fast.paper.plan import Plan
 from mose_fast.paper.tables import TABLES, describe
+from mose_fast.report.published import numbers
 from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.folder import SweepFolder
 
@@ -28,13 +30,18 @@ def accuracy(config, classifier, expert):
     return np.tril(base - 0.02 * (after - task) - 0.05 * (classifier == "linear"))
 
 
+def seconds(config):
+    """Between seeds a minute apart; ER takes ten minutes, the longer a method's name the longer."""
+    return 60 * (8 + len(config.method) + config.seed - 1)
+
+
 @pytest.fixture
 def runs(store, tmp_path):
     """A function from a table's name to its plan and the folder with its made-up runs."""
 
     def make(name, seeds=(0, 1, 2), without=lambda config: False):
         plan, folder = Plan(name, seeds), SweepFolder(tmp_path / name)
-        store(folder, [cell for cell in plan.cells if not without(cell.config)], accuracy)
+        store(folder, [cell for cell in plan.cells if not without(cell.config)], accuracy, seconds)
         return plan, folder
 
     return make
@@ -60,6 +67,15 @@ def lines(axis):
         line.get_label(): list(zip(*line.get_data(), strict=True))
         for line in axis.lines
         if not line.get_label().startswith("_") and len(line.get_xdata())
+    }
+
+
+def marks(axis):
+    """The paper's numbers in a panel, by colour, as lists of points."""
+    return {
+        line.get_markeredgecolor(): list(zip(*line.get_data(), strict=True))
+        for line in axis.lines
+        if line.get_markerfacecolor() == "none" and len(line.get_xdata())
     }
 
 
@@ -127,7 +143,119 @@ def test_number_of_experts(runs):
     assert looks == [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in af.lines[:4]]
 
 
-@pytest.mark.parametrize("name", DRAWN)
+def test_students(runs):
+    plan, folder = runs("student")
+    average, final = drawn(plan, folder, 0), drawn(plan, folder, 1)
+    assert [axis.get_title() for axis in average.axes] == [
+        f"({letter}) {who}, M = {size}"
+        for letter, (who, size) in zip("abcdef", itertools.product(("student", "MOE"), ("1k", "2k", "5k")), strict=True)
+    ]
+    for column, memory in enumerate((1000, 2000, 5000)):
+        base = 50 + 1 + 1 + memory / 1000
+        for expert in range(1, 5):
+            # After task t, its tasks are (t - 1) / 2 tasks old on average; the last ten at the end.
+            so_far = [(t, pytest.approx(base + 2 * expert - (t - 1))) for t in range(1, 11)]
+            at_end = [(t, pytest.approx(base + 2 * expert - 2 * (10 - t))) for t in range(1, 11)]
+            assert lines(average.axes[column])[f"E{expert}"] == so_far
+            assert lines(final.axes[column])[f"E{expert}"] == at_end
+        # The mean of four experts is 2.5 times the step above the base, whoever the student is.
+        for points in lines(average.axes[3 + column]).values():
+            assert points == [(t, pytest.approx(base + 5 - (t - 1))) for t in range(1, 11)]
+    assert [axis.get_ylabel() for axis in final.axes] == ["final accuracy (%)", "", ""] * 2
+    assert len({axis.get_ylim() for axis in final.axes}) == 1
+    assert "the paper" in texts(average) and "the paper" in texts(final)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "first", "label"),
+    [("student", 1, 0, "tab:rsd_final"), ("augmentation", 0, 3, "tab:da_final"), ("classifier", 0, 3, "tab:ncm_final")],
+)
+def test_marks_are_the_papers_numbers(runs, name, number, first, label):
+    plan, folder = runs(name, seeds=[0])
+    final = drawn(plan, folder, number)
+    average = drawn(plan, folder, 0)
+    for column, memory in enumerate((1000, 2000, 5000)):
+        axis, theirs = final.axes[first + column], numbers(label, memory)
+        colours = {line.get_label(): line.get_color() for line in axis.lines if line.get_label() in theirs}
+        assert list(colours) == list(theirs)
+        assert marks(axis) == {
+            colours[row]: [(t, cells[str(t)].mean) for t in range(1, 11)] for row, cells in theirs.items()
+        }
+        # The average after the last task is the average that the table prints.
+        assert marks(average.axes[column]) == {
+            colours[row]: [(10, cells["average"].mean)] for row, cells in theirs.items()
+        }
+    assert "the paper" in texts(final)
+
+
+def test_rows_of_augmentation_and_classifier(runs):
+    augmentation, classifier = drawn(*runs("augmentation")), drawn(*runs("classifier"))
+    assert list(lines(augmentation.axes[5])) == ["SCR w/o flip", "SimCLR w/o flip", "SCR", "SimCLR"]
+    # The fourth expert and the mean, 3 points lower; the linear classifier 5 points lower.
+    by_row = {row: points[-1] for row, points in lines(classifier.axes[5]).items()}
+    assert by_row == {
+        "linear": (10, pytest.approx(60)),
+        "NCM": (10, pytest.approx(65)),
+        "linear(MOE)": (10, pytest.approx(57)),
+        "NCM(MOE)": (10, pytest.approx(62)),
+    }
+    assert [lines(classifier.axes[2])[row][-1] for row in by_row] == [
+        (10, pytest.approx(y - 9)) for _, y in [(10, 60), (10, 65), (10, 57), (10, 62)]
+    ]
+
+
+def test_new_tasks_and_overfitting(runs):
+    plan, folder = runs("bof")
+    methods, new, old = (drawn(plan, folder, number) for number in range(3))
+    assert [axis.get_title() for axis in methods.axes] == ["(a) new task", "(b) old tasks"]
+    # New tasks: 50 + 1 for the seed + 1 for the epoch + 2 for each expert + 1 for M = 1k.
+    wanted = {"MOSE": 61, "ER + aug": 50, "SCR + aug": 55}
+    for row, value in wanted.items():
+        assert lines(methods.axes[0])[row] == [(t, pytest.approx(value)) for t in range(1, 11)]
+    after_two = {row: np.mean([100 / (value - 2 + s) - 1 for s in (-1, 0, 1)]) for row, value in wanted.items()}
+    assert {row: points[0] for row, points in lines(methods.axes[1]).items()} == {
+        row: (2, pytest.approx(value)) for row, value in after_two.items()
+    }
+    for figure in (new, old):
+        assert [axis.get_title() for axis in figure.axes] == [
+            f"({letter}) {rsd} RSD, M = {size}"
+            for letter, (rsd, size) in zip(
+                "abcdef", itertools.product(("without", "with"), ("1k", "2k", "5k")), strict=True
+            )
+        ]
+    assert lines(new.axes[2])["E3"] == [(t, pytest.approx(63)) for t in range(1, 11)]
+    assert [x for x, _ in lines(old.axes[4])["E1"]] == list(range(2, 11))
+
+
+def test_each_panel_has_the_runs_that_it_names(runs):
+    """The runs without RSD fail: the panels with RSD stay."""
+    plan, folder = runs("bof", without=lambda config: getattr(config.options, "distillation", None) == "off")
+    for number in (1, 2):
+        figure = drawn(plan, folder, number)
+        assert [len(lines(axis)) for axis in figure.axes] == [0, 0, 0, 4, 4, 4]
+        assert "Missing: E1, E2, E3, E4 in (a) to (c)." in texts(figure)
+
+
+def test_times(runs):
+    minutes, ratios = drawn(*runs("time")).axes
+    rows = [label.get_text() for label in minutes.get_yticklabels()]
+    assert (rows[0], rows[-1], len(rows)) == ("A-GEM", "MOSE", 19)
+    bars = {rows[round(bar.get_y() + bar.get_height() / 2)]: bar.get_width() for bar in minutes.patches}
+    assert bars["ER"] == pytest.approx(10) and bars["MOSE"] == pytest.approx(12) and bars["GDumb"] == pytest.approx(13)
+    (er,) = [line for line in minutes.lines if list(line.get_ydata()) == [rows.index("ER")] * 2]
+    assert er.get_xdata() == pytest.approx([10 - HALF, 10 + HALF])
+    bars = {rows[round(bar.get_y() + bar.get_height() / 2)]: bar.get_width() for bar in ratios.patches}
+    assert bars["MOSE"] == pytest.approx(np.mean([11 / 9, 12 / 10, 13 / 11]))
+    theirs = numbers("fig:training_time", "text")["MOSE"]
+    place = rows.index("MOSE")
+    assert (theirs["minutes"].mean, place) in marks(minutes)["black"]
+    assert (theirs["ratio"].mean, place) in marks(ratios)["black"]
+    assert (ratios.get_xlabel(), minutes.get_xlabel()) == ("times ER", "minutes")
+    colours = [bar.get_facecolor() for bar in minutes.patches]
+    assert colours[-1] not in colours[:-1] and len(set(colours[:-1])) == 1
+
+
+@pytest.mark.parametrize("name", ["experts", "student", "time"])  # one column, both, and bars
 def test_files_are_equal_for_equal_runs_and_of_print_size(name, runs):
     plan, folder = runs(name, seeds=[0, 1])
     written = write_figures(plan, folder, ())

@@ -11,11 +11,12 @@ import pytest
 from scipy import stats
 
 from mose_fast.cli import main
-from mose_fast.report.figures import figures
+from mose_fast.report.figures import Picture, figures
 from mose_fast.report.page import write_report
 from mose_fast.report.runs import group_runs, read_folders
 from mose_fast.report.statistics import IncomparableRuns
 from mose_fast.report.tables import tables
+from mose_fast.train import run
 from mose_fast.train.files import RunError
 
 
@@ -269,6 +270,52 @@ def test_test_and_validation_images_are_not_mixed(make, tmp_path, no_figures):
     text = write_report([tmp_path / "runs"], force=True)[0].read_text()
     assert "percent of test or validation images" in text
     assert "evaluate_on=validation" in text and "evaluate_on=test" in text
+
+
+def test_kinds_of_streams_are_not_mixed(make, tmp_path, no_figures):
+    """Nor one kind with other settings; settings of other kinds and the seed do not matter."""
+    make(0, stream={"kind": "imbalanced", "imbalance": 20.0})
+    make(1, stream={"kind": "imbalanced", "imbalance": 20.0, "blur": 0.3})
+    make(2, stream={"kind": "imbalanced", "imbalance": 20.0, "kind_seed": 1})
+    text = write_report([tmp_path / "runs"])[0].read_text()
+    assert "Report on digits, imbalanced (imbalance 20), test images" in text
+    assert "The seed of the stream&#x27;s kind differs: 0 (" in text
+    for stream in ({"kind": "imbalanced", "imbalance": 50.0}, {}):
+        make(0, stream=stream)
+        with pytest.raises(IncomparableRuns, match=r"the kind of the stream differs: .*imbalanced \(imbalance 20\) \("):
+            write_report([tmp_path / "runs"])
+    assert "kind=tasks" in write_report([tmp_path / "runs"], force=True)[0].read_text()
+
+
+def test_a_stream_without_borders_has_no_forgetting_and_no_tasks(tmp_path, monkeypatch, read_page):
+    drawn = {}
+
+    def keep(name, title, caption, figure):
+        drawn[name] = figure.axes[0], caption
+        return Picture(name, title, caption, b"", b"")
+
+    monkeypatch.setattr("mose_fast.report.figures._picture", keep)
+    stream = {"name": "digits", "limit_per_task": 20, "kind": "blurry"}
+    settings = {"stream": stream, "width": 1, "memory": 20, "buffer_batch": 8, "device": "cpu", "evaluate_every": 1}
+    found = [run(method="er", seed=seed, out=tmp_path / "runs" / str(seed), **settings) for seed in (0, 1)]
+    page = read_page(write_report([tmp_path / "runs"])[0])
+    (row,) = page.tables["main"][1:]
+    assert row == ["er table", "linear, expert 1", shown([r["acc"]["linear"]["1"] for r in found]), "-"]
+    heading, row = page.tables["estimates"]
+    cells = dict(zip(heading, row, strict=True))
+    assert cells["AF"] == cells["AF 95 % t"] == cells["AF released"] == "-"
+    assert cells["anytime (task ends)"] == shown([r["average_anytime_accuracy"]["linear"]["1"] for r in found])
+    assert [row[3] for row in page.tables["tasks"][1:]] == ["E1"]  # no "new"
+    assert not {"new-task-and-bof", "accuracy-matrix", "confusion"} & drawn.keys()
+    axis, caption = drawn["accuracy"]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("parts seen", "accuracy on the classes seen (%)")
+    assert caption.startswith(
+        "Accuracy on the classes seen so far, after each part of the stream, which has no borders"
+    )
+    (curve,) = axis.get_lines()  # no line of chance
+    mean = np.mean([[100 * row[0] for row in r["accuracy"]["linear"]["1"]] for r in found], axis=0)
+    assert curve.get_xdata().tolist() == [1, 2, 3, 4, 5] and curve.get_ydata() == pytest.approx(mean)
+    assert "vertical lines are ends of parts" in drawn["anytime"][1]
 
 
 def test_accuracy_at_any_time_is_drawn_with_the_ends_of_tasks(make, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from mose_fast.cli import main
 from mose_fast.config import RunConfig
 from mose_fast.sweep.grid import Grid, axes_of, read_file
+from mose_fast.sweep.store import read_store
 from mose_fast.train import Interrupted
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
@@ -105,3 +106,24 @@ def test_example_in_python(tmp_path, engine, capsys, monkeypatch):
     assert re.search(
         r"^released .*3 common seeds\) Holm p 1\.0 released and paper have 3 seeds in common", told, re.MULTILINE
     )
+
+
+def test_kinds_of_streams(tmp_path, engine, capsys):
+    """They can be in a grid; a method that needs borders is refused before anything is written."""
+    engine()
+    grid = ["--method", "er", "--grid", "stream.kind=tasks,imbalanced,blurry,si_blurry,task_free", "--seeds", "0"]
+    assert main([*RUN, *grid, "--set", "stream.imbalance=5", "--out", str(tmp_path / "a")]) == 0
+    table = read_store(tmp_path / "a")
+    assert table["kind"].tolist() == [
+        "blurry (disjoint 0.5, blur 0.1)",
+        "imbalanced (imbalance 5)",
+        "si_blurry (disjoint 0.5, blur 0.1)",
+        "task_free (drift 0.05)",
+        "tasks",
+    ]
+    capsys.readouterr()
+    refused = [*RUN, "--kind", "blurry", "--grid", "method=er,ccil", "--out", str(tmp_path / "b")]
+    assert main(refused) == 2
+    (message,) = capsys.readouterr().err.strip().splitlines()
+    assert "method 'ccil' chooses its exemplars" in message and "a stream of kind 'blurry' has none" in message
+    assert not (tmp_path / "b").exists()

@@ -25,11 +25,12 @@ def results(stream="digits", experts=4):
     return {
         "accuracy": {"ncm": accuracy, "linear": {n.replace("distance", "logit"): m for n, m in accuracy.items()}},
         "evaluated_after": list(range(5)),
+        "evaluation_points": None,
         "tasks": [[2 * t, 2 * t + 1] for t in range(5)],
         "config": {
             "method": "mose",
             "preset": "released",
-            "stream": {"name": stream},
+            "stream": {"name": stream, "kind": "tasks"},
             "memory": 64,
             "width": 1,
             "seed": 0,

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from mose_fast.config import RunConfig
+from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, RunError, resume, run
 from mose_fast.train.weights_and_biases import WeightsAndBiases
 
@@ -92,7 +93,7 @@ def test_a_key_or_wandb_mode_decides_where_it_goes(tmp_path, wandb, monkeypatch)
     for name, value, mode in (("WANDB_API_KEY", "abc", "online"), ("WANDB_MODE", "disabled", "disabled")):
         module = wandb()
         monkeypatch.setenv(name, value)
-        WeightsAndBiases("project", tmp_path).on_start(CONFIG, None, None, 0, 6)
+        WeightsAndBiases("project", tmp_path).on_start(CONFIG, create(CONFIG.stream), None, 0, 6)
         assert module.started[0]["mode"] == mode
 
 
