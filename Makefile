@@ -2,6 +2,7 @@
 #   make train                          virtual environment, dependencies, native build, then MOSE on `digits`
 #   make train STREAM=split-cifar100 ARGS="--data-dir DIR --memory 1000"
 #   make test                           the same environment, then the tests
+#   make paper-trial                    every row of every table and figure of the paper with a small network (for the night)
 # Also: make lint, make clean. A second call repeats only the steps whose inputs have changed.
 
 STREAM ?= digits
@@ -24,7 +25,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 STEP := @$(VENV)/bin/python -m build_tools.announce
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
 
-.PHONY: train test lint clean
+.PHONY: train test paper-trial lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/package.stamp
@@ -35,6 +36,12 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
 test: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# All runs behind the paper's tables, at width 8 with 20 images a task, and paper-trial.html. Rotating a digit changes its label.
+#   make paper-trial PAPER_STREAM="--data-dir DIR"   on the paper's data sets; tests on all their images take most of the time
+PAPER_STREAM ?= --stream digits --set rotations=1
+paper-trial: $(VENV)/package.stamp
+	$(VENV)/bin/mose-fast paper all $(PAPER_STREAM) --width 8 --limit-per-task 20 --device cpu --seeds 0 --out runs/paper-trial $(ARGS)
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .

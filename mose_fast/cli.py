@@ -236,7 +236,7 @@ def build_parser() -> argparse.ArgumentParser:
             " --limit-per-task 20"
         ),
     )
-    table.add_argument("name", metavar="NAME", help="a table of `mose-fast list paper`")
+    table.add_argument("name", metavar="NAME", help="a table of `mose-fast list paper`, or all")
     table.add_argument("--seeds", metavar="0-14", help="numbers and ranges, 0-4 or 0,1,5-9; the paper uses 15 [0-2]")
     presets = " or ".join(MOSE_PRESETS)
     table.add_argument("--preset", metavar="NAME", help=f"MOSE's preset: {presets} [{RunConfig.preset}]")
@@ -486,7 +486,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 def _paper(arguments: argparse.Namespace) -> int:
     from mose_fast.paper.rows import DEFAULT_PRESETS
-    from mose_fast.paper.run import run_table
+    from mose_fast.paper.run import ALL, run_table
     from mose_fast.report.published import BASELINES
     from mose_fast.sweep.grid import read_seeds
 
@@ -509,7 +509,7 @@ def _paper(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as error:
         return _interrupted(error, "; to continue, run the same command again")
     if page is not None:
-        print(f"table     {page}")
+        print(f"{'page' if given['name'] == ALL else 'table':<9} {page}")
     return 1 if failures else 0
 
 

@@ -7,19 +7,18 @@ from typing import Any
 
 from mose_fast.knobs import as_text
 from mose_fast.paper.description import RULE, Entry, Part, target
-from mose_fast.paper.measure import Measured, measure, place, ranked
+from mose_fast.paper.measure import Measured, place, ranked
 from mose_fast.paper.metrics import Results
-from mose_fast.paper.plan import Plan
+from mose_fast.paper.plan import Plan, departure_lines
 from mose_fast.report.published import RUNS
 from mose_fast.report.statistics import Summary, summarise
 from mose_fast.report.table import Cell as Shown
 from mose_fast.report.table import Interval, Number, Spread, Table, cell_text
 from mose_fast.sweep.cells import Failure
-from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Cell
 from mose_fast.train.results import precision_of
 
-__all__ = ["overview", "render"]
+__all__ = ["overview", "provenance", "render"]
 
 
 def overview(plan: Plan) -> str:
@@ -27,22 +26,27 @@ def overview(plan: Plan) -> str:
     lines = [f"{plan.name}: {plan.description.title}"]
     for part in plan.description.parts:
         lines += ["", f"{part.title} ({part.source})", _paper_table(part).markdown().rstrip()]
-    return "\n".join([*lines, "", *plan.description.notes, RULE, *plan.departure_lines()])
+    return "\n".join([*lines, "", *plan.description.notes, RULE, *departure_lines([plan])])
 
 
-def render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tuple[str, str]:
+def render(
+    plan: Plan,
+    measured: Sequence[Mapping[tuple[str, str], Measured]],
+    runs: Sequence[tuple[Cell, Results]],
+    failures: Sequence[Failure],
+) -> tuple[str, str]:
     """The page in Markdown, and all cells as CSV.
 
     Args:
         plan: The table's runs.
-        folder: The folder of the runs.
+        measured: Our numbers, as :func:`mose_fast.paper.measure.measure` gives them.
+        runs: The runs behind them, likewise.
         failures: Runs that could not be finished.
     """
     parts = plan.description.parts
-    measured, runs = measure(plan, folder, failures)
     verdicts = [m.verdict for cells in measured for m in cells.values() if m.verdict is not None]
     lines = [f"# {plan.name}: {plan.description.title}", "", f"    {plan.command}", ""]
-    lines += [f"**{line[:1].upper()}{line[1:]}.**\n" for line in plan.departure_lines()]
+    lines += [f"**{line[:1].upper()}{line[1:]}.**\n" for line in departure_lines([plan])]
     if verdicts:
         passed, unsure = sum(v.passed for v in verdicts), sum(not v.sure for v in verdicts)
         lines += [
@@ -58,7 +62,7 @@ def render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tupl
         f" t; the paper's: {RUNS} runs."
     ]
     lines += [f"- Not finished: {failure.name}: {failure.reason}" for failure in failures]
-    lines += ["", "## Runs", "", _runs_table(runs).markdown(), *_provenance([run for _, run in runs])]
+    lines += ["", "## Runs", "", _runs_table(runs).markdown(), *provenance([run for _, run in runs])]
     return "\n".join(lines) + "\n", _long_table(parts, measured).csv()
 
 
@@ -164,7 +168,7 @@ def _runs_table(runs: Sequence[tuple[Cell, Results]]) -> Table:
     return table
 
 
-def _provenance(runs: Sequence[Results]) -> list[str]:
+def provenance(runs: Sequence[Results]) -> list[str]:
     """Machine, code and precision of the runs; several values where runs differ."""
 
     def values(value: Callable[[Results], Any]) -> str:

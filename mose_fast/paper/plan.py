@@ -20,7 +20,7 @@ from mose_fast.sweep.grid import Cell, folder_name
 from mose_fast.sweep.store import read_run
 from mose_fast.train.files import RunFolder
 
-__all__ = ["Plan", "settings_key"]
+__all__ = ["Plan", "departure_lines", "methods_of", "settings_key", "stem_of"]
 
 
 class Plan:
@@ -29,10 +29,9 @@ class Plan:
     Args:
         name: The table's name, a key of :data:`mose_fast.paper.tables.TABLES`.
         seeds: The runs' seeds.
-        preset: The preset of MOSE.
+        presets: The presets of MOSE and of the baselines.
         changes: Settings by dotted name that all runs get, whatever the paper says; those that a
             method does not have are left out for its runs.
-        baselines: The preset of all other methods, ``table`` or ``sources``.
         methods: The methods whose rows the table shall have; None: all.
 
     Attributes:
@@ -52,10 +51,8 @@ class Plan:
         self,
         name: str,
         seeds: Sequence[int],
-        preset: str = DEFAULT_PRESETS.mose,
+        presets: Presets = DEFAULT_PRESETS,
         changes: Mapping[str, Any] | None = None,
-        *,
-        baselines: str = DEFAULT_PRESETS.baselines,
         methods: Sequence[str] | None = None,
     ) -> None:
         self.name, self.seeds, changes = name, tuple(seeds), dict(changes or {})
@@ -76,9 +73,11 @@ class Plan:
                 f"stream.kind is {changes['stream.kind']!r}, but the numbers of the paper's {name} are by task; wanted"
                 " a kind with borders"
             )
-        self.description: PaperTable = describe(name, Presets(preset, baselines))
+        self.description: PaperTable = describe(name, presets)
         if methods is not None:
             self.description = _only(name, self.description, methods)
+            if set(methods) == set(methods_of(describe(name, presets))):
+                methods = None
         departures: dict[str, None] = {}
         self.used: set[str] = set()
         self._cells: dict[str, list[Cell]] = {}
@@ -99,14 +98,12 @@ class Plan:
                 cell = Cell(folder_name(of_run), dataclasses.replace(config, seed=seed), of_run)
                 self._cells.setdefault(settings_key(runs), []).append(cell)
         self.departures = list(departures)
-        # The files of a table without baselines do not tell their preset.
-        others = baselines if any(_method(e) != RunConfig.method for e in self.description.entries) else None
-        parts = (preset, DEFAULT_PRESETS.mose), (others, DEFAULT_PRESETS.baselines)
-        self.stem = "-".join([name, *(given for given, usual in parts if given not in (usual, None)), *(methods or ())])
-        self.stem += "-trial" if departures else ""
+        if methods_of(self.description) == [RunConfig.method]:
+            presets = presets._replace(baselines=DEFAULT_PRESETS.baselines)  # there is none
+        self.stem = stem_of(name, presets, methods, trial=bool(departures))
         self.command = shlex.join(
-            ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", preset]
-            + (["--baselines", others] if others else [])
+            ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", presets.mose]
+            + (["--baselines", presets.baselines] if presets.baselines != DEFAULT_PRESETS.baselines else [])
             + (["--methods", ",".join(methods)] if methods else [])
             + [part for setting, value in changes.items() for part in ("--set", f"{setting}={as_text(value)}")]
         )
@@ -148,13 +145,29 @@ class Plan:
         ]
         return [(cell, read_run(folder.run(cell.name))[1]) for cell in there]
 
-    def departure_lines(self) -> list[str]:
-        """One line if the runs depart from the paper's protocol, else none."""
-        return (
-            [f"departs from the protocol: {', '.join(self.departures)}; there is no pass or fail"]
-            if self.departures
-            else []
-        )
+
+def departure_lines(plans: Sequence[Plan]) -> list[str]:
+    """One line if runs of the plans depart from the paper's protocol, else none."""
+    found = dict.fromkeys(departure for plan in plans for departure in plan.departures)
+    return [f"departs from the protocol: {', '.join(found)}; there is no pass or fail"] if found else []
+
+
+def stem_of(name: str, presets: Presets, methods: Sequence[str] | None, *, trial: bool) -> str:
+    """The name of the files of a table without ending.
+
+    Args:
+        name: The table's name.
+        presets: Its presets, named unless they are the defaults.
+        methods: The methods to which it is restricted, which are named then.
+        trial: Its runs depart from the paper's protocol.
+    """
+    chosen = [given for given, usual in zip(presets, DEFAULT_PRESETS, strict=True) if given != usual]
+    return "-".join([name, *chosen, *(methods or ()), *(["trial"] if trial else [])])
+
+
+def methods_of(description: PaperTable) -> list[str]:
+    """The methods that have rows in a table."""
+    return list(dict.fromkeys(map(_method, description.entries)))
 
 
 def _method(entry: Entry) -> str:
@@ -167,7 +180,7 @@ def _only(name: str, description: PaperTable, methods: Sequence[str]) -> PaperTa
     Raises:
         ConfigError: The table has no such method, or one is named twice.
     """
-    there = list(dict.fromkeys(map(_method, description.entries)))
+    there = methods_of(description)
     for method in methods:
         if method not in there:
             raise ConfigError(f"methods has {method!r}, of which {name} has no row{near_matches(method, there)}")

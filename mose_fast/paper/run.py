@@ -1,4 +1,4 @@
-"""Runs the experiments behind a table of the paper, and writes our numbers beside the paper's."""
+"""Runs the experiments behind tables of the paper, and writes our numbers beside the paper's."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError
+from mose_fast.paper.all_tables import all_plans, listing
 from mose_fast.paper.figures import figure_files, write_figures
+from mose_fast.paper.measure import measure
 from mose_fast.paper.page import overview, render
-from mose_fast.paper.plan import Plan
-from mose_fast.paper.rows import DEFAULT_PRESETS
+from mose_fast.paper.plan import Plan, departure_lines, stem_of
+from mose_fast.paper.rows import DEFAULT_PRESETS, Presets
+from mose_fast.paper.web_page import MARK, Section, web_page
 from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.place import Place
 from mose_fast.sweep.scheduler import run_grid
 from mose_fast.train.files import RunError, write_atomically
 
-__all__ = ["run_table"]
+__all__ = ["ALL", "run_table"]
+
+#: The name that stands for all tables.
+ALL = "all"
+
+# Seconds for measuring the first steps of runs, before them and in a dry run. All tables have some
+# two hundred settings, and expensive ones take minutes on a CPU.
+_MEASURE_FOR = {False: 60.0, True: 300.0}
 
 
 def run_table(
@@ -42,13 +52,15 @@ def run_table(
     names contain them.
 
     Args:
-        name: The table's name, a key of :data:`mose_fast.paper.tables.TABLES`.
+        name: The table's name, a key of :data:`mose_fast.paper.tables.TABLES`; or ``all``: all
+            tables, and ``paper.html``, which shows them on one page.
         out: Folder of the tables and of the runs, as in a sweep. Tables in the same folder share
             their common runs.
         seeds: The runs' seeds; the paper has 15.
         preset: The preset of MOSE.
         baselines: The preset of all other methods, ``table`` or ``sources``.
-        methods: The methods whose rows the table shall have; None: all.
+        methods: The methods whose rows the table shall have; None: all. Of all tables, those
+            without any are left out.
         changes: Settings by dotted name for all runs. If one differs from the paper's protocol,
             there is no pass or fail.
         place: Where to compute.
@@ -57,8 +69,8 @@ def run_table(
         say: Called with the plan and the final lines.
 
     Returns:
-        The path of ``NAME.md``, None after a dry run; and the runs that could not be finished,
-        which the table then lacks.
+        The path of ``NAME.md`` or ``paper.html``, None after a dry run; and the runs that could not
+        be finished, which the tables then lack.
 
     Raises:
         ConfigError: The name or a setting is unusable; nothing has started.
@@ -66,25 +78,51 @@ def run_table(
         RunError: The folder is in use, holds other runs, or cannot be written.
         Interrupted: Ctrl-C; the same call continues.
     """
-    plan = Plan(name, seeds, preset, changes, baselines=baselines, methods=methods)
-    if unused := [setting for setting in changes or {} if setting not in plan.used]:
+    presets, changes = Presets(preset, baselines), changes or {}
+    plans = (
+        all_plans(seeds, presets, changes, methods) if name == ALL else [Plan(name, seeds, presets, changes, methods)]
+    )
+    if unused := [setting for setting in changes if not any(setting in plan.used for plan in plans)]:
         raise ConfigError(f"{', '.join(unused)} is set, but no run of {name} has this setting")
-    if dry_run:
-        say(f"{overview(plan)}\n")
-    else:
-        for line in plan.departure_lines():
+    departures = departure_lines(plans)
+    if not dry_run:
+        for line in departures:
             say(line)
-    path = Path(out) / f"{plan.stem}.md"
-    _refuse_foreign(path, plan, figure_files(plan, SweepFolder(out)))
-    outcome = run_grid(plan.cells, out, place, dry_run=dry_run, wandb=wandb, say=say)
+    elif name != ALL:
+        say(f"{overview(plans[0])}\n")
+    folder = SweepFolder(out)
+    page = folder.path / f"{plans[0].stem}.md"
+    if name == ALL:
+        page = folder.path / f"{stem_of('paper', presets, methods, trial=bool(departures))}.html"
+        _refuse_foreign_page(page)
+    for plan in plans:
+        _refuse_foreign(folder.path / f"{plan.stem}.md", plan, figure_files(plan, folder))
+    # The seed varies slowest, so that every setting is run early.
+    cells = {cell.name: cell for plan in plans for cell in plan.cells}.values()
+    ordered = sorted(cells, key=lambda cell: plans[0].seeds.index(cell.config.seed))
+    outcome = run_grid(ordered, out, place, dry_run=dry_run, measure_for=_MEASURE_FOR[dry_run], wandb=wandb, say=say)
+    for plan in plans:
+        plan.rename(outcome.folders)
     if dry_run:
+        if name == ALL:
+            say(listing(plans, outcome.forecast))
         return None, ()
-    plan.rename(outcome.folders)
-    page, table = render(plan, SweepFolder(out), outcome.failures)
+    sections = [_write(plan, folder, outcome.failures) for plan in plans]
+    if name == ALL:
+        write_atomically(page, web_page(sections, outcome.failures))
+    return page, outcome.failures
+
+
+def _write(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> Section:
+    """Writes the files of a table; returns what the page of all tables shows of it."""
+    names = {cell.name for cell in plan.cells}
+    failures = [failure for failure in failures if failure.name in names]
+    measured, runs = measure(plan, folder, failures)
+    page, table = render(plan, measured, runs, failures)
+    path = folder.path / f"{plan.stem}.md"
     write_atomically(path, page)
     write_atomically(path.with_suffix(".csv"), table)
-    write_figures(plan, SweepFolder(out), outcome.failures)
-    return path, outcome.failures
+    return Section(plan, measured, runs, write_figures(plan, folder, failures))
 
 
 def _refuse_foreign(page: Path, plan: Plan, figures: Sequence[Path]) -> None:
@@ -99,3 +137,9 @@ def _refuse_foreign(page: Path, plan: Plan, figures: Sequence[Path]) -> None:
             f"{page} or one of {', '.join(path.name for path in others)} beside it was not written by mose-fast paper"
             f" {plan.name}, and would be replaced; choose another --out"
         )
+
+
+def _refuse_foreign_page(page: Path) -> None:
+    """Refuses to replace a page that ``mose-fast paper all`` did not write."""
+    if page.exists() and MARK not in page.read_text(encoding="utf-8", errors="replace"):
+        raise RunError(f"{page} was not written by mose-fast paper {ALL}, and would be replaced; choose another --out")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig
+from mose_fast.methods import find_method
 from mose_fast.settings import all_settings, dotted
 from mose_fast.sweep.engine import Engine
 from mose_fast.sweep.grid import Cell
@@ -17,7 +20,7 @@ from mose_fast.sweep.measure import Cost
 from mose_fast.sweep.store import STORE, read_store
 from mose_fast.train.files import RunError
 
-__all__ = ["Forecast", "cost_key", "duration", "measured_costs", "stored_costs"]
+__all__ = ["Forecast", "cost_key", "duration", "estimated_cost", "measured_costs", "stored_costs"]
 
 
 def cost_key(config: RunConfig) -> str:
@@ -46,24 +49,30 @@ def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
     }
 
 
-def measured_costs(configs: Mapping[str, RunConfig], engine: Engine) -> dict[str, Cost]:
+def measured_costs(configs: Mapping[str, RunConfig], engine: Engine, budget: float | None = None) -> dict[str, Cost]:
     """Measures one run of each configuration in the workers. As many are measured at the same time
     as the sweep will run, since they slow each other down.
 
     Args:
         configs: Configurations by :func:`cost_key`.
         engine: The sweep's engine.
+        budget: Seconds after which the others are left out, and those in progress abandoned in the
+            engine; one is measured in any case. One of each method on each stream is measured
+            first, cheap ones before expensive ones. None: all are measured.
 
     Raises:
         RunError: A run cannot start; holds its message.
     """
     costs: dict[str, Cost] = {}
-    waiting = list(configs.items())
+    waiting = _order(configs) if budget is not None else list(configs)
     running: set[str] = set()
+    start = time.monotonic()
     while waiting or running:
+        if budget is not None and costs and time.monotonic() - start > budget:
+            break
         while waiting and engine.free() > 0:
-            key, config = waiting.pop(0)
-            engine.start({"do": "measure", "cell": key, "config": config.to_dict()})
+            key = waiting.pop(0)
+            engine.start({"do": "measure", "cell": key, "config": configs[key].to_dict()})
             running.add(key)
         for event in engine.events(0.2):
             if event["event"] == "measured":
@@ -77,6 +86,44 @@ def measured_costs(configs: Mapping[str, RunConfig], engine: Engine) -> dict[str
                 )
                 raise RunError(f"the first steps of a run cannot be measured: {reason}")
     return costs
+
+
+def estimated_cost(key: str, known: Mapping[str, Cost]) -> Cost:
+    """The cost of the most similar run that is known, scaled by the number of epochs and by the
+    declared cost of a step of the method (:class:`mose_fast.methods.About`).
+
+    Args:
+        key: What :func:`cost_key` gives for the run.
+        known: Costs by :func:`cost_key`, at least one.
+    """
+    wanted = json.loads(key)
+
+    def distance(other: str) -> tuple[int, ...]:
+        there = json.loads(other)
+        kind = [there[name] != wanted[name] for name in ("stream.name", "method", "train_on")]
+        return *kind, sum(there.get(name) != value for name, value in wanted.items())
+
+    nearest = min(known, key=distance)
+    factor = _declared(wanted) / _declared(json.loads(nearest))
+    return dataclasses.replace(known[nearest], seconds=factor * known[nearest].seconds, source="estimated")
+
+
+def _declared(values: Mapping[str, Any]) -> float:
+    return find_method(values["method"]).about.cost * values["epochs"]
+
+
+def _order(configs: Mapping[str, RunConfig]) -> list[str]:
+    """The keys of the configurations: first one of each kind of run, and cheap ones before
+    expensive ones.
+    """
+    costs = {key: _declared(json.loads(key)) for key in configs}
+    ranks: dict[tuple[Any, ...], int] = {}
+    order: dict[str, tuple[int, float]] = {}
+    for key in sorted(configs, key=costs.__getitem__):
+        kind = tuple(json.loads(key)[name] for name in ("stream.name", "method", "train_on"))
+        ranks[kind] = ranks.get(kind, -1) + 1
+        order[key] = min(ranks[kind], 1), costs[key]
+    return sorted(configs, key=order.__getitem__)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ class Cost:
         seconds: Seconds from start to end.
         bytes: Bytes of host memory that its process does not share with others.
         bytes_device: Peak of bytes allocated on the card; None on the CPU.
-        source: ``measured`` or ``stored`` (taken from the table of runs).
+        source: ``measured``, ``stored`` (taken from the table of runs) or ``estimated`` (from
+            another run's).
     """
 
     seconds: float

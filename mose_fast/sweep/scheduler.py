@@ -27,7 +27,7 @@ from mose_fast.sweep.cells import CellRecord, CellState, Failure
 from mose_fast.sweep.display import Display
 from mose_fast.sweep.engine import Engine
 from mose_fast.sweep.folder import SweepFolder
-from mose_fast.sweep.forecast import Forecast, cost_key, measured_costs, stored_costs
+from mose_fast.sweep.forecast import Forecast, cost_key, duration, estimated_cost, measured_costs, stored_costs
 from mose_fast.sweep.grid import Cell, Grid, axes_of
 from mose_fast.sweep.loop import CellLoop
 from mose_fast.sweep.measure import Cost
@@ -52,11 +52,13 @@ class Outcome:
         failures: Why cells have no result.
         folders: Name of the run folder by name of the cell as it was given: an earlier grid may
             have given it another name.
+        forecast: What remained to be done before the sweep.
     """
 
     table: pandas.DataFrame | None
     failures: tuple[Failure, ...]
     folders: Mapping[str, str]
+    forecast: Forecast
 
 
 def run_sweep(
@@ -128,6 +130,7 @@ def run_grid(
     place: Place | None = None,
     *,
     dry_run: bool = False,
+    measure_for: float | None = None,
     wandb: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Outcome:
@@ -138,6 +141,8 @@ def run_grid(
         out: The sweep's folder.
         place: Where to compute.
         dry_run: Stop after the plan and write nothing.
+        measure_for: Seconds for measuring the first steps of runs; what could not be measured then
+            is estimated from the rest. None: every kind of run is measured.
         wandb: Project of Weights & Biases to log to; None: do not log there.
         say: Called with the plan and with each of the final lines.
 
@@ -152,18 +157,18 @@ def run_grid(
     given = with_fingerprints(given, place)
     cells = folder.with_known_names(given)
     folders = {cell.name: found.name for cell, found in zip(given, cells, strict=True)}
-    sweep = _Sweep(cells, folder, place, say)
+    sweep = _Sweep(cells, folder, place, measure_for, say)
     if dry_run:
         with tempfile.TemporaryDirectory() as logs:
-            _, engine = sweep.plan(Path(logs), None)
+            forecast, engine = sweep.plan(Path(logs), None)
             engine.close()
-        return Outcome(None, (), folders)
+        return Outcome(None, (), folders, forecast)
     folder.create()
     lock = FolderLock(folder.path, "sweep")
     try:
         folder.tidy(cells)
-        table, failures = sweep.run(lock.descriptor, wandb)
-        return Outcome(table, failures, folders)
+        table, failures, forecast = sweep.run(lock.descriptor, wandb)
+        return Outcome(table, failures, folders, forecast)
     finally:
         lock.release()
 
@@ -201,8 +206,15 @@ def with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
 class _Sweep:
     """One sweep in progress."""
 
-    def __init__(self, cells: Sequence[Cell], folder: SweepFolder, place: Place, say: Callable[[str], None]) -> None:
-        self.cells, self.folder, self.say = cells, folder, say
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        folder: SweepFolder,
+        place: Place,
+        measure_for: float | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.cells, self.folder, self.measure_for, self.say = cells, folder, measure_for, say
         self.records = {cell.name: CellRecord(cell) for cell in cells}
         stored = folder.stored_plan()
         self.chosen = place.workers is not None
@@ -250,6 +262,9 @@ class _Sweep:
         engine = self._engine(logs, lock)
         try:
             costs = self._costs(engine)
+            if any(cost.source == "estimated" for cost in costs.values()):
+                engine.close()  # it may still measure
+                engine = self._engine(logs, lock)
             forecast = Forecast(self.cells, costs, self.layout.runs, self.layout.threads, available_bytes())
             if self.layout.place.engine == "local":
                 too_large = forecast.bytes > forecast.available and forecast.fitting >= 1
@@ -275,10 +290,17 @@ class _Sweep:
         missing = {key: needed[name] for name, key in keys.items() if key not in known}
         if missing:
             some = "one setting" if len(missing) == 1 else f"{len(missing)} settings"
-            self.say(f"measuring the first steps of runs ({some}) ...")
-            found = measured_costs(missing, engine)
+            most = "" if self.measure_for is None else f", for at most {duration(self.measure_for)}"
+            self.say(f"measuring the first steps of runs ({some}{most}) ...")
+            found = measured_costs(missing, engine, self.measure_for)
             self.measured |= found
             known |= found
+            if others := [key for key in missing if key not in found]:
+                self.say(
+                    f"measured {len(found)} of {len(missing)} settings, some of each method first; the others are"
+                    " estimated from the most similar ones by the methods' relative costs (mose-fast list methods)"
+                )
+                known |= {key: estimated_cost(key, known) for key in others}
         return {name: known[key] for name, key in keys.items()}
 
     def _check_cards(self, forecast: Forecast) -> None:
@@ -310,8 +332,9 @@ class _Sweep:
         for record in self._in_state(CellState.WAITING):
             write_atomically(self.folder.config(record.cell.name), record.cell.config.to_json())
 
-    def run(self, lock: int, wandb: str | None) -> tuple[pandas.DataFrame, tuple[Failure, ...]]:
-        """Runs the sweep; returns the table of its finished cells and why others failed.
+    def run(self, lock: int, wandb: str | None) -> tuple[pandas.DataFrame, tuple[Failure, ...], Forecast]:
+        """Runs the sweep; returns the table of its finished cells, why others failed, and what was
+        to be done.
 
         Args:
             lock: File descriptor of the folder's lock.
@@ -340,4 +363,4 @@ class _Sweep:
         failures = tuple(record.failure for record in self._in_state(CellState.FAILED))
         for failure in failures:
             self.say(str(failure))
-        return table, failures
+        return table, failures, forecast

@@ -9,7 +9,7 @@ import pytest
 from mose_fast.cli import main
 from mose_fast.config import RunConfig
 from mose_fast.paper.run import run_table
-from mose_fast.paper.tables import TABLES, describe
+from mose_fast.paper.tables import TABLES
 from mose_fast.sweep.store import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -20,40 +20,6 @@ def cells(path):
     """Rows of the CSV by (part, row, column)."""
     with path.open(encoding="utf-8") as file:
         return {(r["part"], r["row"], r["column"]): r for r in csv.DictReader(file)}
-
-
-@pytest.mark.slow
-def test_every_name_from_end_to_end(tmp_path, engine, trial, capsys):
-    """All names share one folder, and so the runs that they have in common."""
-    here = engine()
-    for name in TABLES:
-        assert main(["paper", name, *trial, "--seeds", "0", "--out", str(tmp_path)]) == 0, name
-        told = capsys.readouterr().out
-        assert "departs from the protocol: width 8 instead of 64" in told
-        assert f"table     {tmp_path / f'{name}-trial.md'}" in told
-        found = cells(tmp_path / f"{name}-trial.csv")
-        assert len(found) == len(describe(name).entries)
-        page = (tmp_path / f"{name}-trial.md").read_text()
-        assert "there is no pass or fail" in page
-        assert not re.search(r"\| (pass|miss)", page)
-        for (part, row, column), cell in found.items():
-            # Two tasks: the paper's others have no number here.
-            beyond = re.fullmatch(r"task (\d+)", column) and int(column.split()[1]) > 2
-            undefined = cell["metric"].startswith("BOF")
-            lowest = -100 if cell["metric"].startswith("AF") else 0
-            assert (cell["n"] == "1" and float(cell["ours"]) >= lowest) or beyond or undefined, (
-                name,
-                part,
-                row,
-                column,
-                cell,
-            )
-    assert len(here.started) == len(set(here.started)) == len(list(tmp_path.glob("*/results.json")))
-    # Nothing is done twice: these use other tables' runs alone.
-    here.started.clear()
-    for name in ("taskwise", "classifier", "cost", "bof"):
-        assert main(["paper", name, *trial, "--seeds", "0", "--out", str(tmp_path)]) == 0
-    assert here.started == []
 
 
 def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):

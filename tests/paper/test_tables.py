@@ -140,7 +140,7 @@ def test_baselines():
     """Eighteen in the paper's order, by their own classifier, with the chosen preset."""
     for name, memories in (("table1-cifar", 3), ("table1-tiny", 3), ("time", 1)):
         for preset in BASELINE_PRESETS:
-            plan = Plan(name, [0], baselines=preset)
+            plan = Plan(name, [0], Presets(baselines=preset))
             configs = [cell.config for cell in plan.cells if cell.config.method != "mose"]
             assert list(dict.fromkeys(c.method for c in configs)) == list(published.BASELINES)
             assert len(configs) == 18 * memories and {c.preset for c in configs} == {preset}
@@ -194,7 +194,7 @@ def test_targets_of_the_main_table():
 @pytest.mark.parametrize("preset", ["released", "paper"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_description_is_one_of_the_papers_protocol(name, preset):
-    plan = Plan(name, [0, 1], preset)
+    plan = Plan(name, [0, 1], Presets(preset))
     assert plan.departures == []
     assert all(part.source for part in plan.description.parts)
     for part in plan.description.parts:
@@ -217,7 +217,7 @@ def settings(name, row, column=None, part=0, preset="released"):
     found = [
         e for e in describe(name, Presets(preset)).parts[part].entries if e.row == row and column in (None, e.column)
     ]
-    plan = Plan(name, [0], preset)
+    plan = Plan(name, [0], Presets(preset))
     (config,) = {cell.config for e in found for cell in plan.cells_of(e.runs)}
     return config
 
@@ -251,11 +251,15 @@ def test_what_rows_stand_for():
 
 
 def test_files_of_presets_and_trials_have_their_own_names():
-    plans = [Plan("cost", [0], preset, changes) for preset in ("released", "paper") for changes in ({}, {"width": 8})]
+    plans = [
+        Plan("cost", [0], Presets(preset), changes)
+        for preset in ("released", "paper")
+        for changes in ({}, {"width": 8})
+    ]
     assert [plan.stem for plan in plans] == ["cost", "cost-trial", "cost-paper", "cost-paper-trial"]
     assert [len(plan.cells) for plan in plans] == [6] * 4
     stems = [
-        Plan(name, [0], baselines="sources", methods=methods).stem
+        Plan(name, [0], Presets(baselines="sources"), methods=methods).stem
         for name, methods in (("cost", None), ("bof", None), ("bof", ["er", "scr"]), ("bof", ["mose"]))
     ]
     assert stems == ["cost", "bof-sources", "bof-sources-er-scr", "bof-mose"]
@@ -291,10 +295,10 @@ def test_what_departs_from_the_protocol():
     ("arguments", "message"),
     [
         (("tasktwise", [0]), "there is no table 'tasktwise'; did you mean 'taskwise'"),
-        (("taskwise", [0], "papers"), "preset is 'papers'.* did you mean 'paper'"),
+        (("taskwise", [0], Presets("papers")), "preset is 'papers'.* did you mean 'paper'"),
         (("taskwise", [0, 0]), r"seeds are \[0, 0\]"),
         (("taskwise", []), r"seeds are \[\]"),
-        (("taskwise", [0], "released", {"seed": 3}), "seed is set to 3"),
+        (("taskwise", [0], Presets(), {"seed": 3}), "seed is set to 3"),
     ],
 )
 def test_refuses(arguments, message):
@@ -305,7 +309,7 @@ def test_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"baselines": "source"}, "baselines is 'source'; did you mean 'sources'"),
+        ({"presets": Presets(baselines="source")}, "baselines is 'source'; did you mean 'sources'"),
         ({"methods": ["mse"]}, "methods has 'mse', of which bof has no row; did you mean 'mose'"),
         ({"methods": ["gss"]}, "methods has 'gss', of which bof has no row; "),
         ({"methods": ["er", "er"]}, "methods are 'er,er'; wanted at least one, and each once"),

@@ -1,0 +1,65 @@
+"""All tables of the paper together: their plans, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mose_fast.config import ConfigError, near_matches
+from mose_fast.paper.plan import Plan, methods_of
+from mose_fast.paper.rows import Presets
+from mose_fast.paper.tables import TABLES, describe
+from mose_fast.report.table import Table
+from mose_fast.sweep.forecast import Forecast, duration
+
+__all__ = ["all_plans", "listing"]
+
+
+def all_plans(
+    seeds: Sequence[int], presets: Presets, changes: Mapping[str, Any], methods: Sequence[str] | None
+) -> list[Plan]:
+    """The plans of all tables that have rows of the methods.
+
+    Args:
+        seeds: The runs' seeds.
+        presets: The presets of MOSE and of the baselines.
+        changes: Settings by dotted name for all runs.
+        methods: The methods; None: all.
+
+    Raises:
+        ConfigError: No table has one of the methods, or a setting is unusable.
+    """
+    there = {name: methods_of(describe(name, presets)) for name in TABLES}
+    known = list(dict.fromkeys(method for found in there.values() for method in found))
+    for method in methods or ():
+        if method not in known:
+            raise ConfigError(f"methods has {method!r}, of which no table has a row{near_matches(method, known)}")
+    plans = []
+    for name, found in there.items():
+        own = None if methods is None else [method for method in methods if method in found]
+        if own is None or own:
+            plans.append(Plan(name, seeds, presets, changes, own))
+    if not plans:
+        raise ConfigError("methods are ''; wanted at least one")
+    return plans
+
+
+def listing(plans: Sequence[Plan], forecast: Forecast) -> str:
+    """The tables with their runs and what they take; a run that several tables share is counted in
+    the first of them.
+    """
+    table = Table("tables", "", ["table", "runs", "shared", "to do", "computing", "content"])
+    earlier: set[str] = set()
+    for plan in plans:
+        names = {cell.name for cell in plan.cells}
+        left = [forecast.costs[name].seconds for name in names - earlier if name in forecast.costs]
+        content = plan.description.title
+        table.rows.append([plan.name, len(names), len(names & earlier), len(left), duration(sum(left)), content])
+        earlier |= names
+    table.rows.append(
+        ["all", len(earlier), None, len(forecast.costs), duration(forecast.compute_seconds), "each run once"]
+    )
+    return (
+        f"\n{table.markdown().rstrip()}\nshared: runs that an earlier table has, too; to do: the others that are not"
+        " finished"
+    )

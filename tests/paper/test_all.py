@@ -1,0 +1,184 @@
+"""``mose-fast paper all``: every table in one folder, and the page that shows them."""
+
+import base64
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mose_fast.cli import main
+from mose_fast.paper.all_tables import all_plans
+from mose_fast.paper.description import judge
+from mose_fast.paper.measure import Measured
+from mose_fast.paper.rows import Presets
+from mose_fast.paper.tables import TABLES, describe
+from mose_fast.paper.web_page import Section, web_page
+from mose_fast.report.statistics import summarise
+
+from .test_command import cells
+
+# Some rows of each table; one memory makes many of their runs the same.
+SAMPLE = ["--methods", "er,scr,mose", "--set", "memory=64", "--seeds", "0"]
+
+
+class Page(HTMLParser):
+    """The elements of a page: which are open where, and what a browser would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.loaded, self.pictures = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if tag not in ("meta", "img", "link", "br"):
+            self.open.append(tag)
+        self.ids += [found["id"]] if "id" in found else []
+        self.loaded += [found[name] for name in ("src", "href") if name in found and not found[name].startswith("#")]
+        if tag == "img":
+            self.pictures.append(base64.b64decode(found["src"].removeprefix("data:image/svg+xml;base64,")))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.slow
+def test_from_end_to_end(tmp_path, engine, trial, capsys):
+    command = ["paper", "all", *trial, *SAMPLE, "--out", str(tmp_path)]
+    first = engine(interrupt_in=3)
+    assert main(command) == 130
+    assert len(first.started) == 4
+    assert not list(tmp_path.glob("*.html"))
+    second = engine()
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert told.count("departs from the protocol: memory 64 instead of 1000") == 2  # once in each call
+    (page,) = tmp_path.glob("*.html")
+    assert page.name == "paper-er-scr-mose-trial.html"
+    assert f"page      {page}" in told
+    # Each run once, whichever tables have it.
+    assert second.resumed == [first.started[3]]
+    done = [*first.started[:3], *second.started]
+    assert len(done) == len(set(done)) == len(list(tmp_path.glob("*/results.json")))
+
+    for plan in all_plans([0], Presets(), {"width": 8}, ["er", "scr", "mose"]):
+        found = cells(tmp_path / f"{plan.stem}.csv")
+        assert len(found) == len(plan.description.entries)
+        for (part, row, column), cell in found.items():
+            # Two tasks: the paper's others have no number here.
+            beyond = re.fullmatch(r"task (\d+)", column) and int(column.split()[1]) > 2
+            undefined = cell["metric"].startswith("BOF")
+            lowest = -100 if cell["metric"] == "AF" else 0
+            measured = cell["n"] == "1" and float(cell["ours"]) >= lowest
+            assert measured or beyond or undefined, (plan.name, part, row, column, cell)
+        assert not re.search(r"\| (pass|miss)", (tmp_path / f"{plan.stem}.md").read_text())
+
+    text = page.read_text()
+    read = Page(text)
+    assert read.open == [] and read.ids == list(TABLES)
+    assert all(loaded.startswith("data:") for loaded in read.loaded)
+    svgs = sorted(path.read_bytes() for path in tmp_path.glob("*.svg"))
+    assert sorted(read.pictures) == svgs and len(svgs) >= 2
+    for name in TABLES:
+        assert describe(name).caption.split(",")[0] in text
+    assert "there is no pass or fail" in text and "✓" not in re.sub(r"(?s)<style>.*?</style>", "", text)
+
+    # A table of the same runs has nothing to compute, and neither has the same command.
+    third = engine()
+    assert main(["paper", "taskwise", *trial, "--set", "memory=64", "--seeds", "0", "--out", str(tmp_path)]) == 0
+    assert main(command) == 0
+    assert third.started == []
+    assert page.read_text() == text
+
+
+def test_dry_run_counts_shared_runs_once(tmp_path, engine, trial, capsys):
+    here = engine()
+    assert main(["paper", "all", *trial, "--seeds", "0-2", "--dry-run", "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    rows = {
+        name: (int(runs), int(shared.replace("-", "0")), int(left), time)
+        for name, runs, shared, left, time in re.findall(
+            r"^\| ([\w-]+) \| (\d+) \| ([\d-]+) \| (\d+) \| ([\d:]+) \|", told, re.MULTILINE
+        )
+    }
+    assert list(rows) == [*TABLES, "all"]
+    assert rows["taskwise"] == (6, 6, 0, "0:00")  # table1-cifar has them
+    assert rows["ablation"] == (21, 6, 15, "15:00")  # the engine's forecast: a minute each
+    runs, _, left, _ = rows.pop("all")
+    assert runs == left == sum(runs - shared for runs, shared, _, _ in rows.values())
+    assert f"{left} of {runs} runs to do" in told
+    assert len(here.measured) == len(set(here.measured)) == runs // 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_fails(tmp_path, engine, trial, capsys):
+    engine(break_in="distillation-off")
+    same = ["memory=64", "experts=4", "augment=simclr", "student=null", "contrastive=all", "inner_views=2"]
+    settings = [part for setting in same for part in ("--set", setting)]
+    assert main(["paper", "all", *trial, "--methods", "mose", *settings, "--seeds", "0", "--out", str(tmp_path)]) == 1
+    text = (tmp_path / "paper-mose-trial.html").read_text()
+    assert "<h3>Not finished</h3>" in text and "broken on purpose" in text
+    assert "Not finished: " in (tmp_path / "taskwise-trial.md").read_text()
+    assert "Not finished: " not in (tmp_path / "classifier-trial.md").read_text()  # it does not need that run
+    assert len(list(tmp_path.glob("*-trial.md"))) == len(TABLES) - 1  # MOSE has no row in dilemma
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "ers"], "methods has 'ers', of which no table has a row; did you mean 'er'"),
+        (["--methods", "er", "--set", "student=2"], "options.student is set, but no run of all has this setting"),
+        (["--baselines", "official"], "baselines is 'official'"),
+    ],
+)
+def test_bad_input(tmp_path, capsys, arguments, message):
+    assert main(["paper", "all", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_page_that_no_paper_command_wrote_is_not_replaced(tmp_path, engine, trial, capsys):
+    here = engine()
+    (tmp_path / "paper-trial.html").write_text("mine")
+    assert main(["paper", "all", *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
+    assert "was not written by mose-fast paper all, and would be replaced" in capsys.readouterr().err
+    assert here.started == [] and [path.name for path in tmp_path.iterdir()] == ["paper-trial.html"]
+
+
+def test_documentation_counts_the_runs():
+    page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
+    for preset, told in (("released", r"(\d+) runs a seed \("), ("paper", r"\(preset `paper`: (\d+)\) instead")):
+        plans = all_plans([0], Presets(preset), {}, None)
+        assert int(re.search(told, page)[1]) == len({cell.name for plan in plans for cell in plan.cells})
+        assert preset == "paper" or f"instead of {sum(len(plan.cells) for plan in plans)}" in page
+        for plan in plans:
+            (row,) = re.findall(
+                rf"^\| `{plan.name}` \|.*\| (\d+)(?: \(preset `paper`: (\d+)\))? \|$", page, re.MULTILINE
+            )
+            assert int(row[preset == "paper" and row[1] != ""]) == len(plan.cells), plan.name
+
+
+def test_verdicts_and_ranks_are_marked():
+    """The main table, with our numbers a point above the paper's."""
+    (plan,) = [plan for plan in all_plans([0, 1, 2], Presets(), {}, None) if plan.name == "table1-cifar"]
+    measured, verdicts = [], []
+    for part in plan.description.parts:
+        found = {}
+        for e in part.entries:
+            ours = summarise([e.paper.mean + 1 + d for d in (-0.1, 0, 0.1)], resamples=0)
+            found[e.row, e.column] = Measured(e, ours, judge(e.metric, e.standard, ours))
+        measured.append(found)
+        verdicts += [m.verdict for m in found.values() if m.verdict]
+    text = web_page([Section(plan, measured, [], [])], [])
+    assert Page(text).open == []
+    marks = re.findall(r'<span class="mark (pass|miss|none)( unsure)?"', text.split("<h2>", 1)[1])
+    assert [kind for kind, _ in marks].count("none") == 3  # cells of the paper that cannot be right
+    assert [kind for kind, _ in marks if kind != "none"] == ["pass" if v.passed else "miss" for v in verdicts]
+    assert sum(bool(unsure) for _, unsure in marks) == sum(not v.sure for v in verdicts) > 0
+    assert f"{sum(v.passed for v in verdicts)} of {len(verdicts)} pass" in text
+    row = re.search(r'<th scope="row">MOE-MOSE, with RSD</th>(.*?)</tr>', text)[1]
+    assert '<span class="best">38.4</span>' in row and '<span class="best">37.4</span>' in row
+    row = re.search(r'<th scope="row">MOSE</th>(.*?)</tr>', text)[1]
+    assert '<span class="second">36.1</span>' in row and '<span class="second">35.1</span>' in row
+    assert "12.2" in text and "±&nbsp;" not in text
