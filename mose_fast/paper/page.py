@@ -51,6 +51,8 @@ def render(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> tupl
         ]
     for part, cells in zip(parts, measured, strict=True):
         lines += [f"## {part.title}", "", _table(part, cells).markdown()]
+    for figure in plan.description.figures:
+        lines += [f"![{figure.source}]({figure.stem(plan.stem)}.svg)", "", f"{figure.caption} ({figure.source})", ""]
     lines += ["## Notes", "", *(f"- {note}" for note in plan.description.notes)]
     lines += [] if plan.departures else [f"- {RULE}"]
     lines += [
