@@ -190,6 +190,10 @@ class Figure:
     wide: bool = True
     name: str = ""
 
+    def stem(self, table: str) -> str:
+        """The name of its files without ending, by that of the table's."""
+        return f"{table}-{self.name}" if self.name else table
+
 
 @dataclass(frozen=True)
 class PaperTable:

@@ -102,7 +102,7 @@ def figure_files(plan: Plan, folder: SweepFolder) -> list[Path]:
 
 
 def _path(plan: Plan, folder: SweepFolder, figure: Figure, kind: str) -> Path:
-    return folder.path / f"{plan.stem}{f'-{figure.name}' if figure.name else ''}.{kind}"
+    return folder.path / f"{figure.stem(plan.stem)}.{kind}"
 
 
 def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Drawing:
@@ -128,6 +128,8 @@ def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Draw
         for row, by_place in points.items():
             _curve(axis, by_place, looks[row], row)
         _ticks(axis, sorted({x for by_place in points.values() for x in by_place}), figure.wide)
+    for axis, points in zip(axes, panels, strict=True):
+        _limit(axis, points)
     every = [cell for points in panels for by_place in points.values() for cell in by_place.values()]
     seeds = sorted({cell.ours.n for cell in every if cell.ours})
     if seeds and seeds[-1] > 1:
@@ -174,6 +176,13 @@ def _curve(axis: Axes, points: Mapping[int, Measured], look: Look, label: str) -
     theirs = [(x, cell.entry.paper.mean) for x, cell in points.items() if cell.entry.paper]
     if theirs:
         axis.plot(*zip(*theirs, strict=True), marker=look.marker, **_faint(look.colour))
+
+
+def _limit(axis: Axes, points: Points) -> None:
+    """Intervals of few seeds may be wider than all that an accuracy can be."""
+    if any(cell.entry.metric.kind == "accuracy" for by_place in points.values() for cell in by_place.values()):
+        low, high = axis.get_ylim()
+        axis.set_ylim(max(low, -2), min(high, 102))
 
 
 def _bars(axis: Axes, points: Points, values: str, *, named: bool) -> None:

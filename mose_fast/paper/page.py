@@ -55,6 +55,8 @@ def render(
         ]
     for part, cells in zip(parts, measured, strict=True):
         lines += [f"## {part.title}", "", _table(part, cells).markdown()]
+    for figure in plan.description.figures:
+        lines += [f"![{figure.source}]({figure.stem(plan.stem)}.svg)", "", f"{figure.caption} ({figure.source})", ""]
     lines += ["## Notes", "", *(f"- {note}" for note in plan.description.notes)]
     lines += [] if plan.departures else [f"- {RULE}"]
     lines += [

@@ -22,6 +22,20 @@ def cells(path):
         return {(r["part"], r["row"], r["column"]): r for r in csv.DictReader(file)}
 
 
+def test_a_figure_stands_beside_the_page_and_is_drawn_again(tmp_path, engine, trial):
+    engine()
+    command = ["paper", "classifier", *trial, "--seeds", "0", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (shown,) = re.findall(r"^!\[fig:ncm\]\((.*)\)$", (tmp_path / "classifier-trial.md").read_text(), re.MULTILINE)
+    assert shown == "classifier-trial.svg"
+    files = [tmp_path / f"classifier-trial.{kind}" for kind in ("svg", "pdf", "png")]
+    before = [path.read_bytes() for path in files]
+    for path in files:
+        path.unlink()
+    assert main(command) == 0
+    assert [path.read_bytes() for path in files] == before
+
+
 def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
     engine()
     assert main(["paper", "sd-vs-rsd", *trial, "--seeds", "0-1", "--set", "memory=64", "--out", str(tmp_path)]) == 0

@@ -298,6 +298,16 @@ def test_one_seed_has_no_interval(runs):
     assert texts(figure)[-1] == "One seed, so no interval."
 
 
+def test_wide_intervals_do_not_squeeze_accuracies(store, tmp_path):
+    """Of 20 and 80 % the interval is far wider than all accuracies."""
+    plan, folder = Plan("experts", [0, 1]), SweepFolder(tmp_path)
+    store(folder, plan.cells, lambda config, classifier, expert: np.tri(10) * (0.2 + 0.6 * config.seed))
+    acc, _ = drawn(plan, folder).axes
+    assert lines(acc)["M = 200"][0] == (1, pytest.approx(50))
+    assert bands(acc)[0][1] == (pytest.approx(50 - 12.7062 * 30, abs=0.1), pytest.approx(50 + 12.7062 * 30, abs=0.1))
+    assert acc.get_ylim() == (-2, 102)
+
+
 def test_what_is_missing_is_said(runs):
     def lost(config):
         return config.train_on == "final_memory" or config.epochs == 8 or (config.method, config.epochs) == ("scr", 4)
