@@ -11,9 +11,10 @@ A launch takes the longest of three times, and the launch itself:
 
 Instructions are those of the loops that matter, times their passes. Loops are of three kinds:
 those that load 16 bytes at a time (*streams*, whose passes follow from the bytes), those that
-compute from shared memory (*computes*), and those with tensor instructions (*products*). What a
-step's convolutions take was measured, in all; each gets its share by its multiplications.
-Everything else is arithmetic, to be compared with a card.
+compute from shared memory (*computes*), and those with tensor instructions (*products*). Where the
+record says how often each loop is passed, all loops are counted, and what stands outside of them
+once a warp. What a step's convolutions take was measured, in all; each gets its share by its
+multiplications. Everything else is arithmetic, to be compared with a card.
 
 A kernel that may begin early (cuda/launch.cuh) has its blocks on the card when the one before it
 ends, and starts after a quarter of a launch's pause: an assumption, too.
@@ -84,6 +85,7 @@ class Launch(NamedTuple):
     operations: float = 0.0
     stream: int = 0
     after: tuple[int, ...] = ()
+    passes: tuple[float, ...] = ()
 
 
 def parse_record(text: str) -> list[Launch]:
@@ -105,10 +107,11 @@ def parse_record(text: str) -> list[Launch]:
         if words[0] == "torch":
             launch = Launch(f"torch {words[1]}", bytes=float(words[2]), operations=float(words[3]))
         else:
+            passes = tuple(map(float, words.pop()[1:].split(","))) if words[-1].startswith("@") else ()
             x, y, z, threads, shared = map(int, words[1:6])
             numbers = map(float, words[6:])
             launch = Launch(next(names), x * y * z, threads, shared, *numbers)
-            launch = launch._replace(streams=int(launch.streams), early=launch.early == 1)
+            launch = launch._replace(streams=int(launch.streams), early=launch.early == 1, passes=passes)
         last[stream] = len(launches)
         launches.append(launch._replace(stream=stream, after=tuple(sorted(waits.pop(stream, ())))))
     return launches
@@ -152,12 +155,37 @@ def _kinds(kernel: Kernel) -> tuple[list[Loop], list[Loop], list[Loop]]:
 
 def _times(launch: Launch, kernel: Kernel, registers: int) -> tuple[float, dict[str, float]]:
     """Warp instructions, and seconds by what could bind."""
-    streams, computes, products = _kinds(kernel)
-    streams = streams[: launch.streams or None]
     warps = launch.threads / 32
     per_processor = min(2048 // launch.threads, 65536 // (registers * launch.threads), 32)
     per_processor = max(1, min(per_processor, 227 * 1024 // (launch.shared_bytes + 1024)))
     at_once = min(launch.blocks, per_processor * PROCESSORS) * warps
+    count = _of_each_loop if launch.passes else _of_kinds
+    instructions, chain = count(launch, kernel, at_once)
+    # A kernel first waits for its arguments' states.
+    chain += MEMORY + launch.parts * _of_a_part(kernel)
+    return instructions, {"bytes": launch.bytes / BYTES_RATE, "issue": instructions / ISSUE_RATE, "latency": chain}
+
+
+def _of_each_loop(launch: Launch, kernel: Kernel, at_once: float) -> tuple[float, float]:
+    """Warp instructions and the chain of waits, loop by loop."""
+    if len(launch.passes) != len(kernel.loops):
+        raise ValueError(
+            f"{launch.kernel} has {len(kernel.loops)} loops, but its record has the passes of {len(launch.passes)};"
+            " wanted those of each loop, in the order of the code (csrc/emulated/record.h)"
+        )
+    outside = len(kernel.instructions) - sum(len(loop.instructions) for loop in kernel.loops)
+    instructions = launch.blocks * launch.threads / 32 * outside
+    chain = 0.0
+    for loop, passes in zip(kernel.loops, launch.passes, strict=True):
+        instructions += passes * len(loop.instructions)
+        chain += passes / at_once * loop.rounds() * (MEMORY if loop.loads_words() else CACHE)
+    return instructions, chain
+
+
+def _of_kinds(launch: Launch, kernel: Kernel, at_once: float) -> tuple[float, float]:
+    """The same by kinds of loops."""
+    streams, computes, products = _kinds(kernel)
+    streams = streams[: launch.streams or None]
     instructions = chain = 0.0
     if moved := sum(loop.bytes_moved() for loop in streams):
         passes = (launch.streamed or launch.bytes) / moved / 32
@@ -166,10 +194,8 @@ def _times(launch: Launch, kernel: Kernel, registers: int) -> tuple[float, dict[
     for loops, passes in ((computes, launch.computes), (products, launch.products)):
         instructions += passes * sum(len(loop.instructions) for loop in loops)
         chain += passes / at_once * sum(loop.rounds() for loop in loops) * CACHE
-    instructions += launch.blocks * warps * 100  # before and after the loops
-    # A kernel first waits for its arguments' states.
-    chain += MEMORY + launch.parts * _of_a_part(kernel)
-    return instructions, {"bytes": launch.bytes / BYTES_RATE, "issue": instructions / ISSUE_RATE, "latency": chain}
+    instructions += launch.blocks * launch.threads / 32 * 100  # before and after the loops
+    return instructions, chain
 
 
 def _of_a_part(kernel: Kernel) -> float:

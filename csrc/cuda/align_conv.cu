@@ -24,21 +24,20 @@ constexpr size_t kSharedOfSystem = 1024;  // for each block
 // Blocks of a multiprocessor that registers must leave room for.
 template <typename T>
 constexpr int kDepthwiseBlocks = sizeof(T) == 2 ? 3 : 2;
-template <int kChunks>
-constexpr int kForwardBlocks = kChunks == 1 ? 3 : 2;
+constexpr int kForwardBlocks = 2;
 template <int kStride, bool kGate>
 constexpr int kBackwardBlocks = kStride == 1 && kGate ? 1 : 2;
 
 template <typename T, int kStride>
 __global__ void __launch_bounds__(kThreads, kDepthwiseBlocks<T>)
-    align_conv_depthwise_kernel(const AlignConvDepthwise params, const Tiles tiles) {
+    align_conv_depthwise_kernel(const AlignConvDepthwise params, const ForwardTiles tiles) {
   MF_DYNAMIC_SHARED(memory);
   align_conv_depthwise_block<T, kStride, kThreads>(params, tiles, memory);
 }
 
 template <typename T, int kStride, int kChunks>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks<kChunks>)
-    align_conv_forward_kernel(const AlignConvForward params, const Tiles tiles, const FusedMemory memory_map) {
+__global__ void __launch_bounds__(kThreads, kForwardBlocks)
+    align_conv_forward_kernel(const AlignConvForward params, const ForwardTiles tiles, const FusedMemory memory_map) {
   MF_DYNAMIC_SHARED(memory);
   align_conv_forward_block<T, kStride, kChunks, kThreads>(params, tiles, memory_map, memory);
 }
@@ -102,8 +101,9 @@ auto with_type_and_stride(FloatType type, int64_t stride, const Function& f) {
   });
 }
 
+template <typename SomeTiles>
 struct Plan {
-  Tiles tiles;
+  SomeTiles tiles;
   size_t shared_bytes;
   int64_t blocks;
 };
@@ -117,10 +117,9 @@ template <typename T>
 constexpr size_t kTapBytes = size_t{kSlice} * kTapCount * sizeof(T);
 
 template <typename T, int kStride>
-Plan depthwise_plan(const AlignConvInput& in) {
-  Plan plan{};
-  plan.tiles = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, &entering_bytes<T, kStride>,
-                         kSharedLimit - kTapBytes<T>);
+Plan<ForwardTiles> depthwise_plan(const AlignConvInput& in) {
+  Plan<ForwardTiles> plan{};
+  plan.tiles = ForwardTiles::of<kStride>(in, &entering_bytes<T, kStride>, kSharedLimit - kTapBytes<T>);
   plan.shared_bytes =
       plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width) + kTapBytes<T>;
   const int64_t slices = slices_of(in.channels);
@@ -130,7 +129,7 @@ Plan depthwise_plan(const AlignConvInput& in) {
   return plan;
 }
 
-struct FusedPlan : Plan {
+struct FusedPlan : Plan<ForwardTiles> {
   FusedMemory memory;
 };
 
@@ -142,18 +141,17 @@ FusedPlan fused_plan(const AlignConvForward& params) {
   MF_CHECK(align_conv_serves(in.type, in.channels, params.out_channels).fused_forward, "channels and out_channels are ",
            in.channels, " and ", params.out_channels,
            "; wanted a multiple of 16 up to 128 and a multiple of 8 up to 256, in bfloat16 or float16");
-  const FusedMemory without = FusedMemory::of(in.channels, params.out_channels, 0, sizeof(T), kWarps);
-  const size_t y_or_moments = without.taps - without.staged;
+  MF_CHECK(in.out_height() * in.out_width() <= INT32_MAX / params.out_channels, "an image has ", in.out_height(), " x ",
+           in.out_width(), " pixels of ", params.out_channels, " channels put out; wanted fewer than 2^31 numbers");
+  const FusedMemory without = FusedMemory::of(in.channels, params.out_channels, 0, sizeof(T), kThreads);
   FusedPlan plan{};
-  plan.tiles = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, &entering_bytes<T, kStride>,
-                         kSharedLimit - (without.bytes - y_or_moments));
+  plan.tiles = ForwardTiles::of<kStride>(in, &entering_bytes<T, kStride>,
+                                         kSharedLimit - (without.bytes - (without.taps - without.staged)));
   plan.memory = FusedMemory::of(in.channels, params.out_channels,
                                 plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width),
-                                sizeof(T), kWarps);
+                                sizeof(T), kThreads);
   plan.shared_bytes = plan.memory.bytes;
-  const int chunks = slices_of(params.out_channels);
-  const int most = chunks == 1 ? kForwardBlocks<1> : chunks == 2 ? kForwardBlocks<2> : kForwardBlocks<kMaxChunks>;
-  plan.blocks = std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, most));
+  plan.blocks = std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kForwardBlocks));
   return plan;
 }
 
@@ -171,9 +169,9 @@ size_t backward_bytes(int height, int width) {
 }
 
 template <typename T, int kStride, bool kGate>
-Plan backward_plan(const AlignConvInput& in) {
+Plan<Tiles> backward_plan(const AlignConvInput& in) {
   constexpr int kSide = kStride == 2 && sizeof(T) == 2 ? 2 * kTileSide : kTileSide;
-  Plan plan{};
+  Plan<Tiles> plan{};
   plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>, kSharedLimit);
   plan.shared_bytes =
       std::max(plan.tiles.images * backward_bytes<T, kStride, kGate>(plan.tiles.height, plan.tiles.width),
@@ -188,7 +186,7 @@ Plan backward_plan(const AlignConvInput& in) {
 
 template <typename T, int kStride, bool kGate>
 void backward(const AlignConvBackward& params, Stream stream) {
-  const Plan plan = backward_plan<T, kStride, kGate>(params.input);
+  const auto plan = backward_plan<T, kStride, kGate>(params.input);
   allow_shared(align_conv_backward_kernel<T, kStride, kGate>, plan.shared_bytes);
   const auto regions = BackwardRegions<kStride, kGate>::of(plan.tiles.images, plan.tiles.height, plan.tiles.width);
   MF_LAUNCH((align_conv_backward_kernel<T, kStride, kGate>), static_cast<unsigned>(plan.blocks), kThreads,
@@ -233,7 +231,7 @@ void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream) {
   with_type_and_stride(in.type, in.stride, [&](auto type, auto stride) {
     using T = decltype(type);
     constexpr int kStride = stride.value;
-    const Plan plan = depthwise_plan<T, kStride>(in);
+    const auto plan = depthwise_plan<T, kStride>(in);
     allow_shared(align_conv_depthwise_kernel<T, kStride>, plan.shared_bytes);
     MF_LAUNCH((align_conv_depthwise_kernel<T, kStride>), static_cast<unsigned>(plan.blocks), kThreads,
               plan.shared_bytes, stream, params, plan.tiles);

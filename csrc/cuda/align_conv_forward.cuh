@@ -1,9 +1,9 @@
 // Kernel bodies of align_conv's forward.
 //
 // The fused kernel rounds the depthwise convolution's result to the maps' type as the left operand
-// of the product with the pointwise weights on the tensor cores. It computes the statistics of the
-// rounded y from shared memory, where they are exact: mean, then squared deviations, of eight
-// pixels, merged (Moments) over the block's tiles, then over blocks by a second launch.
+// of the product with the pointwise weights on the tensor cores. Each lane rounds what it has of the
+// product, stores it, and sums the rounded numbers up over the block's tiles (LaneMoments). A block
+// merges these sums once (Moments), and a second launch merges those of the blocks.
 #pragma once
 
 #include "cuda/align_conv_tile.cuh"
@@ -11,35 +11,26 @@
 namespace mf::cuda {
 
 template <typename T, int kStride, int kThreads>
-__device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, const Tiles& tiles,
+__device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, const ForwardTiles& tiles,
                                            unsigned char* memory) {
   const AlignConvInput& in = params.input;
-  const int height = static_cast<int>(in.out_height());
-  const int width = static_cast<int>(in.out_width());
-  const auto images = static_cast<int>(in.images);
-  const auto step = static_cast<int>(in.channels);
   const auto valid = static_cast<int>(in.valid_images());
+  const auto images = static_cast<int>(in.images);
+  const int image_size = tiles.out_height * tiles.out_width * tiles.channels;
   const int slices = slices_of(in.channels);
   const int first_channel = static_cast<int>(blockIdx.x) % slices * kSlice;
-  const int64_t channel = first_channel + threadIdx.x % kLanes * 2;
-  const bool has_channel = channel < in.channels;
-  const Region region = entering<kStride>(tiles.images, tiles.height, tiles.width);
+  const int channel = first_channel + static_cast<int>(threadIdx.x) % kLanes * 2;
   T* staged = reinterpret_cast<T*>(memory);
-  T* taps = staged + region.pixels() * kSlice;
+  T* taps = staged + tiles.region.pixels() * kSlice;
   load_taps<T, kThreads>(in, first_channel, taps);
   for (int tile = static_cast<int>(blockIdx.x) / slices; tile < tiles.total;
        tile += static_cast<int>(gridDim.x) / slices) {
     const TileAt at = TileAt::of(tiles, tile);
-    load_input_tile<T, kThreads>(in, valid, region, at.image, at.row * kStride - 1, at.column * kStride - 1,
-                                 first_channel, staged);
+    load_input_tile<T, kStride, kThreads>(in, valid, tiles, at, first_channel, staged);
     __syncthreads();
-    T* map = static_cast<T*>(params.map) + static_cast<int64_t>(at.image) * height * width * in.channels + channel;
-    if (has_channel) {
-      convolve_tile<T, kStride, kThreads>(tiles, region, staged, taps, [&](int image, int row, int column, float2 sum) {
-        if (at.image + image < images && at.row + row < height && at.column + column < width) {
-          store_pair(map + ((image * height + at.row + row) * width + at.column + column) * step, sum);
-        }
-      });
+    if (channel < tiles.channels) {
+      T* map = static_cast<T*>(params.map) + static_cast<int64_t>(at.image) * image_size + channel;
+      convolve_tile<T, kStride, kThreads, false>(tiles, at, images, staged, taps, static_cast<T*>(nullptr), 0, map);
     }
     __syncthreads();
   }
@@ -50,200 +41,276 @@ __device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, con
 struct FusedMemory {
   int stride;     // elements from one row of an operand to the next
   size_t left;    // [kTilePixels][stride]: the depthwise convolution's result
-  size_t staged;  // what enters it, then y [kTilePixels][kSlice + kPadding], then moments
+  size_t staged;  // what enters it; in the end a Moments of each thread
   size_t taps;    // [kSlice][kTapCount]: depthwise weights
-  size_t pixels;  // int [kTilePixels]: where in the map a row belongs; -1: nowhere
+  size_t places;  // int [kTilePixels]: where in y, from the tile's first image on, a row belongs; -1: nowhere
   size_t bytes;   // of all. The pointwise weights [out_channels up to the next 64][stride] come first
 
-  MF_HD static FusedMemory of(int64_t channels, int64_t out_channels, size_t staged_bytes, int element, int warps) {
+  MF_HD static FusedMemory of(int64_t channels, int64_t out_channels, size_t staged_bytes, int element, int threads) {
     FusedMemory memory{};
     memory.stride = static_cast<int>(channels) + kPadding;
     const size_t row = static_cast<size_t>(memory.stride) * element;
-    const size_t y = size_t{kTilePixels} * (kSlice + kPadding) * element;
-    const size_t moments = size_t{3} * kSlice * warps * sizeof(float);
-    size_t shared = staged_bytes > y ? staged_bytes : y;
-    shared = shared > moments ? shared : moments;
+    const size_t moments = threads * sizeof(Moments);
     memory.left = static_cast<size_t>(up_to(out_channels, kSlice)) * row;
     memory.staged = memory.left + kTilePixels * row;
-    memory.taps = memory.staged + shared;
-    memory.pixels = memory.taps + size_t{kSlice} * kTapCount * element;
-    memory.bytes = memory.pixels + kTilePixels * sizeof(int);
+    memory.taps = memory.staged + (staged_bytes > moments ? staged_bytes : moments);
+    memory.places = memory.taps + size_t{kSlice} * kTapCount * element;
+    memory.bytes = memory.places + kTilePixels * sizeof(int);
     return memory;
   }
 };
 
-// Moments of a lane's two channels.
-struct MomentsPair {
-  float count;
-  float2 mean, squares;
+// Which part of a product [kTilePixels][64 kChunks] a warp takes, so that eight warps take all of it.
+// A lane gets, of each 16 rows, its two, in kLaneColumns neighbouring columns: load_pointwise has put
+// the weights in the order for it.
+template <int kChunks>
+struct WarpPart {
+  static constexpr int kColumnTiles = kChunks == 1 ? 2 : 4;  // of 8 columns
+  static constexpr int kRowTiles = kChunks == 4 ? 4 : 2;     // of 16 rows
+  static constexpr int kLaneColumns = 2 * kColumnTiles;
+  static constexpr int kColumnWarps = 8 * kChunks / kColumnTiles;  // beside each other
+  static_assert(kColumnTiles * kRowTiles * 8 == 8 * kChunks * 4, "eight warps take all");
+  int first_row, first_column;
 
-  __device__ void merge(float more, float2 its_mean, float2 its_squares) {
-    const Moments x = merged({count, mean.x, squares.x}, {more, its_mean.x, its_squares.x});
-    const Moments y = merged({count, mean.y, squares.y}, {more, its_mean.y, its_squares.y});
-    *this = {x.count, {x.mean, y.mean}, {x.squares, y.squares}};
+  __device__ static WarpPart of_warp() {
+    const int warp = threadIdx.x / kLanes;
+    return {warp / kColumnWarps * 16 * kRowTiles, warp % kColumnWarps * 8 * kColumnTiles};
+  }
+  __device__ int row(int tile, int half) const {
+    return first_row + tile * 16 + half * 8 + static_cast<int>(threadIdx.x) % kLanes / 4;
+  }
+  __device__ int column() const { return first_column + static_cast<int>(threadIdx.x) % 4 * kLaneColumns; }
+  // Where in shared memory row `row` of the weights goes.
+  __device__ static int place(int row) {
+    const int of_lane = row % kLaneColumns;
+    return row / (4 * kLaneColumns) * (4 * kLaneColumns) + of_lane / 2 * 8 + row / kLaneColumns % 4 * 2 + of_lane % 2;
   }
 };
 
-// Adds rows [first, first + 8) of a chunk of y, without padding, in this lane's two columns.
-template <typename T>
-__device__ void take_moments(const T* y, const int* pixels, int counted_pixels, int first, MomentsPair& moments) {
-  const T* column = y + first * (kSlice + kPadding) + threadIdx.x % kLanes * 2;
-  unsigned counts = 0;
+// What a lane has seen in its N channels: sums about the first value of each. That value is one of
+// those summed up, so the sum of squares is at most 1 + count times that about their mean, and
+// little is lost when the one is computed from the other.
+template <typename T, int N>
+struct LaneMoments {
+  static_assert(N == 4 || N == 8);
+  float count;
+  Vec<T, N> origin;
+  float distance[N], squares[N];
+
+  __device__ void add(const Vec<T, N>& y) {
+    count += 1.0f;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    counts |= pixels[first + i] >= 0 && pixels[first + i] < counted_pixels ? 1u << i : 0u;
-  }
-  float2 value[8];
-  float count = 0.0f;
-  float2 mean = {0.0f, 0.0f};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const bool is_counted = (counts >> i & 1u) != 0;
-    value[i] = is_counted ? pair_at(column + i * (kSlice + kPadding)) : float2{0.0f, 0.0f};
-    count += is_counted ? 1.0f : 0.0f;
-    mean = {mean.x + value[i].x, mean.y + value[i].y};
-  }
-  const float inverse = count > 0.0f ? 1.0f / count : 0.0f;
-  mean = {mean.x * inverse, mean.y * inverse};
-  float2 squares = {0.0f, 0.0f};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if ((counts >> i & 1u) != 0) {
-      const float2 distance = {value[i].x - mean.x, value[i].y - mean.y};
-      add_product(squares, distance, distance);
+    for (int i = 0; i < N; ++i) {
+      const float far = y[i] - origin[i];
+      distance[i] += far;
+      squares[i] += far * far;
     }
   }
-  moments.merge(count, mean, squares);
-}
+
+  // Merges the eight lanes that have the same channels; of these this lane gets channel `which`. Of
+  // four channels two lanes get the same one, in either order: only the first of them, whose number
+  // is below 4 mod 8, is to be used.
+  __device__ Moments merged_over_lanes(int& which) const {
+    Moments own[N];
+    const float inverse = count > 0.0f ? 1.0f / count : 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float mean = distance[i] * inverse;
+      own[i] = {count, origin[i] + mean, squares[i] - mean * distance[i]};
+    }
+    which = 0;
+#pragma unroll
+    for (int bit = kLanes / 2, left = N; bit >= 4; bit /= 2) {
+      const bool upper = (threadIdx.x & bit) != 0;
+      if (left > 1) {  // a lane keeps half of its channels and gives the other half away
+        left /= 2;
+        which += upper ? left : 0;
+#pragma unroll
+        for (int i = 0; i < left; ++i) {
+          own[i] = merged(chosen(upper, own[left + i], own[i]), exchanged(chosen(upper, own[i], own[left + i]), bit));
+        }
+      } else {
+        own[0] = merged(own[0], exchanged(own[0], bit));
+      }
+    }
+    return own[0];
+  }
+
+  __device__ static Moments chosen(bool first, Moments a, Moments b) {
+    return {a.count, first ? a.mean : b.mean, first ? a.squares : b.squares};
+  }
+
+  __device__ static Moments exchanged(const Moments& own, int bit) {
+    return {__shfl_xor_sync(0xffffffffu, own.count, bit), __shfl_xor_sync(0xffffffffu, own.mean, bit),
+            __shfl_xor_sync(0xffffffffu, own.squares, bit)};
+  }
+};
 
 // Starts to copy the pointwise weights, with zeros up to the next 64 rows: wait_for_copies before
 // the barrier before their use.
-template <typename T, int kThreads>
+template <typename T, int kChunks, int kThreads>
 __device__ void load_pointwise(const AlignConvForward& params, T* weights, int stride) {
   const auto channels = static_cast<int>(params.input.channels);
   const auto out_channels = static_cast<int>(params.out_channels);
   const int vectors = channels / 8;
+  const auto by_vectors = SmallDivisor::of(vectors);
 #pragma unroll 1
   for (int i = threadIdx.x; i < static_cast<int>(up_to(out_channels, kSlice)) * vectors; i += kThreads) {
-    const int row = i / vectors;
-    T* to = weights + row * stride + i % vectors * 8;
-    if (row < out_channels) {
-      copy_16_bytes(to,
-                    static_cast<const T*>(params.pointwise) + static_cast<int64_t>(row) * channels + i % vectors * 8);
-    } else {
-      Vec<T, 8>{}.store(to);
+    const int row = by_vectors.quotient(i);
+    copy_16_bytes_or_zeros(weights + WarpPart<kChunks>::place(row) * stride + (i - row * vectors) * 8,
+                           static_cast<const T*>(params.pointwise) + (row < out_channels ? i * 8 : 0),
+                           row < out_channels);
+  }
+}
+
+// A warp's part of left [kTilePixels][depth] times the transposed weights.
+template <typename T, typename Part>
+__device__ void multiply_part(const Part& part, const T* left, const T* weights, int stride, int depth,
+                              float (&d)[Part::kRowTiles][Part::kColumnTiles][4]) {
+  const int lane = threadIdx.x % kLanes;
+  const T* rows = left + (part.first_row + lane % 16) * stride + lane / 16 * 8;
+  const T* columns = weights + (part.first_column + lane / 16 * 8 + lane % 8) * stride + lane / 8 % 2 * 8;
+#pragma unroll 1
+  for (int k = 0; k < depth; k += 16) {
+    uint32_t b[Part::kColumnTiles / 2][4];
+#pragma unroll
+    for (int n = 0; n < Part::kColumnTiles / 2; ++n) {
+      load_rows(b[n], columns + n * 16 * stride + k);
+    }
+#pragma unroll
+    for (int tile = 0; tile < Part::kRowTiles; ++tile) {
+      uint32_t a[4];
+      load_rows(a, rows + tile * 16 * stride + k);
+#pragma unroll
+      for (int n = 0; n < Part::kColumnTiles; ++n) {
+        multiply_tile(d[tile][n], a, {b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]}, T());
+      }
     }
   }
 }
 
-// Merges what the block's warps found for the chunk of y from channel `first` on.
-// of_warp: [kWarps][kSlice]
-template <int kThreads>
-__device__ void leave_moments(const AlignConvForward& params, const MomentsPair& moments, int first, Moments* of_warp) {
-  constexpr int kWarps = kThreads / kLanes;
-  const auto out_channels = static_cast<int>(params.out_channels);
-  const int lane = threadIdx.x % kLanes;
-  const int warp = threadIdx.x / kLanes;
-  of_warp[warp * kSlice + 2 * lane] = {moments.count, moments.mean.x, moments.squares.x};
-  of_warp[warp * kSlice + 2 * lane + 1] = {moments.count, moments.mean.y, moments.squares.y};
-  __syncthreads();
-  for (int column = threadIdx.x; column < kSlice && first + column < out_channels; column += kThreads) {
-    Moments sum = of_warp[column];
-    for (int other = 1; other < kWarps; ++other) {
-      sum = merged(sum, of_warp[other * kSlice + column]);
+// Stores a warp's part of y, rounded, in the places from `y` on, and adds those that lie before
+// `counted` to the moments.
+template <typename T, typename Part>
+__device__ void store_part(const Part& part, const float (&d)[Part::kRowTiles][Part::kColumnTiles][4],
+                           const int* places, T* y, int counted, LaneMoments<T, Part::kLaneColumns>& moments) {
+  constexpr int kRows = 2 * Part::kRowTiles;
+  Vec<T, Part::kLaneColumns> value[kRows];
+  int place[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    place[i] = places[part.row(i / 2, i % 2)];
+#pragma unroll
+    for (int n = 0; n < Part::kColumnTiles; ++n) {
+      value[i].set_pair(n, {d[i / 2][n][i % 2 * 2], d[i / 2][n][i % 2 * 2 + 1]});
     }
-    float* to = params.moments + static_cast<int64_t>(blockIdx.x) * 3 * out_channels + first + column;
+    if (place[i] >= 0) {
+      value[i].store(y + place[i]);
+    }
+  }
+  if (moments.count == 0.0f) {
+#pragma unroll
+    for (int i = kRows - 1; i >= 0; --i) {
+      if (is_index(place[i], counted)) {
+        moments.origin = value[i];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (is_index(place[i], counted)) {
+      moments.add(value[i]);
+    }
+  }
+}
+
+// Merges what the block's lanes found. of_warps: [rows of warps][64 kChunks]
+template <typename T, typename Part, int kThreads>
+__device__ void leave_moments(const AlignConvForward& params, const Part& part,
+                              const LaneMoments<T, Part::kLaneColumns>& moments, Moments* of_warps) {
+  constexpr int kColumns = Part::kColumnWarps * 8 * Part::kColumnTiles;
+  constexpr int kRowWarps = kThreads / kLanes / Part::kColumnWarps;
+  const auto out_channels = static_cast<int>(params.out_channels);
+  int which;
+  const Moments of_warp = moments.merged_over_lanes(which);
+  if (Part::kLaneColumns == 8 || threadIdx.x % 8 < 4) {
+    of_warps[part.first_row / (16 * Part::kRowTiles) * kColumns + part.column() + which] = of_warp;
+  }
+  __syncthreads();
+  static_assert(kColumns <= kThreads);
+  if (const int column = threadIdx.x; column < out_channels) {
+    Moments sum = of_warps[column];
+#pragma unroll
+    for (int other = 1; other < kRowWarps; ++other) {
+      sum = merged(sum, of_warps[other * kColumns + column]);
+    }
+    float* to = params.moments + static_cast<int64_t>(blockIdx.x) * 3 * out_channels + column;
     to[0] = sum.count;
     to[out_channels] = sum.mean;
     to[2 * out_channels] = sum.squares;
   }
-  __syncthreads();
 }
 
 template <typename T, int kStride, int kChunks, int kThreads>
-__device__ void align_conv_forward_block(const AlignConvForward& params, const Tiles& tiles,
+__device__ void align_conv_forward_block(const AlignConvForward& params, const ForwardTiles& tiles,
                                          const FusedMemory& memory_map, unsigned char* memory) {
-  constexpr int kWarps = kThreads / kLanes;
+  static_assert(kThreads == 8 * kLanes, "WarpPart is for eight warps");
+  using Part = WarpPart<kChunks>;
   const AlignConvInput& in = params.input;
-  const int height = static_cast<int>(in.out_height());
-  const int width = static_cast<int>(in.out_width());
-  const auto channels = static_cast<int>(in.channels);
+  const auto images = static_cast<int>(in.images);
+  const int image_pixels = tiles.out_height * tiles.out_width;
+  const int channels = tiles.channels;
   const auto out_channels = static_cast<int>(params.out_channels);
   const auto valid = static_cast<int>(in.valid_images());
-  const int counted_pixels = valid * height * width;
-  const int lane = threadIdx.x % kLanes;
-  const int warp = threadIdx.x / kLanes;
   const int stride = memory_map.stride;
-  const Region region = entering<kStride>(tiles.images, tiles.height, tiles.width);
+  const Part part = Part::of_warp();
   T* weights = reinterpret_cast<T*>(memory);
   T* left = reinterpret_cast<T*>(memory + memory_map.left);
   T* staged = reinterpret_cast<T*>(memory + memory_map.staged);
   T* taps = reinterpret_cast<T*>(memory + memory_map.taps);
-  int* pixels = reinterpret_cast<int*>(memory + memory_map.pixels);
+  int* places = reinterpret_cast<int*>(memory + memory_map.places);
 
-  load_pointwise<T, kThreads>(params, weights, stride);
+  load_pointwise<T, kChunks, kThreads>(params, weights, stride);
 
-  MomentsPair moments[kChunks] = {};
+  LaneMoments<T, Part::kLaneColumns> moments = {};
   for (int tile = blockIdx.x; tile < tiles.total; tile += static_cast<int>(gridDim.x)) {
     const TileAt at = TileAt::of(tiles, tile);
-#pragma unroll 1
-    for (int row = threadIdx.x; row < kTilePixels; row += kThreads) {
-      const int n = at.image + row / (tiles.height * tiles.width);
-      const int h = at.row + row / tiles.width % tiles.height;
-      const int w = at.column + row % tiles.width;
-      const bool exists = row < tiles.images * tiles.height * tiles.width && n < in.images && h < height && w < width;
-      pixels[row] = exists ? (n * height + h) * width + w : -1;
-    }
     for (int first_channel = 0; first_channel < channels; first_channel += kSlice) {
       if (channels > kSlice || tile == static_cast<int>(blockIdx.x)) {
         load_taps<T, kThreads>(in, first_channel, taps);
       }
-      load_input_tile<T, kThreads>(in, valid, region, at.image, at.row * kStride - 1, at.column * kStride - 1,
-                                   first_channel, staged);
+      load_input_tile<T, kStride, kThreads>(in, valid, tiles, at, first_channel, staged);
       __syncthreads();
-      const int channel = first_channel + 2 * lane;
+      if (first_channel == 0) {  // nobody is at the tile before any more
+#pragma unroll 1
+        for (int row = threadIdx.x; row < kTilePixels; row += kThreads) {
+          const int pixel = pixel_of_row(tiles, at, images, row);
+          places[row] = pixel < 0 ? -1 : pixel * out_channels;
+        }
+      }
+      const int channel = first_channel + static_cast<int>(threadIdx.x) % kLanes * 2;
       if (channel < channels) {
-        convolve_tile<T, kStride, kThreads>(
-            tiles, region, staged, taps, [&](int image, int row, int column, float2 sum) {
-              const int r = (image * tiles.height + row) * tiles.width + column;
-              store_pair(left + r * stride + channel, sum);
-              if (params.map != nullptr && pixels[r] >= 0) {
-                store_pair(static_cast<T*>(params.map) + static_cast<int64_t>(pixels[r]) * channels + channel, sum);
-              }
-            });
+        T* map = static_cast<T*>(params.map);
+        if (map != nullptr) {
+          map += static_cast<int64_t>(at.image) * (image_pixels * channels) + channel;
+        }
+        convolve_tile<T, kStride, kThreads, true>(tiles, at, images, staged, taps, left + channel, stride, map);
       }
-      wait_for_copies();
       __syncthreads();
     }
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (chunk * kSlice < out_channels) {
-        multiply_chunk<T, false, kThreads>(left, stride, weights + chunk * kSlice * stride, stride, channels, staged);
-        __syncthreads();
-#pragma unroll 1
-        for (int i = threadIdx.x; i < kTilePixels * kVectors; i += kThreads) {
-          const int column = chunk * kSlice + i % kVectors * 8;
-          const int pixel = pixels[i / kVectors];
-          if (pixel >= 0 && column < out_channels) {
-            Vec<T, 8>::load(staged + i / kVectors * (kSlice + kPadding) + i % kVectors * 8)
-                .store(static_cast<T*>(params.y) + static_cast<int64_t>(pixel) * out_channels + column);
-          }
-        }
-#pragma unroll 1
-        for (int first = warp * 8; first < kTilePixels; first += kWarps * 8) {
-          take_moments(staged, pixels, counted_pixels, first, moments[chunk]);
-        }
-        __syncthreads();
+    if (part.first_column < out_channels) {
+      float d[Part::kRowTiles][Part::kColumnTiles][4] = {};
+      multiply_part(part, left, weights, stride, channels, d);
+      if (part.column() < out_channels) {
+        const int y_size = image_pixels * out_channels;
+        T* y = whole(static_cast<T*>(params.y) + static_cast<int64_t>(at.image) * y_size + part.column());
+        const int counted = valid > at.image ? smaller(valid - at.image, tiles.images) * y_size : 0;
+        store_part(part, d, places, y, counted, moments);
       }
     }
   }
-
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    if (chunk * kSlice < out_channels) {
-      leave_moments<kThreads>(params, moments[chunk], chunk * kSlice, reinterpret_cast<Moments*>(staged));
-    }
-  }
+  __syncthreads();
+  leave_moments<T, Part, kThreads>(params, part, moments, reinterpret_cast<Moments*>(staged));
 }
 
 // Count, sum and sum of squares of numbers' distances from an origin.

@@ -3,7 +3,7 @@
 //
 // What enters the depthwise convolution is loaded into shared memory with a border, 64 channels at
 // a time; prologue and gate are applied once to each element on the way. From there a lane takes
-// two channels and a warp quads of 2 x 2 output pixels, whose inputs overlap.
+// two channels and a warp 2 x 4 output pixels, whose inputs overlap.
 //
 // Every sum has a fixed order, and no block waits for another: no atomics, no tickets, any number
 // of replays at once.
@@ -25,6 +25,7 @@ constexpr int kSlice = 2 * kLanes;    // channels that a warp takes at a time, t
 constexpr int kVectors = kSlice / 8;  // of eight channels each: what a thread moves at a time
 constexpr int kTilePixels = 64;       // output pixels of a forward tile
 constexpr int kTileSide = 8;
+constexpr int kStrip = 4;  // columns of outputs that a warp convolves at a time, in two rows
 constexpr int kTapCount = 9;
 constexpr int kPadding = 8;    // elements: rows of an operand start 4 banks apart
 constexpr int kMaxChunks = 4;  // of kSlice output channels
@@ -65,6 +66,8 @@ __device__ inline float2 blend(float2 a, float2 b, float share_of_a) {
 // and three quarters of the way.
 __device__ inline float share_of_first(int second) { return second == 0 ? 0.75f : 0.25f; }
 
+__device__ inline int smaller(int a, int b) { return a < b ? a : b; }
+
 // Whether i is in [0, size).
 __device__ inline bool is_index(int i, int size) { return static_cast<unsigned>(i) < static_cast<unsigned>(size); }
 
@@ -81,11 +84,30 @@ struct SmallDivisor {
   __device__ int quotient(int x) const { return static_cast<int>(static_cast<unsigned>(x) * factor >> 16); }
 };
 
+// Divides x in [0, 2^31) by a multiplication.
+struct Divisor {
+  unsigned factor;
+  int shift;
+
+  MF_HD static Divisor of(int divisor) {
+    int bits = 0;
+    while (int64_t{1} << bits < divisor) {
+      ++bits;
+    }
+    const uint64_t power = uint64_t{1} << (31 + bits);
+    return {static_cast<unsigned>((power + divisor - 1) / divisor), 31 + bits};
+  }
+  __device__ int quotient(int x) const {
+    return static_cast<int>(uint64_t{static_cast<unsigned>(x)} * factor >> shift);
+  }
+};
+
 // How a map is cut: tiles of some rows and columns of one image, or of several small images.
 struct Tiles {
   int images, height, width;  // of a tile
   int down, across;           // tiles of an image
   int total;
+  Divisor by_image, by_across;  // of a tile's number: an image's tiles, its columns of them
 
   // Most images that fit into `room`, and no more pixels than side x side; less where one image's
   // tile does not fit.
@@ -110,6 +132,8 @@ struct Tiles {
     tiles.across = static_cast<int>((width + tiles.width - 1) / tiles.width);
     const int64_t total = (images + tiles.images - 1) / tiles.images * tiles.down * tiles.across;
     tiles.total = static_cast<int>(total);
+    tiles.by_image = Divisor::of(tiles.down * tiles.across);
+    tiles.by_across = Divisor::of(tiles.across);
     return tiles;
   }
 };
@@ -119,8 +143,10 @@ struct TileAt {
   int image, row, column;
 
   __device__ static TileAt of(const Tiles& tiles, int tile) {
-    return {tile / (tiles.down * tiles.across) * tiles.images, tile / tiles.across % tiles.down * tiles.height,
-            tile % tiles.across * tiles.width};
+    const int image = tiles.by_image.quotient(tile);
+    const int of_image = tile - image * (tiles.down * tiles.across);
+    const int row = tiles.by_across.quotient(of_image);
+    return {image * tiles.images, row * tiles.height, (of_image - row * tiles.across) * tiles.width};
   }
 };
 
@@ -136,11 +162,57 @@ struct Region {
 };
 
 MF_HD inline constexpr int even(int x) { return x + x % 2; }
+MF_HD inline constexpr int64_t up_to(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// What enters a forward tile: whole quads of outputs, and the border.
+// What enters a forward tile: whole strips of outputs, and the border.
 template <int kStride>
 MF_HD Region entering(int images, int height, int width) {
-  return Region::of(images, (even(height) - 1) * kStride + 3, (even(width) - 1) * kStride + 3);
+  const auto columns = static_cast<int>(up_to(width, kStrip));
+  return Region::of(images, (even(height) - 1) * kStride + 3, (columns - 1) * kStride + 3);
+}
+
+// The tiles of a forward, the maps' sides and numbers of channels in 32 bits, and what the loops
+// divide by.
+struct ForwardTiles : Tiles {
+  int channels, in_height, in_width, out_height, out_width;
+  Region region;                   // what enters a tile
+  int quads_down, quads_across;    // of an image's region, for loading
+  int strips_down, strips_across;  // of an image's outputs
+  SmallDivisor by_height, by_width, by_quads_down, by_quads_across, by_strips_down, by_strips_across;
+
+  template <int kStride>
+  static ForwardTiles of(const AlignConvInput& in, size_t bytes_of_image(int height, int width), size_t room) {
+    ForwardTiles tiles{};
+    static_cast<Tiles&>(tiles) = Tiles::of(in.images, in.out_height(), in.out_width(), kTileSide, bytes_of_image, room);
+    tiles.channels = static_cast<int>(in.channels);
+    tiles.in_height = static_cast<int>(in.height);
+    tiles.in_width = static_cast<int>(in.width);
+    tiles.out_height = static_cast<int>(in.out_height());
+    tiles.out_width = static_cast<int>(in.out_width());
+    tiles.region = entering<kStride>(tiles.images, tiles.height, tiles.width);
+    tiles.quads_down = (tiles.region.rows + 1) / 2;
+    tiles.quads_across = (tiles.region.columns + 1) / 2;
+    tiles.strips_down = (tiles.height + 1) / 2;
+    tiles.strips_across = (tiles.width + kStrip - 1) / kStrip;
+    tiles.by_height = SmallDivisor::of(tiles.height);
+    tiles.by_width = SmallDivisor::of(tiles.width);
+    tiles.by_quads_down = SmallDivisor::of(tiles.quads_down);
+    tiles.by_quads_across = SmallDivisor::of(tiles.quads_across);
+    tiles.by_strips_down = SmallDivisor::of(tiles.strips_down);
+    tiles.by_strips_across = SmallDivisor::of(tiles.strips_across);
+    return tiles;
+  }
+};
+
+// The pixel, counted from the first of the tile's images, of row `row` of a tile's outputs; -1: the
+// map has none.
+__device__ inline int pixel_of_row(const ForwardTiles& tiles, const TileAt& at, int images, int row) {
+  const int line = tiles.by_width.quotient(row);
+  const int image = tiles.by_height.quotient(line);
+  const int h = at.row + line - image * tiles.height;
+  const int w = at.column + row - line * tiles.width;
+  const bool exists = image < tiles.images && at.image + image < images && h < tiles.out_height && w < tiles.out_width;
+  return exists ? (image * tiles.out_height + h) * tiles.out_width + w : -1;
 }
 
 // A block keeps to one slice of channels.
@@ -160,94 +232,137 @@ struct StatePair {
   }
 };
 
-// Opens 2 x 2 pixels by the gate's 2 x 2 elements that they share, in channels 2 i and 2 i + 1.
+// The gate of 16 times `open`: 1 / (1 + exp(-open / 16)).
+template <typename T>
+__device__ float opened(float open) {
+  if constexpr (sizeof(T) == 2) {
+    return inverse_of_one_plus_power(open * (-1.44269504f / 16.0f));
+  } else {
+    return sigmoid<T>(open / 16.0f);
+  }
+}
+
+// Opens 2 x 2 pixels by the gate's 2 x 2 elements that they share, in channels 2 i and 2 i + 1. All
+// weights are multiples of 1/16.
 template <typename T>
 __device__ void apply_gate(const Vec<T, 8> (&gate)[4], int i, Vec<T, 8> (&x)[4]) {
+  const float2 g[4] = {gate[0].pair(i), gate[1].pair(i), gate[2].pair(i), gate[3].pair(i)};
+  const auto blend4 = [](float2 near, float2 far) { return float2{3.0f * near.x + far.x, 3.0f * near.y + far.y}; };
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const float2 left = blend(gate[0].pair(i), gate[2].pair(i), share_of_first(row));
-    const float2 right = blend(gate[1].pair(i), gate[3].pair(i), share_of_first(row));
+    const float2 left = blend4(g[2 * row], g[2 - 2 * row]);
+    const float2 right = blend4(g[2 * row + 1], g[3 - 2 * row]);
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
-      const float2 open = sigmoid<T>(blend(left, right, share_of_first(column)));
+      const float2 open = column == 0 ? blend4(left, right) : blend4(right, left);
       Vec<T, 8>& pixel = x[2 * row + column];
       const float2 value = pixel.pair(i);
-      pixel.set_pair(i, {value.x * open.x, value.y * open.y});
+      pixel.set_pair(i, {value.x * opened<T>(open.x), value.y * opened<T>(open.y)});
     }
   }
 }
 
-// Loads x' of a region into shared memory; its first pixel is (row, column), which may lie outside
-// of the image and is odd for maps with a gate. Zero outside and for padding. A thread takes quads
-// of 2 x 2 pixels, which share four elements of the gate.
-template <typename T, int kThreads>
-__device__ void load_input_tile(const AlignConvInput& in, int valid, const Region& region, int first_image,
-                                int first_row, int first_column, int first_channel, T* staged) {
-  const int height = static_cast<int>(in.height);
-  const int width = static_cast<int>(in.width);
-  const auto step = static_cast<int>(in.channels);
-  const int vector = threadIdx.x % kVectors;
-  const int64_t channel = first_channel + vector * 8;
-  if (channel >= in.channels) {
+// Normalises 2 x 2 pixels in eight channels, by the states from `state` on.
+template <typename T>
+__device__ void apply_prologue(const float* state, int channels, Vec<T, 8> (&x)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto mean = Vec<float, 4>::load(state + kMean * channels + 4 * half);
+    const auto scale = Vec<float, 4>::load(state + kScale * channels + 4 * half);
+    const auto shift = Vec<float, 4>::load(state + kShift * channels + 4 * half);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const StatePair pair = {mean.pair(i), scale.pair(i), shift.pair(i)};
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        x[p].set_pair(2 * half + i, pair.applied(x[p].pair(2 * half + i)));
+      }
+    }
+  }
+}
+
+// How a region is loaded: copied (to be waited for), with the prologue, with the gate, or opened by
+// the gate after it was loaded with the prologue; the two at once would take too many registers.
+enum class Load { kCopy, kPrologue, kGate, kGateAfter };
+
+// Loads x' of a tile's region into shared memory. Zero outside of the image and for padding. A
+// thread takes quads of 2 x 2 pixels, which share four elements of the gate: the region begins at an
+// odd row and column.
+template <typename T, int kStride, int kThreads, Load kLoad>
+__device__ void load_quads(const AlignConvInput& in, int valid, const ForwardTiles& tiles, const TileAt& at,
+                           int first_channel, T* staged) {
+  const int height = tiles.in_height;
+  const int width = tiles.in_width;
+  const int step = tiles.channels;
+  const int channel = first_channel + static_cast<int>(threadIdx.x) % kVectors * 8;
+  if (channel >= step) {
     return;
   }
   const T* map =
-      static_cast<const T*>(in.x) + static_cast<int64_t>(first_image) * height * width * in.channels + channel;
-  const T* gates = in.gate == nullptr
-                       ? nullptr
-                       : static_cast<const T*>(in.gate) +
-                             static_cast<int64_t>(first_image) * (height / 2) * (width / 2) * in.channels + channel;
-  const int rows = (region.rows + 1) / 2;
-  const int columns = (region.columns + 1) / 2;
-  const auto down = SmallDivisor::of(rows);
-  const auto across = SmallDivisor::of(columns);
+      whole(static_cast<const T*>(in.x) + static_cast<int64_t>(at.image) * (height * width * step) + channel);
+  const T* gates = nullptr;
+  if constexpr (kLoad == Load::kGate || kLoad == Load::kGateAfter) {
+    gates = whole(static_cast<const T*>(in.gate) + static_cast<int64_t>(at.image) * (height / 2 * (width / 2) * step) +
+                  channel);
+  }
+  const Region& region = tiles.region;
 #pragma unroll 1
-  for (int quad = threadIdx.x / kVectors; quad < region.images * rows * columns; quad += kThreads / kVectors) {
-    const int line = across.quotient(quad);
-    const int image = down.quotient(line);
-    const int row = 2 * (line - image * rows);
-    const int column = 2 * (quad - line * columns);
-    const int h = first_row + row;
-    const int w = first_column + column;
-    const bool is_valid = first_image + image < valid;
+  for (int quad = threadIdx.x / kVectors; quad < region.images * tiles.quads_down * tiles.quads_across;
+       quad += kThreads / kVectors) {
+    const int line = tiles.by_quads_across.quotient(quad);
+    const int image = tiles.by_quads_down.quotient(line);
+    const int row = 2 * (line - image * tiles.quads_down);
+    const int column = 2 * (quad - line * tiles.quads_across);
+    const int h = at.row * kStride - 1 + row;
+    const int w = at.column * kStride - 1 + column;
+    const bool is_valid = at.image + image < valid;
     const bool in_row[2] = {is_valid && is_index(h, height), is_valid && is_index(h + 1, height)};
     const bool in_column[2] = {is_index(w, width), is_index(w + 1, width)};
-    const T* from = map + ((image * height + h) * width + w) * step;
+    const bool has_row[2] = {true, row + 1 < region.rows};
+    const bool has_column[2] = {true, column + 1 < region.columns};
+    const int from = ((image * height + h) * width + w) * step;
+    T* to = staged + ((image * region.rows + row) * region.columns + column) * kSlice + threadIdx.x % kVectors * 8;
     Vec<T, 8> x[4];
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      x[p] = in_row[p / 2] && in_column[p % 2] ? Vec<T, 8>::load(from + (p / 2 * width + p % 2) * step) : Vec<T, 8>{};
-    }
-    if (in.prologue != nullptr) {
+      const bool exists = in_row[p / 2] && in_column[p % 2];
+      const T* pixel = map + (from + (p / 2 * width + p % 2) * step);
+      T* place = to + (p / 2 * region.columns + p % 2) * kSlice;
+      if constexpr (kLoad == Load::kGateAfter) {
+        x[p] = exists && has_row[p / 2] && has_column[p % 2] ? Vec<T, 8>::load(place) : Vec<T, 8>{};
+      } else if constexpr (kLoad != Load::kCopy) {
+        x[p] = exists ? Vec<T, 8>::load(pixel) : Vec<T, 8>{};
+      } else if (has_row[p / 2] && has_column[p % 2]) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const StatePair state = StatePair::load(in.prologue, in.channels, channel + 2 * i);
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          x[p].set_pair(i, state.applied(x[p].pair(i)));
+        for (int i = 0; i < 8; i += 16 / sizeof(T)) {
+          copy_16_bytes_or_zeros(place + i, pixel + i, exists);
         }
       }
     }
-    if (gates != nullptr && is_valid) {
+    if constexpr (kLoad == Load::kCopy) {
+      continue;
+    } else if constexpr (kLoad == Load::kPrologue) {
+      apply_prologue(in.prologue + channel, step, x);
+    } else {
       Vec<T, 8> gate[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         const int r = nearest((h + 1) / 2 - 1 + p / 2, height / 2);
         const int c = nearest((w + 1) / 2 - 1 + p % 2, width / 2);
-        gate[p] = Vec<T, 8>::load(gates + ((image * (height / 2) + r) * (width / 2) + c) * step);
+        gate[p] =
+            is_valid ? Vec<T, 8>::load(gates + ((image * (height / 2) + r) * (width / 2) + c) * step) : Vec<T, 8>{};
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         apply_gate(gate, i, x);
       }
     }
-    T* to = staged + ((image * region.rows + row) * region.columns + column) * kSlice + vector * 8;
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       if (!in_row[p / 2] || !in_column[p % 2]) {
         x[p] = {};
       }
-      if (row + p / 2 < region.rows && column + p % 2 < region.columns) {
+      if (has_row[p / 2] && has_column[p % 2]) {
 #pragma unroll
         for (int word = 0; word < Vec<T, 8>::kWords; word += 4) {
           store_16_bytes(to + (p / 2 * region.columns + p % 2) * kSlice + word * 4 / sizeof(T), x[p].word + word);
@@ -257,15 +372,30 @@ __device__ void load_input_tile(const AlignConvInput& in, int valid, const Regio
   }
 }
 
+template <typename T, int kStride, int kThreads>
+__device__ void load_input_tile(const AlignConvInput& in, int valid, const ForwardTiles& tiles, const TileAt& at,
+                                int first_channel, T* staged) {
+  if (in.prologue != nullptr) {
+    load_quads<T, kStride, kThreads, Load::kPrologue>(in, valid, tiles, at, first_channel, staged);
+    if (in.gate != nullptr) {
+      load_quads<T, kStride, kThreads, Load::kGateAfter>(in, valid, tiles, at, first_channel, staged);
+    }
+  } else if (in.gate != nullptr) {
+    load_quads<T, kStride, kThreads, Load::kGate>(in, valid, tiles, at, first_channel, staged);
+  } else {
+    load_quads<T, kStride, kThreads, Load::kCopy>(in, valid, tiles, at, first_channel, staged);
+  }
+  wait_for_copies();
+}
+
 // The nine weights of a slice of channels [kTapCount][kSlice], rounded to the maps' type.
 template <typename T, int kThreads>
 __device__ void load_taps(const AlignConvInput& in, int first_channel, T* taps) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kSlice * kTapCount; i += kThreads) {
-    const int channel = i / kTapCount;
-    if (first_channel + channel < in.channels) {
-      taps[i % kTapCount * kSlice + channel] =
-          static_cast<T>(load(in.depthwise, static_cast<int64_t>(first_channel) * kTapCount + i));
+    const int channel = first_channel + i % kSlice;
+    if (channel < in.channels) {
+      taps[i] = static_cast<T>(load(in.depthwise, static_cast<int64_t>(channel) * kTapCount + i / kSlice));
     }
   }
 }
@@ -285,57 +415,73 @@ struct Taps {
   }
 };
 
-// Four neighbouring outputs, of two channels, from the region's pixel that enters the first of them
-// at its first tap.
+// Two rows of kStrip neighbouring outputs, of two channels, from the region's pixel that enters the
+// first of them at its first tap.
 template <typename T, int kStride>
-__device__ void convolve_quad(const T* entering, int columns, const Taps<T>& taps, float2 (&sum)[4]) {
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    sum[p] = {0.0f, 0.0f};
-  }
+__device__ void convolve_strip(const T* entering, int columns, const Taps<T>& taps, float2 (&sum)[2][kStrip]) {
 #pragma unroll
   for (int row = 0; row < kStride + 3; ++row) {
 #pragma unroll
-    for (int column = 0; column < kStride + 3; ++column) {
+    for (int column = 0; column < (kStrip - 1) * kStride + 3; ++column) {
       const float2 x = pair_at(entering + (row * columns + column) * kSlice);
 #pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        const int i = row - kStride * (p / 2);
-        const int j = column - kStride * (p % 2);
+      for (int p = 0; p < 2 * kStrip; ++p) {
+        const int i = row - kStride * (p / kStrip);
+        const int j = column - kStride * (p % kStrip);
         if (i >= 0 && i < 3 && j >= 0 && j < 3) {
-          add_product(sum[p], x, taps.tap[i * 3 + j].pair(0));
+          add_product(sum[p / kStrip][p % kStrip], x, taps.tap[i * 3 + j].pair(0));
         }
       }
     }
   }
 }
 
-// Calls sink(image, row, column, sum) for each output pixel of a tile, these counted within the
-// tile, and the two channels of this lane.
-template <typename T, int kStride, int kThreads, typename Sink>
-__device__ void convolve_tile(const Tiles& tiles, const Region& region, const T* staged, const T* taps,
-                              const Sink& sink) {
+// Stores a tile's convolution in the two channels of this lane: each output in the tile's row
+// left + row * stride with kLeft, and, where map is not null, at its pixel of the map, whose first is
+// that of the tile's first image.
+template <typename T, int kStride, int kThreads, bool kLeft>
+__device__ void convolve_tile(const ForwardTiles& tiles, const TileAt& at, int images, const T* staged, const T* taps,
+                              T* left, int stride, T* map) {
   const auto of_lane = Taps<T>::load(taps);
-  const int down = (tiles.height + 1) / 2;
-  const int across = (tiles.width + 1) / 2;
-  const auto by_down = SmallDivisor::of(down);
-  const auto by_across = SmallDivisor::of(across);
-  const int lane = threadIdx.x % kLanes;
+  const int step = tiles.channels;
+  const int rows = smaller(tiles.height, tiles.out_height - at.row);
+  const int columns = smaller(tiles.width, tiles.out_width - at.column);
+  const bool has_map = map != nullptr;
+  map = whole(map);
+  const Region& region = tiles.region;
 #pragma unroll 1
-  for (int quad = threadIdx.x / kLanes; quad < tiles.images * down * across; quad += kThreads / kLanes) {
-    const int line = by_across.quotient(quad);
-    const int image = by_down.quotient(line);
-    const int row = 2 * (line - image * down);
-    const int column = 2 * (quad - line * across);
-    float2 sum[4];
-    convolve_quad<T, kStride>(
-        staged + ((image * region.rows + row * kStride) * region.columns + column * kStride) * kSlice + 2 * lane,
+  for (int strip = threadIdx.x / kLanes;
+       strip < smaller(tiles.images, images - at.image) * tiles.strips_down * tiles.strips_across;
+       strip += kThreads / kLanes) {
+    const int line = tiles.by_strips_across.quotient(strip);
+    const int image = tiles.by_strips_down.quotient(line);
+    const int row = 2 * (line - image * tiles.strips_down);
+    const int column = kStrip * (strip - line * tiles.strips_across);
+    float2 sum[2][kStrip] = {};
+    convolve_strip<T, kStride>(
+        staged + ((image * region.rows + row * kStride) * region.columns + column * kStride) * kSlice +
+            threadIdx.x % kLanes * 2,
         region.columns, of_lane, sum);
+    T* to_left = left + ((image * tiles.height + row) * tiles.width + column) * stride;
+    int to_map = ((image * tiles.out_height + at.row + row) * tiles.out_width + at.column + column) * step;
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      if (row + p / 2 < tiles.height && column + p % 2 < tiles.width) {
-        sink(image, row + p / 2, column + p % 2, sum[p]);
+    for (int p = 0; p < 2; ++p) {
+#pragma unroll
+      for (int q = 0; q < kStrip; ++q) {
+        const bool exists = row + p < rows && column + q < columns;
+        Vec<T, 2> pair;
+        pair.set_pair(0, sum[p][q]);
+        if (kLeft && exists) {
+          pair.store(to_left);
+        }
+        if (exists && has_map) {
+          pair.store(map + to_map);
+        }
+        to_left += stride;
+        to_map += step;
       }
+      to_left += (tiles.width - kStrip) * stride;
+      to_map += (tiles.out_width - kStrip) * step;
     }
   }
 }
@@ -346,8 +492,6 @@ __device__ inline void multiply_tile(float (&d)[4], const uint32_t (&a)[4], cons
 __device__ inline void multiply_tile(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   mma_16x8x16_half(d, a, b);
 }
-
-MF_HD inline constexpr int64_t up_to(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // A product [kTilePixels][kSlice] of `left` [kTilePixels][depth] and kSlice rows of `weights`
 // [][depth], or with kByColumns kSlice columns of `weights` [depth][]: a warp takes 16 pixels and

@@ -72,19 +72,39 @@ __device__ inline void copy_16_bytes(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(address), "l"(global) : "memory");
 }
 
+// The same, but 16 bytes of zeros where not `reads`.
+__device__ inline void copy_16_bytes_or_zeros(void* shared, const void* global, bool reads) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(address), "l"(global), "r"(reads ? 16 : 0)
+               : "memory");
+}
+
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
-// 1 / (1 + exp(-x)) to a relative error of 2^-21. Results below 2^-126 are zero: CUDA's __expf and
+// The same pointer to global memory, of which the compiler does not know how it was computed. It would else keep the
+// sum of its indices in place of the pointer, and spend five instructions on each address in place
+// of one.
+template <typename T>
+__device__ T* whole(T* pointer) {
+  asm("" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
+// 1 / (1 + 2^x) to a relative error of 2^-21. Results below 2^-126 are zero: CUDA's __expf and
 // __fdividef treat them with care, in three times the instructions.
-__device__ inline float fast_sigmoid(float x) {
+__device__ inline float inverse_of_one_plus_power(float x) {
   float power;
   float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.44269504f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
   return result;
 }
 
 #endif
+
+// 1 / (1 + exp(-x))
+__device__ inline float fast_sigmoid(float x) { return inverse_of_one_plus_power(x * -1.44269504f); }
 
 // Two numbers as kParts pairs of bfloat16 (the first number in the low half) whose sums give them
 // back: each part rounds what the parts before it left. One part keeps 8 significant bits, two keep

@@ -125,8 +125,22 @@ inline void copy_16_bytes(void* shared, const void* global) {
   std::memcpy(shared, global, 16);
 }
 
+inline void copy_16_bytes_or_zeros(void* shared, const void* global, bool reads) {
+  if (reads) {
+    copy_16_bytes(shared, global);
+  } else {
+    const uint32_t zeros[4] = {};
+    store_16_bytes(shared, zeros);
+  }
+}
+
 inline void wait_for_copies() {}
 
-inline float fast_sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+template <typename T>
+T* whole(T* pointer) {
+  return pointer;
+}
+
+inline float inverse_of_one_plus_power(float x) { return 1.0f / (1.0f + std::exp2(x)); }
 
 }  // namespace mf::cuda

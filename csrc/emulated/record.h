@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <string_view>
 #include <typeinfo>
+#include <vector>
 
 #include "api/align_conv.h"
 #include "api/batch_norm_act.h"
@@ -30,6 +31,8 @@ struct Work {
   double computes = 0;  // passes of warps through loops that compute from shared memory
   double products = 0;  // through loops that multiply on the tensor cores
   double parts = 0;     // partial sums that one thread merges
+  // Passes of warps through every loop of the machine code, in its order; empty: by the kinds above.
+  std::vector<double> passes{};
 };
 
 inline double size_of(mf::FloatType type) {
@@ -138,33 +141,56 @@ inline double align_bytes(const mf::AlignConvInput& in, int64_t channels, bool o
   return static_cast<double>(in.images * pixels * channels) * size_of(in.type);
 }
 
-// Tiles of a forward launch: what they stage with their borders, and their quads of outputs.
+inline double warps_of(dim3 threads) { return threads.x / 32.0; }
+
+// Passes through load_taps' loop, once.
+inline double taps_passes() { return 64 * 9 / 32.0; }
+
+// Passes through load_quads' four loops and through convolve_tile's.
 template <typename Tiles>
-Work forward_tiles(const mf::AlignConvInput& in, const Tiles& tiles) {
-  Work work;
-  const double images = double{1} * tiles.total * tiles.images;
-  const double pixels = double{1} * ((tiles.height - 1) * in.stride + 3) * ((tiles.width - 1) * in.stride + 3);
-  const double staged = images * pixels * static_cast<double>(in.channels) * size_of(in.type);
-  work.streams = in.gate != nullptr ? 0 : 1;  // a second loop multiplies by the gate
-  work.streamed = staged * (in.gate != nullptr ? 2 : 1);
-  work.computes = images * ((tiles.height + 1) / 2) * ((tiles.width + 1) / 2) * slices_of(in.channels);
-  work.bytes = align_bytes(in, in.channels, false) * (in.gate != nullptr ? 1.25 : 1.0);
-  return work;
+std::vector<double> forward_passes(const mf::AlignConvInput& in, const Tiles& tiles) {
+  const double each = tiles.total * slices_of(in.channels);
+  const int quads = tiles.images * tiles.quads_down * tiles.quads_across;
+  const double loads = each * ((quads * 8 + 31) / 32);
+  const bool has_gate = in.gate != nullptr;
+  const bool has_prologue = in.prologue != nullptr;
+  return {has_prologue ? loads : 0, has_prologue && has_gate ? loads : 0, !has_prologue && has_gate ? loads : 0,
+          has_prologue || has_gate ? 0 : loads, each * tiles.images * tiles.strips_down * tiles.strips_across};
+}
+
+inline double forward_bytes(const mf::AlignConvInput& in) {
+  return align_bytes(in, in.channels, false) * (in.gate != nullptr ? 1.25 : 1.0);
 }
 
 template <typename Tiles, typename... Rest>
-Work work_of(std::string_view, dim3, dim3, const mf::AlignConvDepthwise& p, const Tiles& tiles, const Rest&...) {
-  Work work = forward_tiles(p.input, tiles);
-  work.bytes += align_bytes(p.input, p.input.channels, true);
-  return work;
-}
-
-template <typename Tiles, typename... Rest>
-Work work_of(std::string_view, dim3, dim3, const mf::AlignConvForward& p, const Tiles& tiles, const Rest&...) {
+Work work_of(std::string_view, dim3 grid, dim3 threads, const mf::AlignConvDepthwise& p, const Tiles& tiles,
+             const Rest&...) {
   const mf::AlignConvInput& in = p.input;
-  Work work = forward_tiles(in, tiles);
-  work.bytes += align_bytes(in, p.out_channels, true) + (p.map != nullptr ? align_bytes(in, in.channels, true) : 0.0);
-  work.products = 8.0 * tiles.total * slices_of(p.out_channels) * static_cast<double>(in.channels) / 16.0;
+  Work work{forward_bytes(in) + align_bytes(in, in.channels, true)};
+  // load_taps has a loop for each type of weights.
+  work.passes = {grid.x * taps_passes(), 0, 0, tiles.total * slices_of(in.channels) * warps_of(threads)};
+  for (const double passes : forward_passes(in, tiles)) {
+    work.passes.push_back(passes);
+  }
+  return work;
+}
+
+template <typename Tiles, typename... Rest>
+Work work_of(std::string_view, dim3 grid, dim3 threads, const mf::AlignConvForward& p, const Tiles& tiles,
+             const Rest&...) {
+  const mf::AlignConvInput& in = p.input;
+  const double slices = slices_of(in.channels);
+  const double warps = warps_of(threads);
+  Work work{forward_bytes(in) + align_bytes(in, p.out_channels, true)};
+  work.bytes += p.map != nullptr ? align_bytes(in, in.channels, true) : 0.0;
+  work.products = tiles.total * warps * static_cast<double>(in.channels) / 16.0;
+  work.passes = {grid.x * slices_of(p.out_channels) * 64.0 * static_cast<double>(in.channels) / 8.0 / 32.0,
+                 tiles.total * warps, tiles.total * slices * warps,
+                 (slices > 1 ? tiles.total * slices : grid.x) * taps_passes()};
+  const std::vector<double> inner = forward_passes(in, tiles);
+  work.passes.insert(work.passes.end(), inner.begin(), inner.end());
+  work.passes.insert(work.passes.end() - 1, tiles.total * 64.0 / 32.0);  // the places of a tile's outputs
+  work.passes.push_back(work.products);
   return work;
 }
 
@@ -251,9 +277,13 @@ bool recorded(const char* name, bool early, dim3 grid, dim3 threads, size_t shar
     std::perror(path);
     std::exit(1);
   }
-  std::fprintf(file, "%s %u %u %u %u %zu %.0f %.0f %d %.0f %.0f %.1f %d\n", typeid(Instance<kernel>*).name(), grid.x,
+  std::fprintf(file, "%s %u %u %u %u %zu %.0f %.0f %d %.0f %.0f %.1f %d", typeid(Instance<kernel>*).name(), grid.x,
                grid.y, grid.z, threads.x, shared_bytes, work.bytes, work.streamed, work.streams, work.computes,
                work.products, work.parts, early ? 1 : 0);
+  for (size_t i = 0; i < work.passes.size(); ++i) {
+    std::fprintf(file, "%s%.1f", i == 0 ? " @" : ",", work.passes[i]);
+  }
+  std::fprintf(file, "\n");
   std::fclose(file);
   return true;
 }

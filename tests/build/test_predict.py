@@ -38,7 +38,9 @@ def test_a_record():
     text = "torch mm 100 2000\nPN4shim8InstanceIXadL_ZN2mf1kEvEEEE 2 3 1 128 64 1000 0 1 5 6 7.5 1\n"
     first, second = parse_record(text)
     assert first == Launch("torch mm", bytes=100, operations=2000)
-    assert second[1:] == (6, 128, 64, 1000.0, 0.0, 1, 5.0, 6.0, 7.5, True, 0.0, 0, ())
+    assert second[1:] == (6, 128, 64, 1000.0, 0.0, 1, 5.0, 6.0, 7.5, True, 0.0, 0, (), ())
+    (third,) = parse_record(text.splitlines()[1] + " @8.0,9.5")
+    assert third == second._replace(passes=(8.0, 9.5))
 
 
 def test_streams_and_waits_of_a_record():
@@ -96,6 +98,18 @@ def test_instructions_bind_where_there_are_many():
     passes = 1e9 / 16 / 32
     assert row.seconds == pytest.approx((passes * 501 + 1056 * 8 * 100) / ISSUE_RATE + LAUNCH)
     assert row.binds == "issue"
+
+
+def test_each_loop_counts_where_its_passes_are_known():
+    outer, inner, never = ["IADD3"] * 30, ["LDG.E.128"] + ["FFMA"] * 99, ["FFMA"] * 50
+    code = kernel(outer, inner, never)
+    code = Kernel("symbol", sum((loop.instructions for loop in code.loops), ("EXIT R1",) * 7), code.loops)
+    launch = Launch("counted", blocks=2, threads=64, passes=(1e6, 5e6, 0.0))
+    row = alone(launch, code)
+    assert row.instructions == 2 * 2 * 7 + 1e6 * 30 + 5e6 * 100
+    assert row.seconds == pytest.approx(5e6 / (2 * 2) * MEMORY + MEMORY + LAUNCH)
+    with pytest.raises(ValueError, match="counted has 3 loops, but its record has the passes of 2"):
+        alone(launch._replace(passes=(1e6, 5e6)), code)
 
 
 def test_partial_sums_are_a_chain_of_waits():

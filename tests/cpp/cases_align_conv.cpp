@@ -540,10 +540,12 @@ KERNEL_CASE(align_conv_keeps_what_is_no_number) {
 
 #if defined(MF_KERNELS_ON_CPU)
 
-// Two warps a block and one block for all tiles, so that every barrier counts.
+// Two warps a block, but for the fused forward, and one block for all tiles, so that every barrier
+// counts.
 template <typename T, int kStride, bool kGate>
 static void compare_bodies(Context& context, const Setting& setting, bool fused) {
   constexpr int kThreads = 64;
+  constexpr int kForwardThreads = 256;
   namespace cuda = mf::cuda;
   constexpr size_t kRoom = 64 * 1024;
   constexpr auto forward_bytes = [](int height, int width) -> size_t {
@@ -553,13 +555,13 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
     return cuda::BackwardRegions<kStride, kGate>::of(1, height, width).pixels() * cuda::kSlice * sizeof(T);
   };
   const auto forward_tiles = [&](const mf::AlignConvInput& in) {
-    return cuda::Tiles::of(in.images, in.out_height(), in.out_width(), cuda::kTileSide, forward_bytes, kRoom);
+    return cuda::ForwardTiles::of<kStride>(in, forward_bytes, kRoom);
   };
   const auto staged = [&](const cuda::Tiles& tiles) { return tiles.images * forward_bytes(tiles.height, tiles.width); };
   const auto parts = [](const mf::AlignConvInput&) -> int64_t { return 1; };
   compare(context, setting,
           {[&](const mf::AlignConvDepthwise& params) {
-             const cuda::Tiles tiles = forward_tiles(params.input);
+             const cuda::ForwardTiles tiles = forward_tiles(params.input);
              const size_t taps = cuda::kSlice * cuda::kTapCount * sizeof(T);
              shim::launch(cuda::slices_of(params.input.channels), kThreads, staged(tiles) + taps, [&] {
                MF_DYNAMIC_SHARED(memory);
@@ -569,12 +571,12 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
            [&](const mf::AlignConvForward&) -> int64_t { return 1; },
            [&](const mf::AlignConvForward& params) {
              if constexpr (sizeof(T) == 2) {
-               const cuda::Tiles tiles = forward_tiles(params.input);
+               const cuda::ForwardTiles tiles = forward_tiles(params.input);
                const auto map = cuda::FusedMemory::of(params.input.channels, params.out_channels, staged(tiles),
-                                                      sizeof(T), kThreads / 32);
-               shim::launch(1, kThreads, map.bytes, [&] {
+                                                      sizeof(T), kForwardThreads);
+               shim::launch(1, kForwardThreads, map.bytes, [&] {
                  MF_DYNAMIC_SHARED(memory);
-                 cuda::align_conv_forward_block<T, kStride, 2, kThreads>(params, tiles, map, memory);
+                 cuda::align_conv_forward_block<T, kStride, 2, kForwardThreads>(params, tiles, map, memory);
                });
                shim::launch(static_cast<unsigned>((params.out_channels + 31) / 32), kThreads,
                             kThreads * sizeof(cuda::SumsAboutOrigin), [&] {
