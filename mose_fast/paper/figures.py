@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mose_fast.paper.description import Figure, Panel
-from mose_fast.paper.measure import Measured, measure
+from mose_fast.paper.measure import Measured
 from mose_fast.paper.plan import Plan
 from mose_fast.report.drawing import STYLE, Look, curve, file, grid, legend, looks_of, settle
-from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.train.files import write_atomically
 
@@ -62,7 +61,7 @@ Cells = Mapping[tuple[str, str], Measured]
 Points = Mapping[str, Mapping[int, Measured]]
 
 
-def write_figures(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> list[Path]:
+def write_figures(plan: Plan, folder: SweepFolder, measured: Sequence[Cells]) -> list[Path]:
     """Draws the figures of a table, each as SVG, PDF and PNG in the folder of the runs.
 
     A figure shows what the finished runs have, and says what is missing. The same runs give the
@@ -71,7 +70,7 @@ def write_figures(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) 
     Args:
         plan: The table's runs.
         folder: Their folder.
-        failures: Runs that could not be finished.
+        measured: Our numbers, by part, as :func:`mose_fast.paper.measure.measure` gives them.
 
     Returns:
         The SVG files, in the order of the description's figures; empty if it has none.
@@ -84,7 +83,6 @@ def write_figures(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) 
     # Not at the top: matplotlib takes half a second that other commands need not pay.
     from matplotlib import rc_context
 
-    measured, _ = measure(plan, folder, failures)
     for figure in plan.description.figures:
         cells = [measured[plan.description.parts.index(panel.part)] for panel in figure.panels]
         with rc_context(PRINT_STYLE):
