@@ -68,7 +68,11 @@ void adam_step(const AdamParams& params, Stream stream) {
       MF_CHECK(blocks <= INT32_MAX, "tensors of one launch have ", blocks, " pieces; wanted at most ", INT32_MAX);
     }
     if (blocks > 0 && (pieces.tensor_count == kAdamTensors || i + 1 == params.tensor_count)) {
-      MF_LAUNCH(adam_pieces_kernel, static_cast<unsigned>(blocks), kPieceThreads, 0, stream, pieces);
+      if (i < kAdamTensors) {  // the first
+        MF_LAUNCH_AFTER(adam_pieces_kernel, static_cast<unsigned>(blocks), kPieceThreads, 0, stream, pieces);
+      } else {
+        MF_LAUNCH(adam_pieces_kernel, static_cast<unsigned>(blocks), kPieceThreads, 0, stream, pieces);
+      }
       pieces.tensor_count = 0;
       blocks = 0;
     }

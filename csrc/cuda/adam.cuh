@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "api/adam.h"
+#include "cuda/launch.cuh"
 #include "cuda/warp.cuh"
 
 namespace mf::cuda {
@@ -57,6 +58,7 @@ static_assert(sizeof(AdamPieces) <= 4096, "arguments of a launch");
 
 // One block. Shared memory: one int32.
 __device__ inline void adam_begin_block(const AdamBegin& params, int32_t& frozen) {
+  let_next_begin();
   if (threadIdx.x == 0) {
     const bool diverged = params.loss != nullptr && !(fabsf(*params.loss) < INFINITY);
     frozen = diverged || (params.latch != nullptr && *params.latch) ? 1 : 0;
@@ -118,6 +120,7 @@ __device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int
 }
 
 __device__ inline void adam_pieces_block(const AdamPieces& params) {
+  wait_for_previous();
   if (*params.frozen != 0) {
     return;
   }

@@ -30,6 +30,28 @@ struct ChannelNorm {
   }
 };
 
+// Calls work for the vectors of an image's pixels in their order; a thread waits for eight of them at a
+// time.
+template <typename T, int kVector, typename Work>
+__device__ void in_turn(const T* x, int64_t channels, int64_t pixels, const Work& work) {
+  constexpr int kAhead = 8;
+  int64_t pixel = 0;
+  for (; pixel + kAhead <= pixels; pixel += kAhead) {
+    Vec<T, kVector> words[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      words[a] = Vec<T, kVector>::load(x + (pixel + a) * channels);
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      work(words[a]);
+    }
+  }
+  for (; pixel < pixels; ++pixel) {
+    work(Vec<T, kVector>::load(x + pixel * channels));
+  }
+}
+
 // blockIdx.x: image; blockIdx.y: kPoolThreads vectors of channels.
 template <typename T, int kVector>
 __device__ void norm_pool_block(const NormPoolForward& params) {
@@ -44,19 +66,15 @@ __device__ void norm_pool_block(const NormPoolForward& params) {
   const T* x = static_cast<const T*>(in.x.data) + image * in.pixels * in.channels + channel;
   float total[kVector] = {}, sum[kVector] = {}, count[kVector] = {};
   if (in.state == nullptr) {
-#pragma unroll 8
-    for (int64_t pixel = 0; pixel < pixels; ++pixel) {
-      const auto values = Vector::load(x + pixel * in.channels);
+    in_turn<T, kVector>(x, in.channels, pixels, [&](const Vector& values) {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
         total[k] += values[k];
       }
-    }
+    });
   } else {
     const ChannelNorm<kVector> norm(in.state, in.channels, channel);
-#pragma unroll 4
-    for (int64_t pixel = 0; pixel < pixels; ++pixel) {
-      const auto values = Vector::load(x + pixel * in.channels);
+    in_turn<T, kVector>(x, in.channels, pixels, [&](const Vector& values) {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
         const PooledElement element = pooled_element(values[k], norm.mean[k], norm.scale[k], norm.shift[k]);
@@ -64,7 +82,7 @@ __device__ void norm_pool_block(const NormPoolForward& params) {
         sum[k] += element.deviation;
         count[k] += element.kept;
       }
-    }
+    });
   }
   const float share = 1.0f / static_cast<float>(in.pixels);
   const int64_t at = image * in.channels + channel;

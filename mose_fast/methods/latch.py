@@ -12,38 +12,34 @@ from mose_fast.optim import FlatAdam
 
 __all__ = ["Latch", "RunningStatistics"]
 
-# Each statistic starts at a multiple of this many elements, for kernels that load 16 bytes at once.
-_ALIGNMENT = 64
+# Each statistic starts at a multiple of this many bytes, for kernels that load 16 at once.
+_ALIGNMENT = 256
 
 
 class RunningStatistics:
-    """All buffers of a network as views of one flat tensor for each dtype, so that a step can be
-    undone for all of them at once.
+    """All buffers of a network as views of one piece of memory, so that a step can be undone for
+    all of them by one copy before it and one after it.
 
     Args:
         network: The network; views with equal values replace its buffers. Moving it to another
             device or dtype later undoes that.
 
     Attributes:
-        flat: The tensors behind the buffers.
+        memory: int64, the memory of all buffers.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        owners: dict[torch.dtype, list[tuple[nn.Module, str, Tensor]]] = {}
-        for module in network.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                owners.setdefault(buffer.dtype, []).append((module, name, buffer))
-        self.flat: list[Tensor] = []
-        for dtype, buffers in owners.items():
-            sizes = [-(-buffer.numel() // _ALIGNMENT) * _ALIGNMENT for _, _, buffer in buffers]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=buffers[0][2].device)
-            for (module, name, buffer), part in zip(buffers, flat.split(sizes), strict=True):
-                view = part[: buffer.numel()].view(buffer.shape)
-                # As ``data``, each counts its own changes: autograd would otherwise take a change
-                # of one for a change of all.
-                setattr(module, name, view.copy_(buffer).data)
-            self.flat.append(flat)
-        self._before = [torch.empty_like(flat) for flat in self.flat]
+        buffers = [(module, name, b) for module in network.modules() for name, b in module.named_buffers(recurse=False)]
+        sizes = [-(-b.numel() * b.element_size() // _ALIGNMENT) * _ALIGNMENT for _, _, b in buffers]
+        device = next((b.device for _, _, b in buffers), None)
+        self.memory = torch.zeros(sum(sizes) // 8, dtype=torch.int64, device=device)
+        parts = self.memory.split([size // 8 for size in sizes])
+        for (module, name, buffer), part in zip(buffers, parts, strict=True):
+            view = part.view(buffer.dtype)[: buffer.numel()].view(buffer.shape)
+            # As ``data``, each counts its own changes: autograd would otherwise take a change of
+            # one for a change of all.
+            setattr(module, name, view.copy_(buffer).data)
+        self._before = torch.empty_like(self.memory)
 
     @contextmanager
     def undone_if(self, closed: Tensor) -> Iterator[None]:
@@ -52,18 +48,9 @@ class RunningStatistics:
 
         The host does not read ``closed``, so this can be part of a captured graph.
         """
-        for before, flat in zip(self._before, self.flat, strict=True):
-            before.copy_(flat)
+        self._before.copy_(self.memory)
         yield
-        for before, flat in zip(self._before, self.flat, strict=True):
-            torch.where(closed, before, flat, out=flat)
-
-
-def _remainder(loss: Tensor) -> Tensor:
-    """0 if a loss is finite, else NaN: with a comparison two launches, where ``isfinite`` takes
-    four.
-    """
-    return loss.detach() - loss.detach()
+        torch.where(closed, self._before, self.memory, out=self.memory)
 
 
 class Latch:
@@ -82,6 +69,7 @@ class Latch:
         closed: bool scalar on the device.
         statistics: The network's running statistics.
         froze: Whether the host saw that the last step changed nothing; False if it does not ask.
+        by_optimiser: Whether the optimiser closes the latch, in the launch of its step.
     """
 
     def __init__(self, network: nn.Module, optimiser: torch.optim.Optimizer, *, reads_losses_late: bool) -> None:
@@ -90,6 +78,7 @@ class Latch:
         device = next(network.parameters()).device
         self.froze = False
         self._skip: Tensor | None = None
+        self.by_optimiser = reads_losses_late and isinstance(optimiser, FlatAdam)
         if isinstance(optimiser, FlatAdam):
             self.closed = optimiser.latch
             return
@@ -108,10 +97,13 @@ class Latch:
         self.froze = False
 
     def admits(self, loss: Tensor) -> bool:
-        """Closes the latch unless a loss is finite. Returns False if the host knows that it is
-        closed; then the step must change nothing.
+        """Closes the latch unless a loss is finite or the optimiser will ask. Returns False if the
+        host knows that it is closed; then the step must change nothing.
         """
-        self.closed.logical_or_(_remainder(loss) != 0)
+        if not self.by_optimiser:
+            # NaN where the loss is not finite: with the comparison two launches, where ``isfinite``
+            # takes four.
+            self.closed.logical_or_(loss.detach() - loss.detach() != 0)
         if self._skip is not None:
             self._skip.copy_(self.closed)
         self.froze = not self._late and bool(self)
@@ -121,4 +113,4 @@ class Latch:
         """The loss that the step reports: NaN once the latch is closed, even if the frozen
         network's loss is finite.
         """
-        return torch.where(self.closed & (_remainder(loss) == 0), torch.nan, loss.detach())
+        return torch.where(self.closed, torch.nan, loss.detach())

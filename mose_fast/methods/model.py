@@ -84,6 +84,8 @@ class Model:
         self._views, self._precision, self._batch = views, precision, evaluation_batch
         self._device = next(network.parameters()).device
         self._weight = 1.0
+        # The loss's own gradient, made once.
+        self._one = torch.ones((), device=self._device)
         self.leaves = optimiser.leaves if isinstance(optimiser, FlatAdam) else list(network.parameters())
         self._shadowed = isinstance(optimiser, FlatAdam) and any(shadow is not None for shadow in optimiser.shadows)
 
@@ -145,11 +147,11 @@ class Model:
         if self.latch.admits(loss):
             self.optimiser.zero_grad(set_to_none=True)
             (partial(self._backward, loss) if backward is None else backward)()
-            self.optimiser.step()
+            self.optimiser.step(**({"loss": loss.detach()} if self.latch.by_optimiser else {}))
         return self.latch.reported(loss)
 
     def _backward(self, loss: Tensor) -> None:
-        (loss if self._weight == 1 else self._weight * loss).backward()
+        (loss if self._weight == 1 else self._weight * loss).backward(self._one)
 
     @torch.no_grad()
     def outputs(self, x: Tensor, after_part: Callable[[], None]) -> tuple[Tensor, Tensor]:

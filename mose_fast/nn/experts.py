@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mose_fast.nn.alignment import AlignmentModule, AttentionGate
 from mose_fast.nn.backbone import STAGE_STRIDES, BasicBlock, Stem
-from mose_fast.nn.heads import linears
+from mose_fast.nn.heads import LinearMaps, linear_maps, linears
 from mose_fast.nn.kernels import check_kernels
 from mose_fast.nn.side_streams import SideStreams, fork, join, on_stream
 
@@ -218,16 +217,20 @@ class ExpertNetwork(nn.Module):
         return self._heads("projection", features)
 
     def _heads(self, name: str, features: Tensor) -> Tensor:
-        heads = [getattr(self, f"{name}{e + 1}") for e in range(self.experts)]
-        # Methods put other modules here, such as a cosine classifier.
-        if self.kernels == "fused" and all(type(head) is nn.Linear for head in heads):
+        heads = self._modules_of(name)
+        if self._batched(heads):
             return linears(heads, features)
-        # Where weights have bf16 copies, biases have none.
-        mixed = (
-            torch.autocast(features.device.type, torch.bfloat16) if features.dtype == torch.bfloat16 else nullcontext()
-        )
-        with mixed:
+        with _mixed(features):
             return torch.stack([head(feature) for head, feature in zip(heads, features, strict=True)])
+
+    def _modules_of(self, name: str) -> list[nn.Module]:
+        return [getattr(self, f"{name}{e + 1}") for e in range(self.experts)]
+
+    def _batched(self, heads: list[nn.Module]) -> bool:
+        """Whether batched products serve these heads. Methods put other modules here, such as a
+        cosine classifier.
+        """
+        return self.kernels == "fused" and all(type(head) is nn.Linear for head in heads)
 
     def forward(self, x: Tensor, detach_student: bool = False, valid_rows: int | Tensor | None = None) -> ExpertOutputs:
         """Computes everything that a training step needs.
@@ -241,10 +244,17 @@ class ExpertNetwork(nn.Module):
                 student of padding are those of zero features.
         """
         features = self.features(x, valid_rows)
+        heads = [self._modules_of(name) for name in ("projection", "classifier")]
+        if self._batched([*heads[0], *heads[1], self.adapter]):
+            adapter = LinearMaps.of([self.adapter], self.student, detach_student)
+            projections, logits, students = linear_maps(features, [*map(LinearMaps.of, heads), adapter])
+            return ExpertOutputs(projections, logits, features, students.squeeze(0))
         student = features[self.student]
-        student = student.detach() if detach_student else student
-        if self.kernels == "fused" and isinstance(self.adapter, nn.Linear):
-            student = F.linear(student, self.adapter.weight.to(student.dtype), self.adapter.bias.to(student.dtype))
-        else:
-            student = self.adapter(student)
+        with _mixed(student):
+            student = self.adapter(student.detach() if detach_student else student)
         return ExpertOutputs(self.project(features), self.classify(features), features, student)
+
+
+def _mixed(x: Tensor) -> AbstractContextManager:
+    """A context for single linear maps: where weights have bf16 copies, biases have none."""
+    return torch.autocast(x.device.type, torch.bfloat16) if x.dtype == torch.bfloat16 else nullcontext()

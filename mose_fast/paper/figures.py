@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mose_fast.paper.description import Figure, Panel
-from mose_fast.paper.measure import Measured, measure
+from mose_fast.paper.measure import Measured
 from mose_fast.paper.plan import Plan
 from mose_fast.report.drawing import STYLE, Look, curve, file, grid, legend, looks_of, settle
-from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.train.files import write_atomically
 
@@ -31,7 +30,7 @@ KINDS = ("svg", "pdf", "png")
 # In inches: one column and both of a page, as conferences have them; the height of a panel with
 # curves, and of a bar.
 _WIDTHS, _HEIGHT, _BAR = {False: 3.25, True: 6.875}, 1.7, 0.14
-_LETTERS = 19  # in an inch of text
+_LETTERS, _LINE = 19, 0.12  # letters in an inch of text, inches of a line
 # An interval of a bar.
 _INTERVAL = {"color": "0.2", "linewidth": 0.8, "marker": "|", "markersize": 3}
 #: Matplotlib's settings for :func:`draw`, and for writing what it draws.
@@ -62,7 +61,7 @@ Cells = Mapping[tuple[str, str], Measured]
 Points = Mapping[str, Mapping[int, Measured]]
 
 
-def write_figures(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> list[Path]:
+def write_figures(plan: Plan, folder: SweepFolder, measured: Sequence[Cells]) -> list[Path]:
     """Draws the figures of a table, each as SVG, PDF and PNG in the folder of the runs.
 
     A figure shows what the finished runs have, and says what is missing. The same runs give the
@@ -71,7 +70,7 @@ def write_figures(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) 
     Args:
         plan: The table's runs.
         folder: Their folder.
-        failures: Runs that could not be finished.
+        measured: Our numbers, by part, as :func:`mose_fast.paper.measure.measure` gives them.
 
     Returns:
         The SVG files, in the order of the description's figures; empty if it has none.
@@ -84,7 +83,6 @@ def write_figures(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) 
     # Not at the top: matplotlib takes half a second that other commands need not pay.
     from matplotlib import rc_context
 
-    measured, _ = measure(plan, folder, failures)
     for figure in plan.description.figures:
         cells = [measured[plan.description.parts.index(panel.part)] for panel in figure.panels]
         with rc_context(PRINT_STYLE):
@@ -133,7 +131,9 @@ def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Draw
     every = [cell for points in panels for by_place in points.values() for cell in by_place.values()]
     seeds = sorted({cell.ours.n for cell in every if cell.ours})
     if seeds and seeds[-1] > 1:
-        _explain_interval(axes[-1], f"95 % interval, n = {_range(seeds)}", bars=bars)
+        _explain_interval(
+            axes[-1], f"95 % interval, n = {seeds[0]}{f' to {seeds[-1]}' if seeds[1:] else ''}", bars=bars
+        )
     if any(cell.entry.paper for cell in every):
         axes[-1].plot([], [], marker="o", **_faint("black"), label="the paper")
     legend(drawing, axes, columns=6 if figure.wide else 3)
@@ -141,8 +141,9 @@ def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Draw
     told += ["One seed, so no interval"] if seeds == [1] else []
     told += [f"Missing: {gaps}"] if (gaps := _gaps(panels)) else []
     if told:
-        text = textwrap.fill(". ".join(told) + ".", round(_LETTERS * _WIDTHS[figure.wide]))
-        drawing.suptitle(text, x=0.01, ha="left", fontsize=PRINT_STYLE["font.size"])
+        lines = textwrap.wrap(". ".join(told) + ".", round(_LETTERS * _WIDTHS[figure.wide]))
+        drawing.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=PRINT_STYLE["font.size"])
+        drawing.set_figheight(drawing.get_figheight() + _LINE * (1 + len(lines)))
     return drawing
 
 
@@ -195,12 +196,12 @@ def _bars(axis: Axes, points: Points, values: str, *, named: bool) -> None:
             ends = [end for end in cell.ours.t_interval if not math.isnan(end)]
             axis.plot(ends, [at] * len(ends), **_INTERVAL)
             text = f"{mean:.{1 if mean >= 1 else 2}f}"
-            axis.annotate(text, (max([mean, *ends]), at), (5, 0), textcoords="offset points", va="center")
+            axis.text(1, at, text, ha="right", va="center", transform=axis.get_yaxis_transform())
         if cell.entry.paper:
             axis.plot([cell.entry.paper.mean], [at], marker="o", **_faint("black"))
     axis.set_yticks(range(len(cells)), list(points) if named else [])
     axis.set(ylim=(len(cells) - 0.4, -0.6), xlabel=values)
-    axis.set_xlim(0, 1.12 * max(1.0, axis.get_xlim()[1]))
+    axis.set_xlim(0, 1.15 * axis.get_xlim()[1])  # with room for the numbers
     axis.grid(axis="y", visible=False)
 
 
@@ -242,8 +243,8 @@ def _gaps(panels: Sequence[Points]) -> str:
 
 
 def _range(values: Sequence[int]) -> str:
-    """``3 to 10``, or ``4, 8`` where some between are not there."""
-    consecutive = len(values) > 1 and values[-1] - values[0] == len(values) - 1
+    """``3 to 10``, or ``4, 8`` where there are two, or some between are not there."""
+    consecutive = len(values) > 2 and values[-1] - values[0] == len(values) - 1
     return f"{values[0]} to {values[-1]}" if consecutive else ", ".join(map(str, values))
 
 

@@ -122,7 +122,7 @@ def _write(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> Sect
     path = folder.path / f"{plan.stem}.md"
     write_atomically(path, page)
     write_atomically(path.with_suffix(".csv"), table)
-    return Section(plan, measured, runs, write_figures(plan, folder, failures))
+    return Section(plan, measured, runs, write_figures(plan, folder, measured))
 
 
 def _refuse_foreign(page: Path, plan: Plan, figures: Sequence[Path]) -> None:

@@ -61,7 +61,8 @@ class Display:
             bar = "#" * round(20 * record.share)
             line = f"  {record.cell.name:<{width}}  {100 * record.share:3.0f} % [{bar:<20}]"
             if task := record.task:
-                line += f"  accuracy {100 * task['accuracy']:5.1f} after task {task['task'] + 1} of {task['tasks']}"
+                after = f"{task['what']} {task['task'] + 1} of {task['tasks']}"
+                line += f"  accuracy {100 * task['accuracy']:5.1f} after {after}"
             lines.append(line)
         if len(running) > room:
             lines.append(f"  and {len(running) - room} more")

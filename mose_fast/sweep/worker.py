@@ -62,6 +62,7 @@ class _Report(Listener):
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         self.tasks, self.batches, self.main = stream.parts, batches, learner.resolve_expert()
+        self.what = "task" if stream.borders else "part"
         self.emit({"event": "progress", "batch": batch, "batches": batches, "view": self.main})
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
@@ -80,7 +81,8 @@ class _Report(Listener):
             classifier, expert = self.main
             row = accuracy.test[classifier][expert]
             seen = min(task, self.tasks - 1)
-            self.emit({"event": "task", "task": seen, "tasks": self.tasks, "accuracy": sum(row) / len(row)})
+            accuracy = sum(row) / len(row)
+            self.emit({"event": "task", "task": seen, "tasks": self.tasks, "what": self.what, "accuracy": accuracy})
 
 
 def run_cell(command: Command, emit: Emit, stop: threading.Event, listeners: list[Listener]) -> None:

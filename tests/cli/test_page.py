@@ -17,10 +17,10 @@ def test_page_lists_every_flag_of_run_and_no_other(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     _, out, _ = call("run", "--help")
     in_help = set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE))
-    assert len(in_help) == 31
+    assert len(in_help) == 32
     of_settings = set(re.findall(r"^\| `[a-z._]+` \|.*?\| `(--[a-z-]+)` \|", SETTINGS, re.MULTILINE))
     others = set(re.findall(r"^\| `(--[a-z-]+)", PAGE, re.MULTILINE))
-    assert len(of_settings) == 26 and not of_settings & others
+    assert len(of_settings) == 27 and not of_settings & others
     assert of_settings | others == in_help
 
 
@@ -30,7 +30,7 @@ def test_page_tells_the_defaults():
     told = {flag: default for default, flag in rows}
     settings = {**vars(config.stream), **vars(config), "stream": config.stream.name}
     assert {flag: as_text(settings[flag.replace("-", "_")]) for flag in told} == told
-    assert len(told) == 26
+    assert len(told) == 27
 
 
 def test_examples_of_set_are_settings():

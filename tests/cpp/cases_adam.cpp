@@ -246,6 +246,8 @@ KERNEL_CASE(small_adam) {
             MF_DYNAMIC_SHARED(shared);
             mf::cuda::adam_begin_block(begin, *reinterpret_cast<int32_t*>(shared));
           });
+          shim::hide(begin.frozen, sizeof(int32_t));
+          shim::hide(begin.scales, static_cast<size_t>(begin.parameters) * sizeof(mf::AdamScale));
           shim::launch(static_cast<unsigned>(pieces.tensor_count), 4, 0, [&] { mf::cuda::adam_pieces_block(pieces); });
         });
   }

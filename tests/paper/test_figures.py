@@ -57,6 +57,10 @@ def drawn(plan, folder, number=0, failures=()):
     return made
 
 
+def write(plan, folder):
+    return write_figures(plan, folder, measure(plan, folder, ())[0])
+
+
 def failed(cells):
     return [Failure(cell.name, "broken on purpose", "", "") for cell in cells]
 
@@ -258,11 +262,11 @@ def test_times(runs):
 @pytest.mark.parametrize("name", ["experts", "student", "time"])  # one column, both, and bars
 def test_files_are_equal_for_equal_runs_and_of_print_size(name, runs):
     plan, folder = runs(name, seeds=[0, 1])
-    written = write_figures(plan, folder, ())
+    written = write(plan, folder)
     assert len(set(written)) == len(plan.description.figures)
     before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
     assert set(before) == {f"{path.stem}.{kind}" for path in written for kind in KINDS}
-    assert write_figures(plan, folder, ()) == written
+    assert write(plan, folder) == written
     assert {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()} == before
     for figure, path in zip(plan.description.figures, written, strict=True):
         svg = path.read_text()
@@ -333,13 +337,13 @@ def test_failed_runs_are_left_out(runs):
 def test_nothing_is_there(runs):
     plan, folder = runs("dilemma", without=lambda config: True)
     folder.path.mkdir()
-    (path,) = write_figures(plan, folder, ())
+    (path,) = write(plan, folder)
     assert path.stat().st_size > 0
 
 
 def test_tables_without_figures(runs):
     plan, folder = runs("cost", without=lambda config: True)
-    assert write_figures(plan, folder, ()) == []
+    assert write(plan, folder) == []
 
 
 def test_an_interval_without_neighbours_is_drawn(runs):

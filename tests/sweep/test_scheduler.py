@@ -422,10 +422,11 @@ def test_table_is_drawn_in_a_terminal(tmp_path, engine, say, monkeypatch):
     assert "[3/3] done    seed-2: ACC" in shown
 
 
-def test_tasks_are_counted_from_one_in_the_table():
+@pytest.mark.parametrize("what", ["task", "part"])
+def test_tasks_are_counted_from_one_in_the_table(what):
     out = Terminal()
     (cell,) = Grid({"seed": (0,)}, CHANGES).cells()
-    record = CellRecord(cell, CellState.RUNNING, task={"task": 1, "tasks": 5, "accuracy": 0.5})
+    record = CellRecord(cell, CellState.RUNNING, task={"task": 1, "tasks": 5, "what": what, "accuracy": 0.5})
     forecast = Forecast([cell], {}, runs=1, threads=1, available=0)
     display.Display({"seed-0": record}, forecast, out).draw()
-    assert "accuracy  50.0 after task 2 of 5\n" in out.getvalue()
+    assert f"accuracy  50.0 after {what} 2 of 5\n" in out.getvalue()
