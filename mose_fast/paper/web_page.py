@@ -159,9 +159,11 @@ def _section(section: Section) -> str:
     drawn = [panel.part for figure in description.figures for panel in figure.panels]
     shown, folded = [], []
     for part, cells in zip(description.parts, section.measured, strict=True):
-        # What the paper has as a picture, with few numbers or none, is a picture here, too.
+        # What the paper has as a picture, with few numbers or none, is a picture here, too, and the
+        # many tables behind it are out of the way.
         printed = sum(entry.paper is not None for entry in part.entries)
-        (shown if part not in drawn or 2 * printed > len(part.entries) else folded).append(_table(part, cells))
+        few = part in drawn and 2 * printed <= len(part.entries) and len(description.parts) > 1
+        (folded if few else shown).append(_table(part, cells))
     lines += shown
     if folded:
         lines.append(f"<details><summary>Numbers of the figures</summary>{''.join(folded)}</details>")
