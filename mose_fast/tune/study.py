@@ -37,7 +37,7 @@ def import_optuna() -> Any:
         raise ConfigError(
             "tuning needs Optuna, which is not installed; first: pip install 'mose-fast[tune]'"
         ) from error
-    optuna.logging.set_verbosity(logging.WARNING)
+    optuna.logging.set_verbosity(logging.ERROR)  # it warns that an optional package is missing
     return optuna
 
 
