@@ -64,17 +64,17 @@ class Metric:
 
 def average_accuracy(classifier: str = "ncm", expert: str = "last") -> Metric:
     """ACC, the mean accuracy over all tasks after the last one."""
-    return _of_each("ACC", "accuracy", lambda run: 100 * run["acc"][classifier][_name(run, classifier, expert)])
+    return _of_view("ACC", "accuracy", classifier, expert, lambda run, name: 100 * run["acc"][classifier][name])
 
 
 def forgetting(classifier: str = "ncm", expert: str = "last") -> Metric:
     """AF as the paper defines it."""
 
-    def read(run: Results) -> float | None:
-        value = run["af_paper"][classifier][_name(run, classifier, expert)]
+    def read(run: Results, name: str) -> float | None:
+        value = run["af_paper"][classifier][name]
         return None if value is None else 100 * value
 
-    return _of_each("AF", "forgetting", read)
+    return _of_view("AF", "forgetting", classifier, expert, read)
 
 
 def final_accuracy(task: int, classifier: str = "ncm", expert: str = "last") -> Metric:
@@ -116,26 +116,27 @@ def accuracy_after(after: int, task: int | None, classifier: str = "ncm", expert
         expert: The classifier's expert.
     """
 
-    def read(run: Results) -> float | None:
+    def read(run: Results, name: str) -> float | None:
         last = len(run["tasks"]) - 1 if after == -1 else after
         if last not in run["evaluated_after"] or not _has_task(run, task):
             return None
-        row = _matrix(run, classifier, expert)[last, : last + 1]
+        row = _matrix(run, classifier, name)[last, : last + 1]
         return 100 * float(row.mean() if task is None else row[task])
 
-    return _of_each("accuracy at the end" if after == -1 else f"accuracy after task {after + 1}", "accuracy", read)
+    what = "accuracy at the end" if after == -1 else f"accuracy after task {after + 1}"
+    return _of_view(what, "accuracy", classifier, expert, read)
 
 
 def new_task_accuracy(task: int | None, classifier: str = "ncm", expert: str = "last") -> Metric:
     """Accuracy on a task just after it was learned; None: the mean over all tasks."""
 
-    def read(run: Results) -> float | None:
-        values = run["new_task_accuracy"][classifier][_name(run, classifier, expert)]
+    def read(run: Results, name: str) -> float | None:
+        values = run["new_task_accuracy"][classifier][name]
         if values is None or not _has_task(run, task):
             return None
         return 100 * float(np.mean(values) if task is None else values[task])
 
-    return _of_each("accuracy on the new task", "accuracy", read)
+    return _of_view("accuracy on the new task", "accuracy", classifier, expert, read)
 
 
 def overfitting_of_old_tasks(after: int | None, classifier: str = "ncm", expert: str = "last") -> Metric:
@@ -145,26 +146,26 @@ def overfitting_of_old_tasks(after: int | None, classifier: str = "ncm", expert:
     A task without samples in the memory, or with a test accuracy of 0, has no BOF and is left out.
     """
 
-    def read(run: Results) -> float | None:
+    def read(run: Results, name: str) -> float | None:
         tasks = len(run["tasks"])
         if run["evaluated_after"] != list(range(tasks)) or not _has_task(run, after):
             return None
-        stored = np.array(run["buffer_accuracy"][classifier][_name(run, classifier, expert)], np.float64)
-        test = _matrix(run, classifier, expert)
+        stored = np.array(run["buffer_accuracy"][classifier][name], np.float64)
+        test = _matrix(run, classifier, name)
         times = range(1, tasks) if after is None else [after]
         found = [_mean(buffer_overfitting(stored[t, :t], test[t, :t])) for t in times]
         return _mean(np.array([np.nan if value is None else value for value in found]))
 
-    return _of_each("BOF of old tasks", "free", read)
+    return _of_view("BOF of old tasks", "free", classifier, expert, read)
 
 
 def overfitting(classifier: str = "ncm", expert: str = "last") -> Metric:
     """Mean BOF of all tasks after training; tasks without one are left out."""
 
-    def read(run: Results) -> float | None:
-        return _mean(np.array(run["bof"][classifier][_name(run, classifier, expert)], np.float64))
+    def read(run: Results, name: str) -> float | None:
+        return _mean(np.array(run["bof"][classifier][name], np.float64))
 
-    return _of_each("BOF", "free", read)
+    return _of_view("BOF", "free", classifier, expert, read)
 
 
 def minutes() -> Metric:
@@ -191,6 +192,20 @@ def _of_each(name: str, kind: str, read: Callable[[Results], float | None]) -> M
     return Metric(name, kind, lambda runs: [read(run) for run in runs])
 
 
+def _of_view(
+    name: str, kind: str, classifier: str, expert: str, read: Callable[[Results, str], float | None]
+) -> Metric:
+    """A metric of one expert's classifier, which ``read`` gets by the name that it has in the
+    results. A network with fewer experts does not have it.
+    """
+
+    def of_run(run: Results) -> float | None:
+        found = _name(run, classifier, expert)
+        return read(run, found) if found in run["acc"][classifier] else None
+
+    return _of_each(name, kind, of_run)
+
+
 def _mean_of_experts(classifier: str) -> str:
     # Not at the top: a list of the paper's tables need not wait for torch.
     from mose_fast.nn import MEAN_OF_EXPERTS
@@ -205,8 +220,8 @@ def _name(run: Results, classifier: str, expert: str) -> str:
     return str(len(run["acc"][classifier]) - 1) if expert == "last" else expert
 
 
-def _matrix(run: Results, classifier: str, expert: str) -> NDArray[np.float64]:
-    return np.array(run["accuracy"][classifier][_name(run, classifier, expert)], np.float64)
+def _matrix(run: Results, classifier: str, name: str) -> NDArray[np.float64]:
+    return np.array(run["accuracy"][classifier][name], np.float64)
 
 
 def _has_task(run: Results, task: int | None) -> bool:

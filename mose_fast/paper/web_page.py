@@ -67,6 +67,7 @@ details { margin: .4rem 0; font-size: .9rem; } summary { cursor: pointer; color:
   body { margin: 0; max-width: none; padding: 0; font-size: 9.5pt; } h2, h3, .part { break-after: avoid; }
   .wide { overflow: visible; } table { font-size: 6.8pt; } th, td { padding: .1rem .25rem; }
   tr, figure { break-inside: avoid; } th:first-child { position: static; }
+  .many { font-size: 5.6pt; } .many th, .many td { padding: .1rem .12rem; } .many .mark { width: .9em; }
 }
 """
 
@@ -158,12 +159,14 @@ def _section(section: Section) -> str:
     drawn = [panel.part for figure in description.figures for panel in figure.panels]
     shown, folded = [], []
     for part, cells in zip(description.parts, section.measured, strict=True):
-        # What the paper has as a picture alone is a picture here, too.
-        numbers = any(entry.paper is not None for entry in part.entries)
-        (shown if numbers or part not in drawn else folded).append(_table(part, cells))
+        # What the paper has as a picture, with few numbers or none, is a picture here, too, and the
+        # many tables behind it are out of the way.
+        printed = sum(entry.paper is not None for entry in part.entries)
+        few = part in drawn and 2 * printed <= len(part.entries) and len(description.parts) > 1
+        (folded if few else shown).append(_table(part, cells))
     lines += shown
     if folded:
-        lines.append(f"<details><summary>The numbers</summary>{''.join(folded)}</details>")
+        lines.append(f"<details><summary>Numbers of the figures</summary>{''.join(folded)}</details>")
     lines.append(f"<details><summary>Notes</summary>{_list(description.notes)}</details>" if description.notes else "")
     return "\n".join([*lines, "</section>"])
 

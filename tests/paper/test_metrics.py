@@ -29,7 +29,7 @@ def results(ncm1, ncm2, mean, stored, seconds):
             c: {e: [m[t][t] for t in range(3)] for e, m in experts.items()} for c, experts in accuracy.items()
         },
         "bof": {"ncm": {"1": [1.0, None, 0.5], "2": [None] * 3, "mean_distance": [0.1, 0.2, 0.6]}},
-        "seconds": {"total": seconds},
+        "seconds": {"train": seconds / 2, "capture": seconds / 10, "total": seconds},
         "parameters": {"trained": 11_285_796},
         "macs": {"trained": 555_500_000},
     }
@@ -100,3 +100,20 @@ def test_runs_that_were_evaluated_once():
 def test_refuses_an_unknown_kind():
     with pytest.raises(ValueError, match="kind is 'better'; wanted one of accuracy"):
         metrics.Metric("ACC", "better", list)
+
+
+def test_an_expert_that_a_smaller_network_lacks_has_no_number():
+    for metric in (
+        metrics.average_accuracy("ncm", "3"),
+        metrics.forgetting("linear", "3"),
+        metrics.final_accuracy(0, "ncm", "3"),
+        metrics.new_task_accuracy(None, "ncm", "3"),
+        metrics.overfitting_of_old_tasks(None, "ncm", "3"),
+        metrics.overfitting("ncm", "3"),
+    ):
+        assert metric.read([A]) == [None], metric.name
+
+
+def test_training_minutes_are_of_steps_and_their_capture():
+    (minutes,) = metrics.minutes().read([A])
+    assert metrics.training_minutes().read([A]) == [pytest.approx(0.6 * minutes)]
