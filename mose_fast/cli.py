@@ -96,9 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None takes the process's.
 
     Returns:
-        The exit code: 0; 1 where doctor finds that no run is possible; 2 for unusable settings,
-        data or folders; 128 and the signal's number after Ctrl-C (130), SIGTERM (143) and SIGHUP
-        (129).
+        The exit code: 0; 1 where runs failed, or doctor finds that none is possible; 2 for
+        unusable settings, data or folders; 128 and the signal's number after Ctrl-C (130), SIGTERM
+        (143) and SIGHUP (129).
     """
     with guarded_output() as shown, raised_at_once(), warnings.catch_warnings():
         arguments = build_parser().parse_args(argv)
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = arguments.act(arguments)
         except MoseFastError as error:
             print(f"mose-fast: {error}{_instead(error, vars(arguments).get('flags'))}", file=sys.stderr)
-            return 2
+            return error.exit_code
         except OSError as error:
             # With a file name, the user named that file or its folder; without one, the program is
             # at fault.

@@ -18,7 +18,12 @@ class MoseFastError(Exception):
         message: What was given, and what is wanted.
         instead: The name and the value of a setting that may be meant; the command line says how
             to give it.
+
+    Attributes:
+        exit_code: The exit code of the command line.
     """
+
+    exit_code = 2
 
     def __init__(self, message: str = "", *, instead: tuple[str, Any] | None = None) -> None:
         super().__init__(message)

@@ -160,12 +160,15 @@ class Panel:
         values: What the points or bars show, for the axis; panels in which it is equal share its
             scale.
         bars: The heading of the column whose bars are drawn; empty for curves.
+        ends: A part whose column ``average`` has the paper's numbers for the last points of the
+            curves, where their own part has none.
     """
 
     part: Part
     title: str
     values: str
     bars: str = ""
+    ends: Part | None = None
 
 
 @dataclass(frozen=True)

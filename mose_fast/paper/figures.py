@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mose_fast.paper.description import Figure, Panel
 from mose_fast.paper.measure import Measured
 from mose_fast.paper.plan import Plan
-from mose_fast.report.drawing import STYLE, Look, curve, file, grid, legend, looks_of, settle
+from mose_fast.report.drawing import STYLE, curve, file, grid, legend, looks_of, settle
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.train.files import write_atomically
 
@@ -114,36 +114,31 @@ def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Draw
     panels = [_points(panel, measured) for panel, measured in zip(figure.panels, cells, strict=True)]
     columns, bars = min(figure.columns, len(panels)), any(panel.bars for panel in figure.panels)
     height = _BAR * len(panels[0]) + 0.7 if bars else _HEIGHT
-    drawing, axes = grid(len(panels), columns=columns, width=_WIDTHS[figure.wide], height=height, share=False)
+    width = _WIDTHS[figure.wide]
+    drawing, axes = grid(len(panels), columns=columns, width=width, height=height, share=False)
     looks = looks_of(row for points in panels for row in points)
-    for i, (axis, points) in enumerate(zip(axes, panels, strict=True)):
+    published = [_published(panel, points) for panel, points in zip(figure.panels, panels, strict=True)]
+    for i, (axis, points, theirs) in enumerate(zip(axes, panels, published, strict=True)):
         axis.set_title(f"{_letters([i])} {figure.panels[i].title}")
         if bars:
-            _bars(axis, points, figure.panels[i].values, named=i % columns == 0)
+            _bars(axis, points, theirs, figure.panels[i].values, named=i % columns == 0)
             continue
         _share(axes, figure, i)
         axis.set_xlabel(figure.x)
         for row, by_place in points.items():
-            _curve(axis, by_place, looks[row], row)
+            curve(axis, list(by_place), [cell.ours for cell in by_place.values()], looks[row], row, scale=0.8)
+            axis.plot([*theirs[row]], [*theirs[row].values()], marker=looks[row].marker, **_faint(looks[row].colour))
         _ticks(axis, sorted({x for by_place in points.values() for x in by_place}), figure.wide)
     for axis, points in zip(axes, panels, strict=True):
         _limit(axis, points)
     every = [cell for points in panels for by_place in points.values() for cell in by_place.values()]
     seeds = sorted({cell.ours.n for cell in every if cell.ours})
-    if seeds and seeds[-1] > 1:
-        _explain_interval(
-            axes[-1], f"95 % interval, n = {seeds[0]}{f' to {seeds[-1]}' if seeds[1:] else ''}", bars=bars
-        )
-    if any(cell.entry.paper for cell in every):
-        axes[-1].plot([], [], marker="o", **_faint("black"), label="the paper")
+    _explain(axes[-1], seeds, theirs=any(at for theirs in published for at in theirs.values()), bars=bars)
     legend(drawing, axes, columns=6 if figure.wide else 3)
     told = ["Trial runs, not by the paper's protocol"] if trial else []
     told += ["One seed, so no interval"] if seeds == [1] else []
     told += [f"Missing: {gaps}"] if (gaps := _gaps(panels)) else []
-    if told:
-        lines = textwrap.wrap(". ".join(told) + ".", round(_LETTERS * _WIDTHS[figure.wide]))
-        drawing.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=PRINT_STYLE["font.size"])
-        drawing.set_figheight(drawing.get_figheight() + _LINE * (1 + len(lines)))
+    _tell(drawing, told, width)
     return drawing
 
 
@@ -156,6 +151,18 @@ def _points(panel: Panel, measured: Cells) -> Points:
         row: {x: measured[row, column] for column, x in places.items() if (row, column) in measured}
         for row in panel.part.rows
     }
+
+
+def _published(panel: Panel, points: Points) -> dict[str, dict[int, float]]:
+    """The paper's numbers, by row and place."""
+    found = {
+        row: {x: cell.entry.paper.mean for x, cell in by_place.items() if cell.entry.paper}
+        for row, by_place in points.items()
+    }
+    for entry in panel.ends.entries if panel.ends else ():
+        if entry.column == "average" and entry.paper and entry.row in points:
+            found[entry.row][max(points[entry.row])] = entry.paper.mean
+    return found
 
 
 def _share(axes: Sequence[Axes], figure: Figure, i: int) -> None:
@@ -172,13 +179,6 @@ def _share(axes: Sequence[Axes], figure: Figure, i: int) -> None:
         axes[i].set_ylabel(shown[i])
 
 
-def _curve(axis: Axes, points: Mapping[int, Measured], look: Look, label: str) -> None:
-    curve(axis, list(points), [cell.ours for cell in points.values()], look, label, scale=0.8)
-    theirs = [(x, cell.entry.paper.mean) for x, cell in points.items() if cell.entry.paper]
-    if theirs:
-        axis.plot(*zip(*theirs, strict=True), marker=look.marker, **_faint(look.colour))
-
-
 def _limit(axis: Axes, points: Points) -> None:
     """Intervals of few seeds may be wider than all that an accuracy can be."""
     if any(cell.entry.metric.kind == "accuracy" for by_place in points.values() for cell in by_place.values()):
@@ -186,30 +186,43 @@ def _limit(axis: Axes, points: Points) -> None:
         axis.set_ylim(max(low, -2), min(high, 102))
 
 
-def _bars(axis: Axes, points: Points, values: str, *, named: bool) -> None:
-    cells = [by_place[0] for by_place in points.values()]
-    for at, cell in enumerate(cells):
+def _bars(
+    axis: Axes, points: Points, published: Mapping[str, Mapping[int, float]], values: str, *, named: bool
+) -> None:
+    for at, (row, by_place) in enumerate(points.items()):
+        cell = by_place[0]
         if cell.ours:
             # The paper's figure has MOSE in another colour, too.
-            colour, mean = "#009E73" if cell.entry.row == "MOSE" else "#56B4E9", cell.ours.mean
+            colour, mean = "#009E73" if row == "MOSE" else "#56B4E9", cell.ours.mean
             axis.barh(at, mean, height=0.7, color=colour)
             ends = [end for end in cell.ours.t_interval if not math.isnan(end)]
             axis.plot(ends, [at] * len(ends), **_INTERVAL)
             text = f"{mean:.{1 if mean >= 1 else 2}f}"
             axis.text(1, at, text, ha="right", va="center", transform=axis.get_yaxis_transform())
-        if cell.entry.paper:
-            axis.plot([cell.entry.paper.mean], [at], marker="o", **_faint("black"))
-    axis.set_yticks(range(len(cells)), list(points) if named else [])
-    axis.set(ylim=(len(cells) - 0.4, -0.6), xlabel=values)
+        axis.plot(list(published[row].values()), [at] * len(published[row]), marker="o", **_faint("black"))
+    axis.set_yticks(range(len(points)), list(points) if named else [])
+    axis.set(ylim=(len(points) - 0.4, -0.6), xlabel=values)
     axis.set_xlim(0, 1.15 * axis.get_xlim()[1])  # with room for the numbers
     axis.grid(axis="y", visible=False)
 
 
-def _explain_interval(axis: Axes, label: str, *, bars: bool) -> None:
-    if bars:
-        axis.plot([], [], **_INTERVAL, label=label)
-    else:
-        axis.fill_between([], [], [], color="0.5", alpha=0.3, linewidth=0, label=label)
+def _explain(axis: Axes, seeds: Sequence[int], *, theirs: bool, bars: bool) -> None:
+    """Names of intervals and of the paper's marks for the legend, by marks without a place."""
+    interval = f"95 % interval, n = {seeds[0]}{f' to {seeds[-1]}' if seeds[1:] else ''}" if seeds else ""
+    if seeds and seeds[-1] > 1 and bars:
+        axis.plot([], [], **_INTERVAL, label=interval)
+    elif seeds and seeds[-1] > 1:
+        axis.fill_between([], [], [], color="0.5", alpha=0.3, linewidth=0, label=interval)
+    if theirs:
+        axis.plot([], [], marker="o", **_faint("black"), label="the paper")
+
+
+def _tell(drawing: Drawing, sentences: Sequence[str], width: float) -> None:
+    """Lines above the panels, for which the figure grows."""
+    lines = textwrap.wrap(". ".join([*sentences, ""]), round(_LETTERS * width))
+    if lines:
+        drawing.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=PRINT_STYLE["font.size"])
+        drawing.set_figheight(drawing.get_figheight() + _LINE * (1 + len(lines)))
 
 
 def _faint(colour: str) -> dict[str, Any]:

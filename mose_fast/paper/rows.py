@@ -108,7 +108,12 @@ def final_by_task(
     return by_task(row, runs, lambda task: metrics.final_accuracy(task, classifier, expert), average, theirs)
 
 
-def by_memory(parts: Iterable[Part], y: str, title: str = "") -> tuple[Panel, ...]:
+def by_memory(
+    parts: Iterable[Part], values: str, title: str = "", *, ends: Iterable[Part] | None = None
+) -> tuple[Panel, ...]:
     """A panel for each of :data:`MAIN_MEMORIES`, whose titles end with it."""
     sizes = map(thousands, MAIN_MEMORIES)
-    return tuple(Panel(part, f"{title}{size}", y) for size, part in zip(sizes, parts, strict=True))
+    return tuple(
+        Panel(part, f"{title}{size}", values, ends=end)
+        for size, part, end in zip(sizes, parts, ends or [None] * len(MAIN_MEMORIES), strict=True)
+    )

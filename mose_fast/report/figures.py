@@ -89,16 +89,17 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
     part = part_name(g for shown in panels.values() for g in shown)
     _label_left(axes, f"accuracy on the {'tasks' if part == 'task' else 'classes'} seen (%)")
     legend(figure, axes)
-    caption = (
-        "Mean accuracy over the tasks seen so far, after each task"
-        if part == "task"
-        else "Accuracy on the classes seen so far, after each part of the stream, which has no borders"
+    what, dotted, title = (
+        "Mean accuracy over the tasks seen so far, after each task",
+        " Dotted: chance, where all tasks have as many classes.",
+        "Accuracy against task",
     )
-    caption += (
-        f", by the classifier of predict(), one panel for each memory size. {_band_text(groups)} Dotted: chance, where"
-        f" all tasks have as many classes.{left_out}"
-    )
-    return _picture("accuracy", "Accuracy against task", caption, figure)
+    if part == "part":
+        what = "Accuracy on the classes seen so far, after each part of the stream, which has no borders"
+        dotted, title = "", "Accuracy over the stream"
+    bands = f"{_band_text(groups)}{dotted}{left_out}"
+    caption = f"{what}, by the classifier of predict(), one panel for each memory size. {bands}"
+    return _picture("accuracy", title, caption, figure)
 
 
 def _anytime(groups: Sequence[Group]) -> Picture | None:

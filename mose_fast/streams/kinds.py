@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Kind", "arrival_order", "long_tail"]
 
-# Purpose words of the draws, above those of the class order and below those of held-out images.
-# Beside each: what is added to it.
+# Purpose words of the draws, above that of the class order and below those of held-out images. To
+# these are added: the place of a class among the sorted labels (_KEPT), a task (_DISJOINT), a class
+# (_MOVED), and 1 for the second draw (_CUTS).
 _ARRIVAL, _RANKS, _KEPT, _DISJOINT, _MOVED, _CUTS = (2**63 + 2**61 + n * 2**32 for n in range(6))
-#                  label   task       class   draw
 
 # Settings that a kind depends on beside its seed.
 _PARAMETERS = {
@@ -66,7 +66,7 @@ class Kind:
 
     def __str__(self) -> str:
         """The kind with the settings that it depends on, without its seed."""
-        own = ", ".join(f"{name} {getattr(self, name):g}" for name in _PARAMETERS[self.kind])
+        own = ", ".join(f"{name} {getattr(self, name):.12g}" for name in _PARAMETERS[self.kind])
         return f"{self.kind} ({own})" if own else self.kind
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -230,7 +231,7 @@ class Stream:
         Raises:
             IndexError: There is no such task.
         """
-        return self._rows(self.y_train, task)
+        return self._of_task(self._train_rows, task)
 
     def test_rows(self, task: int) -> Tensor:
         """Indices into ``x_test`` of the task's images, in data order: int64 [n].
@@ -238,7 +239,7 @@ class Stream:
         Raises:
             IndexError: There is no such task.
         """
-        return self._rows(self.y_test, task)
+        return self._of_task(self._test_rows, task)
 
     def batches(self, part: int, *, seed: int, epoch: int = 0) -> list[Tensor]:
         """The batches of a part in the order of their arrival, as int64 indices into ``x_train``;
@@ -356,7 +357,18 @@ class Stream:
         batches = -(-len(self.x_train) // self.batch)
         return part * batches // self.points, (part + 1) * batches // self.points
 
-    def _rows(self, y: Tensor, task: int) -> Tensor:
+    @cached_property
+    def _train_rows(self) -> list[Tensor]:
+        return self._rows(self.y_train)
+
+    @cached_property
+    def _test_rows(self) -> list[Tensor]:
+        return self._rows(self.y_test)
+
+    def _rows(self, y: Tensor) -> list[Tensor]:
+        return [torch.isin(y, torch.tensor(heads)).nonzero().flatten() for heads in self.tasks]
+
+    def _of_task(self, rows: list[Tensor], task: int) -> Tensor:
         if not 0 <= task < len(self.tasks):
             raise IndexError(f"task is {task}; {self.name} has tasks 0 to {len(self.tasks) - 1}")
-        return torch.isin(y, torch.tensor(self.tasks[task])).nonzero().flatten()
+        return rows[task]

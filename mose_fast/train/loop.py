@@ -87,6 +87,8 @@ class Loop:
         self.records |= {"confusion": [], "confusion_by_class": [], "anytime": None}
         points = None if stream.borders else {"images_seen": [], "classes_seen": []}
         self.records["evaluation_points"] = points
+        #: The rows of the table of accuracies as text, so that each is formatted once.
+        self.written: dict[tuple[str, str], list[str]] = {}
         self.sample = None
         if config.evaluate_every is not None:
             self.sample = AnytimeSample(config, self.stream)
@@ -263,7 +265,7 @@ class Loop:
         records |= {"confusion": accuracy.confusion, "confusion_by_class": accuracy.confusion_by_class}
         records["evaluated_after"].append(seen)
         if self.folder is not None:
-            table = accuracy_csv(records["test"], records["buffer"], records["evaluated_after"])
+            table = accuracy_csv(records["test"], records["buffer"], records["evaluated_after"], self.written)
             write_atomically(self.folder.accuracy, table)
 
     @contextmanager
@@ -349,16 +351,13 @@ class Loop:
                     f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}"
                 )
             values = {
-                "learner": values,
-                "position": self.position,
-                "records": self.records,
+                "learner": copy.deepcopy(values),
+                "position": dict(self.position),
+                "records": _copied(self.records),
                 "seconds": self.clock.state(),
+                "identity": self.identity,
             }
-            return (
-                self.position["done"] + self.position["task"],
-                snapshot,
-                copy.deepcopy(values) | {"identity": self.identity},
-            )
+            return self.position["done"] + self.position["task"], snapshot, values
 
     def _write(self, step: int, snapshot: Snapshot, values: dict[str, Any], *, wait: bool) -> None:
         with self.clock.timed("checkpoint"):
@@ -389,6 +388,13 @@ class Loop:
 def _after(position: dict[str, int], batches: int) -> dict[str, int]:
     """The position ``batches`` batches later in the same epoch."""
     return position | {"batch": position["batch"] + batches, "done": position["done"] + batches}
+
+
+def _copied(records: Any) -> Any:
+    """A copy of records, which shares what is never changed: the rows of one evaluation."""
+    if isinstance(records, dict):
+        return {name: _copied(value) for name, value in records.items()}
+    return list(records) if isinstance(records, list) else records
 
 
 @contextmanager

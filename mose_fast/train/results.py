@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import platform
@@ -237,21 +238,37 @@ def precision_of(results: dict[str, Any]) -> str:
     return results["resolved"].get("precision", results["config"]["precision"])
 
 
-def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> str:
+def accuracy_csv(
+    test: Matrices,
+    buffer: Matrices,
+    evaluated_after: list[int],
+    written: dict[tuple[str, str], list[str]] | None = None,
+) -> str:
     """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy
     (empty: no samples in the memory).
 
     Tasks count from 0.
+
+    Args:
+        test: Accuracy on the images that the stream is evaluated on.
+        buffer: Accuracy on memory samples.
+        evaluated_after: The task after which each row of a matrix was measured.
+        written: The text of each row of earlier calls with fewer rows, by classifier and expert;
+            this one's are added.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["classifier", "expert", "after_task", "task", "accuracy", "buffer_accuracy"])
+    written = {} if written is None else written
     for classifier, experts in test.items():
         for expert, rows in experts.items():
-            for after, row, stored in zip(evaluated_after, rows, buffer[classifier][expert], strict=True):
+            lines = written.setdefault((classifier, expert), [])
+            parts = zip(evaluated_after, rows, buffer[classifier][expert], strict=True)
+            for after, row, stored in itertools.islice(parts, len(lines), None):
+                text = io.StringIO()
+                writer = csv.writer(text, lineterminator="\n")
                 for task, (a, b) in enumerate(zip(row, stored, strict=True)):
                     writer.writerow([classifier, expert, after, task, a, "" if b is None else b])
-    return text.getvalue()
+                lines.append(text.getvalue())
+    head = "classifier,expert,after_task,task,accuracy,buffer_accuracy\n"
+    return head + "".join(itertools.chain.from_iterable(written.values()))
 
 
 def summary(results: dict[str, Any]) -> str:

@@ -66,8 +66,9 @@ class TrialLoop(CellLoop):
         if running.stopped is not None:
             return
         by_seed = [self._after_tasks(record.cell.name) for record in running.records]
-        running.values = [float(np.mean(values)) for values in zip(*by_seed, strict=False)]
-        running.stopped = self.study.hopeless(running.trial.params, running.values, self.known)
+        after = list(zip(*by_seed, strict=False))
+        running.values = [float(np.mean(values)) for values in after]
+        running.stopped = self.study.hopeless(running.trial.params, [*map(max, after)], self.known)
         if running.stopped is not None:
             running.values = running.values[: running.stopped + 1]
             for record in running.records:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from optuna.trial import FrozenTrial
 
-__all__ = ["Tuned", "check_writable", "conclude"]
+__all__ = ["NothingTuned", "Tuned", "check_writable", "conclude"]
 
 # Of a study alone: the run that measures on test images has all tasks and images.
 _OF_STUDY = {
@@ -38,6 +38,12 @@ _OF_STUDY = {
 
 _STATES = {"COMPLETE": "complete", "PRUNED": "stopped", "FAIL": "failed", "RUNNING": "unfinished"}
 _COLOUR, _BEST = "#0072B2", "#D55E00"
+
+
+class NothingTuned(RunError):
+    """No trial of a study came to its end."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,11 @@ def conclude(
     """Writes ``best.toml``, ``trials.csv``, ``trials.md`` and the plots, and says what was found.
 
     Raises:
-        RunError: No trial came to its end.
+        NothingTuned: No trial came to its end.
     """
     values = {trial.number: _by_seed(trial, seeds, folder) for trial in trials if _state(trial) == "complete"}
     if not values:
-        raise RunError(
+        raise NothingTuned(
             f"none of the {len(trials)} trials came to its end ({_counts(trials)}), so nothing was tuned; the logs are"
             f" in {folder.logs}"
         )
@@ -170,8 +176,8 @@ def _table(trials: Sequence[FrozenTrial], values: Mapping[int, Mapping[int, floa
     table = Table(
         "trials",
         "Every trial: ACC in percent of held-out training images, mean ± standard deviation over the seeds, and its 95"
-        " % interval by Student's t; the tasks after which accuracies were compared; the settings. A stopped trial was"
-        " worse than the median of earlier ones after its last task.",
+        " % interval by Student's t; the tasks after which accuracies were compared; the settings. The best seed"
+        " of a stopped trial was worse than the median of earlier trials after its last task.",
         spreads=("ACC",),
         intervals=("95 % interval",),
     )

@@ -75,8 +75,8 @@ def tune(
 
     Raises:
         ConfigError: A setting or the space is unusable, or Optuna is missing; nothing has started.
-        RunError: The folder is in use, holds another study, or cannot be written, or every trial
-            failed.
+        RunError: The folder is in use, holds another study, or cannot be written.
+        NothingTuned: No trial came to its end.
         Interrupted: Ctrl-C, SIGTERM or SIGHUP ended the study; the same call continues it.
     """
     import_optuna()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from mose_fast.config import ConfigError
@@ -23,9 +24,6 @@ __all__ = ["Study", "import_optuna"]
 _RANDOM_TRIALS = 5
 _COMPARED_TRIALS = 4
 
-# Tasks after which no trial is stopped, since nearly all accuracies are alike then.
-_PATIENT_TASKS = 1
-
 
 def import_optuna() -> Any:
     """Optuna.
@@ -39,7 +37,7 @@ def import_optuna() -> Any:
         raise ConfigError(
             "tuning needs Optuna, which is not installed; first: pip install 'mose-fast[tune]'"
         ) from error
-    optuna.logging.set_verbosity(logging.WARNING)
+    optuna.logging.set_verbosity(logging.ERROR)  # it warns that an optional package is missing
     return optuna
 
 
@@ -60,7 +58,6 @@ class Study:
 
         self.axes, self.defaults, self.seed = axes, defaults, seed
         self.distributions = {name: self._distribution(axis) for name, axis in axes.items()}
-        self.pruner = self.optuna.pruners.MedianPruner(_COMPARED_TRIALS, _PATIENT_TASKS)
         storage = self.optuna.storages.RDBStorage(URL.create("sqlite", database=str(path)).render_as_string())
         self.record = self.optuna.create_study(
             storage=storage, study_name="mose-fast", direction="maximize", load_if_exists=True
@@ -83,21 +80,31 @@ class Study:
         else:
             params = self._sampled(number, known)
         # With its values at once: Optuna's own ask writes one after the other.
-        self.record.add_trial(self._running(params))
+        self.record.add_trial(self._trial(params))
         return self.trials[number]
 
     def hopeless(self, params: Mapping[str, Any], values: Sequence[float], known: int) -> int | None:
         """The first task after which the pruner stops a trial with these values; None: it does not.
 
+        In the first half of the tasks it stops none: there, accuracies tell little of the final
+        ones. After two tasks, one that has forgotten everything still has the half.
+
         Args:
             params: The trial's settings.
-            values: Accuracy after each of its tasks so far.
+            values: Accuracy after each of its tasks so far, of its best seed: a trial with some bad
+                luck is not hopeless.
             known: Number of earlier trials to compare with.
         """
-        study = self._replica(known)
+        complete = self._complete(known)
+        if not complete:
+            return None
+        patience = len(complete[0].intermediate_values) // 2
+        pruner = self.optuna.pruners.MedianPruner(_COMPARED_TRIALS, patience)
+        study = self.optuna.create_study(direction="maximize")
+        study.add_trials(self.trials[:known])
         # One value at a time: the pruner compares the best value so far, which is nearly always the
         # one after the first task.
-        stopped = (task for task, v in enumerate(values) if self.pruner.prune(study, self._running(params, {task: v})))
+        stopped = (task for task, v in enumerate(values) if pruner.prune(study, self._trial(params, {task: v})))
         return next(stopped, None)
 
     def tell(self, trial: FrozenTrial, values: Sequence[float], result: float | None, *, pruned: bool) -> None:
@@ -119,22 +126,40 @@ class Study:
             self.record.tell(trial.number, state=states.PRUNED if pruned else states.FAIL)
 
     def _sampled(self, number: int, known: int) -> dict[str, Any]:
-        # A sampler of its own for each trial, so that what it draws depends on nothing else.
-        study = self._replica(known)
-        study.sampler = self.optuna.samplers.TPESampler(
+        # A sampler of its own for each trial, so that what it draws depends on nothing else. It
+        # models the values by a Gaussian process: in a dozen noisy trials it finds more than TPE.
+        study = self.optuna.create_study(direction="maximize")
+        study.sampler = self.optuna.samplers.GPSampler(
             n_startup_trials=_RANDOM_TRIALS, seed=(self.seed * 1_000_003 + number) % 2**32
         )
-        study.add_trials([self._running(trial.params) for trial in self.trials[known:]])
+        study.add_trials([self._trial(t.params, value=self._expected(t, known)) for t in self.trials[:known]])
+        study.add_trials([self._trial(trial.params) for trial in self.trials[known:]])
         return study.ask(self.distributions).params
 
-    def _replica(self, known: int) -> Any:
-        study = self.optuna.create_study(direction="maximize", pruner=self.pruner)
-        study.add_trials(self.trials[:known])
-        return study
+    def _complete(self, known: int) -> list[FrozenTrial]:
+        return [t for t in self.trials[:known] if t.state is self.optuna.trial.TrialState.COMPLETE]
 
-    def _running(self, params: Mapping[str, Any], values: Mapping[int, float] | None = None) -> FrozenTrial:
+    def _expected(self, trial: FrozenTrial, known: int) -> float:
+        """The final accuracy that the sampler takes a trial to have, since it knows no stopped and
+        failed ones. Of a stopped one: as if it had changed from there on as the complete ones did;
+        of a failed one: the worst.
+        """
+        complete, states = self._complete(known), self.optuna.trial.TrialState
+        if trial.state is states.COMPLETE or not complete:
+            return trial.value or 0.0
+        if trial.state is not states.PRUNED:
+            return min(other.value for other in complete)
+        last = trial.last_step
+        return trial.intermediate_values[last] + mean(t.value - t.intermediate_values[last] for t in complete)
+
+    def _trial(
+        self, params: Mapping[str, Any], values: Mapping[int, float] | None = None, value: float | None = None
+    ) -> FrozenTrial:
+        """A trial with these values after some tasks; running, unless it has a final one."""
+        states = self.optuna.trial.TrialState
         return self.optuna.trial.create_trial(
-            state=self.optuna.trial.TrialState.RUNNING,
+            state=states.RUNNING if value is None else states.COMPLETE,
+            value=value,
             params=dict(params),
             distributions=self.distributions,
             intermediate_values=dict(values or {}),

@@ -29,6 +29,17 @@ def test_hand_worked_matrix(name):
     assert getattr(evaluate, name)(HAND) == pytest.approx(EXPECTED[name], abs=1e-12)
 
 
+def test_without_borders_there_is_one_column():
+    """The accuracy on the classes seen after each part; differences of rows are no forgetting."""
+    column = [[0.9], [0.5], [0.7]]
+    assert evaluate.average_accuracy(column) == 0.7
+    assert evaluate.running_accuracy(column).tolist() == [0.9, 0.5, 0.7]
+    assert evaluate.average_anytime_accuracy(column) == pytest.approx(0.7)
+    for name in ("forgetting_paper", "forgetting_released", "backward_transfer", "new_task_accuracy"):
+        with pytest.raises(ValueError, match=r"has shape \(3, 1\); wanted \[T, T\] with T"):
+            getattr(evaluate, name)(column)
+
+
 def test_the_two_forgettings_of_the_issue():
     assert evaluate.forgetting_paper(HAND) == pytest.approx(0.45)
     assert evaluate.forgetting_released(HAND) == pytest.approx(0.30)

@@ -138,13 +138,21 @@ def test_number_of_experts(runs):
     figure = drawn(*runs("experts"))
     acc, af = figure.axes
     # At the end tasks are 4.5 tasks old on average: 0.5 + 0.01 + 0.01 + 0.02 n + M / 1e5 - 0.09.
-    for memory, name in ((200, "M = 200"), (500, "M = 500"), (1000, "M = 1k"), (2000, "M = 2k")):
+    names = {"M = 200": 200, "M = 500": 500, "M = 1k": 1000, "M = 2k": 2000}
+    for name, memory in names.items():
         assert lines(acc)[name] == [(n, pytest.approx(43 + 2 * n + memory / 1000)) for n in range(1, 9)]
     assert (acc.get_ylabel(), af.get_ylabel()) == ("ACC (%)", "AF (%)")
     assert acc.get_xticks().tolist() == list(range(1, 9))
-    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in acc.lines[:4]]
+    looks, others = (
+        [
+            (line.get_color(), line.get_marker(), line.get_linestyle())
+            for line in axis.lines
+            if line.get_label() in names
+        ]
+        for axis in (acc, af)
+    )
     assert len(set(looks)) == len({colour for colour, *_ in looks}) == len({marker for _, marker, _ in looks}) == 4
-    assert looks == [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in af.lines[:4]]
+    assert looks == others
 
 
 def test_students(runs):

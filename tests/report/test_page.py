@@ -313,6 +313,7 @@ def test_a_stream_without_borders_has_no_forgetting_and_no_tasks(tmp_path, monke
         "Accuracy on the classes seen so far, after each part of the stream, which has no borders"
     )
     (curve,) = axis.get_lines()  # no line of chance
+    assert "chance" not in caption
     mean = np.mean([[100 * row[0] for row in r["accuracy"]["linear"]["1"]] for r in found], axis=0)
     assert curve.get_xdata().tolist() == [1, 2, 3, 4, 5] and curve.get_ydata() == pytest.approx(mean)
     assert "vertical lines are ends of parts" in drawn["anytime"][1]

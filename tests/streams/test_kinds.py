@@ -372,6 +372,7 @@ def test_settings_come_from_the_configuration():
         name: getattr(config, name) for name in ("kind", "kind_seed", "disjoint", "blur", "imbalance", "drift")
     }
     assert str(stream.kind) == "blurry (disjoint 0.5, blur 0.2)"
+    assert str(dataclasses.replace(stream.kind, blur=0.2000001)) == "blurry (disjoint 0.5, blur 0.2000001)"
     assert stream.summary.startswith(
         "digits, blurry (disjoint 0.5, blur 0.2): 5 parts without borders, 10 classes, 200"
     )

@@ -72,10 +72,10 @@ def test_the_first_trial_has_the_methods_own_settings_where_the_space_holds_them
 
 
 def test_it_finds_what_is_good(tmp_path):
-    trials = search(tmp_path / "a", 25)
+    trials = search(tmp_path / "a", 16)
     best = max((value, params["options.lr"], params["options.augment"]) for params, state, value, _ in trials if value)
     assert best[0] > 0.85 and best[2] == "none"
-    late = [params["options.augment"] for params, *_ in trials[12:]]
+    late = [params["options.augment"] for params, *_ in trials[8:]]
     assert late.count("none") > len(late) / 2
 
 
@@ -83,11 +83,20 @@ def test_a_trial_is_stopped_after_the_first_task_that_shows_it_worse_than_the_me
     """Accuracies fall from task to task, so the best one so far says nothing."""
     study = Study(tmp_path / "a", AXES, DEFAULTS, seed=0)
     for final in (0.6, 0.7, 0.8, 0.9):
-        study.tell(study.ask(known=0), [1.0, final + 0.05, final], final, pruned=False)
-    assert study.hopeless(DEFAULTS, [0.2], 4) is None  # the first task alone stops nothing
-    assert study.hopeless(DEFAULTS, [1.0, 0.81, 0.76], 4) is None
-    assert study.hopeless(DEFAULTS, [1.0, 0.79], 4) == 1
-    assert study.hopeless(DEFAULTS, [1.0, 0.79, 0.9], 4) == 1
-    assert study.hopeless(DEFAULTS, [1.0, 0.81, 0.5], 4) == 2
-    assert study.hopeless(DEFAULTS, [1.0, 0.1, 0.1], 3) is None  # of too few to compare with
+        study.tell(study.ask(known=0), [1.0, 0.5, final + 0.05, final], final, pruned=False)
+    assert study.hopeless(DEFAULTS, [0.2, 0.1], 4) is None  # the first half of the tasks stops nothing
+    assert study.hopeless(DEFAULTS, [1.0, 0.5, 0.81, 0.76], 4) is None
+    assert study.hopeless(DEFAULTS, [1.0, 0.5, 0.79], 4) == 2
+    assert study.hopeless(DEFAULTS, [1.0, 0.5, 0.79, 0.9], 4) == 2
+    assert study.hopeless(DEFAULTS, [1.0, 0.5, 0.81, 0.5], 4) == 3
+    assert study.hopeless(DEFAULTS, [1.0, 0.1, 0.1, 0.1], 3) is None  # of too few to compare with
     assert study.hopeless(DEFAULTS, [], 4) is None
+
+
+def test_the_sampler_takes_a_stopped_trial_to_change_as_the_others_did(tmp_path):
+    study = Study(tmp_path / "a", AXES, DEFAULTS, seed=0)
+    for values, pruned in (([1.0, 0.8, 0.6], False), ([0.9, 0.5, 0.5], False), ([0.4, 0.3], True), ([0.9], False)):
+        failed = len(values) == 1
+        study.tell(study.ask(known=0), values, None if pruned or failed else values[-1], pruned=pruned)
+    expected = [study._expected(trial, 4) for trial in study.trials]
+    assert expected == pytest.approx([0.6, 0.5, 0.3 - (0.2 + 0.0) / 2, 0.5])

@@ -17,7 +17,6 @@ from mose_fast.cli import main
 from mose_fast.config import RunConfig
 from mose_fast.report.page import write_report
 from mose_fast.sweep.store import read_run
-from mose_fast.train import RunError
 from mose_fast.tune import tune
 
 #: Runs of twelve batches in three tasks.
@@ -117,31 +116,56 @@ def test_a_finished_study_only_says_again_what_it_found(study, data):
     assert {path: text for path, text in contents(out).items() if path.parent != out} == before
 
 
+def command_of(data, out, *more):
+    """The command of the study; a setting in ``more`` replaces the study's."""
+    found = ["tune", "--method", "er", "--trials", str(TRIALS), "--out", str(out), *more]
+    for name, value in changes(data).items():
+        if not any(word.startswith(f"{name}=") for word in more):
+            found += ["--set", f"{name}={value}"]
+    return found
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"space": "[space]\nlr = { low = 1e-3, high = 0.1, log = true }"}, "has other space (options.lr is"),
-        ({"seeds": (0, 2)}, r"has other seeds ([0, 1] there and [0, 2] here)"),
-        ({"changes": {"memory": 30}}, "has other settings (memory is 20 there and 30 here)"),
+        (("--space", "SPACE"), "has other space (options.lr is"),
+        (("--seeds", "0,2"), "has other seeds ([0, 1] there and [0, 2] here)"),
+        (("--set", "memory=30"), "has other settings (memory is 20 there and 30 here)"),
+        (("--first-tasks", "2"), "has other settings (stream.first_tasks is None there and 2 here)"),
+        (("--evaluate-every", "3"), "has other settings (evaluate_every is None there and 3 here)"),
     ],
 )
-def test_a_study_is_not_continued_with_other_settings(study, data, tmp_path, more, message):
+def test_a_study_is_not_continued_with_other_settings(study, data, tmp_path, capsys, more, message):
     out, before = study[0], contents(study[0])
-    more = {**more, "changes": {**changes(data), **more.get("changes", {})}}
-    if "space" in more:
-        (tmp_path / "space.toml").write_text(more["space"])
-        more["space"] = tmp_path / "space.toml"
-    with pytest.raises(RunError) as caught:
-        tune("er", out=out, say=lambda line: None, **{"trials": TRIALS, "seeds": SEEDS, **more})
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert contents(out) == before
+    space = tmp_path / "space.toml"
+    space.write_text("[space]\nlr = { low = 1e-3, high = 0.1, log = true }")
+    more = [str(space) if word == "SPACE" else word for word in more]
+    assert main(command_of(data, out, *more)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and contents(out) == before
 
 
-def test_trials_that_all_fail_leave_no_settings(data, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--set", "stream.validation=0.01"), "validation is 0.01, which holds out 0 of the 40 training images of"),
+        (("--first-tasks", "4"), "first_tasks is 4, and"),
+        (("--evaluate-every", "0"), "evaluate_every is 0; wanted an integer of at least 1"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line_and_nothing_is_touched(data, tmp_path, capsys, more, message):
+    assert main(command_of(data, tmp_path / "out", *more)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and list(tmp_path.iterdir()) == []
+
+
+def test_trials_that_all_fail_leave_no_settings(data, tmp_path, capsys):
     (tmp_path / "space.toml").write_text("[space]\nlr = [1e30, 1e31]\n")
-    out, said = tmp_path / "out", []
-    with pytest.raises(RunError, match=r"none of the 2 trials came to its end \(2 failed\), so nothing was tuned"):
-        tune("er", trials=2, out=out, seeds=(0,), space=tmp_path / "space.toml", changes=changes(data), say=said.append)
+    out = tmp_path / "out"
+    more = ("--space", str(tmp_path / "space.toml"), "--trials", "2", "--seeds", "0")
+    assert main(command_of(data, out, *more)) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "none of the 2 trials came to its end (2 failed), so nothing was tuned" in line
     assert not (out / "best.toml").exists()
 
 
@@ -154,10 +178,7 @@ def test_a_dry_run_writes_nothing(data, tmp_path):
 @pytest.mark.slow
 def test_a_study_that_is_killed_continues_to_the_same_trials(study, data, tmp_path):
     out, times = tmp_path / "out", random.Random(0)
-    command = [sys.executable, "-m", "mose_fast", "tune", "--method", "er", "--trials", str(TRIALS)]
-    command += ["--out", str(out), "--seeds", "0-1"]
-    for name, value in changes(data).items():
-        command += ["--set", f"{name}={value}"]
+    command = [sys.executable, "-m", "mose_fast", *command_of(data, out, "--seeds", "0-1")]
 
     def done():
         return len(list(out.glob("trial-*/results.json")))
