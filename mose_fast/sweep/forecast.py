@@ -58,7 +58,8 @@ def measured_costs(configs: Mapping[str, RunConfig], engine: Engine, budget: flo
         engine: The sweep's engine.
         budget: Seconds after which the others are left out, and those in progress abandoned in the
             engine; one is measured in any case. One of each method on each stream is measured
-            first, cheap ones before expensive ones. None: all are measured.
+            first, ER before all others and cheap ones before expensive ones. None: all are
+            measured.
 
     Raises:
         RunError: A run cannot start; holds its message.
@@ -101,11 +102,15 @@ def estimated_cost(key: str, known: Mapping[str, Cost]) -> Cost:
     def distance(other: str) -> tuple[int, ...]:
         there = json.loads(other)
         kind = [there[name] != wanted[name] for name in ("stream.name", "method", "train_on")]
-        return *kind, sum(there.get(name) != value for name, value in wanted.items())
+        return *kind, there["method"] != _UNIT, sum(there.get(name) != value for name, value in wanted.items())
 
     nearest = min(known, key=distance)
     factor = _declared(wanted) / _declared(json.loads(nearest))
     return dataclasses.replace(known[nearest], seconds=factor * known[nearest].seconds, source="estimated")
+
+
+# Declared costs are multiples of this method's. GDumb's are smaller, but it trains outside steps.
+_UNIT = "er"
 
 
 def _declared(values: Mapping[str, Any]) -> float:
@@ -113,16 +118,16 @@ def _declared(values: Mapping[str, Any]) -> float:
 
 
 def _order(configs: Mapping[str, RunConfig]) -> list[str]:
-    """The keys of the configurations: first one of each kind of run, and cheap ones before
-    expensive ones.
+    """The keys of the configurations: first one of each kind of run, ER's before all others, and
+    cheap ones before expensive ones.
     """
     costs = {key: _declared(json.loads(key)) for key in configs}
     ranks: dict[tuple[Any, ...], int] = {}
-    order: dict[str, tuple[int, float]] = {}
+    order: dict[str, tuple[int, bool, float]] = {}
     for key in sorted(configs, key=costs.__getitem__):
-        kind = tuple(json.loads(key)[name] for name in ("stream.name", "method", "train_on"))
+        kind = tuple(json.loads(key)[name] for name in ("stream.name", "train_on", "method"))
         ranks[kind] = ranks.get(kind, -1) + 1
-        order[key] = min(ranks[kind], 1), costs[key]
+        order[key] = min(ranks[kind], 1), ranks[kind] > 0 or kind[-1] != _UNIT, costs[key]
     return sorted(configs, key=order.__getitem__)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import mose_fast
 from mose_fast.config import ConfigError, RunConfig
+from mose_fast.methods import find_method
 from mose_fast.sweep import display, scheduler
 from mose_fast.sweep.cells import CellRecord, CellState
 from mose_fast.sweep.folder import SweepFolder
@@ -381,25 +382,29 @@ def test_forecast_does_not_care_for_seeds_and_scales():
 
 def test_what_cannot_be_measured_in_time_is_estimated_from_the_most_similar_run(tmp_path, engine):
     made, said = engine(), []
-    grid = Grid({"method": ("scr", "er"), "memory": (64, 128), "epochs": (1, 3)}, {"width": 1, "device": "cpu"})
+    grid = Grid(
+        {"method": ("scr", "gdumb", "er"), "memory": (64, 128), "epochs": (1, 3)}, {"width": 1, "device": "cpu"}
+    )
     outcome = run_grid(grid, tmp_path / "s", dry_run=True, measure_for=0.0, say=said.append)
-    # The cheapest is measured in any case: ER, one epoch, 60 seconds of it.
+    # One is measured in any case: ER, one epoch, 60 seconds of it.
     assert json.loads(made.commands[0]["cell"])["method"] == "er"
-    assert "measured 1 of 8 settings" in said[1]
+    assert "measured 1 of 12 settings" in said[1]
     costs = {
         (cell.config.method, cell.config.memory, cell.config.epochs): outcome.forecast.costs[cell.name]
         for cell in outcome.forecast.cells
     }
     assert costs["er", 64, 1].source == "measured"
+    gdumb = find_method("gdumb").about.cost
     for (method, memory, epochs), cost in costs.items():
-        assert cost.seconds == pytest.approx(60.0 * {"er": 1, "scr": 2}[method] * epochs)
+        assert cost.seconds == pytest.approx(60.0 * {"er": 1, "scr": 2, "gdumb": gdumb}[method] * epochs)
         assert cost.source == ("measured" if (method, memory, epochs) == ("er", 64, 1) else "estimated")
     # With time enough, one of each method comes first, and all are measured.
     made = engine()
     outcome = run_grid(grid, tmp_path / "s", dry_run=True, measure_for=600.0, say=said.append)
     measured = [json.loads(command["cell"]) for command in made.commands]
-    assert [(values["method"], values["epochs"]) for values in measured[:2]] == [("er", 1), ("scr", 1)]
-    assert [values["method"] for values in measured[2:]] == ["er", "scr", "er", "er", "scr", "scr"]
+    assert [(values["method"], values["epochs"]) for values in measured[:3]] == [("er", 1), ("gdumb", 1), ("scr", 1)]
+    declared = [find_method(values["method"]).about.cost * values["epochs"] for values in measured[3:]]
+    assert declared == sorted(declared) and len(declared) == 9
     assert {cost.source for cost in outcome.forecast.costs.values()} == {"measured"}
 
 
