@@ -140,6 +140,8 @@ class ViewMaker:
         self.jitter_normalised = jitter_normalised
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
         self.feed = feed
+        #: Of the views that :meth:`apply` makes.
+        self.dtype = torch.float32
         self._dali = DaliViews(self.mean, self.std) if feed == "dali" else None
         # A cache of its own: an upload is ordered by the stream that it was made on, and other
         # runs have other streams.
@@ -189,9 +191,9 @@ class ViewMaker:
                 device.
 
         Returns:
-            views: float32 [V, 3, H, W] with V = R * views_per_row, normalised. Sets follow each
-                other in order; a set's views are its fixed copies, orientation by orientation, then
-                their augmented copies.
+            views: [V, 3, H, W] in :attr:`dtype` (DALI's are float32) with V = R * views_per_row,
+                normalised. Sets follow each other in order; a set's views are its fixed copies,
+                orientation by orientation, then their augmented copies.
             rows: int64 [V], the row that each view shows.
         """
         return self.views(images, sizes, seed, sequence), self.shown(sizes, len(images), images.device).clone()
@@ -232,16 +234,17 @@ class ViewMaker:
         return ViewInputs(rows, layout, codes, factors, shown)
 
     def apply(self, images: Tensor, inputs: ViewInputs) -> Tensor:
-        """Makes the normalised views, float32 [V, 3, H, W], that ``inputs`` describes. Nothing is
-        drawn, so if the feed is :attr:`capturable`, a captured graph makes other views when other
-        inputs are copied into the same tensors.
+        """Makes the normalised views [V, 3, H, W] in :attr:`dtype` that ``inputs`` describes;
+        values are computed in float32 and rounded once. Nothing is drawn, so if the feed is
+        :attr:`capturable`, a captured graph makes other views when other inputs are copied into the
+        same tensors.
 
         Raises:
             ValueError: This feed makes views :attr:`apart`.
         """
         if self.apart:
             raise ValueError(f"feed is {self.feed!r}, which makes views apart from the step; wanted them from views()")
-        return self._op(images, inputs.rows, inputs.layout, inputs.codes, inputs.factors)
+        return self._op(images, inputs.rows, inputs.layout, inputs.codes, inputs.factors, dtype=self.dtype)
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
         """Makes one randomly augmented view of every image; for the recipe ``none`` the image
@@ -271,8 +274,16 @@ class ViewMaker:
             return _nothing_drawn(device)
         return draw_augment_parameters(self.recipe, seed, sequence, count, images.shape[1], images.shape[2], device)
 
-    def _op(self, images: Tensor, rows: Tensor, layout: Tensor, codes: Tensor, factors: Tensor) -> Tensor:
-        options = {"jitter_normalised": self.jitter_normalised, "plain": self.feed == "torch"}
+    def _op(
+        self,
+        images: Tensor,
+        rows: Tensor,
+        layout: Tensor,
+        codes: Tensor,
+        factors: Tensor,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        options = {"dtype": dtype, "jitter_normalised": self.jitter_normalised, "plain": self.feed == "torch"}
         return augment([images], rows, layout, codes, factors, self.mean, self.std, **options)
 
 

@@ -54,6 +54,8 @@ class Mose(Learner):
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)
         self.losses = ExpertLosses(config.options)
+        if self.shadowed:
+            self.views.dtype = torch.bfloat16  # as the network reads them
         # The mask of the current classes, and the classes that it holds.
         self._mask: Tensor | None = None
         self._masked: list[int] = []

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from mose_fast import _loader
 from mose_fast.config import ConfigError
 from mose_fast.methods import METHODS, PlannedBatch, Planning, create_learner
 from mose_fast.methods.latch import RunningStatistics
@@ -293,6 +294,15 @@ def test_padded_views_are_the_same_and_zero_behind(make, stream, options):
         assert int(padded.targets.new_views) == bare.targets.new_views
         made = learner.step_inputs(plan, 40, ready=True)
         assert torch.equal(made.views, more)
+
+
+@pytest.mark.skipif(_loader.native is None, reason="there is no native library")
+def test_views_have_the_dtype_of_the_copies_of_the_weights(make, stream):
+    rounded, exact = (make("mose", kernels="fused", precision=precision) for precision in ("bf16", "fp32"))
+    prepared = [[learner.prepare(*b) for b in stream[:2]][1] for learner in (rounded, exact)]
+    inputs = [learner.step_inputs(p.steps[0].plan) for learner, p in zip((rounded, exact), prepared, strict=True)]
+    views = [learner.views.apply(i.images, i.views) for learner, i in zip((rounded, exact), inputs, strict=True)]
+    assert rounded.shadowed and torch.equal(views[0], views[1].to(torch.bfloat16))
 
 
 def in_float64(learner, inputs) -> tuple[torch.Tensor, dict, dict]:
