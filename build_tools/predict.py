@@ -17,7 +17,9 @@ once a warp. What a step's convolutions take was measured, in all; each gets its
 multiplications. Everything else is arithmetic, to be compared with a card.
 
 A kernel that may begin early (cuda/launch.cuh) has its blocks on the card when the one before it
-ends, and starts after a quarter of a launch's pause: an assumption, too.
+ends, if that one lets it, and starts after a quarter of a launch's pause. After a kernel that is
+not launched so, such as cuDNN's, which does not let it begin, half of the pause is left. Both are
+assumptions, too.
 
 A step's time follows from its launches, their streams and the waits between these
 (:func:`elapsed`). The assumption is that a kernel fills the card while it runs: what runs on
@@ -57,7 +59,8 @@ PROCESSORS = 132
 ISSUE_RATE = 0.75 * PROCESSORS * 4 * CLOCK  # warp instructions a second
 TENSOR_RATE = 0.5 * 764e12  # operations a second: half of a large product's measured rate
 LAUNCH = 2e-6  # seconds between two kernels of a graph, with the first blocks' start
-EARLY = 0.5e-6  # of it, where the second one may begin before the first one ends (cuda/launch.cuh)
+EARLY = 0.5e-6  # of it, where the blocks of the second one wait on the card for the end of the first
+PROMPT = 1e-6  # of it, where the second one begins when the blocks of the first have ended
 MEMORY = 800 / CLOCK  # seconds that a load waits for DRAM
 CACHE = 260 / CLOCK  # for the L2 cache
 DIVISION = 40 / CLOCK  # a merge's division or root
@@ -234,8 +237,11 @@ def predict(launches: Sequence[Launch], kernels: Mapping[str, Kernel], registers
     """
     rows: dict[str, Row] = {}
     work, pauses = [], []
+    before: dict[int, Launch] = {}  # the last one of each stream
     convolved = sum(launch.operations for launch in launches if launch.kernel in _CONVOLUTIONS)
     for launch in launches:
+        previous = before.get(launch.stream)
+        before[launch.stream] = launch
         if launch.kernel in _CONVOLUTIONS:
             work.append(CONVOLUTIONS * launch.operations / convolved)
             pauses.append(0.0)  # measured with them
@@ -248,7 +254,7 @@ def predict(launches: Sequence[Launch], kernels: Mapping[str, Kernel], registers
             instructions, times = _times(launch, kernels[launch.kernel], registers[launch.kernel])
         binds = max(times, key=lambda name: times[name])
         work.append(times[binds])
-        pauses.append(EARLY if launch.early else LAUNCH)
+        pauses.append(_pause(launch, previous))
         row.launches += 1
         row.bytes += launch.bytes
         row.instructions += instructions
@@ -256,6 +262,12 @@ def predict(launches: Sequence[Launch], kernels: Mapping[str, Kernel], registers
         row.bound[binds] = row.bound.get(binds, 0.0) + work[-1]
         row.bound["launch"] = row.bound.get("launch", 0.0) + pauses[-1]
     return Prediction(sorted(rows.values(), key=lambda row: -row.seconds), elapsed(launches, work, pauses))
+
+
+def _pause(launch: Launch, previous: Launch | None) -> float:
+    if not launch.early:
+        return LAUNCH
+    return EARLY if previous is not None and previous.early else PROMPT
 
 
 def elapsed(launches: Sequence[Launch], work: Sequence[float], pauses: Sequence[float]) -> float:

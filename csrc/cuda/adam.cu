@@ -42,7 +42,7 @@ void adam_step(const AdamParams& params, Stream stream) {
     const int32_t parameter = params.tensors[i].parameter;
     begin.has_gradient[parameter / 32] |= 1u << parameter % 32;
   }
-  MF_LAUNCH(adam_begin_kernel, 1, kBeginThreads, sizeof(int32_t), stream, begin);
+  MF_LAUNCH_AFTER(adam_begin_kernel, 1, kBeginThreads, sizeof(int32_t), stream, begin);
 
   AdamPieces pieces{};
   pieces.master = params.master;

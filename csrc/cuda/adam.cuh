@@ -58,6 +58,7 @@ static_assert(sizeof(AdamPieces) <= 4096, "arguments of a launch");
 
 // One block. Shared memory: one int32.
 __device__ inline void adam_begin_block(const AdamBegin& params, int32_t& frozen) {
+  wait_for_previous();
   let_next_begin();
   if (threadIdx.x == 0) {
     const bool diverged = params.loss != nullptr && !(fabsf(*params.loss) < INFINITY);

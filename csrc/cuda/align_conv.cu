@@ -257,8 +257,14 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
       }
     });
   }
-  MF_LAUNCH(align_conv_finish_kernel, static_cast<unsigned>((params.out_channels + kLanes - 1) / kLanes),
-            kFinishThreads, sizeof(SumsAboutOrigin) * kFinishThreads, run_on, params, static_cast<int>(parts));
+  // It may begin before the kernel above ends; of no image there is none above.
+  const auto blocks = static_cast<unsigned>((params.out_channels + kLanes - 1) / kLanes);
+  constexpr size_t kBytes = sizeof(SumsAboutOrigin) * kFinishThreads;
+  if (in.images > 0) {
+    MF_LAUNCH_AFTER(align_conv_finish_kernel, blocks, kFinishThreads, kBytes, run_on, params, static_cast<int>(parts));
+  } else {
+    MF_LAUNCH(align_conv_finish_kernel, blocks, kFinishThreads, kBytes, run_on, params, 0);
+  }
 }
 
 void align_conv_grad_y(const AlignConvGradY& params, Stream stream) {

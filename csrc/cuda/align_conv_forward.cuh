@@ -255,6 +255,7 @@ template <typename T, int kStride, int kChunks, int kThreads>
 __device__ void align_conv_forward_block(const AlignConvForward& params, const ForwardTiles& tiles,
                                          const FusedMemory& memory_map, unsigned char* memory) {
   static_assert(kThreads == 8 * kLanes, "WarpPart is for eight warps");
+  let_next_begin();
   using Part = WarpPart<kChunks>;
   const AlignConvInput& in = params.input;
   const auto images = static_cast<int>(in.images);
@@ -309,7 +310,7 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const F
       }
     }
   }
-  __syncthreads();
+  __syncwarp();  // since the last barrier nobody has used `staged`
   leave_moments<T, Part, kThreads>(params, part, moments, reinterpret_cast<Moments*>(staged));
 }
 
@@ -337,6 +338,7 @@ __device__ void align_conv_finish_block(const AlignConvForward& params, int part
   const int warp = threadIdx.x / kLanes;
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * kLanes + lane;
   const float* moments = params.moments + channel;
+  wait_for_previous();
   const bool has_channel = channel < channels;
   const double origin = parts > 0 && has_channel ? moments[channels] : 0.0f;
   SumsAboutOrigin sum = {};

@@ -285,21 +285,16 @@ __device__ void apply_prologue(const float* state, int channels, Vec<T, 8> (&x)[
 // the gate after it was loaded with the prologue; the two at once would take too many registers.
 enum class Load { kCopy, kPrologue, kGate, kGateAfter };
 
-// Loads x' of a tile's region into shared memory. Zero outside of the image and for padding. A
-// thread takes quads of 2 x 2 pixels, which share four elements of the gate: the region begins at an
-// odd row and column.
+// Loads x' of a tile's region into shared memory; `map` is the first pixel of its first image, in this
+// thread's eight channels from `channel` on. Zero outside of the image and for padding. A thread takes
+// quads of 2 x 2 pixels, which share four elements of the gate: the region begins at an odd row and
+// column.
 template <typename T, int kStride, int kThreads, Load kLoad>
 __device__ void load_quads(const AlignConvInput& in, int valid, const ForwardTiles& tiles, const TileAt& at,
-                           int first_channel, T* staged) {
+                           int channel, const T* map, T* staged) {
   const int height = tiles.in_height;
   const int width = tiles.in_width;
   const int step = tiles.channels;
-  const int channel = first_channel + static_cast<int>(threadIdx.x) % kVectors * 8;
-  if (channel >= step) {
-    return;
-  }
-  const T* map =
-      whole(static_cast<const T*>(in.x) + static_cast<int64_t>(at.image) * (height * width * step) + channel);
   const T* gates = nullptr;
   if constexpr (kLoad == Load::kGate || kLoad == Load::kGateAfter) {
     gates = whole(static_cast<const T*>(in.gate) + static_cast<int64_t>(at.image) * (height / 2 * (width / 2) * step) +
@@ -359,13 +354,17 @@ __device__ void load_quads(const AlignConvInput& in, int valid, const ForwardTil
     }
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      if (!in_row[p / 2] || !in_column[p % 2]) {
-        x[p] = {};
-      }
       if (has_row[p / 2] && has_column[p % 2]) {
+        const bool exists = in_row[p / 2] && in_column[p % 2];
+        constexpr uint32_t kZeros[4] = {};
 #pragma unroll
         for (int word = 0; word < Vec<T, 8>::kWords; word += 4) {
-          store_16_bytes(to + (p / 2 * region.columns + p % 2) * kSlice + word * 4 / sizeof(T), x[p].word + word);
+          T* place = to + (p / 2 * region.columns + p % 2) * kSlice + word * 4 / sizeof(T);
+          if (exists) {
+            store_16_bytes(place, x[p].word + word);
+          } else {
+            store_16_bytes(place, kZeros);
+          }
         }
       }
     }
@@ -375,15 +374,20 @@ __device__ void load_quads(const AlignConvInput& in, int valid, const ForwardTil
 template <typename T, int kStride, int kThreads>
 __device__ void load_input_tile(const AlignConvInput& in, int valid, const ForwardTiles& tiles, const TileAt& at,
                                 int first_channel, T* staged) {
-  if (in.prologue != nullptr) {
-    load_quads<T, kStride, kThreads, Load::kPrologue>(in, valid, tiles, at, first_channel, staged);
-    if (in.gate != nullptr) {
-      load_quads<T, kStride, kThreads, Load::kGateAfter>(in, valid, tiles, at, first_channel, staged);
+  const int channel = first_channel + static_cast<int>(threadIdx.x) % kVectors * 8;
+  if (channel < tiles.channels) {
+    const int image_size = tiles.in_height * tiles.in_width * tiles.channels;
+    const T* map = whole(static_cast<const T*>(in.x) + static_cast<int64_t>(at.image) * image_size + channel);
+    if (in.prologue != nullptr) {
+      load_quads<T, kStride, kThreads, Load::kPrologue>(in, valid, tiles, at, channel, map, staged);
+      if (in.gate != nullptr) {
+        load_quads<T, kStride, kThreads, Load::kGateAfter>(in, valid, tiles, at, channel, map, staged);
+      }
+    } else if (in.gate != nullptr) {
+      load_quads<T, kStride, kThreads, Load::kGate>(in, valid, tiles, at, channel, map, staged);
+    } else {
+      load_quads<T, kStride, kThreads, Load::kCopy>(in, valid, tiles, at, channel, map, staged);
     }
-  } else if (in.gate != nullptr) {
-    load_quads<T, kStride, kThreads, Load::kGate>(in, valid, tiles, at, first_channel, staged);
-  } else {
-    load_quads<T, kStride, kThreads, Load::kCopy>(in, valid, tiles, at, first_channel, staged);
   }
   wait_for_copies();
 }

@@ -80,8 +80,8 @@ template <typename T, NormForm kForm>
 void sums(const BatchNormActBackward& params, Stream stream) {
   constexpr size_t kBytes = channel_sums_shared<BatchNormActBackward::kSumFields>(kNormThreads);
   const ChannelGrid grid = norm_grid(params.shape, params.processors);
-  MF_LAUNCH((batch_norm_act_sums_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kNormThreads, kBytes, stream, params,
-            grid.shift);
+  MF_LAUNCH_AFTER((batch_norm_act_sums_kernel<T, kForm>), dim3(grid.blocks, grid.tiles), kNormThreads, kBytes, stream,
+                  params, grid.shift);
 }
 
 template <typename T, NormForm kForm>
@@ -111,9 +111,9 @@ void norm_statistics(const NormStatistics& params, Stream stream) {
   with_type(params.type, [&](auto type) {
     using T = decltype(type);
     if (params.prologue != nullptr) {
-      MF_LAUNCH((norm_statistics_kernel<T, true>), blocks, kNormThreads, kBytes, stream, params, grid.shift);
+      MF_LAUNCH_AFTER((norm_statistics_kernel<T, true>), blocks, kNormThreads, kBytes, stream, params, grid.shift);
     } else {
-      MF_LAUNCH((norm_statistics_kernel<T, false>), blocks, kNormThreads, kBytes, stream, params, grid.shift);
+      MF_LAUNCH_AFTER((norm_statistics_kernel<T, false>), blocks, kNormThreads, kBytes, stream, params, grid.shift);
     }
   });
 }

@@ -82,6 +82,7 @@ template <typename T, NormForm kForm>
 __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, int shift, unsigned char* shared) {
   constexpr int kBatch = (kForm == NormForm::kPlain ? 2 : 1) + (sizeof(T) == 2 ? 1 : 0);
   constexpr int kFields = kForm == NormForm::kTwoNorms ? 3 : 2;
+  wait_for_previous();
   let_next_begin();
   const unsigned tile = blockIdx.y;
   const int64_t channels = params.shape.channels;

@@ -108,6 +108,7 @@ struct PixelMoments {
 template <typename T, bool kPrologue>
 __device__ void norm_statistics_block(const NormStatistics& params, int shift, unsigned char* shared) {
   constexpr int kFields = NormStatistics::kFields;
+  wait_for_previous();
   let_next_begin();
   const unsigned which = blockIdx.z;
   const unsigned tile = blockIdx.y;

@@ -13,8 +13,9 @@
 // every block of the kernel before it on the stream has called let_next_begin() or has ended. All its
 // threads call wait_for_previous(), which returns when that kernel has ended and what it wrote can be
 // read. Before that they write nothing, since memory that is theirs may have been the other kernel's,
-// and read nothing that it wrote. The kernel before must be launched by MF_LAUNCH: so whatever came
-// before it has ended. Where the card is older all of this means nothing.
+// and read nothing that it wrote. A kernel that is launched by MF_LAUNCH_AFTER itself calls
+// wait_for_previous() before let_next_begin(): so whatever came before the kernel before has ended.
+// The kernel before may be anyone's, such as cuDNN's. Where the card is older all of this means nothing.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -13,6 +13,7 @@ from build_tools.predict import (
     ISSUE_RATE,
     LAUNCH,
     MEMORY,
+    PROMPT,
     Launch,
     Prediction,
     elapsed,
@@ -84,12 +85,23 @@ def test_work_adds_up_whatever_the_streams():
 def test_bytes_bind_a_copy():
     row = alone(Launch("copy", blocks=1056, threads=256, bytes=1e9), COPY)
     assert row.seconds == pytest.approx(1e9 / BYTES_RATE + LAUNCH)
-    assert alone(Launch("copy", blocks=1056, threads=256, bytes=1e9, early=True), COPY).seconds == pytest.approx(
-        row.seconds - LAUNCH + EARLY
-    )
     assert row.binds == "bytes"
     assert row.copy_share == pytest.approx(0.8, rel=0.02)
     assert row.instructions == pytest.approx(1e9 / 128 / 32 * 16 + 1056 * 8 * 100)
+
+
+def test_a_kernel_that_may_begin_early_pauses_less():
+    copy = Launch("copy", blocks=1056, threads=256, bytes=1e9)
+    of = {"copy": COPY}, {"copy": 32}
+    usual, early = predict([copy, copy], *of).seconds, copy._replace(early=True)
+    # The second one is let begin by the first only if that one is launched so, too.
+    assert predict([copy, early], *of).seconds == pytest.approx(usual - LAUNCH + PROMPT)
+    assert predict([early, early], *of).seconds == pytest.approx(usual - 2 * LAUNCH + PROMPT + EARLY)
+    # What runs between them on another stream does not count.
+    apart = copy._replace(stream=1, after=(0,))
+    assert predict([early, apart, early], *of).rows[0].seconds == pytest.approx(
+        3 * usual / 2 - 2 * LAUNCH + PROMPT + EARLY
+    )
 
 
 def test_instructions_bind_where_there_are_many():

@@ -578,6 +578,7 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
                  MF_DYNAMIC_SHARED(memory);
                  cuda::align_conv_forward_block<T, kStride, 2, kForwardThreads>(params, tiles, map, memory);
                });
+               shim::hide(params.moments, sizeof(float) * 3 * static_cast<size_t>(params.out_channels));
                shim::launch(static_cast<unsigned>((params.out_channels + 31) / 32), kThreads,
                             kThreads * sizeof(cuda::SumsAboutOrigin), [&] {
                               MF_DYNAMIC_SHARED(memory);

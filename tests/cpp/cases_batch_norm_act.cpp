@@ -103,10 +103,10 @@ struct TextbookNorm {
 };
 
 // Of the kernel before: the next one reads poison there unless it waits.
-void hide([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
+void hide([[maybe_unused]] const void* memory, [[maybe_unused]] size_t bytes) {
 #if defined(MF_KERNELS_ON_CPU)
   if (memory != nullptr) {
-    shim::hide(memory, bytes);
+    shim::hide(const_cast<void*>(memory), bytes);
   }
 #endif
 }
@@ -265,6 +265,7 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   auto* mean_rest = context.poisoned<float>(static_cast<size_t>(channels));
   auto* tickets = context.upload(std::vector<uint32_t>(static_cast<size_t>(count * grid.tickets()), 0));
   auto* partials = context.poisoned<float>(static_cast<size_t>(count * grid.partials(mf::NormStatistics::kFields)));
+  hide(card_x, map_bytes);
   launches.statistics({shape,
                        s.type,
                        s.processors,
@@ -344,6 +345,7 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   back.tickets = tickets;
   auto* card_g = s.keep_sum ? context.poisoned<unsigned char>(map_bytes) : nullptr;
   back.g = card_g;
+  hide(back.grads[0], map_bytes);
   launches.sums(back);
   for (size_t i = 0; i < norms.size(); ++i) {
     context.expect_close("gradient of weight", back.norm_grads + i * grad_rows, floats(to_weight[i]),
