@@ -72,6 +72,10 @@ class Loop:
                 loaded.clear()
         return rounds
 
+    def operations_of(self, name: str) -> int:
+        """How many instructions of a pass have names that begin so."""
+        return sum(op.startswith(name) for op in self.operations)
+
     def has(self, name: str) -> bool:
         return any(op.startswith(name) for op in self.operations)
 

@@ -1,10 +1,11 @@
 """Predicts how long the kernels of a step take on a Hopper card, from their machine code and from a
 record of what the step launches (:mod:`build_tools.record_step`).
 
-A launch takes the longest of three times, and the launch itself:
+A launch takes the longest of four times, and the launch itself:
 
 * its bytes, at 80 % of the rate of a device copy;
 * its instructions, at 75 % of what the card's schedulers can issue;
+* its products on the tensor cores, at half of the rate of a large product;
 * the chain of what one thread has to wait for: its passes through loops that load from global
   memory, and the partial sums that it merges, whose loads come one after the other unless they
   stand in a row.
@@ -58,6 +59,7 @@ CLOCK = 1.8e9
 PROCESSORS = 132
 ISSUE_RATE = 0.75 * PROCESSORS * 4 * CLOCK  # warp instructions a second
 TENSOR_RATE = 0.5 * 764e12  # operations a second: half of a large product's measured rate
+TENSOR_OPERATIONS = 2 * 16 * 8 * 16  # of a tensor instruction
 LAUNCH = 2e-6  # seconds between two kernels of a graph, with the first blocks' start
 EARLY = 0.5e-6  # of it, where the blocks of the second one wait on the card for the end of the first
 PROMPT = 1e-6  # of it, where the second one begins when the blocks of the first have ended
@@ -166,7 +168,13 @@ def _times(launch: Launch, kernel: Kernel, registers: int) -> tuple[float, dict[
     instructions, chain = count(launch, kernel, at_once)
     # A kernel first waits for its arguments' states.
     chain += MEMORY + launch.parts * _of_a_part(kernel)
-    return instructions, {"bytes": launch.bytes / BYTES_RATE, "issue": instructions / ISSUE_RATE, "latency": chain}
+    on_tensors = launch.products * sum(loop.operations_of("HMMA") for loop in kernel.loops) * TENSOR_OPERATIONS
+    return instructions, {
+        "bytes": launch.bytes / BYTES_RATE,
+        "issue": instructions / ISSUE_RATE,
+        "products": on_tensors / TENSOR_RATE,
+        "latency": chain,
+    }
 
 
 def _of_each_loop(launch: Launch, kernel: Kernel, at_once: float) -> tuple[float, float]:

@@ -25,8 +25,8 @@ constexpr size_t kSharedOfSystem = 1024;  // for each block
 template <typename T>
 constexpr int kDepthwiseBlocks = sizeof(T) == 2 ? 3 : 2;
 constexpr int kForwardBlocks = 2;
-template <int kStride, bool kGate>
-constexpr int kBackwardBlocks = kStride == 1 && kGate ? 1 : 2;
+template <typename T, int kStride, bool kGate, bool kPrologue>
+constexpr int kBackwardBlocks = sizeof(T) == 4 || (kGate && (kPrologue || kStride == 1)) ? 1 : 2;
 
 template <typename T, int kStride>
 __global__ void __launch_bounds__(kThreads, kDepthwiseBlocks<T>)
@@ -60,12 +60,12 @@ __global__ void __launch_bounds__(kThreads, 3)
   align_conv_product_block<T, kThreads>(params, memory_map, memory);
 }
 
-template <typename T, int kStride, bool kGate>
-__global__ void __launch_bounds__(kThreads, (kBackwardBlocks<kStride, kGate>))
+template <typename T, int kStride, bool kGate, bool kPrologue>
+__global__ void __launch_bounds__(kThreads, (kBackwardBlocks<T, kStride, kGate, kPrologue>))
     align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles,
                                const BackwardRegions<kStride, kGate> regions) {
   MF_DYNAMIC_SHARED(memory);
-  align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, regions, memory);
+  align_conv_backward_block<T, kStride, kGate, kPrologue, kThreads>(params, tiles, regions, memory);
 }
 
 __global__ void __launch_bounds__(kThreads) align_conv_sums_kernel(const AlignConvBackward params, const int parts) {
@@ -165,32 +165,40 @@ void forward(const AlignConvForward& params, Stream stream) {
 
 template <typename T, int kStride, bool kGate>
 size_t backward_bytes(int height, int width) {
-  return static_cast<size_t>(BackwardRegions<kStride, kGate>::of(1, height, width).pixels()) * kSlice * sizeof(T);
+  return BackwardRegions<kStride, kGate>::of(1, height, width).template bytes_of_tile<T, kThreads>();
 }
 
 template <typename T, int kStride, bool kGate>
 Plan<Tiles> backward_plan(const AlignConvInput& in) {
-  constexpr int kSide = kStride == 2 && sizeof(T) == 2 ? 2 * kTileSide : kTileSide;
+  constexpr int kSide = sizeof(T) == 2 ? 2 * kTileSide : kTileSide;
+  constexpr bool kIsFlat = kGate || kStride == 1;  // so that two blocks fit into a multiprocessor, on every card
   Plan<Tiles> plan{};
-  plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>, kSharedLimit);
-  plan.shared_bytes =
-      std::max(plan.tiles.images * backward_bytes<T, kStride, kGate>(plan.tiles.height, plan.tiles.width),
-               sizeof(float2) * kWarps * kAlignConvSums * kLanes);
+  plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>,
+                         kSharedLimit - (kBytesBeforeTile<kGate, kThreads>), kIsFlat ? kTileSide : kSide);
+  plan.shared_bytes = BackwardRegions<kStride, kGate>::of(plan.tiles.images, plan.tiles.height, plan.tiles.width)
+                          .template bytes<T, kThreads>();
   const int64_t slices = slices_of(in.channels);
-  plan.blocks =
-      slices * std::max<int64_t>(
-                   1, std::min<int64_t>(plan.tiles.total,
-                                        blocks_at_once(plan.shared_bytes, kBackwardBlocks<kStride, kGate>) / slices));
+  const int most =
+      in.prologue != nullptr ? kBackwardBlocks<T, kStride, kGate, true> : kBackwardBlocks<T, kStride, kGate, false>;
+  plan.blocks = slices * std::max<int64_t>(
+                             1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, most) / slices));
   return plan;
+}
+
+template <typename T, int kStride, bool kGate, bool kPrologue>
+void backward(const AlignConvBackward& params, Stream stream) {
+  static_assert(BackwardBlock<kThreads>::kChannels == kSlice);
+  const auto plan = backward_plan<T, kStride, kGate>(params.input);
+  allow_shared(align_conv_backward_kernel<T, kStride, kGate, kPrologue>, plan.shared_bytes);
+  const auto regions = BackwardRegions<kStride, kGate>::of(plan.tiles.images, plan.tiles.height, plan.tiles.width);
+  MF_LAUNCH((align_conv_backward_kernel<T, kStride, kGate, kPrologue>), static_cast<unsigned>(plan.blocks), kThreads,
+            plan.shared_bytes, stream, params, plan.tiles, regions);
 }
 
 template <typename T, int kStride, bool kGate>
 void backward(const AlignConvBackward& params, Stream stream) {
-  const auto plan = backward_plan<T, kStride, kGate>(params.input);
-  allow_shared(align_conv_backward_kernel<T, kStride, kGate>, plan.shared_bytes);
-  const auto regions = BackwardRegions<kStride, kGate>::of(plan.tiles.images, plan.tiles.height, plan.tiles.width);
-  MF_LAUNCH((align_conv_backward_kernel<T, kStride, kGate>), static_cast<unsigned>(plan.blocks), kThreads,
-            plan.shared_bytes, stream, params, plan.tiles, regions);
+  params.input.prologue != nullptr ? backward<T, kStride, kGate, true>(params, stream)
+                                   : backward<T, kStride, kGate, false>(params, stream);
 }
 
 template <typename T>

@@ -2,32 +2,17 @@
 // total by a second launch.
 #pragma once
 
-#include "cuda/align_conv_tile.cuh"
+#include "cuda/align_conv_gather.cuh"
 
 namespace mf::cuda {
 
-// Adds up the block's warps. of_warp: [kWarps][kAlignConvSums][kLanes]
-template <int kThreads>
-__device__ void leave_sums(const AlignConvBackward& params, const float2 (&sums)[kAlignConvSums], int first_channel,
-                           float2* of_warp) {
-  constexpr int kWarps = kThreads / kLanes;
-#pragma unroll
-  for (int which = 0; which < kAlignConvSums; ++which) {
-    of_warp[(threadIdx.x / kLanes * kAlignConvSums + which) * kLanes + threadIdx.x % kLanes] = sums[which];
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kAlignConvSums * kLanes; i += kThreads) {
-    float2 sum = of_warp[i];
-    for (int other = 1; other < kWarps; ++other) {
-      const float2 more = of_warp[other * kAlignConvSums * kLanes + i];
-      sum = {sum.x + more.x, sum.y + more.y};
-    }
-    const int64_t to = first_channel + i % kLanes * 2;
-    if (to < params.input.channels) {
-      const int64_t part = static_cast<int64_t>(blockIdx.x) / slices_of(params.input.channels);
-      store_pair(params.sums + (part * kAlignConvSums + i / kLanes) * params.input.channels + to, sum);
-    }
+// Leaves a block's sums for the prologue, of the warp's eight channels: behind those of the taps.
+__device__ inline void leave_prologue(float2 shift, float2 scale, float* to, int64_t channels) {
+  shift = sum_of_quads(shift);
+  scale = sum_of_quads(scale);
+  if (quad_of_lane() == 0) {
+    store_pair(to + kTapCount * channels + channel_of_lane(), shift);
+    store_pair(to + (kTapCount + 1) * channels + channel_of_lane(), scale);
   }
 }
 

@@ -109,19 +109,23 @@ struct Tiles {
   int total;
   Divisor by_image, by_across;  // of a tile's number: an image's tiles, its columns of them
 
-  // Most images that fit into `room`, and no more pixels than side x side; less where one image's
+  // Most images that fit into `room`, and no more pixels than rows x side; less where one image's
   // tile does not fit.
   static Tiles of(int64_t images, int64_t height, int64_t width, int side, size_t bytes_of_image(int height, int width),
                   size_t room) {
+    return of(images, height, width, side, bytes_of_image, room, side);
+  }
+  static Tiles of(int64_t images, int64_t height, int64_t width, int side, size_t bytes_of_image(int height, int width),
+                  size_t room, int rows) {
     MF_CHECK(height >= 1 && width >= 1 && images * height * width < INT32_MAX / 2, "a map has ", images, " images of ",
              height, " x ", width, " pixels; wanted at least one pixel an image and fewer than 2^30 in all");
     Tiles tiles{};
-    tiles.height = static_cast<int>(height < side ? height : side);
+    tiles.height = static_cast<int>(height < rows ? height : rows);
     tiles.width = static_cast<int>(width < side ? width : side);
     if (side > 2 && bytes_of_image(tiles.height, tiles.width) > room) {
-      return of(images, height, width, side / 2, bytes_of_image, room);
+      return of(images, height, width, side / 2, bytes_of_image, room, rows < side / 2 ? rows : side / 2);
     }
-    tiles.images = side * side / (tiles.height * tiles.width);
+    tiles.images = rows * side / (tiles.height * tiles.width);
     while (tiles.images > 1 && tiles.images * bytes_of_image(tiles.height, tiles.width) > room) {
       --tiles.images;
     }

@@ -101,10 +101,30 @@ __device__ inline float inverse_of_one_plus_power(float x) {
   return result;
 }
 
+// threadIdx.x, read where this stands: what is computed from it is not kept in registers over a loop.
+__device__ inline int thread_read_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// relu of two numbers, rounded to one word, the first in its low half. NaN stays NaN.
+__device__ inline uint32_t rectified_word(float2 x, __nv_bfloat16) {
+  uint32_t word;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(x.y), "f"(x.x));
+  return word;
+}
+__device__ inline uint32_t rectified_word(float2 x, __half) {
+  uint32_t word;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(x.y), "f"(x.x));
+  return word;
+}
+
 #endif
 
-// 1 / (1 + exp(-x))
-__device__ inline float fast_sigmoid(float x) { return inverse_of_one_plus_power(x * -1.44269504f); }
+constexpr float kMinusLog2E = -1.44269504f;  // exp(-x) = 2^(kMinusLog2E x)
+
+__device__ inline float fast_sigmoid(float x) { return inverse_of_one_plus_power(kMinusLog2E * x); }
 
 // Two numbers as kParts pairs of bfloat16 (the first number in the low half) whose sums give them
 // back: each part rounds what the parts before it left. One part keeps 8 significant bits, two keep

@@ -143,4 +143,14 @@ T* whole(T* pointer) {
 
 inline float inverse_of_one_plus_power(float x) { return 1.0f / (1.0f + std::exp2(x)); }
 
+inline int thread_read_anew() { return static_cast<int>(threadIdx.x); }
+
+template <typename T>
+uint32_t rectified_word(float2 x, T) {
+  const T halves[2] = {T(x.x <= 0.0f ? 0.0f : x.x), T(x.y <= 0.0f ? 0.0f : x.y)};
+  uint32_t word;
+  std::memcpy(&word, halves, sizeof word);
+  return word;
+}
+
 }  // namespace mf::cuda

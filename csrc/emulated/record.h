@@ -213,21 +213,33 @@ Work work_of(std::string_view, dim3, dim3, const mf::AlignConvGradY& p, const Re
   return work;
 }
 
-template <typename Tiles, typename... Rest>
-Work work_of(std::string_view, dim3, dim3, const mf::AlignConvBackward& p, const Tiles& tiles, const Rest&...) {
+template <typename Tiles, typename Regions, typename... Rest>
+Work work_of(std::string_view, dim3 grid, dim3 threads, const mf::AlignConvBackward& p, const Tiles& tiles,
+             const Regions& regions, const Rest&...) {
   const mf::AlignConvInput& in = p.input;
-  const double border = in.gate != nullptr ? 2.0 : 0.0;
-  const double x_pixels = (tiles.height + border) * (tiles.width + border);
-  const double more = in.stride == 1 ? 2.0 : 1.0;
-  const double grad_pixels = ((tiles.height + border) / static_cast<double>(in.stride) + more) *
-                             ((tiles.width + border) / static_cast<double>(in.stride) + more);
-  const double gate_pixels = in.gate != nullptr ? (tiles.height / 2.0 + 2.0) * (tiles.width / 2.0 + 2.0) : 0.0;
-  const double images = double{1} * tiles.total * tiles.images;
   const double x = align_bytes(in, in.channels, false);
+  const double warps = warps_of(threads);
+  const double each = tiles.total * slices_of(in.channels);
+  // Passes of a warp move 8 pixels of 64 channels; the warps of a channel that a map lacks have nothing to do.
+  const auto moves = [&](const auto& region) { return each * ((region.pixels() + 7) / 8); };
   Work work;
   work.bytes = x * (p.x != nullptr ? 2 : 1) * (in.gate != nullptr ? 1.25 : 1.0) + align_bytes(in, in.channels, true);
-  work.streamed = images * (x_pixels + grad_pixels + gate_pixels) * static_cast<double>(in.channels) * size_of(in.type);
-  work.computes = images * x_pixels / 4.0 * slices_of(in.channels);
+  work.products = double{1} * tiles.total * (regions.listed() / 16) * static_cast<double>(in.channels) / 8.0;
+  work.passes = {grid.x * taps_passes()};
+  if (in.gate != nullptr) {
+    work.passes.push_back(grid.x * warps);  // zeros behind x
+  }
+  if (in.prologue != nullptr) {
+    work.passes.push_back(grid.x * 4.0 * 64.0 / 32.0);  // the prologue's state
+  }
+  work.passes.insert(work.passes.end(), {each * warps, moves(regions.x), moves(regions.grad)});
+  if (in.gate != nullptr) {
+    work.passes.push_back(moves(regions.gate));
+  }
+  work.passes.insert(work.passes.end(), {each * ((regions.listed() + 31) / 32), work.products, moves(regions.own)});
+  if (in.gate != nullptr) {
+    work.passes.push_back(moves(regions.own_gate));
+  }
   return work;
 }
 

@@ -14,6 +14,8 @@ from build_tools.predict import (
     LAUNCH,
     MEMORY,
     PROMPT,
+    TENSOR_OPERATIONS,
+    TENSOR_RATE,
     Launch,
     Prediction,
     elapsed,
@@ -122,6 +124,12 @@ def test_each_loop_counts_where_its_passes_are_known():
     assert row.seconds == pytest.approx(5e6 / (2 * 2) * MEMORY + MEMORY + LAUNCH)
     with pytest.raises(ValueError, match="counted has 3 loops, but its record has the passes of 2"):
         alone(launch._replace(passes=(1e6, 5e6)), code)
+
+
+def test_products_bind_where_tensor_instructions_are_many():
+    row = alone(Launch("product", blocks=264, threads=256, products=1e6), kernel(["HMMA.16816.F32.BF16"] * 40))
+    assert row.seconds == pytest.approx(40e6 * TENSOR_OPERATIONS / TENSOR_RATE + LAUNCH)
+    assert row.binds == "products"
 
 
 def test_partial_sums_are_a_chain_of_waits():

@@ -552,7 +552,7 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
     return cuda::entering<kStride>(1, height, width).pixels() * cuda::kSlice * sizeof(T);
   };
   constexpr auto backward_bytes = [](int height, int width) -> size_t {
-    return cuda::BackwardRegions<kStride, kGate>::of(1, height, width).pixels() * cuda::kSlice * sizeof(T);
+    return cuda::BackwardRegions<kStride, kGate>::of(1, height, width).template bytes_of_tile<T, kThreads>();
   };
   const auto forward_tiles = [&](const mf::AlignConvInput& in) {
     return cuda::ForwardTiles::of<kStride>(in, forward_bytes, kRoom);
@@ -601,13 +601,16 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
            [&](const mf::AlignConvBackward& params) {
              const cuda::Tiles tiles = cuda::Tiles::of(params.input.images, params.input.height, params.input.width, 4,
                                                        backward_bytes, kRoom);
-             const size_t bytes = std::max(tiles.images * backward_bytes(tiles.height, tiles.width),
-                                           sizeof(float2) * (kThreads / 32) * mf::kAlignConvSums * 32);
              const auto regions = cuda::BackwardRegions<kStride, kGate>::of(tiles.images, tiles.height, tiles.width);
-             shim::launch(cuda::slices_of(params.input.channels), kThreads, bytes, [&] {
-               MF_DYNAMIC_SHARED(memory);
-               cuda::align_conv_backward_block<T, kStride, kGate, kThreads>(params, tiles, regions, memory);
-             });
+             const auto launch = [&](auto prologue) {
+               shim::launch(cuda::BackwardBlock<kThreads>::slices(params.input.channels), kThreads,
+                            regions.template bytes<T, kThreads>(), [&] {
+                              MF_DYNAMIC_SHARED(memory);
+                              cuda::align_conv_backward_block<T, kStride, kGate, decltype(prologue)::value, kThreads>(
+                                  params, tiles, regions, memory);
+                            });
+             };
+             params.input.prologue != nullptr ? launch(std::true_type()) : launch(std::false_type());
              shim::launch(static_cast<unsigned>((params.input.channels + 31) / 32 * mf::kAlignConvSums), kThreads,
                           kThreads * sizeof(float), [&] {
                             MF_DYNAMIC_SHARED(memory);
