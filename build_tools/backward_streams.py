@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,22 +31,28 @@ def place(results: Any, stream: Any, switch: Callable[[Any], Any]) -> Any:
         The results.
     """
     with torch._C.DisableTorchFunction():
-        for node in [t.grad_fn for t in tree_leaves(results) if isinstance(t, Tensor) and t.grad_fn is not None]:
-            for one in [node, *(n for n, _ in node.next_functions if n is not None and not n.next_functions)]:
-                if "stream" not in one.metadata:
-                    one.metadata["stream"] = stream
-                    _run_on(one, stream, switch)
+        # An operation may make several nodes, of which only the last one is seen at its results.
+        nodes = [t.grad_fn for t in tree_leaves(results) if isinstance(t, Tensor) and t.grad_fn is not None]
+        while nodes:
+            node = nodes.pop()
+            if "stream" not in node.metadata:
+                node.metadata["stream"] = stream
+                node.register_prehook(partial(_enter, stream, switch))
+                nodes += [before for before, _ in node.next_functions if before is not None]
     return results
 
 
-def _run_on(node: Any, stream: Any, switch: Callable[[Any], Any]) -> None:
-    before = []
-    node.register_prehook(lambda grads: before.append(switch(stream)))
+def _enter(stream: Any, switch: Callable[[Any], Any], _: Any) -> None:
+    """A node's stream stays the current one until the next node's: autograd sums the gradients of a
+    tensor with several readers between the nodes, on the stream of the node that takes them.
+    """
+    before, task = switch(stream), torch._C._current_graph_task_id()
+    if task != _last_task[0]:
+        _last_task[0] = task
+        torch.autograd.Variable._execution_engine.queue_callback(partial(switch, before))
 
-    def leave(*grads: Any) -> None:
-        switch(before.pop())
 
-    node.register_hook(leave)
+_last_task = [-1]  # the backward pass at whose end the stream before it becomes the current one again
 
 
 @contextmanager

@@ -76,11 +76,11 @@ def contents(folder):
         (("--kind", "si_blurry", "--tasks", "1"), ("kind is 'si_blurry', but the stream has one task",)),
         (
             ("--kind", "imbalanced", "--set", "stream.imbalance=500"),
-            ("imbalance is 500, which leaves none of the", "wanted at most 14"),
+            ("imbalance is 500, which leaves none of the", "wanted at most 10"),
         ),
         (("--kind", "imbalanced", "--set", "stream.imbalance=0"), ("stream.imbalance is 0", "of at least 1")),
         (("--kind", "task_free", "--set", "stream.drift=0"), ("stream.drift is 0", "wanted a number above 0")),
-        (("--kind", "task_free", "--batch", "1000"), ("tasks is 5 with kind 'task_free'", "make 2 batches of 1000")),
+        (("--kind", "task_free", "--batch", "1000"), ("tasks is 5 with kind 'task_free'", "make 1 batches of 1000")),
         (("--kind", "task_free", "--epochs", "2"), ("epochs is 2, but a stream of kind 'task_free'", "wanted 1")),
         (("--kind", "task_free", "--method", "ccil"), ("a stream of kind 'task_free' has none",)),
         (("--evaluate-on", "validation"), ("evaluate_on is 'validation', but stream.validation is None",)),
