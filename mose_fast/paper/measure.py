@@ -9,6 +9,7 @@ from mose_fast.paper.description import Entry, Part, Verdict, judge, ranks
 from mose_fast.paper.metrics import Results
 from mose_fast.paper.plan import Plan, settings_key
 from mose_fast.report.statistics import Summary, summarise
+from mose_fast.report.tables import counted
 from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Cell
@@ -53,12 +54,18 @@ def measure(
     measured: list[dict[tuple[str, str], Measured]] = [{} for _ in parts]
     runs: dict[str, tuple[Cell, Results]] = {}
     unfinished = [failure.name for failure in failures]
+    divisors: dict[str, list[Results]] = {}
     for entries in by_runs.values():
         # One setting at a time: the matrices of a hundred tasks are large.
         found = plan.finished(entries[0][1].runs, folder, unfinished)
         results = [run for _, run in found]
         for number, entry in entries:
-            over = None if entry.over is None else [run for _, run in plan.finished(entry.over, folder, unfinished)]
+            over = None
+            if entry.over is not None:
+                key = settings_key(entry.over)
+                if key not in divisors:
+                    divisors[key] = [run for _, run in plan.finished(entry.over, folder, unfinished)]
+                over = divisors[key]
             values = _values(entry, results, over)
             ours = summarise(values, resamples=0) if values else None
             verdict = None if plan.departures else judge(entry.metric, entry.standard, ours)
@@ -88,8 +95,7 @@ def ranked(
 
 def place(results: Results) -> str:
     """The card or the processor and its threads that a run had."""
-    threads = results["threads"]
-    return results["card"] or f"{results['processor']}, {threads} thread{'' if threads == 1 else 's'}"
+    return results["card"] or f"{results['processor']}, {counted(results['threads'], 'thread')}"
 
 
 def _values(entry: Entry, results: Sequence[Results], over: Sequence[Results] | None) -> list[float]:

@@ -75,8 +75,9 @@ class Plan:
             )
         self.description: PaperTable = describe(name, presets)
         if methods is not None:
+            there = methods_of(self.description)
             self.description = _only(name, self.description, methods)
-            if set(methods) == set(methods_of(describe(name, presets))):
+            if set(methods) == set(there):
                 methods = None
         departures: dict[str, None] = {}
         self.used: set[str] = set()

@@ -17,6 +17,7 @@ from mose_fast.paper.page import provenance
 from mose_fast.paper.plan import Plan, departure_lines
 from mose_fast.report.published import RUNS, Published
 from mose_fast.report.statistics import Summary
+from mose_fast.report.tables import counted
 from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.grid import Cell
 
@@ -111,7 +112,7 @@ def web_page(sections: Sequence[Section], failures: Sequence[Failure]) -> str:
             f"{MARK}<title>The paper's results and ours</title><style>{_STYLE}</style></head><body>",
             "<h1>MOSE: the paper's tables and figures, computed again</h1>",
             "<p>Our numbers beside those of Yan et al., <i>Orchestrate Latent Expertise</i>, CVPR 2024, on test images:"
-            f" {len(runs)} runs, {seeds} seed{'' if seeds == 1 else 's'} for each setting. The paper's are means of"
+            f" {len(runs)} runs, {counted(seeds, 'seed')} for each setting. The paper's are means of"
             f" {RUNS} runs. Captions are ours; each names the table or figure of the paper by its LaTeX label.</p>",
             *(f'<p class="box">{html.escape(f"{line[:1].upper()}{line[1:]}.")}</p>' for line in departures),
             _legend(judged=not departures, seeds=seeds),
