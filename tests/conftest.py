@@ -13,6 +13,17 @@ PACKED = Path(__file__).resolve().parents[2] / "shared" / "data"
 UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
 
 
+@pytest.fixture
+def one_thread():
+    """Another number of threads changes float sums, and the tests share the machine."""
+    import torch  # which some tests do not need
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def as_toml():
     """A function that gives a configuration as TOML, without what is None: TOML has no null."""

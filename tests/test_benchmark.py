@@ -16,15 +16,9 @@ from mose_fast.benchmark import Ceilings, Report, Row, Variant, benchmark, quant
 from mose_fast.cli import main
 from mose_fast.config import ConfigError, RunConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = RunConfig.create(width=1, memory=80, device="cpu", options={"buffer_batch": 6, "new_extra": 2})
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_step_by_itself_is_measured():

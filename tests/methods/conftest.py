@@ -11,12 +11,8 @@ SIZE = 8
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Another number of threads changes float sums, and these tests share the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def always_one_thread(one_thread):
+    """Of every test here."""
 
 
 @pytest.fixture

@@ -7,11 +7,8 @@ from tests.ordering import dali as stand_in
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def always_one_thread(one_thread):
+    """Of every test here."""
 
 
 @pytest.fixture(autouse=True)

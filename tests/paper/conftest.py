@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from sklearn.datasets import load_digits
 
 from mose_fast import evaluate
@@ -27,11 +26,8 @@ PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper" / "mose_cvpr202
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def always_one_thread(one_thread):
+    """Of every test here."""
 
 
 @pytest.fixture(scope="session")

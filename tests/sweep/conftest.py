@@ -20,11 +20,8 @@ SETTINGS = {"stream": {"name": "digits", "limit_per_task": 20}, "width": 1, "mem
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def always_one_thread(one_thread):
+    """Of every test here."""
 
 
 @pytest.fixture(scope="session")

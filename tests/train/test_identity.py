@@ -19,8 +19,9 @@ from mose_fast.cli import main
 from mose_fast.config import RunConfig
 from mose_fast.methods import Mose
 from mose_fast.streams import StreamError, from_arrays
-from mose_fast.train import CheckpointError, Interrupted, Listener, RunError, resume, run
+from mose_fast.train import CheckpointError, Interrupted, RunError, resume, run
 from mose_fast.train.checkpoint import load_checkpoint, save_checkpoint
+from tests.train.stop_at import StopAt
 
 BATCHES = 6
 
@@ -30,15 +31,6 @@ def arrays(shift=0):
     labels = np.arange(60) % 4
     images = np.random.default_rng(shift).integers(0, 256, (60, 8, 8, 3), dtype=np.uint8)
     return {"x_train": images, "y_train": labels, "x_test": images[:8], "y_test": labels[:8]}
-
-
-class StopAt(Listener):
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_batch(self, batch, losses):
-        if batch == self.batch:
-            raise Interrupted
 
 
 def config(data):

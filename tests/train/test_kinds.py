@@ -15,6 +15,7 @@ from mose_fast.methods import METHODS
 from mose_fast.streams import StreamError, create, from_arrays
 from mose_fast.train import Interrupted, Listener, resume, run
 from mose_fast.train.results import schema, summary
+from tests.train.stop_at import StopAt
 
 # 80 images in 12 batches of 7, three a part.
 STREAM = {"name": "digits", "limit_per_task": 16, "batch": 7, "tasks": 5, "imbalance": 4, "blur": 0.3, "disjoint": 0.5}
@@ -64,15 +65,6 @@ class Told(Listener):
             return receive(x, y, index)
 
         learner.begin_task, learner.end_task, learner.data.receive = begin_task, end_task, received
-
-
-class StopAt(Listener):
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_batch(self, batch, losses):
-        if batch == self.batch:
-            raise Interrupted
 
 
 @pytest.mark.parametrize("kind", ["imbalanced", *WITHOUT_BORDERS])

@@ -19,6 +19,8 @@ from mose_fast.train.checkpoint import latest, load_checkpoint
 from mose_fast.train.losses import LossReader
 from mose_fast.train.ring import DEPTH, Ring
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Two tasks of six batches.
 SETTINGS = {
     "stream": {"name": "digits", "tasks": 2, "limit_per_task": 60},
@@ -58,15 +60,6 @@ def outcome(results: dict) -> dict:
         for name, value in results.items()
         if name not in ("seconds", "resumed", "peak_memory_bytes", "commit", "config")
     }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Another number of threads changes float sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
