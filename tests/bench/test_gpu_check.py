@@ -294,7 +294,7 @@ def test_the_dry_run_sums_seconds_by_call(machine):
 
 
 def test_the_dry_run_fails_where_a_call_does_not_fit(machine):
-    status, output, _ = machine.run("--dry-run", LIMIT="250")
+    status, output, _ = machine.run("--dry-run", LIMIT="270")
     assert status == 1 and "the steps before the later visit need 3 calls, of two" in output
     status, output, _ = machine.run("--dry-run", LIMIT="100")
     assert status == 1 and "does not fit: compiled takes 150 s, of 100 s" in output
