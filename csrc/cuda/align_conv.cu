@@ -25,8 +25,7 @@ constexpr size_t kSharedOfSystem = 1024;  // for each block
 template <typename T>
 constexpr int kDepthwiseBlocks = sizeof(T) == 2 ? 3 : 2;
 constexpr int kForwardBlocks = 2;
-template <typename T, int kStride, bool kGate, bool kPrologue>
-constexpr int kBackwardBlocks = sizeof(T) == 4 || (kGate && (kPrologue || kStride == 1)) ? 1 : 2;
+constexpr int kBackwardBlocks = 2;
 
 template <typename T, int kStride>
 __global__ void __launch_bounds__(kThreads, kDepthwiseBlocks<T>)
@@ -61,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 }
 
 template <typename T, int kStride, bool kGate, bool kPrologue>
-__global__ void __launch_bounds__(kThreads, (kBackwardBlocks<T, kStride, kGate, kPrologue>))
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles,
                                const BackwardRegions<kStride, kGate> regions) {
   MF_DYNAMIC_SHARED(memory);
@@ -178,10 +177,9 @@ Plan<Tiles> backward_plan(const AlignConvInput& in) {
   plan.shared_bytes = BackwardRegions<kStride, kGate>::of(plan.tiles.images, plan.tiles.height, plan.tiles.width)
                           .template bytes<T, kThreads>();
   const int64_t slices = slices_of(in.channels);
-  const int most =
-      in.prologue != nullptr ? kBackwardBlocks<T, kStride, kGate, true> : kBackwardBlocks<T, kStride, kGate, false>;
-  plan.blocks = slices * std::max<int64_t>(
-                             1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, most) / slices));
+  plan.blocks =
+      slices * std::max<int64_t>(
+                   1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kBackwardBlocks) / slices));
   return plan;
 }
 

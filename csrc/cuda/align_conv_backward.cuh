@@ -422,14 +422,22 @@ template <typename T, int kStride, bool kGate, bool kPrologue, int kThreads>
 struct LaneQuad {
   static constexpr int kPitch = BackwardBlock<kThreads>::kPitch;
   QuadAt at;
-  T* x;                // of its first pixel
-  int columns;         // pixels from row to row
-  Vec<T, 2> value[4];  // what the prologue has let through
-  float2* kept;        // of a pixel and the next, kThreads further on
-  float2 centred[4];   // x less the prologue's mean, with a gate
-  float2 open[4];      // the gate
+  T* x;              // of its first pixel
+  int columns;       // pixels from row to row
+  Vec<T, 2> raw[4];  // x, with a gate: what is made of it is made twice, and not kept
+  float2* kept;      // of a pixel and the next, kThreads further on
+  float2 open[4];    // the gate
 
   __device__ T* slot(int p) const { return x + (p / 2 * columns + p % 2) * kPitch; }
+  __device__ static float2 distance(const Vec<T, 2>& x, const StatePair& state) {
+    return {x.pair(0).x - state.mean.x, x.pair(0).y - state.mean.y};
+  }
+  // What the prologue has let through.
+  __device__ Vec<T, 2> value(int p, float2 distance, const StatePair& state) const {
+    const auto through =
+        rectified_pair<T>({state.scale.x * distance.x + state.shift.x, state.scale.y * distance.y + state.shift.y});
+    return at.is(QuadAt::kInside + p) ? through : Vec<T, 2>{};
+  }
 
   // Writes what entered over x, zero where it does not count for the weights' gradients.
   __device__ void enter(const BackwardTile<T, kStride, kGate, kThreads>& tile, int i, int channel) {
@@ -445,20 +453,17 @@ struct LaneQuad {
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         Vec<T, 2> entered = Vec<T, 2>::load(slot(p));
+        if constexpr (kGate) {
+          raw[p] = entered;
+        }
         if constexpr (kPrologue) {
-          const float2 raw = entered.pair(0);
-          const float2 distance = {raw.x - state.mean.x, raw.y - state.mean.y};
-          if constexpr (kGate) {
-            centred[p] = distance;
-          } else {
-            kept[p * kThreads] = distance;
+          const float2 from_mean = distance(entered, state);
+          if constexpr (!kGate) {
+            kept[p * kThreads] = from_mean;
           }
-          entered = rectified_pair<T>(
-              {state.scale.x * distance.x + state.shift.x, state.scale.y * distance.y + state.shift.y});
-          entered = at.is(QuadAt::kInside + p) ? entered : Vec<T, 2>{};
+          entered = value(p, from_mean, state);
         }
         if constexpr (kGate) {
-          value[p] = entered;
           const float2 of = entered.pair(0);
           entered.set_pair(0, {of.x * open[p].x, of.y * open[p].y});
           entered = at.is(QuadAt::kOwn + p) ? entered : Vec<T, 2>{};
@@ -473,35 +478,40 @@ struct LaneQuad {
   // Writes x's gradient over what entered, and the shares of the gate's. back: the gradient of what
   // entered
   __device__ void leave(const BackwardTile<T, kStride, kGate, kThreads>& tile, int i, int channel,
-                        const float2 (&back)[4], PrologueSums& prologue) const {
+                        const float2 (&back)[4], PrologueSums& prologue) {
+    if constexpr (kGate && kPrologue) {  // not kept over the products either: registers for two blocks
+      at = QuadAt::of(tile.list, i);
+      x = tile.x + at.x * kPitch + channel;
+    }
     const StatePair state = tile.template state_of<kPrologue>(channel);
     float2 of_doubled[4];  // the gradient of the doubled gate
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       float2 grad = back[p];
+      // Without a gate what the ReLU has let through is what entered, and zero where it does not count.
+      Vec<T, 2> let_through;
+      float2 from_mean;
       if constexpr (kGate) {
+        let_through = raw[p];
+        if constexpr (kPrologue) {
+          from_mean = distance(raw[p], state);
+          let_through = value(p, from_mean, state);
+        }
         grad = {grad.x * open[p].x, grad.y * open[p].y};
-        const float2 of = value[p].pair(0);
+        const float2 of = let_through.pair(0);
         constexpr float kScale = 0.0625f / kSixteenth<T>;
         const float2 product = {grad.x * of.x * kScale, grad.y * of.y * kScale};
         of_doubled[p] = {product.x - product.x * open[p].x, product.y - product.y * open[p].y};
+      } else if constexpr (kPrologue) {
+        let_through = Vec<T, 2>::load(slot(p));
+        from_mean = kept[p * kThreads];
       }
       if constexpr (kPrologue) {
-        // Without a gate what the ReLU has let through is what entered, and zero where it does not count.
-        Vec<T, 2> let_through;
-        float2 distance;
-        if constexpr (kGate) {
-          let_through = value[p];
-          distance = centred[p];
-        } else {
-          let_through = Vec<T, 2>::load(slot(p));
-          distance = kept[p * kThreads];
-        }
         const bool is_own = !kGate || at.is(QuadAt::kOwn + p);
         grad = {is_own && is_positive(let_through, 0) ? grad.x : 0.0f,
                 is_own && is_positive(let_through, 1) ? grad.y : 0.0f};
         prologue.shift = {prologue.shift.x + grad.x, prologue.shift.y + grad.y};
-        add_product(prologue.scale, grad, distance);
+        add_product(prologue.scale, grad, from_mean);
         grad = {grad.x * state.scale.x, grad.y * state.scale.y};
       }
       if (at.is(QuadAt::kExists)) {
