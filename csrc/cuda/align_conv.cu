@@ -158,8 +158,8 @@ template <typename T, int kStride, int kChunks>
 void forward(const AlignConvForward& params, Stream stream) {
   const FusedPlan plan = fused_plan<T, kStride>(params);
   allow_shared(align_conv_forward_kernel<T, kStride, kChunks>, plan.shared_bytes);
-  MF_LAUNCH((align_conv_forward_kernel<T, kStride, kChunks>), static_cast<unsigned>(plan.blocks), kThreads,
-            plan.shared_bytes, stream, params, plan.tiles, plan.memory);
+  MF_LAUNCH_AFTER((align_conv_forward_kernel<T, kStride, kChunks>), static_cast<unsigned>(plan.blocks), kThreads,
+                  plan.shared_bytes, stream, params, plan.tiles, plan.memory);
 }
 
 template <typename T, int kStride, bool kGate>
@@ -189,8 +189,8 @@ void backward(const AlignConvBackward& params, Stream stream) {
   const auto plan = backward_plan<T, kStride, kGate>(params.input);
   allow_shared(align_conv_backward_kernel<T, kStride, kGate, kPrologue>, plan.shared_bytes);
   const auto regions = BackwardRegions<kStride, kGate>::of(plan.tiles.images, plan.tiles.height, plan.tiles.width);
-  MF_LAUNCH((align_conv_backward_kernel<T, kStride, kGate, kPrologue>), static_cast<unsigned>(plan.blocks), kThreads,
-            plan.shared_bytes, stream, params, plan.tiles, regions);
+  MF_LAUNCH_AFTER((align_conv_backward_kernel<T, kStride, kGate, kPrologue>), static_cast<unsigned>(plan.blocks),
+                  kThreads, plan.shared_bytes, stream, params, plan.tiles, regions);
 }
 
 template <typename T, int kStride, bool kGate>
@@ -205,8 +205,8 @@ void product(const AlignConvGradY& params, Stream stream) {
   const int64_t tiles = (params.images * params.pixels + kTilePixels - 1) / kTilePixels;
   const int64_t blocks = std::max<int64_t>(1, std::min(tiles, blocks_at_once(memory_map.bytes, 3)));
   allow_shared(align_conv_product_kernel<T>, memory_map.bytes);
-  MF_LAUNCH((align_conv_product_kernel<T>), static_cast<unsigned>(blocks), kThreads, memory_map.bytes, stream, params,
-            memory_map);
+  MF_LAUNCH_AFTER((align_conv_product_kernel<T>), static_cast<unsigned>(blocks), kThreads, memory_map.bytes, stream,
+                  params, memory_map);
 }
 
 }  // namespace
@@ -239,8 +239,8 @@ void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream) {
     constexpr int kStride = stride.value;
     const auto plan = depthwise_plan<T, kStride>(in);
     allow_shared(align_conv_depthwise_kernel<T, kStride>, plan.shared_bytes);
-    MF_LAUNCH((align_conv_depthwise_kernel<T, kStride>), static_cast<unsigned>(plan.blocks), kThreads,
-              plan.shared_bytes, stream, params, plan.tiles);
+    MF_LAUNCH_AFTER((align_conv_depthwise_kernel<T, kStride>), static_cast<unsigned>(plan.blocks), kThreads,
+                    plan.shared_bytes, stream, params, plan.tiles);
   });
 }
 
@@ -263,14 +263,9 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
       }
     });
   }
-  // It may begin before the kernel above ends; of no image there is none above.
   const auto blocks = static_cast<unsigned>((params.out_channels + kLanes - 1) / kLanes);
   constexpr size_t kBytes = sizeof(SumsAboutOrigin) * kFinishThreads;
-  if (in.images > 0) {
-    MF_LAUNCH_AFTER(align_conv_finish_kernel, blocks, kFinishThreads, kBytes, run_on, params, static_cast<int>(parts));
-  } else {
-    MF_LAUNCH(align_conv_finish_kernel, blocks, kFinishThreads, kBytes, run_on, params, 0);
-  }
+  MF_LAUNCH_AFTER(align_conv_finish_kernel, blocks, kFinishThreads, kBytes, run_on, params, static_cast<int>(parts));
 }
 
 void align_conv_grad_y(const AlignConvGradY& params, Stream stream) {
@@ -290,7 +285,7 @@ void align_conv_grad_y(const AlignConvGradY& params, Stream stream) {
   const int64_t tiles = (params.images * params.pixels + rows - 1) / rows;
   const auto blocks = static_cast<unsigned>(std::max<int64_t>(1, std::min(tiles, 8 * kMultiprocessors)));
   with_type(params.type, [&](auto type) {
-    MF_LAUNCH((align_conv_grad_y_kernel<decltype(type)>), blocks, kThreads, 0, stream, params);
+    MF_LAUNCH_AFTER((align_conv_grad_y_kernel<decltype(type)>), blocks, kThreads, 0, stream, params);
   });
 }
 
@@ -311,8 +306,8 @@ void align_conv_backward(const AlignConvBackward& params, Stream run_on) {
   }
   if (params.depthwise.data != nullptr || params.prologue != nullptr) {
     const auto blocks = static_cast<unsigned>((in.channels + kLanes - 1) / kLanes * kAlignConvSums);
-    MF_LAUNCH(align_conv_sums_kernel, blocks, kThreads, sizeof(float) * kThreads, run_on, params,
-              static_cast<int>(align_conv_sums(in)));
+    MF_LAUNCH_AFTER(align_conv_sums_kernel, blocks, kThreads, sizeof(float) * kThreads, run_on, params,
+                    static_cast<int>(align_conv_sums(in)));
   }
 }
 

@@ -542,6 +542,8 @@ struct LaneQuad {
 template <typename T, int kStride, bool kGate, bool kPrologue, int kThreads>
 __device__ void align_conv_backward_block(const AlignConvBackward& params, const Tiles& tiles,
                                           const BackwardRegions<kStride, kGate>& regions, unsigned char* memory) {
+  wait_for_previous();
+  let_next_begin();
   using Block = BackwardBlock<kThreads>;
   const AlignConvInput& in = params.input;
   BackwardTile<T, kStride, kGate, kThreads> tile(params, tiles, regions, memory);

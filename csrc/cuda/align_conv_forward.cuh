@@ -13,6 +13,8 @@ namespace mf::cuda {
 template <typename T, int kStride, int kThreads>
 __device__ void align_conv_depthwise_block(const AlignConvDepthwise& params, const ForwardTiles& tiles,
                                            unsigned char* memory) {
+  wait_for_previous();
+  let_next_begin();
   const AlignConvInput& in = params.input;
   const auto valid = static_cast<int>(in.valid_images());
   const auto images = static_cast<int>(in.images);
@@ -255,6 +257,7 @@ template <typename T, int kStride, int kChunks, int kThreads>
 __device__ void align_conv_forward_block(const AlignConvForward& params, const ForwardTiles& tiles,
                                          const FusedMemory& memory_map, unsigned char* memory) {
   static_assert(kThreads == 8 * kLanes, "WarpPart is for eight warps");
+  wait_for_previous();
   let_next_begin();
   using Part = WarpPart<kChunks>;
   const AlignConvInput& in = params.input;
@@ -339,6 +342,7 @@ __device__ void align_conv_finish_block(const AlignConvForward& params, int part
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * kLanes + lane;
   const float* moments = params.moments + channel;
   wait_for_previous();
+  let_next_begin();
   const bool has_channel = channel < channels;
   const double origin = parts > 0 && has_channel ? moments[channels] : 0.0f;
   SumsAboutOrigin sum = {};

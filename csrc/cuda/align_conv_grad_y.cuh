@@ -61,6 +61,8 @@ __device__ inline int64_t valid_pixels_of(const AlignConvGradY& params) {
 // A thread keeps to eight channels.
 template <typename T, int kThreads>
 __device__ void align_conv_grad_y_block(const AlignConvGradY& params) {
+  wait_for_previous();
+  let_next_begin();
   const auto vectors = static_cast<int>(params.channels / 8);
   const int rows = kThreads / vectors;  // pixels of a block at a time
   const int64_t channel = threadIdx.x % vectors * 8;
@@ -102,6 +104,8 @@ struct ProductMemory {
 template <typename T, int kThreads>
 __device__ void align_conv_product_block(const AlignConvGradY& params, const ProductMemory& memory_map,
                                          unsigned char* memory) {
+  wait_for_previous();
+  let_next_begin();
   const auto channels = static_cast<int>(params.channels);
   const auto in_channels = static_cast<int>(params.in_channels);
   const int vectors = channels / 8;

@@ -26,6 +26,8 @@ __device__ void align_conv_sums_block(const AlignConvBackward& params, int parts
   const int warp = threadIdx.x / kLanes;
   const int which = static_cast<int>(blockIdx.x) % kAlignConvSums;
   const int64_t channel = static_cast<int64_t>(blockIdx.x) / kAlignConvSums * kLanes + lane;
+  wait_for_previous();
+  let_next_begin();
   const int parts_of_lane = channel < channels ? parts : 0;
   float sum = 0.0f;
 #pragma unroll 8  // loads under way at once

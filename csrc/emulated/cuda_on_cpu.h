@@ -188,23 +188,14 @@ inline uint64_t launch_tag, done_tag, block_tags[2], warp_tags[kMaxThreads / kWa
 // threads have waited for that kernel (cuda/launch.cuh).
 struct Hidden {
   unsigned char* memory;
-  unsigned char* content;
-  size_t bytes;
+  std::vector<unsigned char> content;
 };
-inline Hidden hidden[4];
-inline int hidden_count = 0;
+inline std::vector<Hidden> hidden;
 inline bool hiding = false;
 
 inline void hide(void* memory, size_t bytes) {
-  auto* content = static_cast<unsigned char*>(std::malloc(bytes));
-  std::memcpy(content, memory, bytes);
-  hidden[hidden_count++] = {static_cast<unsigned char*>(memory), content, bytes};
-}
-
-inline void forget_hidden() {
-  while (hidden_count > 0) {
-    std::free(hidden[--hidden_count].content);
-  }
+  auto* first = static_cast<unsigned char*>(memory);
+  hidden.push_back({first, {first, first + bytes}});
 }
 
 inline const char* sites_seen[256];  // of __syncthreads
@@ -304,10 +295,10 @@ SHIM_RUNTIME inline void set_hiding(bool on) {
     return;
   }
   hiding = on;
-  for (int k = 0; k < hidden_count; ++k) {
-    volatile unsigned char* to = hidden[k].memory;
-    for (size_t i = 0; i < hidden[k].bytes; ++i) {
-      to[i] = on ? static_cast<unsigned char>(poison) : hidden[k].content[i];
+  for (const Hidden& one : hidden) {
+    volatile unsigned char* to = one.memory;
+    for (size_t i = 0; i < one.content.size(); ++i) {
+      to[i] = on ? static_cast<unsigned char>(poison) : one.content[i];
     }
   }
 }
@@ -520,12 +511,12 @@ void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
     shared_memory = static_cast<unsigned char*>(used.back().get());
     std::memset(shared_memory, poison, shared_bytes);
     release(&launch_tag);
-    set_hiding(hidden_count > 0);
+    set_hiding(!hidden.empty());
     run_block(count, random);
     set_hiding(false);
   }
-  forget_hidden();
   acquire(&done_tag);
+  hidden.clear();
   check_stacks(count);
 }
 

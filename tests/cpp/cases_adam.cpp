@@ -12,6 +12,7 @@
 namespace {
 
 using kernel_case::Context;
+using kernel_case::hide;
 using Floats = std::vector<float>;
 
 constexpr double kTolerance = 2e-6;  // a kernel may fuse a product and a sum
@@ -242,13 +243,13 @@ KERNEL_CASE(small_adam) {
                                  static_cast<int16_t>(tensor.parameter),
                                  static_cast<uint8_t>(tensor.type)};
           }
-          shim::hide(const_cast<float*>(begin.loss), sizeof(float));
+          hide(begin.loss, sizeof(float));
           shim::launch(1, 4, sizeof(int32_t), [&] {
             MF_DYNAMIC_SHARED(shared);
             mf::cuda::adam_begin_block(begin, *reinterpret_cast<int32_t*>(shared));
           });
-          shim::hide(begin.frozen, sizeof(int32_t));
-          shim::hide(begin.scales, static_cast<size_t>(begin.parameters) * sizeof(mf::AdamScale));
+          hide(begin.frozen, sizeof(int32_t));
+          hide(begin.scales, static_cast<size_t>(begin.parameters) * sizeof(mf::AdamScale));
           shim::launch(static_cast<unsigned>(pieces.tensor_count), 4, 0, [&] { mf::cuda::adam_pieces_block(pieces); });
         });
   }

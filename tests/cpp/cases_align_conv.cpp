@@ -25,6 +25,7 @@ using kernel_case::Doubles;
 using kernel_case::draw;
 using kernel_case::encode;
 using kernel_case::FloatType;
+using kernel_case::hide;
 using kernel_case::step_of;
 using Floats = std::vector<float>;
 
@@ -210,6 +211,26 @@ void expect(Context& context, const char* what, const void* memory, const Double
   context.expect_close(what, context.upload(values), Floats(wanted.begin(), wanted.end()), tolerance);
 }
 
+void hide_input(const mf::AlignConvInput& in) {
+  const auto map = static_cast<size_t>(in.images * in.height * in.width * in.channels);
+  const auto channels = static_cast<size_t>(in.channels);
+  hide(in.x, bytes_of(map, in.type));
+  hide(in.depthwise.data, bytes_of(channels * 9, in.type));
+  hide(in.prologue, 4 * channels * sizeof(float));
+  hide(in.gate, bytes_of(map / 4, in.type));
+  hide(in.valid_pointer, sizeof(int32_t));
+}
+
+void hide_gradient(const mf::AlignConvGradY& total) {
+  const size_t map = bytes_of(static_cast<size_t>(total.images * total.pixels * total.channels), total.type);
+  hide(total.y, map);
+  hide(total.grad, map);
+  hide(total.state, 4 * static_cast<size_t>(total.channels) * sizeof(float));
+  hide(total.grad_state, 4 * static_cast<size_t>(total.channels) * sizeof(float));
+  hide(total.pointwise, bytes_of(static_cast<size_t>(total.channels * total.in_channels), total.type));
+  hide(total.valid_pointer, sizeof(int32_t));
+}
+
 void pad(Doubles& values, const Setting& s) {
   const size_t image = s.images == 0 ? 0 : values.size() / static_cast<size_t>(s.images);
   std::fill(values.begin() + static_cast<int64_t>(image) * s.valid, values.end(), kNan);
@@ -255,6 +276,7 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
 
   if (!fused) {
     auto* map = poisoned(twin.map.size());
+    hide_input(in);
     launches.depthwise({in, map});
     expect(context, "map", map, twin.map, s.type, 2 * step);
   } else {
@@ -291,6 +313,8 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
     auto* card_y = poisoned(y.size());
     params.y = card_y;
     params.state = context.poisoned<float>(4 * O);
+    hide_input(in);
+    hide(params.pointwise, bytes_of(O * C, s.type));
     launches.forward(params);
     if (s.keep_map) {
       expect(context, "map", kept, twin.map, s.type, 2 * step);
@@ -356,6 +380,7 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   total.total = card_total;
   total.weight = context.poisoned<float>(C);
   total.bias = context.poisoned<float>(C);
+  hide_gradient(total);
   launches.total(total);
   const double count = static_cast<double>(s.valid * total.pixels);
   Doubles wanted(grad.size());
@@ -391,6 +416,7 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
     total.pointwise = context.upload(encode(pointwise, s.type));
     total.in_channels = kIn;
     total.map = card_product;
+    hide_gradient(total);
     launches.total(total);
     expect(context, "gradient in all, with a product", card_again, wanted, s.type, 2 * step);
     expect(context, "product", card_product, product, s.type, 2 * step);
@@ -408,6 +434,8 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   auto* card_depthwise = context.poisoned<float>(C * 9);
   back.depthwise = {card_depthwise, FloatType::kFloat32};
   back.prologue = s.prologue ? context.poisoned<float>(4 * C) : nullptr;
+  hide_input(in);
+  hide(back.grad, bytes_of(grad.size(), s.type));
   launches.backward(back);
   Doubles to_x, to_gate, to_depthwise, to_prologue;
   twin.run_back(grad, to_x, to_gate, to_depthwise, to_prologue);
@@ -578,7 +606,7 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
                  MF_DYNAMIC_SHARED(memory);
                  cuda::align_conv_forward_block<T, kStride, 2, kForwardThreads>(params, tiles, map, memory);
                });
-               shim::hide(params.moments, sizeof(float) * 3 * static_cast<size_t>(params.out_channels));
+               hide(params.moments, sizeof(float) * 3 * static_cast<size_t>(params.out_channels));
                shim::launch(static_cast<unsigned>((params.out_channels + 31) / 32), kThreads,
                             kThreads * sizeof(cuda::SumsAboutOrigin), [&] {
                               MF_DYNAMIC_SHARED(memory);
@@ -611,6 +639,7 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
                             });
              };
              params.input.prologue != nullptr ? launch(std::true_type()) : launch(std::false_type());
+             hide(params.sums, sizeof(float) * mf::kAlignConvSums * static_cast<size_t>(params.input.channels));
              shim::launch(static_cast<unsigned>((params.input.channels + 31) / 32 * mf::kAlignConvSums), kThreads,
                           kThreads * sizeof(float), [&] {
                             MF_DYNAMIC_SHARED(memory);

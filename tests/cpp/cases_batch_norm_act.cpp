@@ -25,6 +25,7 @@ using kernel_case::Doubles;
 using kernel_case::draw;
 using kernel_case::encode;
 using kernel_case::FloatType;
+using kernel_case::hide;
 using kernel_case::step_of;
 using Floats = std::vector<float>;
 
@@ -101,15 +102,6 @@ struct TextbookNorm {
     return to_x;
   }
 };
-
-// Of the kernel before: the next one reads poison there unless it waits.
-void hide([[maybe_unused]] const void* memory, [[maybe_unused]] size_t bytes) {
-#if defined(MF_KERNELS_ON_CPU)
-  if (memory != nullptr) {
-    shim::hide(const_cast<void*>(memory), bytes);
-  }
-#endif
-}
 
 Floats floats(const Doubles& values) { return {values.begin(), values.end()}; }
 

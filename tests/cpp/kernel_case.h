@@ -131,6 +131,15 @@ struct Registration {
   Registration(const char* name, void (*run)(Context& context)) { cases().push_back({name, run}); }
 };
 
+// Memory that the kernel before wrote: the next one reads poison there unless it waits. Null: none.
+inline void hide([[maybe_unused]] const void* memory, [[maybe_unused]] size_t bytes) {
+#if defined(MF_KERNELS_ON_CPU)
+  if (memory != nullptr) {
+    shim::hide(const_cast<void*>(memory), bytes);
+  }
+#endif
+}
+
 }  // namespace kernel_case
 
 #define KERNEL_CASE(name)                                                          \
