@@ -95,6 +95,7 @@ done_before="$dtype and (bench_step or bench_loop or 384 and native and (bench_b
 [[ -n $data ]] || done_before+=" or bench_run and not bench_loop"
 declare -A seconds=(
   [bench_adam]=12 [bench_align_conv]=60 [bench_augment]=25 [bench_augment_parameters]=15 [bench_batch_norm_act]=85
+  [bench_batch_norm_pool]=20
   [bench_expert_losses]=45 [bench_norm_pool]=50 [bench_null]=15 [bench_reservoir]=15 [bench_run]=90 [bench_step]=30
 )
 

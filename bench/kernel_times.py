@@ -34,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.bench_align_conv import elements_moved
 from bench.bench_batch_norm_act import bytes_moved
+from bench.bench_batch_norm_pool import bytes_moved as last_bytes
 from mose_fast.benchmark import copy_rate, random_stream
 from mose_fast.config import RunConfig
 from mose_fast.device import device_name, own_stream
@@ -51,6 +52,7 @@ COLUMNS = ("kernels", "op", "kernel", "launches", "us", "needed_mb", "moved_mb",
 _OPS = (
     (r"batch_norm_act_|norm_statistics_kernel|norm_state_backward_kernel", "batch_norm_act"),
     (r"align_conv_", "align_conv"),
+    (r"batch_norm_pool_", "batch_norm_pool"),
     (r"norm_pool_", "norm_pool"),
     (r"expert_(statistics|terms|gradient)_kernel", "expert_losses"),
     (r"adam_(begin|pieces)_kernel", "adam"),
@@ -144,9 +146,18 @@ def counted_bytes() -> Iterator[dict[str, list[int]]]:
 
         return counted
 
+    def last(original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(x: Tensor, *arguments: Any, **options: Any) -> Any:
+            moved = last_bytes(x.numel(), x.element_size(), backward=True)
+            add("batch_norm_pool", moved, moved)
+            return original(x, *arguments, **options)
+
+        return counted
+
     with ExitStack() as stack:
         for module, name, wrap in (
             (backbone, "batch_norm_act", norm),
+            (backbone, "batch_norm_pool", last),
             (alignment, "batch_norm_act", norm),
             (alignment, "align_conv", align),
             (alignment, "norm_pool", pool),

@@ -317,7 +317,7 @@ def summary(whole: Prediction, backbone: Prediction) -> list[tuple[str, float, f
     """Name, predicted microseconds and target of a step's parts; ``backbone`` is the same step
     without experts, gates and alignment.
     """
-    norms = "norm_(?!pool)"
+    norms = "batch_norm_|norm_(?!pool)"  # norm_pool takes the alignment modules' last norms
     return [
         ("all that MOSE adds to the backbone", 1e6 * (whole.seconds - backbone.seconds), 1100),
         ("the backbone's norms", 1e6 * total(backbone.rows, norms), 1350),

@@ -22,6 +22,7 @@ set(MOSE_FAST_CUDA_SOURCES
   cuda/norm_pool.cu
   cuda/align_conv.cu
   cuda/batch_norm_act.cu
+  cuda/batch_norm_pool.cu
 )
 
 # Glue: two translation units, which include the ops' files; in a CUDA build compiled with MOSE_FAST_WITH_CUDA defined.

@@ -57,19 +57,17 @@ __device__ void load_gradients(const BatchNormActBackward& params, int64_t first
   }
 }
 
-// Row `which` of the norms' gradients for channel c, from sum g and sum g (x' - mean).
-__device__ inline void finish_gradients(const BatchNormActBackward& params, int which, int64_t c, float sum,
-                                        float product) {
-  const int64_t channels = params.shape.channels;
-  const float* state = params.state + which * kNormRows * channels + c;
+// The rows of NormGradRow for channel c, from sum g and sum g (x' - mean).
+__device__ inline void finish_gradients(const MapShape& shape, NormParams norm, const float* state, float* norm_grads,
+                                        int64_t c, float sum, float product) {
+  const int64_t channels = shape.channels;
+  state += c;
   const float own_state[kNormRows] = {state[kMean * channels], state[kInverseStd * channels], state[kScale * channels],
                                       state[kShift * channels]};
   const float own_grad[kNormRows] = {-own_state[kScale] * sum, 0.0f, product, sum};
-  NormParams norm = params.norm[which];
   norm.weight = norm.weight == nullptr ? nullptr : norm.weight + c;
-  const NormBackward back =
-      norm_backward(norm, own_state, own_grad, static_cast<float>(params.shape.valid_pixels()), 1, 0);
-  float* out = params.norm_grads + which * kNormGradRows * channels + c;
+  const NormBackward back = norm_backward(norm, own_state, own_grad, static_cast<float>(shape.valid_pixels()), 1, 0);
+  float* out = norm_grads + c;
   out[kGradWeight * channels] = back.weight;
   out[kGradBias * channels] = back.bias;
   out[kSlope * channels] = back.slope;
@@ -164,9 +162,10 @@ __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, in
         }
       },
       [&](int64_t channel, const float (&total)[kFields]) {
-        finish_gradients(params, 0, channel, total[0], total[1]);
+        finish_gradients(params.shape, params.norm[0], params.state, params.norm_grads, channel, total[0], total[1]);
         if constexpr (kForm == NormForm::kTwoNorms) {
-          finish_gradients(params, 1, channel, total[0], total[2]);
+          finish_gradients(params.shape, params.norm[1], params.state + kNormRows * channels,
+                           params.norm_grads + kNormGradRows * channels, channel, total[0], total[2]);
         }
       });
 }

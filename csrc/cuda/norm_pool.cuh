@@ -97,38 +97,48 @@ __device__ void norm_pool_block(const NormPoolForward& params) {
   }
 }
 
-// Block `block` of those that sum the state's gradient. Shared memory: two floats a thread.
-template <typename T>
-__device__ void norm_pool_state_block(const NormPoolBackward& params, int64_t block, float* partial) {
-  const NormPoolInput& in = params.input;
+// Calls finish(channel, sum g sums, sum g counts), with g the gradient of a pixel's share, for every
+// channel of block `block` of those that sum over the images. Shared memory: two floats a thread.
+template <typename T, typename Finish>
+__device__ void sum_over_images(const T* grad, const float* sums, const float* counts, int64_t images, int64_t channels,
+                                float share, int64_t block, float* partial, const Finish& finish) {
   const int thread = static_cast<int>(threadIdx.x);
   const int lanes = static_cast<int>(blockDim.x) / kPoolStateChannels;
   const int64_t channel = block * kPoolStateChannels + thread % kPoolStateChannels;
-  const float share = 1.0f / static_cast<float>(in.pixels);
-  const int64_t valid = in.valid_images();
   float dscale = 0.0f;
   float dshift = 0.0f;
-  if (channel < in.channels) {
+  if (channel < channels) {
 #pragma unroll 4
-    for (int64_t image = thread / kPoolStateChannels; image < valid; image += lanes) {
-      const float g = to_float(static_cast<const T*>(params.grad)[image * in.channels + channel]) * share;
-      dscale += g * params.sums[image * in.channels + channel];
-      dshift += g * params.counts[image * in.channels + channel];
+    for (int64_t image = thread / kPoolStateChannels; image < images; image += lanes) {
+      const float g = to_float(grad[image * channels + channel]) * share;
+      dscale += g * sums[image * channels + channel];
+      dshift += g * counts[image * channels + channel];
     }
   }
   partial[2 * thread] = dscale;
   partial[2 * thread + 1] = dshift;
   __syncthreads();
-  if (thread < kPoolStateChannels && channel < in.channels) {
+  if (thread < kPoolStateChannels && channel < channels) {
     for (int lane = 1; lane < lanes; ++lane) {
       dscale += partial[2 * (lane * kPoolStateChannels + thread)];
       dshift += partial[2 * (lane * kPoolStateChannels + thread) + 1];
     }
-    params.dstate[kMean * in.channels + channel] = -in.state[kScale * in.channels + channel] * dshift;
-    params.dstate[kInverseStd * in.channels + channel] = 0.0f;
-    params.dstate[kScale * in.channels + channel] = dscale;
-    params.dstate[kShift * in.channels + channel] = dshift;
+    finish(channel, dscale, dshift);
   }
+}
+
+// Block `block` of those that sum the state's gradient.
+template <typename T>
+__device__ void norm_pool_state_block(const NormPoolBackward& params, int64_t block, float* partial) {
+  const NormPoolInput& in = params.input;
+  sum_over_images(static_cast<const T*>(params.grad), params.sums, params.counts, in.valid_images(), in.channels,
+                  1.0f / static_cast<float>(in.pixels), block, partial,
+                  [&](int64_t channel, float dscale, float dshift) {
+                    params.dstate[kMean * in.channels + channel] = -in.state[kScale * in.channels + channel] * dshift;
+                    params.dstate[kInverseStd * in.channels + channel] = 0.0f;
+                    params.dstate[kScale * in.channels + channel] = dscale;
+                    params.dstate[kShift * in.channels + channel] = dshift;
+                  });
 }
 
 // `block`: of those that write the map's gradient, all parts of an image one after another.

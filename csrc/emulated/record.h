@@ -18,6 +18,7 @@
 
 #include "api/align_conv.h"
 #include "api/batch_norm_act.h"
+#include "api/batch_norm_pool.h"
 #include "api/expert_losses.h"
 #include "api/norm_pool.h"
 
@@ -101,6 +102,28 @@ Work work_of(std::string_view, dim3, dim3, const mf::NormPoolBackward& p, const 
   const auto size = size_of(in.x.type);
   return {pooled * (maps * static_cast<double>(in.pixels) * size + size + (p.dstate != nullptr ? 8.0 + size : 0.0)), 0,
           1};
+}
+
+inline double pooled_elements(const mf::MapShape& map) { return static_cast<double>(map.images * map.channels); }
+
+template <typename... Rest>
+Work work_of(std::string_view, dim3, dim3, const mf::BatchNormPoolForward& p, const Rest&...) {
+  const double map = map_bytes(p.shape, p.type);
+  const double kept = p.mask != nullptr ? 8.0 * pooled_elements(p.shape) + map / (8.0 * size_of(p.type)) : 0.0;
+  return {2 * map + kept + size_of(p.type) * pooled_elements(p.shape), 2 * map, 1};
+}
+
+template <typename... Rest>
+Work work_of(std::string_view kernel, dim3, dim3 threads, const mf::BatchNormPoolBackward& p, const Rest&...) {
+  const double pooled = size_of(p.type) * pooled_elements(p.shape);
+  if (kernel.find("sums") != kernel.npos) {
+    Work work{pooled + 8.0 * pooled_elements(p.shape)};
+    work.parts = 3.0 * static_cast<double>(p.shape.images) * mf::kGroup / threads.x;  // a gradient, a sum, a count
+    return work;
+  }
+  const double map = map_bytes(p.shape, p.type);
+  const double maps = (p.x_grad != nullptr ? 1.0 : 0.0) + (p.residual_grad != nullptr ? 1.0 : 0.0);
+  return {(1.0 + maps) * map + map / (8.0 * size_of(p.type)) + pooled, (1.0 + maps) * map, 1};
 }
 
 // Warps' passes over 16 anchors and 16 other rows, 16 numbers of a projection at a time.

@@ -1,10 +1,11 @@
-// Glue of batch norm with add and ReLU; kernels for cards alone: on the CPU
-// mose_fast/ops/batch_norm_act.py takes PyTorch's own operations. Arguments are explained and
-// checked there; what memory safety needs is checked here again.
+// Glue of batch norm with add and ReLU, and of the same with a pool; kernels for cards alone: on the
+// CPU mose_fast/ops/batch_norm_act.py and batch_norm_pool.py take other operations. Arguments are
+// explained and checked there; what memory safety needs is checked here again.
 #include "api/batch_norm_act.h"
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "api/batch_norm_pool.h"
 #include "torch/bind.h"
 #include "torch/device.h"
 
@@ -232,6 +233,71 @@ std::tuple<MaybeTensor, at::Tensor> norm_state_backward(const at::Tensor& grad, 
   return {x_grad, norm_grads};
 }
 
+// pooled [N, C], the state [4, channels], and what backward needs, empty unless `for_backward`: the mask
+// [pixels, channels / 8], and counts and sums [2, N, C].
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_pool(
+    const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& running_mean,
+    const MaybeTensor& running_var, const MaybeTensor& batches, double momentum, double eps, bool training,
+    const at::Tensor& residual, const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows,
+    bool for_backward) {
+  const MapShape shape = shape_of(x, valid_rows_tensor, valid_rows);
+  const void* added = map_pointer(residual, "residual", x.sizes(), x);
+  const NormParams norm = norm_params(weight, bias, running_mean, running_var, batches, momentum, eps, training,
+                                      shape.channels, x.device());
+  const DeviceGuard guard(x.device());
+  const at::Tensor state = states_of(x, norm, {}, {}, {}, shape, nullptr).squeeze(0);
+  const at::Tensor pooled =
+      at::empty({shape.images, shape.channels}, x.options().memory_format(at::MemoryFormat::Contiguous));
+  const at::Tensor mask =
+      at::empty({for_backward ? shape.pixels() * shape.channels / kGroup : 0}, x.options().dtype(at::kByte));
+  const at::Tensor kept = floats({2, for_backward ? shape.images : 0, shape.channels}, x);
+  float* counts = for_backward ? kept.mutable_data_ptr<float>() : nullptr;
+  const BatchNormPoolForward params{shape,
+                                    float_type(x, "x"),
+                                    x.const_data_ptr(),
+                                    added,
+                                    state.const_data_ptr<float>(),
+                                    pooled.mutable_data_ptr(),
+                                    counts,
+                                    for_backward ? counts + shape.images * shape.channels : nullptr,
+                                    for_backward ? mask.mutable_data_ptr<uint8_t>() : nullptr};
+  cuda::batch_norm_pool(params, current_stream());
+  return {pooled, state, mask, kept};
+}
+
+// The gradients of x and of the residual (None where not wanted), and the rows of NormGradRow.
+std::tuple<MaybeTensor, MaybeTensor, at::Tensor> batch_norm_pool_backward(
+    const at::Tensor& grad, const at::Tensor& mask, const at::Tensor& kept, const at::Tensor& x,
+    const MaybeTensor& weight, bool training, const at::Tensor& state, const MaybeTensor& valid_rows_tensor,
+    std::optional<int64_t> valid_rows, std::array<bool, 2> wants) {
+  const MapShape shape = shape_of(x, valid_rows_tensor, valid_rows);
+  const int64_t pooled = shape.images * shape.channels;
+  const float* counts = row_pointer<const float>(kept, "kept", 2 * pooled, x.device());
+  NormParams norm{};
+  norm.weight = row_pointer<const float>(weight, "weight", shape.channels, x.device());
+  norm.training = training;
+  const DeviceGuard guard(x.device());
+  const at::Tensor norm_grads = floats({kNormGradRows, shape.channels}, x);
+  const auto like_x = [&](bool wanted) { return wanted ? MaybeTensor(at::empty_like(x)) : MaybeTensor(); };
+  const MaybeTensor x_grad = like_x(wants[0]);
+  const MaybeTensor residual_grad = like_x(wants[1]);
+  const BatchNormPoolBackward params{
+      shape,
+      float_type(x, "x"),
+      row_pointer(grad, "grad", x.scalar_type(), pooled, x.device(), 16),
+      x.const_data_ptr(),
+      state_pointer(state, "state", kNormRows * shape.channels, x),
+      counts,
+      counts + pooled,
+      row_pointer<const uint8_t>(mask, "mask", shape.pixels() * shape.channels / kGroup, x.device()),
+      norm,
+      norm_grads.mutable_data_ptr<float>(),
+      x_grad ? x_grad->mutable_data_ptr() : nullptr,
+      residual_grad ? residual_grad->mutable_data_ptr() : nullptr};
+  cuda::batch_norm_pool_backward(params, current_stream());
+  return {x_grad, residual_grad, norm_grads};
+}
+
 }  // namespace
 
 void register_batch_norm_act(torch::Library& library) {
@@ -251,6 +317,15 @@ void register_batch_norm_act(torch::Library& library) {
          "norm_state_backward(Tensor grad, Tensor x, Tensor? weight, bool training, Tensor state, Tensor mean_rest, " +
              valid + ", bool wants_x) -> (Tensor?, Tensor)",
          &norm_state_backward);
+  define(library,
+         "batch_norm_pool(Tensor x, " + norm_schema("", 'a') + "Tensor residual, " + valid +
+             ", bool for_backward) -> (Tensor, Tensor, Tensor, Tensor)",
+         &batch_norm_pool);
+  define(library,
+         "batch_norm_pool_backward(Tensor grad, Tensor mask, Tensor kept, Tensor x, Tensor? weight, bool training, "
+         "Tensor state, " +
+             valid + ", bool[2] wants) -> (Tensor?, Tensor?, Tensor)",
+         &batch_norm_pool_backward);
 }
 
 void bind_batch_norm_act(py::module_& module) {
@@ -259,6 +334,8 @@ void bind_batch_norm_act(py::module_& module) {
   module.def("batch_norm_act_backward", &batch_norm_act_backward, Unlocked());
   module.def("norm_state", &norm_state, Unlocked());
   module.def("norm_state_backward", &norm_state_backward, Unlocked());
+  module.def("batch_norm_pool", &batch_norm_pool, Unlocked());
+  module.def("batch_norm_pool_backward", &batch_norm_pool_backward, Unlocked());
 }
 
 }  // namespace mf

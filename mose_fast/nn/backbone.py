@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
+from mose_fast.ops.batch_norm_pool import batch_norm_pool
 
 __all__ = ["STAGE_STRIDES", "BasicBlock", "Stem", "backbone_activations", "backbone_parameters"]
 
@@ -127,3 +128,10 @@ class BasicBlock(nn.Module):
             consumers=consumers,
             valid_rows=valid_rows,
         )
+
+    def pooled(self, x: Sequence[Tensor], valid_rows: int | Tensor | None) -> Tensor:
+        """Computes the averages [N, C] of the result over its pixels by fused ops; for a block that
+        keeps the shape, whose result has no other reader. Arguments as for :meth:`fused`.
+        """
+        y = batch_norm_act(self.conv1(x[0]), Norm.of(self.norm1), valid_rows=valid_rows)
+        return batch_norm_pool(self.conv2(y), Norm.of(self.norm2), self.shortcut(x[1]), valid_rows)

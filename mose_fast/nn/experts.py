@@ -170,22 +170,23 @@ class ExpertNetwork(nn.Module):
         pooled = AlignmentModule(self.feature_size, 0, kernels="fused")
         # Each reader of a map gets a result of its own, so that the norm before it sums their
         # gradients: the next block reads it twice, for its first convolution and for its residual
-        # path, the gate once, the alignment module once.
+        # path, the gate once, the alignment module once. Nothing but the pool reads the last map,
+        # which is therefore never written.
         inputs = self.stem.fused(x, 2, valid_rows)
         features = []
-        for block, module in self._blocks():
+        *blocks, (_, last) = self._blocks()
+        for block, module in blocks:
             expert = self._expert_after_block.get(block)
             gate, align = (None, None) if expert is None else self._branch(expert, pooled)
-            readers = 2 if block < 8 else 0
-            outputs = module.fused(inputs, readers + (gate is not None) + (align is not None), valid_rows)
-            outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-            inputs, maps = outputs[:readers], outputs[readers:]
+            outputs = module.fused(inputs, 2 + (gate is not None) + (align is not None), valid_rows)
+            inputs, maps = outputs[:2], outputs[2:]
             if align is not None:
-                stream = self.side_streams.of(expert, x) if expert < self.experts else None
+                stream = self.side_streams.of(expert, x)
                 maps = fork(stream, maps, valid_rows)
                 with on_stream(stream):
                     opened = None if gate is None else gate.fused(maps[0], valid_rows)
                     features.append((stream, align(maps[-1], gate=opened, valid_rows=valid_rows)))
+        features.append((None, last.pooled(inputs, valid_rows)))
         return torch.stack([join(stream, feature) for stream, feature in features])
 
     def _blocks(self) -> list[tuple[int, BasicBlock]]:

@@ -37,7 +37,8 @@ __all__ = ["MOST_CONSUMERS", "Norm", "batch_norm_act", "norm_state"]
 MOST_CONSUMERS = 8
 
 
-def _check(x: Tensor, norms: dict[str, Norm], valid_rows: int | Tensor | None) -> None:
+def check_norms(x: Tensor, norms: dict[str, Norm], valid_rows: int | Tensor | None) -> None:
+    """Raises unless a map and the norms over it fit, as :func:`batch_norm_act` says."""
     check_tensor("x", x, FLOATS, MAP)
     if valid_rows is not None:
         check_rows("valid_rows", valid_rows, len(x), ("x", x))
@@ -46,7 +47,7 @@ def _check(x: Tensor, norms: dict[str, Norm], valid_rows: int | Tensor | None) -
         check_statistics(norm, x.shape, valid_rows)
 
 
-def _serves(x: Tensor, *norms: Norm) -> bool:
+def serves(x: Tensor, *norms: Norm) -> bool:
     """Whether the kernels take this; warns once if they do not, though ``x`` is on a card."""
     if not _loader.on_card(x) or x.numel() == 0:
         return False
@@ -65,7 +66,7 @@ def _serves(x: Tensor, *norms: Norm) -> bool:
     return obstacle is None
 
 
-def _input_map(x: Tensor, dtype: torch.dtype) -> Tensor:
+def input_map(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype`` as the kernels read it; warns once if the memory has to be copied."""
     if not x.is_contiguous(memory_format=torch.channels_last):
         say_once(
@@ -74,7 +75,7 @@ def _input_map(x: Tensor, dtype: torch.dtype) -> Tensor:
     return aligned(x.to(dtype))
 
 
-def _with_floats(norm: Norm) -> Norm:
+def with_floats(norm: Norm) -> Norm:
     """The norm with weight and bias in contiguous float32; a copy passes its gradient on."""
     vectors = [None if v is None else v.to(torch.float32).contiguous() for v in (norm.weight, norm.bias)]
     return norm._replace(weight=vectors[0], bias=vectors[1])
@@ -128,7 +129,7 @@ def batch_norm_act(
     mose_fast/reference/batch_norm_act.py.
     """
     norms = {"norm": norm} if residual_norm is None else {"norm": norm, "residual_norm": residual_norm}
-    _check(x, norms, valid_rows)
+    check_norms(x, norms, valid_rows)
     if residual is not None:
         check_tensor("residual", residual, FLOATS, x.shape, beside=("x", x))
     elif residual_norm is not None:
@@ -138,7 +139,7 @@ def batch_norm_act(
         if residual is not None:
             raise ValueError("prologue and residual are both given; wanted at most one of them")
     check_integer("consumers", consumers, 1, MOST_CONSUMERS)
-    if not _serves(x, *norms.values()):
+    if not serves(x, *norms.values()):
         return reference.batch_norm_act(
             x,
             norm,
@@ -149,10 +150,10 @@ def batch_norm_act(
             consumers=consumers,
             valid_rows=valid_rows,
         )
-    x = _input_map(x, x.dtype)
-    norm = _with_floats(norm)
-    residual = None if residual is None else _input_map(residual, x.dtype)
-    residual_norm = None if residual_norm is None else _with_floats(residual_norm)
+    x = input_map(x, x.dtype)
+    norm = with_floats(norm)
+    residual = None if residual is None else input_map(residual, x.dtype)
+    residual_norm = None if residual_norm is None else with_floats(residual_norm)
     second = (None, None) if residual_norm is None else residual_norm[:2]
     prologue = None if prologue is None else aligned_row(prologue)
     tensors = (x, norm.weight, norm.bias, residual, *second, prologue)
@@ -184,11 +185,11 @@ def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
         TypeError: A dtype does not fit.
         ValueError: A shape, a device or a number does not fit; one element a channel in training.
     """
-    _check(x, {"norm": norm}, valid_rows)
-    if not _serves(x, norm):
+    check_norms(x, {"norm": norm}, valid_rows)
+    if not serves(x, norm):
         return reference_norm.norm_state(x, norm, valid_rows)
-    norm = _with_floats(norm)
-    return _NormState.apply(_input_map(x, x.dtype), norm.weight, norm.bias, norm, *split_rows(valid_rows))
+    norm = with_floats(norm)
+    return _NormState.apply(input_map(x, x.dtype), norm.weight, norm.bias, norm, *split_rows(valid_rows))
 
 
 class _BatchNormAct(torch.autograd.Function):

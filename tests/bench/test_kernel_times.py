@@ -66,6 +66,7 @@ def test_every_kernel_of_ours_belongs_to_an_op():
     assert len(names) > 20
     assert {op_of(f"void mose::{name}<float>(Params)") for name in names} == {
         "batch_norm_act",
+        "batch_norm_pool",
         "align_conv",
         "norm_pool",
         "expert_losses",
@@ -86,8 +87,9 @@ def test_bytes_of_a_network_by_hand():
     elements = [2 * 8 * 32 * 32 // 2**stage for stage in range(4)]
     # Maps moved: plain 8 with one reader, residual 11 and two norms 15 with two. The first stage:
     # the stem with two readers (each gradient is read twice: 10), two plain, two residual; each
-    # later one: two plain, one of two norms, one residual; the last has one reader (10).
-    maps = [10 + 2 * 8 + 2 * 11, 2 * 8 + 15 + 11, 2 * 8 + 15 + 11, 2 * 8 + 15 + 10]
-    masks = [3 + 2 * 3 + 2 * 2, 2 * 3 + 3 + 2, 2 * 3 + 3 + 2, 2 * 3 + 3 + 2]  # bits an element
+    # later one: two plain, one of two norms, one residual, which in the last stage is pooled.
+    maps = [10 + 2 * 8 + 2 * 11, 2 * 8 + 15 + 11, 2 * 8 + 15 + 11, 2 * 8 + 15]
+    masks = [3 + 2 * 3 + 2 * 2, 2 * 3 + 3 + 2, 2 * 3 + 3 + 2, 2 * 3 + 3]  # bits an element
     wanted = sum(n * (4 * m + bits / 8) for n, m, bits in zip(elements, maps, masks, strict=True))
-    assert found == {"batch_norm_act": [wanted, wanted], "norm_pool": [3 * 4 * 2 * 64 * 4 * 4] * 2}
+    last = elements[3] * (6 * 4 + 2 / 8)
+    assert found == {"batch_norm_act": [wanted, wanted], "batch_norm_pool": [last, last]}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mose_fast import _loader
-from mose_fast.ops import adam, align_conv, augment, batch_norm_act, expert_losses, norm_pool
+from mose_fast.ops import adam, align_conv, augment, batch_norm_act, batch_norm_pool, expert_losses, norm_pool
 from mose_fast.ops.batch_norm_act import Norm
 from mose_fast.reference import align_conv as plain_align_conv
 from mose_fast.reference import augment as plain_augment
@@ -236,6 +236,34 @@ def test_norm_pool(dtype, valid):
                 run(plain_norm_pool.norm_pool, lambda x: x, given),
                 name == "upstream",
             )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("valid", [None, 2])
+def test_batch_norm_pool(valid, training):
+    g = torch.Generator().manual_seed(3)
+    inputs = {"x": normal(g, 3, 16, 3, 4), "weight": normal(g, 16), "bias": normal(g, 16)}
+    inputs["residual"] = normal(g, 3, 16, 3, 4)
+    others = {"mean": normal(g, 16), "var": normal(g, 16).abs() + 0.5, "upstream": normal(g, 3, 16)}
+
+    def plain(x, norm, residual, valid):
+        y = plain_batch_norm_act.batch_norm_act(x, norm, residual=residual, valid_rows=valid)
+        return plain_norm_pool.norm_pool(y, None, valid)
+
+    def run(function, put, given: dict) -> dict:
+        leaves = leaves_of({name: given[name] for name in inputs}, put)
+        running = [put(given[name]).clone() for name in ("mean", "var")]
+        norm = Norm(leaves["weight"], leaves["bias"], *running, training=training)
+        pooled = function(leaves["x"], norm, leaves["residual"], valid)
+        results = with_gradients({"pooled": pooled}, [given["upstream"]], leaves)
+        # In evaluation they are inputs, which a ReLU may cut off.
+        return {**results, **({"running mean": running[0], "running var": running[1]} if training else {})}
+
+    for seed, name in enumerate((*inputs, *others)):
+        for value in SPOILS:
+            given = spoiled({**inputs, **others}, name, value, seed)
+            ours = run(batch_norm_pool.batch_norm_pool, on_card, given)
+            check(f"{value} in {name}", ours, run(plain, lambda x: x, given), name == "upstream")
 
 
 #: Rows without a positive among them, where the contrastive kernel once lost a NaN, in a tile of 16

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from mose_fast import _loader
 from mose_fast.augment import RECIPES
-from mose_fast.ops import adam, align_conv, augment, batch_norm_act, expert_losses, norm_pool, reservoir
+from mose_fast.ops import (
+    adam,
+    align_conv,
+    augment,
+    batch_norm_act,
+    batch_norm_pool,
+    expert_losses,
+    norm_pool,
+    reservoir,
+)
 from mose_fast.ops.augment_parameters import draw_augment_parameters
 from mose_fast.ops.batch_norm_act import Norm
 from mose_fast.reference import adam as plain_adam
@@ -372,6 +381,50 @@ def norm_pool_case(draw: Draw) -> None:
     check(draw.text, *runs, run(plain_norm_pool.norm_pool, wide, False), {"": CLOSE[dtype]})
 
 
+def batch_norm_pool_case(draw: Draw) -> None:
+    dtype, channels = draw.one_of("dtype", (F32, BF16, F16)), draw.one_of("channels", CHANNELS)
+    images, height, width = map_shape(draw, channels, False)
+    valid, kind = draw.rows(images)
+    counted = (images if valid is None else valid) * height * width
+    training = draw.flag("training", 0.8) and counted != 1
+    layout = draw.one_of("layout", ("channels_last", "channels_last", "contiguous", "slice"))
+    needs = [draw.random.random() < 0.85 for _ in range(4)]
+    norm = draw.norm(channels, training)
+    size = (images, channels, height, width)
+    inputs = {
+        "x": draw.normal(*size, dtype=dtype),
+        "weight": norm["weight"],
+        "bias": norm["bias"],
+        "residual": draw.normal(*size, dtype=dtype),
+    }
+    upstream = draw.normal(images, channels, dtype=dtype)
+
+    def plain_op(x, norm, residual, valid_rows, relu=True):
+        y = plain_batch_norm_act.batch_norm_act(x, norm, residual=residual, valid_rows=valid_rows, relu=relu)
+        return plain_norm_pool.norm_pool(y, None, valid_rows) if relu else y
+
+    def run(function, put, native: bool) -> dict:
+        maps = ("x", "residual")
+        leaves = {name: put(laid_out(x, layout) if native and name in maps else x) for name, x in inputs.items()}
+        leaves = {
+            name: None if x is None else x.detach().requires_grad_(n)
+            for (name, x), n in zip(leaves.items(), needs, strict=True)
+        }
+        running = [None if norm[v] is None else put(norm[v]).clone() for v in ("mean", "var")]
+        given = Norm(leaves["weight"], leaves["bias"], *running, None, 0.3, 1e-5, training)
+        pooled = function(leaves["x"], given, leaves["residual"], given_rows(valid, kind, native))
+        grads = gradients([pooled], [put(upstream)], leaves) if pooled.dim() == 2 else {}
+        return {"pooled": pooled, "running mean": running[0], "running var": running[1], **grads}
+
+    # Off the ReLU's kink, where rounding decides which gradient it is.
+    z = run(lambda *arguments: plain_op(*arguments, relu=False), wide, False)["pooled"].detach()
+    inputs["residual"] = torch.where(z.abs() < 5e-3, inputs["residual"] + 0.5, inputs["residual"])
+    if valid is not None:
+        inputs["x"][valid:] = inputs["residual"][valid:] = upstream[valid:] = torch.nan
+    runs = run(batch_norm_pool.batch_norm_pool, guarded, True), run(plain_op, lambda x: x, False)
+    check(draw.text, *runs, run(plain_op, wide, False), {"": CLOSE[dtype]})
+
+
 def expert_losses_case(draw: Draw) -> None:
     dtypes = (
         [draw.one_of("dtype", (F32, BF16, F16))] * 4
@@ -594,7 +647,16 @@ def views_case(draw: Draw) -> None:
     assert ((made.cpu().double() - truth).abs() <= bound).all(), draw.text
 
 
-OPS = (align_conv_case, batch_norm_act_case, norm_pool_case, expert_losses_case, adam_case, reservoir_case, views_case)
+OPS = (
+    align_conv_case,
+    batch_norm_act_case,
+    norm_pool_case,
+    batch_norm_pool_case,
+    expert_losses_case,
+    adam_case,
+    reservoir_case,
+    views_case,
+)
 
 
 @pytest.mark.parametrize("numbers", RUNS)

@@ -12,6 +12,7 @@ import torch
 from mose_fast import _loader
 from mose_fast.ops.align_conv import Norm, align_conv
 from mose_fast.ops.batch_norm_act import batch_norm_act, norm_state
+from mose_fast.ops.batch_norm_pool import batch_norm_pool
 from mose_fast.ops.norm_pool import norm_pool
 
 DEVICE = _loader.card()
@@ -65,6 +66,10 @@ def pool(x, norm, valid, weights):
     return norm_pool(x, norm_state(x, norm, valid), valid), norm_pool(x, None, valid)
 
 
+def last_pool(x, norm, valid, weights):
+    return (batch_norm_pool(x, norm, x * 2, valid),)
+
+
 def convolutions(x, norm, valid, weights):
     depthwise, pointwise, gate = weights
     first = align_conv(x, depthwise, pointwise, norm, gate=gate.to(x.dtype), valid_rows=valid)
@@ -74,7 +79,7 @@ def convolutions(x, norm, valid, weights):
 
 @pytest.mark.parametrize("valid", ["all", "int", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("function", [activation, two_norms, residual, with_prologue, pool, convolutions])
+@pytest.mark.parametrize("function", [activation, two_norms, residual, with_prologue, pool, last_pool, convolutions])
 def test_compiles_without_a_graph_break(function, dtype, valid):
     results = []
     weights = make(CHANNELS, 1, 3, 3, seed=6), make(CHANNELS, CHANNELS, 1, 1, seed=7), make(IMAGES, CHANNELS, 2, 2)
@@ -97,6 +102,7 @@ def arguments(name, valid, training):
     wide = x.to(torch.bfloat16)
     entering = (wide, taps, 2, state, half.to(torch.bfloat16), *valid)
     mask = torch.ones(x.numel() // 8, dtype=torch.uint8, device=DEVICE)
+    kept = make(2, IMAGES, CHANNELS, seed=10)
     return {
         "norm_pool": [(x, state, *valid, True), (x, None, *valid, False)],
         "norm_pool_backward": [
@@ -132,6 +138,11 @@ def arguments(name, valid, training):
             ),
             ([x], None, x, None, training, None, None, False, state, None, *valid, [False, False, False]),
         ],
+        "batch_norm_pool": [(x, *norm, x * 2, *valid, for_backward) for for_backward in (True, False)],
+        "batch_norm_pool_backward": [
+            (x[:, :, 0, 0].contiguous(), mask, kept, x, weight, training, state, *valid, wants)
+            for weight, wants in ((norm.weight, [True, True]), (None, [False, False]))
+        ],
         "norm_state": [(x, *norm, *valid)],
         "norm_state_backward": [
             (state, x, norm.weight, training, state, rest, *valid, wants) for wants in (True, False)
@@ -156,6 +167,8 @@ def arguments(name, valid, training):
         "norm_pool_backward",
         "batch_norm_act",
         "batch_norm_act_backward",
+        "batch_norm_pool",
+        "batch_norm_pool_backward",
         "norm_state",
         "norm_state_backward",
         "align_conv",

@@ -8,6 +8,7 @@ import torch
 from mose_fast.ops import checks
 from mose_fast.ops.align_conv import align_conv
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act, norm_state
+from mose_fast.ops.batch_norm_pool import batch_norm_pool
 from mose_fast.ops.expert_losses import expert_losses
 from mose_fast.ops.norm_pool import norm_pool
 
@@ -17,6 +18,7 @@ LOSSES = (torch.ones(1, ROWS, 2), torch.ones(1, ROWS, 4), torch.ones(1, ROWS, 2)
 CALLS = {
     "align_conv": lambda rows: align_conv(X, torch.ones(2, 1, 3, 3), torch.ones(5, 2, 1, 1), NORM, valid_rows=rows),
     "batch_norm_act": lambda rows: batch_norm_act(X, NORM, valid_rows=rows),
+    "batch_norm_pool": lambda rows: batch_norm_pool(X, NORM, X, rows),
     "norm_state": lambda rows: norm_state(X, NORM, rows),
     "norm_pool": lambda rows: norm_pool(X, None, rows),
     "expert_losses": lambda rows: expert_losses(

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from build_tools.backward_streams import after_functions
 from build_tools.backward_streams import place as place_in_backward
 from mose_fast import _loader
-from mose_fast.ops import align_conv, batch_norm_act
+from mose_fast.ops import align_conv, batch_norm_act, batch_norm_pool
 from tests.ordering.checker import Checker, Memory, Race
 
 __all__ = ["Card"]
@@ -434,7 +434,8 @@ class Card:
             self._stack.enter_context(mock.patch.dict(_loader.record, {"backend": "cuda"}))
             if before != "emulated":
                 # Without code for the CPU, where what they mean stands in.
-                for module, question in ((batch_norm_act, "_serves"), (align_conv, "_has_kernels")):
+                questions = (batch_norm_act, "serves"), (batch_norm_pool, "serves"), (align_conv, "_has_kernels")
+                for module, question in questions:
                     self._stack.enter_context(mock.patch.object(module, question, lambda *_: False))
         self._follow_threads()
         self.active = True
