@@ -7,6 +7,9 @@ import torch
 
 from mose_fast.methods import Learner, create_learner
 
+# Its asserts then say what they found, as those of a test do.
+pytest.register_assert_rewrite("tests.methods.by_hand")
+
 SIZE = 8
 
 
