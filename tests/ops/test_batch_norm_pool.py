@@ -65,7 +65,7 @@ def test_padding_counts_nowhere():
 
 def test_errors():
     x, residual, norm = make()
-    with pytest.raises(TypeError, match="norm is int"):
+    with pytest.raises(TypeError, match="norm is 3"):
         batch_norm_pool(x, 3, residual)
     with pytest.raises(ValueError, match=r"norm\.weight has shape \(6,\); wanted \(3,\)"):
         batch_norm_pool(x[:, :3], norm, residual[:, :3])
