@@ -38,8 +38,10 @@ def settings(tmp_path_factory):
     ]
 
 
-def test_a_sweep_and_its_report(settings, tmp_path):
+def test_a_sweep_and_its_report(settings, tmp_path, monkeypatch):
     out = tmp_path / "sweep"
+    # One worker would give its run a thread for each core, and other tests share them.
+    monkeypatch.setattr("mose_fast.sweep.place.usable_cores", lambda: 1)
     assert main(["sweep", *settings, "--grid", f"method={','.join(SWEPT)}", "--workers", "1", "--out", str(out)]) == 0
     assert {json.loads(path.read_text())["config"]["method"] for path in out.rglob("results.json")} == set(SWEPT)
     assert main(["report", str(out)]) == 0

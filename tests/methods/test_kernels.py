@@ -165,13 +165,12 @@ def test_costs_do_not_depend_on_the_kernels(make):
     assert fused.network.kernels == "fused"
 
 
-@pytest.mark.slow
 def test_fused_training_converges_like_pytorchs_own():
-    """200 steps on the digits at a quarter of their pixels: where the losses end lies within the
-    spread of three seeds.
+    """80 steps on small digits: where the losses end is as good as the same, beside the spread of
+    three seeds.
     """
     digits = create_stream(StreamConfig(name="digits", batch=5))
-    small = dataclasses.replace(digits, x_train=digits.x_train[:, ::2, ::2], x_test=digits.x_test[:, ::2, ::2])
+    small = dataclasses.replace(digits, x_train=digits.x_train[:, ::4, ::4], x_test=digits.x_test[:, ::4, ::4])
     options = {"buffer_batch": 8, "new_extra": 3}
 
     def last_losses(kernels: str, seed: int) -> float:
@@ -183,21 +182,19 @@ def test_fused_training_converges_like_pytorchs_own():
             kernels=kernels,
             device="cpu",
             classes=small.classes,
-            image_size=(16, 16),
+            image_size=(8, 8),
         )
         found = []
         for task in range(len(small.tasks)):
-            for rows in small.batches(task, seed=seed)[:41]:
+            for rows in small.batches(task, seed=seed)[:17]:
                 losses = learner.observe(small.x_train[rows], small.y_train[rows], task)
                 if losses is not None:
                     found.append(float(losses["loss"]))
-        assert len(found) >= 200
-        return sum(found[160:200]) / 40
+        assert len(found) >= 80
+        return sum(found[40:80]) / 40
 
     plain = [last_losses("torch", seed) for seed in range(3)]
     fused = [last_losses("fused", seed) for seed in range(3)]
     spread = max(plain) - min(plain)
     assert spread > 0
-    assert abs(sum(fused) - sum(plain)) / 3 <= spread
-    for a, b in zip(plain, fused, strict=True):
-        assert abs(a - b) <= spread
+    assert fused == pytest.approx(plain, abs=spread / 4)
