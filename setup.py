@@ -77,11 +77,12 @@ def native_build() -> tuple[Extension, type[build_ext], str]:
     class BuildWithRecord(BuildExtension):
         def finalize_options(self) -> None:
             super().finalize_options()
-            # ninja decides what is out of date. Objects of another torch or back end never mix, and
-            # an editable install, for which setuptools takes a fresh folder each time, finds its
-            # own again.
+            # ninja decides what is out of date. Objects of another torch, of another back end or
+            # with flags that nvcc takes from the environment never mix, and an editable install,
+            # for which setuptools takes a fresh folder each time, finds its own again.
             self.force = True
             tag = f"{build.backend}-torch{torch.__version__}-{sys.implementation.cache_tag}"
+            tag += os.environ.get("NVCC_APPEND_FLAGS", "").replace(" ", "").replace("/", "")
             self.build_temp = str(ROOT / "build" / f"objects-{tag}")
 
         def run(self) -> None:

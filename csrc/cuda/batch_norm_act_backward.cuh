@@ -6,8 +6,8 @@
 namespace mf::cuda {
 
 // The masked sum of the incoming gradients at the first `count` of kBatch pixels: elements first +
-// j stride. There is a gradient.
-template <typename T, int kBatch, typename IsFull>
+// j stride. There is a gradient. kLast: no kernel reads them soon again.
+template <typename T, bool kLast, int kBatch, typename IsFull>
 __device__ void load_gradients(const BatchNormActBackward& params, int64_t first, int64_t stride, int count,
                                IsFull is_full, float (&g)[kBatch][kGroup]) {
   unsigned bits[kBatch];
@@ -23,7 +23,7 @@ __device__ void load_gradients(const BatchNormActBackward& params, int64_t first
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (is_full || j < count) {
-        words[j] = Vec<T, kGroup>::load(grad + j * stride);
+        words[j] = kLast ? Vec<T, kGroup>::load_last(grad + j * stride) : Vec<T, kGroup>::load(grad + j * stride);
       }
     }
 #pragma unroll
@@ -117,7 +117,7 @@ __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, in
         }
       }
       float g[kBatch][kGroup];
-      load_gradients<T>(params, first, stride, count, is_full, g);
+      load_gradients<T, false>(params, first, stride, count, is_full, g);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (!is_full && j >= count) {
@@ -228,14 +228,14 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (is_full || j < count) {
-          words[j] = Vec<T, kGroup>::load(map + (first + j * stride));
+          words[j] = Vec<T, kGroup>::load_last(map + (first + j * stride));
           if constexpr (kForm == NormForm::kTwoNorms) {
-            others[j] = Vec<T, kGroup>::load(residual + (first + j * stride));
+            others[j] = Vec<T, kGroup>::load_last(residual + (first + j * stride));
           }
         }
       }
       float g[kBatch][kGroup] = {};
-      load_gradients<T>(params, first, stride, count, is_full, g);
+      load_gradients<T, true>(params, first, stride, count, is_full, g);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         if (!is_full && j >= count) {

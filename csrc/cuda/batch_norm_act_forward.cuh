@@ -46,9 +46,9 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (is_full || j < count) {
-        words[j] = Vec<T, kGroup>::load(x + (first - j * stride));
+        words[j] = Vec<T, kGroup>::load_last(x + (first - j * stride));
         if constexpr (kResidual) {
-          added[j] = Vec<T, kGroup>::load(residual + (first - j * stride));
+          added[j] = Vec<T, kGroup>::load_last(residual + (first - j * stride));
         }
       }
     }

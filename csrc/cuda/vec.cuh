@@ -71,6 +71,20 @@ struct Vec {
     }
     return vec;
   }
+  // The same for what no kernel reads soon again. In a build with MF_EVICT_LAST_READS the caches give
+  // it up first (docs/benchmarks.md); whether that helps is still to be measured.
+  __device__ static Vec load_last(const T* from) {
+#if defined(MF_EVICT_LAST_READS) && defined(__CUDACC__)
+    Vec vec;
+#pragma unroll
+    for (int i = 0; i < kBytes / static_cast<int>(sizeof(Word)); ++i) {
+      reinterpret_cast<Word*>(vec.word)[i] = __ldcs(reinterpret_cast<const Word*>(from) + i);
+    }
+    return vec;
+#else
+    return load(from);
+#endif
+  }
   __device__ void store(T* to) const {
     if constexpr (kBytes == 2) {
       *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(word[0]);
