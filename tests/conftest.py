@@ -1,4 +1,4 @@
-"""Real data for the tests, where this machine has it."""
+"""The order of the files, and real data for the tests, where this machine has it."""
 
 import json
 import os
@@ -11,6 +11,29 @@ import pytest
 
 PACKED = Path(__file__).resolve().parents[2] / "shared" / "data"
 UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
+
+# Files that take longest come first: pytest-xdist hands out whole files, and one that comes last
+# leaves the other cores idle.
+LONGEST = (
+    "cpp/test_kernels_on_cpu.py",
+    "ordering/test_methods.py",
+    "methods/test_every_method.py",
+    "test_methods_by_command.py",
+    "test_kills.py",
+    "sweep/test_workers.py",
+    "ordering/test_loop.py",
+    "methods/test_regression.py",
+    "tune/test_tune.py",
+    "methods/test_kernels.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Only of use with ``--no-loadscope-reorder``, or pytest-xdist sorts files by their numbers of
+    tests.
+    """
+    place = {f"tests/{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from functools import partialmethod
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mose_fast import _loader
 from mose_fast.config import METHOD_SETTINGS, RunConfig
 from mose_fast.methods import METHODS, Er, Mose, Planning, ReplayLearner
 from mose_fast.methods.prepared import ViewsToCome
+from mose_fast.nn.kernels import KERNELS
 from mose_fast.train import TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
@@ -24,6 +26,8 @@ from tests.ordering.card import Card
 from tests.ordering.losses import Losses
 
 CAPTURED = [name for name in METHODS if METHODS[name].planning is Planning.CAPTURED]
+# Each method with one kind of kernels, in turn: a method's own code is the same with both.
+PAIRS = list(dict.fromkeys([*zip(CAPTURED, cycle(KERNELS), strict=False), *product(["er", "mose"], KERNELS)]))
 
 pytestmark = [
     pytest.mark.skipif(_loader.native is None, reason="there is no native library, without which nothing is captured"),
@@ -111,8 +115,7 @@ def expect_equal_steps(
         assert found == (None if wanted is None else pytest.approx(wanted, rel=2e-2, abs=1e-3))
 
 
-@pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize(("name", "kernels"), PAIRS)
 def test_captured_steps_are_the_eager_ones(name, kernels, tmp_path, monkeypatch):
     expect_equal_steps({"name": name, "kernels": kernels}, tmp_path, monkeypatch)
 
