@@ -67,9 +67,10 @@ def elements_moved(
     if backward:
         done += between if served.fused_forward else 0  # kept for backward
         needed += 2 * entering + 2 * leaving
-        # Gradient of y in all: two reads, one write, one more for each product that reads it; the
-        # depthwise map, and its gradient twice.
-        done += 2 * entering + (4 if served.fused_backward else 5) * leaving + 3 * between
+        # Gradient of y in all: two reads; where it is kept one write, and one read for each product
+        # that is not computed with it. The depthwise map, and its gradient twice.
+        done += 2 * entering + (2 if served.fused_weights else 4 if served.fused_backward else 5) * leaving
+        done += 3 * between
     return needed, done
 
 

@@ -18,14 +18,15 @@ struct AlignConvServes {
   bool any;             // all launches below but for the two that follow
   bool fused_forward;   // align_conv_forward: both convolutions and the statistics
   bool fused_backward;  // align_conv_grad_y with the product with the pointwise weights
+  bool fused_weights;   // ... and with the gradient of these weights: for more of them partial sums cost too much
 };
 
 constexpr AlignConvServes align_conv_serves(FloatType type, int64_t channels, int64_t out_channels) {
   const bool any = type != FloatType::kFloat64 && channels >= 8 && channels % 8 == 0 && channels < INT32_MAX &&
                    out_channels >= 8 && out_channels % 8 == 0 && out_channels <= 2048;
   const bool narrow = any && type != FloatType::kFloat32 && channels <= 128;
-  return {any, narrow && channels % 16 == 0 && out_channels <= 256,
-          narrow && out_channels % 16 == 0 && out_channels <= 128};
+  const bool fused_backward = narrow && out_channels % 16 == 0 && out_channels <= 128;
+  return {any, narrow && channels % 16 == 0 && out_channels <= 256, fused_backward, fused_backward && channels <= 64};
 }
 
 // What the convolution reads: x' = x, with a prologue relu(scale (x - mean) + shift), with a gate
@@ -87,13 +88,17 @@ struct AlignConvGradY {
   int64_t channels;  // a multiple of 8
   const int32_t* valid_pointer;
   int64_t valid;
-  void* total;  // as y, out
+  void* total;  // as y, out; null where `into` is wanted
   // The product with the pointwise weights in the same pass, for what `fused_backward` names.
   const void* pointwise;  // [channels, in_channels], of y's type, aligned to 16 bytes; null: no product
   int64_t in_channels;
-  void* map;      // [images, pixels, in_channels] out: the gradient of the depthwise convolution's result
-  float* weight;  // [channels] out: gradient of the norm's weight; null: not wanted
-  float* bias;    // [channels] out: of its bias; null: not wanted
+  void* map;  // [images, pixels, in_channels] out: the gradient of the depthwise convolution's result
+  // The gradient of the pointwise weights in the same pass, for what `fused_weights` names.
+  const void* kept;        // as `map`: the depthwise convolution's result
+  float* sums;             // [align_conv_weight_sums(*this), channels, in_channels] workspace
+  MutableFloatArray into;  // [channels, in_channels] out; null: not wanted
+  float* weight;           // [channels] out: gradient of the norm's weight; null: not wanted
+  float* bias;             // [channels] out: of its bias; null: not wanted
 };
 
 // Gradients through depthwise convolution, gate and prologue. Each is null where it is not wanted.
@@ -115,11 +120,12 @@ namespace cuda {
 // How many partial results the workspaces hold; 0 for inputs without elements.
 int64_t align_conv_moments(const AlignConvForward& params);
 int64_t align_conv_sums(const AlignConvInput& input);
+int64_t align_conv_weight_sums(const AlignConvGradY& params);
 
 void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream);  // one launch
 void align_conv_forward(const AlignConvForward& params, Stream stream);      // two launches
-void align_conv_grad_y(const AlignConvGradY& params, Stream stream);         // one launch
-void align_conv_backward(const AlignConvBackward& params, Stream stream);    // one launch; two with sums
+void align_conv_grad_y(const AlignConvGradY& params, Stream stream);       // one launch; two with the weights' gradient
+void align_conv_backward(const AlignConvBackward& params, Stream stream);  // one launch; two with sums
 }  // namespace cuda
 
 }  // namespace mf

@@ -25,6 +25,9 @@ constexpr size_t kSharedOfSystem = 1024;  // for each block
 template <typename T>
 constexpr int kDepthwiseBlocks = sizeof(T) == 2 ? 3 : 2;
 constexpr int kForwardBlocks = 2;
+// Fewer leave fewer sums of the weights' gradient, as many as its operands are large.
+template <bool kWeights>
+constexpr int kProductBlocks = kWeights ? 2 : 3;
 constexpr int kBackwardBlocks = 2;
 
 template <typename T, int kStride>
@@ -52,11 +55,16 @@ __global__ void __launch_bounds__(kThreads) align_conv_grad_y_kernel(const Align
   align_conv_grad_y_block<T, kThreads>(params);
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 3)
+template <typename T, bool kWeights>
+__global__ void __launch_bounds__(kThreads, kProductBlocks<kWeights>)
     align_conv_product_kernel(const AlignConvGradY params, const ProductMemory memory_map) {
   MF_DYNAMIC_SHARED(memory);
-  align_conv_product_block<T, kThreads>(params, memory_map, memory);
+  align_conv_product_block<T, kThreads, kWeights>(params, memory_map, memory);
+}
+
+__global__ void __launch_bounds__(kThreads) align_conv_weights_kernel(const AlignConvGradY params, const int parts) {
+  MF_DYNAMIC_SHARED(memory);
+  align_conv_weights_block<kThreads>(params, parts, memory);
 }
 
 template <typename T, int kStride, bool kGate, bool kPrologue>
@@ -199,14 +207,34 @@ void backward(const AlignConvBackward& params, Stream stream) {
                                    : backward<T, kStride, kGate, false>(params, stream);
 }
 
+template <bool kWeights>
+int64_t product_blocks(const AlignConvGradY& params, const ProductMemory& memory_map) {
+  const int64_t tiles = (params.images * params.pixels + kTilePixels - 1) / kTilePixels;
+  return std::max<int64_t>(1, std::min(tiles, blocks_at_once(memory_map.bytes, kProductBlocks<kWeights>)));
+}
+
+template <bool kWeights>
+ProductMemory product_memory(const AlignConvGradY& params) {
+  return ProductMemory::of(params.channels, params.in_channels, 2, kWeights);
+}
+
+template <typename T, bool kWeights>
+void product(const AlignConvGradY& params, Stream stream) {
+  const auto memory_map = product_memory<kWeights>(params);
+  const int64_t blocks = product_blocks<kWeights>(params, memory_map);
+  allow_shared(align_conv_product_kernel<T, kWeights>, memory_map.bytes);
+  MF_LAUNCH_AFTER((align_conv_product_kernel<T, kWeights>), static_cast<unsigned>(blocks), kThreads, memory_map.bytes,
+                  stream, params, memory_map);
+  if constexpr (kWeights) {
+    const auto sums = static_cast<unsigned>((params.channels * params.in_channels + kLanes - 1) / kLanes);
+    MF_LAUNCH_AFTER(align_conv_weights_kernel, sums, kThreads, sizeof(float) * kThreads, stream, params,
+                    static_cast<int>(blocks));
+  }
+}
+
 template <typename T>
 void product(const AlignConvGradY& params, Stream stream) {
-  const auto memory_map = ProductMemory::of(params.channels, params.in_channels, sizeof(T));
-  const int64_t tiles = (params.images * params.pixels + kTilePixels - 1) / kTilePixels;
-  const int64_t blocks = std::max<int64_t>(1, std::min(tiles, blocks_at_once(memory_map.bytes, 3)));
-  allow_shared(align_conv_product_kernel<T>, memory_map.bytes);
-  MF_LAUNCH_AFTER((align_conv_product_kernel<T>), static_cast<unsigned>(blocks), kThreads, memory_map.bytes, stream,
-                  params, memory_map);
+  params.into.data != nullptr ? product<T, true>(params, stream) : product<T, false>(params, stream);
 }
 
 }  // namespace
@@ -226,6 +254,10 @@ int64_t align_conv_sums(const AlignConvInput& in) {
                                               : backward_plan<T, stride.value, false>(in).blocks;
     return in.images == 0 ? 0 : blocks / slices_of(in.channels);
   });
+}
+
+int64_t align_conv_weight_sums(const AlignConvGradY& params) {
+  return product_blocks<true>(params, product_memory<true>(params));
 }
 
 void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream) {
@@ -278,6 +310,10 @@ void align_conv_grad_y(const AlignConvGradY& params, Stream stream) {
     MF_CHECK(align_conv_serves(params.type, params.in_channels, params.channels).fused_backward,
              "channels and in_channels are ", params.channels, " and ", params.in_channels,
              "; wanted a multiple of 16 and one of 8, both up to 128, in bfloat16 or float16");
+    static_assert(!align_conv_serves(FloatType::kBFloat16, kSlice + 8, 16).fused_weights);
+    MF_CHECK(params.into.data == nullptr ||
+                 align_conv_serves(params.type, params.in_channels, params.channels).fused_weights,
+             "in_channels is ", params.in_channels, "; wanted at most ", kSlice, " for the gradient of the weights");
     return params.type == FloatType::kBFloat16 ? product<__nv_bfloat16>(params, stream)
                                                : product<__half>(params, stream);
   }

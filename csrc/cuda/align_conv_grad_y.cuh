@@ -1,4 +1,5 @@
-// Kernel bodies of the gradient of align_conv's y, and of its product with the pointwise weights.
+// Kernel bodies of the gradient of align_conv's y, of its product with the pointwise weights, and of
+// these weights' gradient.
 #pragma once
 
 #include "cuda/align_conv_tile.cuh"
@@ -87,21 +88,81 @@ struct ProductMemory {
   int left_stride, right_stride;  // elements from row to row
   size_t left;                    // [kTilePixels][left_stride]: the gradient in all
   size_t product;                 // [kTilePixels][kSlice + kPadding]
+  size_t kept;                    // [kTilePixels][right_stride]: the depthwise convolution's result
   size_t bytes;
 
-  MF_HD static ProductMemory of(int64_t channels, int64_t in_channels, int element) {
+  MF_HD static ProductMemory of(int64_t channels, int64_t in_channels, int element, bool has_kept) {
     ProductMemory memory{};
     memory.left_stride = static_cast<int>(channels) + kPadding;
     memory.right_stride = static_cast<int>(up_to(in_channels, kSlice)) + kPadding;
     memory.left = static_cast<size_t>(channels) * memory.right_stride * element;
     memory.product = memory.left + size_t{kTilePixels} * memory.left_stride * element;
-    memory.bytes = memory.product + size_t{kTilePixels} * (kSlice + kPadding) * element;
+    memory.kept = memory.product + size_t{kTilePixels} * (kSlice + kPadding) * element;
+    memory.bytes = memory.kept + (has_kept ? size_t{kTilePixels} * memory.right_stride * element : 0);
     return memory;
   }
 };
 
-// The gradient of y and its product with the pointwise weights, 64 pixels at a time.
-template <typename T, int kThreads>
+// A warp's part of the pointwise weights' gradient, summed over the tiles of a block: units of 16
+// rows (channels of y) and 32 columns, every kWarps-th from its number on.
+template <int kThreads>
+struct WeightSums {
+  static constexpr int kWarps = kThreads / kLanes;
+  static constexpr int kUnits = 128 / 16 * (kSlice / 32) / kWarps;  // of a warp
+  float sum[kUnits][4][4];
+
+  // Calls f(which of the warp's units, its first row, its first column).
+  template <typename Function>
+  __device__ static void each_unit(int channels, const Function& f) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const int unit = static_cast<int>(threadIdx.x) / kLanes + u * kWarps;
+      if (unit < channels / 16 * (kSlice / 32)) {
+        f(u, unit / 2 * 16, unit % 2 * 32);
+      }
+    }
+  }
+
+  // Adds a tile: left [kTilePixels][channels], transposed, times kept [kTilePixels][kSlice].
+  template <typename T>
+  __device__ void add(const T* left, int left_stride, const T* kept, int stride, int channels) {
+    const int lane = threadIdx.x % kLanes;
+    each_unit(channels, [&](int u, int row, int column) {
+#pragma unroll 1
+      for (int k = 0; k < kTilePixels; k += 16) {
+        uint32_t a[4];
+        load_transposed(a, left + (k + lane / 16 * 8 + lane % 8) * left_stride + row + lane / 8 % 2 * 8);
+#pragma unroll
+        for (int n = 0; n < 4; n += 2) {
+          uint32_t b[4];
+          load_transposed(b, kept + (k + lane % 16) * stride + column + n * 8 + lane / 16 * 8);
+          multiply_tile(sum[u][n], a, {b[0], b[1]}, T());
+          multiply_tile(sum[u][n + 1], a, {b[2], b[3]}, T());
+        }
+      }
+    });
+  }
+
+  // Leaves what the block has: [channels][in_channels]
+  __device__ void leave(float* to, int channels, int in_channels) const {
+    const int lane = threadIdx.x % kLanes;
+    each_unit(channels, [&](int u, int row, int column) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int at = column + n * 8 + lane % 4 * 2;
+        if (at < in_channels) {
+          float* own = to + (row + lane / 4) * in_channels + at;
+          store_pair(own, {sum[u][n][0], sum[u][n][1]});
+          store_pair(own + 8 * in_channels, {sum[u][n][2], sum[u][n][3]});
+        }
+      }
+    });
+  }
+};
+
+// The gradient of y and its product with the pointwise weights, 64 pixels at a time; with kWeights
+// also what the block has of these weights' gradient.
+template <typename T, int kThreads, bool kWeights>
 __device__ void align_conv_product_block(const AlignConvGradY& params, const ProductMemory& memory_map,
                                          unsigned char* memory) {
   wait_for_previous();
@@ -117,6 +178,7 @@ __device__ void align_conv_product_block(const AlignConvGradY& params, const Pro
   T* weights = reinterpret_cast<T*>(memory);
   T* left = reinterpret_cast<T*>(memory + memory_map.left);
   T* product = reinterpret_cast<T*>(memory + memory_map.product);
+  T* kept = reinterpret_cast<T*>(memory + memory_map.kept);
   const int in_vectors = in_channels / 8;
 #pragma unroll 1
   for (int i = threadIdx.x; i < channels * in_vectors; i += kThreads) {
@@ -129,19 +191,35 @@ __device__ void align_conv_product_block(const AlignConvGradY& params, const Pro
   if (has_rows) {
     gradient = StateGradient::of(params, channel, valid, blockIdx.x == 0 && row_of_thread == 0);
   }
+  WeightSums<kThreads> of_weights = {};
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * kTilePixels; first < pixels;
        first += static_cast<int64_t>(gridDim.x) * kTilePixels) {
+    if constexpr (kWeights) {
+      const T* from = static_cast<const T*>(params.kept) + first * in_channels;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kTilePixels * in_vectors; i += kThreads) {
+        const int row = i / in_vectors;
+        copy_16_bytes_or_zeros(kept + row * memory_map.right_stride + (i - row * in_vectors) * 8,
+                               first + row < valid ? from + i * 8 : from, first + row < valid);
+      }
+    }
 #pragma unroll 2
     for (int row = has_rows ? row_of_thread : kTilePixels; row < kTilePixels; row += rows) {
       const int64_t at = (first + row) * channels + channel;
       const Vec<T, 8> total = first + row < valid ? gradient.template total<T>(params, at) : Vec<T, 8>{};
       total.store(left + row * memory_map.left_stride + channel);
-      if (first + row < pixels) {
+      if (!kWeights && first + row < pixels) {
         total.store(static_cast<T*>(params.total) + at);
       }
     }
+    if constexpr (kWeights) {
+      wait_for_copies();
+    }
     for (int column = 0; column < in_channels; column += kSlice) {
       __syncthreads();
+      if constexpr (kWeights) {
+        of_weights.add(left, memory_map.left_stride, kept, memory_map.right_stride, channels);
+      }
       multiply_chunk<T, true, kThreads>(left, memory_map.left_stride, weights + column, memory_map.right_stride,
                                         channels, product);
       __syncthreads();
@@ -155,6 +233,9 @@ __device__ void align_conv_product_block(const AlignConvGradY& params, const Pro
         }
       }
     }
+  }
+  if constexpr (kWeights) {
+    of_weights.leave(params.sums + static_cast<int64_t>(blockIdx.x) * channels * in_channels, channels, in_channels);
   }
 }
 

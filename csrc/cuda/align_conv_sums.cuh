@@ -1,5 +1,5 @@
 // The sums that align_conv's backward keeps over all pixels: what a block leaves of them, and their
-// total by a second launch.
+// total by a second launch, in a fixed order.
 #pragma once
 
 #include "cuda/align_conv_gather.cuh"
@@ -16,31 +16,54 @@ __device__ inline void leave_prologue(float2 shift, float2 scale, float* to, int
   }
 }
 
-// Adds up what the blocks left: a lane a channel, the warps share the parts.
+// Adds up what the blocks left, `step` apart: the warps share the parts. Warp 0 gets the sum, its lane
+// that of its number, beginning at `from`. memory: float [kThreads]
 template <int kThreads>
-__device__ void align_conv_sums_block(const AlignConvBackward& params, int parts, unsigned char* memory) {
+__device__ float sum_of_parts(const float* from, int64_t step, int parts, unsigned char* memory) {
   constexpr int kWarps = kThreads / kLanes;
   auto* of_warp = reinterpret_cast<float*>(memory);  // [kWarps][kLanes]
-  const int64_t channels = params.input.channels;
   const int lane = threadIdx.x % kLanes;
   const int warp = threadIdx.x / kLanes;
-  const int which = static_cast<int>(blockIdx.x) % kAlignConvSums;
-  const int64_t channel = static_cast<int64_t>(blockIdx.x) / kAlignConvSums * kLanes + lane;
-  wait_for_previous();
-  let_next_begin();
-  const int parts_of_lane = channel < channels ? parts : 0;
   float sum = 0.0f;
 #pragma unroll 8  // loads under way at once
-  for (int part = warp; part < parts_of_lane; part += kWarps) {
-    sum += params.sums[(static_cast<int64_t>(part) * kAlignConvSums + which) * channels + channel];
+  for (int part = warp; part < parts; part += kWarps) {
+    sum += from[part * step];
   }
-  of_warp[warp * kLanes + lane] = sum;
+  of_warp[threadIdx.x] = sum;
   __syncthreads();
-  if (warp != 0 || channel >= channels) {
-    return;
+  if (warp == 0) {
+    for (int other = 1; other < kWarps; ++other) {
+      sum += of_warp[other * kLanes + lane];
+    }
   }
-  for (int other = 1; other < kWarps; ++other) {
-    sum += of_warp[other * kLanes + lane];
+  return sum;
+}
+
+// The gradient of the pointwise weights, a lane a weight.
+template <int kThreads>
+__device__ void align_conv_weights_block(const AlignConvGradY& params, int parts, unsigned char* memory) {
+  const int64_t weights = params.channels * params.in_channels;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kLanes + threadIdx.x % kLanes;
+  wait_for_previous();
+  let_next_begin();
+  const float sum = sum_of_parts<kThreads>(params.sums + i, weights, i < weights ? parts : 0, memory);
+  if (threadIdx.x < kLanes && i < weights) {
+    store(params.into, i, sum);
+  }
+}
+
+// The gradients of depthwise weights and prologue, a lane a channel.
+template <int kThreads>
+__device__ void align_conv_sums_block(const AlignConvBackward& params, int parts, unsigned char* memory) {
+  const int64_t channels = params.input.channels;
+  const int which = static_cast<int>(blockIdx.x) % kAlignConvSums;
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) / kAlignConvSums * kLanes + threadIdx.x % kLanes;
+  wait_for_previous();
+  let_next_begin();
+  const float sum = sum_of_parts<kThreads>(params.sums + which * channels + channel, kAlignConvSums * channels,
+                                           channel < channels ? parts : 0, memory);
+  if (threadIdx.x >= kLanes || channel >= channels) {
+    return;
   }
   if (which < kTapCount) {
     if (params.depthwise.data != nullptr) {

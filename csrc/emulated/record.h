@@ -225,12 +225,14 @@ inline Work work_of(std::string_view, dim3, dim3 threads, const mf::AlignConvFor
 }
 
 template <typename... Rest>
-Work work_of(std::string_view, dim3, dim3, const mf::AlignConvGradY& p, const Rest&...) {
+Work work_of(std::string_view, dim3 grid, dim3, const mf::AlignConvGradY& p, const Rest&...) {
   const auto pixels = static_cast<double>(p.images * p.pixels);
   const auto size = size_of(p.type);
   Work work;
-  work.bytes = pixels * size *
-               (static_cast<double>(p.channels) * (p.grad != nullptr ? 3 : 2) + static_cast<double>(p.in_channels));
+  const int maps = 1 + (p.grad != nullptr ? 1 : 0) + (p.total != nullptr ? 1 : 0);  // with the channels of y
+  const int in_maps = p.into.data != nullptr ? 2 : 1;
+  work.bytes = pixels * size * static_cast<double>(p.channels * maps + p.in_channels * in_maps);
+  work.bytes += p.into.data != nullptr ? 4.0 * grid.x * static_cast<double>(p.channels * p.in_channels) : 0.0;
   work.products =
       p.pointwise == nullptr ? 0.0 : pixels / 8.0 * slices_of(p.in_channels) * static_cast<double>(p.channels) / 16.0;
   return work;
@@ -263,6 +265,13 @@ Work work_of(std::string_view, dim3 grid, dim3 threads, const mf::AlignConvBackw
   if (in.gate != nullptr) {
     work.passes.push_back(moves(regions.own_gate));
   }
+  return work;
+}
+
+inline Work work_of(std::string_view, dim3, dim3 threads, const mf::AlignConvGradY& p, int parts) {
+  Work work;
+  work.bytes = 4.0 * parts * static_cast<double>(p.channels * p.in_channels);
+  work.parts = 32.0 * parts / threads.x;
   return work;
 }
 

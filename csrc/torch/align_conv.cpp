@@ -97,12 +97,13 @@ at::Tensor align_conv_depthwise(const at::Tensor& x, const at::Tensor& depthwise
   return map;
 }
 
-// The gradient of y in all; with `pointwise` also that of the depthwise convolution's result; the
-// gradients of the norm's weight and bias (None without grad_state, or where the norm has none).
-std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_grad_y(
+// The gradient of y in all; with `pointwise` also that of the depthwise convolution's result; with
+// this result (`kept`) that of the pointwise weights in place of the first; the gradients of the
+// norm's weight and bias (None without grad_state, or where the norm has none).
+std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_grad_y(
     const MaybeTensor& grad, const MaybeTensor& grad_state, const at::Tensor& y, const at::Tensor& state,
     const MaybeTensor& mean_rest, const MaybeTensor& weight, bool has_bias, bool training, const MaybeTensor& pointwise,
-    const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows) {
+    const MaybeTensor& kept, const MaybeTensor& valid_rows_tensor, std::optional<int64_t> valid_rows) {
   TORCH_CHECK(y.dim() == 4, "y has shape ", y.sizes(), "; wanted [images, channels, height, width]");
   AlignConvGradY params{};
   params.type = float_type(y, "y");
@@ -120,9 +121,11 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_grad_y(
   params.valid_pointer = row_pointer<const int32_t>(valid_rows_tensor, "valid_rows", 1, y.device());
   params.valid = valid_rows.value_or(params.images);
   const DeviceGuard guard(y.device());
-  const at::Tensor total = at::empty_like(y);
-  params.total = total.mutable_data_ptr();
-  MaybeTensor to_weight, to_bias;
+  MaybeTensor total, to_weight, to_bias;
+  if (!kept) {
+    total = at::empty_like(y);
+    params.total = total->mutable_data_ptr();
+  }
   if (grad_state && weight) {
     to_weight = floats({params.channels}, y);
     params.weight = to_weight->mutable_data_ptr<float>();
@@ -131,7 +134,9 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_grad_y(
     to_bias = floats({params.channels}, y);
     params.bias = to_bias->mutable_data_ptr<float>();
   }
-  MaybeTensor map;
+  MaybeTensor map, to_pointwise;
+  at::Tensor sums;
+  TORCH_CHECK(pointwise || !kept, "kept is given without pointwise; wanted both");
   if (pointwise) {
     params.pointwise = matrix_pointer(*pointwise, params.channels, y);
     params.in_channels = pointwise->size(1);
@@ -139,8 +144,15 @@ std::tuple<at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_grad_y(
                     y.options().memory_format(at::MemoryFormat::ChannelsLast));
     params.map = map->mutable_data_ptr();
   }
+  if (kept) {
+    params.kept = map_pointer(*kept, "kept", map->sizes(), y);
+    sums = floats({cuda::align_conv_weight_sums(params), params.channels, params.in_channels}, y);
+    params.sums = sums.mutable_data_ptr<float>();
+    to_pointwise = at::empty_like(*pointwise);
+    params.into = {to_pointwise->mutable_data_ptr(), params.type};
+  }
   cuda::align_conv_grad_y(params, current_stream());
-  return {total, map, to_weight, to_bias};
+  return {total, map, to_pointwise, to_weight, to_bias};
 }
 
 // The gradients of x, depthwise, prologue and gate from that of the depthwise convolution's result;
@@ -183,9 +195,9 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_backwa
   return {to_x, to_depthwise, to_prologue, to_gate};
 }
 
-std::tuple<bool, bool, bool> serves(at::ScalarType type, int64_t channels, int64_t out_channels) {
+std::tuple<bool, bool, bool, bool> serves(at::ScalarType type, int64_t channels, int64_t out_channels) {
   const AlignConvServes served = align_conv_serves(float_type(type, "x", true), channels, out_channels);
-  return {served.any, served.fused_forward, served.fused_backward};
+  return {served.any, served.fused_forward, served.fused_backward, served.fused_weights};
 }
 
 }  // namespace
@@ -201,8 +213,8 @@ void register_align_conv(torch::Library& library) {
   define(library, "align_conv_depthwise(" + input + "Tensor", &align_conv_depthwise);
   define(library,
          "align_conv_grad_y(Tensor? grad, Tensor? grad_state, Tensor y, Tensor state, Tensor? mean_rest, "
-         "Tensor? weight, bool has_bias, bool training, Tensor? pointwise, " +
-             valid + ") -> (Tensor, Tensor?, Tensor?, Tensor?)",
+         "Tensor? weight, bool has_bias, bool training, Tensor? pointwise, Tensor? kept, " +
+             valid + ") -> (Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)",
          &align_conv_grad_y);
   define(library, "align_conv_backward(Tensor grad, bool[4] wants, " + input + "(Tensor?, Tensor?, Tensor?, Tensor?)",
          &align_conv_backward);

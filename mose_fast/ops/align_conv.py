@@ -140,12 +140,13 @@ class Serves(NamedTuple):
     """Which kernels take maps of a dtype with given numbers of channels: ``any`` at all,
     ``fused_forward``: one kernel for both convolutions and the statistics, else the product with
     the pointwise weights is cuBLAS's; ``fused_backward``: one kernel for the gradient of y and its
-    product with the pointwise weights.
+    product with the pointwise weights; ``fused_weights``: and for these weights' gradient.
     """
 
     any: bool
     fused_forward: bool
     fused_backward: bool
+    fused_weights: bool
 
 
 @torch.compiler.assume_constant_result
@@ -154,7 +155,7 @@ def align_conv_serves(dtype: torch.dtype, channels: int, out_channels: int) -> S
     ``out_channels`` out; none without a library for cards.
     """
     if not hasattr(_loader.native, "align_conv_serves"):
-        return Serves(False, False, False)
+        return Serves(False, False, False, False)
     return Serves(*_loader.native.align_conv_serves(dtype, channels, out_channels))
 
 
@@ -245,17 +246,20 @@ class _AlignConv(torch.autograd.Function):
         if grad is None and grad_state is None:
             return tuple(grads)
         valid = (rows, ctx.valid_rows)
-        total, of_map = None if grad is None else aligned(grad), None
+        total, of_map, of_matrix = None if grad is None else aligned(grad), None, None
         wants = (wants_x, wants_depthwise, wants_prologue, wants_gate)
         if grad_state is not None or rows is not None or ctx.valid_rows is not None:
             of_state = None if grad_state is None else aligned_row(grad_state)
-            fused = any(wants) and align_conv_serves(x.dtype, *matrix.shape[::-1]).fused_backward
-            total, of_map, grads[3], grads[4] = native.align_conv_grad_y(
-                total, of_state, y, state, mean_rest, weight, *ctx.norm, matrix if fused else None, *valid
+            serves = align_conv_serves(x.dtype, *matrix.shape[::-1])
+            fused = matrix if any(wants) and serves.fused_backward else None
+            kept = m if wants_pointwise and any(wants) and serves.fused_weights else None
+            total, of_map, of_matrix, grads[3], grads[4] = native.align_conv_grad_y(
+                total, of_state, y, state, mean_rest, weight, *ctx.norm, fused, kept, *valid
             )
         with torch.autocast(x.device.type, enabled=False):
             if wants_pointwise:
-                grads[2] = torch.mm(_as_rows(total).t(), _as_rows(m)).to(ctx.types[1]).view(*matrix.shape, 1, 1)
+                of_matrix = torch.mm(_as_rows(total).t(), _as_rows(m)) if of_matrix is None else of_matrix
+                grads[2] = of_matrix.to(ctx.types[1]).view(*matrix.shape, 1, 1)
             if any(wants):
                 if of_map is None:
                     of_map = _as_map(torch.mm(_as_rows(total), matrix), m)
@@ -284,11 +288,12 @@ if _loader.card() is not None:
         return _new_map(x, x.shape[1], stride)
 
     @torch.library.register_fake("mose_fast::align_conv_grad_y")
-    def _fake_grad_y(grad, grad_state, y, state, mean_rest, weight, has_bias, training, pointwise, *valid):
+    def _fake_grad_y(grad, grad_state, y, state, mean_rest, weight, has_bias, training, pointwise, kept, *valid):
         vector = y.new_empty(y.shape[1], dtype=torch.float32)
         return (
-            torch.empty_like(y),
+            torch.empty_like(y) if kept is None else None,
             None if pointwise is None else _new_map(y, pointwise.shape[1], 1),
+            None if kept is None else torch.empty_like(pointwise),
             None if grad_state is None or weight is None else vector,
             None if grad_state is None or not has_bias else torch.empty_like(vector),
         )

@@ -47,6 +47,7 @@ struct Launches {
   std::function<void(const mf::AlignConvDepthwise&)> depthwise;
   std::function<int64_t(const mf::AlignConvForward&)> moments;
   std::function<void(const mf::AlignConvForward&)> forward;
+  std::function<int64_t(const mf::AlignConvGradY&)> weight_sums;
   std::function<void(const mf::AlignConvGradY&)> total;
   std::function<int64_t(const mf::AlignConvInput&)> sums;
   std::function<void(const mf::AlignConvBackward&)> backward;
@@ -228,6 +229,7 @@ void hide_gradient(const mf::AlignConvGradY& total) {
   hide(total.state, 4 * static_cast<size_t>(total.channels) * sizeof(float));
   hide(total.grad_state, 4 * static_cast<size_t>(total.channels) * sizeof(float));
   hide(total.pointwise, bytes_of(static_cast<size_t>(total.channels * total.in_channels), total.type));
+  hide(total.kept, bytes_of(static_cast<size_t>(total.images * total.pixels * total.in_channels), total.type));
   hide(total.valid_pointer, sizeof(int32_t));
 }
 
@@ -399,28 +401,54 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   context.expect_close("norm's weight's gradient", total.weight, to_weight, 1e-6);
   context.expect_close("norm's bias's gradient", total.bias, to_bias, 1e-6);
   if (s.type != FloatType::kFloat32 && s.channels % 16 == 0) {
-    constexpr size_t kIn = 72;
-    const Doubles pointwise = draw(random, C * kIn, s.type, 0.5);
-    const Floats stored = decode(context.download(card_total, bytes_of(grad.size(), s.type)), s.type);
-    Doubles product(static_cast<size_t>(out_pixels) * kIn);
-    for (size_t pixel = 0; pixel < static_cast<size_t>(out_pixels); ++pixel) {
-      for (size_t c = 0; c < C; ++c) {
-        for (size_t i = 0; i < kIn; ++i) {
-          product[pixel * kIn + i] += static_cast<double>(stored[pixel * C + c]) * pointwise[c * kIn + i];
+    // The first also with the gradient of the weights.
+    for (const size_t kIn : {size_t{40}, size_t{72}}) {
+      const Doubles pointwise = draw(random, C * kIn, s.type, 0.5);
+      const Floats stored = decode(context.download(card_total, bytes_of(grad.size(), s.type)), s.type);
+      Doubles product(static_cast<size_t>(out_pixels) * kIn);
+      for (size_t pixel = 0; pixel < static_cast<size_t>(out_pixels); ++pixel) {
+        for (size_t c = 0; c < C; ++c) {
+          for (size_t i = 0; i < kIn; ++i) {
+            product[pixel * kIn + i] += static_cast<double>(stored[pixel * C + c]) * pointwise[c * kIn + i];
+          }
         }
       }
+      auto* card_again = poisoned(grad.size());
+      auto* card_product = poisoned(product.size());
+      total.total = card_again;
+      total.pointwise = context.upload(encode(pointwise, s.type));
+      total.in_channels = kIn;
+      total.map = card_product;
+      hide_gradient(total);
+      launches.total(total);
+      expect(context, "gradient in all, with a product", card_again, wanted, s.type, 2 * step);
+      expect(context, "product", card_product, product, s.type, 2 * step);
+      context.expect_close("norm's weight's gradient, with a product", total.weight, to_weight, 1e-6);
+      if (kIn <= 64) {
+        Doubles kept = draw(random, product.size(), s.type, 1);
+        pad(kept, s);
+        Doubles of_weights(C * kIn);
+        for (size_t pixel = 0; pixel < static_cast<size_t>(count); ++pixel) {
+          for (size_t c = 0; c < C; ++c) {
+            for (size_t i = 0; i < kIn; ++i) {
+              of_weights[c * kIn + i] += static_cast<double>(stored[pixel * C + c]) * kept[pixel * kIn + i];
+            }
+          }
+        }
+        auto* card_beside = poisoned(product.size());
+        auto* card_weights = context.poisoned<float>(C * kIn);
+        mf::AlignConvGradY with_weights = total;
+        with_weights.total = nullptr;
+        with_weights.map = card_beside;
+        with_weights.kept = context.upload(encode(kept, s.type));
+        with_weights.into = {card_weights, FloatType::kFloat32};
+        with_weights.sums = context.poisoned<float>(static_cast<size_t>(launches.weight_sums(with_weights)) * C * kIn);
+        hide_gradient(with_weights);
+        launches.total(with_weights);
+        expect(context, "product, beside the weights' gradient", card_beside, product, s.type, 2 * step);
+        context.expect_close("weights' gradient", card_weights, Floats(of_weights.begin(), of_weights.end()), 1e-5);
+      }
     }
-    auto* card_again = poisoned(grad.size());
-    auto* card_product = poisoned(product.size());
-    total.total = card_again;
-    total.pointwise = context.upload(encode(pointwise, s.type));
-    total.in_channels = kIn;
-    total.map = card_product;
-    hide_gradient(total);
-    launches.total(total);
-    expect(context, "gradient in all, with a product", card_again, wanted, s.type, 2 * step);
-    expect(context, "product", card_product, product, s.type, 2 * step);
-    context.expect_close("norm's weight's gradient, with a product", total.weight, to_weight, 1e-6);
   }
 
   mf::AlignConvBackward back{};
@@ -458,6 +486,7 @@ void compare(Context& context, const Setting& setting, bool fused) {
           {[=](const mf::AlignConvDepthwise& params) { mf::cuda::align_conv_depthwise(params, stream); },
            [](const mf::AlignConvForward& params) { return mf::cuda::align_conv_moments(params); },
            [=](const mf::AlignConvForward& params) { mf::cuda::align_conv_forward(params, stream); },
+           [](const mf::AlignConvGradY& params) { return mf::cuda::align_conv_weight_sums(params); },
            [=](const mf::AlignConvGradY& params) { mf::cuda::align_conv_grad_y(params, stream); },
            [](const mf::AlignConvInput& in) { return mf::cuda::align_conv_sums(in); },
            [=](const mf::AlignConvBackward& params) { mf::cuda::align_conv_backward(params, stream); }},
@@ -614,15 +643,30 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
                             });
              }
            },
+           [](const mf::AlignConvGradY&) -> int64_t { return 1; },
            [&](const mf::AlignConvGradY& params) {
              if (params.pointwise == nullptr) {
                shim::launch(2, kThreads, 0, [&] { cuda::align_conv_grad_y_block<T, kThreads>(params); });
              } else if constexpr (sizeof(T) == 2) {
-               const auto map = cuda::ProductMemory::of(params.channels, params.in_channels, sizeof(T));
-               shim::launch(1, kThreads, map.bytes, [&] {
-                 MF_DYNAMIC_SHARED(memory);
-                 cuda::align_conv_product_block<T, kThreads>(params, map, memory);
-               });
+               const auto launch = [&](auto weights) {
+                 constexpr bool kWeights = decltype(weights)::value;
+                 const auto map = cuda::ProductMemory::of(params.channels, params.in_channels, sizeof(T), kWeights);
+                 shim::launch(1, kThreads, map.bytes, [&] {
+                   MF_DYNAMIC_SHARED(memory);
+                   cuda::align_conv_product_block<T, kThreads, kWeights>(params, map, memory);
+                 });
+               };
+               if (params.into.data == nullptr) {
+                 launch(std::false_type());
+               } else {
+                 launch(std::true_type());
+                 hide(params.sums, sizeof(float) * static_cast<size_t>(params.channels * params.in_channels));
+                 shim::launch(static_cast<unsigned>((params.channels * params.in_channels + 31) / 32), kThreads,
+                              kThreads * sizeof(float), [&] {
+                                MF_DYNAMIC_SHARED(memory);
+                                cuda::align_conv_weights_block<kThreads>(params, 1, memory);
+                              });
+               }
              }
            },
            parts,

@@ -316,7 +316,7 @@ def test_launches():
         problem.run(align_conv)
         torch.cuda.synchronize()
     ours = [event.name for event in profile.events() if "align_conv_" in event.name]
-    assert len(ours) == 5  # forward, finish, total, backward, sums
+    assert len(ours) == 6  # forward, finish, product, weights, backward, sums
 
 
 def test_odd_channels_run_on_pytorch_and_say_so():

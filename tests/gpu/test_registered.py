@@ -150,9 +150,10 @@ def arguments(name, valid, training):
         "align_conv": [(matrix.to(torch.bfloat16), *norm, keeps_map, *entering) for keeps_map in (True, False)],
         "align_conv_depthwise": [entering],
         "align_conv_grad_y": [
-            (wide, state, wide, state, None, norm.weight, True, training, matrix.to(torch.bfloat16), *valid),
-            (None, state, x, state, rest, None, False, training, None, *valid),
-            (x, None, x, state, rest, norm.weight, True, training, None, *valid),
+            (wide, state, wide, state, None, norm.weight, True, training, matrix.to(torch.bfloat16), None, *valid),
+            (wide, state, wide, state, None, norm.weight, True, training, matrix.to(torch.bfloat16), wide, *valid),
+            (None, state, x, state, rest, None, False, training, None, None, *valid),
+            (x, None, x, state, rest, norm.weight, True, training, None, None, *valid),
         ],
         "align_conv_backward": [(half.to(torch.bfloat16), [want] * 4, *entering) for want in (True, False)],
     }[name]

@@ -356,10 +356,10 @@ class KernelsInPyTorch:
 
     def __init__(self):
         self.calls = []
-        self.fused = False
+        self.fused = self.fused_weights = False
 
     def align_conv_serves(self, dtype, channels, out_channels):
-        return True, self.fused, self.fused
+        return True, self.fused, self.fused, self.fused_weights
 
     @staticmethod
     def enter(x, prologue, gate, valid):
@@ -401,15 +401,21 @@ class KernelsInPyTorch:
         self.calls.append("norm_state")
         return norm_state(y, norm, valid if rows is None else rows), torch.zeros(y.shape[1])
 
-    def align_conv_grad_y(self, grad, grad_state, y, state, mean_rest, weight, has_bias, training, matrix, rows, valid):
+    def align_conv_grad_y(
+        self, grad, grad_state, y, state, mean_rest, weight, has_bias, training, matrix, kept, rows, valid
+    ):
         assert (mean_rest is None) == ("align_conv" in self.calls)
         self.check_rows(grad_state, matrix)
         total, *others = self.total(grad, grad_state, y, state, weight, has_bias, training, rows, valid)
-        product = None
+        product = of_matrix = None
         if matrix is not None:
             self.calls[-1] = "align_conv_grad_y with product"
             product = F.conv2d(total, matrix.t()[:, :, None, None]).contiguous(memory_format=torch.channels_last)
-        return total, product, *others
+        if kept is not None:
+            self.check_map(kept)
+            self.calls[-1] += " and weights"
+            total, of_matrix = None, torch.einsum("nohw,nchw->oc", total, kept)
+        return total, product, of_matrix, *others
 
     def total(self, grad, grad_state, y, state, weight, has_bias, training, rows, valid):
         self.check_map(y)
@@ -461,13 +467,13 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*is not in channels_last memory")
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "fused_weights"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
     ("with_prologue", "with_gate", "valid"), [(False, True, None), (True, False, 2), (True, True, "tensor")]
 )
 @pytest.mark.parametrize("used", ["y", "state", "both"])
-def test_the_path_of_a_card(kernels, fused, with_prologue, with_gate, valid, used):
-    kernels.fused = fused
+def test_the_path_of_a_card(kernels, fused, fused_weights, with_prologue, with_gate, valid, used):
+    kernels.fused, kernels.fused_weights = fused, fused_weights
     x, depthwise, pointwise, norm, prologue, gate = make(3, 8, 16, dtype=torch.float32)
     pointwise, prologue = misaligned(pointwise), misaligned(prologue)
     leaves = [
@@ -502,7 +508,11 @@ def test_the_path_of_a_card(kernels, fused, with_prologue, with_gate, valid, use
         results.append((y, state, *running.values(), *grads))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     forward = ["align_conv"] if fused else ["align_conv_depthwise", "norm_state"]
-    total = [] if used == "y" and valid is None else ["align_conv_grad_y" + " with product" * fused]
+    total = (
+        []
+        if used == "y" and valid is None
+        else ["align_conv_grad_y" + " with product" * fused + " and weights" * fused_weights]
+    )
     assert kernels.calls == [*forward, *total, "align_conv_backward"]
 
 
@@ -559,8 +569,8 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
     for call in (
         lambda: native.align_conv(matrix, *norm, True, x, depthwise, 1, None, gate, rows, None),
         lambda: native.align_conv_depthwise(x, depthwise, 2, state, None, None, 2),
-        lambda: native.align_conv_grad_y(x, None, x, state, None, None, True, True, None, None, None),
-        lambda: native.align_conv_grad_y(None, state, x, state, state[0], norm[0], False, True, matrix, rows, None),
+        lambda: native.align_conv_grad_y(x, None, x, state, None, None, True, True, None, None, None, None),
+        lambda: native.align_conv_grad_y(None, state, x, state, state[0], norm[0], False, True, matrix, x, rows, None),
         lambda: native.align_conv_backward(x, (True, False, True, False), x, depthwise, 1, state, None, None, 3),
     ):
         with pytest.raises(RuntimeError, match="is on cpu; wanted the card where x is"):
@@ -573,13 +583,14 @@ def test_which_kernels():
     assert all(served(half, c, o).fused_forward for c, o in ((64, 64), (64, 128), (128, 128), (128, 256), (16, 8)))
     assert served(half, 64, 128).fused_backward
     assert not served(half, 128, 256).fused_backward
+    assert served(half, 64, 128).fused_weights and not served(half, 128, 128).fused_weights
     assert not served(torch.float32, 64, 64).fused_backward
     for case in ((torch.float32, 64, 64), (half, 256, 256), (half, 128, 512), (half, 24, 64)):
         assert served(*case).any and not served(*case).fused_forward
     for case in ((torch.float64, 64, 64), (half, 12, 64), (half, 64, 12), (half, 64, 2056), (half, 0, 64)):
-        assert served(*case) == (False, False, False)
+        assert served(*case) == (False,) * 4
 
 
 def test_no_kernels_without_a_library(monkeypatch):
     monkeypatch.setattr(_loader, "native", None)
-    assert op.align_conv_serves(torch.bfloat16, 64, 64) == (False, False, False)
+    assert op.align_conv_serves(torch.bfloat16, 64, 64) == (False,) * 4
