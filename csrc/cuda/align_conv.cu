@@ -171,19 +171,25 @@ void forward(const AlignConvForward& params, Stream stream) {
 }
 
 template <typename T, int kStride, bool kGate>
+BackwardRegions<kStride, kGate> backward_regions(const AlignConvInput& in, const Tiles& tiles) {
+  return BackwardRegions<kStride, kGate>::of(in, kPixelsBeforeTile<T, kGate, kThreads>, tiles.images, tiles.height,
+                                             tiles.width);
+}
+
+template <typename T, int kStride, bool kGate>
 size_t backward_bytes(int height, int width) {
-  return BackwardRegions<kStride, kGate>::of(1, height, width).template bytes_of_tile<T, kThreads>();
+  return BackwardRegions<kStride, kGate>::of({}, 0, 1, height, width).template bytes<T, kThreads>();
 }
 
 template <typename T, int kStride, bool kGate>
 Plan<Tiles> backward_plan(const AlignConvInput& in) {
   constexpr int kSide = sizeof(T) == 2 ? 2 * kTileSide : kTileSide;
   constexpr bool kIsFlat = kGate || kStride == 1;  // so that two blocks fit into a multiprocessor, on every card
+  constexpr size_t kBefore = kPixelsBeforeTile<T, kGate, kThreads> * BackwardBlock<kThreads>::kPitch * sizeof(T);
   Plan<Tiles> plan{};
   plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>,
-                         kSharedLimit - (kBytesBeforeTile<kGate, kThreads>), kIsFlat ? kTileSide : kSide);
-  plan.shared_bytes = BackwardRegions<kStride, kGate>::of(plan.tiles.images, plan.tiles.height, plan.tiles.width)
-                          .template bytes<T, kThreads>();
+                         kSharedLimit - kBefore, kIsFlat ? kTileSide : kSide);
+  plan.shared_bytes = backward_regions<T, kStride, kGate>(in, plan.tiles).template bytes<T, kThreads>();
   const int64_t slices = slices_of(in.channels);
   plan.blocks =
       slices * std::max<int64_t>(
@@ -196,7 +202,7 @@ void backward(const AlignConvBackward& params, Stream stream) {
   static_assert(BackwardBlock<kThreads>::kChannels == kSlice);
   const auto plan = backward_plan<T, kStride, kGate>(params.input);
   allow_shared(align_conv_backward_kernel<T, kStride, kGate, kPrologue>, plan.shared_bytes);
-  const auto regions = BackwardRegions<kStride, kGate>::of(plan.tiles.images, plan.tiles.height, plan.tiles.width);
+  const auto regions = backward_regions<T, kStride, kGate>(params.input, plan.tiles);
   MF_LAUNCH_AFTER((align_conv_backward_kernel<T, kStride, kGate, kPrologue>), static_cast<unsigned>(plan.blocks),
                   kThreads, plan.shared_bytes, stream, params, plan.tiles, regions);
 }

@@ -25,7 +25,9 @@ struct BackwardBlock {
   static constexpr int kMovers = kChannels / 16;       // threads that move a pixel
   static constexpr int kPixels = kThreads / kMovers;   // that all threads move at a time
   // The first of a warp's channels.
-  __device__ static int channel_of_warp() { return thread_read_anew() / kLanes * kWarpChannels; }
+  __device__ static int channel_of_warp() {
+    return static_cast<int>(static_cast<unsigned>(thread_read_anew()) / kLanes * kWarpChannels);
+  }
   MF_HD static int slices(int64_t channels) { return static_cast<int>((channels + kChannels - 1) / kChannels); }
 };
 
@@ -36,24 +38,87 @@ struct Mover {
 
   __device__ static Mover of_thread() {
     using Block = BackwardBlock<kThreads>;
-    const int thread = thread_read_anew();
-    const int channel = thread % Block::kMovers * 8;
-    return {thread / Block::kMovers, {channel, channel + Block::kChannels / 2}};
+    const auto thread = static_cast<unsigned>(thread_read_anew());  // divided by shifts alone
+    const auto channel = static_cast<int>(thread % Block::kMovers * 8);
+    return {static_cast<int>(thread / Block::kMovers), {channel, channel + Block::kChannels / 2}};
   }
 };
 
-// What a block computes: a tile, then the one `step` further on; of which channels, and images that
-// count. It lies in shared memory: while a tile is computed no register holds it.
-struct alignas(16) BlockAt : TileAt {
-  int tile, step, first_channel, valid;
+struct alignas(16) NumberedTile : TileAt {
+  int number;
 };
 
-// Of shared memory, before a tile's: where the block is and will be, the prologue's state of its
-// channels, and without a gate what each thread keeps of its eight pixels.
-template <bool kGate, int kThreads>
-constexpr size_t kBytesBeforeTile =
-    2 * sizeof(BlockAt) + kNormRows * BackwardBlock<kThreads>::kChannels * sizeof(float) +
-    (kGate ? 0 : 8 * kThreads * sizeof(float2));
+// What a block computes: a tile, then the one a step further on; of which channels, and images that
+// count. It lies in shared memory: while a tile is computed no register holds it.
+struct BlockAt : NumberedTile {
+  NumberedTile step;
+  int end_row, end_column;  // of the tiles of an image
+  int first_channel, valid;
+
+  __device__ static BlockAt of(const Tiles& tiles, int first, int step, int first_channel, int valid) {
+    return {{TileAt::of(tiles, first), first},
+            {TileAt::of(tiles, step), step},
+            tiles.down * tiles.height,
+            tiles.across * tiles.width,
+            first_channel,
+            valid};
+  }
+  // By sums alone.
+  __device__ void advance(const Tiles& tiles) {
+    NumberedTile next = {{image + step.image, row + step.row, column + step.column}, number + step.number};
+    const bool is_over = next.column >= end_column;
+    next.column -= is_over ? end_column : 0;
+    next.row += is_over ? tiles.height : 0;
+    const bool is_below = next.row >= end_row;
+    next.row -= is_below ? end_row : 0;
+    next.image += is_below ? tiles.images : 0;
+    static_cast<NumberedTile&>(*this) = next;
+  }
+};
+
+// Of shared memory, before a tile's, in pixels: where the block is and will be, the prologue's state of
+// its channels, and without a gate what each thread keeps of its eight pixels.
+template <typename T, bool kGate, int kThreads>
+constexpr int kPixelsBeforeTile = (sizeof(BlockAt) + kNormRows * BackwardBlock<kThreads>::kChannels * sizeof(float) +
+                                   (kGate ? 0 : 8 * kThreads * sizeof(float2)) - 1) /
+                                      (BackwardBlock<kThreads>::kPitch * sizeof(T)) +
+                                  1;
+
+__device__ inline int half(int x) { return static_cast<int>(static_cast<unsigned>(x) / 2); }  // x: not negative
+
+// Divides with a rest.
+struct RestDivisor : SmallDivisor {
+  int minus;  // the divisor, negated once for all
+
+  MF_HD static RestDivisor of(int divisor) { return {SmallDivisor::of(divisor), -divisor}; }
+  // What is left of x after so many divisors.
+  __device__ int rest(int x, int quotient) const { return x + quotient * minus; }
+};
+
+// A region of shared memory with the map that it is of, in 32 bits.
+struct MapRegion {
+  int images, rows, columns;
+  RestDivisor by_rows, by_columns;
+  int region_image, pixels;  // pixels of an image of the region, and of all
+  int first, behind;         // where they begin in shared memory and what is next, in pixels
+  int height, width;         // of the map
+  int map_image;             // pixels of an image of the map
+
+  MF_HD static MapRegion of(int images, int rows, int columns, int first, int64_t height, int64_t width) {
+    return {images,
+            rows,
+            columns,
+            RestDivisor::of(rows),
+            RestDivisor::of(columns),
+            rows * columns,
+            images * rows * columns,
+            first,
+            first + images * rows * columns,
+            static_cast<int>(height),
+            static_cast<int>(width),
+            static_cast<int>(height * width)};
+  }
+};
 
 // The regions of the maps that a tile of input pixels needs in shared memory. With a gate it has
 // a border of one pixel and its quads begin at odd rows and columns, where the four elements of the
@@ -61,80 +126,87 @@ constexpr size_t kBytesBeforeTile =
 template <int kStride, bool kGate>
 struct BackwardRegions {
   static constexpr int kBorder = kGate ? 1 : 0;
-  Region x, grad, gate;
-  Region own, own_gate;       // the tile itself: pixels, and elements of the gate
-  SmallDivisor down, across;  // by the quads of an image's column and row
+  MapRegion x, grad, gate;
+  MapRegion own, own_gate;            // the tile itself: pixels, and elements of the gate
+  RestDivisor down, across;           // by the quads of an image's column and row
+  int images, channels, pixel_bytes;  // of the maps
+  int quads_of_image, listed;         // quads of an image's region, and of the list, filled up
+  int shares, list;                   // where the quads' shares begin, and the list, in pixels
 
-  MF_HD static BackwardRegions of(int images, int height, int width) {
+  // Of tiles of `of_tile` images, `rows` rows and `columns` columns, `before` pixels behind the beginning of
+  // shared memory: if that was a constant, an instruction more would add it to some addresses.
+  MF_HD static BackwardRegions of(const AlignConvInput& in, int before, int of_tile, int rows, int columns) {
+    const int down = even(rows) / 2 + kBorder;
+    const int across = even(columns) / 2 + kBorder;
     BackwardRegions regions{};
-    regions.x = Region::of(images, even(height) + 2 * kBorder, even(width) + 2 * kBorder);
-    const int rows = regions.x.rows;
-    const int columns = regions.x.columns;
+    regions.images = static_cast<int>(in.images);
+    regions.channels = static_cast<int>(in.channels);
+    regions.pixel_bytes = static_cast<int>(in.channels * (in.type == FloatType::kFloat32 ? 4 : 2));
+    regions.quads_of_image = down * across;
+    regions.listed = static_cast<int>(up_to(of_tile * down * across, kQuads));
+    regions.down = RestDivisor::of(down);
+    regions.across = RestDivisor::of(across);
+    regions.x = MapRegion::of(of_tile, 2 * down, 2 * across, before, in.height, in.width);
+    regions.own = MapRegion::of(of_tile, rows, columns, before + kBorder * (2 * across + 1), in.height, in.width);
+    // The quads that fill up the list have pixels of their own behind x: zeros.
+    constexpr int kEach = 2 / kStride;  // outputs that a quad's rows lead to, but for a border
     regions.grad =
-        kStride == 1 ? Region::of(images, rows + 2, columns + 2) : Region::of(images, rows / 2 + 1, columns / 2 + 1);
-    regions.gate = kGate ? Region::of(images, rows / 2 + 1, columns / 2 + 1) : Region{};
-    regions.own = Region::of(images, height, width);
-    regions.own_gate = kGate ? Region::of(images, height / 2, width / 2) : Region{};
-    regions.down = SmallDivisor::of(rows / 2);
-    regions.across = SmallDivisor::of(columns / 2);
+        MapRegion::of(of_tile, kEach * down + kEach, kEach * across + kEach, regions.x.behind + regions.filling(),
+                      (in.height - 1) / kStride + 1, (in.width - 1) / kStride + 1);
+    if (kGate) {
+      regions.gate = MapRegion::of(of_tile, down + 1, across + 1, regions.grad.behind, in.height / 2, in.width / 2);
+      regions.own_gate = MapRegion::of(of_tile, rows / 2, columns / 2, 0, in.height / 2, in.width / 2);
+    }
+    regions.shares = kGate ? regions.gate.behind : regions.grad.behind;
+    regions.list = regions.shares + (kGate ? 4 * regions.listed : 0);
     return regions;
   }
   // The output row at which the region of `grad` begins for a tile whose first input row, without
   // the border, is `first` (even).
-  __device__ static int first_output(int first) { return kStride == 1 ? first - kBorder - 1 : first / 2 - kBorder; }
-  MF_HD int quads_of_image() const { return x.rows / 2 * (x.columns / 2); }
-  // Of the list of quads, filled up.
-  MF_HD int listed() const { return static_cast<int>(up_to(x.images * quads_of_image(), kQuads)); }
-  // The quads that fill up have pixels of their own behind x: zeros.
+  __device__ static int first_output(int first) { return (kStride == 1 ? first - 1 : half(first)) - kBorder; }
   MF_HD int filling() const { return x.columns + 2; }
-  MF_HD int pixels() const {
-    return x.pixels() + filling() + grad.pixels() + gate.pixels() + (kGate ? 4 * listed() : 0);
-  }
-  // Of shared memory: of the tile, and of all.
-  template <typename T, int kThreads>
-  MF_HD size_t bytes_of_tile() const {
-    return static_cast<size_t>(pixels()) * BackwardBlock<kThreads>::kPitch * sizeof(T) + listed() * sizeof(uint2);
-  }
   template <typename T, int kThreads>
   MF_HD size_t bytes() const {
-    const size_t tile = bytes_of_tile<T, kThreads>();
-    const size_t taps = size_t{kSlice} * kTapCount * sizeof(T);
-    return kBytesBeforeTile<kGate, kThreads> + (tile > taps ? tile : taps);
+    constexpr size_t kPixel = BackwardBlock<kThreads>::kPitch * sizeof(T);
+    const size_t tile = list * kPixel + listed * sizeof(uint2);
+    const size_t taps = x.first * kPixel + size_t{kSlice} * kTapCount * sizeof(T);
+    return tile > taps ? tile : taps;
   }
 };
 
 // Starts to load a region of a map as it is; outside of the map, for padding and beyond the map's
 // channels it is zero, or with kClamp the nearest row and column.
 template <typename T, int kThreads, bool kClamp>
-__device__ void load_region(const void* map, int valid, int height, int width, int channels, const Region& region,
-                            int first_image, int first_row, int first_column, int first_channel, T* staged) {
+__device__ void load_region(const void* map, const MapRegion& region, int channels, int pixel_bytes, int valid,
+                            int first_image, int first_row, int first_column, int first_channel,
+                            const Mover<kThreads>& mover, T* memory) {
   using Block = BackwardBlock<kThreads>;
-  const T* from =
-      static_cast<const T*>(map) + static_cast<int64_t>(first_image) * (height * width * channels) + first_channel;
-  const int pixels = region.pixels();
+  const T* from = beyond(static_cast<const T*>(map) + (first_channel + mover.channel[0]),
+                         first_image * region.map_image, pixel_bytes);
+  T* to = whole_shared(memory + (region.first + mover.pixel) * Block::kPitch + mover.channel[0]);
   const int images = valid - first_image;
-  const auto mover = Mover<kThreads>::of_thread();
-  const bool has_channels[2] = {first_channel + mover.channel[0] < channels,
-                                first_channel + mover.channel[1] < channels};
+  // In channels that the map lacks it has no columns.
+  const int width[2] = {first_channel + mover.channel[0] < channels ? region.width : 0,
+                        first_channel + mover.channel[1] < channels ? region.width : 0};
 #pragma unroll 1
-  for (int pixel = mover.pixel; pixel < pixels; pixel += Block::kPixels) {
+  for (int pixel = mover.pixel; pixel < region.pixels; pixel += Block::kPixels) {
     const int line = region.by_columns.quotient(pixel);
     const int image = region.by_rows.quotient(line);
-    int h = first_row + line - image * region.rows;
-    int w = first_column + pixel - line * region.columns;
-    h = kClamp ? nearest(h, height) : h;
-    w = kClamp ? nearest(w, width) : w;
-    const bool counts = image < images && is_index(h, height) && is_index(w, width);
-    const T* own = from + ((image * height + h) * width + w) * channels + mover.channel[0];
-    T* to = staged + pixel * Block::kPitch + mover.channel[0];
+    int h = region.by_rows.rest(first_row + line, image);
+    int w = region.by_columns.rest(first_column + pixel, line);
+    h = kClamp ? nearest(h, region.height) : h;
+    w = kClamp ? nearest(w, region.width) : w;
+    const bool counts = image < images && (kClamp || is_index(h, region.height));
+    const T* own = beyond(from, (image * region.height + h) * region.width + w, pixel_bytes);
 #pragma unroll
     for (int vector = 0; vector < 2; ++vector) {
 #pragma unroll
       for (int i = 0; i < 8; i += 16 / sizeof(T)) {
         const int at = vector * Block::kChannels / 2 + i;
-        copy_16_bytes_or_zeros(to + at, own + at, counts && has_channels[vector]);
+        copy_16_bytes_or_zeros(to + at, own + at, counts && is_index(w, width[vector]));
       }
     }
+    to += Block::kPixels * Block::kPitch;
   }
 }
 
@@ -150,36 +222,29 @@ struct BackwardTile {
   const AlignConvBackward& params;
   const Tiles& tiles;
   const Regions& regions;
-  T* x;  // then what entered, then x's gradient
-  T* grad;
-  T* gate;
+  T* memory;  // all of it, of which the regions say where they begin; x's then holds what entered, then x's gradient
   T* shares;  // [quads][4]: what each quad adds to the gradients of its four elements of the gate, over kSixteenth
   uint2* list;
-  BlockAt* places;  // of this tile and the next, in turn
-  float2* kept;     // [8][kThreads], at the thread's: x less the prologue's mean, for which registers are scarce
-  float* state;     // [kNormRows][kChannels], of the prologue: so that it takes registers only when it is used
-  int turn;
+  BlockAt* at;
+  float2* kept;  // [8][kThreads], at the thread's: x less the prologue's mean, for which registers are scarce
+  float* state;  // [kNormRows][kChannels], of the prologue: so that it takes registers only when it is used
 
   __device__ BackwardTile(const AlignConvBackward& params, const Tiles& tiles, const Regions& regions,
                           unsigned char* memory)
-      : params(params), tiles(tiles), regions(regions) {
-    places = reinterpret_cast<BlockAt*>(memory);
-    state = reinterpret_cast<float*>(places + 2);
+      : params(params), tiles(tiles), regions(regions), memory(reinterpret_cast<T*>(memory)) {
+    at = reinterpret_cast<BlockAt*>(memory);
+    state = reinterpret_cast<float*>(at + 1);
     kept = reinterpret_cast<float2*>(state + kNormRows * Block::kChannels) + threadIdx.x;
-    x = reinterpret_cast<T*>(memory + kBytesBeforeTile<kGate, kThreads>);
-    grad = x + (regions.x.pixels() + regions.filling()) * Block::kPitch;
-    gate = grad + regions.grad.pixels() * Block::kPitch;
-    shares = gate + regions.gate.pixels() * Block::kPitch;
-    list = reinterpret_cast<uint2*>(shares + (kGate ? 4 * regions.listed() : 0) * Block::kPitch);
-    turn = 0;
+    shares = this->memory + regions.shares * Block::kPitch;
+    list = reinterpret_cast<uint2*>(this->memory + regions.list * Block::kPitch);
   }
 
   __device__ void fill_up() const {
     const auto mover = Mover<kThreads>::of_thread();
 #pragma unroll 1
     for (int i = mover.pixel; i < regions.filling(); i += Block::kPixels) {
-      Vec<T, 8>{}.store(x + (regions.x.pixels() + i) * Block::kPitch + mover.channel[0]);
-      Vec<T, 8>{}.store(x + (regions.x.pixels() + i) * Block::kPitch + mover.channel[1]);
+      Vec<T, 8>{}.store(memory + (regions.x.behind + i) * Block::kPitch + mover.channel[0]);
+      Vec<T, 8>{}.store(memory + (regions.x.behind + i) * Block::kPitch + mover.channel[1]);
     }
   }
 
@@ -201,47 +266,35 @@ struct BackwardTile {
     }
   }
 
-  __device__ const BlockAt& place() const { return places[turn]; }
-  __device__ const TileAt& at() const { return place(); }
-
   // Starts to load the tile, and lists its quads.
   __device__ void load() const {
-    const TileAt at = this->at();
-    const int first_channel = place().first_channel;
-    const int valid = place().valid;
+    const BlockAt at = *this->at;
+    const auto mover = Mover<kThreads>::of_thread();
     constexpr int kBorder = Regions::kBorder;
-    const AlignConvInput& in = params.input;
-    const int height = static_cast<int>(in.height);
-    const int width = static_cast<int>(in.width);
-    const auto channels = static_cast<int>(in.channels);
-    load_region<T, kThreads, false>(in.x, valid, height, width, channels, regions.x, at.image, at.row - kBorder,
-                                    at.column - kBorder, first_channel, x);
-    load_region<T, kThreads, false>(params.grad, valid, (height - 1) / kStride + 1, (width - 1) / kStride + 1, channels,
-                                    regions.grad, at.image, Regions::first_output(at.row),
-                                    Regions::first_output(at.column), first_channel, grad);
+    const auto load = [&](auto clamps, const void* map, const MapRegion& region, int first_row, int first_column) {
+      load_region<T, kThreads, clamps.value>(map, region, regions.channels, regions.pixel_bytes, at.valid, at.image,
+                                             first_row, first_column, at.first_channel, mover, memory);
+    };
+    load(std::false_type(), params.input.x, regions.x, at.row - kBorder, at.column - kBorder);
+    load(std::false_type(), params.grad, regions.grad, Regions::first_output(at.row), Regions::first_output(at.column));
     if constexpr (kGate) {
-      load_region<T, kThreads, true>(in.gate, valid, height / 2, width / 2, channels, regions.gate, at.image,
-                                     at.row / 2 - 1, at.column / 2 - 1, first_channel, gate);
+      load(std::true_type(), params.input.gate, regions.gate, half(at.row) - 1, half(at.column) - 1);
     }
-    list_quads(at, valid, height, width);
+    list_quads(at, at.valid, regions.x.height, regions.x.width);
   }
 
   // Of the tile, those within the map.
-  __device__ int images(const TileAt& at) const {
-    return at.image + tiles.images < params.input.images ? tiles.images
-                                                         : static_cast<int>(params.input.images) - at.image;
-  }
+  __device__ int images(const TileAt& at) const { return smaller(tiles.images, regions.images - at.image); }
 
   // Quads lie in lines, whatever the image, of which each region adds some of its own.
   __device__ void list_quads(const TileAt& at, int valid, int height, int width) const {
-    const int across = regions.x.columns / 2;
-    const int quads = regions.x.images * regions.quads_of_image();
+    const int quads = regions.x.images * regions.quads_of_image;
 #pragma unroll 1
-    for (int i = thread_read_anew(); i < regions.listed(); i += kThreads) {
+    for (int i = thread_read_anew(); i < regions.listed; i += kThreads) {
       const int line = regions.across.quotient(i);
-      const int column = i - line * across;
+      const int column = regions.across.rest(i, line);
       const int image = regions.down.quotient(line);
-      const int row = 2 * (line - image * (regions.x.rows / 2)) - Regions::kBorder;  // within the tile
+      const int row = 2 * regions.down.rest(line, image) - Regions::kBorder;  // within the tile
       const int left = 2 * column - Regions::kBorder;
       unsigned flags = 1u << QuadAt::kExists;
       bool in_row[2];
@@ -259,86 +312,66 @@ struct BackwardTile {
       }
       flags |= in_row[0] && in_row[1] ? 0u : 1u << QuadAt::kRowEdge;
       flags |= in_column[0] && in_column[1] ? 0u : 2u << QuadAt::kRowEdge;
-      const QuadAt quad{2 * line * regions.x.columns + 2 * column,
-                        (line + image) * (2 / kStride) * regions.grad.columns + column * (2 / kStride),
-                        kGate ? (line + image) * regions.gate.columns + column : 0, flags};
-      list[i] = i < quads ? quad.packed() : QuadAt{regions.x.pixels(), 0, 0, 0}.packed();
+      constexpr int kUnits = Block::kPitch * sizeof(T) / 16;  // of a pixel
+      const int pixel = regions.x.first + 2 * line * regions.x.columns + 2 * column;
+      const int output = regions.grad.first + ((line + image) * regions.grad.columns + column) * (2 / kStride);
+      const int element = kGate ? regions.gate.first + (line + image) * regions.gate.columns + column : 0;
+      const bool exists = i < quads;
+      list[i] = QuadAt{(exists ? pixel : regions.x.behind) * kUnits, (exists ? output : regions.grad.first) * kUnits,
+                       (exists ? element : regions.gate.first) * kUnits, exists ? flags : 0}
+                    .packed();
     }
   }
 
   // Copies x's gradient out, with zeros for padding whatever the prologue's scale is.
   __device__ void write_x() const {
-    const auto mover = Mover<kThreads>::of_thread();
-    const AlignConvInput& in = params.input;
-    const TileAt at = this->at();
-    const int first_channel = place().first_channel;
-    const int valid = place().valid;
-    const Region& own = regions.own;
-    const int height = static_cast<int>(in.height);
-    const int width = static_cast<int>(in.width);
-    const auto channels = static_cast<int>(in.channels);
-    if (params.x == nullptr) {
-      return;
-    }
-    T* to = static_cast<T*>(params.x) + at.image * static_cast<int64_t>(height * width * channels) + first_channel;
-    const int pixels = images(at) * own.rows * own.columns;
-#pragma unroll 1
-    for (int i = mover.pixel; i < pixels; i += Block::kPixels) {
-      const int line = own.by_columns.quotient(i);
-      const int image = own.by_rows.quotient(line);
-      const int row = line - image * own.rows;
-      const int column = i - line * own.columns;
-      const int h = at.row + row;
-      const int w = at.column + column;
-      const int slot =
-          (image * regions.x.rows + row + Regions::kBorder) * regions.x.columns + column + Regions::kBorder;
-      const T* from = x + (at.image + image < valid ? slot : regions.x.pixels()) * Block::kPitch;
-      T* pixel = to + ((image * height + h) * width + w) * channels;
-      if (h < height && w < width) {
-#pragma unroll
-        for (int vector = 0; vector < 2; ++vector) {
-          if (first_channel + mover.channel[vector] < channels) {
-            Vec<T, 8>::load(from + mover.channel[vector]).store(pixel + mover.channel[vector]);
-          }
-        }
-      }
-    }
+    const BlockAt at = *this->at;
+    const int valid = at.valid - at.image;
+    write(params.x, regions.own, at, at.row, at.column, [&](int image, int row, int column, int channel) {
+      const int slot = regions.own.first + (image * regions.x.rows + row) * regions.x.columns + column;
+      return Vec<T, 8>::load(memory + (image < valid ? slot : regions.x.behind) * Block::kPitch + channel);
+    });
   }
 
   // The gate's gradient from the shares of the four quads around each of its elements.
   __device__ void write_gate() const {
-    const auto mover = Mover<kThreads>::of_thread();
-    const AlignConvInput& in = params.input;
-    const TileAt at = this->at();
-    const int first_channel = place().first_channel;
-    const Region& own = regions.own_gate;
-    const int height = static_cast<int>(in.height) / 2;
-    const int width = static_cast<int>(in.width) / 2;
-    const auto channels = static_cast<int>(in.channels);
-    if (params.gate == nullptr) {
+    const BlockAt at = *this->at;
+    const int across = regions.x.columns / 2;
+    const int down = regions.own_gate.rows + 1;
+    write(params.gate, regions.own_gate, at, half(at.row), half(at.column),
+          [&](int image, int row, int column, int channel) {
+            // Element [1][1] of the quad to the upper left, [1][0], [0][1] and [0][0] of the others.
+            const T* upper = shares + (((image * down + row) * across + column) * 4 + 3) * Block::kPitch + channel;
+            return sum_of_shares(upper, upper + (across * 4 - 2) * Block::kPitch);
+          });
+  }
+
+  // Writes the tile's own part of a map: f(image, row, column, channel) are eight channels of a pixel.
+  template <typename Function>
+  __device__ void write(void* map, const MapRegion& own, const BlockAt& at, int first_row, int first_column,
+                        const Function& f) const {
+    if (map == nullptr) {
       return;
     }
-    T* to = static_cast<T*>(params.gate) + at.image * static_cast<int64_t>(height * width * channels) + first_channel;
-    const int across = regions.x.columns / 2;
-    const int elements = images(at) * own.rows * own.columns;
+    const auto mover = Mover<kThreads>::of_thread();
+    T* to = beyond(static_cast<T*>(map) + (at.first_channel + mover.channel[0]), at.image * own.map_image,
+                   regions.pixel_bytes);
+    const int width[2] = {at.first_channel + mover.channel[0] < regions.channels ? own.width : 0,
+                          at.first_channel + mover.channel[1] < regions.channels ? own.width : 0};
+    const int pixels = images(at) * own.region_image;
 #pragma unroll 1
-    for (int i = mover.pixel; i < elements; i += Block::kPixels) {
-      const int line = own.by_columns.quotient(i);
+    for (int pixel = mover.pixel; pixel < pixels; pixel += Block::kPixels) {
+      const int line = own.by_columns.quotient(pixel);
       const int image = own.by_rows.quotient(line);
-      const int column = i - line * own.columns;
-      const int h = at.row / 2 + line - image * own.rows;
-      const int w = at.column / 2 + column;
-      // Element [1][1] of the quad to the upper left, [1][0], [0][1] and [0][0] of the others.
-      const T* upper = shares + (((line + image) * across + column) * 4 + 3) * Block::kPitch;
-      const T* lower = upper + (across * 4 - 2) * Block::kPitch;
-      T* element = to + ((image * height + h) * width + w) * channels;
-      if (h < height && w < width) {
+      const int row = own.by_rows.rest(line, image);
+      const int column = own.by_columns.rest(pixel, line);
+      const int h = first_row + row;
+      const int w = first_column + column;
+      T* own_to = beyond(to, (image * own.height + h) * own.width + w, regions.pixel_bytes);
 #pragma unroll
-        for (int vector = 0; vector < 2; ++vector) {
-          const int channel = mover.channel[vector];
-          if (first_channel + channel < channels) {
-            sum_of_shares(upper + channel, lower + channel).store(element + channel);
-          }
+      for (int vector = 0; vector < 2; ++vector) {
+        if (h < own.height && w < width[vector]) {
+          f(image, row, column, mover.channel[vector]).store(own_to + vector * Block::kChannels / 2);
         }
       }
     }
@@ -365,22 +398,22 @@ struct BackwardTile {
 // The gate, opened, at the four pixels of a quad from the 2 x 2 elements that they share.
 template <typename T>
 __device__ void open_gate(const T* top, const T* bottom, int pitch, float2 (&open)[4]) {
-  // In 16 bits the sigmoid is made of powers of two: the blends of rows take their exponents there.
-  constexpr float kOne = sizeof(T) == 2 ? kMinusLog2E : 1.0f;
-  const float2 above[2] = {pair_at(top), pair_at(top + pitch)};
-  const float2 below[2] = {pair_at(bottom), pair_at(bottom + pitch)};
+  // Weights are multiples of 1/16. In 16 bits the sigmoid is made of powers of two.
+  constexpr float kScale = (sizeof(T) == 2 ? kMinusLog2E : 1.0f) / 16.0f;
+  const auto scaled = [&](const T* at) {
+    const float2 element = pair_at(at);
+    return float2{kScale * element.x, kScale * element.y};
+  };
+  const auto both = [](float2 near, float2 far) { return float2{3.0f * near.x + far.x, 3.0f * near.y + far.y}; };
+  const float2 above[2] = {scaled(top), scaled(top + pitch)};
+  const float2 below[2] = {scaled(bottom), scaled(bottom + pitch)};
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const float share = share_of_first(row) * kOne;
-    const float rest = kOne - share;
-    float2 of_row[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      of_row[i] = {share * above[i].x + rest * below[i].x, share * above[i].y + rest * below[i].y};
-    }
+    const float2 left = row == 0 ? both(above[0], below[0]) : both(below[0], above[0]);
+    const float2 right = row == 0 ? both(above[1], below[1]) : both(below[1], above[1]);
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
-      const float2 at = blend(of_row[0], of_row[1], share_of_first(column));
+      const float2 at = column == 0 ? both(left, right) : both(right, left);
       if constexpr (sizeof(T) == 2) {
         open[2 * row + column] = {inverse_of_one_plus_power(at.x), inverse_of_one_plus_power(at.y)};
       } else {
@@ -421,6 +454,9 @@ struct PrologueSums {
 template <typename T, int kStride, bool kGate, bool kPrologue, int kThreads>
 struct LaneQuad {
   static constexpr int kPitch = BackwardBlock<kThreads>::kPitch;
+  // Whether registers for two blocks are so scarce that the list is read again after the products, and
+  // one quad enters after the other.
+  static constexpr bool kIsScarce = kGate && (kPrologue || kStride == 1);
   QuadAt at;
   T* x;              // of its first pixel
   int columns;       // pixels from row to row
@@ -436,16 +472,17 @@ struct LaneQuad {
   __device__ Vec<T, 2> value(int p, float2 distance, const StatePair& state) const {
     const auto through =
         rectified_pair<T>({state.scale.x * distance.x + state.shift.x, state.scale.y * distance.y + state.shift.y});
-    return at.is(QuadAt::kInside + p) ? through : Vec<T, 2>{};
+    return at.only_if(QuadAt::kInside + p, through);
   }
 
   // Writes what entered over x, zero where it does not count for the weights' gradients.
-  __device__ void enter(const BackwardTile<T, kStride, kGate, kThreads>& tile, int i, int channel) {
-    at = QuadAt::of(tile.list, i);
+  __device__ void enter(const BackwardTile<T, kStride, kGate, kThreads>& tile, const LaneAt<T>& own, int i,
+                        int channel) {
+    at = QuadAt::of(own.list, i);
     columns = tile.regions.x.columns;
-    x = tile.x + at.x * kPitch + channel;
+    x = own.tile + at.x * QuadAt::kUnit<T>;
     if constexpr (kGate) {
-      const T* gate = tile.gate + at.gate * kPitch + channel;
+      const T* gate = own.tile + at.gate * QuadAt::kUnit<T>;
       open_gate(gate, gate + tile.regions.gate.columns * kPitch, kPitch, open);
     }
     const StatePair state = tile.template state_of<kPrologue>(channel);
@@ -466,7 +503,7 @@ struct LaneQuad {
         if constexpr (kGate) {
           const float2 of = entered.pair(0);
           entered.set_pair(0, {of.x * open[p].x, of.y * open[p].y});
-          entered = at.is(QuadAt::kOwn + p) ? entered : Vec<T, 2>{};
+          entered = at.only_if(QuadAt::kOwn + p, entered);
         }
         if (at.is(QuadAt::kExists)) {
           entered.store(slot(p));
@@ -477,11 +514,11 @@ struct LaneQuad {
 
   // Writes x's gradient over what entered, and the shares of the gate's. back: the gradient of what
   // entered
-  __device__ void leave(const BackwardTile<T, kStride, kGate, kThreads>& tile, int i, int channel,
-                        const float2 (&back)[4], PrologueSums& prologue) {
-    if constexpr (kGate && kPrologue) {  // not kept over the products either: registers for two blocks
-      at = QuadAt::of(tile.list, i);
-      x = tile.x + at.x * kPitch + channel;
+  __device__ void leave(const BackwardTile<T, kStride, kGate, kThreads>& tile, const LaneAt<T>& own, int i, int channel,
+                        T* shares, const float2 (&back)[4], PrologueSums& prologue) {
+    if constexpr (kIsScarce) {
+      at = QuadAt::of(own.list, i);
+      x = own.tile + at.x * QuadAt::kUnit<T>;
     }
     const StatePair state = tile.template state_of<kPrologue>(channel);
     float2 of_doubled[4];  // the gradient of the doubled gate
@@ -519,7 +556,7 @@ struct LaneQuad {
       }
     }
     if constexpr (kGate) {
-      leave_shares(of_doubled, tile.shares + i * 4 * kPitch + channel);
+      leave_shares(of_doubled, shares + i * 4 * kPitch);
     }
   }
 
@@ -552,52 +589,51 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
 
   Gather<T, kStride, kGate, Block::kPitch> products = {};
   PrologueSums prologue = {};
-  load_taps<T, kThreads>(in, first_channel, tile.x);
+  T* taps = tile.memory + regions.x.first * Block::kPitch;
+  load_taps<T, kThreads>(in, first_channel, taps);
   __syncthreads();
-  if (first_channel + Block::channel_of_warp() < in.channels) {
-    products.load(tile.x + Block::channel_of_warp());
+  if (first_channel + Block::channel_of_warp() < regions.channels) {
+    products.load(taps + Block::channel_of_warp(), tile.list, tile.memory + Block::channel_of_warp());
   }
+  const auto lane = LaneAt<T>::own(tile.list, tile.memory + Block::channel_of_warp());
+  T* shares =
+      whole_shared(tile.shares + quad_of_lane() * 4 * Block::kPitch + Block::channel_of_warp() + channel_of_lane());
   __syncthreads();
   tile.fill_up();
   if constexpr (kPrologue) {
     tile.load_state(first_channel);
   }
   if (threadIdx.x == 0) {
-    const int first_tile = static_cast<int>(blockIdx.x) / slices;
-    tile.places[0] = {TileAt::of(tiles, first_tile), first_tile, static_cast<int>(gridDim.x) / slices, first_channel,
-                      static_cast<int>(in.valid_images())};
+    *tile.at = BlockAt::of(tiles, static_cast<int>(blockIdx.x) / slices, static_cast<int>(gridDim.x) / slices,
+                           first_channel, static_cast<int>(in.valid_images()));
   }
   __syncthreads();
-  while (tile.place().tile < tiles.total) {
+  while (tile.at->number < tiles.total) {
     tile.load();
     wait_for_copies();
     __syncthreads();
-    if (thread_read_anew() == 0) {
-      const BlockAt& place = tile.place();
-      const int next = place.tile + place.step;
-      tile.places[1 - tile.turn] = {TileAt::of(tiles, next), next, place.step, place.first_channel, place.valid};
-    }
     const int first = Block::channel_of_warp();
-    const int channel = first + channel_of_lane();
-    const GatherFrom<T> from{tile.x + first, tile.grad + first, regions.x.columns, regions.grad.columns};
+    const int channel = first + channel_of_lane(thread_read_anew());
     const int quads =
-        tile.place().first_channel + first < in.channels ? tile.images(tile.at()) * regions.quads_of_image() : 0;
+        tile.at->first_channel + first < regions.channels ? tile.images(*tile.at) * regions.quads_of_image : 0;
 #pragma unroll 1
     for (int unit = 0; unit < quads; unit += kQuads) {
-      const int own = unit + quad_of_lane();
       LaneQuad<T, kStride, kGate, kPrologue, kThreads> quad[2];
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
         quad[q].kept = tile.kept + 4 * q * kThreads;
-        quad[q].enter(tile, own + q * (kQuads / 2), channel);
+        quad[q].enter(tile, lane, unit + q * (kQuads / 2), channel);
+        if (quad[q].kIsScarce) {
+          __syncwarp();
+        }
       }
       __syncwarp();
       float2 back[2][4];
-      products.gather(from, tile.list + unit, back);
+      products.gather(unit, regions.x.columns, regions.grad.columns, back);
       __syncwarp();
 #pragma unroll
       for (int q = 0; q < 2; ++q) {
-        quad[q].leave(tile, own + q * (kQuads / 2), channel, back[q], prologue);
+        quad[q].leave(tile, lane, unit + q * (kQuads / 2), channel, shares, back[q], prologue);
       }
     }
     __syncthreads();
@@ -605,10 +641,13 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
     if constexpr (kGate) {
       tile.write_gate();
     }
-    tile.turn = 1 - tile.turn;
+    __syncthreads();
+    if (thread_read_anew() == 0) {
+      tile.at->advance(tiles);
+    }
     __syncthreads();
   }
-  const int channel = tile.place().first_channel + Block::channel_of_warp();
+  const int channel = tile.at->first_channel + Block::channel_of_warp();
   if (params.sums != nullptr && channel < in.channels) {
     float* to = params.sums + static_cast<int64_t>(blockIdx.x) / slices * kAlignConvSums * in.channels + channel;
     products.leave(to, in.channels);

@@ -500,6 +500,12 @@ __device__ inline void multiply_tile(float (&d)[4], const uint32_t (&a)[4], cons
 __device__ inline void multiply_tile(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   mma_16x8x16_half(d, a, b);
 }
+__device__ inline void multiply_half_tile(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __nv_bfloat16) {
+  mma_16x8x8(d, a, b);
+}
+__device__ inline void multiply_half_tile(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __half) {
+  mma_16x8x8_half(d, a, b);
+}
 
 // A product [kTilePixels][kSlice] of `left` [kTilePixels][depth] and kSlice rows of `weights`
 // [][depth], or with kByColumns kSlice columns of `weights` [depth][]: a warp takes 16 pixels and

@@ -34,6 +34,19 @@ __device__ inline void mma_16x8x16_half(float (&d)[4], const uint32_t (&a)[4], c
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// d [16 x 8] += a [16 x 8] b [8 x 8] of which a lane holds the first two words of `a` and the first of
+// `b` as of the product above.
+__device__ inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+__device__ inline void mma_16x8x8_half(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 // Four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8
 // of matrix l / 8 and receives of each matrix the elements [g][2t, 2t+1]: the operand a from rows
 // of A, the operand b from rows of B transposed. Addresses: multiples of 16.
@@ -91,6 +104,23 @@ __device__ T* whole(T* pointer) {
   return pointer;
 }
 
+// `count` times `bytes` beyond a pointer to global memory, in one instruction.
+template <typename T>
+__device__ T* beyond(T* from, int count, int bytes) {
+  T* to;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(count), "r"(bytes), "l"(from));
+  __builtin_assume(__isGlobal(to));
+  return to;
+}
+
+// As `whole`, to shared memory.
+template <typename T>
+__device__ T* whole_shared(T* pointer) {
+  auto address = static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+  asm("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // 1 / (1 + 2^x) to a relative error of 2^-21. Results below 2^-126 are zero: CUDA's __expf and
 // __fdividef treat them with care, in three times the instructions.
 __device__ inline float inverse_of_one_plus_power(float x) {
@@ -98,6 +128,13 @@ __device__ inline float inverse_of_one_plus_power(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+  return result;
+}
+
+// A word where the number is not zero, else zero. The compiler would make a mask of the condition.
+__device__ inline uint32_t word_if(unsigned number, uint32_t word) {
+  uint32_t result;
+  asm("{.reg .pred p; setp.ne.u32 p, %1, 0; selp.b32 %0, %2, 0, p;}" : "=r"(result) : "r"(number), "r"(word));
   return result;
 }
 

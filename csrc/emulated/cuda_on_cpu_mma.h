@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "emulated/cuda_on_cpu.h"
 
@@ -43,20 +44,24 @@ SHIM_RUNTIME inline float float16_in(uint32_t pair, unsigned half) {
   return bits >> 15 != 0 ? -value : value;
 }
 
-template <float (*kNumberIn)(uint32_t, unsigned)>
-SHIM_RUNTIME inline void multiply_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+template <float (*kNumberIn)(uint32_t, unsigned), unsigned kDepth>
+SHIM_RUNTIME inline void multiply_tile_of_depth(float (&d)[4], const uint32_t (&a)[kDepth / 4],
+                                                const uint32_t (&b)[kDepth / 8]) {
   auto& lanes = lanes_of_this_warp().operands;
   const unsigned g = shim::lane_number() / 4;
   const unsigned t = shim::lane_number() % 4;
   uint32_t* own = lanes[shim::lane_number()];
-  for (unsigned i = 0; i < 6; ++i) {
-    own[i] = i < 4 ? a[i] : b[i - 4];
+  for (unsigned i = 0; i < kDepth / 4; ++i) {
+    own[i] = a[i];
+  }
+  for (unsigned i = 0; i < kDepth / 8; ++i) {
+    own[4 + i] = b[i];
   }
   shim::warp_barrier(SHIM_SITE);
   for (unsigned i = 0; i < 4; ++i) {
     const unsigned column = 2 * t + i % 2;
     float sum = 0;
-    for (unsigned k = 0; k < 16; ++k) {
+    for (unsigned k = 0; k < kDepth; ++k) {
       const unsigned holder = k % 8 / 2;
       sum += kNumberIn(lanes[g * 4 + holder][i / 2 + k / 8 * 2], k % 2) *
              kNumberIn(lanes[column * 4 + holder][4 + k / 8], k % 2);
@@ -66,11 +71,19 @@ SHIM_RUNTIME inline void multiply_16x8x16(float (&d)[4], const uint32_t (&a)[4],
 }
 
 SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_16x8x16<bfloat16_in>(d, a, b);
+  multiply_tile_of_depth<bfloat16_in, 16>(d, a, b);
 }
 
 SHIM_RUNTIME inline void mma_16x8x16_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_16x8x16<float16_in>(d, a, b);
+  multiply_tile_of_depth<float16_in, 16>(d, a, b);
+}
+
+SHIM_RUNTIME inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  multiply_tile_of_depth<bfloat16_in, 8>(d, a, {b});
+}
+
+SHIM_RUNTIME inline void mma_16x8x8_half(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+  multiply_tile_of_depth<float16_in, 8>(d, a, {b});
 }
 
 SHIM_RUNTIME inline void collect_address(Lanes& lanes, const void* row) {
@@ -140,6 +153,19 @@ template <typename T>
 T* whole(T* pointer) {
   return pointer;
 }
+
+template <typename T>
+T* beyond(T* from, int count, int bytes) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(from) + int64_t{count} * bytes);
+}
+
+template <typename T>
+T* whole_shared(T* pointer) {
+  return pointer;
+}
+
+inline uint32_t word_if(unsigned number, uint32_t word) { return number != 0 ? word : 0; }
 
 inline float inverse_of_one_plus_power(float x) { return 1.0f / (1.0f + std::exp2(x)); }
 

@@ -246,14 +246,11 @@ Work work_of(std::string_view, dim3 grid, dim3 threads, const mf::AlignConvBackw
   const double warps = warps_of(threads);
   const double each = tiles.total * slices_of(in.channels);
   // Passes of a warp move 8 pixels of 64 channels; the warps of a channel that a map lacks have nothing to do.
-  const auto moves = [&](const auto& region) { return each * ((region.pixels() + 7) / 8); };
+  const auto moves = [&](const auto& region) { return each * ((region.pixels + 7) / 8); };
   Work work;
   work.bytes = x * (p.x != nullptr ? 2 : 1) * (in.gate != nullptr ? 1.25 : 1.0) + align_bytes(in, in.channels, true);
-  work.products = double{1} * tiles.total * (regions.listed() / 16) * static_cast<double>(in.channels) / 8.0;
-  work.passes = {grid.x * taps_passes()};
-  if (in.gate != nullptr) {
-    work.passes.push_back(grid.x * warps);  // zeros behind x
-  }
+  work.products = double{1} * tiles.total * (regions.listed / 16) * static_cast<double>(in.channels) / 8.0;
+  work.passes = {grid.x * taps_passes(), grid.x * warps};  // and zeros behind x
   if (in.prologue != nullptr) {
     work.passes.push_back(grid.x * 4.0 * 64.0 / 32.0);  // the prologue's state
   }
@@ -261,7 +258,7 @@ Work work_of(std::string_view, dim3 grid, dim3 threads, const mf::AlignConvBackw
   if (in.gate != nullptr) {
     work.passes.push_back(moves(regions.gate));
   }
-  work.passes.insert(work.passes.end(), {each * ((regions.listed() + 31) / 32), work.products, moves(regions.own)});
+  work.passes.insert(work.passes.end(), {each * ((regions.listed + 31) / 32), work.products, moves(regions.own)});
   if (in.gate != nullptr) {
     work.passes.push_back(moves(regions.own_gate));
   }

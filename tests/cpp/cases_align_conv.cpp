@@ -609,7 +609,7 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
     return cuda::entering<kStride>(1, height, width).pixels() * cuda::kSlice * sizeof(T);
   };
   constexpr auto backward_bytes = [](int height, int width) -> size_t {
-    return cuda::BackwardRegions<kStride, kGate>::of(1, height, width).template bytes_of_tile<T, kThreads>();
+    return cuda::BackwardRegions<kStride, kGate>::of({}, 0, 1, height, width).template bytes<T, kThreads>();
   };
   const auto forward_tiles = [&](const mf::AlignConvInput& in) {
     return cuda::ForwardTiles::of<kStride>(in, forward_bytes, kRoom);
@@ -673,7 +673,8 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
            [&](const mf::AlignConvBackward& params) {
              const cuda::Tiles tiles = cuda::Tiles::of(params.input.images, params.input.height, params.input.width, 4,
                                                        backward_bytes, kRoom);
-             const auto regions = cuda::BackwardRegions<kStride, kGate>::of(tiles.images, tiles.height, tiles.width);
+             const auto regions = cuda::BackwardRegions<kStride, kGate>::of(
+                 params.input, cuda::kPixelsBeforeTile<T, kGate, kThreads>, tiles.images, tiles.height, tiles.width);
              const auto launch = [&](auto prologue) {
                shim::launch(cuda::BackwardBlock<kThreads>::slices(params.input.channels), kThreads,
                             regions.template bytes<T, kThreads>(), [&] {
