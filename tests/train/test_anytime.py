@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from functools import cache
 
 import numpy as np
 import pytest
@@ -156,11 +157,15 @@ def test_a_few_stored_images_of_each_class_are_drawn_by_the_seed():
     assert not torch.equal(slots, other._slots(labels))
 
 
+@cache
+def unbroken(method):
+    return run(config(method, evaluate_every=3, checkpoint_every=3))
+
+
 @pytest.mark.parametrize("method", ["er", "mose", "gdumb"])
 @pytest.mark.parametrize(("batch", "inside"), [(2, False), (3, False), (3, True), (4, True), (6, True)])
 def test_a_run_that_is_resumed_has_the_same_curve(tmp_path, method, batch, inside):
-    settings = config(method, evaluate_every=3, checkpoint_every=3)
-    whole = run(settings)
+    settings, whole = config(method, evaluate_every=3, checkpoint_every=3), unbroken(method)
     with pytest.raises(Interrupted):
         run(settings, out=tmp_path / "run", listeners=[StopAt(batch, inside)])
     resumed = resume(tmp_path / "run")
