@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import matmul
 from torch.func import functional_call
 
 from mose_fast.augment import ViewMaker
@@ -91,15 +92,17 @@ class Model:
 
     @contextmanager
     def precise(self) -> Iterator[None]:
-        """Makes fp32 mean fp32: cuDNN's convolutions use TF32 (10 bits of mantissa) on their own,
-        unlike PyTorch's matrix products.
+        """Makes fp32 mean fp32, in the sums of products in bf16 too: cuDNN's convolutions use TF32
+        (10 bits of mantissa) on their own, unlike PyTorch's matrix products; and cuBLAS may round
+        the partial sums of a product in bf16 to bf16 before it adds them.
         """
-        before = torch.backends.cudnn.allow_tf32
+        before = torch.backends.cudnn.allow_tf32, matmul.allow_bf16_reduced_precision_reduction
         torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
+        matmul.allow_bf16_reduced_precision_reduction = False
         try:
             yield
         finally:
-            torch.backends.cudnn.allow_tf32 = before
+            torch.backends.cudnn.allow_tf32, matmul.allow_bf16_reduced_precision_reduction = before
 
     @contextmanager
     def step(self) -> Iterator[None]:

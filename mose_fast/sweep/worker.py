@@ -98,9 +98,10 @@ def run_cell(command: Command, emit: Emit, stop: threading.Event, listeners: lis
     listeners = [*listeners, _Report(emit, stop)]
     try:
         config = RunConfig.load(command["config"])
-        # Each run sets TF32 while it computes and resets it afterwards. The switch belongs to the
-        # process, so it is set here to what all runs of this process want, and stays.
+        # Each run sets TF32 and cuBLAS's sums while it computes and resets them afterwards. The
+        # switches belong to the process, so they are set here to what all its runs want, and stay.
         torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         if command["wandb"] is not None:
             listeners.append(WeightsAndBiases(command["wandb"], folder.path))
         if folder.config.is_file() and not command["afresh"]:

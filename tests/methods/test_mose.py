@@ -202,6 +202,19 @@ def test_only_tf32_lets_convolutions_use_tf32(precision, before, monkeypatch):
     assert torch.backends.cudnn.allow_tf32 == before
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_sums_of_products_in_bf16_stay_in_float32(allowed):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = allowed
+        with learner(precision="bf16").model.precise():
+            assert not matmul.allow_bf16_reduced_precision_reduction
+        assert matmul.allow_bf16_reduced_precision_reduction == allowed
+    finally:  # monkeypatch cannot put it back: the object does not hold it
+        matmul.allow_bf16_reduced_precision_reduction = before
+
+
 def test_weights_depend_on_the_seed_alone():
     torch.manual_seed(1)
     first = learner(seed=5).weights_hash()
