@@ -7,7 +7,7 @@ namespace mf::cuda {
 namespace {
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kPoolThreads, 12) norm_pool_kernel(const NormPoolForward params) {
+__global__ void __launch_bounds__(kPoolThreads, 8) norm_pool_kernel(const NormPoolForward params) {
   norm_pool_block<T, kVector>(params);
 }
 

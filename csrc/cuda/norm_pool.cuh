@@ -7,6 +7,7 @@
 #pragma once
 
 #include "api/norm_pool.h"
+#include "cuda/batch_norm_act_walk.cuh"
 #include "cuda/vec.cuh"
 
 namespace mf::cuda {
@@ -15,6 +16,7 @@ constexpr int kPoolThreads = 64;       // of a forward block: vectors of channel
 constexpr int kPoolGradThreads = 256;  // of a backward block
 constexpr int kPoolGradVectors =
     32;  // vectors of channels of one image in a backward block; its other threads take other pixels
+constexpr int kPoolImages = 6;  // of a backward block's thread, whose loads it starts before it waits for the first
 constexpr int kPoolStateChannels =
     8;  // channels of a block that sums the state's gradient; its other threads take other images
 
@@ -107,14 +109,26 @@ __device__ void sum_over_images(const T* grad, const float* sums, const float* c
   const int64_t channel = block * kPoolStateChannels + thread % kPoolStateChannels;
   float dscale = 0.0f;
   float dshift = 0.0f;
-  if (channel < channels) {
-#pragma unroll 4
-    for (int64_t image = thread / kPoolStateChannels; image < images; image += lanes) {
-      const float g = to_float(grad[image * channels + channel]) * share;
-      dscale += g * sums[image * channels + channel];
-      dshift += g * counts[image * channels + channel];
+  const int end = channel < channels ? static_cast<int>(images) : 0;
+  in_batches<kPoolImages>(thread / kPoolStateChannels, end, lanes, [&](int image, int step, int count, auto is_full) {
+    float g[kPoolImages], deviations[kPoolImages], kept[kPoolImages];
+#pragma unroll
+    for (int j = 0; j < kPoolImages; ++j) {
+      if (is_full || j < count) {
+        const int64_t at = (image + j * step) * channels + channel;
+        g[j] = to_float(grad[at]) * share;
+        deviations[j] = sums[at];
+        kept[j] = counts[at];
+      }
     }
-  }
+#pragma unroll
+    for (int j = 0; j < kPoolImages; ++j) {
+      if (is_full || j < count) {
+        dscale += g[j] * deviations[j];
+        dshift += g[j] * kept[j];
+      }
+    }
+  });
   partial[2 * thread] = dscale;
   partial[2 * thread + 1] = dshift;
   __syncthreads();
