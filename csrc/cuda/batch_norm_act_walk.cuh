@@ -47,7 +47,7 @@ struct Walk {
 };
 
 // The second pass' wait for the first, in which it brings what it reads first into the L2 cache: its
-// first positions, `at` elements from the map's begin.
+// first positions, `at` elements from the map's begin. Then lets the next kernel begin.
 template <int kBatch, typename T, typename At>
 __device__ void wait_for_first_pass(const T* map, const Walk& walk, int end, const At& at) {
 #pragma unroll
@@ -58,6 +58,7 @@ __device__ void wait_for_first_pass(const T* map, const Walk& walk, int end, con
     }
   }
   wait_for_previous();
+  let_next_begin();
 }
 
 // Calls work(position, step, count, is_full) for kBatch positions at a time, the last time for
