@@ -94,15 +94,19 @@ class Model:
     def precise(self) -> Iterator[None]:
         """Makes fp32 mean fp32, in the sums of products in bf16 too: cuDNN's convolutions use TF32
         (10 bits of mantissa) on their own, unlike PyTorch's matrix products; and cuBLAS may round
-        the partial sums of a product in bf16 to bf16 before it adds them.
+        the partial sums of a product in bf16 to bf16 before it adds them. PyTorch passes that on
+        for single products, not for batched ones.
         """
-        before = torch.backends.cudnn.allow_tf32, matmul.allow_bf16_reduced_precision_reduction
+        tf32 = torch.backends.cudnn.allow_tf32
+        rounds = matmul.allow_bf16_reduced_precision_reduction
+        splits = matmul.allow_bf16_reduced_precision_reduction_split_k
         torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
-        matmul.allow_bf16_reduced_precision_reduction = False
+        matmul.allow_bf16_reduced_precision_reduction = False, splits
         try:
             yield
         finally:
-            torch.backends.cudnn.allow_tf32, matmul.allow_bf16_reduced_precision_reduction = before
+            torch.backends.cudnn.allow_tf32 = tf32
+            matmul.allow_bf16_reduced_precision_reduction = rounds, splits
 
     @contextmanager
     def step(self) -> Iterator[None]:

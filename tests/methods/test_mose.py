@@ -202,15 +202,20 @@ def test_only_tf32_lets_convolutions_use_tf32(precision, before, monkeypatch):
     assert torch.backends.cudnn.allow_tf32 == before
 
 
-@pytest.mark.parametrize("allowed", [False, True])
-def test_sums_of_products_in_bf16_stay_in_float32(allowed):
+@pytest.mark.parametrize("wanted", [(True, True), (False, True), (False, False)])
+def test_sums_of_products_in_bf16_stay_in_float32(wanted):
+    """And whether cuBLAS may split a sum is left as it was."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction
+
+    def now():
+        return (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k)
+
+    before = now()
     try:
-        matmul.allow_bf16_reduced_precision_reduction = allowed
+        matmul.allow_bf16_reduced_precision_reduction = wanted
         with learner(precision="bf16").model.precise():
-            assert not matmul.allow_bf16_reduced_precision_reduction
-        assert matmul.allow_bf16_reduced_precision_reduction == allowed
+            assert now() == (False, wanted[1])
+        assert now() == wanted
     finally:  # monkeypatch cannot put it back: the object does not hold it
         matmul.allow_bf16_reduced_precision_reduction = before
 
