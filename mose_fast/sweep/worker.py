@@ -34,6 +34,7 @@ import torch
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.evaluate import TaskAccuracy
 from mose_fast.methods import Learner, resolve_device
+from mose_fast.methods.model import set_precision
 from mose_fast.output import guarded_output
 from mose_fast.progress import Progress
 from mose_fast.streams import Stream, StreamError
@@ -100,8 +101,7 @@ def run_cell(command: Command, emit: Emit, stop: threading.Event, listeners: lis
         config = RunConfig.load(command["config"])
         # Each run sets TF32 and cuBLAS's sums while it computes and resets them afterwards. The
         # switches belong to the process, so they are set here to what all its runs want, and stay.
-        torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        set_precision(config.precision)
         if command["wandb"] is not None:
             listeners.append(WeightsAndBiases(command["wandb"], folder.path))
         if folder.config.is_file() and not command["afresh"]:
