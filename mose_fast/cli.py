@@ -244,6 +244,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--baselines", metavar="NAME", help="the other methods' preset: table or sources, their own values [table]"
     )
     table.add_argument("--methods", metavar="A,B", help="the rows of some methods alone: mose, er, ... [all]")
+    table.add_argument("--without", metavar="A,B", help="leave out the rows of some data sets, such as tiny [none]")
     _add_flags(table, [name for name in _FLAGS if name not in _DESCRIBED])
     _add_place(table)
     files = table.add_argument_group("files")
@@ -501,6 +502,7 @@ def _paper(arguments: argparse.Namespace) -> int:
             preset=preset,
             baselines=given.get("baselines", DEFAULT_PRESETS.baselines),
             methods=given["methods"].split(",") if "methods" in given else None,
+            without=given["without"].split(",") if "without" in given else (),
             changes=changes,
             place=_place(arguments),
             dry_run=given.get("dry_run", False),
