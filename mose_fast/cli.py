@@ -302,11 +302,12 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         epilog="example: mose-fast bench --memory 5000; on a CPU: --width 8",
     )
-    speed.set_defaults(seconds=2.0, only="", csv=None)
+    speed.set_defaults(seconds=2.0, only="", csv=None, traceback=False)
     _add_flags(speed, _BENCHED)
     speed.add_argument("--seconds", type=float, metavar="S", help="seconds for each measurement, after its warm-up [2]")
     speed.add_argument("--only", metavar="TEXT", help="run only the measurements whose names contain this text")
     speed.add_argument("--csv", metavar="FILE", help="also write the rows to this file")
+    speed.add_argument("--traceback", action="store_true", help="print where a measurement failed, too")
 
     doctor = command("doctor", _doctor, help="check what this machine has, what is missing and how to install it")
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
@@ -660,7 +661,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         watch=lambda name: print(f"... {name}", file=sys.stderr),
     )
     print(report.text())
-    for name, trace in report.failures.items():
+    for name, trace in report.failures.items() if arguments.traceback else ():
         print(f"\n{name} failed:\n{trace}", file=sys.stderr)
     if arguments.csv is not None:
         Path(arguments.csv).write_text(report.table(), encoding="utf-8")
