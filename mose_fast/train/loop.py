@@ -77,7 +77,7 @@ class Loop:
         clock: Clock,
     ) -> None:
         self.config, self.stream, self.learner, self.folder = config, resident(stream, learner.device), learner, folder
-        self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
+        self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events, own=True)]
         self.joint = config.train_on == "final_memory"
         #: The stream that the learner sees: the upper bound sees the images of all tasks shuffled
         #: into one task.
