@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import mose_fast  # noqa: F401  (before any test imports torch: it settles for how long threads spin)
+
 PACKED = Path(__file__).resolve().parents[2] / "shared" / "data"
 UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
 
