@@ -1,10 +1,11 @@
 """Two runs on one card are two processes: on the stand-in card both are captured, and each is the
-run that it would be alone.
+run that it would be alone. Two threads of one process are refused.
 """
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mose_fast import _loader, processes
 from mose_fast.sweep import engine as engine_module
 from mose_fast.sweep.engine import LocalEngine
 from mose_fast.sweep.folder import SweepFolder
-from mose_fast.train import run
+from mose_fast.train import Listener, RunError, run
 from tests.ordering.card import Card
 from tests.ordering.test_loop import settings
 
@@ -48,3 +49,15 @@ def test_two_processes_of_one_card_finish(tmp_path, monkeypatch):
         with Card():
             assert results["weights_sha256"] == run(settings(seed=seed))["weights_sha256"]
     assert not torch.cuda.is_initialized()
+
+
+def test_a_second_thread_makes_no_run_on_the_card():
+    class Runs(Listener):
+        def on_batch(self, batch, losses):
+            if batch == 2:
+                with ThreadPoolExecutor(1) as thread, pytest.raises(RunError, match="another thread of this process"):
+                    thread.submit(run, settings(seed=1)).result()
+
+    with Card() as card:
+        results = run(settings(), listeners=[Runs()])
+    assert not card.races and not card.broken and results["eager_steps"] == 2
