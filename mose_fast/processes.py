@@ -20,4 +20,5 @@ def python(module: str, *arguments: str) -> list[str]:
     """
     # An empty entry means the current folder.
     path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
-    return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; from {module} import main; main()", *arguments]
+    code = f"import sys; sys.path[:] = {path!r}; from {module} import main; sys.exit(main())"
+    return [sys.executable, "-c", code, *arguments]
