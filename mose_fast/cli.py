@@ -348,7 +348,7 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     place.add_argument(
         "--mps",
         action="store_true",
-        help="runs on one card compute at the same time, by a server of CUDA's Multi-Process Service of their own",
+        help="runs on one card compute at the same time, by a server of CUDA's MPS that is started for them",
     )
     place.add_argument("--gpus", metavar="0,1", help="cards to use, numbered as in CUDA_VISIBLE_DEVICES [all]")
     place.add_argument("--engine", metavar="NAME", help="local, or ray to use a Ray cluster [local]")
