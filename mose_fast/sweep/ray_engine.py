@@ -111,9 +111,13 @@ class RayEngine:
             try:
                 self.ray.get(task)
             except self.ray.exceptions.RayError as error:
+                # Of an exception in the task, such as an import that failed on its machine; a task
+                # whose process was killed has none.
                 cause = getattr(error, "cause", None)
-                if isinstance(cause, RunError):
-                    last = {"event": "failed", "cell": cell, "error": str(cause)}
+                if isinstance(cause, Exception):
+                    name = "" if isinstance(cause, RunError) else f"{type(cause).__name__}: "
+                    lines = str(cause).strip().splitlines() or [repr(cause)]
+                    last = {"event": "failed", "cell": cell, "error": f"{name}{lines[-1]}"}
             if task not in self.ended:
                 found.append(last)
         return found

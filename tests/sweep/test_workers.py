@@ -353,13 +353,14 @@ class RayOfTasks:
     exceptions = SimpleNamespace(RayError=RuntimeError)
 
     def __init__(self):
-        self.finished, self.events = [], []
+        self.finished, self.events, self.errors = [], [], {}
 
     def wait(self, tasks, num_returns, timeout):
         return [task for task in tasks if task in self.finished], []
 
     def get(self, task):
-        pass
+        if task in self.errors:
+            raise self.errors[task]
 
     def qsize(self):
         return len(self.events)
@@ -384,6 +385,24 @@ def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one():
     ray.finished = [2]
     assert engine.events(0) == [{"event": "died", "cell": "a", "signal": None}]
     assert engine.free() == 2
+
+
+@pytest.mark.parametrize(
+    ("cause", "event"),
+    [
+        (RunError("machine m does not see it"), {"event": "failed", "error": "machine m does not see it"}),
+        (ImportError("a page\nthis is not torch"), {"event": "failed", "error": "ImportError: this is not torch"}),
+        (None, {"event": "died", "signal": None}),
+    ],
+)
+def test_a_ray_task_that_fails_says_why(cause, event):
+    ray = RayOfTasks()
+    engine = RayEngine.__new__(RayEngine)
+    engine.ray = engine.queue = ray
+    engine.running, engine.ended = {1: "a"}, set()
+    ray.finished, ray.errors = [1], {1: RuntimeError("a long traceback")}
+    ray.errors[1].cause = cause
+    assert engine.events(0) == [{**event, "cell": "a"}]
 
 
 def test_unreachable_ray(tmp_path):
