@@ -329,8 +329,8 @@ def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, more
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(path.read_text()) for path in (tmp_path / "s").glob("*/results.json")]
     here = build_info()
-    assert len(found) == 4
-    assert {(run["native_backend"], run["commit"]) for run in found} == {(here["backend"], here["commit"])}
+    assert [run["native_backend"] for run in found] == [here["backend"]] * 4
+    assert {run["commit"] is None for run in found} == {here["commit"] is None}
 
 
 @pytest.mark.slow
