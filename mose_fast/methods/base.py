@@ -3,7 +3,6 @@ for both."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,9 +37,6 @@ _EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
 
 # What the review multiplies gradients by.
 _REVIEW_WEIGHT = 0.1
-
-# PyTorch's random state belongs to the process; runs in several threads must not share it.
-_PYTORCH_RANDOM_STATE = threading.Lock()
 
 
 class Planning(IntEnum):
@@ -555,7 +551,7 @@ class Learner(ABC):
         # The weights depend only on their seed, not on the device or on earlier random numbers of
         # the program.
         seed = self.config.seed if self.config.init_seed is None else self.config.init_seed
-        with _PYTORCH_RANDOM_STATE, torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = self.build_network()
         network.use_kernels(self.kernels)

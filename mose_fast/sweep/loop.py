@@ -11,7 +11,7 @@ from mose_fast.sweep.cells import CellRecord, CellState
 from mose_fast.sweep.display import Display
 from mose_fast.sweep.engine import Engine
 from mose_fast.sweep.folder import SweepFolder
-from mose_fast.sweep.protocol import Event
+from mose_fast.sweep.protocol import Event, how_it_died
 from mose_fast.sweep.store import RunDamaged, Store, collect, read_run
 from mose_fast.train.files import RunError, RunFolder, checkpoint_files
 
@@ -142,12 +142,13 @@ class CellLoop:
     def _on_death(self, record: CellRecord, signal: int | None) -> None:
         progressed = self._checkpoints(record) != record.checkpoints
         record.deaths = 1 if progressed else record.deaths + 1
-        how = f"killed by signal {signal}" if signal else "ended without a message"
         if record.deaths >= _DEATHS:
             times = f"{_DEATHS} times without getting further"
-            self._give_up(record, f"its process was {how} {times}; does it have enough memory?")
+            self._give_up(record, f"its process {how_it_died(signal)} {times}; does it have enough memory?")
         else:
-            self.display.say(f"{record.cell.name}: its process was {how}; it continues from its last checkpoint")
+            self.display.say(
+                f"{record.cell.name}: its process {how_it_died(signal)}; it continues from its last checkpoint"
+            )
             record.state = CellState.WAITING
             self.queue.appendleft(record)
 

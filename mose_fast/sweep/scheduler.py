@@ -70,6 +70,7 @@ def run_sweep(
     gpus: Sequence[str] | None = None,
     engine: str = "local",
     address: str = "auto",
+    mps: bool = False,
     stream: str | Mapping[str, Any] | StreamConfig | None = None,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
@@ -83,10 +84,11 @@ def run_sweep(
         out: The sweep's folder; each run gets a folder in it.
         workers: Number of runs at the same time on the CPU; None: as many as there are cores, cells
             and memory.
-        per_gpu: Number of runs at the same time on each card; None: 2.
+        per_gpu: Number of runs at the same time on each card, each a process; None: 1.
         gpus: Cards to use, named as in CUDA_VISIBLE_DEVICES; None: all.
         engine: ``local``, or ``ray`` for a cluster.
         address: Address of the Ray cluster.
+        mps: Whether runs on one card compute at the same time, by CUDA's Multi-Process Service.
         stream: Stream of all runs: its name or its settings.
         options: Options of all runs that differ from the preset.
         **settings: Other fields of :class:`RunConfig`, for all runs.
@@ -111,7 +113,7 @@ def run_sweep(
     lists = {name: values if isinstance(values, str | Mapping) else list(values) for name, values in grid.items()}
     methods = lists.get("method") or [changes.get("method", RunConfig.method)]
     axes = axes_of(lists, methods, "grid")
-    place = Place(workers, per_gpu, None if gpus is None else tuple(gpus), engine, address)
+    place = Place(workers, per_gpu, None if gpus is None else tuple(gpus), engine, address, mps)
     outcome = run_grid(Grid(axes, changes), out, place)
     if outcome.failures:
         warnings.warn("\n".join(map(str, outcome.failures)), stacklevel=2)

@@ -35,13 +35,14 @@ STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
 #: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
-#: ``kind_seed``; readers refuse others.
-FORMAT = 5
+#: ``kind_seed``, format 5 no ``eager_steps``; readers refuse others.
+FORMAT = 6
 
 # Columns that earlier formats lack, by the first format that has them.
 _ADDED = {
     4: ("evaluate_on TEXT NOT NULL DEFAULT 'test'", "validation REAL"),
     5: ("kind TEXT NOT NULL DEFAULT 'tasks'", "kind_seed INTEGER NOT NULL DEFAULT 0"),
+    6: ("eager_steps INTEGER",),
 }
 
 
@@ -123,6 +124,9 @@ COLUMNS: dict[str, Column] = {
     "macs": Column(int, "multiply-accumulates per image of the trained model", "macs.trained"),
     "macs_deployed": Column(int, "multiply-accumulates per image of the deployed model", "macs.deployed"),
     "steps": Column(int, "number of training steps"),
+    "eager_steps": Column(
+        int | None, "number of steps not replayed from a graph, None on the CPU and for runs of older versions"
+    ),
     "seconds_train": Column(float, "seconds of training", "seconds.train"),
     "seconds_evaluate": Column(float, "seconds of evaluation", "seconds.evaluate"),
     "seconds_checkpoint": Column(float, "seconds of checkpoints", "seconds.checkpoint"),

@@ -64,7 +64,8 @@ class Loop:
         position: The next batch: ``task`` (the part of the stream), epoch and number within the
             epoch; ``done`` counts batches over the whole run. After the parts of the stream,
             training on the final memory is one more.
-        records: The results of all evaluations so far, and how often the run was resumed.
+        records: The results of all evaluations so far, how often the run was resumed, how many
+            steps were replayed, and how many captures were tried once more.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Loop:
         self.presented = self.stream.as_one_task() if learner.joint_stream else self.stream
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
+        self.records |= {"replayed": 0, "retries": 0}
         self.records |= {"confusion": [], "confusion_by_class": [], "anytime": None}
         points = None if stream.borders else {"images_seen": [], "classes_seen": []}
         self.records["evaluation_points"] = points
@@ -171,6 +173,8 @@ class Loop:
         if losses is not None and not all(map(math.isfinite, losses.values())):
             self._diverge(taken, losses)
         self.position = _after(taken.position, 1)
+        self.records["replayed"] += taken.replayed
+        self.records["retries"] += taken.retries
         self.last_losses.extend([] if losses is None else [next(iter(losses.values()))])
         self._notify("on_batch", self.position["done"], losses)
 
@@ -399,9 +403,18 @@ def _copied(records: Any) -> Any:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
+    """PyTorch's deterministic mode, without its filling of every new tensor: nothing that a step
+    reads is left unwritten, and the launches that fill tensors would be in every graph.
+    """
+    if not wanted:
+        yield
+        return
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(before or wanted)
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filling

@@ -70,11 +70,8 @@ def read_results(text: str | bytes) -> Any:
         config = upgraded(results["config"])
         changes = current_names(results["changes_from_preset"], config["method"])
         results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
-    return (
-        {"held_out": None, "anytime": None, "evaluation_points": None, **results}
-        if isinstance(results, dict)
-        else results
-    )
+    missing = dict.fromkeys(("held_out", "anytime", "evaluation_points", "eager_steps", "capture_retries"))
+    return missing | results if isinstance(results, dict) else results
 
 
 def build_results(
@@ -90,6 +87,8 @@ def build_results(
     evaluation_points: dict[str, Any] | None,
     untrained: dict[str, dict[str, list[float]]],
     resumed: int,
+    replayed: int,
+    retries: int,
     clock: Clock,
 ) -> dict[str, Any]:
     """Everything about a finished run, as plain values.
@@ -111,6 +110,8 @@ def build_results(
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
         resumed: How often the run was resumed.
+        replayed: Number of steps that were replayed from graphs.
+        retries: Number of captures that were tried once more.
         clock: The run's clock; it is read last.
     """
     tasks, parts = len(stream.tasks), stream.parts
@@ -208,6 +209,8 @@ def build_results(
         "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
         "macs": {"trained": trained.macs, "deployed": deployed.macs},
         "steps": learner.steps,
+        "eager_steps": learner.steps - replayed if device.type == "cuda" else None,
+        "capture_retries": retries if device.type == "cuda" else None,
         "resumed": resumed,
         "peak_memory_bytes": {
             "host": peak_bytes(),

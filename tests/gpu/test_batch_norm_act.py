@@ -253,6 +253,25 @@ def test_two_streams_at_a_time():
         assert all(torch.equal(a, b) for result in kept for a, b in zip(result, first, strict=True))
 
 
+@pytest.mark.needs("graphs")
+def test_graphs_of_one_stream_at_a_time():
+    """Each has tickets of its own, though both were captured on the same stream."""
+    problems = [Problem("two norms", 256, channels, 16, torch.bfloat16) for channels in (64, 128)]
+    wanted = [problem.run(batch_norm_act) for problem in problems]
+    captured_on, streams = torch.cuda.Stream(), [torch.cuda.Stream() for _ in problems]
+    graphs, results = [torch.cuda.CUDAGraph() for _ in problems], []
+    for problem, graph in zip(problems, graphs, strict=True):
+        with torch.cuda.graph(graph, stream=captured_on):
+            results.append(problem.run(batch_norm_act))
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for result, first in zip(results, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
+
+
 def names_of(call):
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
