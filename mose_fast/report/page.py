@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mose_fast._version import __version__
@@ -99,10 +99,10 @@ def write_report(
     warnings = check_comparable([run.row for g in groups for run in g.runs], force=force)
     page, all_tables, pictures = render_page(groups, skipped, warnings)
 
-    contents = {_PAGE: page.encode()}
+    contents: dict[str, str | bytes] = {_PAGE: page}
     for table in all_tables:
         for ending, text in zip(FORMATS, (table.csv(), table.markdown(), table.latex()), strict=True):
-            contents[f"tables/{table.name}.{ending}"] = text.encode()
+            contents[f"tables/{table.name}.{ending}"] = text
     for picture in pictures:
         contents |= {f"figures/{picture.name}.svg": picture.svg, f"figures/{picture.name}.pdf": picture.pdf}
     out = folders[0] / "report" if out is None else Path(out)
@@ -119,7 +119,7 @@ def write_report(
     return out / _PAGE, skipped
 
 
-def _remove_earlier(out: Path, contents: Mapping[str, bytes]) -> None:
+def _remove_earlier(out: Path, contents: Iterable[str]) -> None:
     """Deletes the files that the report in ``out`` names as its own; refuses to replace others."""
     page = out / _PAGE
     own: list[str] = []
