@@ -448,5 +448,7 @@ def test_unusable_arrays_are_refused(exported):
         classifier.predict(torch.zeros(1, 32, 32, 3))
     with pytest.raises(ValueError, match=r"shape \[1, 3, 32, 32\]"):
         classifier.predict(np.zeros((1, 3, 32, 32), np.uint8))
+    with pytest.raises(ValueError, match="images is a masked array; wanted a plain one"):
+        classifier.predict(np.ma.array(np.zeros((1, 32, 32, 3), np.uint8)))
     assert len(classifier.predict(np.zeros((0, 32, 32, 3), np.uint8)).label) == 0
     assert list(classify_files(classifier, [])) == []

@@ -94,10 +94,11 @@ class Study:
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
-            what = "another program holds it: end that one" if "locked" in str(cause) else "free some space"
+            advice = {"locked": "end the program that holds it", "full": "free some space"}
+            found = (what for word, what in advice.items() if word in str(cause))
             raise RunError(
-                f"cannot use the file of the study's trials, {self.path}: {cause}; {what}, then run the same command"
-                " again, or choose another --out"
+                f"cannot use the file of the study's trials, {self.path}: {cause};"
+                f" {next(found, 'move it away')}, then run the same command again, or choose another --out"
             ) from error
 
     def ask(self, known: int) -> FrozenTrial:

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import errno
 import html
 import io
 import re
@@ -382,6 +383,18 @@ def test_no_runs_no_folder_and_no_permission_are_errors(make, tmp_path):
         write_report([tmp_path / "missing"])
     with pytest.raises(RunError, match=r"cannot write the report into .*file"):
         write_report([tmp_path / "runs"], tmp_path / "file")
+
+
+def test_a_full_disk_has_advice_for_a_report(make, tmp_path, no_figures, monkeypatch):
+    make(0)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mose_fast.train.files.os.fsync", full)
+    with pytest.raises(RunError, match=r"report\.html .*: No space left.* then run the same command again$") as refusal:
+        write_report([tmp_path / "runs"], tmp_path / "out")
+    assert "resume" not in str(refusal.value)
 
 
 def test_an_earlier_report_is_replaced_and_other_files_stay(make, tmp_path, read_page, no_figures):
