@@ -89,7 +89,9 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(tmp_path, monkeypatch):
             lambda: study.tell(trial, [0.5], 0.5, pruned=False),
         )
         for use in uses:
-            with pytest.raises(RunError, match=rf"^cannot use .* {path}: database is locked; end the program that holds"):
+            with pytest.raises(
+                RunError, match=rf"^cannot use .* {path}: database is locked; end the program that holds"
+            ):
                 use()
     study.tell(trial, [0.5], 0.5, pruned=False)
     assert [t.value for t in study.trials] == [0.5]
