@@ -19,6 +19,7 @@ import mose_fast
 from mose_fast.config import METHOD_SETTINGS, ConfigError, RunConfig, StreamConfig
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.export import export_run
+from mose_fast.memory import ReplayMemory
 from mose_fast.methods import Er, create_learner, method_names, resolve_device
 from mose_fast.settings import all_settings, dotted, with_changes
 from mose_fast.streams import from_arrays, from_batches, locate
@@ -164,6 +165,13 @@ def evaluated(part):
     return evaluate_learner(learner, stream, part)
 
 
+def drawn(task, **how):
+    memory = ReplayMemory(8, (8, 8), seed=1)
+    memory.insert(torch.from_numpy(IMAGES[:6]), torch.from_numpy(LABELS[:6]), task, torch.arange(6))
+    memory.insert(torch.from_numpy(IMAGES[:2]), torch.from_numpy(LABELS[:2]), 5, torch.arange(2))
+    return memory.draw(**how).tolist()
+
+
 def made(stream):
     """What a stream is and in which order it comes, without its images."""
     about = {f.name: getattr(stream, f.name) for f in dataclasses.fields(stream) if f.type not in ("Tensor",)}
@@ -222,6 +230,11 @@ CALLS = {
     Er.begin_task: (began, {"task": 3, "classes": [1, 2]}),
     Er.predict: (predicted, {"classifier": "ncm", "expert": 1}),
     evaluate_learner: (evaluated, {"part": 1}),
+    ReplayMemory.insert: (lambda task: drawn(task, count=3, only=4), {"task": 4}),
+    ReplayMemory.draw: (
+        lambda count, only, others: (drawn(4, count=count, only=only), drawn(4, count=count, others=others)),
+        {"count": 3, "only": 4, "others": 5},
+    ),
     resolve_device: (resolve_device, {"name": "cpu"}),
     locate: (locate, {"name": "digits", "data_dir": "."}),
 }
