@@ -121,7 +121,12 @@ MASKED = "a masked array; wanted a plain one: leave out what is masked, or give 
 
 def is_masked(value: Any) -> bool:
     """Whether a value is one of numpy's masked arrays, whose masked elements have a value, too."""
-    return "numpy.ma" in sys.modules and isinstance(value, sys.modules["numpy.ma"].MaskedArray)
+    return isinstance(value, _loaded("numpy.ma", "MaskedArray"))
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class of a module that is slow to import: of one that is not loaded, there is no object."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 def plain(value: Any) -> Any:
@@ -134,7 +139,7 @@ def plain(value: Any) -> Any:
             value = float(value)  # numpy's long double is its own item
     elif isinstance(value, os.PathLike):
         value = os.fsdecode(value)
-    elif "torch" in sys.modules and isinstance(value, sys.modules["torch"].device):
+    elif isinstance(value, _loaded("torch", "device")):
         value = str(value)
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
