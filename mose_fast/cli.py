@@ -24,14 +24,16 @@ from mose_fast import streams
 from mose_fast._version import __version__
 from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig, StreamConfig, upgraded
 from mose_fast.errors import MoseFastError
+from mose_fast.export.card import read_card
 from mose_fast.knobs import as_text, settings_of, usual_name
 from mose_fast.method_list import listed_methods
 from mose_fast.output import Guarded, guarded_output
 from mose_fast.settings import all_settings, assignment, full_name, read_value, with_absolute_paths, with_changes
 from mose_fast.signals import raised_at_once
+from mose_fast.train.files import RunError, RunFolder, check_folders
 
 # Commands import the rest when they need it: torch, pandas and scipy take seconds to import, and
-# help, lists and the message on a wrong flag should not wait for them.
+# help, lists and the messages on wrong flags and missing folders should not wait for them.
 if TYPE_CHECKING:
     from mose_fast.progress import Progress
     from mose_fast.sweep.place import Place
@@ -419,9 +421,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
+    out = Path(arguments.folder)
+    RunFolder(out).check_resumable()
     from mose_fast import train
 
-    out = Path(arguments.folder)
     listeners = _loggers(arguments, out)
     return _follow(out, lambda shown: train.resume(out, listeners=[shown, *listeners], whole_process=True))
 
@@ -541,6 +544,7 @@ def _lost(shown: Guarded, needed: bool) -> int:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
+    check_folders([arguments.folder])
     from mose_fast.sweep.store import STORE, collect
 
     table, skipped = collect(arguments.folder)
@@ -581,6 +585,7 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    check_folders(arguments.folders)
     from mose_fast.report.page import write_report
 
     page, skipped = write_report(arguments.folders, arguments.out, force=arguments.force)
@@ -591,6 +596,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    if reason := RunFolder(arguments.run).unfinished:
+        raise RunError(f"{arguments.run}: {reason}")
     from mose_fast.export import CARD, export_run
 
     folder = export_run(
@@ -614,6 +621,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
+    read_card(Path(arguments.export))
     from mose_fast.export import Classifier, classify_files
 
     failures = 0

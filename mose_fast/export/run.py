@@ -16,7 +16,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mose_fast.config import ConfigError, RunConfig, near_matches
-from mose_fast.export.classifier import CARD, FORMAT, MODELS, Classifier, ExportError, stored_card
+from mose_fast.export.card import CARD, FORMAT, MODELS, USUAL, ExportError, stored_card
+from mose_fast.export.classifier import Classifier
 from mose_fast.methods import Learner, create_learner
 from mose_fast.nn import CLASSIFIERS, CosineClassifier
 from mose_fast.nn.corrected import CorrectedLinear
@@ -71,7 +72,7 @@ def export_run(
     if "onnx" in formats:
         _require_onnx()
     run = Path(run)
-    folder = run / "export" if out is None else Path(out)
+    folder = run / USUAL if out is None else Path(out)
     _check_free(folder, overwrite)
     _, results = read_run(run)
     learner = restore(run, results)

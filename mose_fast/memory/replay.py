@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mose_fast.device import upload
+from mose_fast.knobs import plain
 from mose_fast.memory.twin import HostTwin, decide
 from mose_fast.ops.reservoir import SlotFilter, draw, insert
 
@@ -96,7 +97,7 @@ class ReplayMemory:
             tasks, state = self._on_host()
             slots = decide(torch.empty_like(tasks), state.clone(), len(x), task)
             self._note_old(upload(slots[slots >= 0], self.images.device))
-        slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, task, index)
+        slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, plain(task), index)
         if self.twin is not None:
             self.twin.insert(len(x), task)
         self.seen += len(x)
@@ -172,6 +173,7 @@ class ReplayMemory:
         Returns:
             int64 [n], n = min(count, slots that qualify), in random order.
         """
+        count, only, others = plain(count), plain(only), plain(others)
         if only is not None and others is not None:
             raise ValueError(f"only is {only} and others is {others}; wanted at most one of them")
         tasks, state = self._on_host()

@@ -119,7 +119,6 @@ def create_learner(
         config = RunConfig.create(**settings)
     elif settings:
         raise ConfigError(f"{', '.join(settings)}: given beside config; wanted them inside it")
-    stream = {"classes": classes, "image_size": image_size, "mean": mean, "std": std, "mirror_safe": mirror_safe}
-    check_stream(**stream)
-    check_room(config, image_size, classes)
+    stream = check_stream(classes=classes, image_size=image_size, mean=mean, std=std, mirror_safe=mirror_safe)
+    check_room(config, stream["image_size"], stream["classes"])
     return find_method(config.method)(config, **stream)

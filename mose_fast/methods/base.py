@@ -18,6 +18,7 @@ from torch import Tensor
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import ConfigError, RunConfig, near_matches
 from mose_fast.device import Choice, choose_precision, upload
+from mose_fast.knobs import plain, whole_number
 from mose_fast.memory import BalancedMemory, ReplayMemory
 from mose_fast.methods.data import IMAGE_SIZE, DataPlane, DataRecord, check_stream
 from mose_fast.methods.model import Model
@@ -55,12 +56,13 @@ class Planning(IntEnum):
     CAPTURED = 3
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str | torch.device) -> torch.device:
     """The device that a configuration's ``device`` means on this machine.
 
     Raises:
         ConfigError: The card that is asked for does not exist.
     """
+    name = plain(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -153,18 +155,17 @@ class Learner(ABC):
         std: Sequence[float] = (0.5, 0.5, 0.5),
         mirror_safe: bool = True,
     ) -> None:
-        check_stream(classes=classes, image_size=image_size, mean=mean, std=std, mirror_safe=mirror_safe)
+        stream = check_stream(classes=classes, image_size=image_size, mean=mean, std=std, mirror_safe=mirror_safe)
         self.config = config
-        self.classes = classes
-        self.image_size = tuple(image_size)
-        self.mean, self.std = tuple(mean), tuple(std)
-        self.mirrored = mirror_safe if config.options.mirror == "auto" else config.options.mirror == "on"
+        self.classes, self.image_size = stream["classes"], stream["image_size"]
+        self.mean, self.std = stream["mean"], stream["std"]
+        self.mirrored = stream["mirror_safe"] if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
         self.precision = choose_precision(config.precision, self.device)
         self.stepping = self._choose_step(config.step)
         self.evaluation_batch = config.evaluation_batch or _EVALUATION_BATCH[self.device.type]
         self.kernels = choose_kernels(config.kernels, self.device)
-        self.data = DataPlane(self.build_memory(), classes=classes, image_size=self.image_size, device=self.device)
+        self.data = DataPlane(self.build_memory(), classes=self.classes, image_size=self.image_size, device=self.device)
         self.views = self._build_views()
         self._planning_ahead = False
         self.model = self.build_model()
@@ -254,7 +255,13 @@ class Learner(ABC):
         Args:
             task: A number that no other task has.
             classes: All labels of the task, if they are known beforehand.
+
+        Raises:
+            ConfigError: One of them is no integer, or no label.
         """
+        task = whole_number("task", task, low=None)
+        if classes is not None:
+            classes = [whole_number("a class of the task", c, low=0, below=self.classes) for c in classes]
         if not self.data.ended:
             self.end_task()
         self.data.begin_task(task, classes)
@@ -291,7 +298,8 @@ class Learner(ABC):
             nothing was trained.
 
         Raises:
-            ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed.
+            ValueError: The batch has the wrong shape, dtype or labels, or the task is no integer.
+                Nothing has changed.
         """
         if self.planning >= Planning.AHEAD:
             prepared = self.prepare(x, y, task, index=index, train=train, store=store)
@@ -404,7 +412,7 @@ class Learner(ABC):
 
     def _receive(self, x: Tensor, y: Tensor, task: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Registers a checked batch's task and labels; returns it on the device."""
-        data = self.data
+        data, task = self.data, whole_number("task", task, low=None)
         known, current = (data.task_classes, data.current) if task == self.task else (None, [])
         # While the classes of the first task are unknown, the task number may be constant. With
         # several equal tasks, none has more than half of all classes.
@@ -691,7 +699,7 @@ class Learner(ABC):
         configuration.
         """
         o = self.config.options
-        classifier = o.classifier if classifier is None else classifier
+        classifier, expert = o.classifier if classifier is None else plain(classifier), plain(expert)
         if expert is None:
             expert = o.expert
             if expert == "mean":

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from mose_fast.config import ConfigError, shown
 from mose_fast.device import upload
+from mose_fast.knobs import MASKED, is_masked, plain
 from mose_fast.memory import MemoryRecord, ReplayMemory
 from mose_fast.nn import check_image_size
 
-__all__ = ["IMAGE_SIZE", "DataPlane", "DataRecord", "check_stream"]
+__all__ = ["IMAGE_SIZE", "DataPlane", "DataRecord", "check_stream", "plain_tensor"]
 
 #: (H, W) of images, where nothing else is said: CIFAR's.
 IMAGE_SIZE = (32, 32)
@@ -28,27 +29,31 @@ _VALUES = ("task", "first_task", "task_classes", "seen", "current", "steps", "en
 
 def check_stream(
     *, classes: Any, image_size: Any = IMAGE_SIZE, mean: Any = (0, 0, 0), std: Any = (1, 1, 1), mirror_safe: Any = True
-) -> None:
-    """Checks the description of a stream; :class:`mose_fast.methods.Learner` says what is wanted.
+) -> dict[str, Any]:
+    """The description of a stream in plain numbers, by name; :class:`mose_fast.methods.Learner`
+    says what is wanted.
 
     Raises:
         ConfigError: One of the arguments has another type or form; the message names it.
     """
 
-    def integer(value: Any) -> bool:
-        return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    def numbers_in(value: Any) -> list[Any]:
+        try:
+            return [plain(number) for number in value]
+        except TypeError:  # no numbers in a row
+            return []
 
-    if not integer(classes) or not 2 <= classes < 2**31:
+    def integer(value: Any, low: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**31
+
+    found = {"classes": plain(classes), "image_size": tuple(numbers_in(image_size)), "mirror_safe": plain(mirror_safe)}
+    if not integer(found["classes"], 2):
         raise ConfigError(f"classes is {shown(classes)}; wanted an integer of at least 2 (and below 2**31)")
-    if (
-        not isinstance(image_size, Sequence)
-        or len(image_size) != 2
-        or not all(integer(side) and 0 < side < 2**31 for side in image_size)
-    ):
+    if len(found["image_size"]) != 2 or not all(integer(side, 1) for side in found["image_size"]):
         raise ConfigError(f"image_size is {shown(image_size)}; wanted height and width in pixels, for example (32, 32)")
     for name, value in (("mean", mean), ("std", std)):
         try:
-            numbers = [float(number) for number in value]
+            numbers = [float(number) for number in numbers_in(value)]
         except (TypeError, ValueError, OverflowError):
             numbers = []
         if len(numbers) != 3 or not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
@@ -56,9 +61,22 @@ def check_stream(
             raise ConfigError(
                 f"{name} is {shown(value)}; wanted three numbers{above}, one for each channel of images in [0, 1]"
             )
-    if not isinstance(mirror_safe, bool | np.bool_):
+        found[name] = tuple(numbers)
+    if not isinstance(found["mirror_safe"], bool):
         raise ConfigError(f"mirror_safe is {shown(mirror_safe)}; wanted True or False")
-    check_image_size(*image_size)
+    check_image_size(*found["image_size"])
+    return found
+
+
+def plain_tensor(values: Any, what: str) -> Tensor:
+    """Numbers as a tensor.
+
+    Raises:
+        ValueError: They are masked.
+    """
+    if is_masked(values):
+        raise ValueError(f"{what} is {MASKED}")
+    return torch.as_tensor(values)
 
 
 class DataRecord(NamedTuple):
@@ -121,11 +139,11 @@ class DataPlane:
         """Number of the step that is planned next, from 0; it decides the step's random views."""
         return self.steps + self.ahead
 
-    def begin_task(self, task: int, classes: Sequence[int] | None) -> None:
+    def begin_task(self, task: int, classes: list[int] | None) -> None:
         """Starts a task; see :meth:`mose_fast.methods.Learner.begin_task` for the arguments."""
-        self.task = int(task)
+        self.task = task
         self.first_task = self.task if self.first_task is None else self.first_task
-        self.task_classes = None if classes is None else [int(c) for c in classes]
+        self.task_classes = classes
         self.current = []
         self.ended = False
 
@@ -204,7 +222,7 @@ class DataPlane:
         Raises:
             ValueError: They are not uint8 [N, H, W, 3].
         """
-        x = torch.as_tensor(x)
+        x = plain_tensor(x, "x")
         if x.dtype != torch.uint8:
             nan = x.is_floating_point() and bool(x.isnan().any())
             raise ValueError(
@@ -222,7 +240,7 @@ class DataPlane:
         Raises:
             ValueError: Wrong images, no images, or labels of another type, number or range.
         """
-        x, y = self.check_images(x), torch.as_tensor(y)
+        x, y = self.check_images(x), plain_tensor(y, "y")
         if len(x) == 0:
             raise ValueError("x is an empty batch; wanted at least one image")
         if y.ndim != 1 or len(y) != len(x):

@@ -129,7 +129,7 @@ def find_method(name: str) -> type[Learner] | None:
     """
     if name in METHODS:
         return METHODS[name]
-    path, _, attribute = name.rpartition(":")
+    path, _, attribute = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     if path.endswith(".py"):
         return _from_file(name, Path(path), attribute)
     for entry in entry_points(group=ENTRY_POINTS, name=name):
@@ -165,7 +165,10 @@ def warn_of_other_protocol(config: RunConfig) -> None:
 
 def _from_file(name: str, path: Path, attribute: str) -> type[Learner]:
     if not path.is_file():
-        raise ConfigError(f"method is {name!r}, but there is no file {path}")
+        raise ConfigError(
+            f"method is {name!r}, but there is no file {path}; put it there, or name it where it is:"
+            " path/to/file.py:Name"
+        )
     module_name = f"mose_fast_outside_{path.resolve().as_posix()}"
     module = sys.modules.get(module_name)
     if module is None:
@@ -182,9 +185,15 @@ def _from_file(name: str, path: Path, attribute: str) -> type[Learner]:
                 f"method is {name!r}, but {path} cannot be imported: {type(error).__name__}: {error}"
             ) from error
     if not hasattr(module, attribute):
-        classes = [
-            key for key, value in vars(module).items() if isinstance(value, type) and value.__module__ == module_name
-        ]
+        own = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module_name
+        }
+        classes = [key for key, value in own.items() if issubclass(value, Learner)] or [*own]
+        if not attribute:
+            wanted = " or ".join(f"{path}:{key}" for key in classes or ["Name"])
+            raise ConfigError(f"method is {name!r}, without the name of its class; wanted {wanted}")
         raise ConfigError(f"method is {name!r}, but {path} has no {attribute!r}{near_matches(attribute, classes)}")
     return _under_another_name(name, getattr(module, attribute))
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mose_fast.config import WITHOUT_BORDERS, ConfigError, RunConfig, method_settings, near_matches
-from mose_fast.knobs import as_text
+from mose_fast.knobs import as_text, plain
 from mose_fast.paper.description import Entry, PaperTable, Part
 from mose_fast.paper.metrics import Results
 from mose_fast.paper.rows import DEFAULT_PRESETS, Presets
@@ -55,7 +55,8 @@ class Plan:
         changes: Mapping[str, Any] | None = None,
         methods: Sequence[str] | None = None,
     ) -> None:
-        self.name, self.seeds, changes = name, tuple(seeds), dict(changes or {})
+        self.name, self.seeds = name, tuple(map(plain, seeds))
+        changes = {setting: plain(value) for setting, value in (changes or {}).items()}
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"seeds are {list(self.seeds)}; wanted at least one, and each once")
         for setting in ("method", "preset", "seed"):
@@ -199,6 +200,7 @@ def _only(name: str, description: PaperTable, methods: Sequence[str]) -> PaperTa
         description,
         parts=tuple(part for part in map(kept, description.parts) if part.entries),
         figures=tuple(figure for figure in figures if figure.panels),
+        notes=tuple(note for note in description.notes if {*description.about.get(note, methods)} & {*methods}),
     )
 
 

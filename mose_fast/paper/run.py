@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError
+from mose_fast.knobs import plain
 from mose_fast.paper.all_tables import all_plans, listing
 from mose_fast.paper.figures import figure_files, write_figures
 from mose_fast.paper.measure import measure
@@ -78,7 +79,8 @@ def run_table(
         RunError: The folder is in use, holds other runs, or cannot be written.
         Interrupted: Ctrl-C; the same call continues.
     """
-    presets, changes = Presets(preset, baselines), changes or {}
+    presets, changes = Presets(plain(preset), plain(baselines)), changes or {}
+    methods = None if methods is None else [*map(plain, methods)]
     plans = (
         all_plans(seeds, presets, changes, methods) if name == ALL else [Plan(name, seeds, presets, changes, methods)]
     )

@@ -11,6 +11,7 @@ import torch
 
 from mose_fast.augment import choose_feed
 from mose_fast.config import ConfigError
+from mose_fast.knobs import plain, whole_number
 from mose_fast.methods import resolve_device
 from mose_fast.sweep.engine import Engine, LocalEngine
 from mose_fast.sweep.grid import Cell
@@ -44,9 +45,9 @@ class Place:
 
     def __post_init__(self) -> None:
         for name in ("workers", "per_gpu"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} is {value!r}; wanted an integer of at least 1")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), none="not given"))
+        if self.gpus is not None:
+            object.__setattr__(self, "gpus", tuple(str(plain(card)) for card in self.gpus))
         if self.engine not in ("local", "ray"):
             raise ConfigError(f"engine is {self.engine!r}; wanted 'local' or 'ray'")
 

@@ -19,6 +19,7 @@ import torch
 from mose_fast import streams
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.device import available_bytes
+from mose_fast.knobs import plain
 from mose_fast.methods import check_room, find_method
 from mose_fast.output import guarded_output
 from mose_fast.settings import dotted
@@ -71,7 +72,7 @@ def run_sweep(
     engine: str = "local",
     address: str = "auto",
     mps: bool = False,
-    stream: str | Mapping[str, Any] | StreamConfig | None = None,
+    stream: str | Path | Mapping[str, Any] | StreamConfig | None = None,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> pandas.DataFrame:
@@ -103,7 +104,7 @@ def run_sweep(
         RunError: The folder is in use or cannot be written.
         Interrupted: Ctrl-C, SIGTERM or SIGHUP ended the sweep; the same call continues it.
     """
-    changes = dict(settings)
+    changes, stream = dict(settings), plain(stream)
     if isinstance(stream, str):
         changes["stream.name"] = stream
     elif stream is not None:
@@ -113,7 +114,7 @@ def run_sweep(
     lists = {name: values if isinstance(values, str | Mapping) else list(values) for name, values in grid.items()}
     methods = lists.get("method") or [changes.get("method", RunConfig.method)]
     axes = axes_of(lists, methods, "grid")
-    place = Place(workers, per_gpu, None if gpus is None else tuple(gpus), engine, address, mps)
+    place = Place(workers, per_gpu, gpus, engine, address, mps)
     outcome = run_grid(Grid(axes, changes), out, place)
     if outcome.failures:
         warnings.warn("\n".join(map(str, outcome.failures)), stacklevel=2)

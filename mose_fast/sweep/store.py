@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from mose_fast import evaluate
 from mose_fast.config import ConfigError, RunConfig, current_names, upgraded
+from mose_fast.output import readable
 from mose_fast.streams.kinds import Kind
-from mose_fast.train.files import RunError, RunFolder
+from mose_fast.train.files import RunError, RunFolder, check_folders
 from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of, read_results
 
 if TYPE_CHECKING:
@@ -186,10 +187,8 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     def damaged(what: str) -> RunDamaged:
         return RunDamaged(f"{files.path}: {what}")
 
-    if not files.results.is_file():
-        raise damaged(
-            f"not finished (no {files.results.name})" if files.config.is_file() else f"no run (no {files.config.name})"
-        )
+    if files.unfinished:
+        raise damaged(files.unfinished)
     try:
         raw = files.results.read_bytes()
         results = read_results(raw)
@@ -197,6 +196,8 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         table = files.accuracy.read_text(encoding="utf-8")
     except OSError as error:
         raise damaged(f"{Path(error.filename or files.path).name} cannot be read ({error.strerror})") from error
+    except ConfigError as error:  # which is a ValueError, too
+        raise damaged(f"{files.config.name}: {error}") from error
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise damaged(f"{files.results.name} or {files.config.name} is truncated or no JSON ({error})") from error
     if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
@@ -263,7 +264,8 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         value = known
         for key in (column.source or name).split("."):
             value = value[key]
-        row[name] = json.dumps(value) if isinstance(value, list | dict) else value
+        value = json.dumps(value) if isinstance(value, list | dict) else value
+        row[name] = readable(value) if isinstance(value, str) else value
     return row | {"config": config.to_json()}
 
 
@@ -328,9 +330,8 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
         RunError: The folder does not exist, there is neither a run nor a table in it, its
             ``runs.sqlite`` holds other data, or the table cannot be written. The old table stays.
     """
+    check_folders([folder])
     folder = Path(folder)
-    if not folder.is_dir():
-        raise RunError(f"{folder} is no folder; wanted one with run folders below it")
     rows, skipped = [], []
     for run in find_runs(folder):
         try:
@@ -469,4 +470,4 @@ def _insert(database: sqlite3.Connection, row: Mapping[str, Any]) -> None:
 
 
 def _relative(run: Path, folder: Path) -> str:
-    return Path(os.path.relpath(run.absolute(), folder.absolute())).as_posix()
+    return readable(Path(os.path.relpath(run.absolute(), folder.absolute())).as_posix())

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mose_fast.train.files import RunError, checkpoint_files, write_atomically
+from mose_fast.train.files import RunError, checkpoint_files, resume_advice, write_atomically
 
 __all__ = [
     "FORMAT",
@@ -195,7 +195,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
     metadata = {"mose_fast_checkpoint": str(FORMAT), "values": json.dumps(values), "sha256": _UNSIGNED}
     file = serialised(tensors, metadata)
     _sign(file)
-    write_atomically(path, file.data)
+    write_atomically(path, file.data, resume_advice(folder.parent))
     for old in checkpoint_files(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
@@ -266,7 +266,8 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             newer format.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        # safetensors takes no path that is not UTF-8.
+        with path.open("rb") as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except FileNotFoundError as error:

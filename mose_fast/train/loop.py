@@ -26,7 +26,7 @@ from mose_fast.streams.stream import draw_order
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot, load_checkpoint
 from mose_fast.train.clock import Clock
 from mose_fast.train.figure import accuracy_figure
-from mose_fast.train.files import RunError, RunFolder, write_atomically
+from mose_fast.train.files import RunError, RunFolder
 from mose_fast.train.identity import check_identity, identity
 from mose_fast.train.listeners import Listener, TensorBoard
 from mose_fast.train.losses import Taken
@@ -270,7 +270,7 @@ class Loop:
         records["evaluated_after"].append(seen)
         if self.folder is not None:
             table = accuracy_csv(records["test"], records["buffer"], records["evaluated_after"], self.written)
-            write_atomically(self.folder.accuracy, table)
+            self.folder.write(self.folder.accuracy, table)
 
     @contextmanager
     def _stoppable(self, stop: StopRequest) -> Iterator[None]:
@@ -306,9 +306,9 @@ class Loop:
             self.config, self.stream, self.learner, **self.records, untrained=untrained, clock=self.clock
         )
         if self.folder is not None:
-            write_atomically(self.folder.figure, accuracy_figure(results))
+            self.folder.write(self.folder.figure, accuracy_figure(results))
             results["seconds"] = self.clock.results()
-            write_atomically(self.folder.results, json.dumps(results, indent=1, allow_nan=False) + "\n")
+            self.folder.write(self.folder.results, json.dumps(results, indent=1, allow_nan=False) + "\n")
         self._notify("on_end", results)
         return results
 

@@ -20,7 +20,7 @@ from mose_fast.streams.kinds import Kind
 from mose_fast.streams.registry import check_fingerprint
 from mose_fast.train.checkpoint import latest
 from mose_fast.train.clock import Clock
-from mose_fast.train.files import RunError, RunFolder, write_atomically
+from mose_fast.train.files import RunFolder, write_atomically
 from mose_fast.train.listeners import Listener
 from mose_fast.train.lock import FolderLock
 from mose_fast.train.loop import Loop
@@ -38,7 +38,7 @@ def run(
     config: RunConfig | None = None,
     *,
     out: str | Path | None = None,
-    stream: Stream | StreamConfig | Mapping[str, Any] | str | None = None,
+    stream: Stream | StreamConfig | Mapping[str, Any] | str | Path | None = None,
     overwrite: bool = False,
     listeners: Iterable[Listener] = (),
     whole_process: bool = False,
@@ -130,11 +130,7 @@ def resume(
     """
     clock = Clock(whole_process=whole_process)
     folder = RunFolder(out)
-    if not folder.config.is_file():
-        raise RunError(
-            f"there is no run in {folder.path} (no {folder.config.name}); start one with: mose-fast run --out"
-            f" {folder.path}"
-        )
+    folder.check_resumable()
     with _only_run(), FolderLock(folder.path, "run"):
         return _resume(folder, stream, list(listeners), clock)
 
@@ -159,8 +155,7 @@ def _only_run() -> Iterator[None]:
 
 
 def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener], clock: Clock) -> dict[str, Any]:
-    if folder.results.is_file():
-        raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
+    folder.check_resumable()  # it may have come to its end meanwhile
     config = RunConfig.load(folder.config)
     if stream is None:
         try:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mose_fast.config import ConfigError, RunConfig
-from mose_fast.knobs import as_text
+from mose_fast.knobs import as_text, shown
+from mose_fast.output import readable
 from mose_fast.report.statistics import compare, summarise
 from mose_fast.report.table import Interval, Number, Spread, Table
 from mose_fast.settings import dotted, with_changes
@@ -69,11 +70,14 @@ def check_writable(config: RunConfig) -> None:
     """Refuses a setting that ``best.toml`` could not hold.
 
     Raises:
-        ConfigError: It is null, which TOML does not have, and by itself is not.
+        ConfigError: It is null, which TOML does not have, and by itself is not; or a path that is
+            no UTF-8.
     """
     for name, value in _changes(config).items():
         if value is None:
             raise ConfigError(f"{name} is null, which best.toml cannot hold; wanted a value")
+        if isinstance(value, str) and readable(value).encode() != value.encode(errors="surrogateescape"):
+            raise ConfigError(f"{name} is {shown(value)}, which best.toml cannot hold; wanted a path in UTF-8")
 
 
 def conclude(
@@ -165,7 +169,8 @@ def _toml(base: RunConfig, best: FrozenTrial, trials: int, seeds: Sequence[int])
     values = {**_changes(with_changes(base, best.params)), "tuned": tuned}
     for name, value in values.items():
         owner, _, field = name.rpartition(".")
-        tables[owner].append(f"{field} = {json.dumps(value)}")
+        # TOML has no pairs of surrogates, by which JSON writes what is not ASCII.
+        tables[owner].append(f"{field} = {json.dumps(value, ensure_ascii=False)}")
     lines += tables.pop("")
     for owner, settings in tables.items():
         lines += ["", f"[{owner}]", *settings] if settings else []

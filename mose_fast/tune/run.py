@@ -14,6 +14,7 @@ from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig, shown
 from mose_fast.device import available_bytes
+from mose_fast.knobs import plain, whole_number
 from mose_fast.output import guarded_output
 from mose_fast.settings import dotted, with_absolute_paths, with_changes
 from mose_fast.signals import StopRequest, stop_request
@@ -80,11 +81,10 @@ def tune(
         Interrupted: Ctrl-C, SIGTERM or SIGHUP ended the study; the same call continues it.
     """
     import_optuna()
-    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
-        raise ConfigError(f"trials is {shown(trials)}; wanted an integer of at least 1")
+    trials, seeds = whole_number("trials", trials), tuple(map(plain, seeds))
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds are {list(seeds)}; wanted at least one, and each once")
-    changes = {**_VALIDATION, **(changes or {}), "method": method}
+    changes = {**_VALIDATION, **(changes or {}), "method": plain(method)}
     if "seed" in changes:
         raise ConfigError(f"seed is set to {changes['seed']!r} for all trials; wanted --seeds")
     if changes["evaluate_on"] != "validation":
@@ -97,7 +97,7 @@ def tune(
     check_writable(base)
     place = place or Place()
     (cell,) = with_fingerprints([Cell("base", base, {})], place)
-    study = _Tuning(cell.config, axes, tuple(seeds), trials, SweepFolder(out), place, say)
+    study = _Tuning(cell.config, axes, seeds, trials, SweepFolder(out), place, say)
     if dry_run:
         with tempfile.TemporaryDirectory() as logs:
             study.plan(Path(logs), None).close()

@@ -8,6 +8,8 @@ import pytest
 
 from mose_fast.cli import main
 from mose_fast.config import RunConfig
+from mose_fast.paper.page import overview
+from mose_fast.paper.plan import Plan
 from mose_fast.paper.run import run_table
 from mose_fast.paper.tables import TABLES
 from mose_fast.sweep.store import read_run
@@ -20,6 +22,19 @@ def cells(path):
     """Rows of the CSV by (part, row, column)."""
     with path.open(encoding="utf-8") as file:
         return {(r["part"], r["row"], r["column"]): r for r in csv.DictReader(file)}
+
+
+def test_notes_are_about_the_rows_that_are_there():
+    def notes(*methods):
+        plan = Plan("table1-cifar", (0,), methods=methods or None)
+        return overview(plan).partition("\n\nBold: ")[2].partition("An accuracy passes if")[0]
+
+    others = {"GDumb's AF": "ccil", "of ASER at M = 2k": "aser", "LUCIR's ACC": "lucir", "MOE-MOSE": "mose"}
+    assert all(words in notes() for words in others)
+    assert not any(words in notes("er", "scr") for words in others)
+    assert "Baselines have the preset table" in notes("er", "scr") and "Baselines have" not in notes("mose")
+    for words, method in others.items():
+        assert words in notes(method, "scr")
 
 
 def test_a_figure_stands_beside_the_page_and_is_drawn_again(tmp_path, engine, trial):

@@ -31,6 +31,12 @@ def test_sweep_and_collect(tmp_path, engine, capsys):
     assert config == RunConfig.create(
         "paper", stream={"limit_per_task": 20}, options={"lr": 0.01}, width=1, memory=64, device="cpu", seed=1
     )
+    listed = re.search(r"^## What a sweep writes\n\n    runs/first/\n((?:      .*\n)+)", PAGE, re.MULTILINE)[1]
+    names = [re.match(r" {6}(\S+?)/? {2,}\S", line)[1] for line in listed.splitlines()]
+    runs, others = names[0], names[1:]
+    assert runs == Grid({"memory": (200,), "preset": ("released",), "seed": (0,)}, {}).cells()[0].name
+    written = {path.name for path in out.iterdir() if not path.name.startswith((".", "preset-"))}
+    assert {*others} == written | {"logs", "configs"}
     (out / "preset-paper_seed-1" / "results.json").write_text("{")
     assert main(["collect", str(out)]) == 0
     told = capsys.readouterr()
