@@ -20,7 +20,7 @@ from mose_fast.streams.kinds import Kind
 from mose_fast.streams.registry import check_fingerprint
 from mose_fast.train.checkpoint import latest
 from mose_fast.train.clock import Clock
-from mose_fast.train.files import RunFolder, write_atomically
+from mose_fast.train.files import RunError, RunFolder, write_atomically
 from mose_fast.train.listeners import Listener
 from mose_fast.train.lock import FolderLock
 from mose_fast.train.loop import Loop
