@@ -14,7 +14,7 @@ from mose_fast.config import knob
 from mose_fast.device import upload
 from mose_fast.knobs import Search
 from mose_fast.memory.exemplars import SELECTIONS
-from mose_fast.methods.exemplars import TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
+from mose_fast.methods.exemplars import REPLAY_FROM, TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, sources_preset, table_preset
 from mose_fast.nn.cosine import CosineClassifier
@@ -30,6 +30,7 @@ class CcilOptions(ExemplarOptions):
     """Switches of CCIL."""
 
     selection: str = knob("random", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
+    replay_from: str = knob("all", "tasks that replayed rows come from", f"{_SOURCE}: all", choices=REPLAY_FROM)
     scale: float = knob(
         1.0,
         "initial scale of the cosines, which is learned",

@@ -16,7 +16,7 @@ from mose_fast.device import upload
 from mose_fast.knobs import Search
 from mose_fast.losses.semantic_augmentation import class_statistics, semantic_augmentation
 from mose_fast.memory.exemplars import SELECTIONS
-from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.methods.exemplars import REPLAY_FROM, ExemplarLearner, ExemplarOptions
 from mose_fast.methods.model import Model
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
@@ -35,6 +35,12 @@ class Il2aOptions(ExemplarOptions):
 
     selection: str = knob(
         "random", "which images of a class become exemplars", f"choice; {_SOURCE}: none", choices=SELECTIONS
+    )
+    replay_from: str = knob(
+        "all",
+        "tasks that replayed rows come from",
+        f"choice: else nothing lets a new class win against an old one; {_SOURCE}: no replay",
+        choices=REPLAY_FROM,
     )
     temperature: float = knob(0.1, "what logits are divided by", _SOURCE, above=0)
     mixes: int = knob(4, "rounds of mixing incoming rows with others", _SOURCE, low=0)
@@ -78,6 +84,8 @@ class Il2a(ExemplarLearner):
     """IL2A: mixes pairs of new classes into further classes, keeps features, and augments the means
     of old classes by their covariances; here with replayed rows.
     """
+
+    needs_task: ClassVar[bool] = True
 
     # The augmented means need the classifier's float32 weights.
     uses_shadows: ClassVar[bool] = False

@@ -71,7 +71,7 @@ def read_results(text: str | bytes) -> Any:
         changes = current_names(results["changes_from_preset"], config["method"])
         results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
     return (
-        {"held_out": None, "anytime": None, "evaluation_points": None, **results}
+        {"held_out": None, "anytime": None, "evaluation_points": None, "kept": None, **results}
         if isinstance(results, dict)
         else results
     )
@@ -213,6 +213,7 @@ def build_results(
             "host": peak_bytes(),
             "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         },
+        "kept": learner.kept(),
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "processor": processor(),
         "threads": torch.get_num_threads(),

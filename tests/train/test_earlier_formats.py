@@ -57,7 +57,7 @@ def test_its_table_is_read_and_added_to(folder):
     assert (folder / STORE).read_bytes() == before
     Store(folder)
     with closing(sqlite3.connect(folder / STORE)) as database:
-        assert database.execute("PRAGMA user_version").fetchone()[0] == FORMAT == 5
+        assert database.execute("PRAGMA user_version").fetchone()[0] == FORMAT == 6
     for found in (table, read_store(folder), collect(folder)[0]):
         (row,) = found.to_dict("records")
         assert row["setting"] == read_run(folder / "run")[0]["setting"]
