@@ -33,9 +33,9 @@ class LucirOptions(ExemplarOptions):
 
     selection: str = knob("herding", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
     scale: float = knob(
-        1.0,
+        10.0,
         "initial scale of the cosines, which is learned",
-        f"{_SOURCE}; 10 as a choice, for logits that can become confident in one pass",
+        f"choice: Adam cannot leave 1 in one pass; {_SOURCE}: 1",
         above=0,
     )
     distillation: float = knob(
@@ -87,14 +87,29 @@ def margin_ranking(cosines: Tensor, labels: Tensor, old: Tensor, new: Tensor, ri
     options=LucirOptions,
     presets={
         "table": table_preset(
-            "the scale of the cosines starts at 1 and reaches about 1.5 in a task of 500 steps, so that no logit"
-            " of 100 classes can become confident; for a fair comparison set scale to 10"
+            "the scale of the cosines starts at 10, the repository's at 1; new and old rows have a mean each, where the"
+            " repository has batches that are mostly new"
         ),
-        "sources": sources_preset(f"{_SOURCE} @ e5a90ae: current_classes task", current_classes="task"),
+        "sources": sources_preset(
+            f"{_SOURCE} @ e5a90ae: scale 1, replay_loss one_mean, current_classes task, optimiser_per_task true",
+            scale=1.0,
+            replay_loss="one_mean",
+            current_classes="task",
+            optimiser_per_task=True,
+        ),
         # A first task of 50 classes and 160 epochs have no place here.
         "official": Preset(
             f"{_SOURCE} @ e5a90ae, its CIFAR-100 settings",
-            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 5e-4, "augment": "pad_crop", "current_classes": "task"},
+            {
+                "optimiser": "sgd",
+                "lr": 0.1,
+                "weight_decay": 5e-4,
+                "optimiser_per_task": True,
+                "augment": "pad_crop",
+                "scale": 1.0,
+                "replay_loss": "one_mean",
+                "current_classes": "task",
+            },
             batch=128,
         ),
     },

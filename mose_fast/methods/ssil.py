@@ -56,15 +56,24 @@ def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temp
     "ssil",
     options=SsilOptions,
     presets={
-        "table": table_preset(),
+        "table": table_preset("new and old rows have a mean each, as in pclucas14/AML's port for streams"),
         "sources": sources_preset(
-            "hongjoon0805/SS-IL-Official @ 8c32381: passes joint, selection first, temperature 2, current_classes task",
+            "hongjoon0805/SS-IL-Official @ 8c32381: passes joint, selection first, temperature 2, replay_loss one_mean,"
+            " current_classes task",
+            replay_loss="one_mean",
             current_classes="task",
         ),
-        # Its momentum and its division of the learning rate by the number of tasks are left out.
+        # Its division of the learning rate by the number of tasks is left out.
         "official": Preset(
             "hongjoon0805/SS-IL-Official @ 8c32381, its ImageNet settings",
-            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 1e-4, "buffer_batch": 32, "current_classes": "task"},
+            {
+                "optimiser": "sgd",
+                "lr": 0.1,
+                "weight_decay": 1e-4,
+                "buffer_batch": 32,
+                "replay_loss": "one_mean",
+                "current_classes": "task",
+            },
             batch=128,
         ),
     },
