@@ -65,7 +65,7 @@ class ExemplarOptions(BaselineOptions):
     replay_from: str = knob(
         "others",
         "tasks that replayed rows come from",
-        "the methods' own repositories; docs/specification/baselines.md sections 13 to 18",
+        "the methods' own repositories; docs/specification/baselines.md section 0.3",
         choices=REPLAY_FROM,
     )
     selection: str = knob(
@@ -123,13 +123,13 @@ class ExemplarLearner(ReplayLearner):
 
     @classmethod
     def images_kept(cls, config: RunConfig, tasks: Sequence[tuple[int, int]]) -> int:
-        o, most, classes_before, images_before = config.options, 0, 0, 0
+        o, slots, most, before, came = config.options, config.memory, 0, 0, 0
         for classes, images in tasks:
-            old, room = min(config.memory, images_before), config.memory * classes // (classes_before + classes)
-            every = cls.needs_task or o.selection in HERDINGS
-            most = max(most, old + (images if every else min(images, room)))
-            classes_before, images_before = classes_before + classes, images_before + images
-        return most if o.task_images == "beside" else min(config.memory, images_before)
+            share, more = divmod(slots, before + classes)  # the first classes seen have one more
+            room = classes * share + min(max(more - before, 0), classes)
+            waiting = images if cls.needs_task or o.selection in HERDINGS else min(images, room)
+            most, before, came = max(most, min(slots, came) + waiting), before + classes, came + images
+        return most if o.task_images == "beside" else min(slots, came)
 
     def build_memory(self) -> ExemplarMemory:
         config, o = self.config, self.config.options

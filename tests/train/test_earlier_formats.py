@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import jsonschema
+import pandas
 import pytest
 
 from mose_fast.cli import main
@@ -69,7 +70,7 @@ def test_a_table_of_format_3_is_read_and_added_to(folder):
     """As it was before evaluations on held-out images: without two columns."""
     collect(folder)
     with closing(sqlite3.connect(folder / STORE)) as database, database:
-        for column in ("evaluate_on", "validation", "kind", "kind_seed"):
+        for column in ("evaluate_on", "validation", "kind", "kind_seed", "images_kept", "bytes_kept"):
             database.execute(f"ALTER TABLE runs DROP COLUMN {column}")
         database.execute("PRAGMA user_version = 3")
     Store(folder).add(folder / "run")
@@ -82,11 +83,12 @@ def test_a_table_of_format_4_is_read_and_added_to(folder):
     """As it was before there were kinds of streams: without two columns."""
     collect(folder)
     with closing(sqlite3.connect(folder / STORE)) as database, database:
-        for column in ("kind", "kind_seed"):
+        for column in ("kind", "kind_seed", "images_kept", "bytes_kept"):
             database.execute(f"ALTER TABLE runs DROP COLUMN {column}")
         database.execute("PRAGMA user_version = 4")
     (row,) = read_store(folder).to_dict("records")
     assert (row["kind"], row["kind_seed"]) == ("tasks", 0)
+    assert pandas.isna(row["images_kept"]) and pandas.isna(row["bytes_kept"])
     Store(folder).add(folder / "run")
     (row,) = read_store(folder).to_dict("records")
     assert row["setting"] == read_run(folder / "run")[0]["setting"]
