@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from mose_fast.config import ConfigError, RunConfig
+from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import create_learner
 from mose_fast.nn.corrected import fit_correction
+from mose_fast.streams import from_arrays
 
 
 def test_it_starts_from_the_weights_of_er(make):
@@ -114,6 +116,20 @@ def test_the_review_leaves_held_out_images_alone(make, teach, monkeypatch):
         assert (learner.memory.drawable, learner.memory.held) == (drawable, held)
         assert sorted(reviewed) == list(range(drawable))
         reviewed.clear()
+
+
+def test_the_accuracy_on_the_memory_is_that_of_images_trained_on(make, batch):
+    x, y = batch([0, 1, 2, 3] * 20)
+    stream = from_arrays(x.numpy(), y.numpy(), x.numpy(), y.numpy(), tasks=2)
+    learner = make("bic", classes=4, memory=60)
+    for task in range(2):
+        for rows in (y // 2 == task).nonzero().flatten().split(10):
+            learner.observe(x[rows], y[rows], task)
+        learner.end_task()
+    accuracy = evaluate_learner(learner, stream, 1).buffer["linear"]
+    held = learner.memory.labels[learner.memory.held_slots]
+    held.copy_((held + 1) % 4)
+    assert len(held) == 4 and evaluate_learner(learner, stream, 1).buffer["linear"] == accuracy
 
 
 def test_the_correction_is_the_best_of_two_numbers():
