@@ -28,7 +28,7 @@ def moments(learner) -> list[torch.Tensor]:
 @pytest.mark.parametrize("method", MASKED)
 def test_a_class_starts_with_untrained_rows_and_without_moments(method, kernels, make, batch):
     """However long weight decay has worked on its row before: Adam takes it to zero in a task."""
-    lr, seen = 0.02, []
+    lr, seen = 0.05, []
     learner = make(method, kernels=kernels, options={"replay_from": "others", "lr": lr})
     untrained, step = head(learner), learner.train_on
 
@@ -37,10 +37,10 @@ def test_a_class_starts_with_untrained_rows_and_without_moments(method, kernels,
         return step(rows)
 
     learner.train_on = noted
-    for number in range(60):
+    for number in range(25):
         learner.observe(*batch([0, 1] * 5, seed=number), 0)
     decayed = head(learner)["weight"][2:].norm(dim=1)
-    assert seen[0][0] is None and decayed.max() < 0.1 * untrained["weight"][2:].norm(dim=1).min()
+    assert seen[0][0] is None and decayed.max() < 0.3 * untrained["weight"][2:].norm(dim=1).min()
     # Without moments, the first update is at most the learning rate times 0.1 / sqrt(0.001).
     learner.observe(*batch([2] * 10), 1)
     (new, _), now = seen[-1], head(learner)
