@@ -576,6 +576,9 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     peak = results["peak_memory_bytes"]
     card = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the card (allocated by torch)"
     print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB on the host{card}")
+    kept = results["kept"]
+    beside = f", and {kept['bytes_beside'] / 2**20:.1f} MiB beside" if kept["bytes_beside"] else ""
+    print(f"kept      at most {kept['images']:,} images of the stream, {kept['bytes'] / 2**20:.1f} MiB{beside}")
     print(f"results   {folder.results}")
     print(
         f"          {folder.accuracy.name}, {folder.figure.name}, {folder.config.name} and {folder.events.name}/"

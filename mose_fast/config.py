@@ -325,6 +325,11 @@ class ReplayOptions(MethodOptions):
         "at the end of a task, once through the memory with a tenth of the gradient",
         "paper and released: none; RaptorMai/online-continual-learning: its review trick",
     )
+    optimiser_per_task: bool = knob(
+        False,
+        "the optimiser's moments start anew with each task",
+        "paper: one Adam; repositories of LUCIR, CCIL, IL2A and BiC: a new optimiser for each task",
+    )
 
 
 @documented

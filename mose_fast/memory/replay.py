@@ -82,6 +82,16 @@ class ReplayMemory:
         """Number of slots that :meth:`draw` draws from: the first ones."""
         return self.filled
 
+    @property
+    def most(self) -> int:
+        """The most samples that the memory has held after a batch."""
+        return self.filled
+
+    @property
+    def bytes_a_sample(self) -> int:
+        """Bytes of a sample with all that is kept beside it."""
+        return sum(tensor.nbytes for tensor in self._by_slot().values()) // self.capacity
+
     def insert(self, x: Tensor, y: Tensor, task: int, index: Tensor) -> Tensor:
         """Offers a batch, item by item.
 
@@ -188,6 +198,10 @@ class ReplayMemory:
         if self.twin is not None:
             state[1] += 1
         return slots[: min(count, qualify)]
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Images uint8 [n, H, W, 3] and labels int64 [n] of drawn ``slots`` int64 [n]."""
+        return self.images[slots], self.labels[slots]
 
     @contextmanager
     def record(self) -> Iterator[MemoryRecord]:

@@ -139,7 +139,8 @@ class Learner(ABC):
     #: key is a switch and its value that needs task boundaries. docs/methods.md lists these, and a
     #: learner whose options have such a value warns.
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        ("review", True): "reviews the memory once, at the end of the whole stream"
+        ("review", True): "reviews the memory once, at the end of the whole stream",
+        ("optimiser_per_task", True): "keeps its moments to the end",
     }
 
     #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
@@ -186,6 +187,29 @@ class Learner(ABC):
         fits; 0 where they are few.
         """
         return 0
+
+    @classmethod
+    def images_kept(cls, config: RunConfig, tasks: Sequence[tuple[int, int]]) -> int:
+        """The most images that a learner keeps from one batch to the next.
+
+        Args:
+            config: The run's settings.
+            tasks: Number of classes and of images of each task; the classes of a task have equally
+                many, and no two tasks have one in common.
+        """
+        return min(config.memory, sum(images for _, images in tasks))
+
+    def kept(self) -> dict[str, int]:
+        """What the learner has kept from one batch to the next beside its network and optimiser:
+        ``images``, the most so far; ``bytes`` of them, with labels and what else is stored beside
+        each; ``bytes_beside`` of all else, such as a teacher or statistics of classes.
+        """
+        others = (t for name, t in self.state()[0].items() if not name.startswith(("network/", "adam/", "memory/")))
+        return {
+            "images": self.memory.most,
+            "bytes": self.memory.most * self.memory.bytes_a_sample,
+            "bytes_beside": sum(tensor.nbytes for tensor in others),
+        }
 
     @property
     def memory(self) -> ReplayMemory:
@@ -269,6 +293,8 @@ class Learner(ABC):
     def end_task(self) -> None:
         """Ends the current task."""
         self.on_task_end()
+        if getattr(self.config.options, "optimiser_per_task", False):
+            self.model.forget_moments()
         self.data.ended = True
         self._means = None
 
@@ -604,13 +630,13 @@ class Learner(ABC):
             self.review()
 
     def review(self) -> None:
-        """One epoch over the memory in batches of ``buffer_batch``, of which an incomplete last one
-        is left out.
+        """One epoch over the memory, but for what is held out, in batches of ``buffer_batch``, of
+        which an incomplete last one is left out.
 
         Source: RaptorMai/online-continual-learning.
         """
         config = self.config
-        order = permutation(config.seed, self.steps, self.memory.filled, Purpose.REVIEW, self.device)
+        order = permutation(config.seed, self.steps, self.memory.drawable, Purpose.REVIEW, self.device)
         with self.model.weighted(_REVIEW_WEIGHT):
             for slots in order.split(config.options.buffer_batch):
                 if len(slots) == config.options.buffer_batch:

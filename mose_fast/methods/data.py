@@ -180,6 +180,12 @@ class DataPlane:
             )
         return self.task_classes
 
+    def known_classes(self, which: str) -> list[int]:
+        """All classes seen, and with ``task`` those of the current task that are still to come; the
+        argument and errors are those of :meth:`current_classes`.
+        """
+        return [*self.seen, *(c for c in self.current_classes(which) if c not in self.seen)]
+
     # State
 
     def values(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.backends.cuda import matmul
 from torch.func import functional_call
 
@@ -68,6 +68,8 @@ class Model:
         latch: Freezes both once a loss is not finite.
         leaves: For each parameter, in order, the tensor that forward passes use and whose ``grad``
             the optimiser reads: the parameter, or its bf16 copy if the optimiser keeps one.
+        first_rows: The first values of parameters with a row for each class, [K, ...], as far as
+            the learner wants :meth:`renewed` to have them.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Model:
         self._views, self._precision, self._batch = views, precision, evaluation_batch
         self._device = next(network.parameters()).device
         self._weight = 1.0
+        self.first_rows: dict[nn.Parameter, Tensor] = {}
         # The loss's own gradient, made once.
         self._one = torch.ones((), device=self._device)
         self.leaves = optimiser.leaves if isinstance(optimiser, FlatAdam) else list(network.parameters())
@@ -184,6 +187,39 @@ class Model:
             logits.append(outputs.logits[:, : len(part)].float())
             after_part()
         return torch.cat(features, 1), torch.cat(logits, 1)
+
+    @contextmanager
+    def renewed(self, rows: Tensor, values: Mapping[nn.Parameter, Tensor] | None = None) -> Iterator[None]:
+        """A context of one step, before which rows of some parameters start anew, with zero
+        moments. If the step is not taken, all is as before.
+
+        The host asks the device for nothing, so this can be part of a captured graph.
+
+        Args:
+            rows: bool [K], the rows that start anew.
+            values: What they start from, for each parameter a tensor of its shape, [K, ...]; None:
+                :attr:`first_rows`.
+        """
+        before = []
+        with torch.no_grad():
+            for parameter, new_values in (self.first_rows if values is None else values).items():
+                mask = rows.reshape(-1, *(1,) * (parameter.dim() - 1))
+                moments = [m for m in self.optimiser.state.get(parameter, {}).values() if m.shape == parameter.shape]
+                for tensor, new in [(parameter, new_values), *((moment, 0) for moment in moments)]:
+                    before.append((tensor, tensor.detach().clone()))
+                    tensor.copy_(torch.where(mask, new, tensor))
+            self.weights_were_set()
+        yield
+        with torch.no_grad():
+            for tensor, old in before:
+                tensor.copy_(torch.where(self.latch.closed, old, tensor))
+            self.weights_were_set()
+
+    def forget_moments(self) -> None:
+        """Sets the optimiser's moments and counts of steps to zero, as a new one has them."""
+        for moments in self.optimiser.state.values():
+            for tensor in moments.values():
+                tensor.zero_()
 
     def weights_were_set(self) -> None:
         """Call this after parameters were changed by anything but a step: it renews the bf16 copies

@@ -5,6 +5,7 @@ pass (docs/specification/baselines.md sections 0.2 and 0.3).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -188,6 +189,8 @@ class ReplayLearner(Learner):
         model = super().build_model()
         how = {"training": self.teacher_mode == "train", "precision": self.precision.name, "shadowed": self.shadowed}
         self.teacher = None if self.teacher_mode is None else Teacher(model.network, **how)
+        head = model.network.classifier1.parameters()
+        model.first_rows = {p: p.detach().clone() for p in head if p.dim() and len(p) == self.classes}
         return model
 
     def build_network(self) -> ExpertNetwork:
@@ -232,10 +235,22 @@ class ReplayLearner(Learner):
     def rows(self, x: Tensor, y: Tensor, *sets: Tensor) -> Rows:
         """The rows of a step: incoming rows and sets of memory slots."""
         slots = torch.cat(sets)
-        images = torch.cat([x, self.memory.images[slots]])
-        labels = torch.cat([y, self.memory.labels[slots]])
+        replayed, their_labels = self.memory.gather(slots)
+        images, labels = torch.cat([x, replayed]), torch.cat([y, their_labels])
         sizes = (len(x), *map(len, sets))
-        return Rows(images, labels, sizes, slots, self.data.sequence, self.extras(labels, sizes))
+        extras, new = self.extras(labels, sizes), self.new_classes() if self.hides_unseen and len(x) else []
+        if new:
+            extras["new"] = self.mask(new)
+        return Rows(images, labels, sizes, slots, self.data.sequence, extras)
+
+    def new_classes(self) -> list[int]:
+        """The classes that losses may use from this plan on, and that no earlier plan had."""
+        had = self.data.own.get("had", [])
+        known = self.data.known_classes(getattr(self.config.options, "current_classes", "seen"))
+        new = [c for c in known if c not in had]
+        self.data.own["had"] = had + new
+        # Before the first plan nothing was trained, so that nothing need start anew.
+        return new if had else []
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
         """What :meth:`losses` reads beside rows and outputs, by name, as ``rows.extras``: tensors
@@ -270,7 +285,7 @@ class ReplayLearner(Learner):
 
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:
         separate = self.config.options.passes == "separate"
-        with self.model.step():
+        with self.new_rows(rows), self.model.step():
             sizes = self.view_sizes(rows)
             views = rows.views[: sum(sizes)]
             parts = views.split(sizes) if separate else [views]
@@ -280,6 +295,15 @@ class ReplayLearner(Learner):
             loss = self.model.minimise(torch.stack(list(terms.values())).sum())
         self.after_update(joined, rows)
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
+
+    def new_rows(self, rows: Inputs) -> AbstractContextManager:
+        """A context of the step, at whose start the classifier's rows of new classes start anew.
+
+        No loss has moved them so far, but weight decay has: Adam divides it by the root of its own
+        second moment, and so takes them to zero within fifty steps.
+        """
+        new = rows.extras.get("new")
+        return nullcontext() if new is None else self.model.renewed(new)
 
     def after_update(self, outputs: Outputs, rows: Inputs) -> None:
         """Called after the update, with the outputs before it, for what a step keeps elsewhere than
@@ -294,7 +318,8 @@ class ReplayLearner(Learner):
         """
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
-            cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored)
+            brightness = getattr(self.config.options, "brightness", 0.0)
+            cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored, brightness=brightness)
             return self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
         return self.views.augmented(rows.images, seed, rows.sequence)
 

@@ -36,14 +36,15 @@ STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
 #: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
-#: ``kind_seed``, format 5 no ``eager_steps``; readers refuse others.
+#: ``kind_seed``, format 5 no ``eager_steps``, ``images_kept`` and ``bytes_kept``; readers refuse
+#: others.
 FORMAT = 6
 
 # Columns that earlier formats lack, by the first format that has them.
 _ADDED = {
     4: ("evaluate_on TEXT NOT NULL DEFAULT 'test'", "validation REAL"),
     5: ("kind TEXT NOT NULL DEFAULT 'tasks'", "kind_seed INTEGER NOT NULL DEFAULT 0"),
-    6: ("eager_steps INTEGER",),
+    6: ("eager_steps INTEGER", "images_kept INTEGER", "bytes_kept INTEGER"),
 }
 
 
@@ -140,6 +141,8 @@ COLUMNS: dict[str, Column] = {
     "peak_bytes_device": Column(
         int | None, "peak memory allocated on the card, None on the CPU", "peak_memory_bytes.device"
     ),
+    "images_kept": Column(int | None, "number of images kept at most, None for runs of older versions", "kept.images"),
+    "bytes_kept": Column(int | None, "bytes of all that was kept beside network and optimiser, None as above"),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
     "card": Column(str | None, "card", compared="protocol"),
     "processor": Column(str, "processor"),
@@ -241,6 +244,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         c: {e: {m: results[m][c][e] for m in _METRICS} for e in experts} for c, experts in results["acc"].items()
     }
     finished = datetime.fromtimestamp(files.results.stat().st_mtime, timezone.utc)
+    kept = results["kept"] or {"images": None}
     known = {
         **results,
         **metrics[classifier][expert],
@@ -255,6 +259,8 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "mirrored": int(results["resolved"]["mirror"]),
         "precision": precision_of(results),
         "metrics": metrics,
+        "kept": kept,
+        "bytes_kept": None if kept["images"] is None else kept["bytes"] + kept["bytes_beside"],
         "untrained_acc": results["untrained"]["acc"][classifier][expert],
         "results_sha256": sha256,
         "finished_at": finished.isoformat(timespec="seconds"),

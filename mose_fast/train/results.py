@@ -70,7 +70,7 @@ def read_results(text: str | bytes) -> Any:
         config = upgraded(results["config"])
         changes = current_names(results["changes_from_preset"], config["method"])
         results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
-    missing = dict.fromkeys(("held_out", "anytime", "evaluation_points", "eager_steps", "capture_retries"))
+    missing = dict.fromkeys(("held_out", "anytime", "evaluation_points", "kept", "eager_steps", "capture_retries"))
     return missing | results if isinstance(results, dict) else results
 
 
@@ -216,6 +216,7 @@ def build_results(
             "host": peak_bytes(),
             "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         },
+        "kept": learner.kept(),
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "processor": processor(),
         "threads": torch.get_num_threads(),

@@ -49,7 +49,7 @@ def test_cross_entropies_leave_the_logits_of_the_other_classes_alone(make, teach
 
 def test_exemplars_are_those_of_earlier_tasks_and_the_teacher_is_from_their_end(make, teach, batch):
     learner = teach(make("ssil", memory=12), tasks=(0,))
-    assert learner.memory.filled == 0 and learner.memory.buffer.filled == 40
+    assert learner.memory.filled == 0 and learner.memory.buffer.filled == 12
     learner.end_task()
     hashes = [learner.weights_hash()]
     # The first six of each class: class 0 has the even positions, class 1 the odd ones.
