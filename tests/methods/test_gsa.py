@@ -21,7 +21,7 @@ def test_weights_are_one_at_balance_and_stay_between_their_bounds():
 def test_a_step_that_is_not_taken_leaves_the_sums_and_its_batch_can_be_undone(make, teach, batch):
     learner = teach(make("gsa"))
     before, own = learner.network.sums.clone(), dict(learner.data.own)
-    assert (before[0] > 0).sum() == 4 and own == {"steps_of_task": 4}
+    assert (before > 0).sum(1).tolist() == [4, 4]
     with torch.no_grad():
         learner.network.classifier1.bias[0] = math.nan
     prepared = learner.prepare(*batch([4, 5] * 5), 2)
