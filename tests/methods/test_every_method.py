@@ -399,6 +399,27 @@ def test_fifty_steps_in_bf16_stay_finite(name, make, batch):
 
 
 @every
+def test_losses_have_no_side_effect(name, make, teach, batch):
+    """Computed twice from the same outputs, they are the same numbers, and nothing has changed."""
+    learner, calls = teach(make(name), steps=2), []
+
+    def twice(*inputs):
+        before, random_state = bits(learner), torch.get_rng_state()
+        first, second = losses(*inputs), losses(*inputs)
+        values = [[*terms.values()] if isinstance(terms, dict) else [terms] for terms in (first, second)]
+        assert all(map(torch.equal, *values)) and bits(learner) == before
+        assert torch.equal(torch.get_rng_state(), random_state)
+        calls.append(len(values[0]))
+        return first
+
+    losses, learner.losses = learner.losses, twice
+    teach(learner, steps=2, tasks=(2,))
+    learner.rehearse(torch.arange(12))
+    # The step of GDumb has its loss inside, and so has that of A-GEM with a reference batch.
+    assert len(calls) == {"agem": 1, "gdumb": 0}.get(name, 3)
+
+
+@every
 def test_rehearsal_trains_on_slots(name, make, batch):
     learner = make(name)
     for task in range(2):
