@@ -162,8 +162,11 @@ class Gsa(ReplayLearner):
         return terms
 
     def weighted_logits(self, outputs: Outputs, rows: Inputs) -> Tensor:
-        """The weighted set's logits, float32 [V, K]; -inf for classes that have not come."""
-        logits = outputs.logits[self.view_sizes(rows)[0] :].float()
+        """The weighted set's logits, float32 at least, [V, K]; -inf for classes that have not
+        come.
+        """
+        logits = outputs.logits[self.view_sizes(rows)[0] :]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits.masked_fill(~rows.extras["known"], -torch.inf)
 
     def pulls_and_pushes(self, outputs: Outputs, rows: Inputs) -> Tensor:
