@@ -107,6 +107,20 @@ def test_the_sources_preset_is_the_shared_protocol_with_the_methods_own_values(n
         assert f"{switch} {'null' if value is None else value}" in preset.source
 
 
+def starts_uniform(name: str) -> bool:
+    """Whether convolutions start from PyTorch's uniform weights; He's normal ones exceed them."""
+    config = RunConfig.create("official", method=name, width=4, memory=1000, device="cpu")
+    stem = METHODS[name](config, classes=4, image_size=(8, 8)).network.stem.conv.weight
+    return bool(stem.abs().max() <= stem[0].numel() ** -0.5)
+
+
+def test_official_presets_start_from_the_weights_of_their_code():
+    """docs/specification/baselines.md section 0.3."""
+    uniform = {"er", "mir", "gss", "aser", "er-aml", "er-ace", "scr", "ocm", "onpro", "gsa", "derpp"}
+    assert all(starts_uniform(name) for name in uniform)
+    assert not starts_uniform("co2l") and not starts_uniform("gdumb")
+
+
 def test_the_nine_baselines_have_the_sources_preset():
     nine = {"agem", "er", "mir", "gss", "aser", "er-aml", "er-ace", "gdumb", "scr", "derpp"}
     assert nine <= {name for name, preset in PRESETS if preset == "sources"}
