@@ -155,6 +155,7 @@ PEERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("peer", PEERS)
 def test_with_one_mean_it_reaches_what_theirs_reaches(peer, one_thread):
     pytest.importorskip(peer)
@@ -163,7 +164,8 @@ def test_with_one_mean_it_reaches_what_theirs_reaches(peer, one_thread):
     found = [ours(stream, seed, replay_loss="one_mean", buffer_batch=replayed) for seed in SEEDS]
     wanted = [theirs(stream, seed) for seed in SEEDS]
     for difference, interval in differences(found, wanted):
-        assert abs(difference) <= interval + 0.02, (found, wanted)
+        print(peer, difference, interval)
+        assert abs(difference) <= interval, (found, wanted)
 
 
 def main(folder: str) -> None:
