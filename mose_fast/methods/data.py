@@ -24,7 +24,7 @@ __all__ = ["IMAGE_SIZE", "DataPlane", "DataRecord", "check_stream", "plain_tenso
 IMAGE_SIZE = (32, 32)
 
 # What a checkpoint holds beside the memory.
-_VALUES = ("task", "first_task", "task_classes", "seen", "current", "steps", "ended")
+_VALUES = ("task", "first_task", "task_classes", "task_batches", "task_start", "seen", "current", "steps", "ended")
 
 
 def check_stream(
@@ -109,6 +109,9 @@ class DataPlane:
         task: The current task; None before the first.
         first_task: The first task.
         task_classes: All labels of the current task, if they are known beforehand.
+        task_batches: Batches of the current task, repeated ones counted again, if they are known
+            beforehand; the training loop sets it when the task begins.
+        task_start: Number of the current task's first step.
         seen: All labels seen so far, in order of appearance.
         current: The labels of the current task seen so far, in order of appearance.
         incoming: The labels of the batch that came last; it is no state.
@@ -126,6 +129,8 @@ class DataPlane:
         self.task: int | None = None
         self.first_task: int | None = None
         self.task_classes: list[int] | None = None
+        self.task_batches: int | None = None
+        self.task_start = 0
         self.seen: list[int] = []
         self.current: list[int] = []
         self.incoming: list[int] = []
@@ -139,11 +144,17 @@ class DataPlane:
         """Number of the step that is planned next, from 0; it decides the step's random views."""
         return self.steps + self.ahead
 
+    @property
+    def task_step(self) -> int:
+        """Number within the current task of the step that is planned next, from 1."""
+        return self.sequence - self.task_start + 1
+
     def begin_task(self, task: int, classes: list[int] | None) -> None:
         """Starts a task; see :meth:`mose_fast.methods.Learner.begin_task` for the arguments."""
         self.task = task
         self.first_task = self.task if self.first_task is None else self.first_task
         self.task_classes = classes
+        self.task_batches, self.task_start = None, self.sequence
         self.current = []
         self.ended = False
 
@@ -195,8 +206,8 @@ class DataPlane:
     def load(self, values: dict[str, Any], memory: dict[str, Tensor]) -> None:
         """Restores the results of :meth:`values` and ``memory.tensors()``."""
         self.memory.load(memory)
-        # Runs of older versions did not record it; they end their tasks by themselves.
-        self._set({"ended": True} | values)
+        # Runs of older versions did not record these; they end their tasks by themselves.
+        self._set({"ended": True, "task_batches": None, "task_start": 0} | values)
         self.ahead = 0
 
     @contextmanager

@@ -84,11 +84,9 @@ class BaselineOptions(ReplayOptions):
         choices={"linear": "", "ncm": "nearest class mean"},
     )
     optimiser: str = knob(
-        "adam",
-        "optimiser",
-        "paper 5.1: Adam for all; repositories: SGD",
-        choices={"adam": "", "sgd": "without momentum"},
+        "adam", "optimiser", "paper 5.1: Adam for all; repositories: SGD", choices={"adam": "", "sgd": ""}
     )
+    momentum: float = knob(0.0, "momentum of SGD", "paper 5.1: Adam; repositories: most have none", low=0, below=1)
     passes: str = knob(
         "joint",
         "how sets of rows pass the network",
@@ -214,11 +212,17 @@ class ReplayLearner(Learner):
 
     def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
         o = self.config.options
-        if o.optimiser == "sgd":
+        if o.optimiser == "adam":
+            return super().build_optimiser(network)
             # As with Adam, PyTorch's fused one can skip a step without the host knowing.
             fused = True if self.reads_losses_late else None
-            return torch.optim.SGD(network.parameters(), lr=o.lr, weight_decay=o.weight_decay, fused=fused)
-        return super().build_optimiser(network)
+        settings = {"lr": o.lr, "momentum": o.momentum, "weight_decay": o.weight_decay}
+        optimiser = torch.optim.SGD(network.parameters(), **settings, fused=fused)
+        if o.momentum:
+            # Zero is where the first step starts from, and no later step makes tensors.
+            for parameter in network.parameters():
+                optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimiser
 
     # Rows
 

@@ -277,6 +277,10 @@ class Stream:
         rows = len(self.train_rows(part))
         return -(-rows // self.batch) if self.arrival is None else len(self.arrival[part])
 
+    def task_batches(self, task: int) -> int:
+        """How many batches the parts of a task have together."""
+        return sum(self.count_batches(part) for part in range(self.parts) if self.task_of(part) == task)
+
     def count_images(self, part: int, batches: int | None = None) -> int:
         """How many images the first batches of a pass over a part hold; None: all of them.
 

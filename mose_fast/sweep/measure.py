@@ -88,6 +88,7 @@ def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float
         task = presented.task_of(part)
         if learner.task != task:
             learner.begin_task(task, presented.tasks[task])
+            learner.data.task_batches = config.epochs * presented.task_batches(task)
 
     def fill(part: int) -> None:
         begin(part)

@@ -113,6 +113,7 @@ class Loop:
                     task = self.presented.task_of(part)
                     if part < parts and self.learner.task != task:
                         self.learner.begin_task(task, self.presented.tasks[task])
+                        self.learner.data.task_batches = self.config.epochs * self.presented.task_batches(task)
                     self._train(part, stop)
                     self._finish_part(part, stop)
                 return self._finish()
