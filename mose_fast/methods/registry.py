@@ -113,6 +113,11 @@ def check_learner(learner: Any, owner: str) -> None:
         raise ConfigError(
             f"{owner} is {learner!r}{lacks}; wanted a subclass of mose_fast.methods.Learner or of one of its subclasses"
         )
+    if learner.state is not Learner.state:
+        raise ConfigError(
+            f"{owner} defines state(), which only copies; wanted self.keep(NAME, TENSOR OR MODULE) in"
+            f" {learner.__qualname__}.__init__ for what else a checkpoint must hold"
+        )
     if inspect.isabstract(learner):
         raise ConfigError(
             f"{owner} lacks {', '.join(sorted(learner.__abstractmethods__))}; wanted {learner.__qualname__} to"
