@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -825,6 +826,28 @@ class Learner(ABC):
             for name, tensor in self.tensors().items()
         }
         return tensors, copy.deepcopy(self.values())
+
+    def save(self, path: str | Path) -> None:
+        """Writes the learner to one file (safetensors), from which :func:`mose_fast.load_learner`
+        continues exactly, also in the middle of a task.
+
+        Args:
+            path: The file; an earlier one is replaced.
+
+        Raises:
+            ConfigError: Planned steps were not taken, the method holds what is not part of its
+                state (:meth:`keep`), or it could not be found by its name.
+            StateFileError: The file cannot be written.
+        """
+        from mose_fast.methods.saved import save_learner  # which finds methods, and so imports this
+
+        save_learner(self, path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: as if saved and loaded."""
+        from mose_fast.methods.saved import class_of, parts, rebuilt
+
+        return rebuilt, (class_of(self), *parts(self))
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of :meth:`state` themselves, many of them views of common memory, which the

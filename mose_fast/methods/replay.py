@@ -307,8 +307,9 @@ class ReplayLearner(Learner):
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
     def after_update(self, outputs: Outputs, rows: Inputs) -> None:
-        """Called after the update, with the outputs before it, for what a step keeps elsewhere than
-        in the model. It must change nothing where ``self.model.latch.closed``.
+        """Called after the update, with the outputs before it, for what a step changes beside the
+        model. What is not kept (:meth:`keep`) it must leave alone where
+        ``self.model.latch.closed``.
         """
 
     def make_views(self, rows: Rows) -> Tensor:

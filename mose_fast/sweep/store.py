@@ -35,13 +35,14 @@ STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
 #: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
-#: ``kind_seed``; readers refuse others.
-FORMAT = 5
+#: ``kind_seed``, format 5 not what tells versions of the code apart; readers refuse others.
+FORMAT = 6
 
 # Columns that earlier formats lack, by the first format that has them.
 _ADDED = {
     4: ("evaluate_on TEXT NOT NULL DEFAULT 'test'", "validation REAL"),
     5: ("kind TEXT NOT NULL DEFAULT 'tasks'", "kind_seed INTEGER NOT NULL DEFAULT 0"),
+    6: ("code TEXT", "method_version TEXT", "native_backend TEXT", "kernels TEXT"),
 }
 
 
@@ -54,7 +55,8 @@ class Column(NamedTuple):
         source: Path of keys in ``results.json``, or a key that :func:`_row` adds; None: the
             column's own name.
         compared: ``problem``: runs that differ in it do not belong in one table of a report;
-            ``protocol``: a report warns of the difference; None: it does not matter.
+            ``protocol``, ``made``: a report warns of the difference, in how the problem was solved
+            and in what computed it; None: it does not matter, or is compared in another way.
     """
 
     type: Any
@@ -108,7 +110,8 @@ COLUMNS: dict[str, Column] = {
     "epochs": Column(int, "number of epochs", "config.epochs", compared="protocol"),
     "train_on": Column(str, "training data, stream or final_memory", "config.train_on", compared="protocol"),
     "seed": Column(int, "seed", "config.seed"),
-    "precision": Column(str, "precision", compared="protocol"),
+    "precision": Column(str, "precision", compared="made"),
+    "kernels": Column(str | None, "kernels, None if unknown", "resolved.kernels", compared="made"),
     "classifier": Column(str, "classifier of predict(), ncm or linear", "resolved.classifier"),
     "expert": Column(str, "expert of predict(), as in results.json", "resolved.expert"),
     "acc": Column(float, "ACC"),
@@ -136,12 +139,15 @@ COLUMNS: dict[str, Column] = {
         int | None, "peak memory allocated on the card, None on the CPU", "peak_memory_bytes.device"
     ),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
-    "card": Column(str | None, "card", compared="protocol"),
+    "card": Column(str | None, "card", compared="made"),
     "processor": Column(str, "processor"),
     "threads": Column(int, "number of CPU threads"),
-    "torch": Column(str, "version of torch", "versions.torch", compared="protocol"),
+    "torch": Column(str, "version of torch", "versions.torch", compared="made"),
+    "native_backend": Column(str | None, "back end of the native library, None without one", compared="made"),
     "mose_fast": Column(str, "version of this package", "versions.mose_fast"),
     "commit_id": Column(str | None, "commit of this package, None if unknown", "commit"),
+    "code": Column(str | None, "hash of this package's code, None if unknown"),
+    "method_version": Column(str | None, "hash of the files of a method of one's own, None for this package's"),
     "config": Column(str, "the complete configuration"),
     "weights_sha256": Column(str, "hash of the trained weights"),
     "results_sha256": Column(str, "hash of the file results.json"),
@@ -165,6 +171,10 @@ def setting_id(config: RunConfig) -> str:
     """12 hex digits, equal for configurations that differ only in seed and data fingerprint."""
     values = config.to_dict()
     del values["seed"], values["stream"]["fingerprint"]
+    return _hash(values)
+
+
+def _hash(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -250,6 +260,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "mirrored": int(results["resolved"]["mirror"]),
         "precision": precision_of(results),
         "metrics": metrics,
+        "method_version": _hash(results["method_files"]) if results["method_files"] else None,
         "untrained_acc": results["untrained"]["acc"][classifier][expert],
         "results_sha256": sha256,
         "finished_at": finished.isoformat(timespec="seconds"),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from mose_fast.errors import MoseFastError
+from mose_fast.state_file import replace_file
 
 __all__ = [
     "IN_EVERY_CONFIG",
@@ -44,27 +42,12 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     if isinstance(content, str):
         content = content.encode()
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_temporary_prefix(path.name))
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        replace_file(path, content)
     except OSError as error:
         raise RunError(
             f"cannot write {path} ({len(content)} bytes): {error.strerror}; what was there before is untouched. "
             "Free some space or choose another --out, then continue with: mose-fast resume"
         ) from error
-
-
-def _temporary_prefix(name: str) -> str:
-    return f".{name}."
 
 
 def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
@@ -113,12 +96,6 @@ def _listed(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class RunFolder:

@@ -97,7 +97,7 @@ class Loop:
         self.clock = clock
         self.pipeline = Pipeline(learner, clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
-        self.identity = None if folder is None else identity(config, learner)
+        self.identity = identity(config, learner)
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class Loop:
         with self.clock.timed("evaluate"):
             untrained = self._untrained()
         results = build_results(
-            self.config, self.stream, self.learner, **self.records, untrained=untrained, clock=self.clock
+            self.config, self.stream, self.learner, self.identity, **self.records, untrained=untrained, clock=self.clock
         )
         if self.folder is not None:
             write_atomically(self.folder.figure, accuracy_figure(results))
