@@ -111,7 +111,7 @@ COLUMNS: dict[str, Column] = {
     "train_on": Column(str, "training data, stream or final_memory", "config.train_on", compared="protocol"),
     "seed": Column(int, "seed", "config.seed"),
     "precision": Column(str, "precision", compared="made"),
-    "kernels": Column(str | None, "kernels, None if unknown", "resolved.kernels", compared="made"),
+    "kernels": Column(str | None, "kind of kernels, None if unknown", "resolved.kernels", compared="made"),
     "classifier": Column(str, "classifier of predict(), ncm or linear", "resolved.classifier"),
     "expert": Column(str, "expert of predict(), as in results.json", "resolved.expert"),
     "acc": Column(float, "ACC"),
