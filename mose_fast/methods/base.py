@@ -858,7 +858,8 @@ class Learner(ABC):
 
     def values(self) -> dict[str, Any]:
         """The values of :meth:`state`."""
-        return self.data.values() | {"precision": self.precision.name}
+        own = {"precision": self.precision.name, "optimiser": self.model.changed_numbers()}
+        return self.data.values() | own
 
     def check_kept(self) -> None:
         """Refuses a method that holds tensors, modules or random generators that are not part of
@@ -900,7 +901,8 @@ class Learner(ABC):
         def part(owner: str) -> dict[str, Tensor]:
             return {name.removeprefix(owner): t for name, t in tensors.items() if name.startswith(owner)}
 
-        self.model.load({name: t for name, t in tensors.items() if not name.startswith(("memory/", "kept/"))})
+        changed = values.pop("optimiser", [])
+        self.model.load({name: t for name, t in tensors.items() if not name.startswith(("memory/", "kept/"))}, changed)
         self.data.load(values, part("memory/"))
         self._kept.load(part("kept/"))
         self.__dict__ |= self._kept.values()

@@ -87,6 +87,29 @@ def test_a_resumed_run_has_the_second_network_of_an_uninterrupted_one(stream, tm
     )
 
 
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.mark.parametrize("optimiser", ["adam", "sgd"])
+def test_a_learning_rate_that_the_method_changes_is_restored(make, teach, monkeypatch, kernels, optimiser):
+    def cooler(self):
+        for group in self.model.optimiser.param_groups:
+            group["lr"] = 0.5 * float(group["lr"])
+
+    monkeypatch.setattr(Er, "on_task_end", cooler)
+    given = {"kernels": kernels, "options": {"optimiser": optimiser, "lr": 0.01}}
+    learner, other, third = (make("er", **given) for _ in range(3))
+    assert learner.state()[1]["optimiser"] == [{}]
+    teach(learner, tasks=(0, 1), steps=2).end_task()
+    tensors, values = learner.state()
+    assert values["optimiser"] == [{"lr": pytest.approx(0.0025)}]
+    other.load_state(tensors, values)
+    assert teach(other, tasks=(2,), steps=2).weights_hash() == teach(learner, tasks=(2,), steps=2).weights_hash()
+    # Another learner's own rate stays where the method has changed none, and comes back.
+    warmer = make("er", kernels=kernels, options={"optimiser": optimiser, "lr": 0.1})
+    for state in (learner.state(), third.state()):
+        warmer.load_state(*state)
+    assert float(warmer.model.optimiser.param_groups[0]["lr"]) == pytest.approx(0.1)
+
+
 def forgetful(monkeypatch, stream, tmp_path, **functions):
     """The refusal of a run of ER with other functions, and the run's folder."""
     for name, function in functions.items():

@@ -9,10 +9,12 @@ import json
 import os
 import shutil
 import sys
+import warnings
 
 import pytest
 
 from mose_fast.config import METHOD_SETTINGS, ConfigError, RunConfig
+from mose_fast.export import export_run
 from mose_fast.methods import METHODS, Er, find_method
 from mose_fast.methods.registry import method_files
 from mose_fast.report.runs import group_runs, read_folders
@@ -126,6 +128,16 @@ def test_resume_names_the_file(write, tmp_path):
     assert "commit" not in str(e.value) and "put the earlier file back" in str(e.value)
     write(1)
     assert resume(tmp_path / "run")["method_files"] == {"mine.py": before}
+
+
+def test_an_export_says_that_the_method_has_changed(write, tmp_path):
+    run(RunConfig.create(method=write(), **SETTINGS), out=tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_run(tmp_path / "run")
+    write(2)
+    with pytest.warns(UserWarning, match=r"has changed since \(mine.py was .*\); the export has the run's weights and"):
+        export_run(tmp_path / "run", overwrite=True)
 
 
 def sweep(name: str, seeds: int, out) -> None:
