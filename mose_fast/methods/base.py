@@ -335,8 +335,8 @@ class Learner(ABC):
         self.data.begin_task(task, classes)
 
     def end_task(self) -> None:
-        """Ends the current task."""
-        with undone_if(self.model.latch.closed, self._kept.written(*WRITTEN)):
+        """Ends the current task; nothing else changes once the run has diverged."""
+        if not self.diverged:
             self.on_task_end()
         self.data.ended = True
         self._means = None
