@@ -8,7 +8,7 @@ import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -335,8 +335,9 @@ class Learner(ABC):
         self.data.begin_task(task, classes)
 
     def end_task(self) -> None:
-        """Ends the current task; nothing else changes once the run has diverged."""
-        if not self.diverged:
+        """Ends the current task."""
+        kept = self._kept.written(*WRITTEN)
+        with undone_if(self.model.latch.closed, kept) if kept else nullcontext():
             self.on_task_end()
         self.data.ended = True
         self._means = None

@@ -353,5 +353,5 @@ class ReplayLearner(Learner):
 
     def on_task_end(self) -> None:
         super().on_task_end()
-        if self.teacher is not None:
+        if self.teacher is not None and not self.diverged:
             self.teacher.take(self.network)
