@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +54,14 @@ def build_info() -> dict[str, Any]:
     }
 
 
-def code_hash(learner: type) -> str:
-    """A hash of the code that computes a run: this package without the parts that only show and
-    plan, the native library's sources, and the learner's own file. 16 hex digits.
-
-    Args:
-        learner: Class of the run's learner.
+def code_hash() -> str:
+    """A hash of the code of this package that computes a run: without the parts that only show and
+    plan, and with the native library's sources. 16 hex digits.
     """
     package = Path(__file__).parent
     files = [
         path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in _COMPUTES_NOTHING
     ]
-    modules = {kind.__module__ for kind in learner.__mro__} - sys.stdlib_module_names
-    # A learner that was defined interactively has no file.
-    own = {Path(file).resolve() for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
-    files += sorted(path for path in own if path.is_file() and not path.is_relative_to(package.resolve()))
     digest = hashlib.sha256(str((_loader.record or {}).get("sources") if _loader.native is not None else None).encode())
     for path in files:
         content = path.read_bytes()

@@ -35,6 +35,8 @@ from mose_fast.train.files import RunError, RunFolder, check_folders
 # Commands import the rest when they need it: torch, pandas and scipy take seconds to import, and
 # help, lists and the messages on wrong flags and missing folders should not wait for them.
 if TYPE_CHECKING:
+    import pandas
+
     from mose_fast.progress import Progress
     from mose_fast.sweep.place import Place
     from mose_fast.train import Listener
@@ -466,7 +468,16 @@ def _sweep(arguments: argparse.Namespace) -> int:
         return _interrupted(error, "; to continue, run the same command again")
     if outcome.table is not None:
         print(f"table     {out / STORE}")
+        _caution(outcome.table)
     return 1 if outcome.failures else 0
+
+
+def _caution(table: pandas.DataFrame) -> None:
+    """Says what differs in the code and the machines that computed the runs of a table."""
+    from mose_fast.report.statistics import code_warnings
+
+    for warning in code_warnings(table.to_dict("records")):
+        print(f"mose-fast: caution: {warning}", file=sys.stderr)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -551,6 +562,7 @@ def _collect(arguments: argparse.Namespace) -> int:
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     print(f"{len(table)} runs in {Path(arguments.folder) / STORE}, {len(skipped)} folders skipped")
+    _caution(table)
     return 0
 
 

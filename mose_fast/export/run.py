@@ -19,6 +19,7 @@ from mose_fast.config import ConfigError, RunConfig, near_matches
 from mose_fast.export.card import CARD, FORMAT, MODELS, USUAL, ExportError, stored_card
 from mose_fast.export.classifier import Classifier
 from mose_fast.methods import Learner, create_learner
+from mose_fast.methods.registry import method_changes, method_files
 from mose_fast.nn import CLASSIFIERS, CosineClassifier
 from mose_fast.nn.corrected import CorrectedLinear
 from mose_fast.sweep.store import read_run
@@ -125,6 +126,12 @@ def restore(run: Path, results: dict[str, Any]) -> Learner:
     if learner.weights_hash() != results["weights_sha256"]:
         raise ExportError(
             f"{checkpoint} does not hold the weights whose hash is in {folder.results}; it is damaged or of another run"
+        )
+    if edited := method_changes(results["method_files"], method_files(type(learner))):
+        warnings.warn(
+            f"the method of the run in {run} has changed since ({edited}); the export has the run's weights and the"
+            " method's present code",
+            stacklevel=3,
         )
     return learner
 

@@ -230,6 +230,10 @@ class ExemplarMemory(ReplayMemory):
             self.twin.state[1] += 1
         return upload(drawn, self.images.device)
 
+    @property
+    def slots_end(self) -> int:
+        return self.capacity + self.buffer.filled if self.buffer.filled else self.filled
+
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         if not self.buffer.filled:
             return super().gather(slots)

@@ -199,6 +199,11 @@ class ReplayMemory:
             state[1] += 1
         return slots[: min(count, qualify)]
 
+    @property
+    def slots_end(self) -> int:
+        """One more than the largest slot that a draw can give."""
+        return self.filled
+
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Images uint8 [n, H, W, 3] and labels int64 [n] of drawn ``slots`` int64 [n]."""
         return self.images[slots], self.labels[slots]

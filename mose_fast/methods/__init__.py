@@ -33,6 +33,7 @@ from mose_fast.methods.prepared import PlannedBatch, PlannedStep, Prepared, View
 from mose_fast.methods.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.methods.room import check_room
+from mose_fast.methods.saved import load_learner
 from mose_fast.methods.scr import Scr
 from mose_fast.methods.ssil import Ssil
 
@@ -79,6 +80,7 @@ __all__ = [
     "create_learner",
     "cross_entropy",
     "find_method",
+    "load_learner",
     "method",
     "method_names",
     "resolve_device",

@@ -3,24 +3,28 @@ for both."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
-from mose_fast.config import ConfigError, RunConfig, near_matches
+from mose_fast.config import ConfigError, RunConfig, near_matches, shown
 from mose_fast.device import Choice, choose_precision, upload
 from mose_fast.knobs import plain, whole_number
 from mose_fast.memory import BalancedMemory, ReplayMemory
 from mose_fast.methods.data import IMAGE_SIZE, DataPlane, DataRecord, check_stream
+from mose_fast.methods.hooks import are_scalars, are_slots, check_returned
+from mose_fast.methods.kept import WRITTEN, KeptValues, survives_json, undone_if, unsaved
 from mose_fast.methods.model import Model
 from mose_fast.methods.prepared import PlannedBatch, PlannedStep, Prepared, StoredBatch, ViewsToCome, WholeBatch
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork, classify
@@ -32,6 +36,11 @@ if TYPE_CHECKING:
     from mose_fast.methods.registry import About
 
 __all__ = ["Learner", "Planning", "resolve_device"]
+
+K = TypeVar("K", Tensor, nn.Module)
+
+# Attributes whose tensors are saved by themselves or computed again.
+_OWN = ("data", "views", "_model", "_means", "_kept")
 
 # Images in a forward pass of an evaluation, unless the configuration has another number.
 _EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
@@ -81,6 +90,13 @@ def resolve_device(name: str | torch.device) -> torch.device:
                 f"device is {name!r}, but this machine has {torch.cuda.device_count()} GPU(s); wanted a lower number"
             )
     return device
+
+
+def class_mask(count: int, device: torch.device, classes: Iterable[int]) -> Tensor:
+    """bool [count] on a device, True for some classes."""
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[list(classes)] = True
+    return upload(mask, device)
 
 
 class Learner(ABC):
@@ -157,6 +173,7 @@ class Learner(ABC):
         mirror_safe: bool = True,
     ) -> None:
         stream = check_stream(classes=classes, image_size=image_size, mean=mean, std=std, mirror_safe=mirror_safe)
+        self._kept = KeptValues()
         self.config = config
         self.classes, self.image_size = stream["classes"], stream["image_size"]
         self.mean, self.std = stream["mean"], stream["std"]
@@ -166,13 +183,67 @@ class Learner(ABC):
         self.stepping = self._choose_step(config.step)
         self.evaluation_batch = config.evaluation_batch or _EVALUATION_BATCH[self.device.type]
         self.kernels = choose_kernels(config.kernels, self.device)
-        self.data = DataPlane(self.build_memory(), classes=self.classes, image_size=self.image_size, device=self.device)
+        memory = self.build_memory()
+        check_returned(self, "build_memory", memory, isinstance(memory, ReplayMemory), "a ReplayMemory")
+        self.data = DataPlane(memory, classes=self.classes, image_size=self.image_size, device=self.device)
+        self.data.kept = partial(self._kept.written, "plans")
         self.views = self._build_views()
         self._planning_ahead = False
         self.model = self.build_model()
         self._means: ClassMeans | None = None
         self._warned_missing = False
         self._warned_boundaries = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_kept", ()) and value is not self.__dict__[name]:
+            raise ConfigError(
+                f"self.{name} of {type(self).__qualname__} is kept, so it must stay the same object; wanted"
+                f" self.{name}.copy_(...), or self.keep({name!r}, ...) for one of another shape"
+            )
+        super().__setattr__(name, value)
+
+    def keep(self, name: str, value: K, *, written: str = "steps") -> K:
+        """Makes a tensor or a module of the method's own part of the state, as ``self.<name>`` on
+        the learner's device: it is saved, restored and undone with the rest.
+
+        Call it while the learner is built, in ``__init__`` or ``build_model``; later code writes it
+        in place, without gradients. Another call with the name replaces it.
+
+        Args:
+            name: Name of the attribute.
+            value: The tensor or module; of a module its ``state_dict``.
+            written: When it is written. ``steps``: by :meth:`train_on` and what it calls; a step
+                whose loss is not finite, and all after it, leave it as it was. ``plans``: by
+                :meth:`plan`, :meth:`store` and what they call; undoing a batch restores it.
+                ``tasks``: between steps alone, by :meth:`begin_task` or :meth:`on_task_end`, so
+                that steps need no copy of it; only then may its shape change during a run.
+
+        Returns:
+            The value, on the device.
+
+        Raises:
+            ConfigError: One of the arguments is unusable, or the first task has begun.
+        """
+        call = f"{type(self).__qualname__}.keep({name!r}, ...)"
+        if "data" not in self.__dict__:
+            raise ConfigError(f"{call} came too early; wanted it after super().__init__(...)")
+        if not isinstance(value, Tensor | nn.Module):
+            raise ConfigError(f"{call} was given a {type(value).__qualname__}; wanted a tensor or a torch.nn.Module")
+        if written not in WRITTEN:
+            raise ConfigError(f"{call} has written={written!r}; wanted one of {', '.join(WRITTEN)}")
+        taken = hasattr(type(self), name) or self.__dict__.get(name, value) is not value
+        value = (value.detach() if isinstance(value, Tensor) and not value.is_leaf else value).to(self.device)
+        if name not in self._kept:
+            if taken or not name.isidentifier():
+                why = f"self.{name} is something else already" if taken else "an attribute cannot have this name"
+                raise ConfigError(f"{call}: {why}; wanted another name")
+            if self.task is not None:
+                raise ConfigError(f"{call} came after the first task had begun; wanted it in __init__")
+        elif self.task is not None and written != "tasks" and not self._kept.same_shapes(name, value):
+            raise ConfigError(f"{call} has another shape than before; wanted the same, or written='tasks'")
+        self._kept.put(name, value, written)
+        self.__dict__[name] = value
+        return value
 
     @classmethod
     def views_at_once(cls, config: RunConfig) -> int:
@@ -292,7 +363,9 @@ class Learner(ABC):
 
     def end_task(self) -> None:
         """Ends the current task."""
-        self.on_task_end()
+        kept = self._kept.written(*WRITTEN)
+        with undone_if(self.model.latch.closed, kept) if kept else nullcontext():
+            self.on_task_end()
         if getattr(self.config.options, "optimiser_per_task", False):
             self.model.forget_moments()
         self.data.ended = True
@@ -339,7 +412,7 @@ class Learner(ABC):
         for _ in range(self.config.options.iterations if train else 0):
             losses = self.train_batch(x, y)
         if store and (losses is None or not self.diverged):
-            self.store(x, y, index)
+            self._stored(x, y, index)
         return losses
 
     def prepare(
@@ -372,7 +445,7 @@ class Learner(ABC):
                     if plan is not None:
                         plans.append(plan)
                         self.data.ahead += 1
-                stored = self.store(x, y, index) if store else None
+                stored = self._stored(x, y, index) if store else None
         if not plans:
             return StoredBatch(self, before, x, stored)
         *earlier, last = plans
@@ -404,32 +477,49 @@ class Learner(ABC):
 
         Args:
             inputs: The result of :meth:`inputs`.
-            train_on: A function that takes the step in place of :meth:`train_on`.
+            train_on: A function that takes the step in place of :meth:`take_step`.
 
         Returns:
             The step's losses by name, as scalars on the learner's device.
         """
         if isinstance(inputs, ViewsToCome):
             inputs = inputs.complete(inputs.make())
-        losses = (self.train_on if train_on is None else train_on)(inputs)
+        losses = (self.take_step if train_on is None else train_on)(inputs)
         self.data.steps += not self.model.latch.froze
         self._means = None
         return losses
 
+    def take_step(self, inputs: Any) -> dict[str, Tensor]:
+        """:meth:`train_on`, which changes nothing that is kept once the run has diverged. This is
+        what a captured step captures.
+        """
+        with undone_if(self.model.latch.closed, self._kept.written("steps")):
+            losses = self.train_on(inputs)
+        wanted = "the losses by name, floating-point scalars, the minimised one first"
+        check_returned(self, "train_on", losses, are_scalars(losses), wanted)
+        return losses
+
+    def _stored(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        slots = self.store(x, y, index)
+        fits = are_slots(slots, -1, self.memory.capacity, len(y))
+        check_returned(self, "store", slots, fits, f"int64 [{len(y)}], the slot of each item now, -1 if it has none")
+        return slots
+
     @contextmanager
     def _without_model(self) -> Iterator[None]:
-        """A context in which the method must not look at the model."""
+        """A context in which the method must neither look at the model, nor write what steps
+        write.
+        """
         self._planning_ahead = True
         try:
-            yield
+            with self._kept.only_plans():
+                yield
         finally:
             self._planning_ahead = False
 
     def mask(self, classes: Iterable[int]) -> Tensor:
         """bool [K] on the device, True for these classes."""
-        mask = torch.zeros(self.classes, dtype=torch.bool)
-        mask[list(classes)] = True
-        return upload(mask, self.device)
+        return class_mask(self.classes, self.device, classes)
 
     def undo(self, record: DataRecord) -> None:
         """Undoes the batch since a record of the data plane, except in the model."""
@@ -588,11 +678,15 @@ class Learner(ABC):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = self.build_network()
+        check_returned(self, "build_network", network, isinstance(network, ExpertNetwork), "an ExpertNetwork")
         network.use_kernels(self.kernels)
         network = network.to(self.device, memory_format=torch.channels_last)
+        optimiser = self.build_optimiser(network)
+        fits = isinstance(optimiser, torch.optim.Optimizer)
+        check_returned(self, "build_optimiser", optimiser, fits, "an optimiser of PyTorch's")
         return Model(
             network,
-            self.build_optimiser(network),
+            optimiser,
             self.views,
             precision=self.precision.name,
             evaluation_batch=self.evaluation_batch,
@@ -709,10 +803,13 @@ class Learner(ABC):
             int64 [N], on the CPU.
 
         Raises:
-            ValueError: Unusable images or names, or an empty memory with ``ncm``.
+            ValueError: Unusable images or names, no class was seen yet, or an empty memory with
+                ``ncm``.
         """
         x = self.data.check_images(x)
         classifier, expert = self.resolve_expert(classifier, expert)
+        if not self.seen:
+            raise ValueError("no class was seen yet, so there is none to predict; wanted observe() with a batch first")
         self.prepare_evaluation()
         features, logits = self.outputs(x)
         if classifier == "linear":
@@ -751,16 +848,79 @@ class Learner(ABC):
     # State
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that must be restored to continue exactly: tensors by name, values for JSON."""
-        tensors = self.model.state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
-        return tensors, self.data.values() | {"precision": self.precision.name}
+        """All that must be restored to continue exactly: tensors by name, values for JSON.
+
+        The tensors are contiguous copies, each with memory of its own.
+        """
+        tensors = {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for name, tensor in self.tensors().items()
+        }
+        return tensors, copy.deepcopy(self.values())
+
+    def save(self, path: str | Path) -> None:
+        """Writes the learner to one file (safetensors), from which :func:`mose_fast.load_learner`
+        continues exactly, also in the middle of a task.
+
+        Args:
+            path: The file; an earlier one is replaced.
+
+        Raises:
+            ConfigError: Planned steps were not taken, the method holds what is not part of its
+                state (:meth:`keep`), or it could not be found by its name.
+            StateFileError: The file cannot be written.
+        """
+        from mose_fast.methods.saved import save_learner  # which finds methods, and so imports this
+
+        save_learner(self, path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: as if saved and loaded."""
+        from mose_fast.methods.saved import class_of, parts, rebuilt
+
+        return rebuilt, (class_of(self), *parts(self))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of :meth:`state` themselves, many of them views of common memory, which the
+        next step changes.
+        """
+        memory = {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
+        return self.model.state() | memory | {f"kept/{name}": t for name, t in self._kept.tensors().items()}
+
+    def values(self) -> dict[str, Any]:
+        """The values of :meth:`state`."""
+        own = {"precision": self.precision.name, "optimiser": self.model.changed_numbers()}
+        return self.data.values() | own
+
+    def check_kept(self) -> None:
+        """Refuses a method that holds tensors, modules or random generators that are not part of
+        its state: a run that is resumed would not have them.
+
+        Raises:
+            ConfigError: There is one; the message names the attribute.
+        """
+        if name := next((name for name, value in self.data.own.items() if not survives_json(value)), None):
+            raise ConfigError(
+                f"method {self.config.method!r} has {shown(self.data.own[name])} in self.data.own[{name!r}], which a"
+                " checkpoint would not give back; wanted numbers, text, lists, and dictionaries with text as keys"
+            )
+        own = {name: value for name, value in vars(self).items() if name not in (*_OWN, *self._kept)}
+        known = [self, *(vars(self)[name] for name in _OWN), *vars(self._model).values()]
+        if found := unsaved(own, self.tensors().values(), known):
+            path, what = found
+            raise ConfigError(
+                f"method {self.config.method!r} has a {what} in self.{path}, which is not part of its state, so that a"
+                f" resumed run would not have it; wanted self.keep(NAME, TENSOR OR MODULE) in {type(self).__qualname__}"
+                ".__init__, plain values in self.data.own, and random numbers of mose_fast.ops.draws"
+            )
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restores the result of :meth:`state`. If the configuration leaves the precision open, the
         precision of the state is used from now on.
 
         Raises:
-            ValueError: The state belongs to another network or memory.
+            ValueError: The state belongs to another network or memory, or to a method that keeps
+                other tensors.
         """
         values = dict(values)
         precision = values.pop("precision", self.precision.name)
@@ -768,9 +928,15 @@ class Learner(ABC):
             self.precision = Choice(precision, "as the run began")
             # The optimiser may keep copies of the weights in this precision.
             self.model = self.build_model()
-        memory = {name.removeprefix("memory/"): t for name, t in tensors.items() if name.startswith("memory/")}
-        self.model.load({name: t for name, t in tensors.items() if not name.startswith("memory/")})
-        self.data.load(values, memory)
+
+        def part(owner: str) -> dict[str, Tensor]:
+            return {name.removeprefix(owner): t for name, t in tensors.items() if name.startswith(owner)}
+
+        changed = values.pop("optimiser", [])
+        self.model.load({name: t for name, t in tensors.items() if not name.startswith(("memory/", "kept/"))}, changed)
+        self.data.load(values, part("memory/"))
+        self._kept.load(part("kept/"))
+        self.__dict__ |= self._kept.values()
         self._means = None
 
     def weights_hash(self) -> str:

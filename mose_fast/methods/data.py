@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -86,11 +86,13 @@ class DataRecord(NamedTuple):
         values: Its plain values.
         sequence: Number of the step that was to be planned next.
         memory: Undoes what happened to the memory.
+        kept: Copies of the tensors that plans write.
     """
 
     values: dict[str, Any]
     sequence: int
     memory: MemoryRecord
+    kept: list[Tensor]
 
 
 class DataPlane:
@@ -119,6 +121,7 @@ class DataPlane:
         ahead: Steps that are planned and not yet taken.
         ended: Whether the current task was ended already.
         own: Plain values of the method's own, by name; they belong to the state like the others.
+        kept: Gives the tensors of the method's own that plans write (:meth:`Learner.keep`).
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class DataPlane:
         self.ahead = 0
         self.ended = True
         self.own: dict[str, Any] = {}
+        self.kept: Callable[[], list[Tensor]] = list
 
     @property
     def sequence(self) -> int:
@@ -213,9 +217,10 @@ class DataPlane:
     @contextmanager
     def record(self) -> Iterator[DataRecord]:
         """A context that records what :meth:`undo` needs to undo the batch that comes inside."""
+        kept = [tensor.detach().clone() for tensor in self.kept()]
         values, sequence = self.values(), self.sequence
         with self.memory.record() as memory:
-            yield DataRecord(values, sequence, memory)
+            yield DataRecord(values, sequence, memory, kept)
 
     def undo(self, record: DataRecord) -> None:
         """Undoes a batch; undo the newest first. A step of it counts as not taken; steps that were
@@ -225,6 +230,8 @@ class DataPlane:
         self._set(record.values | {"steps": steps})
         self.ahead = record.sequence - steps
         self.memory.restore(record.memory)
+        for tensor, old in zip(self.kept(), record.kept, strict=True):
+            tensor.detach().copy_(old)
 
     def _set(self, values: dict[str, Any]) -> None:
         for name in _VALUES:

@@ -124,8 +124,8 @@ class Il2a(ExemplarLearner):
     def build_model(self) -> Model:
         model = super().build_model()
         size = model.network.feature_size
-        self.means = torch.zeros(self.classes, size, device=self.device)
-        self.covariances = torch.zeros(self.classes, size, size, device=self.device)
+        self.keep("means", torch.zeros(self.classes, size), written="tasks")
+        self.keep("covariances", torch.zeros(self.classes, size, size), written="tasks")
         return model
 
     def projection_head(self, feature_size: int) -> nn.Module:
@@ -222,12 +222,3 @@ class Il2a(ExemplarLearner):
                 found.append(self.model.forward(self.make_views(rows)).features[0].float())
             self.after_step()
         return torch.cat(found)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, values = super().state()
-        return tensors | {"il2a/means": self.means, "il2a/covariances": self.covariances}, values
-
-    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        super().load_state(tensors, values)
-        self.means.copy_(tensors["il2a/means"])
-        self.covariances.copy_(tensors["il2a/covariances"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -92,6 +92,7 @@ class Model:
         self._one = torch.ones((), device=self._device)
         self.leaves = optimiser.leaves if isinstance(optimiser, FlatAdam) else list(network.parameters())
         self._shadowed = isinstance(optimiser, FlatAdam) and any(shadow is not None for shadow in optimiser.shadows)
+        self._built_with = self._numbers()
 
     @contextmanager
     def precise(self) -> Iterator[None]:
@@ -216,10 +217,12 @@ class Model:
             self.weights_were_set()
 
     def forget_moments(self) -> None:
-        """Sets the optimiser's moments and counts of steps to zero, as a new one has them."""
+        """Sets the optimiser's moments and counts of steps to zero, as a new one has them; not once
+        the latch is closed.
+        """
         for moments in self.optimiser.state.values():
             for tensor in moments.values():
-                tensor.zero_()
+                tensor.masked_fill_(~self.latch.closed.to(tensor.device), 0)
 
     def weights_were_set(self) -> None:
         """Call this after parameters were changed by anything but a step: it renews the bf16 copies
@@ -252,8 +255,22 @@ class Model:
                 tensors[f"adam/{part}/{name}"] = value
         return tensors
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Restores the result of :meth:`state`, and opens the latch.
+    def changed_numbers(self) -> list[dict[str, float]]:
+        """The numbers of the optimiser's groups, such as the learning rate, that the method has
+        changed since it was built.
+        """
+        pairs = zip(self._numbers(), self._built_with, strict=True)
+        return [{name: value for name, value in now.items() if value != before[name]} for now, before in pairs]
+
+    def _numbers(self) -> list[dict[str, float]]:
+        # FlatAdam has its learning rate in a tensor.
+        return [
+            {name: float(value) for name, value in group.items() if name == "lr" or type(value) in (int, float)}
+            for group in self.optimiser.param_groups
+        ]
+
+    def load(self, tensors: dict[str, Tensor], changed: Sequence[Mapping[str, float]] = ()) -> None:
+        """Restores the results of :meth:`state` and :meth:`changed_numbers`, and opens the latch.
 
         Raises:
             ValueError: The state belongs to another network.
@@ -277,7 +294,11 @@ class Model:
                     raise ValueError(f"{names[part]} has shape {list(value.shape)}; wanted {list(parameter.shape)}")
             if parts:
                 moments[position] = parts
-        self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        groups = self.optimiser.state_dict()["param_groups"]
+        all_changed = changed or [{}] * len(groups)
+        for group, built_with, numbers in zip(groups, self._built_with, all_changed, strict=True):
+            group |= built_with | numbers
+        self.optimiser.load_state_dict({"state": moments, "param_groups": groups})
         self.latch.open()
 
     def weights_hash(self) -> str:

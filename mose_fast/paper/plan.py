@@ -11,7 +11,6 @@ from typing import Any
 from mose_fast.config import WITHOUT_BORDERS, ConfigError, RunConfig, method_settings, near_matches
 from mose_fast.knobs import as_text, plain
 from mose_fast.paper.description import Entry, PaperTable, Part
-from mose_fast.paper.metrics import Results
 from mose_fast.paper.rows import DEFAULT_PRESETS, Presets
 from mose_fast.paper.tables import describe
 from mose_fast.settings import all_settings, dotted, telling_apart, with_absolute_paths, with_changes
@@ -134,8 +133,8 @@ class Plan:
 
     def finished(
         self, runs: Mapping[str, Any], folder: SweepFolder, without: Collection[str]
-    ) -> list[tuple[Cell, Results]]:
-        """The finished runs of :meth:`cells_of` and their results.
+    ) -> list[tuple[Cell, dict[str, Any], dict[str, Any]]]:
+        """The finished runs of :meth:`cells_of`, their rows of the store and their results.
 
         Args:
             runs: The entry's settings.
@@ -145,7 +144,7 @@ class Plan:
         there = [
             c for c in self.cells_of(runs) if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()
         ]
-        return [(cell, read_run(folder.run(cell.name))[1]) for cell in there]
+        return [(cell, *read_run(folder.run(cell.name))) for cell in there]
 
 
 def departure_lines(plans: Sequence[Plan]) -> list[str]:

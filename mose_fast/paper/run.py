@@ -11,7 +11,7 @@ from mose_fast.knobs import plain
 from mose_fast.paper.all_tables import all_plans, listing
 from mose_fast.paper.figures import figure_files, write_figures
 from mose_fast.paper.measure import measure
-from mose_fast.paper.page import overview, render
+from mose_fast.paper.page import cautions, overview, render
 from mose_fast.paper.plan import Plan, departure_lines, stem_of
 from mose_fast.paper.rows import DEFAULT_PRESETS, Presets
 from mose_fast.paper.web_page import MARK, Section, web_page
@@ -110,6 +110,8 @@ def run_table(
             say(listing(plans, outcome.forecast))
         return None, ()
     sections = [_write(plan, folder, outcome.failures) for plan in plans]
+    for line in cautions([run for section in sections for _, run in section.runs]):
+        say(line)
     if name == ALL:
         write_atomically(page, web_page(sections, outcome.failures))
     return page, outcome.failures

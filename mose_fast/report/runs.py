@@ -19,9 +19,9 @@ from mose_fast.train.files import RunError, check_folders
 
 __all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
 
-# What data and machine made of the settings: equal names may stand for different data, and
-# precision auto for different precisions.
-_RESOLVED = ("tasks", "classes", "image_size", "class_order", "precision")
+# What data, machine and method's file made of the settings: equal names may stand for different
+# data and methods, and precision auto for different precisions.
+_RESOLVED = ("tasks", "classes", "image_size", "class_order", "precision", "method_version")
 # Shown in columns of their own or implied by the preset.
 _SHOWN_APART = ("method", "preset", "memory", "class_order")
 

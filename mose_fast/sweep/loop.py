@@ -12,7 +12,7 @@ from mose_fast.sweep.display import Display
 from mose_fast.sweep.engine import Engine
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.protocol import Event, how_it_died
-from mose_fast.sweep.store import RunDamaged, Store, collect, read_run
+from mose_fast.sweep.store import Store, collect, read_run
 from mose_fast.train.files import RunError, RunFolder, checkpoint_files
 
 __all__ = ["CellLoop"]
@@ -126,8 +126,9 @@ class CellLoop:
     def _on_done(self, record: CellRecord) -> None:
         run = self.folder.run(record.cell.name)
         try:
-            row, _ = read_run(run)
-        except RunDamaged as error:
+            row, results = read_run(run)
+            self.folder.check_method(record.cell, results)  # which was edited while the sweep ran
+        except RunError as error:
             self._give_up(record, str(error))
             return
         record.state, record.seconds = CellState.DONE, row["seconds_total"]

@@ -21,6 +21,7 @@ from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.device import available_bytes
 from mose_fast.knobs import plain
 from mose_fast.methods import check_room, find_method
+from mose_fast.methods.registry import check_unchanged
 from mose_fast.output import guarded_output
 from mose_fast.settings import dotted
 from mose_fast.signals import stop_request
@@ -156,6 +157,8 @@ def run_grid(
     """
     folder, place = SweepFolder(out), place or Place()
     given = grid.cells() if isinstance(grid, Grid) else list(grid)
+    for learner in {find_method(cell.config.method) for cell in given}:
+        check_unchanged(learner)
     Layout.of(given, place)  # refuses what cannot compute here, before any data are loaded
     given = with_fingerprints(given, place)
     cells = folder.with_known_names(given)

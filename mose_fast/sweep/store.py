@@ -36,15 +36,23 @@ STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
 #: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
-#: ``kind_seed``, format 5 no ``eager_steps``, ``images_kept`` and ``bytes_kept``; readers refuse
-#: others.
+#: ``kind_seed``, format 5 no ``eager_steps``, nothing of what a method kept, and not what tells
+#: versions of the code apart; readers refuse others.
 FORMAT = 6
 
 # Columns that earlier formats lack, by the first format that has them.
 _ADDED = {
     4: ("evaluate_on TEXT NOT NULL DEFAULT 'test'", "validation REAL"),
     5: ("kind TEXT NOT NULL DEFAULT 'tasks'", "kind_seed INTEGER NOT NULL DEFAULT 0"),
-    6: ("eager_steps INTEGER", "images_kept INTEGER", "bytes_kept INTEGER"),
+    6: (
+        "eager_steps INTEGER",
+        "images_kept INTEGER",
+        "bytes_kept INTEGER",
+        "code TEXT",
+        "method_version TEXT",
+        "native_backend TEXT",
+        "kernels TEXT",
+    ),
 }
 
 
@@ -57,7 +65,8 @@ class Column(NamedTuple):
         source: Path of keys in ``results.json``, or a key that :func:`_row` adds; None: the
             column's own name.
         compared: ``problem``: runs that differ in it do not belong in one table of a report;
-            ``protocol``: a report warns of the difference; None: it does not matter.
+            ``protocol``, ``made``: a report warns of the difference, in how the problem was solved
+            and in what computed it; None: it does not matter, or is compared in another way.
     """
 
     type: Any
@@ -111,7 +120,8 @@ COLUMNS: dict[str, Column] = {
     "epochs": Column(int, "number of epochs", "config.epochs", compared="protocol"),
     "train_on": Column(str, "training data, stream or final_memory", "config.train_on", compared="protocol"),
     "seed": Column(int, "seed", "config.seed"),
-    "precision": Column(str, "precision", compared="protocol"),
+    "precision": Column(str, "precision", compared="made"),
+    "kernels": Column(str | None, "kind of kernels, None if unknown", "resolved.kernels", compared="made"),
     "classifier": Column(str, "classifier of predict(), ncm or linear", "resolved.classifier"),
     "expert": Column(str, "expert of predict(), as in results.json", "resolved.expert"),
     "acc": Column(float, "ACC"),
@@ -144,12 +154,15 @@ COLUMNS: dict[str, Column] = {
     "images_kept": Column(int | None, "number of images kept at most, None for runs of older versions", "kept.images"),
     "bytes_kept": Column(int | None, "bytes of all that was kept beside network and optimiser, None as above"),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
-    "card": Column(str | None, "card", compared="protocol"),
+    "card": Column(str | None, "card", compared="made"),
     "processor": Column(str, "processor"),
     "threads": Column(int, "number of CPU threads"),
-    "torch": Column(str, "version of torch", "versions.torch", compared="protocol"),
+    "torch": Column(str, "version of torch", "versions.torch", compared="made"),
+    "native_backend": Column(str | None, "back end of the native library, None without one", compared="made"),
     "mose_fast": Column(str, "version of this package", "versions.mose_fast"),
     "commit_id": Column(str | None, "commit of this package, None if unknown", "commit"),
+    "code": Column(str | None, "hash of this package's code, None if unknown"),
+    "method_version": Column(str | None, "hash of the files of a method of one's own, None for this package's"),
     "config": Column(str, "the complete configuration"),
     "weights_sha256": Column(str, "hash of the trained weights"),
     "results_sha256": Column(str, "hash of the file results.json"),
@@ -173,6 +186,10 @@ def setting_id(config: RunConfig) -> str:
     """12 hex digits, equal for configurations that differ only in seed and data fingerprint."""
     values = config.to_dict()
     del values["seed"], values["stream"]["fingerprint"]
+    return _hash(values)
+
+
+def _hash(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -261,6 +278,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "metrics": metrics,
         "kept": kept,
         "bytes_kept": None if kept["images"] is None else kept["bytes"] + kept["bytes_beside"],
+        "method_version": _hash(results["method_files"]) if results["method_files"] else None,
         "untrained_acc": results["untrained"]["acc"][classifier][expert],
         "results_sha256": sha256,
         "finished_at": finished.isoformat(timespec="seconds"),

@@ -39,7 +39,7 @@ _BROKEN: list[torch.cuda.CUDAGraph] = []
 
 
 class CapturedSteps:
-    """Takes the steps of a learner on a card in place of its ``train_on``, with CUDA graphs if
+    """Takes the steps of a learner on a card in place of its ``take_step``, with CUDA graphs if
     possible and allowed.
 
     There is a graph for each layout of inputs that occurs twice. MOSE pads its steps to their
@@ -95,7 +95,7 @@ class CapturedSteps:
             known = self._capture(key, inputs)
         if known is None:
             self._met.add(key)
-            return self.learner.train_on(inputs)
+            return self.learner.take_step(inputs)
         copied_into(known.inputs, inputs)
         known.graph.replay()
         self.replays += 1
@@ -119,7 +119,7 @@ class CapturedSteps:
                 # Outside the pool, so that no other graph can use the memory of a replay's inputs.
                 static = tree_map_only(Tensor, torch.clone, inputs)
                 with capture(stream, self._pool) as graph:
-                    losses = self.learner.train_on(static)
+                    losses = self.learner.take_step(static)
                     together = torch.stack(list(losses.values()))
                 self._graphs[key] = _Graph(graph, static, tuple(losses), together)
                 break

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import shlex
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from mose_fast.errors import MoseFastError
 from mose_fast.output import readable
+from mose_fast.state_file import replace_file
 
 __all__ = [
     "IN_EVERY_CONFIG",
@@ -68,18 +66,7 @@ def write_atomically(
     if isinstance(content, str):
         content = readable(content).encode()
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_temporary_prefix(path.name))
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        replace_file(path, content)
     except OSError as error:
         raise RunError(
             f"cannot write {path} ({len(content)} bytes): {error.strerror}; what was there before is untouched."
@@ -90,10 +77,6 @@ def write_atomically(
 def resume_advice(folder: Path) -> str:
     """What to do where the file of a run that has begun cannot be written."""
     return f"Free some space, then continue with: mose-fast resume {shlex.quote(str(folder))}"
-
-
-def _temporary_prefix(name: str) -> str:
-    return f".{name}."
 
 
 def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
@@ -142,12 +125,6 @@ def _listed(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class RunFolder:

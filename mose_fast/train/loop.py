@@ -99,12 +99,14 @@ class Loop:
         self.clock = clock
         self.pipeline = Pipeline(learner, clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
-        self.identity = None if folder is None else identity(config, learner)
+        self.identity = identity(config, learner)
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
         """Continues the run from its position to its end; returns the results."""
         try:
+            if self.folder is not None:
+                self.learner.check_kept()
             with stop_request() as stop, _deterministic(self.config.deterministic), own_stream(self.learner.device):
                 self._notify("on_start", self.config, self.stream, self.learner, self.position["done"], self._count())
                 parts = self.presented.parts
@@ -304,7 +306,7 @@ class Loop:
         with self.clock.timed("evaluate"):
             untrained = self._untrained()
         results = build_results(
-            self.config, self.stream, self.learner, **self.records, untrained=untrained, clock=self.clock
+            self.config, self.stream, self.learner, self.identity, **self.records, untrained=untrained, clock=self.clock
         )
         if self.folder is not None:
             self.folder.write(self.folder.figure, accuracy_figure(results))
@@ -348,15 +350,15 @@ class Loop:
         """A copied checkpoint of the current state: its number, the tensors and the values."""
         with self.clock.timed("checkpoint"):
             self.pipeline.ring.synchronise()
-            tensors, values = self.learner.state()
-            snapshot = Snapshot(tensors)
+            self.learner.check_kept()
+            snapshot = Snapshot(self.learner.tensors())
             broken = snapshot.not_finite()
             if broken is not None:
                 raise TrainingDiverged(
                     f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}"
                 )
             values = {
-                "learner": copy.deepcopy(values),
+                "learner": copy.deepcopy(self.learner.values()),
                 "position": dict(self.position),
                 "records": _copied(self.records),
                 "seconds": self.clock.state(),

@@ -70,14 +70,17 @@ def read_results(text: str | bytes) -> Any:
         config = upgraded(results["config"])
         changes = current_names(results["changes_from_preset"], config["method"])
         results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
-    missing = dict.fromkeys(("held_out", "anytime", "evaluation_points", "kept", "eager_steps", "capture_retries"))
-    return missing | results if isinstance(results, dict) else results
+    missing = dict.fromkeys(
+        ("held_out", "anytime", "evaluation_points", "kept", "eager_steps", "capture_retries", "code")
+    )
+    return missing | {"method_files": {}} | results if isinstance(results, dict) else results
 
 
 def build_results(
     config: RunConfig,
     stream: Stream,
     learner: Learner,
+    identity: dict[str, Any],
     test: Matrices,
     buffer: Matrices,
     confusion: list[list[int]],
@@ -97,6 +100,7 @@ def build_results(
         config: The run's settings.
         stream: The run's stream.
         learner: The learner after the last task.
+        identity: What :func:`mose_fast.train.identity.identity` noted when the run started.
         test: Accuracy on the images that the stream is evaluated on; a row per entry of
             ``evaluated_after``.
         buffer: Accuracy on memory samples in the same form; None for a task without samples.
@@ -154,7 +158,6 @@ def build_results(
     trained, deployed = learner.costs()
     classifier, expert = learner.resolve_expert()
     device, normalisation = learner.device, stream.normalisation
-    build = build_info()
     return {
         "schema_version": SCHEMA_VERSION,
         "config": config.to_dict(),
@@ -221,14 +224,16 @@ def build_results(
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "versions": {
-            "mose_fast": build["version"],
+            "mose_fast": identity["version"],
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "numpy": version("numpy"),
         },
-        "commit": build["commit"],
-        "native_backend": build["backend"],
+        "commit": identity["commit"],
+        "code": identity["code"],
+        "method_files": identity["method_files"],
+        "native_backend": build_info()["backend"],
         "weights_sha256": learner.weights_hash(),
         "seconds": clock.results(),
     }

@@ -195,7 +195,7 @@ def check_bic(make, teach, batch, **options):
     assert slope.abs().max() < 1e-5 and (numbers - torch.tensor([1.0, 0.0])).abs().max() > 0.1
     assert head.scale.tolist() == [1] * 4 + [head.scale[4].item()] * 2
     assert head.shift.tolist() == [0] * 4 + [head.shift[4].item()] * 2
-    assert torch.equal(learner.teacher.tensors()["teacher/classifier1.scale"].float(), head.scale.float())
+    assert torch.equal(learner.teacher.network.classifier1.scale.float(), head.scale.float())
 
 
 def check_bic_known(make, teach, batch):

@@ -57,7 +57,7 @@ def test_exemplars_are_those_of_earlier_tasks_and_the_teacher_is_from_their_end(
     assert learner.memory.buffer.filled == 0
     teach(learner, tasks=(1,))
     assert all(
-        torch.equal(t, learner.teacher.tensors()[f"teacher/{name}"])
+        torch.equal(t, learner.teacher.network.state_dict()[name])
         for name, t in learner.teacher.network.state_dict().items()
     )
     assert learner.weights_hash() != hashes[0] and learner.data.own["tasks"] == [[0, 1]]

@@ -256,14 +256,7 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "plans do not wait for what needed all plans": [(Ring.synchronise, "self._apart = False", "pass")],
     "undoing a step does not wait for later ones": [(Ring.undo, "self.synchronise()", "pass")],
     "the classes' mask is changed in place": [
-        (
-            Mose._mask_of,
-            "self._mask, self._masked = self.mask(classes), list(classes)",
-            (
-                "self._masked = list(classes); self._mask = self.mask(classes) if self._mask is None else"
-                " self._mask.copy_(self.mask(classes))"
-            ),
-        )
+        (Mose.plan, "mask = self._mask_of(tuple(current))", "mask = self._mask_of(()).copy_(self.mask(current))")
     ],
     "plans fill the inputs of graphs": [
         (

@@ -1,6 +1,7 @@
 """The command ``mose-fast paper``: what it plans, runs, continues and writes."""
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -87,6 +88,23 @@ def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
     capsys.readouterr()
     assert main([*command, "--dry-run", "--out", str(tmp_path)]) == 0
     assert "0 of 4 runs to do" in capsys.readouterr().out
+
+
+def test_runs_of_other_code_and_machines_are_told(tmp_path, engine, trial, capsys):
+    engine()
+    command = ["paper", "sd-vs-rsd", *trial, "--seeds", "0-1", "--set", "memory=64", "--out", str(tmp_path)]
+    assert main(command) == 0 and "caution" not in capsys.readouterr().out
+    assert "caution" not in (tmp_path / "sd-vs-rsd-trial.md").read_text().lower()
+    results = min(tmp_path.glob("*/results.json"))
+    values = json.loads(results.read_text())
+    torch, values["versions"]["torch"] = values["versions"]["torch"], "1.0"
+    results.write_text(json.dumps(values))
+    assert main(command) == 0
+    (said,) = re.findall(r"^caution: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert (
+        said.startswith("the version of torch differs: ") and f"1.0 ({results.parent.name})" in said and torch in said
+    )
+    assert f"**Caution: {said}.**" in (tmp_path / "sd-vs-rsd-trial.md").read_text()
 
 
 def test_all_baselines(tmp_path, engine, trial, capsys):

@@ -45,6 +45,23 @@ def test_sweep_and_collect(tmp_path, engine, capsys):
     assert told.err.startswith(f"skipped: {out / 'preset-paper_seed-1'}: ")
 
 
+def test_runs_of_other_code_and_machines_are_told(tmp_path, engine, capsys):
+    engine()
+    sweep = [*RUN, "--seeds", "0-1", "--out", str(tmp_path / "s")]
+    assert main(sweep) == 0 and "caution" not in capsys.readouterr().err
+    results = tmp_path / "s" / "seed-0" / "results.json"
+    values = json.loads(results.read_text())
+    commit, values["code"], values["resolved"]["kernels"] = values["commit"], "0" * 16, "fused"
+    results.write_text(json.dumps(values))
+    for command in (sweep, ["collect", str(tmp_path / "s")]):
+        assert main(command) == 0
+        told = capsys.readouterr().err
+        assert "mose-fast: caution: the kind of kernels differs: fused (seed-0), torch (seed-1)" in told
+        assert re.search(
+            rf"caution: the code of mose-fast differs: .*{commit[:12]}.*, code 00000000 \(seed-0\), ", told
+        )
+
+
 def test_exit_codes(tmp_path, engine, capsys, monkeypatch):
     failed = {"event": "failed", "error": "broken"}
     engine({"seed-0": [failed, failed]})
