@@ -35,13 +35,14 @@ STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
 #: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
-#: ``kind_seed``; readers refuse others.
-FORMAT = 5
+#: ``kind_seed``, format 5 no ``switched_off``; readers refuse others.
+FORMAT = 6
 
 # Columns that earlier formats lack, by the first format that has them.
 _ADDED = {
     4: ("evaluate_on TEXT NOT NULL DEFAULT 'test'", "validation REAL"),
     5: ("kind TEXT NOT NULL DEFAULT 'tasks'", "kind_seed INTEGER NOT NULL DEFAULT 0"),
+    6: ("switched_off TEXT NOT NULL DEFAULT ''",),
 }
 
 
@@ -137,6 +138,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
     "card": Column(str | None, "card", compared="protocol"),
+    "switched_off": Column(str, "native code that the self-check switched off, empty: none"),
     "processor": Column(str, "processor"),
     "threads": Column(int, "number of CPU threads"),
     "torch": Column(str, "version of torch", "versions.torch", compared="protocol"),
@@ -249,6 +251,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "kind": str(Kind.of(config.stream)),
         "mirrored": int(results["resolved"]["mirror"]),
         "precision": precision_of(results),
+        "switched_off": ", ".join(results["resolved"].get("switched_off", {})),
         "metrics": metrics,
         "untrained_acc": results["untrained"]["acc"][classifier][expert],
         "results_sha256": sha256,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mose_fast import _loader
 from mose_fast._build_info import build_info, code_hash
 from mose_fast.config import RunConfig, upgraded
 from mose_fast.methods import Learner
@@ -26,8 +27,17 @@ def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
         "code": code_hash(type(learner)),
         "version": build["version"],
         "commit": build["commit"],
-        "machine": {"torch": torch.__version__, "device": learner.device.type, "threads": torch.get_num_threads()},
+        "machine": {
+            "torch": torch.__version__,
+            "device": learner.device.type,
+            "threads": torch.get_num_threads(),
+            "native code that the self-check switched off": _off(learner),
+        },
     }
+
+
+def _off(learner: Learner) -> str:
+    return "none" if learner.self_check is None or not _loader.off else ", ".join(sorted(_loader.off))
 
 
 def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpoint: Path) -> None:

@@ -57,7 +57,7 @@ def test_its_table_is_read_and_added_to(folder):
     assert (folder / STORE).read_bytes() == before
     Store(folder)
     with closing(sqlite3.connect(folder / STORE)) as database:
-        assert database.execute("PRAGMA user_version").fetchone()[0] == FORMAT == 5
+        assert database.execute("PRAGMA user_version").fetchone()[0] == FORMAT == 6
     for found in (table, read_store(folder), collect(folder)[0]):
         (row,) = found.to_dict("records")
         assert row["setting"] == read_run(folder / "run")[0]["setting"]
@@ -69,7 +69,7 @@ def test_a_table_of_format_3_is_read_and_added_to(folder):
     """As it was before evaluations on held-out images: without two columns."""
     collect(folder)
     with closing(sqlite3.connect(folder / STORE)) as database, database:
-        for column in ("evaluate_on", "validation", "kind", "kind_seed"):
+        for column in ("evaluate_on", "validation", "kind", "kind_seed", "switched_off"):
             database.execute(f"ALTER TABLE runs DROP COLUMN {column}")
         database.execute("PRAGMA user_version = 3")
     Store(folder).add(folder / "run")
@@ -82,7 +82,7 @@ def test_a_table_of_format_4_is_read_and_added_to(folder):
     """As it was before there were kinds of streams: without two columns."""
     collect(folder)
     with closing(sqlite3.connect(folder / STORE)) as database, database:
-        for column in ("kind", "kind_seed"):
+        for column in ("kind", "kind_seed", "switched_off"):
             database.execute(f"ALTER TABLE runs DROP COLUMN {column}")
         database.execute("PRAGMA user_version = 4")
     (row,) = read_store(folder).to_dict("records")
