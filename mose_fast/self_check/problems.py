@@ -1,5 +1,5 @@
 """Inputs of the native ops, drawn from a seed, and every result of an op by name: what the
-self-check, the tests of kernels on a card and the smoke run compare.
+self-check and the tests of kernels on a card compare.
 
 Each problem has the op, PyTorch's form of it (``plain``) and the same in float64 (``exact``).
 Results whose name begins with ``gradient`` are those of the backward pass. Padding holds NaN, which
