@@ -192,6 +192,7 @@ class AlignConv(Problem):
         dtype: Of maps and weights.
         device: Where the tensors are.
         seed: Of the draws; None: from the shape.
+        training: False: the norm uses its running statistics.
         valid: Images that are no padding; None: all.
     """
 
@@ -199,10 +200,17 @@ class AlignConv(Problem):
     rounded = 2
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, device: str, seed: int | None = None, valid: int | None = None
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: str,
+        seed: int | None = None,
+        *,
+        training: bool = True,
+        valid: int | None = None,
     ) -> None:
         draws = Draws(shape.images + shape.channels + shape.side if seed is None else seed, device)
-        self.shape, self.valid, self.dtype = shape, valid, dtype
+        self.shape, self.training, self.valid, self.dtype = shape, training, valid, dtype
         width = shape.width or shape.side
         new_map = partial(draws.map, shape.images, dtype=dtype)
         x = new_map(shape.channels, shape.side, width)
@@ -224,12 +232,14 @@ class AlignConv(Problem):
         self,
         function: Callable[..., Any],
         dtype: torch.dtype | None = None,
-        training: bool = True,
+        training: bool | None = None,
         valid_rows: int | Tensor | None = None,
         grads: Sequence[Tensor] | None = None,
     ) -> Results:
-        """The results of ``function``, with everything in ``dtype``; None: as it is."""
-        module = copy.deepcopy(self.module).train(training)
+        """The results of ``function``, with everything in ``dtype``; None: as it is; so
+        ``training``.
+        """
+        module = copy.deepcopy(self.module).train(self.training if training is None else training)
         module = module if dtype is None else module.to(dtype)
         inputs = (self.x, self.depthwise, self.pointwise, self.state, self.gate)
         x, depthwise, pointwise, state, gate = (_leaf(value, dtype) for value in inputs)
@@ -266,6 +276,7 @@ class BatchNormAct(Problem):
         consumers: Gradients that are added up.
         offset: Of the maps' mean.
         deviation: Their standard deviation.
+        training: False: the norms use their running statistics.
         valid: Images that are no padding; None: all.
     """
 
@@ -283,11 +294,12 @@ class BatchNormAct(Problem):
         consumers: int = 1,
         offset: float = 0.5,
         deviation: float = 2.0,
+        training: bool = True,
         valid: int | None = None,
     ) -> None:
         draws = Draws(shape[0] + shape[1] if seed is None else seed, device)
         channels = shape[1]
-        self.form, self.consumers, self.valid, self.dtype = form, consumers, valid, dtype
+        self.form, self.consumers, self.training, self.valid, self.dtype = form, consumers, training, valid, dtype
         self.x, self.residual = (draws.map(*shape, dtype=dtype, scale=deviation, shift=offset) for _ in range(2))
         self.grads = [draws.map(*shape, dtype=dtype) for _ in range(consumers)]
         self.norms = [_norm_module(draws, channels) for _ in range(2)]
@@ -310,10 +322,11 @@ class BatchNormAct(Problem):
         self,
         function: Callable[..., Any],
         dtype: torch.dtype | None = None,
-        training: bool = True,
+        training: bool | None = None,
         valid_rows: int | Tensor | None = None,
     ) -> Results:
         """The results of ``function``, with everything in ``dtype``; None: as it is."""
+        training = self.training if training is None else training
         norms = [copy.deepcopy(norm).train(training) for norm in self.norms]
         norms = norms if dtype is None else [norm.to(dtype) for norm in norms]
         x, residual, state = (_leaf(value, dtype) for value in (self.x, self.residual, self.state))

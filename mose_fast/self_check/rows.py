@@ -104,30 +104,35 @@ def table(device: str, *, small: bool, seed: int = 0) -> Iterator[Case]:
         name = str(dtype).removeprefix("torch.")
         for number, shape in enumerate(_MAPS[: 4 if small else None]):
             shape = replace(shape, images=min(shape.images, images))
-            make = partial(AlignConv, shape, dtype, device, seed + number, shape.images - 1 if number % 2 else None)
-            yield Case("align_conv", f"{shape}, {name}", make)
+            how = {"valid": shape.images - 1 if number % 2 else None, "training": number != 3}
+            text = f"{shape}{'' if how['training'] else ', frozen'}, {name}"
+            yield Case("align_conv", text, partial(AlignConv, shape, dtype, device, seed + number, **how))
         for number, form in enumerate(FORMS):
             size = (images, (64, 24, 136, 8)[number], *((4, 4), (3, 5), (3, 3), (5, 7))[number])
             how = {"consumers": 1 + number % 3, "valid": valid if number % 2 else None}
             make = partial(BatchNormAct, form, size, dtype, device, seed + number, **how)
             yield Case("batch_norm_act", f"{form}, {_size(size)}, {name}", make)
         size = (images, 40, 3, 5)
+        make = partial(BatchNormAct, "two norms", size, dtype, device, seed, training=False)
+        yield Case("batch_norm_act", f"two norms, frozen, {_size(size)}, {name}", make)
         make = partial(NormState, size, dtype, device, seed, valid)
         yield Case("batch_norm_act", f"norm_state, {_size(size)}, {name}", make)
-        for size, count in (((images, 160, 4, 4), valid), ((images, 72, 3, 5), None)):
-            make = partial(BatchNormPool, size, dtype, device, seed, valid=count)
-            yield Case("batch_norm_pool", f"{_size(size)}, {name}", make)
+        for size, training in (((images, 160, 4, 4), True), ((images, 72, 3, 5), False)):
+            how = {"training": training, "valid": valid if training else None}
+            text = f"{_size(size)}{'' if training else ', frozen'}, {name}"
+            yield Case("batch_norm_pool", text, partial(BatchNormPool, size, dtype, device, seed, **how))
         for size, with_state in (((images, 160, 4, 4), True), ((images, 67, 3, 5), False)):
             make = partial(NormPool, size, dtype, device, seed, with_state=with_state, valid=valid)
             text = "with a state" if with_state else "mean"
             yield Case("norm_pool", f"{text}, {_size(size)}, {name}", make)
-        for distillation, rows, classes in (("rsd", 21, 12), ("sd", 40, 100)):
-            shape = {"size": 40 if small else 128, "features": 72 if small else 512, "experts": 2 if small else 4}
-            count = None if distillation == "rsd" else rows - 3
+        shape = {"size": 40 if small else 128, "features": 72 if small else 512, "experts": 2 if small else 4}
+        for distillation, reduction, rows, classes in (("rsd", "frobenius", 21, 12), ("sd", "mean_of_norms", 40, 100)):
+            how = {"distillation": distillation, "rsd_reduction": reduction}
             make = partial(
-                ExpertLosses, rows, classes, dtype, device, seed, **shape, valid=count, distillation=distillation
+                ExpertLosses, rows, classes, dtype, device, seed, **shape, **how, valid=rows - 3 if rows == 40 else None
             )
-            yield Case("expert_losses", f"{distillation}, {rows} rows of {classes} classes, {name}", make)
+            text = f"{distillation}, {reduction}, {rows} rows of {classes} classes, {name}"
+            yield Case("expert_losses", text, make)
         yield Case("adam", f"gradients in {name}", partial(Adam, dtype, device, seed))
         yield Case("augment", f"11 views, {name}", partial(Views, 11, (8, 8), _RECIPE, dtype, device, seed))
         yield Case("null", name, partial(Null, dtype, device, seed))
