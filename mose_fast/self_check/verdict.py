@@ -278,6 +278,8 @@ def _driver() -> str:
 def _new(device: torch.device, kind: dict[str, str]) -> Verdict:
     start = time.perf_counter()
     rows: list[Row] = []
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     note = _in_processes(device, kind, rows)
     state = "failed" if switched_off(rows) else "unknown" if note else "passed"
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -181,6 +181,8 @@ def main(wanted: dict[str, Any]) -> None:
     torch.set_num_threads(1 if small else torch.get_num_threads())
     set_precision("fp32")
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         kind = kind_of(device)
         _use(device)
     except Exception as error:  # as varied as what can be wrong with a machine
