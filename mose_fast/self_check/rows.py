@@ -25,7 +25,6 @@ from mose_fast.self_check.problems import (
     Parameters,
     Problem,
     Reservoir,
-    Results,
     Shape,
     Views,
 )
@@ -142,9 +141,7 @@ def table(device: str, *, small: bool, seed: int = 0) -> Iterator[Case]:
 
 def rows_of(case: Case) -> Iterator[Row]:
     """Computes a problem; yields a row for its forward and, if it has one, its backward pass."""
-    problem = case.make()
-    plain, exact, ours = problem.plain(), problem.exact(), problem.ours()
-    found = list(compared(problem, ours, plain, exact))
+    found = list(compared(case.make()))
     for direction in ("forward", "backward"):
         part = [row for row in found if row[0].startswith("gradient") == (direction == "backward")]
         if part:
@@ -152,13 +149,14 @@ def rows_of(case: Case) -> Iterator[Row]:
             yield Row(case.op, f"{direction}, {case.text}", error, bound, name)
 
 
-def compared(problem: Problem, ours: Results, plain: Results, exact: Results) -> Iterator[tuple[str, float, float]]:
-    """Name, error and bound of each result.
+def compared(problem: Problem) -> Iterator[tuple[str, float, float]]:
+    """Name, error and bound of each result of the op.
 
     The bound is twice the error of PyTorch's form, which rounds and sums in another order, and the
     problem's ``floor``, where that form was lucky; and one more rounding to the type of the result
     or of each map in between, since PyTorch may keep more digits there than it must.
     """
+    plain, exact, ours = problem.plain(), problem.exact(), problem.ours()
     for name, wanted in exact.items():
         value, other = (results[name].detach().to(wanted.device) for results in (ours, plain))
         if value.shape != wanted.shape:

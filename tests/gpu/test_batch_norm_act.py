@@ -40,7 +40,7 @@ def no_fallback():
 
 
 def problem_of(form, images, channels, side, dtype, **options):
-    return BatchNormAct(form, (images, channels, side, side), dtype, DEVICE, **options)
+    return BatchNormAct(form, (images, channels, side, side), dtype, DEVICE, seed=images + channels, **options)
 
 
 def largest(x):
@@ -53,16 +53,15 @@ def largest(x):
 def test_error_is_at_most_twice_that_of_pytorch(card, form, dtype, images, channels, side):
     if dtype != torch.bfloat16 and images == 384 and channels != 128:
         pytest.skip("one large shape is enough for the other dtypes")
-    problem = problem_of(form, card.few(images), channels, side, dtype, consumers=2)
-    check(problem, problem.ours(), problem.plain(), problem.exact())
+    check(problem_of(form, card.few(images), channels, side, dtype, consumers=2))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "frozen"])
 def test_float32_is_the_reference(form, training):
-    problem = problem_of(form, 33, 64, 9, torch.float32, consumers=3)
-    exact = results(problem, reference.batch_norm_act, torch.float64, training)
-    for value, wanted in zip(results(problem, batch_norm_act, training=training), exact, strict=True):
+    problem = problem_of(form, 33, 64, 9, torch.float32, consumers=3, training=training)
+    exact = results(problem, reference.batch_norm_act, torch.float64)
+    for value, wanted in zip(results(problem, batch_norm_act), exact, strict=True):
         torch.testing.assert_close(value.double(), wanted.double(), rtol=2e-5, atol=2e-5 * max(largest(wanted), 1))
 
 
