@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -166,7 +167,9 @@ def _obey(verdict: Verdict, card: str) -> None:
     if not verdict.off:
         return
     _loader.switch_off(verdict.off)
-    told = [f"{name} ({verdict.off[name]})" for name in _told(verdict.off)]
+    # "step" speaks for the ops that only it has switched off.
+    whole = verdict.off.get("step")
+    told = [f"{name} ({why})" for name, why in verdict.off.items() if name == "step" or why != whole]
     eager = "; steps are taken eagerly" if "captured" in verdict.off else ""
     ops = "; PyTorch's operations take over, which is slower" if set(verdict.off) - {"captured"} else ""
     warnings.warn(
@@ -175,11 +178,6 @@ def _obey(verdict: Verdict, card: str) -> None:
         RuntimeWarning,
         stacklevel=5,
     )
-
-
-def _told(off: dict[str, str]) -> list[str]:
-    """The names that say it all: ``step`` stands for the ops."""
-    return [name for name in off if "step" not in off or name in ("step", "captured")]
 
 
 # What is kept
@@ -249,6 +247,7 @@ def _lock(file: BinaryIO) -> bool:
     return True
 
 
+@functools.cache
 def _code() -> str:
     """A hash of the Python code that calls kernels and checks them."""
     package = Path(__file__).parents[1]
