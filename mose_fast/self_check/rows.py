@@ -111,6 +111,10 @@ def table(device: str, *, small: bool, seed: int = 0) -> Iterator[Case]:
             how = {"consumers": 1 + number % 3, "valid": valid if number % 2 else None}
             make = partial(BatchNormAct, form, size, dtype, device, seed + number, **how)
             yield Case("batch_norm_act", f"{form}, {_size(size)}, {name}", make)
+        size = (images if small else 384, 8, 64, 64)  # several pixels for each thread
+        yield Case(
+            "batch_norm_act", f"plain, {_size(size)}, {name}", partial(BatchNormAct, "plain", size, dtype, device, seed)
+        )
         size = (images, 40, 3, 5)
         make = partial(BatchNormAct, "two norms", size, dtype, device, seed, training=False)
         yield Case("batch_norm_act", f"two norms, frozen, {_size(size)}, {name}", make)
