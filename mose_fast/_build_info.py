@@ -17,6 +17,7 @@ __all__ = ["build_info", "code_hash"]
 _COMPUTES_NOTHING = (
     "paper",
     "report",
+    "self_check",
     "sweep",
     "benchmark.py",
     "cli.py",

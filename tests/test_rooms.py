@@ -16,7 +16,7 @@ _loader knobs state_file
 _build_info _dali config device output signals threads
 reference
 ops
-memory nn optim
+memory nn optim self_check
 losses
 augment streams
 settings

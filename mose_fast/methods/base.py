@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mose_fast import _loader
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.config import ConfigError, RunConfig, near_matches, shown
 from mose_fast.device import Choice, choose_precision, upload
@@ -31,6 +32,7 @@ from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertN
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.ops.draws import Purpose, permutation
 from mose_fast.optim import FlatAdam
+from mose_fast.self_check import settle
 
 if TYPE_CHECKING:
     from mose_fast.methods.registry import About
@@ -124,6 +126,8 @@ class Learner(ABC):
         kernels: ``fused`` or ``torch``: the value that the configuration's ``kernels`` has here.
         evaluation_batch: Images in a forward pass of an evaluation.
         precision: The value that the configuration's ``precision`` has here, and why.
+        self_check: The verdict on the kernels of this kind of card, which the process obeys; None
+            where no kernels run.
         stepping: The value that the configuration's ``step`` has here, and why.
         feed: What makes the views, and why.
     """
@@ -179,6 +183,7 @@ class Learner(ABC):
         self.mean, self.std = stream["mean"], stream["std"]
         self.mirrored = stream["mirror_safe"] if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
+        self.self_check = settle(self.device)
         self.precision = choose_precision(config.precision, self.device)
         self.stepping = self._choose_step(config.step)
         self.evaluation_batch = config.evaluation_batch or _EVALUATION_BATCH[self.device.type]
@@ -951,6 +956,8 @@ class Learner(ABC):
             obstacle = f"method {self.config.method!r} {self.not_captured}"
         if wanted == "captured" and obstacle:
             raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")
+        if not obstacle and "captured" in _loader.off:
+            obstacle = f"the self-check of captured steps failed: {_loader.off['captured']}"
         if wanted == "eager" or obstacle:
             return Choice("eager", "" if wanted == "eager" or self.device.type != "cuda" else obstacle)
         return Choice("captured")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mose_fast import _loader
 from mose_fast._build_info import build_info, code_hash
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods.registry import check_unchanged, find_method, method_changes, method_files
@@ -32,12 +33,18 @@ def made_by(learner: Learner) -> dict[str, Any]:
     """
     check_unchanged(type(learner))
     build = build_info()
+    off = [] if learner.self_check is None else sorted(_loader.off)
     return {
         "code": code_hash(),
         "method_files": dict(method_files(type(learner))),
         "version": build["version"],
         "commit": build["commit"],
-        "machine": {"torch": torch.__version__, "device": learner.device.type, "threads": torch.get_num_threads()},
+        "machine": {
+            "torch": torch.__version__,
+            "device": learner.device.type,
+            "threads": torch.get_num_threads(),
+            "native code that the self-check switched off": ", ".join(off) or "none",
+        },
     }
 
 

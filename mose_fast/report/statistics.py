@@ -299,7 +299,13 @@ def check_comparable(
             f"these runs do not belong in one table: {'; '.join(differing)}. "
             "Report them separately, or use --force to see them side by side"
         )
-    return differing + _unknown_data(rows) + protocol_warnings(rows, varied) + code_warnings(rows, varied)
+    return (
+        differing
+        + _unknown_data(rows)
+        + _switched_off(rows)
+        + protocol_warnings(rows, varied)
+        + code_warnings(rows, varied)
+    )
 
 
 def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ()) -> list[str]:
@@ -371,6 +377,15 @@ def _unknown_data(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"{unknown} of {len(rows)} runs recorded no fingerprint of their data, so they may have used other data"
     ] * bool(unknown and known)
+
+
+def _switched_off(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    concerned = [row for row in rows if row.get("switched_off")]
+    what = "; ".join(dict.fromkeys(row["switched_off"] for row in concerned))
+    return [
+        f"the self-check of the native library had switched something off in {len(concerned)} of {len(rows)} runs:"
+        f" {what}"
+    ] * bool(concerned)
 
 
 def _data(row: Mapping[str, Any]) -> str | None:

@@ -36,8 +36,8 @@ STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
 #: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
-#: ``kind_seed``, format 5 no ``eager_steps``, nothing of what a method kept, and not what tells
-#: versions of the code apart; readers refuse others.
+#: ``kind_seed``, format 5 no ``eager_steps``, nothing of what a method kept, not what tells versions
+#: of the code apart, and no ``switched_off``; readers refuse others.
 FORMAT = 6
 
 # Columns that earlier formats lack, by the first format that has them.
@@ -52,6 +52,7 @@ _ADDED = {
         "method_version TEXT",
         "native_backend TEXT",
         "kernels TEXT",
+        "switched_off TEXT NOT NULL DEFAULT ''",
     ),
 }
 
@@ -155,6 +156,7 @@ COLUMNS: dict[str, Column] = {
     "bytes_kept": Column(int | None, "bytes of all that was kept beside network and optimiser, None as above"),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
     "card": Column(str | None, "card", compared="made"),
+    "switched_off": Column(str, "native code that the self-check switched off, empty: none"),
     "processor": Column(str, "processor"),
     "threads": Column(int, "number of CPU threads"),
     "torch": Column(str, "version of torch", "versions.torch", compared="made"),
@@ -275,6 +277,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "kind": str(Kind.of(config.stream)),
         "mirrored": int(results["resolved"]["mirror"]),
         "precision": precision_of(results),
+        "switched_off": ", ".join(results["resolved"].get("switched_off", {})),
         "metrics": metrics,
         "kept": kept,
         "bytes_kept": None if kept["images"] is None else kept["bytes"] + kept["bytes_beside"],

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mose_fast import evaluate
+from mose_fast import _loader, evaluate
 from mose_fast._build_info import build_info
 from mose_fast.config import RunConfig, StreamConfig, current_names, upgraded
 from mose_fast.device import peak_bytes, processor
@@ -177,6 +177,8 @@ def build_results(
                 )
                 if choice is not None and choice.reason
             },
+            "self_check": None if learner.self_check is None else learner.self_check.state,
+            "switched_off": {} if learner.self_check is None else dict(_loader.off),
             "mirror": learner.mirrored,
             "normalisation": {
                 "name": normalisation.name,
