@@ -79,7 +79,7 @@ steps() {
     if grep -q '^def bench_' "$file"; then step "$name" "${seconds[$name]:-40}" 150 "${bench[@]}" "$file" -k "not ($done_before)"; fi
   done
   step bench 100 200 "$python" -m mose_fast bench --device "$device" "${small[@]}" --memory "$memory" --precision "$precision" \
-    --csv "$out/bench.csv"
+    --csv "$out/bench.csv" --traceback
   step compiled 150 300 "$python" -m pytest bench -q "--devices=$device" --compiled=headline -k compiled --benchmark-quiet \
     -p no:cacheprovider "--rows=$out"
   step racecheck 60 150 compute-sanitizer --tool racecheck --error-exitcode 9 "$checker"

@@ -248,6 +248,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--baselines", metavar="NAME", help="the other methods' preset: table or sources, their own values [table]"
     )
     table.add_argument("--methods", metavar="A,B", help="the rows of some methods alone: mose, er, ... [all]")
+    table.add_argument("--without", metavar="A,B", help="leave out the rows of some data sets, such as tiny [none]")
     _add_flags(table, [name for name in _FLAGS if name not in _DESCRIBED])
     _add_place(table)
     files = table.add_argument_group("files")
@@ -305,11 +306,12 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         epilog="example: mose-fast bench --memory 5000; on a CPU: --width 8",
     )
-    speed.set_defaults(seconds=2.0, only="", csv=None)
+    speed.set_defaults(seconds=2.0, only="", csv=None, traceback=False)
     _add_flags(speed, _BENCHED)
     speed.add_argument("--seconds", type=float, metavar="S", help="seconds for each measurement, after its warm-up [2]")
     speed.add_argument("--only", metavar="TEXT", help="run only the measurements whose names contain this text")
     speed.add_argument("--csv", metavar="FILE", help="also write the rows to this file")
+    speed.add_argument("--traceback", action="store_true", help="print where a measurement failed, too")
 
     doctor = command("doctor", _doctor, help="check what this machine has, what is missing and how to install it")
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
@@ -524,6 +526,7 @@ def _paper(arguments: argparse.Namespace) -> int:
             preset=preset,
             baselines=given.get("baselines", DEFAULT_PRESETS.baselines),
             methods=given["methods"].split(",") if "methods" in given else None,
+            without=given["without"].split(",") if "without" in given else (),
             changes=changes,
             place=_place(arguments),
             dry_run=given.get("dry_run", False),
@@ -690,7 +693,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         watch=lambda name: print(f"... {name}", file=sys.stderr),
     )
     print(report.text())
-    for name, trace in report.failures.items():
+    for name, trace in report.failures.items() if arguments.traceback else ():
         print(f"\n{name} failed:\n{trace}", file=sys.stderr)
     if arguments.csv is not None:
         Path(arguments.csv).write_text(report.table(), encoding="utf-8")

@@ -3,6 +3,8 @@ stream is evaluated on: its test images, or those held out for validation."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import torch
@@ -129,6 +131,11 @@ def on_host(parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Te
     return predictions
 
 
+# A run of hundreds of tasks keeps a million shares, of which few differ, and a reference takes a
+# quarter of a number's memory.
+_share = functools.lru_cache(2**12)(operator.truediv)
+
+
 def _by_task(
     predictions: dict[str, dict[str, Tensor]], labels: Tensor, tasks: Tensor, task: int
 ) -> dict[str, dict[str, list]]:
@@ -137,6 +144,6 @@ def _by_task(
 
     def accuracies(predicted: Tensor) -> list[float | None]:
         correct = torch.bincount(tasks[predicted == labels], minlength=task + 1)[: task + 1]
-        return [c / n if n else None for c, n in zip(correct.tolist(), counts.tolist(), strict=True)]
+        return [_share(c, n) if n else None for c, n in zip(correct.tolist(), counts.tolist(), strict=True)]
 
     return {c: {e: accuracies(predicted) for e, predicted in experts.items()} for c, experts in predictions.items()}

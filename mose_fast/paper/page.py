@@ -9,7 +9,7 @@ from mose_fast.knobs import as_text
 from mose_fast.paper.description import RULE, Entry, Part, target
 from mose_fast.paper.measure import Measured, place, ranked
 from mose_fast.paper.metrics import Results
-from mose_fast.paper.plan import Plan, departure_lines
+from mose_fast.paper.plan import Plan, departure_lines, state_lines
 from mose_fast.report.published import RUNS
 from mose_fast.report.statistics import Summary, code_warnings, summarise
 from mose_fast.report.table import Cell as Shown
@@ -46,7 +46,8 @@ def render(
     parts = plan.description.parts
     verdicts = [m.verdict for cells in measured for m in cells.values() if m.verdict is not None]
     lines = [f"# {plan.name}: {plan.description.title}", "", f"    {plan.command}", ""]
-    said = [*departure_lines([plan]), *cautions([run for _, run in runs])]
+    said = state_lines(len(plan.cells), len(runs) + len(failures), plan.left_out)
+    said += [*departure_lines([plan]), *cautions([run for _, run in runs])]
     lines += [f"**{line[:1].upper()}{line[1:]}.**\n" for line in said]
     if verdicts:
         passed, unsure = sum(v.passed for v in verdicts), sum(not v.sure for v in verdicts)

@@ -15,6 +15,7 @@ from mose_fast.report.published import Published
 __all__ = [
     "BASELINE_PRESETS",
     "CIFAR",
+    "DATA_SETS",
     "DEFAULT_PRESETS",
     "MAIN_MEMORIES",
     "NO_NUMBER",
@@ -31,7 +32,8 @@ __all__ = [
     "thousands",
 ]
 
-CIFAR, TINY = "split-cifar100", "split-tiny-imagenet"
+#: The data sets of the tables, by the names of their streams.
+DATA_SETS = CIFAR, TINY = "split-cifar100", "split-tiny-imagenet"
 MAIN_MEMORIES = (1000, 2000, 5000)
 SMALL_MEMORIES = (200, 500, 1000, 2000)
 TASKS = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from mose_fast.paper.description import RULE, Part
 from mose_fast.paper.measure import Measured, ranked
 from mose_fast.paper.metrics import Results
 from mose_fast.paper.page import cautions, provenance
-from mose_fast.paper.plan import Plan, departure_lines
+from mose_fast.paper.plan import Plan, departure_lines, state_lines
 from mose_fast.report.published import RUNS, Published
 from mose_fast.report.statistics import Summary
 from mose_fast.report.tables import counted
@@ -90,17 +90,19 @@ class Section:
     pictures: Sequence[Path]
 
 
-def web_page(sections: Sequence[Section], failures: Sequence[Failure]) -> str:
+def web_page(sections: Sequence[Section], failures: Sequence[Failure], left_out: Collection[str] = ()) -> str:
     """The page.
 
     Args:
         sections: The tables in the page's order.
         failures: Runs that could not be finished.
+        left_out: The data sets that are left out.
     """
     seeds = len(sections[0].plan.seeds)
     departures = departure_lines([section.plan for section in sections])
     runs = list({cell.name: run for section in sections for cell, run in section.runs}.values())
-    said = [*departures, *cautions(runs)]
+    all_runs = {cell.name for section in sections for cell in section.plan.cells}
+    said = state_lines(len(all_runs), len(runs) + len(failures), left_out) + departures + cautions(runs)
     body: list[str] = []
     for title in dict.fromkeys(section.plan.description.section for section in sections):
         body.append(f"<h2>{_text(title)}</h2>")

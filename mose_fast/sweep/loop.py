@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from mose_fast.signals import StopRequest
 from mose_fast.sweep.cells import CellRecord, CellState
@@ -37,6 +37,7 @@ class CellLoop:
         display: Shows the progress.
         wandb: Project of Weights & Biases to log to; None: do not log there.
         stop: Asks to stop.
+        on_done: Called after each run that has finished.
     """
 
     records: Mapping[str, CellRecord]
@@ -47,6 +48,7 @@ class CellLoop:
     display: Display
     wandb: str | None
     stop: StopRequest
+    on_done: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.queue = deque(record for record in self.records.values() if record.state is CellState.WAITING)
@@ -139,6 +141,7 @@ class CellLoop:
             # The run folder holds everything; the table is built again at the end.
             self.display.say(f"warning: {error}")
             self.table_is_behind = True
+        self.on_done()
 
     def _on_death(self, record: CellRecord, signal: int | None) -> None:
         progressed = self._checkpoints(record) != record.checkpoints

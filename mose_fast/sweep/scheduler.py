@@ -137,6 +137,7 @@ def run_grid(
     measure_for: float | None = None,
     wandb: str | None = None,
     say: Callable[[str], None] = print,
+    on_done: Callable[[Mapping[str, str]], None] = lambda folders: None,
 ) -> Outcome:
     """Plans and runs a sweep. An unfinished sweep is continued.
 
@@ -149,6 +150,7 @@ def run_grid(
             is estimated from the rest. None: every kind of run is measured.
         wandb: Project of Weights & Biases to log to; None: do not log there.
         say: Called with the plan and with each of the final lines.
+        on_done: Called after each run that has finished, with :attr:`Outcome.folders`.
 
     Raises:
         ConfigError: A setting, a value or the place is unusable; nothing has started.
@@ -173,7 +175,7 @@ def run_grid(
     lock = FolderLock(folder.path, "sweep")
     try:
         folder.tidy(cells)
-        table, failures, forecast = sweep.run(lock.descriptor, wandb)
+        table, failures, forecast = sweep.run(lock.descriptor, wandb, lambda: on_done(folders))
         return Outcome(table, failures, folders, forecast)
     finally:
         lock.release()
@@ -338,13 +340,16 @@ class _Sweep:
         for record in self._in_state(CellState.WAITING):
             write_atomically(self.folder.config(record.cell.name), record.cell.config.to_json())
 
-    def run(self, lock: int, wandb: str | None) -> tuple[pandas.DataFrame, tuple[Failure, ...], Forecast]:
+    def run(
+        self, lock: int, wandb: str | None, on_done: Callable[[], None]
+    ) -> tuple[pandas.DataFrame, tuple[Failure, ...], Forecast]:
         """Runs the sweep; returns the table of its finished cells, why others failed, and what was
         to be done.
 
         Args:
             lock: File descriptor of the folder's lock.
             wandb: Project of Weights & Biases to log to; None: do not log there.
+            on_done: Called after each run that has finished.
         """
         forecast, engine = self.plan(self.folder.logs, lock)
         try:
@@ -355,7 +360,10 @@ class _Sweep:
             display = Display(self.records, forecast)
             try:
                 with stop_request() as stop:
-                    loop = CellLoop(self.records, self.folder, engine, self.layout.threads, store, display, wandb, stop)
+                    threads = self.layout.threads
+                    loop = CellLoop(
+                        self.records, self.folder, engine, threads, store, display, wandb, stop, on_done=on_done
+                    )
                     ended = loop.run()
             finally:
                 display.close()

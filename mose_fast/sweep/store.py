@@ -36,8 +36,8 @@ STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
 #: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
-#: ``kind_seed``, format 5 no ``eager_steps``, nothing of what a method kept, not what tells versions
-#: of the code apart, and no ``switched_off``; readers refuse others.
+#: ``kind_seed``, format 5 no ``eager_steps`` and nothing of what a method kept, of versions of the
+#: code and of what the self-check switched off; readers refuse others.
 FORMAT = 6
 
 # Columns that earlier formats lack, by the first format that has them.

@@ -178,8 +178,7 @@ class RunFolder:
                 names that no run of ours wrote, or cannot be written.
         """
         try:
-            used = any(path.name != LOCK for path in self.path.iterdir())
-            if used and not overwrite:
+            if not overwrite and any(path not in self._begun() for path in self.path.iterdir()):
                 raise RunError(
                     f"the output folder {self.path} is already used; choose another --out, pass --overwrite to replace"
                     f" the run in it, or continue it with: mose-fast resume {self.path}"
@@ -225,6 +224,11 @@ class RunFolder:
             self._prepare()
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def _begun(self) -> list[Path]:
+        """What a run leaves that was killed before its configuration was written."""
+        begun = [self.path / LOCK, *leftovers(self.path, [re.escape(self.config.name)])]
+        return begun if any(_listed(self.checkpoints)) else [*begun, self.checkpoints]
 
     def _refuse_foreign_files(self) -> None:
         """Refuses files with a run's names if no configuration shows that they are ours."""

@@ -31,7 +31,7 @@ from mose_fast.train.identity import check_identity, identity
 from mose_fast.train.listeners import Listener, TensorBoard
 from mose_fast.train.losses import Taken
 from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
-from mose_fast.train.results import accuracy_csv, build_results
+from mose_fast.train.results import AccuracyTable, build_results
 
 __all__ = ["Loop", "TrainingDiverged"]
 
@@ -78,7 +78,7 @@ class Loop:
         clock: Clock,
     ) -> None:
         self.config, self.stream, self.learner, self.folder = config, resident(stream, learner.device), learner, folder
-        self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
+        self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events, own=True)]
         self.joint = config.train_on == "final_memory"
         #: The stream that the learner sees: the upper bound sees the images of all tasks shuffled
         #: into one task.
@@ -89,8 +89,7 @@ class Loop:
         self.records |= {"confusion": [], "confusion_by_class": [], "anytime": None}
         points = None if stream.borders else {"images_seen": [], "classes_seen": []}
         self.records["evaluation_points"] = points
-        #: The rows of the table of accuracies as text, so that each is formatted once.
-        self.written: dict[tuple[str, str], list[str]] = {}
+        self.table = None if folder is None else AccuracyTable(folder.accuracy)
         self.sample = None
         if config.evaluate_every is not None:
             self.sample = AnytimeSample(config, self.stream)
@@ -271,9 +270,8 @@ class Loop:
                     records[kind].setdefault(classifier, {}).setdefault(expert, []).append(row)
         records |= {"confusion": accuracy.confusion, "confusion_by_class": accuracy.confusion_by_class}
         records["evaluated_after"].append(seen)
-        if self.folder is not None:
-            table = accuracy_csv(records["test"], records["buffer"], records["evaluated_after"], self.written)
-            self.folder.write(self.folder.accuracy, table)
+        if self.table is not None:
+            self.table.write(records["test"], records["buffer"], records["evaluated_after"])
 
     @contextmanager
     def _stoppable(self, stop: StopRequest) -> Iterator[None]:

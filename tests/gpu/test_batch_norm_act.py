@@ -180,19 +180,19 @@ def test_two_streams_at_a_time():
 @pytest.mark.needs("graphs")
 def test_graphs_of_one_stream_at_a_time():
     """Each has tickets of its own, though both were captured on the same stream."""
-    problems = [Problem("two norms", 256, channels, 16, torch.bfloat16) for channels in (64, 128)]
-    wanted = [problem.run(batch_norm_act) for problem in problems]
+    problems = [problem_of("two norms", 256, channels, 16, torch.bfloat16) for channels in (64, 128)]
+    wanted = [results(problem, batch_norm_act) for problem in problems]
     captured_on, streams = torch.cuda.Stream(), [torch.cuda.Stream() for _ in problems]
-    graphs, results = [torch.cuda.CUDAGraph() for _ in problems], []
+    graphs, found = [torch.cuda.CUDAGraph() for _ in problems], []
     for problem, graph in zip(problems, graphs, strict=True):
         with torch.cuda.graph(graph, stream=captured_on):
-            results.append(problem.run(batch_norm_act))
+            found.append(results(problem, batch_norm_act))
     for _ in range(20):
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    for result, first in zip(results, wanted, strict=True):
+    for result, first in zip(found, wanted, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
 
 

@@ -179,7 +179,7 @@ def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
     assert main(command) == 130
     assert "interrupted; to continue, run the same command again" in capsys.readouterr().err
     assert len(first.started) == 2
-    assert not list(tmp_path.glob("*.md"))
+    assert "**Unfinished: 1 of 4 runs have ended so far.**" in (tmp_path / "taskwise-trial.md").read_text()
     second = engine()
     assert main(command) == 0
     assert len(second.started) == 3
@@ -240,6 +240,7 @@ def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
             "evaluate_on is 'validation', but the numbers of the paper's taskwise are of test images; wanted 'test'",
         ),
         (["bof", "--baselines", "source"], "did you mean 'sources'"),
+        (["taskwise", "--without", "cifar"], "without is split-cifar100, but taskwise has no other data set"),
         (["bof", "--methods", "mse"], "methods has 'mse', of which bof has no row; did you mean 'mose'"),
         (["taskwise", "--seeds", "3-1"], "seeds are '3-1'"),
         (["taskwise", "--workers", "0"], "workers is 0"),
