@@ -52,19 +52,11 @@ def build_info() -> dict[str, Any]:
     }
 
 
-def code_hash(learner: type) -> str:
-    """A hash of the code that computes a run: the modules of this package that a run imports, the
-    native library's sources, and the learner's own file. 16 hex digits.
-
-    Args:
-        learner: Class of the run's learner.
+def code_hash() -> str:
+    """A hash of the code of this package that computes a run: the modules that a run imports and
+    the native library's sources. 16 hex digits.
     """
-    package = Path(__file__).parent
     files = sorted(_modules_of_a_run().values())
-    modules = {kind.__module__ for kind in learner.__mro__} - sys.stdlib_module_names
-    # A learner that was defined interactively has no file.
-    own = {Path(file).resolve() for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
-    files += sorted(path for path in own if path.is_file() and not path.is_relative_to(package.resolve()))
     digest = hashlib.sha256(str((_loader.record or {}).get("sources") if _loader.native is not None else None).encode())
     for path in files:
         content = path.read_bytes()

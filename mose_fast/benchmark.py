@@ -401,7 +401,7 @@ def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) ->
     chosen = dataclasses.replace(config, **variant.settings)
     device = resolve_device(chosen.device)
     try:
-        if chosen.kernels == "fused" and not _loader.serves(torch.empty(0, device=device)):
+        if chosen.kernels == "fused" and not _loader.has_code(device.type):
             return without(f"no native library: {_loader.obstacle or 'built for the CPU only'}")
         choose_feed(chosen.feed, device, None)
         with _peak(device) as peak:

@@ -68,9 +68,10 @@ def evaluate_learner(
     for t, classes in enumerate(stream.tasks):
         task_of_class[list(classes)] = t
     # Predictions go to the host once for the memory and once for the test images, and are counted
-    # there.
-    stored = memory.labels[:filled].cpu()
-    buffer = _by_task(on_host([classify(features, logits, means)]), stored, task_of_class[stored], task)
+    # there. Samples that are held out, which are the last ones, were never trained on.
+    trained = memory.drawable
+    stored, predicted = memory.labels[:trained].cpu(), classify(features[:, :trained], logits[:, :trained], means)
+    buffer = _by_task(on_host([predicted]), stored, task_of_class[stored], task)
 
     rows = torch.cat([stream.test_rows(t) for t in range(task + 1)])
     if not stream.borders:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mose_fast.config import WITHOUT_BORDERS, ConfigError, RunConfig, method_settings, near_matches
-from mose_fast.knobs import as_text
+from mose_fast.knobs import as_text, plain
 from mose_fast.paper.description import Entry, PaperTable, Part
-from mose_fast.paper.metrics import Results
 from mose_fast.paper.rows import DATA_SETS, DEFAULT_PRESETS, Presets
 from mose_fast.paper.tables import describe
 from mose_fast.settings import all_settings, dotted, telling_apart, with_absolute_paths, with_changes
@@ -57,7 +56,8 @@ class Plan:
         methods: Sequence[str] | None = None,
         without: Collection[str] = (),
     ) -> None:
-        self.name, self.seeds, changes = name, tuple(seeds), dict(changes or {})
+        self.name, self.seeds = name, tuple(map(plain, seeds))
+        changes = {setting: plain(value) for setting, value in (changes or {}).items()}
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"seeds are {list(self.seeds)}; wanted at least one, and each once")
         for setting in ("method", "preset", "seed"):
@@ -142,8 +142,8 @@ class Plan:
 
     def finished(
         self, runs: Mapping[str, Any], folder: SweepFolder, without: Collection[str]
-    ) -> list[tuple[Cell, Results]]:
-        """The finished runs of :meth:`cells_of` and their results.
+    ) -> list[tuple[Cell, dict[str, Any], dict[str, Any]]]:
+        """The finished runs of :meth:`cells_of`, their rows of the store and their results.
 
         Args:
             runs: The entry's settings.
@@ -153,7 +153,7 @@ class Plan:
         there = [
             c for c in self.cells_of(runs) if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()
         ]
-        return [(cell, read_run(folder.run(cell.name))[1]) for cell in there]
+        return [(cell, *read_run(folder.run(cell.name))) for cell in there]
 
 
 def departure_lines(plans: Sequence[Plan]) -> list[str]:
@@ -234,10 +234,12 @@ def _only(description: PaperTable, wanted: Callable[[Entry], bool]) -> PaperTabl
     for figure in description.figures:
         panels = [dataclasses.replace(panel, part=kept(panel.part)) for panel in figure.panels]
         figures.append(dataclasses.replace(figure, panels=tuple(panel for panel in panels if panel.part.entries)))
+    methods = {_method(entry) for entry in filter(wanted, description.entries)}
     return dataclasses.replace(
         description,
         parts=tuple(part for part in map(kept, description.parts) if part.entries),
         figures=tuple(figure for figure in figures if figure.panels),
+        notes=tuple(note for note in description.notes if methods.intersection(description.about.get(note, methods))),
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from mose_fast import streams
 from mose_fast.config import ConfigError
+from mose_fast.knobs import plain
 from mose_fast.paper.all_tables import all_plans, listing
 from mose_fast.paper.figures import figure_files, write_figures
 from mose_fast.paper.measure import measure
-from mose_fast.paper.page import overview, render
+from mose_fast.paper.page import cautions, overview, render
 from mose_fast.paper.plan import Plan, data_sets, departure_lines, stem_of
 from mose_fast.paper.rows import DATA_SETS, DEFAULT_PRESETS, Presets
 from mose_fast.paper.web_page import MARK, Section, web_page
@@ -90,7 +91,8 @@ def run_table(
         RunError: The folder is in use, holds other runs, or cannot be written.
         Interrupted: Ctrl-C; the same call continues.
     """
-    presets, changes, left_out = Presets(preset, baselines), changes or {}, data_sets(without)
+    presets, changes = Presets(plain(preset), plain(baselines)), changes or {}
+    left_out, methods = data_sets(without), None if methods is None else [*map(plain, methods)]
     if name == ALL:
         plans = all_plans(seeds, presets, changes, methods, left_out)
     else:
@@ -124,7 +126,10 @@ def run_table(
         if name == ALL:
             say(listing(plans, outcome.forecast))
         return None, ()
-    return pages.write(outcome.failures), outcome.failures
+    sections = pages.write(outcome.failures)
+    for line in cautions([run for section in sections for _, run in section.runs]):
+        say(line)
+    return pages.path, outcome.failures
 
 
 class _Pages:
@@ -171,17 +176,21 @@ class _Pages:
         ended = time.monotonic()
         self.next = ended + max(_EVERY, _SHARE * (ended - began))
 
-    def write(self, failures: Sequence[Failure]) -> Path:
-        """Writes the files; returns the path of the page of all tables, or else of the table.
+    @property
+    def path(self) -> Path:
+        """The page of all tables, or else the table's file."""
+        return self.folder.path / f"{self.plans[0].stem}.md" if self.page is None else self.page
+
+    def write(self, failures: Sequence[Failure]) -> list[Section]:
+        """Writes the files; returns what they show.
 
         Args:
             failures: The runs that could not be finished.
         """
         sections = [_write(plan, self.folder, failures) for plan in self.plans]
-        if self.page is None:
-            return self.folder.path / f"{self.plans[0].stem}.md"
-        write_atomically(self.page, web_page(sections, failures, self.left_out))
-        return self.page
+        if self.page is not None:
+            write_atomically(self.page, web_page(sections, failures, self.left_out))
+        return sections
 
 
 def _with_absent(error: StreamError, cells: Sequence[Cell]) -> StreamError:

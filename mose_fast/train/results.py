@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mose_fast import evaluate
+from mose_fast import _loader, evaluate
 from mose_fast._build_info import build_info
 from mose_fast.config import RunConfig, StreamConfig, current_names, upgraded
 from mose_fast.device import peak_bytes, processor
@@ -25,7 +25,7 @@ from mose_fast.knobs import Declared, settings_of
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
 from mose_fast.train.clock import Clock
-from mose_fast.train.files import IN_EVERY_CONFIG, write_atomically
+from mose_fast.train.files import IN_EVERY_CONFIG, resume_advice, write_atomically
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -81,17 +81,17 @@ def read_results(text: str | bytes) -> Any:
         config = upgraded(results["config"])
         changes = current_names(results["changes_from_preset"], config["method"])
         results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
-    return (
-        {"held_out": None, "anytime": None, "evaluation_points": None, **results}
-        if isinstance(results, dict)
-        else results
+    missing = dict.fromkeys(
+        ("held_out", "anytime", "evaluation_points", "kept", "eager_steps", "capture_retries", "code")
     )
+    return missing | {"method_files": {}} | results if isinstance(results, dict) else results
 
 
 def build_results(
     config: RunConfig,
     stream: Stream,
     learner: Learner,
+    identity: dict[str, Any],
     test: Matrices,
     buffer: Matrices,
     confusion: list[list[int]],
@@ -101,6 +101,8 @@ def build_results(
     evaluation_points: dict[str, Any] | None,
     untrained: dict[str, dict[str, list[float]]],
     resumed: int,
+    replayed: int,
+    retries: int,
     clock: Clock,
 ) -> dict[str, Any]:
     """Everything about a finished run, as plain values.
@@ -109,6 +111,7 @@ def build_results(
         config: The run's settings.
         stream: The run's stream.
         learner: The learner after the last task.
+        identity: What :func:`mose_fast.train.identity.identity` noted when the run started.
         test: Accuracy on the images that the stream is evaluated on; a row per entry of
             ``evaluated_after``.
         buffer: Accuracy on memory samples in the same form; None for a task without samples.
@@ -122,6 +125,8 @@ def build_results(
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
         resumed: How often the run was resumed.
+        replayed: Number of steps that were replayed from graphs.
+        retries: Number of captures that were tried once more.
         clock: The run's clock; it is read last.
     """
     tasks, parts = len(stream.tasks), stream.parts
@@ -164,7 +169,6 @@ def build_results(
     trained, deployed = learner.costs()
     classifier, expert = learner.resolve_expert()
     device, normalisation = learner.device, stream.normalisation
-    build = build_info()
     return {
         "schema_version": SCHEMA_VERSION,
         "config": config.to_dict(),
@@ -184,6 +188,8 @@ def build_results(
                 )
                 if choice is not None and choice.reason
             },
+            "self_check": None if learner.self_check is None else learner.self_check.state,
+            "switched_off": {} if learner.self_check is None else dict(_loader.off),
             "mirror": learner.mirrored,
             "normalisation": {
                 "name": normalisation.name,
@@ -219,23 +225,28 @@ def build_results(
         "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
         "macs": {"trained": trained.macs, "deployed": deployed.macs},
         "steps": learner.steps,
+        "eager_steps": learner.steps - replayed if device.type == "cuda" else None,
+        "capture_retries": retries if device.type == "cuda" else None,
         "resumed": resumed,
         "peak_memory_bytes": {
             "host": peak_bytes(),
             "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         },
+        "kept": learner.kept(),
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "versions": {
-            "mose_fast": build["version"],
+            "mose_fast": identity["version"],
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "numpy": version("numpy"),
         },
-        "commit": build["commit"],
-        "native_backend": build["backend"],
+        "commit": identity["commit"],
+        "code": identity["code"],
+        "method_files": identity["method_files"],
+        "native_backend": build_info()["backend"],
         "weights_sha256": learner.weights_hash(),
         "seconds": clock.results(),
     }
@@ -319,7 +330,7 @@ class AccuracyTable:
         content = b"".join(pieces)
         del before, pieces
         self._hash = hashlib.sha256(content).digest()
-        write_atomically(self.path, content)
+        write_atomically(self.path, content, resume_advice(self.path.parent))
 
     def _read(self) -> memoryview:
         """The file as it was written; empty where there is none, or somebody has changed it."""

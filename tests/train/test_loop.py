@@ -6,6 +6,7 @@ import errno
 import math
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -310,11 +311,52 @@ def test_a_checkpoint_never_holds_broken_weights(tmp_path):
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
+def modes():
+    return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_deterministic_algorithms_are_asked_for_only_while_it_runs():
+    """And new tensors are not filled, since that would be in every graph, between all launches."""
+    inside = []
+
     class Asks(Listener):
         def on_batch(self, batch, losses):
-            self.inside = torch.are_deterministic_algorithms_enabled()
+            inside.append(modes())
 
-    asks = Asks()
-    run(config(deterministic=True), listeners=[asks])
-    assert asks.inside and not torch.are_deterministic_algorithms_enabled()
+    before = modes()
+    run(config(deterministic=True), listeners=[Asks()])
+    assert set(inside) == {(True, False)} and modes() == before == (False, True)
+
+
+def test_nothing_is_read_that_was_never_written(plain):
+    """A program's own deterministic mode fills new tensors with NaN and the largest numbers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert modes() == (True, True) and torch.empty(3).isnan().all()
+        results = run(config())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert results["weights_sha256"] == plain[0]["weights_sha256"]
+    assert results["accuracy"] == plain[0]["accuracy"]
+
+
+def test_a_second_thread_makes_no_run(tmp_path):
+    """It would draw from the same random state. The same thread may, as a listener does here."""
+    refused = []
+
+    class Runs(Listener):
+        def on_task_start(self, task):
+            with ThreadPoolExecutor(1) as thread:
+                for start in (lambda: run(config(), out=tmp_path / "second"), lambda: resume(tmp_path / "first")):
+                    with pytest.raises(
+                        RunError, match=r"another thread of this process is in a run.*run_sweep"
+                    ) as error:
+                        thread.submit(start).result()
+                    refused.append(error.value)
+            if task == 1:
+                run(config())
+
+    run(config(), out=tmp_path / "first", listeners=[Runs()])
+    assert len(refused) == 4 and not (tmp_path / "second").exists()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(run, config()).result()["steps"] > 0
