@@ -93,7 +93,7 @@ def without_openmp(**changes):
 
 
 ENTRIES = {
-    "the package": ["-c", "import mose_fast.train"],
+    "the package": ["-c", "import mose_fast.device"],
     "the command line": ["-m", "mose_fast", "doctor"],
     "a worker": ["-m", "mose_fast.sweep.worker", "--threads", "2"],
     "a benchmark": ["-m", "bench.compare_step"],
