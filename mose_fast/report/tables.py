@@ -222,7 +222,7 @@ def _cost(groups: Sequence[Group]) -> Table:
         " on a card were not replayed from a CUDA graph (eager), peak memory in MiB of the process and on the card as"
         " torch allocates it, images that the method kept at most and MiB of all that it kept beside network and"
         " optimiser, parameters of the trained and of the deployed model, multiply-accumulates per image in training.",
-        spreads=(*phases, "steps/s", "eager", "host MiB", "card MiB"),
+        spreads=(*phases, "steps/s", "eager", "host MiB", "card MiB", "kept MiB"),
     )
     for g in groups:
         rows = [run.row for run in g.runs]
