@@ -13,7 +13,7 @@ PACKAGE = Path(mose_fast.__file__).parent
 ROOMS = """
 _files _lazy _version errors
 _loader knobs state_file
-_build_info _dali config device output signals threads
+_build_info _dali config device output processes signals threads
 reference
 ops
 memory nn optim self_check
