@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mose_fast.errors import MoseFastError
+from mose_fast.knobs import plain, shown
 
 if TYPE_CHECKING:
     from mose_fast.streams.kinds import Kind
@@ -74,10 +75,11 @@ def draw_words(n: int, seed: int, purpose: int) -> np.ndarray:
     ``Generator.permutation``.
 
     Raises:
-        StreamError: The seed does not fit into 64 bits.
+        StreamError: The seed is no integer, or does not fit into 64 bits.
     """
-    if not 0 <= seed < 2**64:
-        raise StreamError(f"seed is {seed}; wanted an integer from 0 to 2**64 - 1")
+    given, seed = seed, plain(seed)
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise StreamError(f"seed is {shown(given)}; wanted an integer from 0 to 2**64 - 1")
     return np.random.Philox(key=np.array([seed, purpose], np.uint64)).random_raw(n)
 
 

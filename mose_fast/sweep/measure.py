@@ -15,7 +15,8 @@ from torch import Tensor
 from mose_fast import streams
 from mose_fast.config import RunConfig
 from mose_fast.device import peak_bytes
-from mose_fast.methods import Learner, create_learner
+from mose_fast.methods import Learner, create_learner, resolve_device
+from mose_fast.self_check import settle
 from mose_fast.streams import Stream
 
 __all__ = ["Cost", "measure"]
@@ -54,6 +55,7 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
         config: The run's configuration; its stream is loaded.
         budget: Seconds for the steps, half of them early and half of them late.
     """
+    settle(resolve_device(config.device))  # once for a card, and no part of a run
     start = time.perf_counter()
     stream = streams.create(config.stream, evaluate_on=config.evaluate_on)
     learner = create_learner(config, **stream.spec)

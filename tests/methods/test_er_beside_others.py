@@ -88,10 +88,7 @@ def avalanche(stream: Stream, seed: int, replayed: int) -> list[float]:
 
     torch.manual_seed(seed)
     model = Logits(learner_of(stream, seed))
-    parts = [
-        dataset(model.images(x), y, task_labels=0, targets=y.tolist())
-        for _, x, y in batches_of(stream, seed)
-    ]
+    parts = [dataset(model.images(x), y, task_labels=0, targets=y.tolist()) for _, x, y in batches_of(stream, seed)]
     replay = ReplayPlugin(
         mem_size=MEMORY,
         batch_size=BATCH,
@@ -148,10 +145,7 @@ def differences(one: list[list[float]], other: list[list[float]]) -> Iterator[tu
         yield fmean(a) - fmean(b), STUDENT * math.sqrt((variance(a) + variance(b)) / len(a))
 
 
-PEERS = {
-    "avalanche": (lambda stream, seed: avalanche(stream, seed, 64), 64),
-    "capymoa": (capymoa, BATCH),
-}
+PEERS = {"avalanche": (lambda stream, seed: avalanche(stream, seed, 64), 64), "capymoa": (capymoa, BATCH)}
 
 
 @pytest.mark.slow

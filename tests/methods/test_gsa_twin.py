@@ -1,5 +1,5 @@
-"""GSA beside an independent trainer, over hundreds of steps: a fault that one step does not show can
-need the moments of Adam, or classes that come later.
+"""GSA beside an independent trainer, over hundreds of steps: a fault that one step does not show
+can need the moments of Adam, or classes that come later.
 """
 
 from __future__ import annotations
