@@ -1,10 +1,9 @@
 """Every method learns the new and keeps some of the old: what a step by hand cannot show, since it
 takes Adam, many steps, or classes that come later.
 
-Three tasks of two classes each, patterns beneath noise, that a network of width 4 learns in 50
-steps. Each method has its own optimiser and defaults, but images are not augmented: the recipes are
-made for images of 32 pixels, and these have 8. Floors follow from chance and from fine-tuning and
-joint training in the same setting.
+Tasks of two classes each, patterns beneath noise, on a network of width 4. Each method has its own
+optimiser and defaults, but images of 8 pixels are not augmented. Floors follow from chance and from
+fine-tuning and joint training in the same setting.
 """
 
 from __future__ import annotations
@@ -21,29 +20,40 @@ from mose_fast.config import RunConfig
 from mose_fast.methods import METHODS
 from mose_fast.methods.ccil import Ccil
 from mose_fast.methods.gsa import Gsa
-from mose_fast.methods.replay import ReplayLearner
 from mose_fast.streams import Stream, from_arrays
 from mose_fast.train import run
 
-TASKS = 3
-#: GDumb trains for fewer passes, which is enough here. OCM and OnPro do not rotate, since patterns
-#: are no objects, and draw ...
+#: GDumb trains for fewer passes, which is enough here; patterns that are rotated are others.
 OPTIONS = {"gdumb": {"passes": 16, "passes_before": 8}, "ocm": {"rotations": 1}, "onpro": {"rotations": 1}}
 #: Fine-tuning keeps nothing, and A-GEM hardly more: it never trains on its memory (in the paper's
 #: table it forgets 78 %).
 REPLAYS_NOTHING = ("finetune", "agem")
 
 
+class Setting(NamedTuple):
+    """``images`` of each class, and ``iterations``: steps on each batch."""
+
+    tasks: int
+    images: int
+    iterations: int
+
+
+#: OCM and OnPro need three steps on each batch: with one they have 6 % on the newest task.
+USUAL = Setting(tasks=3, images=250, iterations=3)
+#: What is learned in a few steps: GSA's fault costs little once much is learned.
+SHORT = Setting(tasks=5, images=125, iterations=1)
+
+
 @cache
-def patterns() -> Stream:
-    random = np.random.default_rng(0)
-    pattern = random.uniform(40, 215, (2 * TASKS, 4, 4, 3)).repeat(2, 1).repeat(2, 2)
+def patterns(tasks: int, images: int) -> Stream:
+    random, classes = np.random.default_rng(0), 2 * tasks
+    pattern = random.uniform(40, 215, (classes, 4, 4, 3)).repeat(2, 1).repeat(2, 2)
     parts = []
-    for images in (250, 50):
-        y = np.arange(2 * TASKS).repeat(images)
+    for count in (images, 50):
+        y = np.arange(classes).repeat(count)
         x = pattern[y] + random.normal(0, 60, (len(y), 8, 8, 3))
         parts += [x.clip(0, 255).astype(np.uint8), y]
-    return from_arrays(*parts, tasks=TASKS, mirror_safe=False)
+    return from_arrays(*parts, tasks=tasks, mirror_safe=False)
 
 
 class Learned(NamedTuple):
@@ -55,31 +65,33 @@ class Learned(NamedTuple):
     old: float
 
 
-@cache
-def learned(method: str) -> Learned:
-    config = RunConfig.create(
-        method=method, options={"augment": "none", **OPTIONS.get(method, {})}, width=4, memory=100, device="cpu"
-    )
-    results = run(config, stream=patterns())
+def learn(method: str, setting: Setting, **options) -> Learned:
+    options = {"augment": "none", "iterations": setting.iterations, **OPTIONS.get(method, {}), **options}
+    if method == "gdumb":
+        del options["iterations"]
+    config = RunConfig.create(method=method, options=options, width=4, memory=100, device="cpu")
+    results = run(config, stream=patterns(setting.tasks, setting.images))
     table = results["accuracy"][results["resolved"]["classifier"]][results["resolved"]["expert"]]
-    return Learned(fmean(table[task][task] for task in range(1, TASKS)), table[-1][0])
+    return Learned(0.0 if method == "joint" else fmean(table[t][t] for t in range(1, setting.tasks)), table[-1][0])
 
 
-def floors() -> Learned:
-    """Half of the way from chance to fine-tuning, and a third of that to joint training."""
-    chance = Learned(fmean(1 / (2 * task + 2) for task in range(1, TASKS)), 1 / (2 * TASKS))
-    best_new, best_old = learned("finetune").new, learned("joint").old
-    return Learned((chance.new + best_new) / 2, chance.old + (best_old - chance.old) / 3)
+@cache
+def floors(setting: Setting) -> Learned:
+    """A third of the way from chance to fine-tuning, and from chance to joint training."""
+    chance = Learned(fmean(1 / (2 * task + 2) for task in range(1, setting.tasks)), 1 / (2 * setting.tasks))
+    best_new, best_old = learn("finetune", setting).new, learn("joint", setting).old
+    return Learned(chance.new + (best_new - chance.new) / 3, chance.old + (best_old - chance.old) / 3)
 
 
-def shortfall(method: str) -> list[str]:
+def shortfall(method: str, setting: Setting = USUAL, **options) -> list[str]:
     """What a method misses."""
-    found, wanted = learned(method), floors()
+    found, wanted = learn(method, setting, **options), floors(setting)
+    print(method, found, wanted)
     missed = []
     if method != "joint" and found.new < wanted.new:
-        missed.append(f"newest task {found.new:.2f}, wanted {wanted.new:.2f}")
+        missed.append("new")
     if method not in REPLAYS_NOTHING and found.old < wanted.old:
-        missed.append(f"oldest task {found.old:.2f}, wanted {wanted.old:.2f}")
+        missed.append("old")
     return missed
 
 
@@ -94,7 +106,45 @@ def test_it_learns_the_new_and_keeps_some_of_the_old(method):
     assert shortfall(method) == []
 
 
+@pytest.mark.slow
 def test_the_floors_tell_learning_from_chance_and_from_forgetting():
-    bottom = learned("finetune")
-    assert bottom.new > 0.9 and learned("joint").old > 0.9
-    assert floors().old > 0.4 > bottom.old
+    forgetful, wanted = learn("finetune", USUAL), floors(USUAL)
+    assert forgetful.new > 0.9 and wanted.new > 0.4 and wanted.old > 0.4 > forgetful.old
+
+
+# Seeded faults
+
+
+@pytest.mark.slow
+def test_replay_of_old_classes_alone_is_seen():
+    assert shortfall("ccil", replay_from="others") == ["new"]
+
+
+@pytest.mark.slow
+def test_rows_that_weight_decay_took_to_zero_and_that_stay_there_are_seen(monkeypatch):
+    """At width 64 a decayed row hardly moves for the rest of a task; at width 4 it would in some
+    steps.
+    """
+    step = Ccil.train_on
+
+    def held(self, rows):
+        terms = step(self, rows)
+        with torch.no_grad():
+            self.network.classifier1.weight[2:] = 0
+        return terms
+
+    monkeypatch.setattr(Ccil, "train_on", held)
+    assert "new" in shortfall("ccil")
+
+
+@pytest.mark.slow
+def test_sums_of_gsa_over_all_classes_are_seen(monkeypatch):
+    assert shortfall("gsa", SHORT) == []
+    extras = Gsa.extras
+
+    def over_all(self, labels, sizes):
+        found = extras(self, labels, sizes)
+        return {**found, "known": torch.ones_like(found["known"])}
+
+    monkeypatch.setattr(Gsa, "extras", over_all)
+    assert "new" in shortfall("gsa", SHORT)
