@@ -103,6 +103,7 @@ __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, in
     T* out = static_cast<T*>(params.g);
     const Walk walk = Walk::of(own);
     in_batches<kBatch>(walk.first, valid, walk.step, [&](int position, int step, int count, auto is_full) {
+      __builtin_assume(is_full || count < kBatch);
       Vec<T, kGroup> words[kBatch];
       [[maybe_unused]] Vec<T, kGroup> others[kBatch];
       const int64_t first = position * channels + own.channel;

@@ -39,6 +39,7 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
     }
   }
   in_batches<kBatch>(position, pixels, walk.step, [&](int position, int step, int count, auto is_full) {
+    __builtin_assume(is_full || count < kBatch);
     Vec<T, kGroup> words[kBatch];
     [[maybe_unused]] Vec<T, kGroup> added[kBatch];
     const int64_t first = (pixels - 1 - position) * channels + own.channel;

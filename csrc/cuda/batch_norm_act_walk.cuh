@@ -63,7 +63,8 @@ __device__ void wait_for_first_pass(const T* map, const Walk& walk, int end, con
 
 // Calls work(position, step, count, is_full) for kBatch positions at a time, the last time for
 // fewer: is_full says at compile time that count is kBatch, so that nothing is asked of every
-// pixel. A batch is what a thread loads before it uses the first of it.
+// pixel. A batch is what a thread loads before it uses the first of it. Where it makes no loop longer, work
+// tells the compiler that what is not full is smaller, which spares the code for its last position.
 template <int kBatch, typename Work>
 __device__ void in_batches(int position, int end, int step, const Work& work) {
   for (; position + (kBatch - 1) * step < end; position += kBatch * step) {

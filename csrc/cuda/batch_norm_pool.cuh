@@ -63,6 +63,7 @@ __device__ void batch_norm_pool_block(const BatchNormPoolForward& params) {
     const T* x = static_cast<const T*>(params.x) + start;
     const T* residual = static_cast<const T*>(params.residual) + start;
     in_batches<kBatch>(own.lane, pixels, kPooledLanes, [&](int pixel, int step, int count, auto is_full) {
+      __builtin_assume(is_full || count < kBatch);
       Vector words[kBatch], added[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
@@ -168,6 +169,7 @@ __device__ void batch_norm_pool_backward_block(const BatchNormPoolBackward& para
     of_pixel[i] *= share;
   }
   in_batches<kBatch>(own.lane, pixels, kPooledLanes, [&](int pixel, int step, int count, auto is_full) {
+    __builtin_assume(is_full || count < kBatch);
     Vector words[kBatch];
     unsigned bits[kBatch];
 #pragma unroll
