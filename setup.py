@@ -25,7 +25,7 @@ if int(__version__.split(".")[0]) < 77:
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from build_tools import describe, plan  # noqa: E402
+from build_tools import cuda, describe, plan  # noqa: E402
 from build_tools.sources import emulated_sources, read_sources  # noqa: E402
 
 REQUIREMENTS = [
@@ -65,7 +65,6 @@ def native_build() -> tuple[Extension, type[build_ext], str]:
         # Before cpp_extension is imported: its own search takes the folder of an nvcc wrapper for
         # the toolkit.
         os.environ["CUDA_HOME"] = str(build.toolkit.root)
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(build.archs)
     archs = " ".join(build.archs) or "none"
     print(
         f"mose_fast: {build.reason}; torch {torch.__version__}, archs {archs}, {os.environ['MAX_JOBS']} jobs",
@@ -115,7 +114,7 @@ def native_build() -> tuple[Extension, type[build_ext], str]:
         sources,
         include_dirs=[str(ROOT / "csrc")],
         define_macros=macros,
-        extra_compile_args={"cxx": flags, "nvcc": lists["MOSE_FAST_NVCC_FLAGS"]},
+        extra_compile_args={"cxx": flags, "nvcc": lists["MOSE_FAST_NVCC_FLAGS"] + cuda.gencode_flags(build.archs)},
         extra_link_args=link,
     )
     return extension, BuildWithRecord, plan.torch_requirement(torch.__version__, exact=False)

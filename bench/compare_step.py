@@ -41,6 +41,7 @@ from bench.common import Case
 from mose_fast.device import device_name
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
+from mose_fast.sweep.processes import python
 from mose_fast.train.captured import capture
 from mose_fast.train.clock import laps
 
@@ -156,7 +157,7 @@ def searched(candidates: int, width: int, device: str, rounds: int) -> dict[str,
     its own.
     """
     sizes = ("--device", device, "--width", str(width), "--rounds", str(rounds))
-    command = [sys.executable, "-m", "bench.compare_step", *sizes, "--search", str(candidates)]
+    command = python("bench.compare_step", *sizes, "--search", str(candidates))
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 

@@ -54,11 +54,16 @@ steps() {
   if [[ -n $prebuilt ]]; then checker=$prebuilt/kernel_check; else checker=build/card/kernel_check; fi
   [[ -n $prebuilt ]] || step build 110 240 bash -c build_all
   step library 8 40 bash -c check_library
-  step kernel_check 15 60 "$checker"
-  step smoke 45 90 "$python" -m bench.smoke --device "$device"
-  step captured 50 150 "$python" -m pytest tests/gpu/test_captured.py -v -rs --maxfail=5 -p no:cacheprovider
+  step self_check 10 40 "$python" -m mose_fast doctor --check
   step tests 80 180 "$python" -m pytest tests/gpu --ignore=tests/gpu/test_captured.py -v -rs --maxfail=40 -p no:cacheprovider \
     -n "$processes" --dist loadfile
+  step processes 90 180 "$python" -m bench.processes --device "$device"
+  step retries 80 160 "$python" -m bench.processes --device "$device" --retries "$retries"
+  step captured 50 150 "$python" -m pytest tests/gpu/test_captured.py -v -rs --maxfail=5 -p no:cacheprovider
+  step edges 15 60 "$python" -m bench.graph_edges --device "$device"
+  step conflicts 40 120 ncu --kernel-name regex:align_conv --metrics "$conflicts" "$checker"
+  step kernel_check 15 60 "$checker"
+  step smoke 45 90 "$python" -m bench.smoke --device "$device"
   step step 30 90 "${bench[@]}" bench/bench_step.py -k "$dtype"
   step kernel_times 30 90 "$python" -m bench.kernel_times --device "$device" --csv "$out/kernels.csv"
   step run 60 150 bash -c whole_run
@@ -74,7 +79,7 @@ steps() {
     if grep -q '^def bench_' "$file"; then step "$name" "${seconds[$name]:-40}" 150 "${bench[@]}" "$file" -k "not ($done_before)"; fi
   done
   step bench 100 200 "$python" -m mose_fast bench --device "$device" "${small[@]}" --memory "$memory" --precision "$precision" \
-    --csv "$out/bench.csv"
+    --csv "$out/bench.csv" --traceback
   step compiled 150 300 "$python" -m pytest bench -q "--devices=$device" --compiled=headline -k compiled --benchmark-quiet \
     -p no:cacheprovider "--rows=$out"
   step racecheck 60 150 compute-sanitizer --tool racecheck --error-exitcode 9 "$checker"
@@ -84,12 +89,15 @@ steps() {
 # bench/conftest.py writes each row to OUT when it is measured.
 bench=("$python" -m pytest -q "--devices=$device" --compiled=off --benchmark-quiet -p no:cacheprovider "--rows=$out")
 if [[ $device == cuda ]]; then
-  dtype=bfloat16 precision=bf16 memory=5000 small=()
+  dtype=bfloat16 precision=bf16 memory=5000 small=() retries=20
   processes=$(find tests/gpu -name 'test_*.py' | wc -l) # one process for each file: an illegal memory access breaks the rest of its process
 else
-  dtype=float32 precision=fp32 memory=200 small=(--width 2)
+  dtype=float32 precision=fp32 memory=200 small=(--width 2) retries=2
   processes=$cores
 fi
+# Shared memory: accesses that had to wait for others of their warp, and all accesses.
+conflicts=l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum,l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum
+conflicts+=,l1tex__data_pipe_lsu_wavefronts_mem_shared.sum
 # The benchmarks that earlier steps have measured, as an expression for pytest -k.
 done_before="$dtype and (bench_step or bench_loop or 384 and native and (bench_batch_norm_act or bench_align_conv))"
 [[ -n $data ]] || done_before+=" or bench_run and not bench_loop"

@@ -9,7 +9,6 @@ the standard library, since it runs before anything is installed.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from build_tools import cuda
+from build_tools.describe import Build, decide
+from build_tools.plan import BuildError, installed_torch
 from build_tools.sources import read_sources
 
 __all__ = ["announce", "compiled", "native_build"]
@@ -67,29 +67,24 @@ def announce(
     return status
 
 
-def native_build(
-    csrc: Path, environment: dict[str, str], has_driver: bool, toolkits: Sequence[cuda.Toolkit], looked: Sequence[str]
-) -> tuple[str, int]:
+def native_build(csrc: Path, build: Build, has_driver: bool) -> tuple[str, int]:
     """Describes the native build: what to expect, as a text, and the number of files to compile.
 
     Args:
         csrc: Folder of the native sources.
-        environment: Environment variables of the process.
+        build: What is built and why.
         has_driver: Whether this machine has a working NVIDIA driver.
-        toolkits, looked: The results of :func:`build_tools.cuda.find_toolkits`.
     """
     lists = read_sources(csrc)
     files = lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"]
-    if not toolkits or environment.get("MOSE_FAST_BACKEND") == "cpu":
-        return f"{len(files)} files of C++, about a minute on two cores", len(files)
+    reason = build.reason.partition(". Looked in:")[0]
+    if build.backend == "cpu":
+        return f"{len(files)} files of C++, about a minute on two cores; {reason}", len(files)
     files += lists["MOSE_FAST_CUDA_SOURCES"]
-    text = (
-        f"{len(files)} files of C++ and CUDA for {environment.get('TORCH_CUDA_ARCH_LIST', 'all cards')}, 1 to 2 minutes"
-        " on two cores"
-    )
-    if not has_driver:
+    text = f"{len(files)} files of C++ and CUDA for {' '.join(build.archs) or 'the CPU'}, 1 to 2 minutes on two cores"
+    if build.backend == "cuda" and not has_driver:
         text += "; this machine has no NVIDIA driver: set MOSE_FAST_BACKEND=cpu to leave the CUDA part out"
-    return text + cuda.ignored_variables(looked), len(files)
+    return f"{text}; {reason}", len(files)
 
 
 def compiled(objects: Path, since: float) -> int:
@@ -103,11 +98,19 @@ def _main(arguments: Sequence[str]) -> int:
     what, detail, _, *command = arguments
     if detail != "--native":
         return announce(what, detail, command)
+    torch = installed_torch(sys.path)
+    if torch is None:  # setup.py will say so
+        return announce(what, "", command)
     driver = (
         bool(shutil.which("nvidia-smi"))
         and subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
     )
-    detail, files = native_build(ROOT / "csrc", dict(os.environ), driver, *cuda.find_toolkits(os.environ))
+    try:
+        build = decide(*torch)
+    except (BuildError, ValueError) as error:
+        print(f"mose_fast: {error}", file=sys.stderr)
+        return 1
+    detail, files = native_build(ROOT / "csrc", build, driver)
     since = time.time()
     return announce(what, detail, command, lambda: f"{compiled(ROOT / 'build', since)} of {files} files compiled")
 

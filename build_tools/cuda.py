@@ -10,19 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
+    "OLDEST_ARCH",
     "RELEASE_ARCHS",
     "Toolkit",
     "cmake_archs",
     "default_archs",
     "find_toolkits",
+    "gencode_flags",
     "ignored_variables",
     "parse_archs",
     "run_text",
+    "supported_archs",
 ]
 
 RELEASE_ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-"""Compute capabilities of a release build, oldest first. 7.5 is left out: it has no native
-bfloat16.
+"""Compute capabilities of a release build, oldest first."""
+
+OLDEST_ARCH = "8.0"
+"""The first compute capability with what the kernels use: the tensor cores' bfloat16 products, and
+asynchronous copies to shared memory.
 """
 
 
@@ -110,17 +116,20 @@ def find_toolkits(
     return toolkits, looked
 
 
-def ignored_variables(looked: Sequence[str]) -> str:
-    """Says which of ``CUDA_HOME`` and ``CUDA_PATH`` hold no toolkit, though another may serve: who
-    sets one wants that one.
+def ignored_variables(looked: Sequence[str], major: int) -> str:
+    """Says which of ``CUDA_HOME`` and ``CUDA_PATH`` hold no toolkit that serves, though others may:
+    who sets one wants that one.
 
     Args:
         looked: As :func:`find_toolkits` returns it.
+        major: The major version that torch needs.
 
     Returns:
         Text to put behind a sentence; empty where there is nothing to say.
     """
-    return "".join(f"; {line}, so it is ignored" for line in looked if re.match(r"CUDA_(HOME|PATH)=.*: no ", line))
+    set_here = [line for line in looked if re.match(r"CUDA_(HOME|PATH)=", line)]
+    # Between two releases of one major version, the order of the places decides.
+    return "".join(f"; {line}, so it is ignored" for line in set_here if f": CUDA {major}." not in line)
 
 
 def default_archs(version: tuple[int, int]) -> list[str]:
@@ -146,6 +155,58 @@ def parse_archs(text: str) -> list[str]:
             + (f", not {', '.join(map(repr, wrong))}" if wrong else "")
         )
     return archs
+
+
+def supported_archs(
+    archs: Sequence[str], toolkit: Toolkit, run: Callable[[Sequence[str]], str] = run_text
+) -> tuple[list[str], str]:
+    """Leaves out the compute capabilities that the kernels cannot be compiled for. Lists that were
+    set for other packages often have some, such as 7.5; ptxas would say so after minutes.
+
+    Args:
+        archs: As :func:`parse_archs` returns them.
+        toolkit: The toolkit to compile with. Its nvcc says what it knows.
+        run: Runs a command and returns its output.
+
+    Returns:
+        Those that remain, and a text to put behind a sentence that names the others.
+
+    Raises:
+        ValueError: None remains.
+    """
+    too_old = [arch for arch in archs if _number(arch) < _number(OLDEST_ARCH)]
+    nvcc = [str(toolkit.root / "bin" / "nvcc"), "--dryrun", "-x", "cu", "-c", "probe.cu"]
+    rest = [arch for arch in archs if arch not in too_old]
+    unknown = [arch for arch in rest if "Unsupported gpu architecture" in run([*nvcc, *gencode_flags([arch])])]
+    version = ".".join(map(str, toolkit.version))
+    why = []
+    if too_old:
+        why.append(f"{' and '.join(too_old)} (the kernels need {OLDEST_ARCH} or newer)")
+    if unknown:
+        why.append(f"{' and '.join(unknown)} (unknown to nvcc {version})")
+    kept = [arch for arch in rest if arch not in unknown]
+    if not kept:
+        raise ValueError(
+            f"TORCH_CUDA_ARCH_LIST is {';'.join(archs)!r}; wanted compute capabilities of at least {OLDEST_ARCH} that"
+            f" nvcc {version} knows, such as '9.0', or MOSE_FAST_BACKEND=cpu for a build without kernels for a card"
+        )
+    return kept, f"; TORCH_CUDA_ARCH_LIST without {' and '.join(why)}" if why else ""
+
+
+def _number(arch: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", arch))
+
+
+def gencode_flags(archs: Sequence[str]) -> list[str]:
+    """Translates compute capabilities to flags of nvcc. torch, which would do the same, knows no
+    ``8.8`` and no ``10.0f``.
+    """
+    flags = []
+    for arch in archs:
+        number = arch.removesuffix("+PTX").replace(".", "")
+        kinds = ["sm", "compute"] if arch.endswith("+PTX") else ["sm"]
+        flags += [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in kinds]
+    return flags
 
 
 def cmake_archs(archs: Sequence[str]) -> list[str]:

@@ -61,13 +61,14 @@ def jobs() -> int:
     return plan.job_count(cores, free, os.environ.get("MAX_JOBS"))
 
 
-def archs_for(toolkit: cuda.Toolkit | None) -> list[str]:
-    """Returns ``TORCH_CUDA_ARCH_LIST``, else the release list of this toolkit; none without a
-    toolkit.
+def archs_for(toolkit: cuda.Toolkit | None) -> tuple[list[str], str]:
+    """Returns ``TORCH_CUDA_ARCH_LIST``, else the release list of this toolkit, without what cannot
+    be compiled; and a text that says what that was. Neither without a toolkit.
     """
     if toolkit is None:
-        return []
-    return cuda.parse_archs(os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(cuda.default_archs(toolkit.version)))
+        return [], ""
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(cuda.default_archs(toolkit.version))
+    return cuda.supported_archs(cuda.parse_archs(wanted), toolkit)
 
 
 def decide(torch_version: str, torch_cuda: str | None) -> Build:
@@ -75,16 +76,16 @@ def decide(torch_version: str, torch_cuda: str | None) -> Build:
 
     Raises:
         build_tools.plan.BuildError: The build cannot give a library that loads; see there.
-        ValueError: ``TORCH_CUDA_ARCH_LIST`` is malformed.
+        ValueError: ``TORCH_CUDA_ARCH_LIST`` is malformed, or names nothing that can be compiled.
     """
     here = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
     plan.check_same_torch((torch_version, torch_cuda), plan.installed_torch(here))
     wanted, clang = os.environ.get("MOSE_FAST_BACKEND") or "auto", shutil.which(plan.EMULATOR)
     backend, toolkit, reason = plan.choose_backend(wanted, torch_cuda, *cuda.find_toolkits(os.environ), clang)
-    archs = archs_for(toolkit) if backend == "cuda" else []
+    archs, left_out = archs_for(toolkit if backend == "cuda" else None)
     commit, sources = OF_TREE["git_commit"](ROOT), OF_TREE["source_hash"](ROOT, backend)
     record = plan.build_record(backend, commit, sources, torch_version, torch_cuda, toolkit, archs)
-    return Build(backend, toolkit, archs, reason, record)
+    return Build(backend, toolkit, archs, reason + left_out, record)
 
 
 def cmake_lines(values: dict[str, str | list[str]]) -> str:
@@ -101,10 +102,9 @@ def _describe(folder: Path, with_torch: bool) -> dict[str, str | list[str]]:
         toolkits, looked = cuda.find_toolkits(os.environ)
         if not toolkits:
             raise plan.BuildError("no CUDA toolkit to compile the .cu files with. Looked in:\n  " + "\n  ".join(looked))
-        return {
-            "MOSE_FAST_CUDA_ROOT": str(toolkits[0].root),
-            "MOSE_FAST_ARCHS": cuda.cmake_archs(archs_for(toolkits[0])),
-        }
+        archs, left_out = archs_for(toolkits[0])
+        print(f"mose_fast: kernels for {' '.join(archs)}{left_out}", file=sys.stderr)
+        return {"MOSE_FAST_CUDA_ROOT": str(toolkits[0].root), "MOSE_FAST_ARCHS": cuda.cmake_archs(archs)}
 
     import torch
 

@@ -91,7 +91,7 @@ def choose_backend(
                 version = ".".join(map(str, toolkit.version))
                 reason = (
                     f"CUDA build: nvcc {version} in {toolkit.root} for a torch with CUDA"
-                    f" {torch_cuda}{ignored_variables(looked)}"
+                    f" {torch_cuda}{ignored_variables(looked, major)}"
                 )
                 return "cuda", toolkit, reason
         reason = f"no CUDA {major} toolkit (bin/nvcc and include/cuda_runtime.h) for a torch with CUDA {torch_cuda}"

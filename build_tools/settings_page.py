@@ -20,8 +20,10 @@ how to declare one.
 
 A setting is given by its flag, where it has one, by `--set NAME=VALUE` (a method's switches also
 without `options.`), in a `.toml` or `.json` file for `--config`, or as a keyword in Python. A value
-is JSON or a bare word; `null` stands for none. In the column "source", *paper* is the text of the
-CVPR 2024 paper, *released* is the authors' code, and *choice* is ours where neither decides.
+is JSON or a bare word; `null` stands for none. In Python, numbers and texts of numpy, scalars of
+torch, `pathlib.Path` and `torch.device` may stand for it; the plain value is stored. In the column
+"source", *paper* is the text of the CVPR 2024 paper, *released* is the authors' code, and *choice*
+is ours where neither decides.
 
 The role says what depends on a setting. `problem` and `method` make two runs different experiments:
 a report keeps them apart, a sweep may vary them, and in a reproduction of the paper they count as

@@ -15,7 +15,7 @@ from mose_fast.errors import MoseFastError
 if TYPE_CHECKING:
     from mose_fast import streams
     from mose_fast._build_info import build_info
-    from mose_fast.methods import METHODS, Learner, create_learner
+    from mose_fast.methods import METHODS, Learner, create_learner, load_learner
     from mose_fast.streams import StreamError
     from mose_fast.sweep.scheduler import run_sweep
     from mose_fast.train import Listener, RunError, resume, run
@@ -34,6 +34,7 @@ __all__ = [
     "__version__",
     "build_info",
     "create_learner",
+    "load_learner",
     "resume",
     "run",
     "run_sweep",
@@ -51,6 +52,7 @@ __getattr__ = lazy_names(
         "StreamError": "mose_fast.streams",
         "build_info": "mose_fast._build_info",
         "create_learner": "mose_fast.methods",
+        "load_learner": "mose_fast.methods",
         "resume": "mose_fast.train",
         "run": "mose_fast.train",
         "run_sweep": "mose_fast.sweep.scheduler",

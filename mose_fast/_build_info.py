@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,19 +16,14 @@ from mose_fast._version import __version__, git_commit
 
 __all__ = ["build_info", "code_hash"]
 
-# Code that shows, plans and describes runs, but computes no part of their results.
-_COMPUTES_NOTHING = (
-    "paper",
-    "report",
-    "sweep",
-    "benchmark.py",
-    "cli.py",
-    "doctor.py",
-    "export",
-    "knobs.py",
-    "progress.py",
-    "settings.py",
+# The module that runs.
+_RUN = "mose_fast.train.start"
+
+# An import of this package's modules, at any depth; and those that only type checkers see.
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from (mose_fast[\w.]*) import (\([^)]*\)|.*)|import (mose_fast[\w.]*))", flags=re.MULTILINE
 )
+_FOR_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+.*\n|\n)*", flags=re.MULTILINE)
 
 
 def build_info() -> dict[str, Any]:
@@ -55,23 +52,42 @@ def build_info() -> dict[str, Any]:
     }
 
 
-def code_hash(learner: type) -> str:
-    """A hash of the code that computes a run: this package without the parts that only show and
-    plan, the native library's sources, and the learner's own file. 16 hex digits.
-
-    Args:
-        learner: Class of the run's learner.
+def code_hash() -> str:
+    """A hash of the code of this package that computes a run: the modules that a run imports and
+    the native library's sources. 16 hex digits.
     """
-    package = Path(__file__).parent
-    files = [
-        path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in _COMPUTES_NOTHING
-    ]
-    modules = {kind.__module__ for kind in learner.__mro__} - sys.stdlib_module_names
-    # A learner that was defined interactively has no file.
-    own = {Path(file).resolve() for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
-    files += sorted(path for path in own if path.is_file() and not path.is_relative_to(package.resolve()))
+    files = sorted(_modules_of_a_run().values())
     digest = hashlib.sha256(str((_loader.record or {}).get("sources") if _loader.native is not None else None).encode())
     for path in files:
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _modules_of_a_run() -> dict[str, Path]:
+    """The modules that a run imports, at its start or later, and their files. Import statements are
+    followed, since ``sys.modules`` also has what the caller has imported.
+    """
+    found: dict[str, Path] = {}
+    waiting = [_RUN]
+    while waiting:
+        name = waiting.pop()
+        path = _file_of(name)
+        if path is None or name in found:
+            continue
+        found[name] = path
+        waiting.append(name.rpartition(".")[0])
+        for package, names, module in _IMPORT.findall(_FOR_TYPES.sub("", path.read_text(encoding="utf-8"))):
+            homes = getattr(getattr(sys.modules.get(package), "__getattr__", None), "homes", {})
+            waiting += [package, module]
+            for imported in re.findall(r"\w+", names):
+                waiting += [f"{package}.{imported}", homes.get(imported, "")]
+    return found
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module of this package, without importing it; None: there is no such module."""
+    path = Path(__file__).parent.parent.joinpath(*module.split("."))
+    files = path / "__init__.py", path.with_suffix(".py")
+    return next((file for file in files if module and file.is_file()), None)

@@ -8,6 +8,10 @@ __all__ = ["INSTALL", "obstacle", "version"]
 
 INSTALL = "pip install 'mose-fast[dali]' (or nvidia-dali-cuda130; Linux only)"
 
+# Before, a result that was handed to another stream waited for the card when it was freed (2.1.0:
+# "Improved deletion order handling"), and a thread of DALI's broke captures by waiting, too.
+_OLDEST = (2, 1)
+
 
 def obstacle() -> str | None:
     """Why DALI cannot be used here; None if it can.
@@ -22,6 +26,8 @@ def obstacle() -> str | None:
         return f"DALI cannot be imported ({error})"
     except Exception as error:  # a library of another system or version fails in its own ways
         return f"DALI cannot be imported ({' '.join(str(error).split())})"
+    if tuple(map(int, version().split(".")[:2])) < _OLDEST:
+        return f"DALI {version()} is too old, wanted {'.'.join(map(str, _OLDEST))}"
     return None
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,19 @@ import torch
 
 from mose_fast._version import file_facts, source_hash
 
-__all__ = ["REBUILD", "card", "native", "obstacle", "on_card", "ops", "record", "serves"]
+__all__ = [
+    "REBUILD",
+    "card",
+    "has_code",
+    "native",
+    "obstacle",
+    "off",
+    "on_card",
+    "ops",
+    "record",
+    "serves",
+    "switch_off",
+]
 
 _NAME = "mose_fast._C"
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -128,23 +141,43 @@ def card() -> str | None:
     return None if native is None else {"cuda": "cuda", "emulated": "cpu"}.get(record["backend"])
 
 
-def serves(*tensors: torch.Tensor) -> bool:
-    """Tells whether the native library has code for these tensors: all on the CPU, or all on one
-    card in a CUDA build.
+def has_code(device: str) -> bool:
+    """Tells whether the native library has code for devices of this type."""
+    return native is not None and device in ("cpu", card())
 
-    It has none for tensors inside a transform of ``torch.func`` (vmap, grad), which have no memory
-    that native code could read.
+
+off: dict[str, str] = {}
+"""What this process does not use on a card, and why: ops by name; ``step``, all of them;
+``captured``, captured steps.
+"""
+
+
+def switch_off(reasons: Mapping[str, str]) -> None:
+    """Adds to :data:`off`, for the rest of the process."""
+    global off
+    off = {**off, **reasons}  # a new one, which compiled functions notice
+
+
+def serves(op: str, *tensors: torch.Tensor) -> bool:
+    """Tells whether the native library computes an op of these tensors: all on the CPU, or all on
+    one card in a CUDA build where the op is not switched off.
+
+    It has no code for tensors inside a transform of ``torch.func`` (vmap, grad), which have no
+    memory that native code could read.
     """
     devices = {tensor.device for tensor in tensors}
-    if native is None or len(devices) != 1 or devices.pop().type not in ("cpu", card()):
+    if native is None or len(devices) != 1:
+        return False
+    device = devices.pop().type
+    if not has_code(device) or (op in off and device == card()):
         return False
     # torch.compile cannot trace this function, but compiles transforms away.
     return torch.compiler.is_compiling() or not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
-def on_card(*tensors: torch.Tensor) -> bool:
-    """Tells whether the CUDA kernels of the native library take these tensors.
+def on_card(op: str, *tensors: torch.Tensor) -> bool:
+    """Tells whether the CUDA kernels of the native library compute an op of these tensors.
 
     Always ask this function; the device's type does not tell.
     """
-    return serves(*tensors) and tensors[0].device.type == card()
+    return serves(op, *tensors) and tensors[0].device.type == card()

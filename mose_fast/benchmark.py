@@ -131,8 +131,8 @@ class Report:
         macs: Multiply-accumulates of a forward pass of one image.
         ceilings: The machine's peak rates.
         rows: One row for each variant.
-        evaluation: Seconds of an evaluation of all classifiers and experts on ``evaluated`` images;
-            None if not measured.
+        evaluation: Seconds of an evaluation of all classifiers and experts on ``evaluated`` images,
+            or why it failed; None if not measured.
         evaluated: Number of images: those in memory and 10,000 of a test set (fewer for a smaller
             run).
         failures: Tracebacks of the measurements that failed, by name.
@@ -143,7 +143,7 @@ class Report:
     macs: int
     ceilings: Ceilings
     rows: tuple[Row, ...]
-    evaluation: float | None
+    evaluation: float | str | None
     evaluated: int
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -180,7 +180,9 @@ class Report:
                 f" {row.views / row.milliseconds * 1e3:>9,.0f} {rate:>8.3g} {rate / self.ceilings.tflops:>6.1%}"
                 f" {peak:>8}"
             )
-        if self.evaluation is not None:
+        if isinstance(self.evaluation, str):
+            lines += ["", f"evaluation {self.evaluation}"]
+        elif self.evaluation is not None:
             lines += [
                 "",
                 f"evaluation of {self.evaluated:,} images by every classifier and expert: {self.evaluation:.3f} s",
@@ -345,8 +347,8 @@ def benchmark(
                 watch(_EVALUATION)
             try:
                 measured, images = _evaluation(config, stream)
-            except Exception:
-                failures[_EVALUATION] = traceback.format_exc()
+            except Exception as error:
+                measured, failures[_EVALUATION] = _reason(error), traceback.format_exc()
     return Report(where, config, macs, possible, tuple(found), measured, images, failures)
 
 
@@ -399,7 +401,7 @@ def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) ->
     chosen = dataclasses.replace(config, **variant.settings)
     device = resolve_device(chosen.device)
     try:
-        if chosen.kernels == "fused" and not _loader.serves(torch.empty(0, device=device)):
+        if chosen.kernels == "fused" and not _loader.has_code(device.type):
             return without(f"no native library: {_loader.obstacle or 'built for the CPU only'}")
         choose_feed(chosen.feed, device, None)
         with _peak(device) as peak:
@@ -412,10 +414,16 @@ def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) ->
     except Exception as error:
         # After a lack of memory, a missing compiler or a failing kernel, the other variants can
         # still be measured.
-        line = (str(error).strip() or repr(error)).splitlines()[0]
-        return without(f"failed: {type(error).__name__}: {line}", traceback.format_exc())
+        return without(_reason(error), traceback.format_exc())
     low, middle, high = quantiles(times)
     return Row(variant.name, views, 1e3 * middle, 1e3 * low, 1e3 * high, peak[0])
+
+
+def _reason(error: Exception) -> str:
+    """One line on a failure."""
+    error = getattr(error, "inner_exception", error)  # torch.compile wraps the one that tells
+    line = (str(error).strip() or repr(error)).splitlines()[0]
+    return f"failed: {type(error).__name__}: {line}"
 
 
 def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:

@@ -24,15 +24,19 @@ from mose_fast import streams
 from mose_fast._version import __version__
 from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig, StreamConfig, upgraded
 from mose_fast.errors import MoseFastError
+from mose_fast.export.card import read_card
 from mose_fast.knobs import as_text, settings_of, usual_name
 from mose_fast.method_list import listed_methods
 from mose_fast.output import Guarded, guarded_output
 from mose_fast.settings import all_settings, assignment, full_name, read_value, with_absolute_paths, with_changes
 from mose_fast.signals import raised_at_once
+from mose_fast.train.files import RunError, RunFolder, check_folders
 
 # Commands import the rest when they need it: torch, pandas and scipy take seconds to import, and
-# help, lists and the message on a wrong flag should not wait for them.
+# help, lists and the messages on wrong flags and missing folders should not wait for them.
 if TYPE_CHECKING:
+    import pandas
+
     from mose_fast.progress import Progress
     from mose_fast.sweep.place import Place
     from mose_fast.train import Listener
@@ -244,6 +248,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--baselines", metavar="NAME", help="the other methods' preset: table or sources, their own values [table]"
     )
     table.add_argument("--methods", metavar="A,B", help="the rows of some methods alone: mose, er, ... [all]")
+    table.add_argument("--without", metavar="A,B", help="leave out the rows of some data sets, such as tiny [none]")
     _add_flags(table, [name for name in _FLAGS if name not in _DESCRIBED])
     _add_place(table)
     files = table.add_argument_group("files")
@@ -301,14 +306,18 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         epilog="example: mose-fast bench --memory 5000; on a CPU: --width 8",
     )
-    speed.set_defaults(seconds=2.0, only="", csv=None)
+    speed.set_defaults(seconds=2.0, only="", csv=None, traceback=False)
     _add_flags(speed, _BENCHED)
     speed.add_argument("--seconds", type=float, metavar="S", help="seconds for each measurement, after its warm-up [2]")
     speed.add_argument("--only", metavar="TEXT", help="run only the measurements whose names contain this text")
     speed.add_argument("--csv", metavar="FILE", help="also write the rows to this file")
+    speed.add_argument("--traceback", action="store_true", help="print where a measurement failed, too")
 
     doctor = command("doctor", _doctor, help="check what this machine has, what is missing and how to install it")
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
+    doctor.add_argument(
+        "--check", action="store_true", help="check the native library's kernels on the cards here anew, and keep that"
+    )
     return parser
 
 
@@ -344,7 +353,12 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say where the runs of a sweep compute."""
     place = parser.add_argument_group("parallel runs")
     place.add_argument("--workers", type=int, metavar="N", help="runs at a time on the CPU; they share its cores")
-    place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [2]")
+    place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [1]")
+    place.add_argument(
+        "--mps",
+        action="store_true",
+        help="runs on one card compute at the same time, by a server of CUDA's MPS that is started for them",
+    )
     place.add_argument("--gpus", metavar="0,1", help="cards to use, numbered as in CUDA_VISIBLE_DEVICES [all]")
     place.add_argument("--engine", metavar="NAME", help="local, or ray to use a Ray cluster [local]")
     place.add_argument("--address", metavar="HOST:PORT", help="Ray cluster; auto finds it, local starts one [auto]")
@@ -360,6 +374,7 @@ def _place(arguments: argparse.Namespace) -> Place:
         tuple(given["gpus"].split(",")) if "gpus" in given else None,
         given.get("engine", "local"),
         given.get("address", "auto"),
+        given.get("mps", False),
     )
 
 
@@ -413,9 +428,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
+    out = Path(arguments.folder)
+    RunFolder(out).check_resumable()
     from mose_fast import train
 
-    out = Path(arguments.folder)
     listeners = _loggers(arguments, out)
     return _follow(out, lambda shown: train.resume(out, listeners=[shown, *listeners], whole_process=True))
 
@@ -457,7 +473,16 @@ def _sweep(arguments: argparse.Namespace) -> int:
         return _interrupted(error, "; to continue, run the same command again")
     if outcome.table is not None:
         print(f"table     {out / STORE}")
+        _caution(outcome.table)
     return 1 if outcome.failures else 0
+
+
+def _caution(table: pandas.DataFrame) -> None:
+    """Says what differs in the code and the machines that computed the runs of a table."""
+    from mose_fast.report.statistics import code_warnings
+
+    for warning in code_warnings(table.to_dict("records")):
+        print(f"mose-fast: caution: {warning}", file=sys.stderr)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -501,6 +526,7 @@ def _paper(arguments: argparse.Namespace) -> int:
             preset=preset,
             baselines=given.get("baselines", DEFAULT_PRESETS.baselines),
             methods=given["methods"].split(",") if "methods" in given else None,
+            without=given["without"].split(",") if "without" in given else (),
             changes=changes,
             place=_place(arguments),
             dry_run=given.get("dry_run", False),
@@ -535,12 +561,14 @@ def _lost(shown: Guarded, needed: bool) -> int:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
+    check_folders([arguments.folder])
     from mose_fast.sweep.store import STORE, collect
 
     table, skipped = collect(arguments.folder)
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     print(f"{len(table)} runs in {Path(arguments.folder) / STORE}, {len(skipped)} folders skipped")
+    _caution(table)
     return 0
 
 
@@ -566,6 +594,9 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     peak = results["peak_memory_bytes"]
     card = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the card (allocated by torch)"
     print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB on the host{card}")
+    kept = results["kept"]
+    beside = f", and {kept['bytes_beside'] / 2**20:.1f} MiB beside" if kept["bytes_beside"] else ""
+    print(f"kept      at most {kept['images']:,} images of the stream, {kept['bytes'] / 2**20:.1f} MiB{beside}")
     print(f"results   {folder.results}")
     print(
         f"          {folder.accuracy.name}, {folder.figure.name}, {folder.config.name} and {folder.events.name}/"
@@ -575,6 +606,7 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    check_folders(arguments.folders)
     from mose_fast.report.page import write_report
 
     page, skipped = write_report(arguments.folders, arguments.out, force=arguments.force)
@@ -585,6 +617,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    if reason := RunFolder(arguments.run).unfinished:
+        raise RunError(f"{arguments.run}: {reason}")
     from mose_fast.export import CARD, export_run
 
     folder = export_run(
@@ -608,6 +642,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
+    read_card(Path(arguments.export))
     from mose_fast.export import Classifier, classify_files
 
     failures = 0
@@ -658,7 +693,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         watch=lambda name: print(f"... {name}", file=sys.stderr),
     )
     print(report.text())
-    for name, trace in report.failures.items():
+    for name, trace in report.failures.items() if arguments.traceback else ():
         print(f"\n{name} failed:\n{trace}", file=sys.stderr)
     if arguments.csv is not None:
         Path(arguments.csv).write_text(report.table(), encoding="utf-8")
@@ -666,8 +701,15 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from mose_fast.doctor import diagnose, report
+    from mose_fast.doctor import check_kernels, diagnose, report, rows_of_check
 
+    if arguments.check:
+        verdicts = check_kernels()
+        for name, verdict in verdicts:
+            print(f"{name}\n{rows_of_check(verdict)}")
+        if not verdicts:
+            print("there is no card that the native library has kernels for; mose-fast doctor says why")
+        return int(any(verdict.state != "passed" for _, verdict in verdicts))
     findings = diagnose(arguments.data_dir)
     print(report(findings))
     return 1 if any(finding.mark == "FAIL" for finding in findings) else 0

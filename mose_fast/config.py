@@ -35,6 +35,7 @@ from mose_fast.knobs import (
     knob,
     meanings,
     near_matches,
+    plain,
     settings_of,
     shown,
     usable_path,
@@ -324,6 +325,11 @@ class ReplayOptions(MethodOptions):
         "at the end of a task, once through the memory with a tenth of the gradient",
         "paper and released: none; RaptorMai/online-continual-learning: its review trick",
     )
+    optimiser_per_task: bool = knob(
+        False,
+        "the optimiser's moments start anew with each task",
+        "paper: one Adam; repositories of LUCIR, CCIL, IL2A and BiC: a new optimiser for each task",
+    )
 
 
 @documented
@@ -504,6 +510,7 @@ class MethodSettings(NamedTuple):
         """
         if name is None:
             return next(iter(self.presets))
+        name = plain(name)
         if not isinstance(name, str) or name not in self.presets:
             raise ConfigError(
                 f"preset is {shown(name)}, which this method does not have{near_matches(str(name), list(self.presets))}"
@@ -529,6 +536,7 @@ def method_settings(name: str) -> MethodSettings:
     Raises:
         ConfigError: There is no such method.
     """
+    name = plain(name)
     if isinstance(name, str) and usable_path(name):
         if name in METHOD_SETTINGS:
             return METHOD_SETTINGS[name]
@@ -536,7 +544,10 @@ def method_settings(name: str) -> MethodSettings:
             settings = find(name)
             if settings is not None:
                 return settings
-    raise ConfigError(f"method is {shown(name)}, which is unknown{near_matches(str(name), list(METHOD_SETTINGS))}")
+    raise ConfigError(
+        f"method is {shown(name)}, which is unknown (one in a file of yours: path/to/file.py:Name)"
+        f"{near_matches(str(name), list(METHOD_SETTINGS))}"
+    )
 
 
 def current_names(options: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -709,7 +720,7 @@ class RunConfig(Declared):
     def create(
         cls,
         preset: str | None = None,
-        stream: str | StreamConfig | Mapping | None = None,
+        stream: str | Path | StreamConfig | Mapping | None = None,
         options: Mapping | None = None,
         method: str = "mose",
         **settings: Any,
@@ -718,7 +729,8 @@ class RunConfig(Declared):
 
         Args:
             preset: One of the method's presets; None: its first (MOSE: ``released``).
-            stream: Name of a stream, a :class:`StreamConfig` or a mapping of its fields.
+            stream: Name of a stream, a folder or file, a :class:`StreamConfig` or a mapping of its
+                fields.
             options: Fields of the method's options that differ from the preset.
             method: Name of the method.
             **settings: The other fields of :class:`RunConfig`, and fields of the method's options,
@@ -727,6 +739,7 @@ class RunConfig(Declared):
         Raises:
             ConfigError: A name is unknown, an option is given twice, or a value is out of range.
         """
+        stream = plain(stream)
         if not isinstance(stream, str | StreamConfig | Mapping | None):
             raise ConfigError(f"stream is {shown(stream)}; wanted the name of a stream or a table of its settings")
         if not isinstance(options, Mapping | None):

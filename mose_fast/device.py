@@ -7,6 +7,7 @@ from __future__ import annotations
 import platform
 import resource
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "CAPTURING",
     "Choice",
     "available_bytes",
     "choose_precision",
@@ -26,6 +28,11 @@ __all__ = [
     "processor",
     "upload",
 ]
+
+
+#: Held while a graph is captured, and by work of other threads that may wait for the whole card,
+#: which would break the capture.
+CAPTURING = threading.RLock()
 
 
 class Choice(NamedTuple):

@@ -23,9 +23,10 @@ import torch
 from mose_fast import _dali, _loader, streams
 from mose_fast.augment import choose_feed
 from mose_fast.device import choose_precision
+from mose_fast.self_check import SWITCH, Verdict, check, stored
 from mose_fast.threads import crowding
 
-__all__ = ["Finding", "diagnose", "report", "serves_card"]
+__all__ = ["Finding", "check_kernels", "diagnose", "report", "rows_of_check", "serves_card"]
 
 # Packages that are imported only when used. The other requirements are met if this file can be
 # imported.
@@ -56,7 +57,8 @@ def diagnose(data_dir: str | None = None) -> list[Finding]:
         data_dir: Folder with the data sets' files; None means the default folder.
     """
     used = [_precision(), _feed()]
-    installed = [_python(), _torch(), _packages(), *_cuda(), *_cards(), _native(), *_build_tools(os.environ)]
+    native = [_native(), *map(_verdict, _kinds())]
+    installed = [_python(), _torch(), _packages(), *_cuda(), *_cards(), *native, *_build_tools(os.environ)]
     return [*installed, *used, *_data(data_dir)]
 
 
@@ -181,6 +183,56 @@ def _native() -> Finding:
         fix = f"MOSE_FAST_BACKEND=cuda {_loader.REBUILD}"
         return Finding("--", "native library", f"{found}; it has no code for the GPU", fix)
     return Finding("ok", "native library", found)
+
+
+def _kinds() -> list[torch.device]:
+    """A card of each kind that the native library has kernels for."""
+    kind = _loader.card()
+    if kind == "cpu":
+        return [torch.device("cpu")]
+    if kind is None or not torch.cuda.is_available():
+        return []
+    archs = _loader.record["archs"]
+    cards = {}
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        if serves_card((card.major, card.minor), archs):
+            cards.setdefault((card.name, card.major, card.minor), torch.device("cuda", index))
+    return list(cards.values())
+
+
+def _verdict(device: torch.device) -> Finding:
+    """What the self-check says of a kind of card."""
+    thing, again = f"self-check, {device}", "mose-fast doctor --check"
+    verdict = stored(device)
+    if verdict is None:
+        without = f", but {SWITCH}=0 forbids it" if os.environ.get(SWITCH) == "0" else ""
+        return Finding("--", thing, f"not yet: the first run does it, once{without}", f"to do it now: {again}")
+    counts = f"{sum(row.passed for row in verdict.rows)} of {len(verdict.rows)} rows passed, {verdict.at}"
+    if not verdict.off:
+        return Finding("ok", thing, counts)
+    off = f"switched off: {', '.join(verdict.off)}; PyTorch's operations or eager steps take over"
+    return Finding("--", thing, f"{counts}; {off}", f"all rows, and the newest state: {again}")
+
+
+def check_kernels() -> list[tuple[str, Verdict]]:
+    """Runs the self-check anew on each kind of card that the native library has kernels for, and
+    keeps its verdict; returns names and verdicts.
+    """
+    return [(str(device), check(device)) for device in _kinds()]
+
+
+def rows_of_check(verdict: Verdict) -> str:
+    """Each row of a check with its error and its bound, in columns."""
+    rows = [("", "part", "case", "error", "bound", "of")]
+    for row in verdict.rows:
+        numbers = ("-" if number is None else f"{number:.2g}" for number in (row.error, row.bound))
+        rows.append(("ok" if row.passed else "FAIL", row.op, row.case, *numbers, row.said))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    failed = f"; switched off: {', '.join(verdict.off)}" if verdict.off else ""
+    note = f"; not checked to the end: {verdict.note}" if verdict.note else ""
+    return "\n".join([*lines, f"{verdict.state} after {verdict.seconds:.1f} s{failed}{note}"])
 
 
 def _build_tools(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -12,8 +12,10 @@ import functools
 import inspect
 import json
 import math
+import numbers
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from mose_fast.errors import MoseFastError
 
 __all__ = [
+    "MASKED",
     "RENAMED",
     "ConfigError",
     "Declared",
@@ -29,13 +32,16 @@ __all__ = [
     "Setting",
     "as_text",
     "documented",
+    "is_masked",
     "knob",
     "meanings",
     "near_matches",
+    "plain",
     "settings_of",
     "shown",
     "usable_path",
     "usual_name",
+    "whole_number",
 ]
 
 
@@ -107,6 +113,39 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 20]}...{text[-10:]} ({len(text):,} characters)"
+
+
+#: What is wrong with an array of which :func:`is_masked` is true.
+MASKED = "a masked array; wanted a plain one: leave out what is masked, or give it a value (numpy.ma.filled)"
+
+
+def is_masked(value: Any) -> bool:
+    """Whether a value is one of numpy's masked arrays, whose masked elements have a value, too."""
+    return isinstance(value, _loaded("numpy.ma", "MaskedArray"))
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class of a module that is slow to import: of one that is not loaded, there is no object."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def plain(value: Any) -> Any:
+    """The bool, int, float or str that a value stands for: a number or a text of numpy, an array or
+    a tensor without axes, a path, a ``torch.device``. Any other value is returned as it is.
+    """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item") and not is_masked(value):
+        value = value.item()
+        if isinstance(value, numbers.Real) and not isinstance(value, int | float):
+            value = float(value)  # numpy's long double is its own item
+    elif isinstance(value, os.PathLike):
+        value = os.fsdecode(value)
+    elif isinstance(value, _loaded("torch", "device")):
+        value = str(value)
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            # Subclasses may have a __str__ of their own.
+            return str.__str__(value) if kind is str else kind(value)
+    return value
 
 
 def usable_path(value: str) -> bool:
@@ -215,14 +254,15 @@ class Setting:
         """The meaning, and what null stands for."""
         return self.meaning if self.none is None else f"{self.meaning}; null: {self.none}"
 
-    def check(self, value: Any) -> None:
-        """Refuses what the setting may not hold.
+    def check(self, value: Any) -> Any:
+        """The :func:`plain` value; refuses what the setting may not hold.
 
         Raises:
             ConfigError: Names the setting, the value and what is wanted.
         """
+        given, value = value, plain(value)
         if value is None and self.none is not None:
-            return
+            return None
         if self.choices is not None:
             # An array is compared element by element, so it must not come to ``in``.
             fits = isinstance(value, str | int) and not isinstance(value, bool) and value in self.choices
@@ -236,7 +276,8 @@ class Setting:
         else:
             fits, wanted = self._check_number(value)
         if not fits:
-            raise ConfigError(f"{self.name} is {shown(value)}; wanted {wanted}")
+            raise ConfigError(f"{self.name} is {shown(given)}; wanted {wanted}")
+        return value
 
     def _check_number(self, value: Any) -> tuple[bool, str]:
         kinds, limit = ((int,), _INTEGERS_BELOW) if self.type == "int" else ((int, float), _NUMBERS_BELOW)
@@ -296,8 +337,24 @@ def knob(
     return dataclasses.field(default=default, compare=compare, metadata={"setting": setting})
 
 
+def whole_number(name: str, value: Any, low: int | None = 1, **rules: Any) -> int | None:
+    """A whole number that is no setting, as an int.
+
+    Args:
+        name: Its name in messages.
+        value: The number, of any type that :func:`plain` knows.
+        low: The least that it may be; None: any.
+        **rules: Other attributes of :class:`Setting`.
+
+    Raises:
+        ConfigError: It is no integer, or too small.
+    """
+    return Setting(name=name, kind="int", default=None, doc="", source="", low=low, **rules).check(value)
+
+
 class Declared:
-    """Base of dataclasses of settings: checks every field's value against its declaration.
+    """Base of dataclasses of settings: checks every field's value against its declaration, and
+    stores it as the plain type.
 
     A field that holds such a dataclass itself has the metadata ``{"table": meaning}``.
     """
@@ -307,7 +364,7 @@ class Declared:
 
     def __post_init__(self) -> None:
         for setting in settings_of(type(self)).values():
-            setting.check(getattr(self, setting.field))
+            object.__setattr__(self, setting.field, setting.check(getattr(self, setting.field)))
 
 
 @functools.cache

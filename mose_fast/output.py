@@ -9,10 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-__all__ = ["Guarded", "guarded_output"]
+__all__ = ["Guarded", "guarded_output", "readable"]
 
 # A pipe whose reader has gone stays closed; a full disk may have room later.
 _GONE = (errno.EPIPE, errno.EBADF)
+
+
+def readable(text: str) -> str:
+    r"""A text that every UTF-8 file can hold. The bytes of a file name that Python could not decode
+    are decoded as UTF-8, whatever the locale; where they are none, they become ``\xe9``.
+    """
+    try:
+        return text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    except UnicodeEncodeError:  # surrogates that stand for no byte
+        return text.encode(errors="backslashreplace").decode()
 
 
 class Guarded:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from mose_fast import _loader
 from mose_fast._build_info import build_info
 from mose_fast.config import RunConfig
 from mose_fast.evaluate import TaskAccuracy
@@ -174,6 +175,15 @@ def _width(task: int) -> int:
     return len(f" task {task + 1}")
 
 
+def _kernels(learner: Learner) -> dict[str, str]:
+    """A row on the self-check, unless it has passed."""
+    verdict = learner.self_check
+    if verdict is None or (verdict.state == "passed" and not _loader.off):
+        return {}
+    off = f"; switched off: {', '.join(_loader.off)} (mose-fast doctor --check)" if _loader.off else ""
+    return {"kernels": f"self-check {verdict.state}{off}"}
+
+
 def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int, out: Path) -> str:
     trained, deployed = learner.costs()
     native = build_info()["backend"]
@@ -196,6 +206,7 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
         ),
         **({} if learner.feed is None else {"views": f"{config.options.augment}, made by {learner.feed}"}),
         **({"steps": str(learner.stepping)} if device.type == "cuda" else {}),
+        **_kernels(learner),
         **({"caution": crowded} if device.type == "cpu" and (crowded := crowding(torch.get_num_threads())) else {}),
         "run": f"{batches} batches" + (f", continued after batch {batch}" if batch else "") + f", into {out}",
     }

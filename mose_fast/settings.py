@@ -11,7 +11,7 @@ from typing import Any
 
 from mose_fast import streams
 from mose_fast.config import ConfigError, RunConfig, StreamConfig, method_settings, near_matches, shown
-from mose_fast.knobs import Setting, settings_of
+from mose_fast.knobs import Setting, plain, settings_of
 
 __all__ = [
     "all_settings",
@@ -113,6 +113,7 @@ def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfi
         ConfigError: A name is unknown or a value is out of range.
     """
     values: dict[str, Any] = {"stream": {}, "options": {}}
+    changes = {name: plain(value) for name, value in changes.items()}
     if base is not None:
         values = base.to_dict()
         method = changes.get("method", base.method)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 PACKED = Path(__file__).resolve().parents[2] / "shared" / "data"
+# The tests are a check of the kernels themselves; tests/self_check alone wants that of a first run.
+os.environ["MOSE_FAST_SELF_CHECK"] = "0"
 UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
 
 # Files that take longest come first: pytest-xdist hands out whole files, and one that comes last

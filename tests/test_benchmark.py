@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import shutil
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from bench.common import in_microseconds
 from mose_fast import _dali, _loader
@@ -118,7 +120,32 @@ def test_the_command_tells_why_a_variant_failed(capsys, monkeypatch):
     arguments = ["bench", "--device", "cpu", "--width", "1", "--memory", "80", "--seconds", "0.1", "--only", "breaks"]
     assert main([*arguments, "--set", "buffer_batch=6", "--set", "new_extra=2"]) == 0
     out, err = capsys.readouterr()
+    assert "failed: ValueError: an illegal memory access" in out
+    assert err.splitlines() == ["... breaks"]
+    assert main([*arguments, "--set", "buffer_batch=6", "--set", "new_extra=2", "--traceback"]) == 0
+    out, err = capsys.readouterr()
     assert "failed: ValueError: an illegal memory access" in out and "and more" in err and "in broken" in err
+
+
+def test_a_failure_of_the_compiler_is_told_by_its_own_error():
+    error = BackendCompilerFailed(lambda: None, ValueError("no such thing\nand more"), None)
+    assert benchmark_module._reason(error) == "failed: ValueError: no such thing"
+
+
+def test_an_evaluation_that_fails_is_a_line(monkeypatch):
+    monkeypatch.setattr(benchmark_module, "_evaluation", broken)
+    report = benchmark(SMALL, classes=4, seconds=0.05, only="evaluation")
+    assert report.text().splitlines()[-1] == "evaluation failed: ValueError: an illegal memory access"
+
+
+@pytest.mark.slow
+def test_the_compiled_baseline_runs():
+    if shutil.which("c++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    report = benchmark(SMALL, classes=4, seconds=0.05, only="torch.compile, eager")
+    (row,) = report.rows
+    assert row.milliseconds > 0, row.note
+    assert report.failures == {}
 
 
 def test_rates_are_those_of_forward_and_backward():

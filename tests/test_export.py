@@ -339,6 +339,32 @@ def test_unusable_runs_are_refused(finished, tmp_path, capsys):
     assert "classifier is 'mean'" in refused(run, "--classifier", "mean")
 
 
+def test_a_run_whose_methods_file_is_gone_says_so(finished, tmp_path, capsys):
+    run = shutil.copytree(finished().folder, tmp_path / "run")
+    for name in ("config.json", "results.json"):
+        values = json.loads((run / name).read_text())
+        (values if name == "config.json" else values["config"])["method"] = "/gone/ema.py:Ema"
+        (run / name).write_text(json.dumps(values))
+    assert main(["export", str(run)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        f"mose-fast: {run}: config.json: method is '/gone/ema.py:Ema', but there is no file /gone/ema.py"
+    )
+    assert "truncated" not in told and len(told.splitlines()) == 1
+
+
+def test_the_folder_of_a_run_is_told_from_that_of_an_export(finished, tmp_path, capsys):
+    run = shutil.copytree(finished().folder, tmp_path / "run")
+    assert main(["predict", str(run), "x.png"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"the folder of a run without an export; make one with: mose-fast export {run}; then name {run}/export" in told
+    )
+    export_run(run)
+    assert main(["predict", str(run), "x.png"]) == 2
+    assert f"{run} is the folder of a run; wanted that of its export, {run}/export\n" in capsys.readouterr().err
+
+
 def test_a_file_is_no_folder(finished, exported, capsys):
     card = exported / "card.json"
     assert main(["export", str(finished().folder), "--out", str(card)]) == 2
@@ -448,5 +474,7 @@ def test_unusable_arrays_are_refused(exported):
         classifier.predict(torch.zeros(1, 32, 32, 3))
     with pytest.raises(ValueError, match=r"shape \[1, 3, 32, 32\]"):
         classifier.predict(np.zeros((1, 3, 32, 32), np.uint8))
+    with pytest.raises(ValueError, match="images is a masked array; wanted a plain one"):
+        classifier.predict(np.ma.array(np.zeros((1, 32, 32, 3), np.uint8)))
     assert len(classifier.predict(np.zeros((0, 32, 32, 3), np.uint8)).label) == 0
     assert list(classify_files(classifier, [])) == []

@@ -210,7 +210,7 @@ def test_killed_anywhere_and_continued(tmp_path, unbroken, kind, place, number):
     elif not (out / "results.json").exists():
         # Killed before its configuration was written, it is begun again: there is nothing of it
         # that could be lost.
-        code, _ = call(out, go_on(out) if (out / "config.json").exists() else [*begin(out), "--overwrite"])
+        code, _ = call(out, (go_on if (out / "config.json").exists() else begin)(out))
     else:
         code = 0
     assert code == 0

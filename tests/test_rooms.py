@@ -12,11 +12,11 @@ PACKAGE = Path(mose_fast.__file__).parent
 # Modules and packages directly below mose_fast; those in one line do not import each other.
 ROOMS = """
 _lazy _version errors
-_loader knobs
+_loader knobs state_file
 _build_info _dali config device output signals threads
 reference
 ops
-memory nn optim
+memory nn optim self_check
 losses
 augment streams
 settings

@@ -12,8 +12,7 @@ namespace mf::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kFinishThreads = 1024;        // few blocks, which wait for memory
-constexpr size_t kSharedLimit = 99 * 1024;  // of a block, on every card from sm_80 on
+constexpr int kFinishThreads = 1024;  // few blocks, which wait for memory
 // Blocks that loop over tiles: as many as run at once on 132 multiprocessors of 227 KiB, the same
 // on every card, so that sums are too.
 constexpr int64_t kMultiprocessors = 132;
@@ -125,7 +124,7 @@ constexpr size_t kTapBytes = size_t{kSlice} * kTapCount * sizeof(T);
 template <typename T, int kStride>
 Plan<ForwardTiles> depthwise_plan(const AlignConvInput& in) {
   Plan<ForwardTiles> plan{};
-  plan.tiles = ForwardTiles::of<kStride>(in, &entering_bytes<T, kStride>, kSharedLimit - kTapBytes<T>);
+  plan.tiles = ForwardTiles::of<kStride>(in, &entering_bytes<T, kStride>, kMostShared - kTapBytes<T>);
   plan.shared_bytes =
       plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width) + kTapBytes<T>;
   const int64_t slices = slices_of(in.channels);
@@ -152,7 +151,7 @@ FusedPlan fused_plan(const AlignConvForward& params) {
   const FusedMemory without = FusedMemory::of(in.channels, params.out_channels, 0, sizeof(T), kThreads);
   FusedPlan plan{};
   plan.tiles = ForwardTiles::of<kStride>(in, &entering_bytes<T, kStride>,
-                                         kSharedLimit - (without.bytes - (without.taps - without.staged)));
+                                         kMostShared - (without.bytes - (without.taps - without.staged)));
   plan.memory = FusedMemory::of(in.channels, params.out_channels,
                                 plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width),
                                 sizeof(T), kThreads);
@@ -164,7 +163,6 @@ FusedPlan fused_plan(const AlignConvForward& params) {
 template <typename T, int kStride, int kChunks>
 void forward(const AlignConvForward& params, Stream stream) {
   const FusedPlan plan = fused_plan<T, kStride>(params);
-  allow_shared(align_conv_forward_kernel<T, kStride, kChunks>, plan.shared_bytes);
   MF_LAUNCH_AFTER((align_conv_forward_kernel<T, kStride, kChunks>), static_cast<unsigned>(plan.blocks), kThreads,
                   plan.shared_bytes, stream, params, plan.tiles, plan.memory);
 }
@@ -187,7 +185,7 @@ Plan<Tiles> backward_plan(const AlignConvInput& in) {
   constexpr size_t kBefore = kPixelsBeforeTile<T, kGate, kThreads> * BackwardBlock<kThreads>::kPitch * sizeof(T);
   Plan<Tiles> plan{};
   plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>,
-                         kSharedLimit - kBefore, kIsFlat ? kTileSide : kSide);
+                         kMostShared - kBefore, kIsFlat ? kTileSide : kSide);
   plan.shared_bytes = backward_regions<T, kStride, kGate>(in, plan.tiles).template bytes<T, kThreads>();
   const int64_t slices = slices_of(in.channels);
   plan.blocks =
@@ -200,7 +198,6 @@ template <typename T, int kStride, bool kGate, bool kPrologue>
 void backward(const AlignConvBackward& params, Stream stream) {
   static_assert(BackwardBlock<kThreads>::kChannels == kSlice);
   const auto plan = backward_plan<T, kStride, kGate>(params.input);
-  allow_shared(align_conv_backward_kernel<T, kStride, kGate, kPrologue>, plan.shared_bytes);
   const auto regions = backward_regions<T, kStride, kGate>(params.input, plan.tiles);
   MF_LAUNCH_AFTER((align_conv_backward_kernel<T, kStride, kGate, kPrologue>), static_cast<unsigned>(plan.blocks),
                   kThreads, plan.shared_bytes, stream, params, plan.tiles, regions);
@@ -227,7 +224,6 @@ template <typename T, bool kWeights>
 void product(const AlignConvGradY& params, Stream stream) {
   const auto memory_map = product_memory<kWeights>(params);
   const int64_t blocks = product_blocks<kWeights>(params, memory_map);
-  allow_shared(align_conv_product_kernel<T, kWeights>, memory_map.bytes);
   MF_LAUNCH_AFTER((align_conv_product_kernel<T, kWeights>), static_cast<unsigned>(blocks), kThreads, memory_map.bytes,
                   stream, params, memory_map);
   if constexpr (kWeights) {
@@ -275,7 +271,6 @@ void align_conv_depthwise(const AlignConvDepthwise& params, Stream stream) {
     using T = decltype(type);
     constexpr int kStride = stride.value;
     const auto plan = depthwise_plan<T, kStride>(in);
-    allow_shared(align_conv_depthwise_kernel<T, kStride>, plan.shared_bytes);
     MF_LAUNCH_AFTER((align_conv_depthwise_kernel<T, kStride>), static_cast<unsigned>(plan.blocks), kThreads,
                     plan.shared_bytes, stream, params, plan.tiles);
   });

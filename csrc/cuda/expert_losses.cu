@@ -48,13 +48,12 @@ template <typename T>
 void forward(const ExpertLossesForward& params, Stream stream) {
   constexpr int kWarps = kWarpsFor<T>;
   constexpr size_t kBytes = sizeof(ContrastShared<T, kWarps>);
-  static_assert(kBytes <= 99 * 1024, "shared memory of a block");
+  static_assert(kBytes <= kMostShared, "shared memory of a block");
   const ExpertLossesInput& in = params.input;
   const int64_t last = in.experts - 1;
   const auto grid = ExpertLossesGrid::of(in, in.contrasts(last), in.classifies(last),
                                          in.distillation != Distillation::kOff, false, kWarps);
   if (const unsigned blocks = checked_blocks(in, grid); blocks > 0) {
-    allow_shared(expert_statistics_kernel<T, kWarps>, kBytes);
     MF_LAUNCH((expert_statistics_kernel<T, kWarps>), blocks, kWarps * kLanes, kBytes, stream, params, grid);
   }
   MF_LAUNCH(expert_terms_kernel, static_cast<unsigned>(in.experts), kTermWarps * kLanes,
@@ -79,7 +78,6 @@ void backward(const ExpertLossesBackward& params, Stream stream) {
   const auto grid = ExpertLossesGrid::of(in, params.projections.data != nullptr, params.logits.data != nullptr,
                                          distillation, true, kWarps);
   if (const unsigned blocks = checked_blocks(in, grid); blocks > 0) {
-    allow_shared(expert_gradient_kernel<T, kWarps>, kBytes);
     MF_LAUNCH((expert_gradient_kernel<T, kWarps>), blocks, kWarps * kLanes, kBytes, stream, params, grid);
   }
 }

@@ -28,11 +28,13 @@
 
 #define MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
   do {                                                                \
+    mf::cuda::allow_shared(kernel, shared_bytes);                     \
     kernel<<<blocks, threads, shared_bytes, stream>>>(__VA_ARGS__);   \
     MF_CHECK_LAUNCH(#kernel);                                         \
   } while (false)
 #define MF_LAUNCH_AFTER(kernel, blocks, threads, shared_bytes, stream, ...)                         \
   do {                                                                                              \
+    mf::cuda::allow_shared(kernel, shared_bytes);                                                   \
     mf::cuda::launch_after(kernel, dim3(blocks), dim3(threads), shared_bytes, stream, __VA_ARGS__); \
     MF_CHECK_LAUNCH(#kernel);                                                                       \
   } while (false)
@@ -44,18 +46,28 @@
 
 namespace mf::cuda {
 
-// Above 48 KiB a kernel has to ask. The driver remembers it for each kernel and device; asking
-// again costs less than a microsecond and is allowed while a graph is captured.
-template <typename Kernel>
-void allow_shared(Kernel* kernel, size_t bytes) {
-#if defined(__CUDACC__)
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  MF_CHECK(error == cudaSuccess, "a kernel wants ", bytes, " bytes of shared memory: ", cudaGetErrorString(error));
-#endif
-}
+// Of a block, on every card from sm_80 on.
+inline constexpr size_t kMostShared = 99 * 1024;
 
 #if defined(__CUDACC__)
+
+// Above 48 KiB a kernel has to ask. The limit belongs to the kernel and the device, not to a launch: it
+// is raised once, to the most that any launch wants, since a limit that fits one launch could be too
+// low for that of another thread.
+template <typename Kernel>
+void allow_shared(Kernel* kernel, size_t bytes) {
+  if (bytes <= 48 * 1024) {
+    return;
+  }
+  MF_CHECK(bytes <= kMostShared, "a kernel wants ", bytes, " bytes of shared memory; wanted at most ", kMostShared);
+  cudaFuncAttributes now{};
+  cudaError_t error = cudaFuncGetAttributes(&now, kernel);
+  if (error == cudaSuccess && now.maxDynamicSharedSizeBytes < static_cast<int>(kMostShared)) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMostShared));
+  }
+  MF_CHECK(error == cudaSuccess, "a kernel gets no ", kMostShared,
+           " bytes of shared memory: ", cudaGetErrorString(error));
+}
 
 __device__ inline void let_next_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

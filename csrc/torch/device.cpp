@@ -25,7 +25,7 @@ void* allocate_zeroed(size_t bytes) {
   return memory;
 }
 
-std::pair<int, int64_t> current_stream_key() { return {0, 0}; }
+std::array<int64_t, 3> current_queue() { return {}; }
 
 void bind_device(py::module_& module) {
   module.def("emulate", [](bool on) { emulates = on; }, py::arg("on"));
@@ -55,9 +55,13 @@ void* allocate_zeroed(size_t bytes) {
   return memory;
 }
 
-std::pair<int, int64_t> current_stream_key() {
+std::array<int64_t, 3> current_queue() {
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  return {static_cast<int>(stream.device_index()), static_cast<int64_t>(stream.id())};
+  cudaStreamCaptureStatus status{};
+  unsigned long long capture = 0;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
+  return {stream.device_index(), stream.id(),
+          status == cudaStreamCaptureStatusNone ? 0 : static_cast<int64_t>(capture)};
 }
 
 #endif

@@ -22,10 +22,10 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <utility>
 
 namespace mf {
 
@@ -77,8 +77,9 @@ int processors(const at::Device& device);
 // Memory of the current device, zeroed and never freed, also while a graph is captured.
 void* allocate_zeroed(size_t bytes);
 
-// The current stream as a key of a map: its device and its number there.
-std::pair<int, int64_t> current_stream_key();
+// What runs one kernel after the other, as a key of a map: the current device, its current stream
+// and the capture that the stream is in, 0 for none.
+std::array<int64_t, 3> current_queue();
 
 #endif
 

@@ -2,9 +2,9 @@
 
 #if defined(MOSE_FAST_WITH_CUDA)
 
+#include <array>
 #include <map>
 #include <mutex>
-#include <utility>
 
 #include "core/check.h"
 #include "torch/device.h"
@@ -12,16 +12,16 @@
 namespace mf {
 namespace {
 
-constexpr int64_t kTickets = 4096;  // for a stream; one for 32 channels of a map
+constexpr int64_t kTickets = 4096;  // of a queue; one for 32 channels of a map
 
 }  // namespace
 
 uint32_t* tickets(int64_t count) {
   MF_CHECK(count >= 0 && count <= kTickets, "tickets wanted: ", count, "; there are ", kTickets);
   static std::mutex mutex;
-  static std::map<std::pair<int, int64_t>, void*> of_stream;
+  static std::map<std::array<int64_t, 3>, void*> of_queue;
   const std::lock_guard<std::mutex> lock(mutex);
-  void*& memory = of_stream[current_stream_key()];
+  void*& memory = of_queue[current_queue()];
   if (memory == nullptr) {
     memory = allocate_zeroed(kTickets * sizeof(uint32_t));
   }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import ctypes
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.device import upload
+from mose_fast.device import CAPTURING, upload
 from mose_fast.ops.augment import GREY_WEIGHTS, MIRROR, orient
 from mose_fast.ops.augment_parameters import GRAY
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from nvidia.dali import Pipeline
+    from nvidia.dali.tensors import TensorListGPU
 
 __all__ = ["DaliLayout", "DaliViews"]
 
@@ -26,9 +28,6 @@ _VIEWS = 512
 #: Bytes after the pixels of a view in the pipeline's input: a 2x3 matrix and whether the view is
 #: grey, as float32.
 _PARAMETERS = 28
-
-# DALI loads its operators with the first pipeline of a process.
-_BUILDING = threading.Lock()
 
 
 class DaliLayout(NamedTuple):
@@ -78,11 +77,15 @@ class DaliViews:
     resumed run.
 
     On CUDA everything runs in the order of torch's current stream: DALI copies its input on that
-    stream and hands its result to that stream, and the result is copied before the next call uses
-    the pipeline. (DALI can take input without copying it, but then does not wait for the stream.)
-    The calling thread waits for DALI's launches, not for the device. A run therefore calls this
-    from a thread of its own, :class:`mose_fast.train.feeder.Feeder`; DALI lets other Python threads
-    run meanwhile.
+    stream, hands its result to that stream and copies it there into a tensor of PyTorch's. (DALI
+    can take input without copying it, but then does not wait for the stream.) The calling thread
+    waits for DALI's launches, not for the device. A run therefore calls this from a thread of its
+    own, :class:`mose_fast.train.feeder.Feeder`; DALI lets other Python threads run meanwhile.
+
+    Nothing here disturbs the capture of a graph on another thread. Results do not leave DALI by
+    DLPack, whose tensors a thread of DALI's frees after it has waited for the whole card. They are
+    kept until their copy is done, and everything that builds, runs, frees or ends waits until no
+    graph is being captured.
 
     The pipeline is built at the first call. One object handles one image size at a time, and one
     call at a time, from any thread.
@@ -94,11 +97,11 @@ class DaliViews:
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self.mean, self.std = tuple(mean), tuple(std)
-        self._lock = threading.Lock()
         self._pipeline: Pipeline | None = None
         self._built_for: tuple[torch.device, tuple[int, int]] | None = None
         self._capacity = 0
-        self._copied: torch.cuda.Event | None = None
+        #: Results whose copy may not be done, each with an event after it; the oldest first.
+        self._copying: deque[tuple[TensorListGPU, torch.cuda.Event]] = deque()
 
     def __call__(self, images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
         """Makes the views of rows.
@@ -127,12 +130,12 @@ class DaliViews:
         views = torch.empty(count + layout.padding, height, width, 3, device=device)
         if count:
             packed = _packed(images, layout, codes)
-            with self._lock:
+            with CAPTURING:
                 pipeline = self._ready(device, (height, width), count)
                 try:
                     self._run(pipeline, packed, views[:count])
                 except BaseException:  # also Ctrl-C: a later call must not return what this one fed
-                    self._pipeline = None
+                    self._drop()
                     raise
         if layout.padding:
             views[count:].zero_()
@@ -140,9 +143,16 @@ class DaliViews:
 
     def close(self) -> None:
         """Ends the pipeline's threads and frees its memory; a later call builds a new one."""
-        with self._lock:
-            self._pipeline = self._built_for = None
-            self._capacity = 0
+        with CAPTURING:
+            self._drop()
+            self._built_for, self._capacity = None, 0
+
+    def _drop(self) -> None:
+        """Frees the pipeline once its results are copied."""
+        for _, copied in self._copying:
+            copied.synchronize()
+        self._copying.clear()
+        self._pipeline = None
 
     def _ready(self, device: torch.device, size: tuple[int, int], count: int) -> Pipeline:
         """The pipeline for images of this size on this device, for at least ``count`` views."""
@@ -150,29 +160,31 @@ class DaliViews:
             self._capacity = _VIEWS
             while self._capacity < count:
                 self._capacity *= 2
-            self._pipeline = None  # frees its memory before the new one takes some
-            with _BUILDING:
-                self._pipeline = _build(device, size, self._capacity, self.mean, self.std)
+            self._drop()  # frees its memory before the new one takes some
+            self._pipeline = _build(device, size, self._capacity, self.mean, self.std)
             self._built_for = (device, size)
         return self._pipeline
 
     def _run(self, pipeline: Pipeline, packed: Tensor, views: Tensor) -> None:
         """Fills ``views``, float32 [V, H, W, 3]."""
+        target = ctypes.c_void_p(views.data_ptr())
         if packed.device.type == "cpu":
             pipeline.feed_input("packed", packed.numpy())
             pipeline.schedule_run()
             (made,) = pipeline.outputs()
-            views.copy_(torch.from_dlpack(made.as_tensor()))
+            made.copy_to_external(target)
             return
         with torch.cuda.device(packed.device):
+            while self._copying and self._copying[0][1].query():
+                self._copying.popleft()
             stream = torch.cuda.current_stream()
-            if self._copied is not None:
-                stream.wait_event(self._copied)  # of the previous call, which may have used another stream
+            if self._copying:
+                stream.wait_event(self._copying[-1][1])  # of the previous call, which may have used another stream
             pipeline.feed_input("packed", packed, cuda_stream=stream)
             pipeline.schedule_run()
             (made,) = pipeline.outputs(cuda_stream=stream)
-            views.copy_(torch.from_dlpack(made.as_tensor()))
-            self._copied = stream.record_event()
+            made.copy_to_external(target, ctypes.c_void_p(stream.cuda_stream), non_blocking=True)
+            self._copying.append((made, stream.record_event()))
 
 
 def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class ViewMaker:
         """Whether :meth:`apply` can be captured in a CUDA graph. DALI runs outside graphs, and
         plain PyTorch waits for the host.
         """
-        return self.feed == "fused" and _loader.card() == "cuda"
+        return self.feed == "fused" and _loader.card() == "cuda" and "augment" not in _loader.off
 
     def close(self) -> None:
         """Frees what the feed holds apart from tensors (DALI's threads and buffers); the next call

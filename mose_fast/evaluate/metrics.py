@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mose_fast.knobs import MASKED, is_masked
+
 __all__ = [
     "average_accuracy",
     "average_anytime_accuracy",
@@ -24,8 +26,14 @@ __all__ = [
 ]
 
 
+def _numbers(values: ArrayLike, what: str) -> NDArray[np.float64]:
+    if is_masked(values):
+        raise ValueError(f"{what} is {MASKED}")
+    return np.asarray(values, np.float64)
+
+
 def _matrix(values: ArrayLike, *, borders: bool = True) -> NDArray[np.float64]:
-    matrix = np.array(values, dtype=np.float64)
+    matrix = _numbers(values, "an accuracy matrix")
     column = not borders and matrix.shape[1:] == (1,)
     if matrix.ndim != 2 or (matrix.shape[0] != matrix.shape[1] and not column) or matrix.size == 0:
         wanted = "[T, T]" if borders else "[T, T], or [P, 1] without borders,"
@@ -91,5 +99,5 @@ def buffer_overfitting(buffer: ArrayLike, test: ArrayLike) -> NDArray[np.float64
     Returns:
         [T]; NaN where the test accuracy is 0 or there are no samples.
     """
-    buffer, test = np.asarray(buffer, np.float64), np.asarray(test, np.float64)
+    buffer, test = _numbers(buffer, "buffer"), _numbers(test, "test")
     return np.divide(buffer - test, test, out=np.full(test.shape, np.nan), where=test != 0)

@@ -1,8 +1,14 @@
 """Export of the deployable part of a run: backbone and class means (paper section 5.1)."""
 
-from mose_fast.export.classifier import CARD, FORMAT, MODELS, Classifier, DeployedNetwork, ExportError, Predictions
-from mose_fast.export.predict import classify_files
-from mose_fast.export.run import export_run
+from typing import TYPE_CHECKING
+
+from mose_fast._lazy import lazy_names
+from mose_fast.export.card import CARD, FORMAT, MODELS, ExportError
+
+if TYPE_CHECKING:
+    from mose_fast.export.classifier import Classifier, DeployedNetwork, Predictions
+    from mose_fast.export.predict import classify_files
+    from mose_fast.export.run import export_run
 
 __all__ = [
     "CARD",
@@ -15,3 +21,10 @@ __all__ = [
     "classify_files",
     "export_run",
 ]
+
+# These need torch; the refusal of a folder without an export does not.
+__getattr__ = lazy_names(
+    __name__,
+    dict.fromkeys(("Classifier", "DeployedNetwork", "Predictions"), "mose_fast.export.classifier")
+    | {"classify_files": "mose_fast.export.predict", "export_run": "mose_fast.export.run"},
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,38 +15,15 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mose_fast.export.card import CARD, MODELS, ExportError, read_card
+from mose_fast.methods.data import plain_tensor
 from mose_fast.methods.model import first_difference
 from mose_fast.nn import CosineClassifier, ExpertNetwork
-from mose_fast.train.files import RunError
 
-__all__ = [
-    "BATCH",
-    "CARD",
-    "FORMAT",
-    "MODELS",
-    "Classifier",
-    "DeployedNetwork",
-    "ExportError",
-    "Predictions",
-    "stored_card",
-]
-
-#: Version of the export format; a reader refuses newer ones.
-FORMAT = 1
-
-#: The file that describes an export. While the models are written it says that the export is
-#: unfinished.
-CARD = "card.json"
-
-#: The model's file by format.
-MODELS = {"safetensors": "model.safetensors", "onnx": "model.onnx", "torch": "model.pt2"}
+__all__ = ["BATCH", "Classifier", "DeployedNetwork", "Predictions"]
 
 #: Images that are classified together.
 BATCH = 256
-
-
-class ExportError(RunError):
-    """A run cannot be exported or an export used; the message says why and what to do."""
 
 
 class NearestClassMean(nn.Module):
@@ -194,7 +170,7 @@ class Classifier:
                 newer.
         """
         folder = Path(folder)
-        card = _read_card(folder)
+        card = read_card(folder)
         path = folder / MODELS["safetensors"]
         try:
             files = card["files"]
@@ -228,7 +204,7 @@ class Classifier:
         Raises:
             ValueError: Another shape or dtype.
         """
-        images = torch.as_tensor(images)
+        images = plain_tensor(images, "images")
         height, width = self.image_size
         if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != (height, width, 3):
             raise ValueError(
@@ -239,40 +215,3 @@ class Classifier:
         head_index, label, scores = (torch.cat(p) for p in zip(*parts, strict=True))
         best = scores.topk(2, largest=not self.network.nearest).values
         return Predictions(head_index, label, scores, (best[:, 0] - best[:, 1]).abs())
-
-
-def stored_card(folder: Path) -> dict[str, Any] | None:
-    """The card of an export of any version in a folder; None where there is none."""
-    try:
-        card = json.loads((folder / CARD).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return card if isinstance(card, dict) and type(card.get("mose_fast_export")) is int else None
-
-
-def _read_card(folder: Path) -> dict[str, Any]:
-    path = folder / CARD
-    try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ExportError(
-            f"there is no export in {folder} (no {CARD}); make one with: mose-fast export RUN --out {folder}"
-        ) from error
-    except NotADirectoryError as error:
-        raise ExportError(f"{folder} is a file; wanted the folder of an export") from error
-    except OSError as error:
-        raise ExportError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ExportError(f"{path} is truncated or no JSON ({error}); export the run again") from error
-    found = card.get("mose_fast_export") if isinstance(card, dict) else None
-    if type(found) is not int:
-        raise ExportError(f"{path} is not the card of an export of mose-fast")
-    if found > FORMAT:
-        raise ExportError(
-            f"{path} has format {found}; this version of mose-fast reads {FORMAT} and older: update mose-fast"
-        )
-    if "unfinished" in card:
-        raise ExportError(
-            f"the export in {folder} was broken off; make it again with: mose-fast export RUN --out {folder}"
-        )
-    return card

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from mose_fast.errors import MoseFastError
-from mose_fast.export.classifier import BATCH, Classifier, ExportError
+from mose_fast.export.card import ExportError
+from mose_fast.export.classifier import BATCH, Classifier
 from mose_fast.streams.decoding import centre_square, decode_image
 from mose_fast.streams.folder import SUFFIXES
 

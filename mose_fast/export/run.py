@@ -16,8 +16,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mose_fast.config import ConfigError, RunConfig, near_matches
-from mose_fast.export.classifier import CARD, FORMAT, MODELS, Classifier, ExportError, stored_card
+from mose_fast.export.card import CARD, FORMAT, MODELS, USUAL, ExportError, stored_card
+from mose_fast.export.classifier import Classifier
 from mose_fast.methods import Learner, create_learner
+from mose_fast.methods.registry import method_changes, method_files
 from mose_fast.nn import CLASSIFIERS, CosineClassifier
 from mose_fast.nn.corrected import CorrectedLinear
 from mose_fast.sweep.store import read_run
@@ -71,7 +73,7 @@ def export_run(
     if "onnx" in formats:
         _require_onnx()
     run = Path(run)
-    folder = run / "export" if out is None else Path(out)
+    folder = run / USUAL if out is None else Path(out)
     _check_free(folder, overwrite)
     _, results = read_run(run)
     learner = restore(run, results)
@@ -124,6 +126,12 @@ def restore(run: Path, results: dict[str, Any]) -> Learner:
     if learner.weights_hash() != results["weights_sha256"]:
         raise ExportError(
             f"{checkpoint} does not hold the weights whose hash is in {folder.results}; it is damaged or of another run"
+        )
+    if edited := method_changes(results["method_files"], method_files(type(learner))):
+        warnings.warn(
+            f"the method of the run in {run} has changed since ({edited}); the export has the run's weights and the"
+            " method's present code",
+            stacklevel=3,
         )
     return learner
 

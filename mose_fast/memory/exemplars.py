@@ -12,18 +12,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mose_fast.device import upload
 from mose_fast.memory.replay import MemoryRecord, ReplayMemory
 from mose_fast.memory.task_buffer import BufferRecord, TaskBuffer
-from mose_fast.ops.draws import Purpose, permutation
+from mose_fast.ops.draws import Purpose, permutation, random_words
 
-__all__ = ["SELECTIONS", "ExemplarMemory", "herding_ranks", "positions_in_group"]
+__all__ = ["HERDINGS", "SELECTIONS", "ExemplarMemory", "herding_ranks", "positions_in_group"]
 
 #: How the exemplars of a class are chosen.
 SELECTIONS = {
     "first": "the first that came",
     "random": "at random",
-    "herding": "so that the mean of their features follows the class's",
+    "herding": "the mean of their directions follows the class's, as in LUCIR's repository",
+    "greedy": "each brings the mean of their features nearest to the class's, as in BiC's repository",
 }
+
+#: The selections that look at the features of all images of the task.
+HERDINGS = ("herding", "greedy")
+
+# After as many steps LUCIR's repository gives up a class in which herding finds no further image.
+_HERDING_STEPS = 1000
 
 
 class ExemplarRecord(NamedTuple):
@@ -31,6 +39,7 @@ class ExemplarRecord(NamedTuple):
 
     slots: MemoryRecord
     held: int
+    most: int
     buffer: BufferRecord
 
 
@@ -43,34 +52,47 @@ def positions_in_group(groups: Tensor) -> Tensor:
     return positions
 
 
-def herding_ranks(features: Tensor, labels: Tensor, count: int) -> Tensor:
+def herding_ranks(features: Tensor, labels: Tensor, count: int, selection: str = "herding") -> Tensor:
     """The order in which herding chooses the images of each class: each is the one that draws the
     sum of those chosen nearest to as many times the class's mean (Rebuffi et al., iCaRL, CVPR
-    2017, in the form of LUCIR's repository).
+    2017).
+
+    ``herding`` compares directions and may choose an image again, which then counts once more in
+    the sum and is no further exemplar; a class has no more than 1,000 choices. ``greedy`` compares
+    features and chooses each image once.
 
     Args:
         features: float [N, D].
         labels: int64 [N].
-        count: Number of choices in each class.
+        count: Number of images to choose in each class.
+        selection: One of :data:`HERDINGS`.
 
     Returns:
-        int64 [N]: the number of choices of its class before it; ``count`` if it is not chosen.
+        int64 [N]: the number of images of its class that were chosen before it; ``count`` if it is
+        not chosen.
     """
-    directions = F.normalize(features.double(), dim=1)
+    again = selection == "herding"
+    features = features.double()
     classes, numbers, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
-    # One row for each class, in which its images have their places; places left over are taken.
+    # One row for each class, in which its images have their places; places left over are closed.
     places = positions_in_group(numbers)
-    vectors = directions.new_zeros(len(classes), int(sizes.max()), directions.shape[1])
-    vectors[numbers, places] = directions
-    taken = torch.arange(vectors.shape[1], device=labels.device) >= sizes[:, None]
+    vectors = features.new_zeros(len(classes), int(sizes.max()), features.shape[1])
+    vectors[numbers, places] = F.normalize(features, dim=1) if again else features
+    closed = torch.arange(vectors.shape[1], device=labels.device) >= sizes[:, None]
     means = vectors.sum(1) / sizes[:, None]
-    ranks, wanted, row = torch.full_like(taken, count, dtype=torch.int64), means.clone(), torch.arange(len(classes))
-    for rank in range(min(count, vectors.shape[1])):
-        scores = torch.einsum("cnd,cd->cn", vectors, wanted)
-        chosen = scores.masked_fill(taken, -torch.inf).argmax(1)
-        # Of a class without further images, one that was chosen before.
-        ranks[row, chosen] = torch.where(taken[row, chosen], ranks[row, chosen], rank)
-        taken[row, chosen] = True
+    lengths = vectors.square().sum(2)
+    ranks = torch.full_like(closed, count, dtype=torch.int64)
+    wanted, row, found = means.clone(), torch.arange(len(classes), device=labels.device), torch.zeros_like(sizes)
+    for _ in range(_HERDING_STEPS if again else count):
+        scores = 2 * torch.einsum("cnd,cd->cn", vectors, wanted) - lengths
+        chosen = scores.masked_fill(closed, -torch.inf).argmax(1)
+        further = (ranks[row, chosen] == count) & ~closed[row, chosen] & (found < count)
+        ranks[row, chosen] = torch.where(further, found, ranks[row, chosen])
+        found += further
+        if bool((found == sizes.clamp(max=count)).all()):
+            break
+        if not again:
+            closed[row, chosen] = True
         wanted += means - vectors[row, chosen]
     return ranks[numbers, places]
 
@@ -79,10 +101,13 @@ class ExemplarMemory(ReplayMemory):
     """A memory that is filled when a task ends, from a buffer of the task's images: a class has
     M / (classes seen) slots, and loses some as further classes come.
 
-    Until then the images of the current task are in the buffer alone, so :meth:`draw` gives rows of
-    earlier tasks only. A class keeps its exemplars in the order in which they were chosen and loses
-    the last ones first. A share of each class's slots may be held out for validation: these samples
-    lie behind all others, where :meth:`draw` does not reach them.
+    Until then the images of the current task are in the buffer, so :meth:`draw` gives rows of
+    earlier tasks only; :meth:`draw_all` gives rows of all classes. A class keeps its exemplars in
+    the order in which they were chosen and loses the last ones first. A share of each class's slots
+    may be held out for validation: these samples lie behind all others, where neither reaches them.
+
+    The buffer has no image that could not become an exemplar, unless ``whole``. All decisions are
+    made on the host.
 
     Args:
         capacity: Slots M.
@@ -90,6 +115,10 @@ class ExemplarMemory(ReplayMemory):
         selection: One of :data:`SELECTIONS`.
         validation: Share of a class's slots that is held out; at least one slot if it is not 0 and
             the class has two.
+        whole: Whether the buffer keeps every image of the task, which the selections of
+            :data:`HERDINGS` do in any case unless ``within``.
+        within: Whether the images of the buffer take slots of the memory: old classes give them up
+            when a new one comes, not when its task ends.
         classes: Number of classes K of the stream.
         seed: The run's seed.
         device: Device of the slots and the buffer.
@@ -106,14 +135,22 @@ class ExemplarMemory(ReplayMemory):
         *,
         selection: str = "first",
         validation: float = 0.0,
+        whole: bool = False,
+        within: bool = False,
         classes: int,
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(capacity, image_size, seed=seed, device=device)
         self.selection, self.validation, self.classes = selection, validation, classes
+        self.whole, self.within = (whole or selection in HERDINGS) and not within, within
         self.buffer = TaskBuffer(image_size, self.images.device)
-        self.held = 0
+        self.held = self._most = 0
+
+    @property
+    def most(self) -> int:
+        """The most images that slots and buffer have held together after a batch."""
+        return self._most
 
     @property
     def drawable(self) -> int:
@@ -135,63 +172,140 @@ class ExemplarMemory(ReplayMemory):
         held = max(1, int(self.validation * slots)) if self.validation and slots > 1 else 0
         return slots - held, held
 
-    def insert(self, x: Tensor, y: Tensor, task: int, index: Tensor, held_out: Tensor | None = None) -> Tensor:
+    def insert(
+        self,
+        x: Tensor,
+        y: Tensor,
+        task: int,
+        index: Tensor,
+        *,
+        known: Sequence[int],
+        classes: Tensor | None = None,
+        held_out: Tensor | None = None,
+    ) -> Tensor:
         """Adds a batch to the buffer of the current task; no sample has a slot yet, so the result
         is -1 everywhere.
 
         Args:
             x, y, task, index: See :meth:`ReplayMemory.insert`.
-            held_out: bool [B], the images to hold out; None: none.
+            known: The classes seen, and those that are known to come in this task, in order.
+            classes: int64 [B], the labels on the host; None: asked of the device.
+            held_out: bool [B] on the host, the images to hold out; None: none.
         """
-        held_out = torch.zeros_like(y, dtype=torch.bool) if held_out is None else held_out
-        self.buffer.append(images=x, labels=y, indices=index, held_out=held_out)
+        classes = y.cpu() if classes is None else classes
+        held_out = torch.zeros_like(classes, dtype=torch.bool) if held_out is None else held_out
+        priorities = torch.arange(self.seen, self.seen + len(x))
+        if self.selection != "first":
+            high, low, *_ = random_words(self.seed, self.seen, len(x), Purpose.POLICY)
+            priorities = (high << 31) | (low >> 1)
+        self.buffer.append(images=x, labels=y, indices=index, classes=classes, held_out=held_out, priorities=priorities)
         self.state[2] += len(x)
         if self.twin is not None:
             self.twin.state[2] += len(x)
         self.seen += len(x)
+        if not self.whole:
+            self._trim(known)
+        self._most = max(self._most, self.filled + self.buffer.filled)
         return torch.full_like(y, -1)
+
+    def draw_all(self, count: int, known: Sequence[int]) -> Tensor:
+        """Draws uniformly without replacement from what would be the exemplars if the task ended
+        now with these classes, but for those that are held out.
+
+        Args:
+            count: Number of samples wanted.
+            known: The classes that share the slots, in order.
+
+        Returns:
+            int64 [at most ``count``], for :meth:`gather`: slots, and M plus the number of an image
+            in the buffer.
+        """
+        samples, held = self._exemplars(known, self.buffer.priorities)
+        samples = samples[~held]
+        samples = torch.where(samples < self.filled, samples, samples - self.filled + self.capacity)
+        state = self._on_host()[1]
+        drawn = samples[permutation(self.seed, int(state[1]), len(samples), Purpose.DRAW)][:count]
+        self.state[1] += 1
+        if self.twin is not None:
+            self.twin.state[1] += 1
+        return upload(drawn, self.images.device)
+
+    @property
+    def slots_end(self) -> int:
+        return self.capacity + self.buffer.filled if self.buffer.filled else self.filled
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.buffer.filled:
+            return super().gather(slots)
+        inside, places = slots < self.capacity, (slots - self.capacity).clamp(min=0)
+        images, labels = super().gather(torch.where(inside, slots, 0))
+        images = torch.where(inside[:, None, None, None], images, self.buffer.images[places])
+        return images, torch.where(inside, labels, self.buffer.labels[places])
 
     def rebuild(self, seen: Sequence[int], task: int, features: Tensor | None = None) -> None:
         """Ends a task: every class gets its share of the slots, and the buffer is emptied.
 
-        On a card this waits for the card.
-
         Args:
             seen: All classes seen, in order of appearance.
             task: The task of the images in the buffer.
-            features: float [buffer.filled, D] of the images in the buffer, for ``herding``.
+            features: float [buffer.filled, D] of the images in the buffer, for :data:`HERDINGS`;
+                the host waits for them.
         """
-        before, device = self.filled, self.images.device
-        number, quotas = torch.zeros(self.classes, dtype=torch.int64), torch.zeros(self.classes, 2, dtype=torch.int64)
-        for position, c in enumerate(seen):
-            number[c], quotas[c] = position, torch.tensor(self.quota(position, len(seen)))
-        # Samples of earlier tasks come first, in the order in which they were chosen.
-        choice = self._choice(int(quotas.max()), features)
-        order = torch.cat([torch.arange(before, device=device), before + choice])
-        labels = torch.cat([self.labels[:before], self.buffer.labels])[order]
-        held = torch.cat([torch.arange(before, device=device) >= self.drawable, self.buffer.held_out])[order]
-        groups = held * self.classes + number.to(device)[labels]
-        kept = positions_in_group(groups) < quotas.to(device)[labels, held.long()]
-        kept = kept.nonzero().flatten()
-        kept = kept[torch.argsort(groups[kept], stable=True)]
-        self._fill(order[kept], task)
-        self.held = int(held[kept].sum())
+        ranks = self.buffer.priorities
+        trained = ~self.buffer.held_out
+        if self.selection in HERDINGS and bool(trained.any()):
+            # Images that are held out stay what they were: the first ones.
+            ranks, chosen = torch.zeros_like(ranks), features[upload(trained, features.device)].cpu()
+            most = max(self.quota(number, len(seen))[0] for number in range(len(seen)))
+            ranks[trained] = herding_ranks(chosen, self.buffer.classes[trained], most, self.selection)
+        samples, held = self._exemplars(seen, ranks)
+        self._fill(samples, task)
+        self.held = int(held.sum())
         self.buffer.clear()
 
-    def _choice(self, count: int, features: Tensor | None) -> Tensor:
-        """The images of the buffer in the order in which they are chosen, int64 [buffer.filled]; of
-        each class at most ``count`` will be.
-        """
-        filled, device = self.buffer.filled, self.images.device
-        if self.selection == "random":
-            return permutation(self.seed, self.seen, filled, Purpose.POLICY, device)
-        if self.selection == "herding" and filled:
-            return torch.argsort(herding_ranks(features, self.buffer.labels, count), stable=True)
-        return torch.arange(filled, device=device)
+    def _exemplars(self, known: Sequence[int], ranks: Tensor) -> tuple[Tensor, Tensor]:
+        """The samples that the known classes have slots for, class by class in the order of choice,
+        those that are held out last.
 
-    def _fill(self, order: Tensor, task: int) -> None:
-        """Writes samples into the first slots: int64 [n], numbers in [slots; buffer]."""
-        before, now, buffer = self.filled, len(order), self.buffer
+        Args:
+            known: The classes that share the slots, in order.
+            ranks: int64 [buffer.filled]; the lower ones are chosen before the higher ones.
+
+        Returns:
+            int64 [n], numbers in [slots; buffer], and bool [n], whether each is held out; on the
+            host.
+        """
+        before, buffer = self.filled, self.buffer
+        number, quotas = torch.zeros(self.classes, dtype=torch.int64), torch.zeros(self.classes, 2, dtype=torch.int64)
+        shares = [self.quota(position, len(known)) for position in range(len(known))]
+        number[list(known)], quotas[list(known)] = torch.arange(len(known)), torch.tensor(shares)
+        # Samples of earlier tasks come first, in the order in which they were chosen.
+        order = torch.cat([torch.arange(before), before + torch.argsort(ranks, stable=True)])
+        labels = torch.cat([self._labels_on_host()[:before], buffer.classes])[order]
+        held = torch.cat([torch.arange(before) >= self.drawable, buffer.held_out])[order]
+        groups = held * self.classes + number[labels]
+        kept = (positions_in_group(groups) < quotas[labels, held.long()]).nonzero().flatten()
+        kept = kept[torch.argsort(groups[kept], stable=True)]
+        return order[kept], held[kept]
+
+    def _trim(self, known: Sequence[int]) -> None:
+        """Removes images of the buffer that cannot become exemplars, and ``within`` old exemplars
+        whose slots they need.
+        """
+        samples, held = self._exemplars(known, self.buffer.priorities)
+        old = samples < self.filled
+        waiting = (samples[~old] - self.filled).sort().values
+        if self.within and int(old.sum()) < self.filled:
+            self._fill(samples[old], -1)
+            self.held = int(held[old].sum())
+        self.buffer.keep(waiting)
+
+    def _fill(self, samples: Tensor, task: int) -> None:
+        """Writes samples into the first slots: int64 [n] on the host, numbers in [slots; buffer];
+        those of the buffer belong to ``task``.
+        """
+        before, now, buffer = self.filled, len(samples), self.buffer
+        order = upload(samples, self.images.device)
         self._note_old(torch.arange(max(before, now), device=order.device))
         own = {"images": self.images, "labels": self.labels, "indices": self.indices, "tasks": self.tasks}
         new = {name: tensor for name, tensor in buffer.tensors().items() if name in own}
@@ -201,27 +315,39 @@ class ExemplarMemory(ReplayMemory):
         for tensor in (self.labels, self.indices, self.tasks):
             tensor[now:before] = -1
         if self.twin is not None:
-            self.twin.tasks.copy_(self.tasks)
+            for tensor, added in (
+                (self.twin.labels, buffer.classes),
+                (self.twin.tasks, torch.full_like(buffer.classes, task)),
+            ):
+                tensor[:now] = torch.cat([tensor[:before], added])[samples]
+                tensor[now:before] = -1
         self.filled = now
+
+    def _labels_on_host(self) -> Tensor:
+        return self.labels if self.twin is None else self.twin.labels
 
     # Undoing and state
 
     @contextmanager
     def record(self) -> Iterator[ExemplarRecord]:
-        held, buffer = self.held, self.buffer.record()
+        held, most, buffer = self.held, self._most, self.buffer.record()
         with super().record() as slots:
-            yield ExemplarRecord(slots, held, buffer)
+            yield ExemplarRecord(slots, held, most, buffer)
 
     def restore(self, record: ExemplarRecord) -> None:
         super().restore(record.slots)
-        self.held = record.held
+        self.held, self._most = record.held, record.most
         self.buffer.restore(record.buffer)
+        if self.twin is not None:
+            self.twin.labels.copy_(self.labels)
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {"held": torch.tensor(self.held)}
+        own = {"held": torch.tensor(self.held), "most": torch.tensor(self._most)}
         return super().tensors() | own | {f"buffer/{name}": rows for name, rows in self.buffer.tensors().items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         super().load(tensors)
-        self.held = int(tensors["held"])
+        self.held, self._most = int(tensors["held"]), int(tensors["most"])
         self.buffer.load({name.removeprefix("buffer/"): rows for name, rows in tensors.items() if "buffer/" in name})
+        if self.twin is not None:
+            self.twin.labels.copy_(self.labels)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mose_fast.device import upload
+from mose_fast.knobs import plain
 from mose_fast.memory.twin import HostTwin, decide
 from mose_fast.ops.reservoir import SlotFilter, draw, insert
 
@@ -81,6 +82,16 @@ class ReplayMemory:
         """Number of slots that :meth:`draw` draws from: the first ones."""
         return self.filled
 
+    @property
+    def most(self) -> int:
+        """The most samples that the memory has held after a batch."""
+        return self.filled
+
+    @property
+    def bytes_a_sample(self) -> int:
+        """Bytes of a sample with all that is kept beside it."""
+        return sum(tensor.nbytes for tensor in self._by_slot().values()) // self.capacity
+
     def insert(self, x: Tensor, y: Tensor, task: int, index: Tensor) -> Tensor:
         """Offers a batch, item by item.
 
@@ -96,7 +107,7 @@ class ReplayMemory:
             tasks, state = self._on_host()
             slots = decide(torch.empty_like(tasks), state.clone(), len(x), task)
             self._note_old(upload(slots[slots >= 0], self.images.device))
-        slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, task, index)
+        slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, plain(task), index)
         if self.twin is not None:
             self.twin.insert(len(x), task)
         self.seen += len(x)
@@ -172,6 +183,7 @@ class ReplayMemory:
         Returns:
             int64 [n], n = min(count, slots that qualify), in random order.
         """
+        count, only, others = plain(count), plain(only), plain(others)
         if only is not None and others is not None:
             raise ValueError(f"only is {only} and others is {others}; wanted at most one of them")
         tasks, state = self._on_host()
@@ -186,6 +198,15 @@ class ReplayMemory:
         if self.twin is not None:
             state[1] += 1
         return slots[: min(count, qualify)]
+
+    @property
+    def slots_end(self) -> int:
+        """One more than the largest slot that a draw can give."""
+        return self.filled
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Images uint8 [n, H, W, 3] and labels int64 [n] of drawn ``slots`` int64 [n]."""
+        return self.images[slots], self.labels[slots]
 
     @contextmanager
     def record(self) -> Iterator[MemoryRecord]:

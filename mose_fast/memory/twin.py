@@ -20,11 +20,13 @@ class HostTwin:
 
     Attributes:
         tasks: int64 [M], as :attr:`mose_fast.memory.ReplayMemory.tasks`.
+        labels: int64 [M], as :attr:`mose_fast.memory.ReplayMemory.labels`; only a memory of
+            exemplars keeps them.
         state: int64 [3], as :attr:`mose_fast.memory.ReplayMemory.state`.
     """
 
     def __init__(self, capacity: int, seed: int) -> None:
-        self.tasks = torch.full((capacity,), -1, dtype=torch.int64)
+        self.tasks, self.labels = (torch.full((capacity,), -1, dtype=torch.int64) for _ in range(2))
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64)
 
     def insert(self, count: int, task: int) -> Tensor:

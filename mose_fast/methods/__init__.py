@@ -33,6 +33,7 @@ from mose_fast.methods.prepared import PlannedBatch, PlannedStep, Prepared, View
 from mose_fast.methods.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
 from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.methods.room import check_room
+from mose_fast.methods.saved import load_learner
 from mose_fast.methods.scr import Scr
 from mose_fast.methods.ssil import Ssil
 
@@ -79,6 +80,7 @@ __all__ = [
     "create_learner",
     "cross_entropy",
     "find_method",
+    "load_learner",
     "method",
     "method_names",
     "resolve_device",
@@ -119,7 +121,6 @@ def create_learner(
         config = RunConfig.create(**settings)
     elif settings:
         raise ConfigError(f"{', '.join(settings)}: given beside config; wanted them inside it")
-    stream = {"classes": classes, "image_size": image_size, "mean": mean, "std": std, "mirror_safe": mirror_safe}
-    check_stream(**stream)
-    check_room(config, image_size, classes)
+    stream = check_stream(classes=classes, image_size=image_size, mean=mean, std=std, mirror_safe=mirror_safe)
+    check_room(config, stream["image_size"], stream["classes"])
     return find_method(config.method)(config, **stream)

@@ -79,6 +79,7 @@ class AserOptions(BaselineOptions):
                 "buffer_batch": 10,
                 "per_class": 1.5,
                 "augment": "none",
+                "init": "default",
             },
         ),
     },

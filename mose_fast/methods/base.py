@@ -3,44 +3,52 @@ for both."""
 
 from __future__ import annotations
 
-import threading
+import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mose_fast import _loader
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
-from mose_fast.config import ConfigError, RunConfig, near_matches
+from mose_fast.config import ConfigError, RunConfig, near_matches, shown
 from mose_fast.device import Choice, choose_precision, upload
+from mose_fast.knobs import plain, whole_number
 from mose_fast.memory import BalancedMemory, ReplayMemory
 from mose_fast.methods.data import IMAGE_SIZE, DataPlane, DataRecord, check_stream
+from mose_fast.methods.hooks import are_scalars, are_slots, check_returned
+from mose_fast.methods.kept import WRITTEN, KeptValues, survives_json, undone_if, unsaved
 from mose_fast.methods.model import Model
 from mose_fast.methods.prepared import PlannedBatch, PlannedStep, Prepared, StoredBatch, ViewsToCome, WholeBatch
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork, classify
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.ops.draws import Purpose, permutation
 from mose_fast.optim import FlatAdam
+from mose_fast.self_check import settle
 
 if TYPE_CHECKING:
     from mose_fast.methods.registry import About
 
 __all__ = ["Learner", "Planning", "resolve_device"]
 
+K = TypeVar("K", Tensor, nn.Module)
+
+# Attributes whose tensors are saved by themselves or computed again.
+_OWN = ("data", "views", "_model", "_means", "_kept")
+
 # Images in a forward pass of an evaluation, unless the configuration has another number.
 _EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
 
 # What the review multiplies gradients by.
 _REVIEW_WEIGHT = 0.1
-
-# PyTorch's random state belongs to the process; runs in several threads must not share it.
-_PYTORCH_RANDOM_STATE = threading.Lock()
 
 
 class Planning(IntEnum):
@@ -59,12 +67,13 @@ class Planning(IntEnum):
     CAPTURED = 3
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str | torch.device) -> torch.device:
     """The device that a configuration's ``device`` means on this machine.
 
     Raises:
         ConfigError: The card that is asked for does not exist.
     """
+    name = plain(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -83,6 +92,13 @@ def resolve_device(name: str) -> torch.device:
                 f"device is {name!r}, but this machine has {torch.cuda.device_count()} GPU(s); wanted a lower number"
             )
     return device
+
+
+def class_mask(count: int, device: torch.device, classes: Iterable[int]) -> Tensor:
+    """bool [count] on a device, True for some classes."""
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[list(classes)] = True
+    return upload(mask, device)
 
 
 class Learner(ABC):
@@ -110,6 +126,8 @@ class Learner(ABC):
         kernels: ``fused`` or ``torch``: the value that the configuration's ``kernels`` has here.
         evaluation_batch: Images in a forward pass of an evaluation.
         precision: The value that the configuration's ``precision`` has here, and why.
+        self_check: The verdict on the kernels of this kind of card, which the process obeys; None
+            where no kernels run.
         stepping: The value that the configuration's ``step`` has here, and why.
         feed: What makes the views, and why.
     """
@@ -141,7 +159,8 @@ class Learner(ABC):
     #: key is a switch and its value that needs task boundaries. docs/methods.md lists these, and a
     #: learner whose options have such a value warns.
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        ("review", True): "reviews the memory once, at the end of the whole stream"
+        ("review", True): "reviews the memory once, at the end of the whole stream",
+        ("optimiser_per_task", True): "keeps its moments to the end",
     }
 
     #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
@@ -157,24 +176,79 @@ class Learner(ABC):
         std: Sequence[float] = (0.5, 0.5, 0.5),
         mirror_safe: bool = True,
     ) -> None:
-        check_stream(classes=classes, image_size=image_size, mean=mean, std=std, mirror_safe=mirror_safe)
+        stream = check_stream(classes=classes, image_size=image_size, mean=mean, std=std, mirror_safe=mirror_safe)
+        self._kept = KeptValues()
         self.config = config
-        self.classes = classes
-        self.image_size = tuple(image_size)
-        self.mean, self.std = tuple(mean), tuple(std)
-        self.mirrored = mirror_safe if config.options.mirror == "auto" else config.options.mirror == "on"
+        self.classes, self.image_size = stream["classes"], stream["image_size"]
+        self.mean, self.std = stream["mean"], stream["std"]
+        self.mirrored = stream["mirror_safe"] if config.options.mirror == "auto" else config.options.mirror == "on"
         self.device = resolve_device(config.device)
+        self.self_check = settle(self.device)
         self.precision = choose_precision(config.precision, self.device)
         self.stepping = self._choose_step(config.step)
         self.evaluation_batch = config.evaluation_batch or _EVALUATION_BATCH[self.device.type]
         self.kernels = choose_kernels(config.kernels, self.device)
-        self.data = DataPlane(self.build_memory(), classes=classes, image_size=self.image_size, device=self.device)
+        memory = self.build_memory()
+        check_returned(self, "build_memory", memory, isinstance(memory, ReplayMemory), "a ReplayMemory")
+        self.data = DataPlane(memory, classes=self.classes, image_size=self.image_size, device=self.device)
+        self.data.kept = partial(self._kept.written, "plans")
         self.views = self._build_views()
         self._planning_ahead = False
         self.model = self.build_model()
         self._means: ClassMeans | None = None
         self._warned_missing = False
         self._warned_boundaries = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_kept", ()) and value is not self.__dict__[name]:
+            raise ConfigError(
+                f"self.{name} of {type(self).__qualname__} is kept, so it must stay the same object; wanted"
+                f" self.{name}.copy_(...), or self.keep({name!r}, ...) for one of another shape"
+            )
+        super().__setattr__(name, value)
+
+    def keep(self, name: str, value: K, *, written: str = "steps") -> K:
+        """Makes a tensor or a module of the method's own part of the state, as ``self.<name>`` on
+        the learner's device: it is saved, restored and undone with the rest.
+
+        Call it while the learner is built, in ``__init__`` or ``build_model``; later code writes it
+        in place, without gradients. Another call with the name replaces it.
+
+        Args:
+            name: Name of the attribute.
+            value: The tensor or module; of a module its ``state_dict``.
+            written: When it is written. ``steps``: by :meth:`train_on` and what it calls; a step
+                whose loss is not finite, and all after it, leave it as it was. ``plans``: by
+                :meth:`plan`, :meth:`store` and what they call; undoing a batch restores it.
+                ``tasks``: between steps alone, by :meth:`begin_task` or :meth:`on_task_end`, so
+                that steps need no copy of it; only then may its shape change during a run.
+
+        Returns:
+            The value, on the device.
+
+        Raises:
+            ConfigError: One of the arguments is unusable, or the first task has begun.
+        """
+        call = f"{type(self).__qualname__}.keep({name!r}, ...)"
+        if "data" not in self.__dict__:
+            raise ConfigError(f"{call} came too early; wanted it after super().__init__(...)")
+        if not isinstance(value, Tensor | nn.Module):
+            raise ConfigError(f"{call} was given a {type(value).__qualname__}; wanted a tensor or a torch.nn.Module")
+        if written not in WRITTEN:
+            raise ConfigError(f"{call} has written={written!r}; wanted one of {', '.join(WRITTEN)}")
+        taken = hasattr(type(self), name) or self.__dict__.get(name, value) is not value
+        value = (value.detach() if isinstance(value, Tensor) and not value.is_leaf else value).to(self.device)
+        if name not in self._kept:
+            if taken or not name.isidentifier():
+                why = f"self.{name} is something else already" if taken else "an attribute cannot have this name"
+                raise ConfigError(f"{call}: {why}; wanted another name")
+            if self.task is not None:
+                raise ConfigError(f"{call} came after the first task had begun; wanted it in __init__")
+        elif self.task is not None and written != "tasks" and not self._kept.same_shapes(name, value):
+            raise ConfigError(f"{call} has another shape than before; wanted the same, or written='tasks'")
+        self._kept.put(name, value, written)
+        self.__dict__[name] = value
+        return value
 
     @classmethod
     def views_at_once(cls, config: RunConfig) -> int:
@@ -189,6 +263,29 @@ class Learner(ABC):
         fits; 0 where they are few.
         """
         return 0
+
+    @classmethod
+    def images_kept(cls, config: RunConfig, tasks: Sequence[tuple[int, int]]) -> int:
+        """The most images that a learner keeps from one batch to the next.
+
+        Args:
+            config: The run's settings.
+            tasks: Number of classes and of images of each task; the classes of a task have equally
+                many, and no two tasks have one in common.
+        """
+        return min(config.memory, sum(images for _, images in tasks))
+
+    def kept(self) -> dict[str, int]:
+        """What the learner has kept from one batch to the next beside its network and optimiser:
+        ``images``, the most so far; ``bytes`` of them, with labels and what else is stored beside
+        each; ``bytes_beside`` of all else, such as a teacher or statistics of classes.
+        """
+        others = (t for name, t in self.state()[0].items() if not name.startswith(("network/", "adam/", "memory/")))
+        return {
+            "images": self.memory.most,
+            "bytes": self.memory.most * self.memory.bytes_a_sample,
+            "bytes_beside": sum(tensor.nbytes for tensor in others),
+        }
 
     @property
     def memory(self) -> ReplayMemory:
@@ -258,14 +355,24 @@ class Learner(ABC):
         Args:
             task: A number that no other task has.
             classes: All labels of the task, if they are known beforehand.
+
+        Raises:
+            ConfigError: One of them is no integer, or no label.
         """
+        task = whole_number("task", task, low=None)
+        if classes is not None:
+            classes = [whole_number("a class of the task", c, low=0, below=self.classes) for c in classes]
         if not self.data.ended:
             self.end_task()
         self.data.begin_task(task, classes)
 
     def end_task(self) -> None:
         """Ends the current task."""
-        self.on_task_end()
+        kept = self._kept.written(*WRITTEN)
+        with undone_if(self.model.latch.closed, kept) if kept else nullcontext():
+            self.on_task_end()
+        if getattr(self.config.options, "optimiser_per_task", False):
+            self.model.forget_moments()
         self.data.ended = True
         self._means = None
 
@@ -295,7 +402,8 @@ class Learner(ABC):
             nothing was trained.
 
         Raises:
-            ValueError: The batch has the wrong shape, dtype or labels. Nothing has changed.
+            ValueError: The batch has the wrong shape, dtype or labels, or the task is no integer.
+                Nothing has changed.
         """
         if self.planning >= Planning.AHEAD:
             prepared = self.prepare(x, y, task, index=index, train=train, store=store)
@@ -309,7 +417,7 @@ class Learner(ABC):
         for _ in range(self.config.options.iterations if train else 0):
             losses = self.train_batch(x, y)
         if store and (losses is None or not self.diverged):
-            self.store(x, y, index)
+            self._stored(x, y, index)
         return losses
 
     def prepare(
@@ -342,7 +450,7 @@ class Learner(ABC):
                     if plan is not None:
                         plans.append(plan)
                         self.data.ahead += 1
-                stored = self.store(x, y, index) if store else None
+                stored = self._stored(x, y, index) if store else None
         if not plans:
             return StoredBatch(self, before, x, stored)
         *earlier, last = plans
@@ -374,32 +482,49 @@ class Learner(ABC):
 
         Args:
             inputs: The result of :meth:`inputs`.
-            train_on: A function that takes the step in place of :meth:`train_on`.
+            train_on: A function that takes the step in place of :meth:`take_step`.
 
         Returns:
             The step's losses by name, as scalars on the learner's device.
         """
         if isinstance(inputs, ViewsToCome):
             inputs = inputs.complete(inputs.make())
-        losses = (self.train_on if train_on is None else train_on)(inputs)
+        losses = (self.take_step if train_on is None else train_on)(inputs)
         self.data.steps += not self.model.latch.froze
         self._means = None
         return losses
 
+    def take_step(self, inputs: Any) -> dict[str, Tensor]:
+        """:meth:`train_on`, which changes nothing that is kept once the run has diverged. This is
+        what a captured step captures.
+        """
+        with undone_if(self.model.latch.closed, self._kept.written("steps")):
+            losses = self.train_on(inputs)
+        wanted = "the losses by name, floating-point scalars, the minimised one first"
+        check_returned(self, "train_on", losses, are_scalars(losses), wanted)
+        return losses
+
+    def _stored(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        slots = self.store(x, y, index)
+        fits = are_slots(slots, -1, self.memory.capacity, len(y))
+        check_returned(self, "store", slots, fits, f"int64 [{len(y)}], the slot of each item now, -1 if it has none")
+        return slots
+
     @contextmanager
     def _without_model(self) -> Iterator[None]:
-        """A context in which the method must not look at the model."""
+        """A context in which the method must neither look at the model, nor write what steps
+        write.
+        """
         self._planning_ahead = True
         try:
-            yield
+            with self._kept.only_plans():
+                yield
         finally:
             self._planning_ahead = False
 
     def mask(self, classes: Iterable[int]) -> Tensor:
         """bool [K] on the device, True for these classes."""
-        mask = torch.zeros(self.classes, dtype=torch.bool)
-        mask[list(classes)] = True
-        return upload(mask, self.device)
+        return class_mask(self.classes, self.device, classes)
 
     def undo(self, record: DataRecord) -> None:
         """Undoes the batch since a record of the data plane, except in the model."""
@@ -408,7 +533,7 @@ class Learner(ABC):
 
     def _receive(self, x: Tensor, y: Tensor, task: int, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Registers a checked batch's task and labels; returns it on the device."""
-        data = self.data
+        data, task = self.data, whole_number("task", task, low=None)
         known, current = (data.task_classes, data.current) if task == self.task else (None, [])
         # While the classes of the first task are unknown, the task number may be constant. With
         # several equal tasks, none has more than half of all classes.
@@ -555,14 +680,18 @@ class Learner(ABC):
         # The weights depend only on their seed, not on the device or on earlier random numbers of
         # the program.
         seed = self.config.seed if self.config.init_seed is None else self.config.init_seed
-        with _PYTORCH_RANDOM_STATE, torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = self.build_network()
+        check_returned(self, "build_network", network, isinstance(network, ExpertNetwork), "an ExpertNetwork")
         network.use_kernels(self.kernels)
         network = network.to(self.device, memory_format=torch.channels_last)
+        optimiser = self.build_optimiser(network)
+        fits = isinstance(optimiser, torch.optim.Optimizer)
+        check_returned(self, "build_optimiser", optimiser, fits, "an optimiser of PyTorch's")
         return Model(
             network,
-            self.build_optimiser(network),
+            optimiser,
             self.views,
             precision=self.precision.name,
             evaluation_batch=self.evaluation_batch,
@@ -600,13 +729,13 @@ class Learner(ABC):
             self.review()
 
     def review(self) -> None:
-        """One epoch over the memory in batches of ``buffer_batch``, of which an incomplete last one
-        is left out.
+        """One epoch over the memory, but for what is held out, in batches of ``buffer_batch``, of
+        which an incomplete last one is left out.
 
         Source: RaptorMai/online-continual-learning.
         """
         config = self.config
-        order = permutation(config.seed, self.steps, self.memory.filled, Purpose.REVIEW, self.device)
+        order = permutation(config.seed, self.steps, self.memory.drawable, Purpose.REVIEW, self.device)
         with self.model.weighted(_REVIEW_WEIGHT):
             for slots in order.split(config.options.buffer_batch):
                 if len(slots) == config.options.buffer_batch:
@@ -679,10 +808,13 @@ class Learner(ABC):
             int64 [N], on the CPU.
 
         Raises:
-            ValueError: Unusable images or names, or an empty memory with ``ncm``.
+            ValueError: Unusable images or names, no class was seen yet, or an empty memory with
+                ``ncm``.
         """
         x = self.data.check_images(x)
         classifier, expert = self.resolve_expert(classifier, expert)
+        if not self.seen:
+            raise ValueError("no class was seen yet, so there is none to predict; wanted observe() with a batch first")
         self.prepare_evaluation()
         features, logits = self.outputs(x)
         if classifier == "linear":
@@ -695,7 +827,7 @@ class Learner(ABC):
         configuration.
         """
         o = self.config.options
-        classifier = o.classifier if classifier is None else classifier
+        classifier, expert = o.classifier if classifier is None else plain(classifier), plain(expert)
         if expert is None:
             expert = o.expert
             if expert == "mean":
@@ -721,16 +853,79 @@ class Learner(ABC):
     # State
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that must be restored to continue exactly: tensors by name, values for JSON."""
-        tensors = self.model.state() | {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
-        return tensors, self.data.values() | {"precision": self.precision.name}
+        """All that must be restored to continue exactly: tensors by name, values for JSON.
+
+        The tensors are contiguous copies, each with memory of its own.
+        """
+        tensors = {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for name, tensor in self.tensors().items()
+        }
+        return tensors, copy.deepcopy(self.values())
+
+    def save(self, path: str | Path) -> None:
+        """Writes the learner to one file (safetensors), from which :func:`mose_fast.load_learner`
+        continues exactly, also in the middle of a task.
+
+        Args:
+            path: The file; an earlier one is replaced.
+
+        Raises:
+            ConfigError: Planned steps were not taken, the method holds what is not part of its
+                state (:meth:`keep`), or it could not be found by its name.
+            StateFileError: The file cannot be written.
+        """
+        from mose_fast.methods.saved import save_learner  # which finds methods, and so imports this
+
+        save_learner(self, path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: as if saved and loaded."""
+        from mose_fast.methods.saved import class_of, parts, rebuilt
+
+        return rebuilt, (class_of(self), *parts(self))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of :meth:`state` themselves, many of them views of common memory, which the
+        next step changes.
+        """
+        memory = {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
+        return self.model.state() | memory | {f"kept/{name}": t for name, t in self._kept.tensors().items()}
+
+    def values(self) -> dict[str, Any]:
+        """The values of :meth:`state`."""
+        own = {"precision": self.precision.name, "optimiser": self.model.changed_numbers()}
+        return self.data.values() | own
+
+    def check_kept(self) -> None:
+        """Refuses a method that holds tensors, modules or random generators that are not part of
+        its state: a run that is resumed would not have them.
+
+        Raises:
+            ConfigError: There is one; the message names the attribute.
+        """
+        if name := next((name for name, value in self.data.own.items() if not survives_json(value)), None):
+            raise ConfigError(
+                f"method {self.config.method!r} has {shown(self.data.own[name])} in self.data.own[{name!r}], which a"
+                " checkpoint would not give back; wanted numbers, text, lists, and dictionaries with text as keys"
+            )
+        own = {name: value for name, value in vars(self).items() if name not in (*_OWN, *self._kept)}
+        known = [self, *(vars(self)[name] for name in _OWN), *vars(self._model).values()]
+        if found := unsaved(own, self.tensors().values(), known):
+            path, what = found
+            raise ConfigError(
+                f"method {self.config.method!r} has a {what} in self.{path}, which is not part of its state, so that a"
+                f" resumed run would not have it; wanted self.keep(NAME, TENSOR OR MODULE) in {type(self).__qualname__}"
+                ".__init__, plain values in self.data.own, and random numbers of mose_fast.ops.draws"
+            )
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Restores the result of :meth:`state`. If the configuration leaves the precision open, the
         precision of the state is used from now on.
 
         Raises:
-            ValueError: The state belongs to another network or memory.
+            ValueError: The state belongs to another network or memory, or to a method that keeps
+                other tensors.
         """
         values = dict(values)
         precision = values.pop("precision", self.precision.name)
@@ -738,9 +933,15 @@ class Learner(ABC):
             self.precision = Choice(precision, "as the run began")
             # The optimiser may keep copies of the weights in this precision.
             self.model = self.build_model()
-        memory = {name.removeprefix("memory/"): t for name, t in tensors.items() if name.startswith("memory/")}
-        self.model.load({name: t for name, t in tensors.items() if not name.startswith("memory/")})
-        self.data.load(values, memory)
+
+        def part(owner: str) -> dict[str, Tensor]:
+            return {name.removeprefix(owner): t for name, t in tensors.items() if name.startswith(owner)}
+
+        changed = values.pop("optimiser", [])
+        self.model.load({name: t for name, t in tensors.items() if not name.startswith(("memory/", "kept/"))}, changed)
+        self.data.load(values, part("memory/"))
+        self._kept.load(part("kept/"))
+        self.__dict__ |= self._kept.values()
         self._means = None
 
     def weights_hash(self) -> str:
@@ -755,6 +956,8 @@ class Learner(ABC):
             obstacle = f"method {self.config.method!r} {self.not_captured}"
         if wanted == "captured" and obstacle:
             raise ConfigError(f"step is 'captured', but {obstacle}; wanted step 'auto' or 'eager'")
+        if not obstacle and "captured" in _loader.off:
+            obstacle = f"the self-check of captured steps failed: {_loader.off['captured']}"
         if wanted == "eager" or obstacle:
             return Choice("eager", "" if wanted == "eager" or self.device.type != "cuda" else obstacle)
         return Choice("captured")

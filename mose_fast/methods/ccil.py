@@ -14,7 +14,7 @@ from mose_fast.config import knob
 from mose_fast.device import upload
 from mose_fast.knobs import Search
 from mose_fast.memory.exemplars import SELECTIONS
-from mose_fast.methods.exemplars import TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
+from mose_fast.methods.exemplars import REPLAY_FROM, TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, sources_preset, table_preset
 from mose_fast.nn.cosine import CosineClassifier
@@ -30,10 +30,11 @@ class CcilOptions(ExemplarOptions):
     """Switches of CCIL."""
 
     selection: str = knob("random", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
+    replay_from: str = knob("all", "tasks that replayed rows come from", f"{_SOURCE}: all", choices=REPLAY_FROM)
     scale: float = knob(
-        1.0,
+        10.0,
         "initial scale of the cosines, which is learned",
-        f"{_SOURCE}; 10 as a choice, for logits that can become confident in one pass",
+        f"choice: Adam cannot leave 1 in one pass; {_SOURCE}: 1",
         above=0,
     )
     temperature: float = knob(2.0, "temperature of the distillation", _SOURCE, above=0, search=TEMPERATURES)
@@ -65,19 +66,29 @@ def mean_distillation(student: Tensor, teacher: Tensor, old: Tensor, temperature
     "ccil",
     options=CcilOptions,
     presets={
-        "table": table_preset(
-            "the scale of the cosines starts at 1, and no logit of 100 classes can become confident in a pass; for a"
-            " fair comparison set scale to 10"
-        ),
+        "table": table_preset("the scale of the cosines starts at 10, the repository's at 1"),
         "sources": sources_preset(
-            f"{_SOURCE} @ 50f7af3: passes joint, selection random, scale 1, temperature 2, distillation 5, power 0.66,"
-            " current_classes task",
+            f"{_SOURCE} @ 50f7af3: passes separate, selection random, replay_from all, scale 1, temperature 2,"
+            " distillation 5, power 0.66, current_classes task, optimiser_per_task true",
+            passes="separate",
+            scale=1.0,
             current_classes="task",
+            optimiser_per_task=True,
         ),
         # Its learning rate of 0.01 after the first task and 120 epochs have no place here.
         "official": Preset(
             f"{_SOURCE} @ 50f7af3, its CIFAR-100 settings",
-            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 5e-4, "buffer_batch": 100, "current_classes": "task"},
+            {
+                "optimiser": "sgd",
+                "lr": 0.1,
+                "weight_decay": 5e-4,
+                "optimiser_per_task": True,
+                "buffer_batch": 100,
+                "augment": "pad_crop",
+                "passes": "separate",
+                "scale": 1.0,
+                "current_classes": "task",
+            },
             batch=100,
         ),
     },

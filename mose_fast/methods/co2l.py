@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mose_fast.config import RunConfig, knob
+from mose_fast.config import ConfigError, RunConfig, knob
+from mose_fast.device import upload
 from mose_fast.knobs import Search
 from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.nn import ExpertNetwork
 from mose_fast.nn.heads import projection_mlp
 from mose_fast.nn.probe import fit_probe
 
@@ -26,11 +28,17 @@ __all__ = ["Co2l", "Co2lOptions", "asymmetric_contrastive_loss", "relation_disti
 _SOURCE = "chaht01/Co2L"
 # The temperature that the contrastive loss is scaled against (chaht01/Co2L).
 _BASE_TEMPERATURE = 0.07
+# The share of the learning rate that a cosine ends at, and the rate that a warm-up starts from
+# (chaht01/Co2L).
+_LEAST_SHARE, _WARM_UP_FROM = 1e-3, 0.01
 
 
 @dataclass(frozen=True)
 class Co2lOptions(ExemplarOptions):
     """Switches of Co2L."""
+
+    # The classes of the task appear in a loss only as those of its rows.
+    current_classes: ClassVar[str] = "seen"
 
     selection: str = knob("random", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
     projection: int = knob(128, "width of the contrastive projection", _SOURCE, low=1)
@@ -50,6 +58,19 @@ class Co2lOptions(ExemplarOptions):
     )
     student_temperature: float = knob(0.2, "temperature of the network's relations", f"{_SOURCE}'s README", above=0)
     teacher_temperature: float = knob(0.01, "temperature of the teacher's relations", f"{_SOURCE}'s README", above=0)
+    schedule: str = knob(
+        "constant",
+        "learning rate within a task",
+        f"paper 5.1: constant; {_SOURCE}'s README: cosine",
+        choices={"constant": "", "cosine": "falls by half a cosine to a thousandth"},
+    )
+    warm_up: float = knob(
+        0.0,
+        "share of a task's steps in which the learning rate rises from 0.01 to the schedule's",
+        f"paper 5.1: none; {_SOURCE}: 10 of 100 epochs for batches of more than 256",
+        low=0,
+        below=1,
+    )
     probe_passes: int = knob(100, "passes over the memory's features that fit the linear classifier", _SOURCE, low=1)
     probe_lr: float = knob(
         0.1, "its highest learning rate", f"{_SOURCE}: 0.1 by default, 1 in its README; a choice", above=0
@@ -90,24 +111,44 @@ def relation_distillation(projections: Tensor, taught: Tensor, temperature: floa
     return -torch.where(itself, 0, wanted * found).sum(1).mean()
 
 
+def learning_rate(step: int, steps: int, options: Co2lOptions) -> float:
+    """The learning rate of a step.
+
+    Args:
+        step: Its number in its task, from 1.
+        steps: Steps of the task.
+        options: ``lr``, ``schedule`` and ``warm_up``.
+    """
+
+    def scheduled(share: float) -> float:
+        if options.schedule == "constant":
+            return options.lr
+        return options.lr * (_LEAST_SHARE + (1 - _LEAST_SHARE) * (1 + math.cos(math.pi * min(share, 1))) / 2)
+
+    warming = options.warm_up * steps
+    if step > warming:
+        return scheduled(step / steps)
+    return _WARM_UP_FROM + (step - 1) / warming * (scheduled(options.warm_up) - _WARM_UP_FROM)
+
+
 @method(
     "co2l",
     options=Co2lOptions,
     presets={
         "table": table_preset(),
-        "sources": sources_preset(
-            f"{_SOURCE} @ 3af7064, its README: current_classes task, probe_lr 1.0", current_classes="task", probe_lr=1.0
-        ),
-        # Its 500 epochs, and a classifier that also sees all images of the current task, have no
-        # place here.
+        "sources": sources_preset(f"{_SOURCE} @ 3af7064, its README: probe_lr 1.0", probe_lr=1.0),
+        # Its 500 epochs for the first task and 100 for others, and a classifier that also sees all
+        # images of the current task, have no place here.
         "official": Preset(
             f"{_SOURCE} @ 3af7064, the CIFAR-10 settings in its README",
             {
                 "optimiser": "sgd",
                 "lr": 0.5,
+                "momentum": 0.9,
+                "schedule": "cosine",
+                "warm_up": 0.1,
                 "weight_decay": 1e-4,
                 "augment": "scr",
-                "current_classes": "task",
                 "probe_lr": 1.0,
             },
             batch=512,
@@ -131,6 +172,20 @@ class Co2l(ExemplarLearner):
         # Steps taken and stream items seen when the classifier was fitted.
         self.data.own["fitted"] = None
 
+    @property
+    def scheduled(self) -> bool:
+        """Whether the learning rate changes."""
+        o = self.config.options
+        return o.schedule != "constant" or o.warm_up > 0
+
+    def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
+        optimiser = super().build_optimiser(network)
+        if self.scheduled:
+            # A tensor, so that a captured step can fill it.
+            for group in optimiser.param_groups:
+                group["lr"] = torch.as_tensor(group["lr"], device=self.device)
+        return optimiser
+
     def projection_head(self, feature_size: int) -> nn.Module:
         return projection_mlp(feature_size, self.config.options.projection)
 
@@ -143,11 +198,36 @@ class Co2l(ExemplarLearner):
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
         """``anchors``: bool [K], the classes whose rows are anchors, those of the current task; of
-        rows of memory alone all are; ``distils``: whether there is a teacher to follow.
+        rows of memory alone all are; ``distils``: whether there is a teacher to follow; ``lr``:
+        float32 scalar, the learning rate, if it changes.
         """
+        rate = {"lr": upload(torch.tensor(self.learning_rate(sizes)), self.device)} if self.scheduled else {}
         if not sizes[0]:
-            return {"anchors": self.mask(self.seen), "distils": False}
-        return {"anchors": self.mask(self.current()), "distils": bool(self.old)}
+            return {"anchors": self.mask(self.seen), "distils": False, **rate}
+        return {"anchors": self.mask(self.current()), "distils": bool(self.old), **rate}
+
+    def learning_rate(self, sizes: tuple[int, ...]) -> float:
+        """The learning rate of the step that is planned next, on sets of rows of these sizes.
+
+        Raises:
+            ConfigError: It needs to know how many batches the task has.
+        """
+        o, batches = self.config.options, self.data.task_batches
+        if not sizes[0]:
+            return o.lr
+        if batches is None:
+            raise ConfigError(
+                f"options.schedule is {o.schedule!r} and warm_up {o.warm_up}, but the number of the task's batches is"
+                " unknown; wanted learner.data.task_batches set after begin_task, as a run does, or schedule"
+                " 'constant' and warm_up 0"
+            )
+        return learning_rate(self.data.task_step, batches * o.iterations, o)
+
+    def train_on(self, rows: Inputs) -> dict[str, Tensor]:
+        if self.scheduled:
+            for group in self.model.optimiser.param_groups:
+                group["lr"].copy_(rows.extras["lr"])
+        return super().train_on(rows)
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         o, z = self.config.options, outputs.projections

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,41 +14,46 @@ from torch import Tensor
 
 from mose_fast.config import ConfigError, shown
 from mose_fast.device import upload
+from mose_fast.knobs import MASKED, is_masked, plain
 from mose_fast.memory import MemoryRecord, ReplayMemory
 from mose_fast.nn import check_image_size
 
-__all__ = ["IMAGE_SIZE", "DataPlane", "DataRecord", "check_stream"]
+__all__ = ["IMAGE_SIZE", "DataPlane", "DataRecord", "check_stream", "plain_tensor"]
 
 #: (H, W) of images, where nothing else is said: CIFAR's.
 IMAGE_SIZE = (32, 32)
 
 # What a checkpoint holds beside the memory.
-_VALUES = ("task", "first_task", "task_classes", "seen", "current", "steps", "ended")
+_VALUES = ("task", "first_task", "task_classes", "task_batches", "task_start", "seen", "current", "steps", "ended")
 
 
 def check_stream(
     *, classes: Any, image_size: Any = IMAGE_SIZE, mean: Any = (0, 0, 0), std: Any = (1, 1, 1), mirror_safe: Any = True
-) -> None:
-    """Checks the description of a stream; :class:`mose_fast.methods.Learner` says what is wanted.
+) -> dict[str, Any]:
+    """The description of a stream in plain numbers, by name; :class:`mose_fast.methods.Learner`
+    says what is wanted.
 
     Raises:
         ConfigError: One of the arguments has another type or form; the message names it.
     """
 
-    def integer(value: Any) -> bool:
-        return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    def numbers_in(value: Any) -> list[Any]:
+        try:
+            return [plain(number) for number in value]
+        except TypeError:  # no numbers in a row
+            return []
 
-    if not integer(classes) or not 2 <= classes < 2**31:
+    def integer(value: Any, low: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**31
+
+    found = {"classes": plain(classes), "image_size": tuple(numbers_in(image_size)), "mirror_safe": plain(mirror_safe)}
+    if not integer(found["classes"], 2):
         raise ConfigError(f"classes is {shown(classes)}; wanted an integer of at least 2 (and below 2**31)")
-    if (
-        not isinstance(image_size, Sequence)
-        or len(image_size) != 2
-        or not all(integer(side) and 0 < side < 2**31 for side in image_size)
-    ):
+    if len(found["image_size"]) != 2 or not all(integer(side, 1) for side in found["image_size"]):
         raise ConfigError(f"image_size is {shown(image_size)}; wanted height and width in pixels, for example (32, 32)")
     for name, value in (("mean", mean), ("std", std)):
         try:
-            numbers = [float(number) for number in value]
+            numbers = [float(number) for number in numbers_in(value)]
         except (TypeError, ValueError, OverflowError):
             numbers = []
         if len(numbers) != 3 or not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
@@ -56,9 +61,22 @@ def check_stream(
             raise ConfigError(
                 f"{name} is {shown(value)}; wanted three numbers{above}, one for each channel of images in [0, 1]"
             )
-    if not isinstance(mirror_safe, bool | np.bool_):
+        found[name] = tuple(numbers)
+    if not isinstance(found["mirror_safe"], bool):
         raise ConfigError(f"mirror_safe is {shown(mirror_safe)}; wanted True or False")
-    check_image_size(*image_size)
+    check_image_size(*found["image_size"])
+    return found
+
+
+def plain_tensor(values: Any, what: str) -> Tensor:
+    """Numbers as a tensor.
+
+    Raises:
+        ValueError: They are masked.
+    """
+    if is_masked(values):
+        raise ValueError(f"{what} is {MASKED}")
+    return torch.as_tensor(values)
 
 
 class DataRecord(NamedTuple):
@@ -68,11 +86,13 @@ class DataRecord(NamedTuple):
         values: Its plain values.
         sequence: Number of the step that was to be planned next.
         memory: Undoes what happened to the memory.
+        kept: Copies of the tensors that plans write.
     """
 
     values: dict[str, Any]
     sequence: int
     memory: MemoryRecord
+    kept: list[Tensor]
 
 
 class DataPlane:
@@ -91,6 +111,9 @@ class DataPlane:
         task: The current task; None before the first.
         first_task: The first task.
         task_classes: All labels of the current task, if they are known beforehand.
+        task_batches: Batches of the current task, repeated ones counted again, if they are known
+            beforehand; the training loop sets it when the task begins.
+        task_start: Number of the current task's first step.
         seen: All labels seen so far, in order of appearance.
         current: The labels of the current task seen so far, in order of appearance.
         incoming: The labels of the batch that came last; it is no state.
@@ -98,6 +121,7 @@ class DataPlane:
         ahead: Steps that are planned and not yet taken.
         ended: Whether the current task was ended already.
         own: Plain values of the method's own, by name; they belong to the state like the others.
+        kept: Gives the tensors of the method's own that plans write (:meth:`Learner.keep`).
     """
 
     def __init__(
@@ -108,6 +132,8 @@ class DataPlane:
         self.task: int | None = None
         self.first_task: int | None = None
         self.task_classes: list[int] | None = None
+        self.task_batches: int | None = None
+        self.task_start = 0
         self.seen: list[int] = []
         self.current: list[int] = []
         self.incoming: list[int] = []
@@ -115,17 +141,24 @@ class DataPlane:
         self.ahead = 0
         self.ended = True
         self.own: dict[str, Any] = {}
+        self.kept: Callable[[], list[Tensor]] = list
 
     @property
     def sequence(self) -> int:
         """Number of the step that is planned next, from 0; it decides the step's random views."""
         return self.steps + self.ahead
 
-    def begin_task(self, task: int, classes: Sequence[int] | None) -> None:
+    @property
+    def task_step(self) -> int:
+        """Number within the current task of the step that is planned next, from 1."""
+        return self.sequence - self.task_start + 1
+
+    def begin_task(self, task: int, classes: list[int] | None) -> None:
         """Starts a task; see :meth:`mose_fast.methods.Learner.begin_task` for the arguments."""
-        self.task = int(task)
+        self.task = task
         self.first_task = self.task if self.first_task is None else self.first_task
-        self.task_classes = None if classes is None else [int(c) for c in classes]
+        self.task_classes = classes
+        self.task_batches, self.task_start = None, self.sequence
         self.current = []
         self.ended = False
 
@@ -162,6 +195,12 @@ class DataPlane:
             )
         return self.task_classes
 
+    def known_classes(self, which: str) -> list[int]:
+        """All classes seen, and with ``task`` those of the current task that are still to come; the
+        argument and errors are those of :meth:`current_classes`.
+        """
+        return [*self.seen, *(c for c in self.current_classes(which) if c not in self.seen)]
+
     # State
 
     def values(self) -> dict[str, Any]:
@@ -171,16 +210,17 @@ class DataPlane:
     def load(self, values: dict[str, Any], memory: dict[str, Tensor]) -> None:
         """Restores the results of :meth:`values` and ``memory.tensors()``."""
         self.memory.load(memory)
-        # Runs of older versions did not record it; they end their tasks by themselves.
-        self._set({"ended": True} | values)
+        # Runs of older versions did not record these; they end their tasks by themselves.
+        self._set({"ended": True, "task_batches": None, "task_start": 0} | values)
         self.ahead = 0
 
     @contextmanager
     def record(self) -> Iterator[DataRecord]:
         """A context that records what :meth:`undo` needs to undo the batch that comes inside."""
+        kept = [tensor.detach().clone() for tensor in self.kept()]
         values, sequence = self.values(), self.sequence
         with self.memory.record() as memory:
-            yield DataRecord(values, sequence, memory)
+            yield DataRecord(values, sequence, memory, kept)
 
     def undo(self, record: DataRecord) -> None:
         """Undoes a batch; undo the newest first. A step of it counts as not taken; steps that were
@@ -190,6 +230,8 @@ class DataPlane:
         self._set(record.values | {"steps": steps})
         self.ahead = record.sequence - steps
         self.memory.restore(record.memory)
+        for tensor, old in zip(self.kept(), record.kept, strict=True):
+            tensor.detach().copy_(old)
 
     def _set(self, values: dict[str, Any]) -> None:
         for name in _VALUES:
@@ -204,7 +246,7 @@ class DataPlane:
         Raises:
             ValueError: They are not uint8 [N, H, W, 3].
         """
-        x = torch.as_tensor(x)
+        x = plain_tensor(x, "x")
         if x.dtype != torch.uint8:
             nan = x.is_floating_point() and bool(x.isnan().any())
             raise ValueError(
@@ -222,7 +264,7 @@ class DataPlane:
         Raises:
             ValueError: Wrong images, no images, or labels of another type, number or range.
         """
-        x, y = self.check_images(x), torch.as_tensor(y)
+        x, y = self.check_images(x), plain_tensor(y, "y")
         if len(x) == 0:
             raise ValueError("x is an empty batch; wanted at least one image")
         if y.ndim != 1 or len(y) != len(x):

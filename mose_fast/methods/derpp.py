@@ -62,7 +62,14 @@ class DerppOptions(BaselineOptions):
         ),
         "official": Preset(
             "aimagelab/mammoth @ e75a491, its best on CIFAR-10 and CIFAR-100",
-            {"optimiser": "sgd", "lr": 0.03, "weight_decay": 0.0, "buffer_batch": 32, "passes": "separate"},
+            {
+                "optimiser": "sgd",
+                "lr": 0.03,
+                "weight_decay": 0.0,
+                "buffer_batch": 32,
+                "init": "default",
+                "passes": "separate",
+            },
             batch=32,
         ),
     },

@@ -27,13 +27,14 @@ __all__ = ["Er", "ErOptions"]
 class ErOptions(BaselineOptions):
     """Switches of ER."""
 
-    reduction: str = knob(
-        "sum_of_means",
-        "mean of the losses",
-        "MIR repository: sum_of_means; MOSE repository since 2024: pooled_mean",
+    replay_loss: str = knob(
+        "two_means",
+        "how incoming and replayed rows are weighted against each other",
+        "two_means: repositories of MIR and RaptorMai, MOSE repository until 2024; one_mean: ER, eq. 3, MOSE"
+        " repository since, mammoth, Avalanche, CapyMOA",
         choices={
-            "sum_of_means": "mean over incoming rows plus mean over replayed rows",
-            "pooled_mean": "one mean over all rows",
+            "two_means": "a mean over incoming rows plus one over replayed rows",
+            "one_mean": "one mean over all rows",
         },
     )
 
@@ -45,7 +46,7 @@ class ErOptions(BaselineOptions):
         "table": table_preset(),
         "sources": sources_preset(
             "optimass/Maximally_Interfered_Retrieval @ 35eda78, rand_replay: passes separate, replay_from others,"
-            " reduction sum_of_means",
+            " replay_loss two_means",
             passes="separate",
             replay_from="others",
         ),
@@ -57,6 +58,7 @@ class ErOptions(BaselineOptions):
                 "weight_decay": 0.0,
                 "buffer_batch": 10,
                 "augment": "none",
+                "init": "default",
                 "passes": "separate",
                 "replay_from": "others",
             },
@@ -70,6 +72,6 @@ class Er(ReplayLearner):
     """ER: cross-entropy on the incoming batch and on rows drawn uniformly from a reservoir."""
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
-        if self.config.options.reduction == "pooled_mean":
+        if self.config.options.replay_loss == "one_mean":
             return {"cross_entropy": cross_entropy(outputs.logits, rows.labels)}
         return super().losses(outputs, rows)

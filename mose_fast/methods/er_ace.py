@@ -6,9 +6,8 @@ docs/specification/baselines.md section 6.1).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from mose_fast.config import knob
@@ -23,6 +22,7 @@ from mose_fast.methods.replay import (
     table_preset,
 )
 from mose_fast.nn.cosine import CosineClassifier
+from mose_fast.ops.expert_losses import masked_cross_entropy
 
 __all__ = ["ErAce", "ErAceOptions"]
 
@@ -32,6 +32,15 @@ class ErAceOptions(BaselineOptions):
     """Switches of ER-ACE."""
 
     head: str = knob("cosine", "classifier", "pclucas14/AML", choices={"cosine": "scale 10", "linear": ""})
+    incoming_classes: str = knob(
+        "batch",
+        "classes that incoming rows are told apart from",
+        "ER-ACE, the text: batch; pclucas14/AML: released",
+        choices={
+            "batch": "those of the batch, and all where nothing is replayed",
+            "released": "those of the batch, and every class from the highest label seen on",
+        },
+    )
 
 
 @method(
@@ -39,17 +48,24 @@ class ErAceOptions(BaselineOptions):
     options=ErAceOptions,
     presets={
         "table": table_preset("the paper's table does not have this method; all values are those of er-aml's"),
-        "sources": sources_preset("pclucas14/AML @ 0c183e9: passes separate, head cosine", passes="separate"),
-        # Its images are scaled to [-1, 1] and incoming rows not augmented; here as in all methods.
+        "sources": sources_preset(
+            "pclucas14/AML @ 7c92936: passes separate, head cosine, incoming_classes released",
+            passes="separate",
+            incoming_classes="released",
+        ),
+        # Its images are scaled to [-1, 1]; here as in all methods. It augments incoming rows, which
+        # the commit 0c183e9 before it did not.
         "official": Preset(
-            "pclucas14/AML @ 0c183e9, its augmented CIFAR settings",
+            "pclucas14/AML @ 7c92936, its augmented CIFAR settings",
             {
                 "optimiser": "sgd",
                 "lr": 0.1,
                 "weight_decay": 0.0,
                 "buffer_batch": 10,
                 "augment": "pad_crop",
+                "init": "default",
                 "passes": "separate",
+                "incoming_classes": "released",
             },
         ),
     },
@@ -68,16 +84,24 @@ class ErAce(ReplayLearner):
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear
 
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """``told_apart``: bool [K], the classes whose logits incoming rows have."""
+        if not sizes[0]:
+            return {}
+        released, classes = self.config.options.incoming_classes == "released", range(self.classes)
+        if released:
+            allowed = {*self.data.incoming, *classes[max(self.seen) :]}
+        else:
+            allowed = self.data.incoming if sum(sizes[1:]) else classes
+        return {"told_apart": self.mask(allowed)}
+
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
-        """As those of ER; but beside replayed rows, incoming rows have the logits of the incoming
-        batch's classes only.
-        """
+        """As those of ER; but incoming rows have the logits of some classes only."""
         incoming, replayed = outputs.logits.float().split(rows.sizes)
         y, y_replayed = rows.labels.split(rows.sizes)
-        if not len(replayed):
-            return {"incoming": cross_entropy(incoming, y)}
         terms = {}
         if len(y):
-            present = (torch.arange(self.classes, device=y.device)[:, None] == y).any(1)
-            terms["incoming"] = cross_entropy(incoming.masked_fill(~present, -torch.inf), y)
-        return terms | {"replayed": cross_entropy(replayed, y_replayed)}
+            terms["incoming"] = masked_cross_entropy(incoming, y, rows.extras["told_apart"])
+        if len(replayed):
+            terms["replayed"] = cross_entropy(replayed, y_replayed)
+        return terms

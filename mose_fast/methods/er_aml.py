@@ -101,6 +101,7 @@ def metric_loss(
                 "weight_decay": 0.0,
                 "buffer_batch": 10,
                 "augment": "pad_crop",
+                "init": "default",
                 "passes": "separate",
             },
         ),

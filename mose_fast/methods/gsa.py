@@ -4,7 +4,7 @@ Online Continual Learning", CVPR 2023; docs/specification/baselines.md section 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -88,7 +88,7 @@ def class_weights(sums: Tensor) -> Tensor:
         # never trained; here all K outputs exist and are trained from the start.
         "official": Preset(
             "gydpku/GSA @ 3f523ba, its CIFAR-100 script",
-            {"beta2": 0.99, "passes": "separate", "current_classes": "task", "augment": "gsa"},
+            {"beta2": 0.99, "passes": "separate", "current_classes": "task", "augment": "gsa", "init": "default"},
         ),
     },
     year=2023,
@@ -100,6 +100,8 @@ class Gsa(ReplayLearner):
     gradients so far have pulled their class's logit up rather than pushed it down.
     """
 
+    # Neither loss has the logits of classes that have not come.
+    hides_unseen: ClassVar[bool] = True
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
         **ReplayLearner.without_boundaries,
         (
@@ -112,16 +114,11 @@ class Gsa(ReplayLearner):
 
     def build_network(self) -> ExpertNetwork:
         network = super().build_network()
-        # With batch norm's statistics, so that a step that is not taken leaves them as they were.
+        # Part of the network's state, as batch norm's statistics are.
         network.register_buffer("sums", torch.zeros(2, self.classes))
         return network
 
-    def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
-        super().begin_task(task, classes)
-        self.data.own["steps_of_task"] = 0
-
     def plan(self, x: Tensor, y: Tensor) -> Rows:
-        self.data.own["steps_of_task"] += 1
         o, memory, seen = self.config.options, self.memory, len(self.seen)
         current = memory.draw(o.new_extra, only=self.task)
         # Of the weighted set, the current task has the share that it has of the classes seen.
@@ -133,13 +130,14 @@ class Gsa(ReplayLearner):
         return rows._replace(extras={**rows.extras, "copies": copies})
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """``current`` bool [K], the classes of the current task; ``weighted``, whether classes have
-        weights; ``copies``, see :func:`two_sets`.
+        """``current``, ``known``: bool [K], the classes of the current task, and all up to it;
+        ``weighted``, whether classes have weights; ``copies``, see :func:`two_sets`.
         """
         o = self.config.options
         current = self.data.current_classes(o.current_classes) if sizes[0] else []
-        weighted = sizes[0] == 0 or self.data.own["steps_of_task"] > o.warm_up
-        return {"current": self.mask(current), "weighted": weighted, "copies": 0}
+        weighted = sizes[0] == 0 or self.data.task_step > o.warm_up
+        masks = {"current": self.mask(current), "known": self.mask({*self.seen, *current})}
+        return {**masks, "weighted": weighted, "copies": 0}
 
     def make_views(self, rows: Rows) -> Tensor:
         """float32 [V, 3, H, W]: of each of :func:`two_sets`, an augmented view of every row, then
@@ -153,22 +151,31 @@ class Gsa(ReplayLearner):
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         new, replayed = (one.repeat(2) for one in two_sets(rows, rows.labels))
-        logits_new, logits = outputs.logits.split(self.view_sizes(rows))
         terms = {}
         if len(new):
-            terms["incoming"] = masked_cross_entropy(logits_new, new, rows.extras["current"])
+            terms["incoming"] = masked_cross_entropy(outputs.logits[: len(new)], new, rows.extras["current"])
         if len(replayed):
-            self.count(logits.detach().float(), replayed)
-            each = F.cross_entropy(logits.float(), replayed, reduction="none")
-            weights = class_weights(self.network.sums)[replayed] if rows.extras["weighted"] else 1.0
+            each = F.cross_entropy(self.weighted_logits(outputs, rows), replayed, reduction="none")
+            sums = self.network.sums + self.pulls_and_pushes(outputs, rows)
+            weights = class_weights(sums)[replayed] if rows.extras["weighted"] else 1.0
             terms["replayed"] = self.config.options.buffer_weight * (weights * each).mean()
         return terms
 
-    def count(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds views to the sums of :func:`class_weights`. A class is pushed from its own first
-        view on.
+    def weighted_logits(self, outputs: Outputs, rows: Inputs) -> Tensor:
+        """The weighted set's logits, float32 at least, [V, K]; -inf for classes that have not
+        come.
         """
-        sums, p = self.network.sums, logits.softmax(1)
+        logits = outputs.logits[self.view_sizes(rows)[0] :]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.masked_fill(~rows.extras["known"], -torch.inf)
+
+    def pulls_and_pushes(self, outputs: Outputs, rows: Inputs) -> Tensor:
+        """What a step's views add to the sums of :func:`class_weights`, float32 [2, K]."""
+        p = self.weighted_logits(outputs, rows).detach().softmax(1)
+        labels = two_sets(rows, rows.labels)[1].repeat(2)
         own = labels[:, None] == torch.arange(self.classes, device=labels.device)
-        sums[0] += torch.where(own, 1 - p, 0).sum(0)
-        sums[1] += torch.where(own | (sums[0] == 0), 0, p).sum(0)
+        return torch.stack([torch.where(own, 1 - p, 0).sum(0), torch.where(own, 0, p).sum(0)])
+
+    def after_update(self, outputs: Outputs, rows: Inputs) -> None:
+        added = self.pulls_and_pushes(outputs, rows)
+        self.network.sums.add_(torch.where(self.model.latch.closed, 0, added))

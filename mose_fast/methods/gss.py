@@ -70,6 +70,7 @@ class GssOptions(BaselineOptions):
                 "weight_decay": 0.0,
                 "buffer_batch": 10,
                 "augment": "none",
+                "init": "default",
                 "iterations": 10,
                 "steps": "alternate",
             },

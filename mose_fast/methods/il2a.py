@@ -16,7 +16,7 @@ from mose_fast.device import upload
 from mose_fast.knobs import Search
 from mose_fast.losses.semantic_augmentation import class_statistics, semantic_augmentation
 from mose_fast.memory.exemplars import SELECTIONS
-from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.methods.exemplars import REPLAY_FROM, ExemplarLearner, ExemplarOptions
 from mose_fast.methods.model import Model
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
@@ -26,7 +26,8 @@ from mose_fast.ops.expert_losses import masked_cross_entropy
 __all__ = ["Il2a", "Il2aOptions"]
 
 _SOURCE = "Impression2805/IL2A"
-_RANGE = Search(1, 100, log=True, source="choice: a decade around the repository's 10")
+_RANGE = Search(0.1, 10, log=True, source="choice: a decade around ours, up to the repository's 10")
+_WEIGHT = f"choice: a tenth of {_SOURCE}'s 10, which holds a network of one pass to what it was"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Il2aOptions(ExemplarOptions):
     selection: str = knob(
         "random", "which images of a class become exemplars", f"choice; {_SOURCE}: none", choices=SELECTIONS
     )
+    replay_from: str = knob(
+        "all",
+        "tasks that replayed rows come from",
+        f"choice: else nothing lets a new class win against an old one; {_SOURCE}: no replay",
+        choices=REPLAY_FROM,
+    )
     temperature: float = knob(0.1, "what logits are divided by", _SOURCE, above=0)
     mixes: int = knob(4, "rounds of mixing incoming rows with others", _SOURCE, low=0)
     least_share: float = knob(
@@ -44,14 +51,21 @@ class Il2aOptions(ExemplarOptions):
     largest_task: int = knob(
         10, "classes of the largest task, which size the head of mixed classes", "10 classes a task, paper 5.1", low=2
     )
-    distillation: float = knob(10.0, "weight of the feature distillation", _SOURCE, low=0, search=_RANGE)
-    semantic: float = knob(10.0, "weight of the augmented class means", _SOURCE, low=0, search=_RANGE)
+    distillation: float = knob(1.0, "weight of the feature distillation", _WEIGHT, low=0, search=_RANGE)
+    semantic: float = knob(1.0, "weight of the augmented class means", _WEIGHT, low=0, search=_RANGE)
     ratio: float = knob(2.5, "how far class means are augmented by covariances", _SOURCE, low=0)
     replay: float = knob(
         1.0,
         "weight of the cross-entropy on replayed rows; with 0 none are drawn",
         f"choice; {_SOURCE}: 0, since it keeps no images",
         low=0,
+    )
+    brightness: float = knob(
+        0.0,
+        "largest change of a view's brightness, as a share; only with augment pad_crop",
+        f"{_SOURCE}: 63 / 255",
+        low=0,
+        below=1,
     )
     prototypes: int = knob(64, "class means drawn in a step", f"{_SOURCE}: its batch size, 64", low=1)
 
@@ -60,12 +74,30 @@ class Il2aOptions(ExemplarOptions):
     "il2a",
     options=Il2aOptions,
     presets={
-        "table": table_preset("the paper does not say how replay was added to a method without exemplars"),
-        "sources": sources_preset(f"{_SOURCE} @ 0f849f1: current_classes task", current_classes="task"),
+        "table": table_preset(
+            "the paper does not say how replay was added to a method without exemplars; the weights of its"
+            " distillation and of its class means are a tenth of the repository's"
+        ),
+        "sources": sources_preset(
+            f"{_SOURCE} @ 0f849f1: distillation 10, semantic 10, current_classes task, optimiser_per_task true",
+            distillation=10.0,
+            semantic=10.0,
+            current_classes="task",
+            optimiser_per_task=True,
+        ),
         # Its 101 epochs and a first task of 50 classes have no place here.
         "official": Preset(
             f"{_SOURCE} @ 0f849f1, its CIFAR-100 settings",
-            {"weight_decay": 2e-4, "augment": "pad_crop", "current_classes": "task", "replay": 0.0},
+            {
+                "weight_decay": 2e-4,
+                "optimiser_per_task": True,
+                "augment": "pad_crop",
+                "brightness": 63 / 255,
+                "current_classes": "task",
+                "distillation": 10.0,
+                "semantic": 10.0,
+                "replay": 0.0,
+            },
             batch=64,
         ),
     },
@@ -79,6 +111,8 @@ class Il2a(ExemplarLearner):
     of old classes by their covariances; here with replayed rows.
     """
 
+    needs_task: ClassVar[bool] = True
+
     # The augmented means need the classifier's float32 weights.
     uses_shadows: ClassVar[bool] = False
 
@@ -90,8 +124,8 @@ class Il2a(ExemplarLearner):
     def build_model(self) -> Model:
         model = super().build_model()
         size = model.network.feature_size
-        self.means = torch.zeros(self.classes, size, device=self.device)
-        self.covariances = torch.zeros(self.classes, size, size, device=self.device)
+        self.keep("means", torch.zeros(self.classes, size), written="tasks")
+        self.keep("covariances", torch.zeros(self.classes, size, size), written="tasks")
         return model
 
     def projection_head(self, feature_size: int) -> nn.Module:
@@ -188,12 +222,3 @@ class Il2a(ExemplarLearner):
                 found.append(self.model.forward(self.make_views(rows)).features[0].float())
             self.after_step()
         return torch.cat(found)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, values = super().state()
-        return tensors | {"il2a/means": self.means, "il2a/covariances": self.covariances}, values
-
-    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        super().load_state(tensors, values)
-        self.means.copy_(tensors["il2a/means"])
-        self.covariances.copy_(tensors["il2a/covariances"])

@@ -36,9 +36,10 @@ class RunningStatistics:
         parts = self.memory.split([size // 8 for size in sizes])
         for (module, name, buffer), part in zip(buffers, parts, strict=True):
             view = part.view(buffer.dtype)[: buffer.numel()].view(buffer.shape)
-            # As ``data``, each counts its own changes: autograd would otherwise take a change of
-            # one for a change of all.
-            setattr(module, name, view.copy_(buffer).data)
+            # Through DLPack, each is a tensor with a storage of its own. Otherwise, autograd would
+            # take a change of one for a change of all, and torch.compile and torch.save would
+            # refuse two dtypes in one storage.
+            setattr(module, name, torch.from_dlpack(view.copy_(buffer)))
         self._before = torch.empty_like(self.memory)
 
     @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,11 +17,10 @@ from mose_fast.config import knob
 from mose_fast.device import upload
 from mose_fast.knobs import Search
 from mose_fast.memory.exemplars import SELECTIONS
-from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.methods.exemplars import REPLAY_LOSS_SOURCE, REPLAY_LOSSES, ExemplarLearner, ExemplarOptions
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.nn.cosine import CosineClassifier, directions
-from mose_fast.ops.expert_losses import masked_cross_entropy
 
 __all__ = ["Lucir", "LucirOptions", "feature_distillation", "margin_ranking"]
 
@@ -33,9 +33,9 @@ class LucirOptions(ExemplarOptions):
 
     selection: str = knob("herding", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
     scale: float = knob(
-        1.0,
+        10.0,
         "initial scale of the cosines, which is learned",
-        f"{_SOURCE}; 10 as a choice, for logits that can become confident in one pass",
+        f"choice: Adam cannot leave 1 in one pass; {_SOURCE}: 1",
         above=0,
     )
     distillation: float = knob(
@@ -45,6 +45,7 @@ class LucirOptions(ExemplarOptions):
         low=0,
         search=Search(0.5, 50, log=True, source="choice: a decade around the repository's 5"),
     )
+    replay_loss: str = knob("two_means", "mean of the cross-entropy", REPLAY_LOSS_SOURCE, choices=REPLAY_LOSSES)
     ranking: float = knob(1.0, "weight of the margin ranking loss", _SOURCE, low=0)
     margin: float = knob(
         0.5,
@@ -86,14 +87,29 @@ def margin_ranking(cosines: Tensor, labels: Tensor, old: Tensor, new: Tensor, ri
     options=LucirOptions,
     presets={
         "table": table_preset(
-            "the scale of the cosines starts at 1 and reaches about 1.5 in a task of 500 steps, so that no logit"
-            " of 100 classes can become confident; for a fair comparison set scale to 10"
+            "the scale of the cosines starts at 10, the repository's at 1; new and old rows have a mean each, where the"
+            " repository has batches that are mostly new"
         ),
-        "sources": sources_preset(f"{_SOURCE} @ e5a90ae: current_classes task", current_classes="task"),
+        "sources": sources_preset(
+            f"{_SOURCE} @ e5a90ae: scale 1, replay_loss one_mean, current_classes task, optimiser_per_task true",
+            scale=1.0,
+            replay_loss="one_mean",
+            current_classes="task",
+            optimiser_per_task=True,
+        ),
         # A first task of 50 classes and 160 epochs have no place here.
         "official": Preset(
             f"{_SOURCE} @ e5a90ae, its CIFAR-100 settings",
-            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 5e-4, "augment": "pad_crop", "current_classes": "task"},
+            {
+                "optimiser": "sgd",
+                "lr": 0.1,
+                "weight_decay": 5e-4,
+                "optimiser_per_task": True,
+                "augment": "pad_crop",
+                "scale": 1.0,
+                "replay_loss": "one_mean",
+                "current_classes": "task",
+            },
             batch=128,
         ),
     },
@@ -146,8 +162,6 @@ class Lucir(ExemplarLearner):
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:
         weight = self.network.classifier1.weight
         before = weight.detach().clone()
-        if "fresh" in rows.extras:
-            self.imprint(rows)
         losses = super().train_on(rows)
         # Adam moves a row also where its gradient is zero, by its moments and by weight decay.
         kept = rows.extras["old"] | self.model.latch.closed
@@ -155,9 +169,22 @@ class Lucir(ExemplarLearner):
             weight.copy_(torch.where(kept[:, None], before, weight))
         return losses
 
-    def imprint(self, rows: Inputs) -> None:
-        """Points the weights of classes that come for the first time at the mean direction of
-        their features; they become as long as those of old classes on average.
+    def new_rows(self, rows: Inputs) -> AbstractContextManager:
+        new = super().new_rows(rows)
+        if "fresh" not in rows.extras:
+            return new
+        both = ExitStack()
+        both.enter_context(new)
+        values, imprinted = self.imprint(rows)
+        both.enter_context(self.model.renewed(imprinted, {self.network.classifier1.weight: values}))
+        return both
+
+    def imprint(self, rows: Inputs) -> tuple[Tensor, Tensor]:
+        """The weights of classes that come for the first time: the mean direction of their
+        features, as long as the weights of old classes on average.
+
+        Returns:
+            float32 [K, D], and bool [K], the classes that have rows.
         """
         weight, extras = self.network.classifier1.weight, rows.extras
         self.network.eval()
@@ -166,13 +193,12 @@ class Lucir(ExemplarLearner):
             classes = torch.arange(self.classes, device=weight.device)
             own = (classes[:, None] == rows.labels[: rows.sizes[0]]) & extras["fresh"][:, None]
             length = torch.where(extras["old"], weight.norm(dim=1), 0).sum() / extras["old"].sum()
-            imprinted = length * directions(own.float() @ directions(features))
-            weight.copy_(torch.where(own.any(1, keepdim=True), imprinted, weight))
+            return length * directions(own.float() @ directions(features)), own.any(1)
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         o, extras, features = self.config.options, rows.extras, outputs.features
         known, old = extras["known"], extras["old"]
-        terms = {"cross_entropy": masked_cross_entropy(outputs.logits, rows.labels, known)}
+        terms = self.cross_entropies(outputs, rows, known)
         if extras["distils"]:
             taught = self.teacher.outputs(rows.views).features
             terms["distillation"] = extras["weight"] * feature_distillation(features, taught)

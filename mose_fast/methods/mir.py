@@ -77,6 +77,7 @@ class MirOptions(BaselineOptions):
                 "candidates": 50,
                 "virtual_lr": None,
                 "augment": "none",
+                "init": "default",
                 "passes": "separate",
                 "replay_from": "others",
             },

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.backends.cuda import matmul
 from torch.func import functional_call
 
@@ -19,7 +19,7 @@ from mose_fast.methods.latch import Latch
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
 from mose_fast.optim import FlatAdam
 
-__all__ = ["Model", "first_difference", "padded_size", "set_precision"]
+__all__ = ["Model", "first_difference", "padded_size"]
 
 
 def padded_size(images: int, batch: int) -> int:
@@ -51,17 +51,6 @@ def first_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) 
     return text + (f" (and {more} more tensors differ)" if more else "")
 
 
-def set_precision(precision: str) -> None:
-    """Sets the process's switches so that fp32 means fp32, in the sums of products in bf16 too:
-    cuDNN's convolutions use TF32 (10 bits of mantissa) on their own, unlike PyTorch's matrix
-    products; and cuBLAS may round the partial sums of a product in bf16 to bf16 before it adds
-    them. PyTorch passes that on for single products, not for batched ones.
-    """
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    splits = matmul.allow_bf16_reduced_precision_reduction_split_k
-    matmul.allow_bf16_reduced_precision_reduction = False, splits
-
-
 class Model:
     """Takes optimiser steps, gives outputs, and is saved and restored. It knows neither memory nor
     tasks.
@@ -79,6 +68,8 @@ class Model:
         latch: Freezes both once a loss is not finite.
         leaves: For each parameter, in order, the tensor that forward passes use and whose ``grad``
             the optimiser reads: the parameter, or its bf16 copy if the optimiser keeps one.
+        first_rows: The first values of parameters with a row for each class, [K, ...], as far as
+            the learner wants :meth:`renewed` to have them.
     """
 
     def __init__(
@@ -96,18 +87,27 @@ class Model:
         self._views, self._precision, self._batch = views, precision, evaluation_batch
         self._device = next(network.parameters()).device
         self._weight = 1.0
+        self.first_rows: dict[nn.Parameter, Tensor] = {}
         # The loss's own gradient, made once.
         self._one = torch.ones((), device=self._device)
         self.leaves = optimiser.leaves if isinstance(optimiser, FlatAdam) else list(network.parameters())
         self._shadowed = isinstance(optimiser, FlatAdam) and any(shadow is not None for shadow in optimiser.shadows)
+        self._built_with = self._numbers()
 
     @contextmanager
     def precise(self) -> Iterator[None]:
-        """Makes fp32 mean fp32 (:func:`set_precision`), and leaves the switches as they were."""
+        """Makes fp32 mean fp32, in the sums of products in bf16 too, and leaves the switches of the
+        process as they were.
+
+        cuDNN's convolutions use TF32 (10 bits of mantissa) on their own, unlike PyTorch's matrix
+        products; and cuBLAS may round the partial sums of a product in bf16 to bf16 before it adds
+        them. PyTorch passes that on for single products, not for batched ones.
+        """
         tf32 = torch.backends.cudnn.allow_tf32
         rounds = matmul.allow_bf16_reduced_precision_reduction
         splits = matmul.allow_bf16_reduced_precision_reduction_split_k
-        set_precision(self._precision)
+        torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
+        matmul.allow_bf16_reduced_precision_reduction = False, splits
         try:
             yield
         finally:
@@ -189,6 +189,41 @@ class Model:
             after_part()
         return torch.cat(features, 1), torch.cat(logits, 1)
 
+    @contextmanager
+    def renewed(self, rows: Tensor, values: Mapping[nn.Parameter, Tensor] | None = None) -> Iterator[None]:
+        """A context of one step, before which rows of some parameters start anew, with zero
+        moments. If the step is not taken, all is as before.
+
+        The host asks the device for nothing, so this can be part of a captured graph.
+
+        Args:
+            rows: bool [K], the rows that start anew.
+            values: What they start from, for each parameter a tensor of its shape, [K, ...]; None:
+                :attr:`first_rows`.
+        """
+        before = []
+        with torch.no_grad():
+            for parameter, new_values in (self.first_rows if values is None else values).items():
+                mask = rows.reshape(-1, *(1,) * (parameter.dim() - 1))
+                moments = [m for m in self.optimiser.state.get(parameter, {}).values() if m.shape == parameter.shape]
+                for tensor, new in [(parameter, new_values), *((moment, 0) for moment in moments)]:
+                    before.append((tensor, tensor.detach().clone()))
+                    tensor.copy_(torch.where(mask, new, tensor))
+            self.weights_were_set()
+        yield
+        with torch.no_grad():
+            for tensor, old in before:
+                tensor.copy_(torch.where(self.latch.closed, old, tensor))
+            self.weights_were_set()
+
+    def forget_moments(self) -> None:
+        """Sets the optimiser's moments and counts of steps to zero, as a new one has them; not once
+        the latch is closed.
+        """
+        for moments in self.optimiser.state.values():
+            for tensor in moments.values():
+                tensor.masked_fill_(~self.latch.closed.to(tensor.device), 0)
+
     def weights_were_set(self) -> None:
         """Call this after parameters were changed by anything but a step: it renews the bf16 copies
         of the weights.
@@ -220,8 +255,22 @@ class Model:
                 tensors[f"adam/{part}/{name}"] = value
         return tensors
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Restores the result of :meth:`state`, and opens the latch.
+    def changed_numbers(self) -> list[dict[str, float]]:
+        """The numbers of the optimiser's groups, such as the learning rate, that the method has
+        changed since it was built.
+        """
+        pairs = zip(self._numbers(), self._built_with, strict=True)
+        return [{name: value for name, value in now.items() if value != before[name]} for now, before in pairs]
+
+    def _numbers(self) -> list[dict[str, float]]:
+        # FlatAdam has its learning rate in a tensor.
+        return [
+            {name: float(value) for name, value in group.items() if name == "lr" or type(value) in (int, float)}
+            for group in self.optimiser.param_groups
+        ]
+
+    def load(self, tensors: dict[str, Tensor], changed: Sequence[Mapping[str, float]] = ()) -> None:
+        """Restores the results of :meth:`state` and :meth:`changed_numbers`, and opens the latch.
 
         Raises:
             ValueError: The state belongs to another network.
@@ -245,7 +294,11 @@ class Model:
                     raise ValueError(f"{names[part]} has shape {list(value.shape)}; wanted {list(parameter.shape)}")
             if parts:
                 moments[position] = parts
-        self.optimiser.load_state_dict({"state": moments, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        groups = self.optimiser.state_dict()["param_groups"]
+        all_changed = changed or [{}] * len(groups)
+        for group, built_with, numbers in zip(groups, self._built_with, all_changed, strict=True):
+            group |= built_with | numbers
+        self.optimiser.load_state_dict({"state": moments, "param_groups": groups})
         self.latch.open()
 
     def weights_hash(self) -> str:

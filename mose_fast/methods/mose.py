@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from mose_fast.augment.views import padded
 from mose_fast.config import MOSE_PRESETS, MoseOptions, RunConfig
 from mose_fast.device import upload
 from mose_fast.losses import ExpertLosses
-from mose_fast.methods.base import Learner, Planning
+from mose_fast.methods.base import Learner, Planning, class_mask
 from mose_fast.methods.mose_rows import Composition, StepPlan, StepRows, StepViews, Targets
 from mose_fast.methods.prepared import ViewsToCome
 from mose_fast.methods.registry import Preset, method
@@ -56,9 +56,8 @@ class Mose(Learner):
         self.losses = ExpertLosses(config.options)
         if self.shadowed:
             self.views.dtype = torch.bfloat16  # as the network reads them
-        # The mask of the current classes, and the classes that it holds.
-        self._mask: Tensor | None = None
-        self._masked: list[int] = []
+        # A new one is made only where the classes have changed, and none is ever written to again.
+        self._mask_of = lru_cache(maxsize=1)(partial(class_mask, self.classes, self.device))
 
     def build_network(self) -> ExpertNetwork:
         o = self.config.options
@@ -91,7 +90,7 @@ class Mose(Learner):
             if o.per_class_cap is not None:
                 wanted = min(wanted, o.per_class_cap * len(self.seen))
             old = self.memory.draw(wanted, others=self.task) if o.replay_from == "others" else self.memory.draw(wanted)
-            mask = self._mask_of(current)
+            mask = self._mask_of(tuple(current))
         m = self.memory
         images = torch.cat([x, m.images[extra], x[:copies], m.images[old]])
         labels = torch.cat([y, m.labels[extra], y[:copies], m.labels[old]])
@@ -182,12 +181,3 @@ class Mose(Learner):
             terms = self.losses(outputs, *targets)
             reported = self.model.minimise(terms.sum())
         return {"loss": reported, **dict(zip(_PARTS, terms.detach().sum(0).unbind(), strict=True))}
-
-    def _mask_of(self, classes: list[int]) -> Tensor:
-        """bool [K] on the device.
-
-        A new one is made only where the classes have changed, and none is ever written to again.
-        """
-        if self._mask is None or self._masked != classes:
-            self._mask, self._masked = self.mask(classes), list(classes)
-        return self._mask

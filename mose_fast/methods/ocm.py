@@ -25,7 +25,9 @@ __all__ = ["Ocm"]
     presets={
         "table": table_preset(),
         "sources": sources_preset("gydpku/OCM @ 7be9dfe: beta2 0.99", beta2=0.99),
-        "official": Preset("gydpku/OCM @ 7be9dfe, which has the shared augmentation", {"beta2": 0.99}),
+        "official": Preset(
+            "gydpku/OCM @ 7be9dfe, which has the shared augmentation", {"beta2": 0.99, "init": "default"}
+        ),
     },
     year=2022,
     reference="Online Continual Learning through Mutual Information Maximization, Guo et al., ICML 2022",

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,7 +58,9 @@ class OnProOptions(RotatedOptions):
     presets={
         "table": table_preset("its repository's learning rate is 5e-4"),
         "sources": sources_preset("weilllllls/OnPro @ a92f8ae: beta2 0.99", beta2=0.99),
-        "official": Preset("weilllllls/OnPro @ a92f8ae, its settings for CIFAR-100", {"lr": 5e-4, "beta2": 0.99}),
+        "official": Preset(
+            "weilllllls/OnPro @ a92f8ae, its settings for CIFAR-100", {"lr": 5e-4, "beta2": 0.99, "init": "default"}
+        ),
     },
     year=2023,
     reference="Online Prototype Learning, Wei et al., ICCV 2023",
@@ -76,25 +77,20 @@ class OnPro(RotatedLearner):
 
     def build_network(self) -> ExpertNetwork:
         network = super().build_network()
-        # With batch norm's statistics, so that a step that is not taken leaves them as they were.
+        # Part of the network's state, as batch norm's statistics are.
         size = self.projection_size(network.feature_size)
         network.register_buffer("prototypes", torch.zeros(self.classes, size))
         return network
-
-    def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
-        super().begin_task(task, classes)
-        self.data.own["steps_of_task"] = 0
 
     def plan(self, x: Tensor, y: Tensor) -> Rows:
         """Incoming rows; replayed ones, from a task's second step on mixed; those that prototypes
         are computed of.
         """
-        self.data.own["steps_of_task"] += 1
         if self.alone:
             return self.rows(x, y, y[:0], self.memory.draw(self.config.options.buffer_batch))
         drawn = self.retrieve(x, y)
         rows = self.rows(x, y, drawn, drawn)
-        return self.mixed(rows) if self.data.own["steps_of_task"] > 1 and len(drawn) else rows
+        return self.mixed(rows) if self.data.task_step > 1 and len(drawn) else rows
 
     def rehearsal(self, slots: Tensor) -> Rows:
         none = slots[:0]
@@ -146,7 +142,7 @@ class OnPro(RotatedLearner):
         o, offsets = self.config.options, rows.extras["offsets"]
         incoming, replayed, seen = rows.sizes
         count, (contrasted, of_seen, _) = incoming + replayed, self.view_sizes(rows)
-        y, y_replayed, y_seen = rows.labels.split(rows.sizes)
+        y, y_replayed, _ = rows.labels.split(rows.sizes)
         logits = outputs.logits[contrasted + of_seen :].float()
         terms = {}
         if incoming:
@@ -166,8 +162,18 @@ class OnPro(RotatedLearner):
         else:
             terms["cross_entropy"] = F.cross_entropy(logits, y)
         if seen:
-            z = outputs.projections[contrasted : contrasted + of_seen].unflatten(0, (2, seen))
-            means = class_means(z, y_seen, self.classes)
-            self.network.prototypes.copy_(means.detach().mean(0))
-            terms["seen_prototypes"] = prototype_loss(means, o.prototype_temperature)
+            terms["seen_prototypes"] = prototype_loss(self.means_seen(outputs, rows), o.prototype_temperature)
         return terms
+
+    def means_seen(self, outputs: Outputs, rows: Inputs) -> Tensor:
+        """The classes' means over each view of the rows that prototypes are computed of,
+        float32 [2, K, P].
+        """
+        contrasted, of_seen, _ = self.view_sizes(rows)
+        z = outputs.projections[contrasted : contrasted + of_seen].unflatten(0, (2, -1))
+        return class_means(z, rows.labels[len(rows.labels) - rows.sizes[2] :], self.classes)
+
+    def after_update(self, outputs: Outputs, rows: Inputs) -> None:
+        if rows.sizes[2]:
+            found, kept = self.means_seen(outputs, rows).detach().mean(0), self.network.prototypes
+            kept.copy_(torch.where(self.model.latch.closed, kept, found))

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -25,7 +27,23 @@ from mose_fast.config import (
 )
 from mose_fast.methods.base import Learner
 
-__all__ = ["METHODS", "About", "Preset", "find_method", "method", "method_names", "warn_of_other_protocol"]
+__all__ = [
+    "METHODS",
+    "About",
+    "Preset",
+    "check_unchanged",
+    "find_method",
+    "method",
+    "method_changes",
+    "method_files",
+    "method_names",
+    "warn_of_other_protocol",
+]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+# What the names of modules begin with that were imported from a method's file.
+_FROM_FILE = "mose_fast_outside_"
 
 
 @dataclass(frozen=True)
@@ -55,12 +73,14 @@ class About:
         cost: Cost of a step relative to ER's, which is 74 images forward and backward; a forward
             pass alone counts a third.
         presets: Presets by name; the first is the default.
+        files: Hashes of the method's own files as they were imported, see :func:`method_files`.
     """
 
     year: int
     reference: str
     cost: float
     presets: Mapping[str, Preset]
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 #: Every method by name.
@@ -93,7 +113,7 @@ def method(
             raise ConfigError(
                 f"method {name!r} is already registered, by {METHODS[name].__module__}.{METHODS[name].__qualname__}"
             )
-        learner.about = About(year, reference, cost, presets)
+        learner.about = About(year, reference, cost, presets, _files_now(learner))
         METHODS[name] = learner
         METHOD_SETTINGS[name] = MethodSettings(options, {preset: values.changes for preset, values in presets.items()})
         return learner
@@ -113,6 +133,11 @@ def check_learner(learner: Any, owner: str) -> None:
         raise ConfigError(
             f"{owner} is {learner!r}{lacks}; wanted a subclass of mose_fast.methods.Learner or of one of its subclasses"
         )
+    if learner.state is not Learner.state:
+        raise ConfigError(
+            f"{owner} defines state(), which only copies; wanted self.keep(NAME, TENSOR OR MODULE) in"
+            f" {learner.__qualname__}.__init__ for what else a checkpoint must hold"
+        )
     if inspect.isabstract(learner):
         raise ConfigError(
             f"{owner} lacks {', '.join(sorted(learner.__abstractmethods__))}; wanted {learner.__qualname__} to"
@@ -129,12 +154,97 @@ def find_method(name: str) -> type[Learner] | None:
     """
     if name in METHODS:
         return METHODS[name]
-    path, _, attribute = name.rpartition(":")
+    path, _, attribute = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     if path.endswith(".py"):
         return _from_file(name, Path(path), attribute)
     for entry in entry_points(group=ENTRY_POINTS, name=name):
         return _from_entry_point(entry)
     return None
+
+
+def method_files(learner: type[Learner]) -> Mapping[str, str]:
+    """The files outside this package that a method is made of: those of its class and its base
+    classes, and what these import from their own folder.
+
+    Returns:
+        16 hex digits of each file's SHA-256, as it was when the class was entered, by name; empty
+        for this package's methods and for a class that was defined interactively.
+    """
+    about = vars(learner).get("about")
+    return _files_now(learner) if about is None else about.files
+
+
+def check_unchanged(learner: type[Learner]) -> None:
+    """Refuses a method whose files were edited since this process imported them: the old code would
+    run.
+
+    Raises:
+        ConfigError: The message names the files.
+    """
+    if edited := method_changes(method_files(learner), _files_now(learner)):
+        raise ConfigError(
+            f"the files of method {learner.__qualname__} were edited after this process had imported them ({edited});"
+            " restart Python to use them as they are"
+        )
+
+
+def method_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What differs between two results of :func:`method_files`, in words; empty if nothing does."""
+    return ", ".join(
+        f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')} now"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    )
+
+
+def _files_now(learner: type[Learner]) -> dict[str, str]:
+    found: dict[Path, str] = {}
+    for kind in learner.__mro__:
+        module = sys.modules.get(kind.__module__)
+        file = getattr(module, "__file__", None)
+        if file is None or kind.__module__ in sys.stdlib_module_names:
+            continue
+        path = Path(file).resolve()
+        if path.is_file() and not path.is_relative_to(_PACKAGE):
+            found = _imported(path, module.__name__) | found
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path, name in sorted(found.items())}
+
+
+def _imported(path: Path, module: str) -> dict[Path, str]:
+    """A module's file and all that it imports from its own folder, or a package's from its root,
+    with their names there. Imports are read, not made.
+    """
+    importable = not module.startswith(_FROM_FILE) and module != "__main__"
+    root = path.parents[module.count(".") + (path.name == "__init__.py") if importable else 0]
+    found: dict[Path, str] = {}
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file in found or not file.is_file() or file.is_relative_to(_PACKAGE):
+            continue
+        found[file] = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.name
+        if not {"site-packages", "dist-packages"} & set(root.parts):  # where others have installed theirs
+            waiting += _named_by(file, root)
+    return found
+
+
+def _named_by(file: Path, root: Path) -> list[Path]:
+    """The files that would hold the modules which a file imports, if they are its own."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):
+        return []  # What cannot be imported is no part of a method that was.
+    places = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            places += [root.joinpath(*alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = root if node.level == 0 else file.parents[node.level - 1]
+            owner = start.joinpath(*(node.module or "").split("."))
+            places += [owner, *(owner / alias.name for alias in node.names)]
+    places += [above for place in places for above in place.parents]
+    inside = [place for place in dict.fromkeys(places) if root in place.parents]
+    return [path for place in inside for path in (place.with_name(f"{place.name}.py"), place / "__init__.py")]
 
 
 def method_names() -> list[str]:
@@ -165,8 +275,11 @@ def warn_of_other_protocol(config: RunConfig) -> None:
 
 def _from_file(name: str, path: Path, attribute: str) -> type[Learner]:
     if not path.is_file():
-        raise ConfigError(f"method is {name!r}, but there is no file {path}")
-    module_name = f"mose_fast_outside_{path.resolve().as_posix()}"
+        raise ConfigError(
+            f"method is {name!r}, but there is no file {path}; put it there, or name it where it is:"
+            " path/to/file.py:Name"
+        )
+    module_name = f"{_FROM_FILE}{path.resolve().as_posix()}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, path)
@@ -182,9 +295,15 @@ def _from_file(name: str, path: Path, attribute: str) -> type[Learner]:
                 f"method is {name!r}, but {path} cannot be imported: {type(error).__name__}: {error}"
             ) from error
     if not hasattr(module, attribute):
-        classes = [
-            key for key, value in vars(module).items() if isinstance(value, type) and value.__module__ == module_name
-        ]
+        own = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module_name
+        }
+        classes = [key for key, value in own.items() if issubclass(value, Learner)] or [*own]
+        if not attribute:
+            wanted = " or ".join(f"{path}:{key}" for key in classes or ["Name"])
+            raise ConfigError(f"method is {name!r}, without the name of its class; wanted {wanted}")
         raise ConfigError(f"method is {name!r}, but {path} has no {attribute!r}{near_matches(attribute, classes)}")
     return _under_another_name(name, getattr(module, attribute))
 

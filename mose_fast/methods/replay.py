@@ -5,6 +5,7 @@ pass (docs/specification/baselines.md sections 0.2 and 0.3).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.augment.pad_crop import pad_crop
-from mose_fast.config import LEARNING_RATES, RECIPES, WEIGHT_DECAYS, ReplayOptions, knob
+from mose_fast.config import LEARNING_RATES, RECIPES, WEIGHT_DECAYS, ConfigError, ReplayOptions, knob, shown
 from mose_fast.methods.base import Learner, Planning
+from mose_fast.methods.hooks import are_plain, are_scalars, are_slots, are_views, check_returned
 from mose_fast.methods.model import Model
 from mose_fast.methods.prepared import ViewsToCome
 from mose_fast.methods.registry import Preset
@@ -83,11 +85,9 @@ class BaselineOptions(ReplayOptions):
         choices={"linear": "", "ncm": "nearest class mean"},
     )
     optimiser: str = knob(
-        "adam",
-        "optimiser",
-        "paper 5.1: Adam for all; repositories: SGD",
-        choices={"adam": "", "sgd": "without momentum"},
+        "adam", "optimiser", "paper 5.1: Adam for all; repositories: SGD", choices={"adam": "", "sgd": ""}
     )
+    momentum: float = knob(0.0, "momentum of SGD", "paper 5.1: Adam; repositories: most have none", low=0, below=1)
     passes: str = knob(
         "joint",
         "how sets of rows pass the network",
@@ -186,8 +186,17 @@ class ReplayLearner(Learner):
 
     def build_model(self) -> Model:
         model = super().build_model()
-        how = {"training": self.teacher_mode == "train", "precision": self.precision.name, "shadowed": self.shadowed}
-        self.teacher = None if self.teacher_mode is None else Teacher(model.network, **how)
+        head = model.network.classifier1.parameters()
+        model.first_rows = {p: p.detach().clone() for p in head if p.dim() and len(p) == self.classes}
+        if self.teacher_mode is None:
+            self.teacher = None
+            return model
+        if self.teacher_mode not in ("eval", "train"):
+            raise ConfigError(
+                f"{type(self).__qualname__}.teacher_mode is {shown(self.teacher_mode)}; wanted 'eval', 'train' or None"
+            )
+        how = {"training": self.teacher_mode == "train", "precision": self.precision, "shadowed": self.shadowed}
+        self.keep("teacher", Teacher(model.network, **how), written="tasks")
         return model
 
     def build_network(self) -> ExpertNetwork:
@@ -211,11 +220,17 @@ class ReplayLearner(Learner):
 
     def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
         o = self.config.options
-        if o.optimiser == "sgd":
-            # As with Adam, PyTorch's fused one can skip a step without the host knowing.
-            fused = True if self.reads_losses_late else None
-            return torch.optim.SGD(network.parameters(), lr=o.lr, weight_decay=o.weight_decay, fused=fused)
-        return super().build_optimiser(network)
+        if o.optimiser == "adam":
+            return super().build_optimiser(network)
+        # As with Adam, PyTorch's fused one can skip a step without the host knowing.
+        fused = True if self.reads_losses_late else None
+        settings = {"lr": o.lr, "momentum": o.momentum, "weight_decay": o.weight_decay}
+        optimiser = torch.optim.SGD(network.parameters(), **settings, fused=fused)
+        if o.momentum:
+            # Zero is where the first step starts from, and no later step makes tensors.
+            for parameter in network.parameters():
+                optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimiser
 
     # Rows
 
@@ -231,11 +246,29 @@ class ReplayLearner(Learner):
 
     def rows(self, x: Tensor, y: Tensor, *sets: Tensor) -> Rows:
         """The rows of a step: incoming rows and sets of memory slots."""
+        end, hook = self.memory.slots_end, "retrieve" if type(self).plan is ReplayLearner.plan else "plan"
+        for chosen in sets:
+            fits = are_slots(chosen, 0, end)
+            check_returned(self, hook, chosen, fits, f"filled slots of the memory, int64 [n] in 0 ... {end - 1}")
         slots = torch.cat(sets)
-        images = torch.cat([x, self.memory.images[slots]])
-        labels = torch.cat([y, self.memory.labels[slots]])
+        replayed, their_labels = self.memory.gather(slots)
+        images, labels = torch.cat([x, replayed]), torch.cat([y, their_labels])
         sizes = (len(x), *map(len, sets))
-        return Rows(images, labels, sizes, slots, self.data.sequence, self.extras(labels, sizes))
+        extras = self.extras(labels, sizes)
+        check_returned(self, "extras", extras, are_plain(extras), "tensors and plain values by name")
+        new = self.new_classes() if self.hides_unseen and len(x) else []
+        if new:
+            extras["new"] = self.mask(new)
+        return Rows(images, labels, sizes, slots, self.data.sequence, extras)
+
+    def new_classes(self) -> list[int]:
+        """The classes that losses may use from this plan on, and that no earlier plan had."""
+        had = self.data.own.get("had", [])
+        known = self.data.known_classes(getattr(self.config.options, "current_classes", "seen"))
+        new = [c for c in known if c not in had]
+        self.data.own["had"] = had + new
+        # Before the first plan nothing was trained, so that nothing need start anew.
+        return new if had else []
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
         """What :meth:`losses` reads beside rows and outputs, by name, as ``rows.extras``: tensors
@@ -257,10 +290,17 @@ class ReplayLearner(Learner):
         return self.rows(self.memory.images[none], self.memory.labels[none], *empty, slots)
 
     def inputs(self, plan: Rows, stored: Tensor | None = None) -> Inputs | ViewsToCome:
+        wanted = "Rows, as self.rows(x, y, slots) makes them, or None"
+        check_returned(self, "plan or rehearsal", plan, isinstance(plan, Rows), wanted)
         inputs = Inputs(None, plan.labels, plan.sizes, plan.slots, stored, plan.extras)
         if self.views.apart:
-            return ViewsToCome(partial(self.make_views, plan), _with_views, inputs)
-        return _with_views(self.make_views(plan), inputs)
+            return ViewsToCome(partial(self._made_views, plan), _with_views, inputs)
+        return _with_views(self._made_views(plan), inputs)
+
+    def _made_views(self, plan: Rows) -> Tensor:
+        views = self.make_views(plan)
+        check_returned(self, "make_views", views, are_views(views), "normalised views, float [V, 3, H, W]")
+        return views
 
     def describe(self, plan: Rows) -> str:
         incoming, *replayed = plan.sizes
@@ -270,20 +310,34 @@ class ReplayLearner(Learner):
 
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:
         separate = self.config.options.passes == "separate"
-        with self.model.step():
+        with self.new_rows(rows), self.model.step():
             sizes = self.view_sizes(rows)
+            enough = sum(sizes) <= len(rows.views)
+            check_returned(self, "make_views", rows.views, enough, f"the {sum(sizes)} views of view_sizes, {sizes}")
             views = rows.views[: sum(sizes)]
             parts = views.split(sizes) if separate else [views]
             outputs = [self.forward(part) for part in parts if len(part)]
             joined = outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
             terms = self.losses(joined, rows)
+            fits = are_scalars(terms) and any(term.requires_grad for term in terms.values())
+            check_returned(self, "losses", terms, fits, "floating-point scalars of the outputs by name, at least one")
             loss = self.model.minimise(torch.stack(list(terms.values())).sum())
         self.after_update(joined, rows)
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
+    def new_rows(self, rows: Inputs) -> AbstractContextManager:
+        """A context of the step, at whose start the classifier's rows of new classes start anew.
+
+        No loss has moved them so far, but weight decay has: Adam divides it by the root of its own
+        second moment, and so takes them to zero within fifty steps.
+        """
+        new = rows.extras.get("new")
+        return nullcontext() if new is None else self.model.renewed(new)
+
     def after_update(self, outputs: Outputs, rows: Inputs) -> None:
-        """Called after the update, with the outputs before it, for what a step keeps elsewhere than
-        in the model. It must change nothing where ``self.model.latch.closed``.
+        """Called after the update, with the outputs before it, for what a step changes beside the
+        model. What is not kept (:meth:`keep`) it must leave alone where
+        ``self.model.latch.closed``.
         """
 
     def make_views(self, rows: Rows) -> Tensor:
@@ -294,7 +348,8 @@ class ReplayLearner(Learner):
         """
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
-            cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored)
+            brightness = getattr(self.config.options, "brightness", 0.0)
+            cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored, brightness=brightness)
             return self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
         return self.views.augmented(rows.images, seed, rows.sequence)
 
@@ -327,16 +382,5 @@ class ReplayLearner(Learner):
 
     def on_task_end(self) -> None:
         super().on_task_end()
-        if self.teacher is not None:
+        if self.teacher is not None and not self.diverged:
             self.teacher.take(self.network)
-
-    # State
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, values = super().state()
-        return tensors | ({} if self.teacher is None else self.teacher.tensors()), values
-
-    def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        super().load_state(tensors, values)
-        if self.teacher is not None:
-            self.teacher.load(tensors)

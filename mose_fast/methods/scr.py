@@ -56,7 +56,14 @@ class ScrOptions(BaselineOptions):
         # Images are normalised here, which that repository leaves out: its networks see [0, 1].
         "official": Preset(
             "RaptorMai/online-continual-learning, the command in its README",
-            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 0.0, "buffer_batch": 100, "passes": "separate"},
+            {
+                "optimiser": "sgd",
+                "lr": 0.1,
+                "weight_decay": 0.0,
+                "buffer_batch": 100,
+                "init": "default",
+                "passes": "separate",
+            },
         ),
     },
     year=2021,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mose_fast.config import knob
 from mose_fast.device import upload
-from mose_fast.methods.exemplars import TEMPERATURES, ExemplarLearner, ExemplarOptions
+from mose_fast.methods.exemplars import REPLAY_LOSSES, TEMPERATURES, ExemplarLearner, ExemplarOptions
 from mose_fast.methods.registry import Preset, method
 from mose_fast.methods.replay import Inputs, Outputs, sources_preset, table_preset
 from mose_fast.ops.expert_losses import masked_cross_entropy
@@ -25,6 +25,12 @@ class SsilOptions(ExemplarOptions):
     """Switches of SS-IL."""
 
     temperature: float = knob(2.0, "temperature of the distillation", "SS-IL", above=0, search=TEMPERATURES)
+    replay_loss: str = knob(
+        "two_means",
+        "mean of the cross-entropies",
+        "pclucas14/AML, its port for streams: two_means; SS-IL: one_mean, of 128 new and 32 old rows",
+        choices=REPLAY_LOSSES,
+    )
 
 
 def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temperature: float) -> Tensor:
@@ -50,15 +56,24 @@ def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temp
     "ssil",
     options=SsilOptions,
     presets={
-        "table": table_preset(),
+        "table": table_preset("new and old rows have a mean each, as in pclucas14/AML's port for streams"),
         "sources": sources_preset(
-            "hongjoon0805/SS-IL-Official @ 8c32381: passes joint, selection first, temperature 2, current_classes task",
+            "hongjoon0805/SS-IL-Official @ 8c32381: passes joint, selection first, temperature 2, replay_loss one_mean,"
+            " current_classes task",
+            replay_loss="one_mean",
             current_classes="task",
         ),
-        # Its momentum and its division of the learning rate by the number of tasks are left out.
+        # Its division of the learning rate by the number of tasks is left out.
         "official": Preset(
             "hongjoon0805/SS-IL-Official @ 8c32381, its ImageNet settings",
-            {"optimiser": "sgd", "lr": 0.1, "weight_decay": 1e-4, "buffer_batch": 32, "current_classes": "task"},
+            {
+                "optimiser": "sgd",
+                "lr": 0.1,
+                "weight_decay": 1e-4,
+                "buffer_batch": 32,
+                "replay_loss": "one_mean",
+                "current_classes": "task",
+            },
             batch=128,
         ),
     },
@@ -95,14 +110,14 @@ class Ssil(ExemplarLearner):
         }
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
-        """The cross-entropy is one mean over all rows."""
-        logits, total = outputs.logits.split(rows.sizes), len(rows.labels)
+        logits, pooled = outputs.logits.split(rows.sizes), self.config.options.replay_loss == "one_mean"
         terms = {}
         for name, mask, part, y in zip(
             ("incoming", "replayed"), ("current", "old"), logits, rows.labels.split(rows.sizes), strict=True
         ):
             if len(y):
-                terms[name] = len(y) / total * masked_cross_entropy(part, y, rows.extras[mask])
+                weight = len(y) / len(rows.labels) if pooled else 1.0
+                terms[name] = weight * masked_cross_entropy(part, y, rows.extras[mask])
         if rows.extras["distils"]:
             taught = self.teacher.outputs(rows.views).logits
             temperature = self.config.options.temperature

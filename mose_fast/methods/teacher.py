@@ -7,8 +7,11 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mose_fast.config import ConfigError, RunConfig, shown
+from mose_fast.device import Choice
+from mose_fast.knobs import settings_of
 from mose_fast.methods.latch import RunningStatistics
 from mose_fast.nn import ExpertNetwork
 
@@ -25,7 +28,7 @@ class Outputs(NamedTuple):
     projections: Tensor
 
 
-class Teacher:
+class Teacher(nn.Module):
     """A frozen copy of a learner's network. Its tensors never move, so that a captured step may
     read them.
 
@@ -33,20 +36,34 @@ class Teacher:
         network: The learner's network, on its device, in channels_last, with its kernels.
         training: Whether batch norm uses the statistics of the batch, as in training. The copy's
             running statistics stay as they are.
-        precision: The run's precision; ``bf16`` runs under autocast as the learner's network does.
+        precision: The run's precision, or the learner's choice of one; ``bf16`` runs under autocast
+            as the learner's network does.
         shadowed: Whether weights of more than one dimension are kept in bf16, as the learner's
             optimiser keeps copies of them.
 
     Attributes:
         network: The copy.
         present: Whether a network was taken; until then the copy means nothing.
+
+    Raises:
+        ConfigError: There is no such precision.
     """
 
     def __init__(
-        self, network: ExpertNetwork, *, training: bool = False, precision: str = "fp32", shadowed: bool = False
+        self,
+        network: ExpertNetwork,
+        *,
+        training: bool = False,
+        precision: str | Choice = "fp32",
+        shadowed: bool = False,
     ) -> None:
+        super().__init__()
+        name = precision.name if isinstance(precision, Choice) else precision
+        known = [choice for choice in settings_of(RunConfig)["precision"].choices if choice != "auto"]
+        if name not in known:
+            raise ConfigError(f"precision is {shown(name)}; wanted one of {', '.join(known)}")
         self.network = copy.deepcopy(network).requires_grad_(False).train(training)
-        self._half = precision == "bf16"
+        self._half = name == "bf16"
         self._statistics = RunningStatistics(self.network)
         self._undone = torch.ones((), dtype=torch.bool, device=next(network.parameters()).device)
         self.present = False
@@ -76,23 +93,9 @@ class Teacher:
             outputs = self.network(views.contiguous(memory_format=torch.channels_last))
         return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
 
-    # State
+    def get_extra_state(self) -> Tensor:
+        """``present``, for the ``state_dict``."""
+        return torch.tensor(self.present)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors that a checkpoint must contain; none before the first :meth:`take`."""
-        if not self.present:
-            return {}
-        return {f"teacher/{name}": tensor for name, tensor in self.network.state_dict().items()}
-
-    @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Copies the result of :meth:`tensors`, which may be among other tensors, in place.
-
-        Raises:
-            ValueError: A tensor of the teacher is missing.
-        """
-        self.present = any(name.startswith("teacher/") for name in tensors)
-        for name, own in self.tensors().items():
-            if name not in tensors:
-                raise ValueError(f"{name} is missing; wanted the state of a learner with this teacher")
-            own.copy_(tensors[name])
+    def set_extra_state(self, state: Tensor) -> None:
+        self.present = bool(state)

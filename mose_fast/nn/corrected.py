@@ -4,8 +4,37 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-__all__ = ["CorrectedLinear"]
+__all__ = ["CorrectedLinear", "fit_correction"]
+
+# Where the loss falls for ever, as with images that are all told apart, the fit ends here.
+_FIT_STEPS = 100
+
+
+def fit_correction(logits: Tensor, labels: Tensor, newest: Tensor, shift_penalty: float) -> tuple[float, float]:
+    """Scale and shift of the newest classes' logits that minimise the mean cross-entropy plus half
+    of ``shift_penalty`` times the squared shift, a convex function of both (BiC). They are found by
+    L-BFGS in float64.
+
+    Args:
+        logits: float [N, K].
+        labels: int64 [N].
+        newest: bool [K].
+        shift_penalty: At least 0.
+    """
+    logits, numbers = logits.double(), torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    search = torch.optim.LBFGS([numbers], max_iter=_FIT_STEPS, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        corrected = torch.where(newest, numbers[0] * logits + numbers[1], logits)
+        value = F.cross_entropy(corrected, labels) + shift_penalty / 2 * numbers[1] ** 2
+        (numbers.grad,) = torch.autograd.grad(value, [numbers])
+        return value
+
+    search.step(loss)
+    scale, shift = numbers.tolist()
+    return scale, shift
 
 
 class CorrectedLinear(nn.Linear):

@@ -22,7 +22,7 @@ def check_kernels(kernels: str) -> str:
 
 def choose_kernels(wanted: str, device: torch.device) -> str:
     """Returns the kernels that a configuration's ``kernels`` means on a device: ``auto`` is
-    ``fused`` where CUDA kernels run.
+    ``fused`` where CUDA kernels run and the self-check has not switched off all of them.
 
     Args:
         wanted: ``auto``, ``fused`` or ``torch``.
@@ -30,4 +30,4 @@ def choose_kernels(wanted: str, device: torch.device) -> str:
     """
     if wanted != "auto":
         return wanted
-    return "fused" if device.type == _loader.card() else "torch"
+    return "fused" if device.type == _loader.card() and "step" not in _loader.off else "torch"

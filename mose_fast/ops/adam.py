@@ -140,7 +140,7 @@ def adam_step(
         "latch": latch,
     }
     with torch.no_grad():
-        if _loader.serves(master):
+        if _loader.serves("adam", master):
             _loader.native.adam_step(master, exp_avg, exp_avg_sq, list(gradients), list(offsets), steps, lr, **options)
         else:
             reference.adam_step(master, exp_avg, exp_avg_sq, gradients, offsets, steps, lr, **options)

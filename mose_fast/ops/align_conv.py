@@ -161,7 +161,7 @@ def align_conv_serves(dtype: torch.dtype, channels: int, out_channels: int) -> S
 
 def _has_kernels(x: Tensor, out_channels: int) -> bool:
     """Whether kernels serve ``x``, which are for cards; PyTorch's convolutions serve the rest."""
-    if x.dtype == torch.float64 or not _loader.on_card(x):
+    if x.dtype == torch.float64 or not _loader.on_card("align_conv", x):
         return False
     if not align_conv_serves(x.dtype, x.shape[1], out_channels).any:
         say_once(

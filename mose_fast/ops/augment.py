@@ -114,7 +114,7 @@ def augment(
         raise TypeError(f"dtype is {dtype}; wanted float32, float16 or bfloat16")
     check_choice("channels", channels, (3, 4, 8))
     arguments = (list(sources), rows, layout, codes, factors, list(mean), list(std), jitter_normalised, dtype, channels)
-    if plain or not _loader.serves(sources[0]):
+    if plain or not _loader.serves("augment", sources[0]):
         return reference.augment(*arguments)
     return _loader.ops().augment(*arguments)
 

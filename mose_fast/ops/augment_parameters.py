@@ -99,7 +99,7 @@ def draw_augment_parameters(
         str(device),
         counter,
     )
-    if not _loader.serves(torch.empty(0, device=device)):
+    if not _loader.serves("augment_parameters", torch.empty(0, device=device)):
         first = sequence if counter is None else sequence + counter
         drawn = reference.draw_augment_parameters(recipe, seed, first, count, height, width, device)
         if counter is not None:

@@ -47,9 +47,9 @@ def check_norms(x: Tensor, norms: dict[str, Norm], valid_rows: int | Tensor | No
         check_statistics(norm, x.shape, valid_rows)
 
 
-def serves(x: Tensor, *norms: Norm) -> bool:
-    """Whether the kernels take this; warns once if they do not, though ``x`` is on a card."""
-    if not _loader.on_card(x) or x.numel() == 0:
+def serves(op: str, x: Tensor, *norms: Norm) -> bool:
+    """Whether the op's kernels take this; warns once if they do not, though ``x`` is on a card."""
+    if not _loader.on_card(op, x) or x.numel() == 0:
         return False
     obstacle = None
     if x.dtype == torch.float64:
@@ -139,7 +139,7 @@ def batch_norm_act(
         if residual is not None:
             raise ValueError("prologue and residual are both given; wanted at most one of them")
     check_integer("consumers", consumers, 1, MOST_CONSUMERS)
-    if not serves(x, *norms.values()):
+    if not serves("batch_norm_act", x, *norms.values()):
         return reference.batch_norm_act(
             x,
             norm,
@@ -186,7 +186,7 @@ def norm_state(x: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
         ValueError: A shape, a device or a number does not fit; one element a channel in training.
     """
     check_norms(x, {"norm": norm}, valid_rows)
-    if not serves(x, norm):
+    if not serves("batch_norm_act", x, norm):
         return reference_norm.norm_state(x, norm, valid_rows)
     norm = with_floats(norm)
     return _NormState.apply(input_map(x, x.dtype), norm.weight, norm.bias, norm, *split_rows(valid_rows))

@@ -53,7 +53,7 @@ def batch_norm_pool(x: Tensor, norm: Norm, residual: Tensor, valid_rows: int | T
     check_tensor("x", x, FLOATS, MAP, filled=(2, 3), because=" with at least one pixel")
     check_norms(x, {"norm": norm}, valid_rows)
     check_tensor("residual", residual, FLOATS, x.shape, beside=("x", x))
-    if not serves(x, norm):
+    if not serves("batch_norm_pool", x, norm):
         return norm_pool(batch_norm_act(x, norm, residual=residual, valid_rows=valid_rows), valid_rows=valid_rows)
     x, residual, norm = input_map(x, x.dtype), input_map(residual, x.dtype), with_floats(norm)
     tensors = (x, norm.weight, norm.bias, residual)

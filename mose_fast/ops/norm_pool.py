@@ -52,7 +52,7 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
         check_tensor("state", state, (wide_dtype(x),), (4, x.shape[1]), beside=("x", x))
     if valid_rows is not None:
         check_rows("valid_rows", valid_rows, len(x), ("x", x))
-    if x.dtype == torch.float64 or not _loader.serves(x):
+    if x.dtype == torch.float64 or not _loader.serves("norm_pool", x):
         with torch.autocast(x.device.type, enabled=False):
             return reference.norm_pool(x, state, valid_rows)
     if x.numel() > 0 and not x.is_contiguous(memory_format=torch.channels_last):

@@ -79,7 +79,7 @@ def insert(
         check_tensor(name, values, _INTEGERS, (len(x),), beside=beside)
     check_integer("task", task)
     arguments = (images, labels, tasks, indices, state, x, y, task, index)
-    if not _loader.serves(state):
+    if not _loader.serves("reservoir", state):
         return reference.insert(*arguments)
     return _loader.ops().reservoir_insert(*arguments)
 
@@ -109,7 +109,7 @@ def draw(tasks: Tensor, state: Tensor, k: int, filter: SlotFilter, task: int) ->
     check_integer("k", k, 0)
     check_integer("task", task)
     check_choice("filter", filter, _FILTERS)
-    if not _loader.serves(state):
+    if not _loader.serves("reservoir", state):
         return reference.draw(tasks, state, k, SlotFilter(filter), task)
     return _loader.ops().reservoir_draw(tasks, state, k, int(filter), task)
 

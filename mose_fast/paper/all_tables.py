@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mose_fast.config import ConfigError, near_matches
@@ -16,31 +16,37 @@ __all__ = ["all_plans", "listing"]
 
 
 def all_plans(
-    seeds: Sequence[int], presets: Presets, changes: Mapping[str, Any], methods: Sequence[str] | None
+    seeds: Sequence[int],
+    presets: Presets,
+    changes: Mapping[str, Any],
+    methods: Sequence[str] | None,
+    without: Collection[str] = (),
 ) -> list[Plan]:
-    """The plans of all tables that have rows of the methods.
+    """The plans of all tables that have rows of the methods on the data sets.
 
     Args:
         seeds: The runs' seeds.
         presets: The presets of MOSE and of the baselines.
         changes: Settings by dotted name for all runs.
         methods: The methods; None: all.
+        without: The data sets to leave out.
 
     Raises:
         ConfigError: No table has one of the methods, or a setting is unusable.
     """
-    there = {name: methods_of(describe(name, presets)) for name in TABLES}
+    there = {name: methods_of(describe(name, presets), without) for name in TABLES}
     known = list(dict.fromkeys(method for found in there.values() for method in found))
     for method in methods or ():
         if method not in known:
             raise ConfigError(f"methods has {method!r}, of which no table has a row{near_matches(method, known)}")
     plans = []
     for name, found in there.items():
-        own = None if methods is None else [method for method in methods if method in found]
-        if own is None or own:
-            plans.append(Plan(name, seeds, presets, changes, own))
+        own = [method for method in (found if methods is None else methods) if method in found]
+        if own:
+            plans.append(Plan(name, seeds, presets, changes, methods and own, without))
     if not plans:
-        raise ConfigError("methods are ''; wanted at least one")
+        nothing = "methods are ''; wanted at least one"
+        raise ConfigError(nothing if methods is not None else f"without is {','.join(without)}: no table remains")
     return plans
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mose_fast.paper.metrics import Metric
@@ -206,6 +206,7 @@ class PaperTable:
         title: What it shows, in a line.
         parts: Its tables.
         notes: What a reader must know, a sentence or more each.
+        about: The methods that a note is about, by the note; the others are about the whole table.
         section: The section of the page of all tables in which it stands.
         caption: What it shows and what the paper finds in it, in our words.
         figures: How its parts are drawn.
@@ -217,6 +218,7 @@ class PaperTable:
     section: str
     caption: str
     figures: tuple[Figure, ...] = ()
+    about: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     @property
     def entries(self) -> list[Entry]:

@@ -67,9 +67,12 @@ def dilemma(presets: Presets) -> PaperTable:
         parts,
         f"{NO_NUMBER} It names the epochs 1, 2 and 8 in the text; 4 is ours. Runs go through all ten tasks, of"
         " which the first two are read. BOF: mean over the tasks.",
-        "What the text says of it: with more epochs ER does better on the current task and worse on the first"
-        ' one, "even with augmentation, replaying exemplars from a fixed buffer only twice (epoch=2) yields a'
-        ' substantial BOF".',
+        (
+            "What the text says of it: with more epochs ER does better on the current task and worse on the first"
+            ' one, "even with augmentation, replaying exemplars from a fixed buffer only twice (epoch=2) yields a'
+            ' substantial BOF".',
+            ["er"],
+        ),
         section="The overfitting-underfitting dilemma",
         caption=(
             "ER and SCR trained for one to eight epochs on each of the first two tasks: accuracy on the old task, on"
@@ -129,8 +132,11 @@ def bof(presets: Presets) -> PaperTable:
         parts,
         f"{NO_NUMBER} BOF: (accuracy on the samples in memory - accuracy on test images) / accuracy on test"
         " images, mean over the old tasks.",
-        'What the text says of it: deeper experts learn new tasks better, shallower ones overfit less, and "the'
-        ' average BOF value of the last expert E4 is significantly improved with the help of RSD".',
+        (
+            'What the text says of it: deeper experts learn new tasks better, shallower ones overfit less, and "the'
+            ' average BOF value of the last expert E4 is significantly improved with the help of RSD".',
+            ["mose"],
+        ),
         section="The overfitting-underfitting dilemma",
         caption=(
             "How well each new task is learned just after it was seen, in percent, and how much more accurate the"

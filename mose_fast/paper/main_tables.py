@@ -60,26 +60,24 @@ def _rows(presets: Presets, stream: str, augment: str, *, all_methods: bool) -> 
 
 
 def _main_table(data: str, stream: str, parts: list[Part], presets: Presets) -> PaperTable:
+    methods = {own_row(method)[0]: method for method in BASELINES}
     doubtful = [
-        f"{metric} of {row} at {thousands(int(memory))} is not judged: {why}"
+        (f"{metric} of {row} at {thousands(int(memory))} is not judged: {why}", [methods[row]])
         for metric in ("ACC", "AF")
         for (row, memory), why in doubts(f"{stream} {metric}").items()
     ]
-    noted = (
-        [
-            "LUCIR's ACC of 8.6, 19.5 and 16.9 and ASER's do not grow with the memory; the AF of MIR and ASER is 12 to"
-            " 25, on Split Tiny-ImageNet 60 to 66, where ER's is 59 to 68 on both. Numbers of different code or"
-            " definitions were probably put into one table; they are judged all the same."
-        ]
-        if stream == CIFAR
-        else []
+    strange = (
+        "LUCIR's ACC of 8.6, 19.5 and 16.9 and ASER's do not grow with the memory; the AF of MIR and ASER is 12 to 25,"
+        " on Split Tiny-ImageNet 60 to 66, where ER's is 59 to 68 on both. Numbers of different code or definitions"
+        " were probably put into one table; they are judged all the same."
     )
+    noted = [(strange, ("lucir", "aser", "mir"))] if stream == CIFAR else []
     return table(
         f"All methods on {data} (tab:acc_af)",
         parts,
         "Bold: the best of a column, italic: the second best, among ours and among the paper's numbers by themselves.",
-        _MOE_NOTE,
-        _BASELINES_NOTE[presets.baselines],
+        (_MOE_NOTE, ["mose"]),
+        (_BASELINES_NOTE[presets.baselines], BASELINES),
         *doubtful,
         *noted,
         section="Main results",

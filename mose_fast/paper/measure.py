@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mose_fast.paper.description import Entry, Part, Verdict, judge, ranks
 from mose_fast.paper.metrics import Results
@@ -58,19 +59,19 @@ def measure(
     for entries in by_runs.values():
         # One setting at a time: the matrices of a hundred tasks are large.
         found = plan.finished(entries[0][1].runs, folder, unfinished)
-        results = [run for _, run in found]
+        results = [run for _, _, run in found]
         for number, entry in entries:
             over = None
             if entry.over is not None:
                 key = settings_key(entry.over)
                 if key not in divisors:
-                    divisors[key] = [run for _, run in plan.finished(entry.over, folder, unfinished)]
+                    divisors[key] = [run for _, _, run in plan.finished(entry.over, folder, unfinished)]
                 over = divisors[key]
             values = _values(entry, results, over)
             ours = summarise(values, resamples=0) if values else None
             verdict = None if plan.departures else judge(entry.metric, entry.standard, ours)
             measured[number][entry.row, entry.column] = Measured(entry, ours, verdict)
-        runs |= {cell.name: (cell, _facts(run)) for cell, run in found}
+        runs |= {cell.name: (cell, _facts(cell, row, run)) for cell, row, run in found}
     return measured, list(runs.values())
 
 
@@ -114,7 +115,10 @@ def _values(entry: Entry, results: Sequence[Results], over: Sequence[Results] | 
     return [value / divisors[run] for run, value in values.items() if divisors.get(run)]
 
 
-def _facts(results: Results) -> Results:
-    """The part of the results that the list of runs needs, without the large accuracy matrices."""
+def _facts(cell: Cell, row: Mapping[str, Any], results: Results) -> Results:
+    """The part of the results that the list of runs needs, without the large accuracy matrices, and
+    the run's row.
+    """
     names = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
-    return {name: results[name] for name in names}
+    row = {name: value for name, value in row.items() if name not in ("metrics", "config")}
+    return {**{name: results[name] for name in names}, "row": {**row, "folder": cell.name}}

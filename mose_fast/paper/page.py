@@ -9,16 +9,16 @@ from mose_fast.knobs import as_text
 from mose_fast.paper.description import RULE, Entry, Part, target
 from mose_fast.paper.measure import Measured, place, ranked
 from mose_fast.paper.metrics import Results
-from mose_fast.paper.plan import Plan, departure_lines
+from mose_fast.paper.plan import Plan, departure_lines, state_lines
 from mose_fast.report.published import RUNS
-from mose_fast.report.statistics import Summary, summarise
+from mose_fast.report.statistics import Summary, code_warnings, summarise
 from mose_fast.report.table import Cell as Shown
 from mose_fast.report.table import Interval, Number, Spread, Table, cell_text
 from mose_fast.sweep.cells import Failure
 from mose_fast.sweep.grid import Cell
 from mose_fast.train.results import precision_of
 
-__all__ = ["overview", "provenance", "render"]
+__all__ = ["cautions", "overview", "provenance", "render"]
 
 
 def overview(plan: Plan) -> str:
@@ -46,7 +46,9 @@ def render(
     parts = plan.description.parts
     verdicts = [m.verdict for cells in measured for m in cells.values() if m.verdict is not None]
     lines = [f"# {plan.name}: {plan.description.title}", "", f"    {plan.command}", ""]
-    lines += [f"**{line[:1].upper()}{line[1:]}.**\n" for line in departure_lines([plan])]
+    said = state_lines(len(plan.cells), len(runs) + len(failures), plan.left_out)
+    said += [*departure_lines([plan]), *cautions([run for _, run in runs])]
+    lines += [f"**{line[:1].upper()}{line[1:]}.**\n" for line in said]
     if verdicts:
         passed, unsure = sum(v.passed for v in verdicts), sum(not v.sure for v in verdicts)
         lines += [
@@ -168,6 +170,11 @@ def _runs_table(runs: Sequence[tuple[Cell, Results]]) -> Table:
         minutes = summarise([results["seconds"]["total"] / 60 for _, results in same], resamples=0)
         table.rows.append([label, ", ".join(str(cell.config.seed) for cell, _ in same), _spread(minutes, 2)])
     return table
+
+
+def cautions(runs: Sequence[Results]) -> list[str]:
+    """What differs in the code and the machines that computed the runs, a sentence each."""
+    return [f"caution: {warning}" for warning in code_warnings([run["row"] for run in runs])]
 
 
 def provenance(runs: Sequence[Results]) -> list[str]:

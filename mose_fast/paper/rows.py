@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from mose_fast.report.published import Published
 __all__ = [
     "BASELINE_PRESETS",
     "CIFAR",
+    "DATA_SETS",
     "DEFAULT_PRESETS",
     "MAIN_MEMORIES",
     "NO_NUMBER",
@@ -31,7 +32,8 @@ __all__ = [
     "thousands",
 ]
 
-CIFAR, TINY = "split-cifar100", "split-tiny-imagenet"
+#: The data sets of the tables, by the names of their streams.
+DATA_SETS = CIFAR, TINY = "split-cifar100", "split-tiny-imagenet"
 MAIN_MEMORIES = (1000, 2000, 5000)
 SMALL_MEMORIES = (200, 500, 1000, 2000)
 TASKS = 10
@@ -59,10 +61,19 @@ DEFAULT_PRESETS = Presets()
 
 
 def table(
-    title: str, parts: Iterable[Part], *notes: str, section: str, caption: str, figures: Iterable[Figure] = ()
+    title: str,
+    parts: Iterable[Part],
+    *notes: str | tuple[str, Collection[str]],
+    section: str,
+    caption: str,
+    figures: Iterable[Figure] = (),
 ) -> PaperTable:
-    """A table's description, with its notes as further arguments."""
-    return PaperTable(title, tuple(parts), notes, section, caption, tuple(figures))
+    """A table's description, with its notes as further arguments: texts, or pairs of a text and the
+    methods that it is about.
+    """
+    about = dict(note for note in notes if not isinstance(note, str))
+    texts = tuple(note if isinstance(note, str) else note[0] for note in notes)
+    return PaperTable(title, tuple(parts), texts, section, caption, tuple(figures), about)
 
 
 def mose(

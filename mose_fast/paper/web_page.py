@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from mose_fast._version import __version__
 from mose_fast.paper.description import RULE, Part
 from mose_fast.paper.measure import Measured, ranked
 from mose_fast.paper.metrics import Results
-from mose_fast.paper.page import provenance
-from mose_fast.paper.plan import Plan, departure_lines
+from mose_fast.paper.page import cautions, provenance
+from mose_fast.paper.plan import Plan, departure_lines, state_lines
 from mose_fast.report.published import RUNS, Published
 from mose_fast.report.statistics import Summary
 from mose_fast.report.tables import counted
@@ -90,16 +90,19 @@ class Section:
     pictures: Sequence[Path]
 
 
-def web_page(sections: Sequence[Section], failures: Sequence[Failure]) -> str:
+def web_page(sections: Sequence[Section], failures: Sequence[Failure], left_out: Collection[str] = ()) -> str:
     """The page.
 
     Args:
         sections: The tables in the page's order.
         failures: Runs that could not be finished.
+        left_out: The data sets that are left out.
     """
     seeds = len(sections[0].plan.seeds)
     departures = departure_lines([section.plan for section in sections])
     runs = list({cell.name: run for section in sections for cell, run in section.runs}.values())
+    all_runs = {cell.name for section in sections for cell in section.plan.cells}
+    said = state_lines(len(all_runs), len(runs) + len(failures), left_out) + departures + cautions(runs)
     body: list[str] = []
     for title in dict.fromkeys(section.plan.description.section for section in sections):
         body.append(f"<h2>{_text(title)}</h2>")
@@ -114,7 +117,7 @@ def web_page(sections: Sequence[Section], failures: Sequence[Failure]) -> str:
             "<p>Our numbers beside those of Yan et al., <i>Orchestrate Latent Expertise</i>, CVPR 2024, on test images:"
             f" {len(runs)} runs, {counted(seeds, 'seed')} for each setting. The paper's are means of"
             f" {RUNS} runs. Captions are ours; each names the table or figure of the paper by its LaTeX label.</p>",
-            *(f'<p class="box">{html.escape(f"{line[:1].upper()}{line[1:]}.")}</p>' for line in departures),
+            *(f'<p class="box">{html.escape(f"{line[:1].upper()}{line[1:]}.")}</p>' for line in said),
             _legend(judged=not departures, seeds=seeds),
             f'<ul class="contents">{"".join(_line_of_contents(section) for section in sections)}</ul>',
             *body,

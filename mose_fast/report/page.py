@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mose_fast._version import __version__
@@ -42,19 +42,22 @@ _OWN_FILES = '<meta name="mose-fast-files" content="{}">'
 _LONG, _SENTENCES = 100, 24
 
 # On a narrow screen figures keep their size, at which their letters are those of the page, and
-# scroll as tables do.
+# scroll as tables do. Tables may be wider than lines of text; the widest, of 16 columns, fits into
+# 1280 pixels, where texts and intervals wrap.
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
-body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; overflow-wrap: break-word; }
+body { margin: 2rem auto; max-width: 90rem; padding: 0 1rem; overflow-wrap: break-word; }
+p, ul, nav, figcaption, .notes { max-width: 72rem; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; }
 h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
 nav a { margin-right: 1rem; } a { color: #0050a0; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; text-align: left; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th { border-top: 2px solid #333; border-bottom: 1px solid #333; vertical-align: bottom; white-space: normal; }
+table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .4rem; text-align: left; border-bottom: 1px solid #ddd; }
+th { border-top: 2px solid #333; border-bottom: 1px solid #333; vertical-align: bottom; }
 tbody tr:last-child td { border-bottom: 2px solid #333; }
-td.number { text-align: right; }
+td.number { text-align: right; white-space: nowrap; }
+td.interval { white-space: normal; } td.interval span { white-space: nowrap; }
 figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; vertical-align: bottom; }
 figcaption { font-size: .9rem; color: #333; padding: .3rem 0; }
 th.number { text-align: right; }
@@ -65,7 +68,7 @@ summary { cursor: pointer; color: #0050a0; }
 @media screen and (max-width: 600px) { body { margin: 1rem auto; padding: 0 .6rem; } }
 @media print { body { margin: 0; max-width: none; font-size: 10pt; } nav { display: none; }
   figure, tr { break-inside: avoid; }
-  .wide { overflow: visible; } td { white-space: normal; } }
+  .wide { overflow: visible; } td.number { white-space: normal; } }
 """
 
 
@@ -99,10 +102,10 @@ def write_report(
     warnings = check_comparable([run.row for g in groups for run in g.runs], force=force)
     page, all_tables, pictures = render_page(groups, skipped, warnings)
 
-    contents = {_PAGE: page.encode()}
+    contents: dict[str, str | bytes] = {_PAGE: page}
     for table in all_tables:
         for ending, text in zip(FORMATS, (table.csv(), table.markdown(), table.latex()), strict=True):
-            contents[f"tables/{table.name}.{ending}"] = text.encode()
+            contents[f"tables/{table.name}.{ending}"] = text
     for picture in pictures:
         contents |= {f"figures/{picture.name}.svg": picture.svg, f"figures/{picture.name}.pdf": picture.pdf}
     out = folders[0] / "report" if out is None else Path(out)
@@ -119,7 +122,7 @@ def write_report(
     return out / _PAGE, skipped
 
 
-def _remove_earlier(out: Path, contents: Mapping[str, bytes]) -> None:
+def _remove_earlier(out: Path, contents: Iterable[str]) -> None:
     """Deletes the files that the report in ``out`` names as its own; refuses to replace others."""
     page = out / _PAGE
     own: list[str] = []

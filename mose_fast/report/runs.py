@@ -12,15 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mose_fast import evaluate
+from mose_fast.output import readable
 from mose_fast.settings import dotted, telling_apart
 from mose_fast.sweep.store import RunDamaged, find_runs, read_run
-from mose_fast.train.files import RunError
+from mose_fast.train.files import RunError, check_folders
 
 __all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
 
-# What data and machine made of the settings: equal names may stand for different data, and
-# precision auto for different precisions.
-_RESOLVED = ("tasks", "classes", "image_size", "class_order", "precision")
+# What data, machine and method's file made of the settings: equal names may stand for different
+# data and methods, and precision auto for different precisions.
+_RESOLVED = ("tasks", "classes", "image_size", "class_order", "precision", "method_version")
 # Shown in columns of their own or implied by the preset.
 _SHOWN_APART = ("method", "preset", "memory", "class_order")
 
@@ -188,10 +189,10 @@ def read_folders(folders: Iterable[str | Path]) -> tuple[list[Run], list[Skipped
     Raises:
         RunError: A folder does not exist, or there is no finished run at all.
     """
+    folders = [*map(Path, folders)]
+    check_folders(folders)
     found: dict[Path, None] = {}
-    for folder in map(Path, folders):
-        if not folder.is_dir():
-            raise RunError(f"there is no folder {folder} to report on")
+    for folder in folders:
         found.update(dict.fromkeys(find_runs(folder)))
     runs: list[Run] = []
     skipped: list[Skipped] = []
@@ -333,7 +334,7 @@ def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
             for name in varying
             if name in own[key]
         ]
-        labels[key] = ", ".join([f"{Path(flat['method']).name} {flat['preset']}", *told])
+        labels[key] = readable(", ".join([f"{Path(flat['method']).name} {flat['preset']}", *told]))
     return labels
 
 

@@ -23,12 +23,14 @@ from mose_fast.train.files import RunError
 
 __all__ = [
     "FEW_SEEDS",
+    "MADE",
     "PROTOCOL",
     "TASK",
     "Comparison",
     "IncomparableRuns",
     "Summary",
     "check_comparable",
+    "code_warnings",
     "compare",
     "compare_all",
     "holm",
@@ -46,6 +48,12 @@ TASK = tuple(name for name, column in COLUMNS.items() if column.compared == "pro
 
 #: Columns that say how it was solved: runs that differ in one of them are compared with a warning.
 PROTOCOL = tuple(name for name, column in COLUMNS.items() if column.compared == "protocol")
+
+#: Columns that say what computed it, likewise.
+MADE = tuple(name for name, column in COLUMNS.items() if column.compared == "made")
+
+# Runs that a warning names for each value.
+_NAMED = 3
 
 
 class IncomparableRuns(RunError):
@@ -291,7 +299,50 @@ def check_comparable(
             f"these runs do not belong in one table: {'; '.join(differing)}. "
             "Report them separately, or use --force to see them side by side"
         )
-    return differing + _unknown_data(rows) + protocol_warnings(rows, varied)
+    return (
+        differing
+        + _unknown_data(rows)
+        + _switched_off(rows)
+        + protocol_warnings(rows, varied)
+        + code_warnings(rows, varied)
+    )
+
+
+def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ()) -> list[str]:
+    """What differs in the code and in the machine that computed runs, whatever problem they solve:
+    a sentence each on this package's code, the versions of a method of one's own, each column of
+    :data:`MADE`, and, for runs on the CPU, the number of threads.
+
+    Args:
+        rows: Rows of the store.
+        varied: Columns that differ on purpose, since the table shows them.
+    """
+    rows, found = list(rows), []
+    if shown := _values(_with_code(rows), "code"):
+        found.append(f"the code of mose-fast differs: {shown}")
+    for method, same in _by(rows, "method").items():
+        if shown := _values(same, "method_version"):
+            found.append(f"the version of method {method!r} differs: {shown}")
+    found += _differences(rows, MADE, varied)
+    # On a card it changes nothing.
+    if shown := _values([row for row in rows if row["device"] == "cpu"], "threads"):
+        found.append(f"the {COLUMNS['threads'].label} differs: {shown}")
+    return found
+
+
+def _with_code(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the version and the first commit of the code beside its hash, since commits may
+    differ in other files alone. Where a run noted no hash, the commit tells the code.
+    """
+    told: dict[str, str] = {}
+    found = []
+    for row in rows:
+        commit = row["commit_id"] if isinstance(row["commit_id"], str) else "unknown"
+        short = commit[:12] + "+dirty" * commit.endswith("+dirty")
+        known = isinstance(row["code"], str)
+        text = f"{row['mose_fast']}, commit {short}" + (f", code {row['code'][:8]}" if known else "")
+        found.append({**row, "code": told.setdefault(row["code"] if known else f"{row['mose_fast']} {commit}", text)})
+    return found
 
 
 def _differences(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], varied: Iterable[str]) -> list[str]:
@@ -305,15 +356,19 @@ def _differences(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], vari
 
 def _data_differences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The streams whose runs saw different data under the same name."""
-    by_stream: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if _data(row):
-            by_stream.setdefault(row["stream"], []).append(row)
     return [
         f"the data of stream {stream!r} differ: {shown}"
-        for stream, same in by_stream.items()
+        for stream, same in _by([row for row in rows if _data(row)], "stream").items()
         if (shown := _values(same, "data"))
     ]
+
+
+def _by(rows: Iterable[Mapping[str, Any]], column: str) -> dict[Any, list[Mapping[str, Any]]]:
+    """The rows by their value of a column."""
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row[column], []).append(row)
+    return found
 
 
 def _unknown_data(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -324,6 +379,15 @@ def _unknown_data(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ] * bool(unknown and known)
 
 
+def _switched_off(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    concerned = [row for row in rows if row.get("switched_off")]
+    what = "; ".join(dict.fromkeys(row["switched_off"] for row in concerned))
+    return [
+        f"the self-check of the native library had switched something off in {len(concerned)} of {len(rows)} runs:"
+        f" {what}"
+    ] * bool(concerned)
+
+
 def _data(row: Mapping[str, Any]) -> str | None:
     """Fingerprint of a run's data; None where the run noted none."""
     found = row.get("data")
@@ -331,18 +395,24 @@ def _data(row: Mapping[str, Any]) -> str | None:
 
 
 def _values(rows: Sequence[Mapping[str, Any]], column: str) -> str:
-    """The values of a column with a run of each, empty where all agree."""
-    examples: dict[str, str] = {}
+    """The values of a column, each with its runs; empty where all agree."""
+    folders: dict[str, list[str]] = {}
     for row in rows:
         text = str(row[column])
         # What is missing comes as None from a table of SQLite, as NaN or NA from a data frame.
         text = "none" if text in ("None", "nan", "<NA>") else text
-        examples.setdefault(text, row["folder"])
-    if len(examples) < 2:
+        folders.setdefault(text, []).append(str(row["folder"]))
+    if len(folders) < 2:
         return ""
-    shown = [f"{_short(value)} ({folder})" for value, folder in list(examples.items())[:4]]
-    more = f" and {len(examples) - 4} more" if len(examples) > 4 else ""
+    shown = [f"{_short(value)} ({_some(runs)})" for value, runs in list(folders.items())[:4]]
+    more = f" and {len(folders) - 4} more" if len(folders) > 4 else ""
     return ", ".join(shown) + more
+
+
+def _some(runs: Sequence[str]) -> str:
+    """The first runs of some, and how many more there are."""
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    return ", ".join(runs[:_NAMED]) + more
 
 
 def _short(value: str) -> str:

@@ -68,7 +68,10 @@ class Table:
 
     def html(self) -> str:
         """As an HTML ``table`` in a ``figure`` with a caption."""
-        kinds = ["" if text else " class=number" for text in self._textual()]
+        kinds = [
+            "" if text else ' class="number interval"' if name in self.intervals else " class=number"
+            for name, text in zip(self.columns, self._textual(), strict=True)
+        ]
         head = "".join(
             f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(self.columns, kinds, strict=True)
         )
@@ -84,7 +87,7 @@ class Table:
             "<tbody>",
         ]
         for row in self.rows:
-            cells = (f"<td{kind}>{html.escape(cell_text(cell))}</td>" for cell, kind in zip(row, kinds, strict=True))
+            cells = (f"<td{kind}>{_html(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
             lines.append(f"<tr>{''.join(cells)}</tr>")
         return "\n".join([*lines, "</tbody></table></div></figure>"])
 
@@ -176,6 +179,12 @@ def cell_text(cell: Cell) -> str:
     if isinstance(cell, Interval):
         return f"{parts[0]} to {parts[1]}"
     return parts[0] or _NOTHING
+
+
+def _html(cell: Cell) -> str:
+    """The text of a cell, in which an interval can wrap, but once alone."""
+    words = html.escape(cell_text(cell))
+    return f"<span>{words.replace(' to ', ' to</span> ')}" if isinstance(cell, Interval) else words
 
 
 _LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"±": r"$\pm$", "<": "$<$", ">": "$>$"}

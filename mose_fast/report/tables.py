@@ -218,10 +218,11 @@ def _cost(groups: Sequence[Group]) -> Table:
     table = Table(
         "cost",
         f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds of each phase, in no phase (other)"
-        " and of the whole (wall; both unknown for runs of older versions), training steps per second, peak memory in"
-        " MiB of the process and on the card as torch allocates it, parameters of the trained and of the deployed"
-        " model, multiply-accumulates per image in training.",
-        spreads=(*phases, "steps/s", "host MiB", "card MiB"),
+        " and of the whole (wall; both unknown for runs of older versions), training steps per second, how many steps"
+        " on a card were not replayed from a CUDA graph (eager), peak memory in MiB of the process and on the card as"
+        " torch allocates it, images that the method kept at most and MiB of all that it kept beside network and"
+        " optimiser, parameters of the trained and of the deployed model, multiply-accumulates per image in training.",
+        spreads=(*phases, "steps/s", "eager", "host MiB", "card MiB"),
     )
     for g in groups:
         rows = [run.row for run in g.runs]
@@ -237,8 +238,11 @@ def _cost(groups: Sequence[Group]) -> Table:
                     for heading, column in phases.items()
                 },
                 "steps/s": _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0),
+                "eager": _plain(row["eager_steps"] for row in rows if row["eager_steps"] is not None),
                 "host MiB": _plain(row["peak_bytes"] / 2**20 for row in rows),
                 "card MiB": _plain(peak / 2**20 for peak in on_card),
+                "images kept": rows[0]["images_kept"],
+                "kept MiB": _plain(row["bytes_kept"] / 2**20 for row in rows if row["bytes_kept"] is not None),
                 "parameters": rows[0]["parameters"],
                 "deployed": rows[0]["parameters_deployed"],
                 "MACs": rows[0]["macs"],

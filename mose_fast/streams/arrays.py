@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.config import WITHOUT_BORDERS, StreamConfig, near_matches
+from mose_fast.config import WITHOUT_BORDERS, ConfigError, StreamConfig, near_matches, shown
+from mose_fast.knobs import MASKED, is_masked, plain, whole_number
+from mose_fast.output import readable
 from mose_fast.streams.kinds import Kind, arrival_order, long_tail
 from mose_fast.streams.stream import (
     CLASS_ORDER,
@@ -40,6 +42,7 @@ def check_images(x: Any, what: str) -> np.ndarray:
     """
     if isinstance(x, Tensor):
         x = _numpy(x)
+    _refuse_masked(x, what)
     if not isinstance(x, np.ndarray):
         raise StreamError(f"{what} is a {type(x).__name__}; wanted a numpy array or a tensor, uint8 [N, H, W, 3]")
     if x.dtype != np.uint8:
@@ -77,6 +80,7 @@ def check_labels(y: Any, what: str) -> np.ndarray:
     Raises:
         StreamError: They are no integers, do not fit into int64, or have more than one axis.
     """
+    _refuse_masked(y, what)
     try:
         y = _numpy(y) if isinstance(y, Tensor) else np.asarray(y)
     except ValueError as error:
@@ -164,6 +168,9 @@ def from_arrays(
         ConfigError: A setting of the kind is out of range.
     """
     settings = Kind(kind, kind_seed, disjoint, blur, imbalance, drift)
+    kind, evaluate_on, name, mirror_safe = settings.kind, plain(evaluate_on), plain(name), plain(mirror_safe)
+    batch, tasks, first_tasks = _count("batch", batch), _count("tasks", tasks), _count("first_tasks", first_tasks)
+    limit_per_task = _count("limit_per_task", limit_per_task)
     prefix = f"{source}: " if source else ""
     x_train, y_train = _pair(x_train, y_train, f"{prefix}x_train", f"{prefix}y_train")
     tested = evaluate_on == "test"
@@ -178,10 +185,6 @@ def from_arrays(
                 f"{prefix}x_train holds images of {_size(x_train)} and x_test of {_size(x_test)}; wanted one size for"
                 " training and test"
             )
-    counts = (("tasks", tasks), ("first_tasks", first_tasks), ("batch", batch), ("limit_per_task", limit_per_task))
-    for what, value in counts:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise StreamError(f"{what} is {value!r}; wanted an integer of at least 1")
 
     known = np.unique(y_train) if labels is None else np.asarray(labels, np.int64)
     _refuse_unknown(y_train, known, f"{prefix}y_train", "the data set")
@@ -353,7 +356,7 @@ def from_batches(
     _refuse_untested(y_test, split, class_order, "")
     names = _names(class_names, known)
     return Stream(
-        name=name,
+        name=plain(name),
         x_train=_tensor(np.concatenate([x for batches in recorded for x, _ in batches])),
         y_train=_tensor(y_train),
         x_test=_tensor(np.concatenate([x for x, _ in tested])),
@@ -362,10 +365,18 @@ def from_batches(
         class_order=tuple(class_order.tolist()),
         class_names=tuple(names[i] for i in np.argsort(head)),
         normalisation=_normalisation(normalisation or "half"),
-        mirror_safe=mirror_safe,
+        mirror_safe=plain(mirror_safe),
         batch=max(len(rows) for batches in arrival for rows in batches),
         arrival=tuple(arrival),
     )
+
+
+def _count(name: str, value: Any) -> int | None:
+    """A number of at least 1; None stays, for the default."""
+    try:
+        return whole_number(name, value, none="the default")
+    except ConfigError as error:
+        raise StreamError(str(error)) from error
 
 
 def _record_tasks(tasks: Iterable) -> list[list[tuple[np.ndarray, np.ndarray]]]:
@@ -380,6 +391,7 @@ def _record_tasks(tasks: Iterable) -> list[list[tuple[np.ndarray, np.ndarray]]]:
 
 
 def _record_flat(batches: Iterable, class_tasks: Sequence[Sequence[int]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    class_tasks = [[*map(plain, labels)] for labels in class_tasks]
     counts = Counter(label for labels in class_tasks for label in labels)
     for label, count in counts.items():
         if count > 1:
@@ -442,6 +454,11 @@ def _pair(x: Any, y: Any, what_x: str, what_y: str) -> tuple[np.ndarray, np.ndar
     return x, y
 
 
+def _refuse_masked(values: Any, what: str) -> None:
+    if is_masked(values):
+        raise StreamError(f"{what} is {MASKED}")
+
+
 def _contents(x: np.ndarray) -> str:
     if not x.size or x.dtype.kind not in "fiu":
         return ""
@@ -465,10 +482,20 @@ def _size(x: np.ndarray) -> str:
 
 
 def _names(class_names: Sequence[str] | None, known: np.ndarray) -> list[str]:
-    names = [str(label) for label in known] if class_names is None else list(class_names)
+    names = [str(label) for label in known] if class_names is None else [*map(_name, class_names)]
     if len(names) != len(known):
         raise StreamError(f"class_names holds {len(names)} names; wanted one for each of the {len(known)} classes")
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise StreamError(f"class_names holds {shown(name)} {count} times; wanted a name of its own for each class")
     return names
+
+
+def _name(given: Any) -> str:
+    name = plain(given)
+    if not isinstance(name, str | int | float) or isinstance(name, bool):
+        raise StreamError(f"class_names holds {shown(given)}; wanted texts")
+    return readable(str(name))
 
 
 def _default_tasks(classes: int) -> int:
@@ -476,9 +503,10 @@ def _default_tasks(classes: int) -> int:
 
 
 def _normalisation(value: str | Normalisation) -> Normalisation:
+    value = plain(value)
     if isinstance(value, Normalisation):
         return value
-    if value not in NORMALISATIONS:
+    if not isinstance(value, str) or value not in NORMALISATIONS:
         raise StreamError(
             f"normalisation is {value!r}, which is unknown{near_matches(str(value), list(NORMALISATIONS))}"
         )
@@ -529,6 +557,7 @@ def _hold_out(y: np.ndarray, known: np.ndarray, share: float, seed: int) -> Held
     Raises:
         StreamError: A class would have no image to train on, or none held out.
     """
+    share, seed = plain(share), plain(seed)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise StreamError(f"validation is {share!r}; wanted a share above 0 and below 1")
     held = []

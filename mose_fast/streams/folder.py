@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mose_fast.output import readable
 from mose_fast.streams.cache import Decoded, decode_resumably, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
 from mose_fast.streams.npz import SPLITS
@@ -37,7 +39,7 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) 
 
     Returns:
         The arrays of these parts, labels numbering the class folders of ``train`` in sorted
-        order, and the names of these folders.
+        order, and the names of these folders as :func:`mose_fast.output.readable` text.
 
     Raises:
         StreamError: A folder is missing or empty, a file is damaged, or sizes differ or cannot be
@@ -48,6 +50,7 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) 
             held = " and ".join(f"{split}/<class>/<image>" for split in splits)
             raise StreamError(f"{root / part} is missing; wanted {root} to hold {held}")
     names = _class_folders(root / "train")
+    class_names = [readable(name) for name in names]
     if not names:
         raise StreamError(f"{root / 'train'} holds no class folders; wanted train/<class>/<image>")
     for name in _class_folders(root / "test") if "test" in splits else []:
@@ -72,8 +75,9 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) 
     files = [file for found in labelled.values() for file, _ in found]
     _warn_of_others(root, files, splits)
     if decoding.resize is None:
-        return _arrays(labelled, _images(files, decoding)), names
-    stamps = {}
+        return _arrays(labelled, _images(files, decoding)), class_names
+    # Copies of versions that read more than 8 bits a channel are made again.
+    stamps = {"": "8 bits a channel"}
     for file in files:
         status = file.stat()
         stamps[file.relative_to(root).as_posix()] = f"{status.st_size} {status.st_mtime_ns}"
@@ -81,7 +85,7 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) 
     def decode(unfinished: Path) -> Decoded:
         images = np.empty((len(files), decoding.resize, decoding.resize, 3), np.uint8)
         resized = partial(decode_images, _sources(files), decoding)
-        return _arrays(labelled, decode_resumably(images, resized, unfinished)), names
+        return _arrays(labelled, decode_resumably(images, resized, unfinished)), class_names
 
     return decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode, splits)
 
@@ -138,13 +142,15 @@ def _warn_of_others(root: Path, read: list[Path], splits: Sequence[str]) -> None
 
 
 def _class_folders(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    found = (p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    return sorted(found, key=os.fsencode)  # the same order in every locale
 
 
 def _image_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    found = (p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    return sorted(found, key=os.fsencode)
 
 
 def read_file(file: Path) -> bytes:

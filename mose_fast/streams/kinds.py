@@ -57,7 +57,8 @@ class Kind:
     def __post_init__(self) -> None:
         settings = settings_of(StreamConfig)
         for field in dataclasses.fields(self):
-            settings[f"stream.{field.name}"].check(getattr(self, field.name))
+            value = settings[f"stream.{field.name}"].check(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
 
     @classmethod
     def of(cls, config: StreamConfig) -> Kind:

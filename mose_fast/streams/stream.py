@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mose_fast.errors import MoseFastError
+from mose_fast.knobs import plain, shown
 
 if TYPE_CHECKING:
     from mose_fast.streams.kinds import Kind
@@ -74,10 +75,11 @@ def draw_words(n: int, seed: int, purpose: int) -> np.ndarray:
     ``Generator.permutation``.
 
     Raises:
-        StreamError: The seed does not fit into 64 bits.
+        StreamError: The seed is no integer, or does not fit into 64 bits.
     """
-    if not 0 <= seed < 2**64:
-        raise StreamError(f"seed is {seed}; wanted an integer from 0 to 2**64 - 1")
+    given, seed = seed, plain(seed)
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise StreamError(f"seed is {shown(given)}; wanted an integer from 0 to 2**64 - 1")
     return np.random.Philox(key=np.array([seed, purpose], np.uint64)).random_raw(n)
 
 
@@ -274,6 +276,10 @@ class Stream:
             return last - first
         rows = len(self.train_rows(part))
         return -(-rows // self.batch) if self.arrival is None else len(self.arrival[part])
+
+    def task_batches(self, task: int) -> int:
+        """How many batches the parts of a task have together."""
+        return sum(self.count_batches(part) for part in range(self.parts) if self.task_of(part) == task)
 
     def count_images(self, part: int, batches: int | None = None) -> int:
         """How many images the first batches of a pass over a part hold; None: all of them.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import selectors
 import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mose_fast.sweep.protocol import ENDS, Command, Event, Reader, died, send
+from mose_fast.sweep.mps import MpsServer
+from mose_fast.sweep.processes import python
+from mose_fast.sweep.protocol import ENDS, Command, Event, Reader, died, how_it_died, send
 
-__all__ = ["Engine", "LocalEngine", "Slot"]
+__all__ = ["Engine", "LocalEngine"]
 
 
 class Engine(Protocol):
@@ -36,65 +38,54 @@ class Engine(Protocol):
         """Ends all processes at once."""
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Room for one worker process.
-
-    Attributes:
-        runs: Number of runs it computes at the same time; several share the process, in threads.
-        card: The card it uses, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
-    """
-
-    runs: int = 1
-    card: str | None = None
-
-
 @dataclass
 class _Worker:
-    slot: Slot
     process: subprocess.Popen
     events: Reader
-    cells: set[str] = field(default_factory=set)
-
-
-def _environment(threads: int, card: str | None) -> dict[str, str]:
-    """A worker's environment: threads, known before torch's import, and a path to this package."""
-    environment = dict(os.environ)
-    environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    # NumPy's matrix products, which no run needs. Their threads would make it unsafe to fork.
-    environment["OPENBLAS_NUM_THREADS"] = "1"
-    package = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])
-    if card is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = card
-    return environment
+    began_at: int  # where its part of the log begins
+    cell: str | None = None
+    ready: bool = False
 
 
 class LocalEngine:
-    """Worker processes on this machine. Each is started for its first command, and replaced when
-    it dies.
+    """Worker processes on this machine, each of which computes one run at a time. Each is started
+    for its first command, and replaced when it dies.
 
     Args:
-        slots: One for each worker process.
+        cards: The card of each worker process, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
         threads: Number of CPU threads of each run.
-        logs: Folder for what workers print outside of runs; None: they print to stderr.
+        logs: Folder for what workers print outside of runs; None: it is not kept.
         lock: File descriptor of the sweep's lock, which the workers inherit, so that they hold the
             lock as long as they live; None: no lock.
+        mps: Whether the runs share cards by a server of CUDA's Multi-Process Service.
+
+    Raises:
+        ConfigError: There is no such server, or it does not start.
     """
 
-    def __init__(self, slots: Sequence[Slot], threads: int, logs: Path | None = None, lock: int | None = None) -> None:
-        self.slots, self.threads, self.logs, self.lock = list(slots), threads, logs, lock
-        self.workers: list[_Worker | None] = [None] * len(self.slots)
+    def __init__(
+        self,
+        cards: Sequence[str | None],
+        threads: int,
+        logs: Path | None = None,
+        lock: int | None = None,
+        *,
+        mps: bool = False,
+    ) -> None:
+        self.cards, self.threads, self.lock = list(cards), threads, lock
+        self._temporary = tempfile.TemporaryDirectory() if logs is None else None
+        self.log = (Path(self._temporary.name) if logs is None else logs) / "workers.log"
+        self.workers: list[_Worker | None] = [None] * len(self.cards)
         self.selector = selectors.DefaultSelector()
+        self.mps = MpsServer() if mps else None
 
     def free(self) -> int:
-        return sum(map(self._room, range(len(self.slots))))
+        return sum(worker is None or worker.cell is None for worker in self.workers)
 
     def start(self, command: Command) -> None:
-        # The emptiest worker, so that cards are filled evenly.
-        number = max(range(len(self.slots)), key=self._room)
-        worker = self.workers[number] = self.workers[number] or self._launch(self.slots[number])
-        worker.cells.add(command["cell"])
+        number = next(n for n, worker in enumerate(self.workers) if worker is None or worker.cell is None)
+        worker = self.workers[number] = self.workers[number] or self._launch(self.cards[number])
+        worker.cell = command["cell"]
         self._send(worker, command)
 
     def events(self, timeout: float) -> list[Event]:
@@ -102,8 +93,11 @@ class LocalEngine:
         for key, _ in self.selector.select(timeout) if self.selector.get_map() else []:
             worker: _Worker = key.data
             for event in worker.events.read():
+                if event["event"] == "ready":
+                    worker.ready = True
+                    continue
                 if event["event"] in ENDS:
-                    worker.cells.discard(event["cell"])
+                    worker.cell = None
                 found.append(event)
             if worker.events.closed:
                 found += self._on_death(worker)
@@ -111,7 +105,7 @@ class LocalEngine:
 
     def stop(self, cell: str | None = None) -> None:
         for worker in filter(None, self.workers):
-            if cell is None or cell in worker.cells:
+            if cell in (None, worker.cell):
                 self._send(worker, {"do": "stop", "cell": cell})
 
     def close(self) -> None:
@@ -125,38 +119,53 @@ class LocalEngine:
                 worker.process.kill()
                 worker.process.wait()
             worker.process.stdout.close()
-        self.workers = [None] * len(self.slots)
+        self.workers = [None] * len(self.cards)
         self.selector.close()
+        if self.mps is not None:
+            self.mps.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
-    def _room(self, number: int) -> int:
-        worker = self.workers[number]
-        return self.slots[number].runs - (len(worker.cells) if worker else 0)
-
-    def _launch(self, slot: Slot) -> _Worker:
-        command = [sys.executable, "-m", "mose_fast.sweep.worker", "--threads", str(self.threads)]
-        command += ["--together"] if slot.runs > 1 else []
-        with nullcontext() if self.logs is None else open(self.logs / "workers.log", "ab") as log:
+    def _launch(self, card: str | None) -> _Worker:
+        with open(self.log, "ab") as log:
+            began_at = log.tell()
             process = subprocess.Popen(
-                command,
+                python("mose_fast.sweep.worker", "--threads", str(self.threads)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_environment(self.threads, slot.card),
+                env=self._environment(card),
                 pass_fds=() if self.lock is None else (self.lock,),
                 start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
             )
-        worker = _Worker(slot, process, Reader(process.stdout.fileno()))
+        worker = _Worker(process, Reader(process.stdout.fileno()), began_at)
         self.selector.register(process.stdout, selectors.EVENT_READ, worker)
         return worker
+
+    def _environment(self, card: str | None) -> dict[str, str]:
+        """A worker's environment: its threads are known before torch is imported."""
+        threads = str(self.threads)
+        # The threads of NumPy's matrix products, which no run needs, would make it unsafe to fork.
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": "1"}
+        if card is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = card
+        return {**os.environ, **environment, **({} if self.mps is None else self.mps.environment)}
 
     def _send(self, worker: _Worker, command: Command) -> None:
         with suppress(BrokenPipeError):  # it has died, which events() will report
             send(worker.process.stdin.fileno(), command)
 
     def _on_death(self, worker: _Worker) -> list[Event]:
-        """A worker has ended by itself, and its runs with it. The next command starts another."""
+        """A worker has ended by itself, and its run with it. The next command starts another."""
         self.selector.unregister(worker.process.stdout)
         worker.process.stdout.close()
         status = worker.process.wait()
         self.workers[self.workers.index(worker)] = None
-        return [died(cell, -status if status < 0 else None) for cell in sorted(worker.cells)]
+        signal = -status if status < 0 else None
+        if worker.cell is None:
+            return []
+        if worker.ready:
+            return [died(worker.cell, signal)]
+        said = self.log.read_bytes()[worker.began_at :].decode(errors="replace").splitlines()
+        reason = f"said: {said[-1]}" if said and signal is None else how_it_died(signal)
+        return [{"event": "failed", "cell": worker.cell, "error": f"a worker process {reason}, when it started"}]

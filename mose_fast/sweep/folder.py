@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig
+from mose_fast.methods import find_method
+from mose_fast.methods.registry import method_changes, method_files
 from mose_fast.settings import dotted
 from mose_fast.sweep.grid import Cell
 from mose_fast.sweep.store import STORE, RunDamaged, read_run, setting_id
@@ -124,7 +126,8 @@ class SweepFolder:
 
         Raises:
             RunDamaged: A file in the cell's run folder is missing, damaged or edited.
-            RunError: The run folder holds a run with other settings or on other data.
+            RunError: The run folder holds a run with other settings, on other data or of another
+                version of the method.
         """
         files = RunFolder(self.run(cell.name))
         if not files.config.is_file():
@@ -149,8 +152,21 @@ class SweepFolder:
             )
         if not files.results.is_file():
             return None
-        read_run(files.path)
+        self.check_method(cell, read_run(files.path)[1])
         return found
+
+    def check_method(self, cell: Cell, results: Mapping[str, Any]) -> None:
+        """Refuses the finished run of a cell that another version of its method computed.
+
+        Raises:
+            RunError: The method's files have changed; the message names them.
+        """
+        now = method_files(find_method(cell.config.method))
+        if edited := method_changes(results["method_files"], now):
+            raise RunError(
+                f"{self.run(cell.name)} holds a run of another version of its method ({edited}); put the earlier file"
+                " back, choose another --out, or delete the folders of its runs to repeat them"
+            )
 
 
 def _key(config: RunConfig) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from mose_fast.settings import all_settings, dotted
 from mose_fast.sweep.engine import Engine
 from mose_fast.sweep.grid import Cell
 from mose_fast.sweep.measure import Cost
+from mose_fast.sweep.protocol import how_it_died
 from mose_fast.sweep.store import STORE, read_store
 from mose_fast.train.files import RunError
 
@@ -82,8 +83,7 @@ def measured_costs(configs: Mapping[str, RunConfig], engine: Engine, budget: flo
                 running.discard(event["cell"])
             else:
                 reason = (
-                    event.get("error")
-                    or f"its process was killed by signal {event.get('signal')}, perhaps for lack of memory"
+                    event.get("error") or f"its process {how_it_died(event.get('signal'))}; does it have enough memory?"
                 )
                 raise RunError(f"the first steps of a run cannot be measured: {reason}")
     return costs

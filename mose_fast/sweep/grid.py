@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig, read_table, shown
-from mose_fast.knobs import Setting
+from mose_fast.knobs import Setting, plain
 from mose_fast.settings import (
     all_settings,
     assignment,
@@ -204,7 +204,8 @@ def _add_axis(axes: dict[str, tuple[Any, ...]], name: str, values: Any, methods:
         raise ConfigError(f"{owner} {name} is {shown(values)}; wanted a list of values")
     if setting in axes:
         raise ConfigError(f"{owner} names {name} twice; wanted all its values together")
-    axes[setting] = tuple(read_value(known[setting], value) if isinstance(value, str) else value for value in values)
+    plain_values = map(plain, values)
+    axes[setting] = tuple(read_value(known[setting], v) if isinstance(v, str) else v for v in plain_values)
 
 
 def _short_name(setting: str) -> str:

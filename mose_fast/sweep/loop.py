@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from mose_fast.signals import StopRequest
 from mose_fast.sweep.cells import CellRecord, CellState
 from mose_fast.sweep.display import Display
 from mose_fast.sweep.engine import Engine
 from mose_fast.sweep.folder import SweepFolder
-from mose_fast.sweep.protocol import Event
-from mose_fast.sweep.store import RunDamaged, Store, collect, read_run
+from mose_fast.sweep.protocol import Event, how_it_died
+from mose_fast.sweep.store import Store, collect, read_run
 from mose_fast.train.files import RunError, RunFolder, checkpoint_files
 
 __all__ = ["CellLoop"]
@@ -37,6 +37,7 @@ class CellLoop:
         display: Shows the progress.
         wandb: Project of Weights & Biases to log to; None: do not log there.
         stop: Asks to stop.
+        on_done: Called after each run that has finished.
     """
 
     records: Mapping[str, CellRecord]
@@ -47,6 +48,7 @@ class CellLoop:
     display: Display
     wandb: str | None
     stop: StopRequest
+    on_done: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.queue = deque(record for record in self.records.values() if record.state is CellState.WAITING)
@@ -126,8 +128,9 @@ class CellLoop:
     def _on_done(self, record: CellRecord) -> None:
         run = self.folder.run(record.cell.name)
         try:
-            row, _ = read_run(run)
-        except RunDamaged as error:
+            row, results = read_run(run)
+            self.folder.check_method(record.cell, results)  # which was edited while the sweep ran
+        except RunError as error:
             self._give_up(record, str(error))
             return
         record.state, record.seconds = CellState.DONE, row["seconds_total"]
@@ -138,16 +141,18 @@ class CellLoop:
             # The run folder holds everything; the table is built again at the end.
             self.display.say(f"warning: {error}")
             self.table_is_behind = True
+        self.on_done()
 
     def _on_death(self, record: CellRecord, signal: int | None) -> None:
         progressed = self._checkpoints(record) != record.checkpoints
         record.deaths = 1 if progressed else record.deaths + 1
-        how = f"killed by signal {signal}" if signal else "ended without a message"
         if record.deaths >= _DEATHS:
             times = f"{_DEATHS} times without getting further"
-            self._give_up(record, f"its process was {how} {times}; does it have enough memory?")
+            self._give_up(record, f"its process {how_it_died(signal)} {times}; does it have enough memory?")
         else:
-            self.display.say(f"{record.cell.name}: its process was {how}; it continues from its last checkpoint")
+            self.display.say(
+                f"{record.cell.name}: its process {how_it_died(signal)}; it continues from its last checkpoint"
+            )
             record.state = CellState.WAITING
             self.queue.appendleft(record)
 

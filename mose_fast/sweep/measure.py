@@ -15,7 +15,8 @@ from torch import Tensor
 from mose_fast import streams
 from mose_fast.config import RunConfig
 from mose_fast.device import peak_bytes
-from mose_fast.methods import Learner, create_learner
+from mose_fast.methods import Learner, create_learner, resolve_device
+from mose_fast.self_check import settle
 from mose_fast.streams import Stream
 
 __all__ = ["Cost", "measure"]
@@ -54,6 +55,7 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
         config: The run's configuration; its stream is loaded.
         budget: Seconds for the steps, half of them early and half of them late.
     """
+    settle(resolve_device(config.device))  # once for a card, and no part of a run
     start = time.perf_counter()
     stream = streams.create(config.stream, evaluate_on=config.evaluate_on)
     learner = create_learner(config, **stream.spec)
@@ -88,6 +90,7 @@ def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float
         task = presented.task_of(part)
         if learner.task != task:
             learner.begin_task(task, presented.tasks[task])
+            learner.data.task_batches = config.epochs * presented.task_batches(task)
 
     def fill(part: int) -> None:
         begin(part)

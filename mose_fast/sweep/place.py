@@ -11,16 +11,14 @@ import torch
 
 from mose_fast.augment import choose_feed
 from mose_fast.config import ConfigError
+from mose_fast.knobs import plain, whole_number
 from mose_fast.methods import resolve_device
-from mose_fast.sweep.engine import Engine, LocalEngine, Slot
+from mose_fast.sweep.engine import Engine, LocalEngine
 from mose_fast.sweep.grid import Cell
 from mose_fast.sweep.ray_engine import RayEngine
 from mose_fast.threads import usable_cores
 
 __all__ = ["Layout", "Place"]
-
-# Default of per_gpu.
-_PER_GPU = 2
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,12 @@ class Place:
     Attributes:
         workers: Number of runs at the same time on the CPU; with Ray, the largest number anywhere.
             None: as many as cores, memory and cluster allow.
-        per_gpu: Number of runs at the same time on each card; None: 2.
+        per_gpu: Number of runs at the same time on each card, each a process; None: 1.
         gpus: Names of the cards to use, as in CUDA_VISIBLE_DEVICES; None: all.
         engine: ``local`` or ``ray``.
         address: Address of the Ray cluster: ``HOST:PORT``, ``auto`` or ``local``.
+        mps: Whether runs on one card compute at the same time, by a server of CUDA's Multi-Process
+            Service that the sweep starts and ends; otherwise they take turns.
     """
 
     workers: int | None = None
@@ -41,12 +41,13 @@ class Place:
     gpus: tuple[str, ...] | None = None
     engine: str = "local"
     address: str = "auto"
+    mps: bool = False
 
     def __post_init__(self) -> None:
         for name in ("workers", "per_gpu"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} is {value!r}; wanted an integer of at least 1")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), none="not given"))
+        if self.gpus is not None:
+            object.__setattr__(self, "gpus", tuple(str(plain(card)) for card in self.gpus))
         if self.engine not in ("local", "ray"):
             raise ConfigError(f"engine is {self.engine!r}; wanted 'local' or 'ray'")
 
@@ -77,9 +78,17 @@ class Layout:
             ConfigError: The cells cannot compute there.
         """
         device, cores = _device(cells[0], place), usable_cores()
+        if place.mps and (device == "cpu" or place.engine != "local"):
+            raise ConfigError(
+                f"mps is on, but the runs compute {'on the CPU' if device == 'cpu' else 'with Ray'}; wanted it off"
+            )
         if device == "cuda" and place.engine == "local":
+            if place.workers is not None:
+                raise ConfigError(
+                    f"workers is {place.workers}, which is for the CPU; wanted --per-gpu for runs on a card"
+                )
             cards = _cards(place)
-            return cls(place, device, cores, cards, len(cards) * _runs_per_card(cells, place))
+            return cls(place, device, cores, cards, len(cards) * (place.per_gpu or 1))
         if place.per_gpu is not None and device == "cpu":
             raise ConfigError(f"per_gpu is {place.per_gpu}, but the runs compute on the CPU; wanted --workers")
         if place.workers is not None and place.workers > cores and place.engine == "local":
@@ -102,8 +111,9 @@ class Layout:
         if self.place.engine == "ray":
             share = 1 / (self.place.per_gpu or 1) if self.device == "cuda" else 0.0
             return RayEngine(self.place.address, self.place.workers, self.threads, share, folder)
-        slots = [Slot(self.runs // len(self.cards), card) for card in self.cards] or [Slot()] * self.runs
-        return LocalEngine(slots, self.threads, logs, lock)
+        # Cards are filled evenly.
+        cards = [self.cards[n % len(self.cards)] if self.cards else None for n in range(self.runs)]
+        return LocalEngine(cards, self.threads, logs, lock, mps=self.place.mps)
 
 
 def _device(cell: Cell, place: Place) -> str:
@@ -125,18 +135,3 @@ def _cards(place: Place) -> tuple[str, ...]:
         if card not in names:
             raise ConfigError(f"gpus has {card!r}; wanted some of {', '.join(names)}")
     return tuple(place.gpus or names)
-
-
-def _runs_per_card(cells: Sequence[Cell], place: Place) -> int:
-    if place.workers is not None:
-        raise ConfigError(f"workers is {place.workers}, which is for the CPU; wanted --per-gpu for runs on a card")
-    per_card = place.per_gpu or _PER_GPU
-    # PyTorch has one switch for each of these in a process.
-    shared = {
-        "deterministic": {cell.config.deterministic for cell in cells},
-        "precision tf32": {cell.config.precision == "tf32" for cell in cells},
-    }
-    for name, values in shared.items():
-        if per_card > 1 and len(values) > 1:
-            raise ConfigError(f"{name} is in the grid, and runs that share a process share it; wanted --per-gpu 1")
-    return per_card

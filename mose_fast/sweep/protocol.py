@@ -18,8 +18,11 @@ It writes events of a ``cell`` to its stdout. ``event`` names the kind:
 - ``measured``: ``cost`` holds the fields of :class:`mose_fast.sweep.measure.Cost`.
 
 Exactly one event, the last, ends a command: ``done``; ``stopped``: the run wrote a checkpoint;
-``failed``: an exception with the message ``error`` ended it; ``died``: its process ended without an
-event, killed by ``signal`` or, where that is None, for an unknown reason.
+``failed``: an exception with the message ``error`` ended it, or its worker could not start;
+``died``: its process ended without an event, killed by ``signal`` or, where that is None, for an
+unknown reason.
+
+A worker's first event has no cell: ``ready`` for commands.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import json
 import os
 from typing import Any
 
-__all__ = ["ENDS", "Command", "Event", "Reader", "died", "send"]
+__all__ = ["ENDS", "Command", "Event", "Reader", "died", "how_it_died", "send"]
 
 #: Kinds of the event that ends a command.
 ENDS = frozenset({"done", "stopped", "failed", "died"})
@@ -40,6 +43,11 @@ Event = dict[str, Any]
 def died(cell: str, signal: int | None = None) -> Event:
     """The event of a cell whose process ended without one."""
     return {"event": "died", "cell": cell, "signal": signal}
+
+
+def how_it_died(signal: int | None) -> str:
+    """What is said of a process that ended without an event."""
+    return "ended without a message" if signal is None else f"was killed by signal {signal}"
 
 
 def send(pipe: int, message: Command | Event) -> None:

@@ -12,11 +12,13 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mose_fast.config import ConfigError
-from mose_fast.sweep.engine import LocalEngine, Slot
+from mose_fast.sweep.engine import LocalEngine
 from mose_fast.sweep.protocol import ENDS, Command, Event, died
 from mose_fast.threads import usable_cores
 from mose_fast.train.files import RunError
@@ -60,10 +62,12 @@ class RayEngine:
             ) from error
         self.ray = ray
         _check_reachable(address)
+        self.token = (folder / "sweep.json").absolute()
         started = {"include_dashboard": False, "num_cpus": usable_cores()} if address == "local" else {}
         on_terminate = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(address=address, logging_level="error", log_to_driver=False, **started)
+            with _in_folder_of_this_package():
+                ray.init(address=address, logging_level="error", log_to_driver=False, **started)
             if threading.current_thread() is threading.main_thread():
                 # Ray has installed a handler that ends this process.
                 signal.signal(signal.SIGTERM, on_terminate)
@@ -81,7 +85,6 @@ class RayEngine:
             )
         self.runs = fitting if runs is None else min(runs, fitting)
         self.threads = threads
-        self.token = folder / "sweep.json"
         self.queue = Queue(actor_options={"num_cpus": 0})  # its actor only waits
         self.task = ray.remote(num_cpus=threads, num_gpus=cards, max_retries=0, max_calls=1)(_run_on_this_machine)
         self.running: dict[Any, str] = {}
@@ -108,9 +111,13 @@ class RayEngine:
             try:
                 self.ray.get(task)
             except self.ray.exceptions.RayError as error:
+                # Of an exception in the task, such as an import that failed on its machine; a task
+                # whose process was killed has none.
                 cause = getattr(error, "cause", None)
-                if isinstance(cause, RunError):
-                    last = {"event": "failed", "cell": cell, "error": str(cause)}
+                if isinstance(cause, Exception):
+                    name = "" if isinstance(cause, RunError) else f"{type(cause).__name__}: "
+                    lines = str(cause).strip().splitlines() or [repr(cause)]
+                    last = {"event": "failed", "cell": cell, "error": f"{name}{lines[-1]}"}
             if task not in self.ended:
                 found.append(last)
         return found
@@ -124,6 +131,19 @@ class RayEngine:
         for task in self.running:
             self.ray.cancel(task, force=True)
         self.ray.shutdown()
+
+
+@contextmanager
+def _in_folder_of_this_package() -> Iterator[None]:
+    """Ray's processes look into the folder that is current at ``ray.init`` first. What they import
+    should be what this process imports, not what happens to lie in the user's folder.
+    """
+    before = os.getcwd()
+    os.chdir(Path(__file__).resolve().parents[2])
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _check_reachable(address: str) -> None:
@@ -148,7 +168,7 @@ def _run_on_this_machine(command: Command, threads: int, token: str, queue: Any)
             f"machine {socket.gethostname()} does not see {token}; wanted the sweep's folder on a file system that all"
             " machines share"
         )
-    engine = LocalEngine([Slot()], threads)
+    engine = LocalEngine([None], threads)
     unsent: deque[Event] = deque()
     try:
         engine.start(command)

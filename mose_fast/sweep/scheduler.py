@@ -19,7 +19,9 @@ import torch
 from mose_fast import streams
 from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.device import available_bytes
+from mose_fast.knobs import plain
 from mose_fast.methods import check_room, find_method
+from mose_fast.methods.registry import check_unchanged
 from mose_fast.output import guarded_output
 from mose_fast.settings import dotted
 from mose_fast.signals import stop_request
@@ -70,7 +72,8 @@ def run_sweep(
     gpus: Sequence[str] | None = None,
     engine: str = "local",
     address: str = "auto",
-    stream: str | Mapping[str, Any] | StreamConfig | None = None,
+    mps: bool = False,
+    stream: str | Path | Mapping[str, Any] | StreamConfig | None = None,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> pandas.DataFrame:
@@ -83,10 +86,11 @@ def run_sweep(
         out: The sweep's folder; each run gets a folder in it.
         workers: Number of runs at the same time on the CPU; None: as many as there are cores, cells
             and memory.
-        per_gpu: Number of runs at the same time on each card; None: 2.
+        per_gpu: Number of runs at the same time on each card, each a process; None: 1.
         gpus: Cards to use, named as in CUDA_VISIBLE_DEVICES; None: all.
         engine: ``local``, or ``ray`` for a cluster.
         address: Address of the Ray cluster.
+        mps: Whether runs on one card compute at the same time, by CUDA's Multi-Process Service.
         stream: Stream of all runs: its name or its settings.
         options: Options of all runs that differ from the preset.
         **settings: Other fields of :class:`RunConfig`, for all runs.
@@ -101,7 +105,7 @@ def run_sweep(
         RunError: The folder is in use or cannot be written.
         Interrupted: Ctrl-C, SIGTERM or SIGHUP ended the sweep; the same call continues it.
     """
-    changes = dict(settings)
+    changes, stream = dict(settings), plain(stream)
     if isinstance(stream, str):
         changes["stream.name"] = stream
     elif stream is not None:
@@ -111,7 +115,7 @@ def run_sweep(
     lists = {name: values if isinstance(values, str | Mapping) else list(values) for name, values in grid.items()}
     methods = lists.get("method") or [changes.get("method", RunConfig.method)]
     axes = axes_of(lists, methods, "grid")
-    place = Place(workers, per_gpu, None if gpus is None else tuple(gpus), engine, address)
+    place = Place(workers, per_gpu, gpus, engine, address, mps)
     outcome = run_grid(Grid(axes, changes), out, place)
     if outcome.failures:
         warnings.warn("\n".join(map(str, outcome.failures)), stacklevel=2)
@@ -133,6 +137,7 @@ def run_grid(
     measure_for: float | None = None,
     wandb: str | None = None,
     say: Callable[[str], None] = print,
+    on_done: Callable[[Mapping[str, str]], None] = lambda folders: None,
 ) -> Outcome:
     """Plans and runs a sweep. An unfinished sweep is continued.
 
@@ -145,6 +150,7 @@ def run_grid(
             is estimated from the rest. None: every kind of run is measured.
         wandb: Project of Weights & Biases to log to; None: do not log there.
         say: Called with the plan and with each of the final lines.
+        on_done: Called after each run that has finished, with :attr:`Outcome.folders`.
 
     Raises:
         ConfigError: A setting, a value or the place is unusable; nothing has started.
@@ -153,6 +159,8 @@ def run_grid(
     """
     folder, place = SweepFolder(out), place or Place()
     given = grid.cells() if isinstance(grid, Grid) else list(grid)
+    for learner in {find_method(cell.config.method) for cell in given}:
+        check_unchanged(learner)
     Layout.of(given, place)  # refuses what cannot compute here, before any data are loaded
     given = with_fingerprints(given, place)
     cells = folder.with_known_names(given)
@@ -167,7 +175,7 @@ def run_grid(
     lock = FolderLock(folder.path, "sweep")
     try:
         folder.tidy(cells)
-        table, failures, forecast = sweep.run(lock.descriptor, wandb)
+        table, failures, forecast = sweep.run(lock.descriptor, wandb, lambda: on_done(folders))
         return Outcome(table, failures, folders, forecast)
     finally:
         lock.release()
@@ -332,13 +340,16 @@ class _Sweep:
         for record in self._in_state(CellState.WAITING):
             write_atomically(self.folder.config(record.cell.name), record.cell.config.to_json())
 
-    def run(self, lock: int, wandb: str | None) -> tuple[pandas.DataFrame, tuple[Failure, ...], Forecast]:
+    def run(
+        self, lock: int, wandb: str | None, on_done: Callable[[], None]
+    ) -> tuple[pandas.DataFrame, tuple[Failure, ...], Forecast]:
         """Runs the sweep; returns the table of its finished cells, why others failed, and what was
         to be done.
 
         Args:
             lock: File descriptor of the folder's lock.
             wandb: Project of Weights & Biases to log to; None: do not log there.
+            on_done: Called after each run that has finished.
         """
         forecast, engine = self.plan(self.folder.logs, lock)
         try:
@@ -349,7 +360,10 @@ class _Sweep:
             display = Display(self.records, forecast)
             try:
                 with stop_request() as stop:
-                    loop = CellLoop(self.records, self.folder, engine, self.layout.threads, store, display, wandb, stop)
+                    threads = self.layout.threads
+                    loop = CellLoop(
+                        self.records, self.folder, engine, threads, store, display, wandb, stop, on_done=on_done
+                    )
                     ended = loop.run()
             finally:
                 display.close()

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from mose_fast import evaluate
 from mose_fast.config import ConfigError, RunConfig, current_names, upgraded
+from mose_fast.output import readable
 from mose_fast.streams.kinds import Kind
-from mose_fast.train.files import RunError, RunFolder
+from mose_fast.train.files import RunError, RunFolder, check_folders
 from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of, read_results
 
 if TYPE_CHECKING:
@@ -35,13 +36,24 @@ STORE = "runs.sqlite"
 
 #: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
 #: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
-#: ``kind_seed``; readers refuse others.
-FORMAT = 5
+#: ``kind_seed``, format 5 no ``eager_steps`` and nothing of what a method kept, of versions of the
+#: code and of what the self-check switched off; readers refuse others.
+FORMAT = 6
 
 # Columns that earlier formats lack, by the first format that has them.
 _ADDED = {
     4: ("evaluate_on TEXT NOT NULL DEFAULT 'test'", "validation REAL"),
     5: ("kind TEXT NOT NULL DEFAULT 'tasks'", "kind_seed INTEGER NOT NULL DEFAULT 0"),
+    6: (
+        "eager_steps INTEGER",
+        "images_kept INTEGER",
+        "bytes_kept INTEGER",
+        "code TEXT",
+        "method_version TEXT",
+        "native_backend TEXT",
+        "kernels TEXT",
+        "switched_off TEXT NOT NULL DEFAULT ''",
+    ),
 }
 
 
@@ -54,7 +66,8 @@ class Column(NamedTuple):
         source: Path of keys in ``results.json``, or a key that :func:`_row` adds; None: the
             column's own name.
         compared: ``problem``: runs that differ in it do not belong in one table of a report;
-            ``protocol``: a report warns of the difference; None: it does not matter.
+            ``protocol``, ``made``: a report warns of the difference, in how the problem was solved
+            and in what computed it; None: it does not matter, or is compared in another way.
     """
 
     type: Any
@@ -108,7 +121,8 @@ COLUMNS: dict[str, Column] = {
     "epochs": Column(int, "number of epochs", "config.epochs", compared="protocol"),
     "train_on": Column(str, "training data, stream or final_memory", "config.train_on", compared="protocol"),
     "seed": Column(int, "seed", "config.seed"),
-    "precision": Column(str, "precision", compared="protocol"),
+    "precision": Column(str, "precision", compared="made"),
+    "kernels": Column(str | None, "kind of kernels, None if unknown", "resolved.kernels", compared="made"),
     "classifier": Column(str, "classifier of predict(), ncm or linear", "resolved.classifier"),
     "expert": Column(str, "expert of predict(), as in results.json", "resolved.expert"),
     "acc": Column(float, "ACC"),
@@ -123,6 +137,9 @@ COLUMNS: dict[str, Column] = {
     "macs": Column(int, "multiply-accumulates per image of the trained model", "macs.trained"),
     "macs_deployed": Column(int, "multiply-accumulates per image of the deployed model", "macs.deployed"),
     "steps": Column(int, "number of training steps"),
+    "eager_steps": Column(
+        int | None, "number of steps not replayed from a graph, None on the CPU and for runs of older versions"
+    ),
     "seconds_train": Column(float, "seconds of training", "seconds.train"),
     "seconds_evaluate": Column(float, "seconds of evaluation", "seconds.evaluate"),
     "seconds_checkpoint": Column(float, "seconds of checkpoints", "seconds.checkpoint"),
@@ -135,13 +152,19 @@ COLUMNS: dict[str, Column] = {
     "peak_bytes_device": Column(
         int | None, "peak memory allocated on the card, None on the CPU", "peak_memory_bytes.device"
     ),
+    "images_kept": Column(int | None, "number of images kept at most, None for runs of older versions", "kept.images"),
+    "bytes_kept": Column(int | None, "bytes of all that was kept beside network and optimiser, None as above"),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
-    "card": Column(str | None, "card", compared="protocol"),
+    "card": Column(str | None, "card", compared="made"),
+    "switched_off": Column(str, "native code that the self-check switched off, empty: none"),
     "processor": Column(str, "processor"),
     "threads": Column(int, "number of CPU threads"),
-    "torch": Column(str, "version of torch", "versions.torch", compared="protocol"),
+    "torch": Column(str, "version of torch", "versions.torch", compared="made"),
+    "native_backend": Column(str | None, "back end of the native library, None without one", compared="made"),
     "mose_fast": Column(str, "version of this package", "versions.mose_fast"),
     "commit_id": Column(str | None, "commit of this package, None if unknown", "commit"),
+    "code": Column(str | None, "hash of this package's code, None if unknown"),
+    "method_version": Column(str | None, "hash of the files of a method of one's own, None for this package's"),
     "config": Column(str, "the complete configuration"),
     "weights_sha256": Column(str, "hash of the trained weights"),
     "results_sha256": Column(str, "hash of the file results.json"),
@@ -165,6 +188,10 @@ def setting_id(config: RunConfig) -> str:
     """12 hex digits, equal for configurations that differ only in seed and data fingerprint."""
     values = config.to_dict()
     del values["seed"], values["stream"]["fingerprint"]
+    return _hash(values)
+
+
+def _hash(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -182,10 +209,8 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     def damaged(what: str) -> RunDamaged:
         return RunDamaged(f"{files.path}: {what}")
 
-    if not files.results.is_file():
-        raise damaged(
-            f"not finished (no {files.results.name})" if files.config.is_file() else f"no run (no {files.config.name})"
-        )
+    if files.unfinished:
+        raise damaged(files.unfinished)
     try:
         raw = files.results.read_bytes()
         results = read_results(raw)
@@ -193,6 +218,8 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         table = files.accuracy.read_text(encoding="utf-8")
     except OSError as error:
         raise damaged(f"{Path(error.filename or files.path).name} cannot be read ({error.strerror})") from error
+    except ConfigError as error:  # which is a ValueError, too
+        raise damaged(f"{files.config.name}: {error}") from error
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise damaged(f"{files.results.name} or {files.config.name} is truncated or no JSON ({error})") from error
     if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
@@ -236,6 +263,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         c: {e: {m: results[m][c][e] for m in _METRICS} for e in experts} for c, experts in results["acc"].items()
     }
     finished = datetime.fromtimestamp(files.results.stat().st_mtime, timezone.utc)
+    kept = results["kept"] or {"images": None}
     known = {
         **results,
         **metrics[classifier][expert],
@@ -249,7 +277,11 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "kind": str(Kind.of(config.stream)),
         "mirrored": int(results["resolved"]["mirror"]),
         "precision": precision_of(results),
+        "switched_off": ", ".join(results["resolved"].get("switched_off", {})),
         "metrics": metrics,
+        "kept": kept,
+        "bytes_kept": None if kept["images"] is None else kept["bytes"] + kept["bytes_beside"],
+        "method_version": _hash(results["method_files"]) if results["method_files"] else None,
         "untrained_acc": results["untrained"]["acc"][classifier][expert],
         "results_sha256": sha256,
         "finished_at": finished.isoformat(timespec="seconds"),
@@ -259,7 +291,8 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         value = known
         for key in (column.source or name).split("."):
             value = value[key]
-        row[name] = json.dumps(value) if isinstance(value, list | dict) else value
+        value = json.dumps(value) if isinstance(value, list | dict) else value
+        row[name] = readable(value) if isinstance(value, str) else value
     return row | {"config": config.to_json()}
 
 
@@ -324,9 +357,8 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
         RunError: The folder does not exist, there is neither a run nor a table in it, its
             ``runs.sqlite`` holds other data, or the table cannot be written. The old table stays.
     """
+    check_folders([folder])
     folder = Path(folder)
-    if not folder.is_dir():
-        raise RunError(f"{folder} is no folder; wanted one with run folders below it")
     rows, skipped = [], []
     for run in find_runs(folder):
         try:
@@ -465,4 +497,4 @@ def _insert(database: sqlite3.Connection, row: Mapping[str, Any]) -> None:
 
 
 def _relative(run: Path, folder: Path) -> str:
-    return Path(os.path.relpath(run.absolute(), folder.absolute())).as_posix()
+    return readable(Path(os.path.relpath(run.absolute(), folder.absolute())).as_posix())

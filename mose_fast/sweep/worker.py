@@ -2,9 +2,8 @@
 messages of :mod:`mose_fast.sweep.protocol`.
 
 A worker imports everything once and forks a child for each run. So every run starts as clean as
-``mose-fast run`` does, without its seconds of imports. With ``--together`` it computes several runs
-in threads instead: on a card, separate processes take turns, while one process can compute them at
-the same time on CUDA streams of their own.
+``mose-fast run`` does, without its seconds of imports. The worker itself never uses CUDA, which a
+child could not use after that.
 
 No process outlives the sweep: when stdin closes, because the sweep ended or was killed, the worker
 kills its child and ends, and the runs can be continued from their checkpoints. When a worker is
@@ -21,11 +20,9 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,6 @@ import torch
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.evaluate import TaskAccuracy
 from mose_fast.methods import Learner, resolve_device
-from mose_fast.methods.model import set_precision
 from mose_fast.output import guarded_output
 from mose_fast.progress import Progress
 from mose_fast.streams import Stream, StreamError
@@ -55,11 +51,10 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Report(Listener):
-    """Reports the progress of a run to the sweep, and stops the run when asked to."""
+    """Reports the progress of a run to the sweep."""
 
-    def __init__(self, emit: Emit, stop: threading.Event) -> None:
-        self.emit, self.stop = emit, stop
-        self.last = 0.0
+    def __init__(self, emit: Emit) -> None:
+        self.emit, self.last = emit, 0.0
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         self.tasks, self.batches, self.main = stream.parts, batches, learner.resolve_expert()
@@ -71,11 +66,6 @@ class _Report(Listener):
         if now - self.last > _EVERY:
             self.last = now
             self.emit({"event": "progress", "batch": batch, "batches": self.batches})
-        self.on_step()
-
-    def on_step(self) -> None:
-        if self.stop.is_set():
-            raise Interrupted
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
         if accuracy is not None:
@@ -86,22 +76,17 @@ class _Report(Listener):
             self.emit({"event": "task", "task": seen, "tasks": self.tasks, "what": self.what, "accuracy": accuracy})
 
 
-def run_cell(command: Command, emit: Emit, stop: threading.Event, listeners: list[Listener]) -> None:
+def run_cell(command: Command, emit: Emit) -> None:
     """Begins or continues a run, and reports how it ended. Raises nothing.
 
     Args:
         command: A ``run``.
         emit: Called with each event, which lacks its cell.
-        stop: Set to make the run write a checkpoint and stop.
-        listeners: Further listeners of the run.
     """
     folder = RunFolder(command["out"])
-    listeners = [*listeners, _Report(emit, stop)]
+    listeners: list[Listener] = [Progress(Path(command["out"])), _Report(emit)]
     try:
         config = RunConfig.load(command["config"])
-        # Each run sets TF32 and cuBLAS's sums while it computes and resets them afterwards. The
-        # switches belong to the process, so they are set here to what all its runs want, and stay.
-        set_precision(config.precision)
         if command["wandb"] is not None:
             listeners.append(WeightsAndBiases(command["wandb"], folder.path))
         if folder.config.is_file() and not command["afresh"]:
@@ -120,25 +105,28 @@ def run_cell(command: Command, emit: Emit, stop: threading.Event, listeners: lis
 
 
 class _Worker:
-    """Carries out commands.
+    """Carries out commands one at a time, each in a child of this process.
 
     Args:
         threads: Number of CPU threads of each run.
     """
 
+    child: int | None = None
+
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
     def serve(self, signals: int) -> None:
-        """Takes commands until stdin closes or a signal (pipe ``signals``) has ended the runs."""
+        """Takes commands until stdin closes or a signal (pipe ``signals``) has ended the run."""
         commands = Reader(0)
         ending = False
         while not commands.closed and (self.busy() or not ending):
-            ready, _, _ = select.select([0, signals, *self.pipes()], [], [], 0.1 if ending else None)
-            if set(ready) & set(self.pipes()):
+            pipes = [0, signals, *([self.events.pipe] if self.busy() else [])]
+            ready, _, _ = select.select(pipes, [], [], 0.1 if ending else None)
+            if self.busy() and self.events.pipe in ready:
                 self.pump()
             if signals in ready:
-                # This process is asked to end. Its runs write a checkpoint first.
+                # This process is asked to end. Its run writes a checkpoint first.
                 os.read(signals, 4096)
                 ending = True
                 self.stop()
@@ -147,19 +135,11 @@ class _Worker:
                     self.stop(command["cell"])
                 else:
                     self.start(command)
-        self.kill()
-
-
-class _Forking(_Worker):
-    """Runs one cell at a time, each in a child of this process."""
-
-    child: int | None = None
+        if self.busy():
+            self._signal(signal.SIGKILL)
 
     def busy(self) -> bool:
         return self.child is not None
-
-    def pipes(self) -> list[int]:
-        return [self.events.pipe] if self.busy() else []
 
     def start(self, command: Command) -> None:
         while self.busy():  # the last child has reported its end, but may still live
@@ -203,10 +183,12 @@ class _Forking(_Worker):
         def emit(event: Event) -> None:
             send(end, event)
 
-        if command["do"] == "measure":
+        if torch.cuda._is_in_bad_fork():
+            emit({"event": "failed", "error": "its worker had used CUDA before it forked, after which no run can"})
+        elif command["do"] == "measure":
             _measure(command, emit)
         else:
-            run_cell(command, emit, threading.Event(), [Progress(Path(command["out"]))])
+            run_cell(command, emit)
 
     def pump(self) -> None:
         """Passes the child's events on, and reports a child that ended without a last event."""
@@ -225,52 +207,9 @@ class _Forking(_Worker):
         if self.busy() and cell in (None, self.cell):
             self._signal(signal.SIGTERM)
 
-    def kill(self) -> None:
-        if self.busy():
-            self._signal(signal.SIGKILL)
-
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.child, number)
-
-
-class _Together(_Worker):
-    """Runs several cells at once in threads of this process, each on a CUDA stream of its own."""
-
-    def __init__(self, threads: int) -> None:
-        super().__init__(threads)
-        self.stopping: dict[str, threading.Event] = {}
-        self.running: list[threading.Thread] = []
-
-    def busy(self) -> bool:
-        return any(thread.is_alive() for thread in self.running)
-
-    def pipes(self) -> list[int]:
-        return []
-
-    def start(self, command: Command) -> None:
-        self.stopping[command["cell"]] = threading.Event()
-        self.running.append(threading.Thread(target=self.run, args=(command,), name=command["cell"], daemon=True))
-        self.running[-1].start()
-
-    def run(self, command: Command) -> None:
-        def emit(event: Event) -> None:
-            _report({**event, "cell": command["cell"]})
-
-        torch.set_num_threads(self.threads)  # OpenMP's number belongs to each Python thread
-        if command["do"] == "measure":
-            _measure(command, emit)
-            return
-        with torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext():
-            run_cell(command, emit, self.stopping[command["cell"]], [])
-
-    def stop(self, cell: str | None = None) -> None:
-        for name, stopping in self.stopping.items():
-            if cell in (None, name):
-                stopping.set()
-
-    def kill(self) -> None:
-        os._exit(0)  # ends threads in the middle of a step; their runs have checkpoints
 
 
 def _measure(command: Command, emit: Emit) -> None:
@@ -291,11 +230,8 @@ def _interrupt(number: int, frame: Any) -> None:
     raise Interrupted(number)
 
 
-_reporting = threading.Lock()
-
-
 def _report(event: Event) -> None:
-    with _reporting, contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError):
         send(_events, event)
 
 
@@ -310,9 +246,8 @@ def _die_with(parent: int) -> None:
 def main() -> None:
     """Serves commands until stdin closes."""
     global _events
-    parser = argparse.ArgumentParser(prog="python -m mose_fast.sweep.worker")
+    parser = argparse.ArgumentParser(prog="worker of mose-fast sweep")
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--together", action="store_true")
     arguments = parser.parse_args()
     # The pipe is for events alone; what libraries print goes to stderr.
     _events = os.dup(1)
@@ -325,11 +260,10 @@ def main() -> None:
     signal.set_wakeup_fd(sent)
     for number in _ENDING:
         signal.signal(number, lambda number, frame: None)
-    worker = (_Together if arguments.together else _Forking)(arguments.threads)
-    if not arguments.together:
-        _import_what_runs_need()
+    _import_what_runs_need()
+    _report({"event": "ready"})
     with guarded_output():
-        worker.serve(signals)
+        _Worker(arguments.threads).serve(signals)
 
 
 def _import_what_runs_need() -> None:
@@ -341,6 +275,3 @@ def _import_what_runs_need() -> None:
 
 
 _events = 1
-
-if __name__ == "__main__":
-    main()

@@ -4,6 +4,7 @@ of the same shape.
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 import warnings
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from mose_fast.device import CAPTURING
 from mose_fast.methods import Learner
 
 __all__ = ["CapturedSteps", "capture", "copied_into", "layout_of"]
@@ -27,13 +29,17 @@ class _Graph(NamedTuple):
     losses: Tensor
 
 
+# How often a step is captured before steps are taken eagerly. A single failure may be an accident:
+# memory was cached elsewhere, or a thread of another library waited for the card.
+_ATTEMPTS = 2
+
 # Graphs whose capture failed. They are kept, because PyTorch's allocator of pinned memory may still
 # ask them (see capture).
 _BROKEN: list[torch.cuda.CUDAGraph] = []
 
 
 class CapturedSteps:
-    """Takes the steps of a learner on a card in place of its ``train_on``, with CUDA graphs if
+    """Takes the steps of a learner on a card in place of its ``take_step``, with CUDA graphs if
     possible and allowed.
 
     There is a graph for each layout of inputs that occurs twice. MOSE pads its steps to their
@@ -44,9 +50,10 @@ class CapturedSteps:
     share one memory pool. All steps run on one stream, which is the current stream of every call
     and must not be the default stream.
 
-    If a step cannot be captured, for lack of memory or another reason, it and all later steps are
-    taken eagerly, and one warning shows the reason with its traceback. Nothing is lost: a capture
-    changes no tensor, and PyTorch's allocator is left as if there had been no capture.
+    A capture that fails is tried once more. If that fails, too, for lack of memory or another
+    reason, the step and all later ones are taken eagerly, and one warning shows the reason with its
+    traceback. Nothing is lost: a capture changes no tensor, and PyTorch's allocator is left as if
+    there had been no capture.
 
     Args:
         learner: A learner on a card whose steps can be captured.
@@ -54,6 +61,8 @@ class CapturedSteps:
 
     Attributes:
         graphs: Number of graphs.
+        replays: Number of steps that were replayed; the others were taken eagerly.
+        retries: Number of captures that were tried once more.
         seconds: Time spent on capturing.
         obstacle: One line that says why steps are no longer captured; empty while they are.
         traceback: The tracebacks of the errors that caused it, the first error first; empty if
@@ -62,6 +71,7 @@ class CapturedSteps:
 
     def __init__(self, learner: Learner, *, capture: bool = True) -> None:
         self.learner = learner
+        self.replays = self.retries = 0
         self.seconds = 0.0
         self.obstacle = "" if capture else "eager steps were asked for"
         self.traceback = ""
@@ -85,9 +95,10 @@ class CapturedSteps:
             known = self._capture(key, inputs)
         if known is None:
             self._met.add(key)
-            return self.learner.train_on(inputs)
+            return self.learner.take_step(inputs)
         copied_into(known.inputs, inputs)
         known.graph.replay()
+        self.replays += 1
         # The next replay of any graph may overwrite these.
         return dict(zip(known.names, known.losses.clone().unbind(), strict=True))
 
@@ -96,23 +107,31 @@ class CapturedSteps:
         stream = torch.cuda.current_stream(self.learner.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        try:
-            # Outside the pool, so that no other graph can use the memory of a replay's inputs.
-            static = tree_map_only(Tensor, torch.clone, inputs)
-            with capture(stream, self._pool) as graph:
-                losses = self.learner.train_on(static)
-                together = torch.stack(list(losses.values()))
-        except Exception as error:
-            self._give_up(error)
-            return None
-        finally:
-            self.seconds += time.perf_counter() - start
-        self._graphs[key] = _Graph(graph, static, tuple(losses), together)
-        return self._graphs[key]
+            # What earlier runs left. Not before each of up to 25 captures: it takes 0.2 s.
+            gc.collect()
+        for attempt in range(_ATTEMPTS):
+            try:
+                if attempt:
+                    self.retries += 1
+                    gc.collect()
+                    # A graph's pool cannot use memory that is cached for eager steps.
+                    torch.cuda.empty_cache()
+                # Outside the pool, so that no other graph can use the memory of a replay's inputs.
+                static = tree_map_only(Tensor, torch.clone, inputs)
+                with capture(stream, self._pool) as graph:
+                    losses = self.learner.take_step(static)
+                    together = torch.stack(list(losses.values()))
+                self._graphs[key] = _Graph(graph, static, tuple(losses), together)
+                break
+            except Exception as error:
+                # They are in the pool of the graph whose capture failed.
+                self.learner.model.optimiser.zero_grad(set_to_none=True)
+                if attempt == _ATTEMPTS - 1:
+                    self._give_up(error)
+        self.seconds += time.perf_counter() - start
+        return self._graphs.get(key)
 
     def _give_up(self, error: Exception) -> None:
-        # They are in the pool of the graph whose capture failed.
-        self.learner.model.optimiser.zero_grad(set_to_none=True)
         # An error inside makes the capture fail, whose end then raises another error. The first
         # one matters.
         first: BaseException = error
@@ -132,8 +151,11 @@ class CapturedSteps:
 
 @contextmanager
 def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
-    """Captures the launches inside into a graph like :class:`torch.cuda.graph`, and closes the
-    capture properly if it fails.
+    """Captures the launches inside into a graph, and closes the capture properly if it fails.
+
+    Unlike :class:`torch.cuda.graph`, it neither waits for the card nor empties the allocator's
+    caches, which would make the next steps allocate anew. Python's garbage collector is off during
+    the capture, since what it frees may wait for the card.
 
     Up to 2.11, PyTorch does not tell its allocator that a capture has failed
     (pytorch/pytorch#180395). The allocator then behaves as if it were still capturing: it never
@@ -147,21 +169,36 @@ def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.
     # Chosen before the capture, since a graph tells its pool only after a successful capture.
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            yield graph
-    except BaseException:
+    with CAPTURING, _without_collector(), torch.cuda.stream(stream):
         try:
-            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-        except RuntimeError:
-            pass  # It is closed already: the capture ended, although an error was raised inside.
-        else:
-            graph.reset()
-            torch._C._cuda_releasePool(stream.device_index, pool)
-            # The allocator of pinned memory cannot be informed: it keeps a function that asks this
-            # graph whether a stream belongs to it.
-            _BROKEN.append(graph)
-        raise
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            finally:
+                graph.capture_end()
+        except BaseException:
+            try:
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            except RuntimeError:
+                pass  # It is closed already: the capture ended, although an error was raised inside.
+            else:
+                graph.reset()
+                torch._C._cuda_releasePool(stream.device_index, pool)
+                # The allocator of pinned memory cannot be informed: it keeps a function that asks
+                # this graph whether a stream belongs to it.
+                _BROKEN.append(graph)
+            raise
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def layout_of(inputs: tuple) -> Hashable:

@@ -3,52 +3,26 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mose_fast.train.files import RunError, checkpoint_files, write_atomically
+from mose_fast.state_file import StateFileError, read_state, state_file
+from mose_fast.train.files import RunError, checkpoint_files, resume_advice, write_atomically
 
-__all__ = [
-    "FORMAT",
-    "CheckpointError",
-    "CheckpointWriter",
-    "Snapshot",
-    "latest",
-    "load_checkpoint",
-    "save_checkpoint",
-    "serialised",
-]
+__all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "Snapshot", "latest", "load_checkpoint", "save_checkpoint"]
 
 #: Version of the checkpoint format. Files of newer versions are refused.
 FORMAT = 1
 
 _KEPT = 2
 
-_UNSIGNED = "0" * 64
-
-# The names that safetensors files have for dtypes.
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_KIND = "mose_fast_checkpoint"
 
 
 class CheckpointError(RunError):
@@ -152,33 +126,6 @@ class Snapshot:
         return host
 
 
-def serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> np.ndarray:
-    """Tensors on the host as a safetensors file: uint8 [bytes].
-
-    Other threads can run meanwhile: PyTorch copies each tensor into its place without holding the
-    interpreter's lock. ``safetensors.torch.save`` holds the lock while it builds the whole file, so
-    that steps cannot be launched.
-    """
-    # Wide elements come first, so that each tensor is aligned to its element size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    size = 0
-    for name in names:
-        tensor = tensors[name]
-        end = size + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [size, end]}
-        size = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file = torch.empty(8 + len(text) + size, dtype=torch.uint8)
-    file[: 8 + len(text)] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-    contents = file[8 + len(text) :]
-    for name in names:
-        start, end = header[name]["data_offsets"]
-        contents[start:end].view(tensors[name].dtype).view(tensors[name].shape).copy_(tensors[name])
-    return file.numpy()
-
-
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], values: dict[str, Any]) -> Path:
     """Writes ``step-<step>.safetensors`` atomically, then deletes all but the newest two.
 
@@ -192,10 +139,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
         RunError: The disk is full or the folder unwritable; older checkpoints are untouched.
     """
     path = folder / f"step-{step:09d}.safetensors"
-    metadata = {"mose_fast_checkpoint": str(FORMAT), "values": json.dumps(values), "sha256": _UNSIGNED}
-    file = serialised(tensors, metadata)
-    _sign(file)
-    write_atomically(path, file.data)
+    write_atomically(path, state_file(_KIND, FORMAT, tensors, values), resume_advice(folder.parent))
     for old in checkpoint_files(folder)[:-_KEPT]:
         old.unlink(missing_ok=True)
     return path
@@ -258,72 +202,20 @@ class CheckpointWriter:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of :func:`save_checkpoint`: returns tensors on the CPU, and values. It checks the
-    hash of the content, if there is one; older versions wrote none.
+    """The inverse of :func:`save_checkpoint`: returns tensors on the CPU, and values.
 
     Raises:
         CheckpointError: The file is missing, damaged, not a checkpoint of this program, or of a
             newer format.
     """
+    older = [p for p in checkpoint_files(path.parent) if p.name < path.name]
+    instead = f"; the one before it is {older[-1]}: delete {path.name} to continue from there" if older else ""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint {path}") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"the checkpoint {path} is truncated, damaged or not a checkpoint ({error}){_instead(path)}"
-        ) from error
-    if "mose_fast_checkpoint" not in metadata:
-        raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of mose-fast{_instead(path)}")
-    try:
-        found = int(metadata["mose_fast_checkpoint"])
-        if found <= FORMAT:
-            intact = "sha256" not in metadata or _is_intact(path, metadata["sha256"])
-            values = json.loads(metadata["values"])
-            if not isinstance(values, dict):
-                raise ValueError(f"its values are a {type(values).__name__}")
-            # Versions that wrote no hash wrote no identity either.
-            if not intact or ("identity" in values and "sha256" not in metadata):
-                raise CheckpointError(
-                    f"the checkpoint {path} is damaged: its content does not have the hash in its"
-                    f" header{_instead(path)}"
-                )
-            return tensors, values
-    except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"the checkpoint {path} is damaged: its header is unreadable ({error}){_instead(path)}"
-        ) from error
-    raise CheckpointError(
-        f"the checkpoint {path} has format {found}, newer than {FORMAT}, the newest that this version of mose-fast"
-        " reads; update mose-fast"
-    )
+        return read_state(path, _KIND, FORMAT, called="checkpoint", instead=instead)
+    except StateFileError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def latest(folder: Path) -> Path | None:
     """The newest checkpoint of a folder; None if it contains none."""
     return next(reversed(checkpoint_files(folder)), None)
-
-
-def _sign(file: np.ndarray) -> None:
-    """Writes the SHA-256 of a file into its header; it is taken with 64 zeros in its place."""
-    digest = hashlib.sha256(file.data).hexdigest()
-    header = int.from_bytes(file[:8].tobytes(), "little")
-    start = file[: 8 + header].tobytes().index(_signature(_UNSIGNED)) + len(_signature("")) - 1
-    file[start : start + 64] = np.frombuffer(digest.encode(), np.uint8)
-
-
-def _is_intact(path: Path, signed: str) -> bool:
-    raw = path.read_bytes()
-    unsigned = raw.replace(_signature(signed), _signature(_UNSIGNED), 1)
-    return hashlib.sha256(unsigned).hexdigest() == signed
-
-
-def _signature(digest: str) -> bytes:
-    return f'"sha256":"{digest}"'.encode()
-
-
-def _instead(path: Path) -> str:
-    older = [p for p in checkpoint_files(path.parent) if p.name < path.name]
-    return f"; the one before it is {older[-1]}: delete {path.name} to continue from there" if older else ""

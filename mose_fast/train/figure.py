@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mose_fast.evaluate import running_accuracy
+from mose_fast.output import readable
 from mose_fast.train.lettering import lettering
 
 __all__ = ["accuracy_figure"]
@@ -32,6 +33,7 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
         f"{'' if kind == 'tasks' else f' ({kind})'}, "
         f"M = {config['memory']}, width {config['width']}, seed {config['seed']}, {config['evaluate_on']} images"
     )
+    title = readable(title)
     with lettering([title]):
         return _drawn(results, title)
 
@@ -71,7 +73,7 @@ def _drawn(results: dict[str, Any], title: str) -> bytes:
     axes[0].set_ylabel(f"accuracy on the {'tasks' if points is None else 'classes'} seen (%)")
     # The legend is beside the panels, since curves may run anywhere inside them.
     figure.legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, parse_math=False)  # a dollar may be part of a file's name
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     return png.getvalue()

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import tempfile
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
 from mose_fast.errors import MoseFastError
+from mose_fast.output import readable
+from mose_fast.state_file import replace_file
 
 __all__ = [
     "IN_EVERY_CONFIG",
     "LOCK",
     "RunError",
     "RunFolder",
+    "check_folders",
     "checkpoint_files",
     "is_configuration",
     "leftovers",
     "remove_leftovers",
+    "resume_advice",
     "write_atomically",
 ]
 
@@ -35,36 +37,46 @@ class RunError(MoseFastError, RuntimeError):
     """A run cannot start, continue or write its results; the message says why and what to do."""
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
+def check_folders(folders: Iterable[str | Path]) -> None:
+    """Refuses folders to read runs from that do not exist.
+
+    Raises:
+        RunError: There is no such folder.
+    """
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise RunError(f"there is no folder {folder}; wanted one with run folders in it, at any depth")
+
+
+def write_atomically(
+    path: Path,
+    content: bytes | str,
+    advice: str = "Free some space or choose another --out, then run the same command again",
+) -> None:
     """Replaces ``path`` by ``content`` in one move; the content is on disk before the name changes.
+
+    Args:
+        path: The file.
+        content: A text is made :func:`mose_fast.output.readable`.
+        advice: What to do where it cannot be written, for the message.
 
     Raises:
         RunError: The disk is full or the folder unwritable; ``path`` is unchanged.
     """
     if isinstance(content, str):
-        content = content.encode()
+        content = readable(content).encode()
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_temporary_prefix(path.name))
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        replace_file(path, content)
     except OSError as error:
         raise RunError(
-            f"cannot write {path} ({len(content)} bytes): {error.strerror}; what was there before is untouched. "
-            "Free some space or choose another --out, then continue with: mose-fast resume"
+            f"cannot write {path} ({len(content)} bytes): {error.strerror}; what was there before is untouched."
+            f" {advice}"
         ) from error
 
 
-def _temporary_prefix(name: str) -> str:
-    return f".{name}."
+def resume_advice(folder: Path) -> str:
+    """What to do where the file of a run that has begun cannot be written."""
+    return f"Free some space, then continue with: mose-fast resume {shlex.quote(str(folder))}"
 
 
 def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
@@ -115,12 +127,6 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 class RunFolder:
     """The paths of the files in a run's folder.
 
@@ -139,6 +145,27 @@ class RunFolder:
         self.wandb = self.path / "wandb_id.txt"
         self._written = (self.results, self.accuracy, self.figure, self.wandb)
 
+    @property
+    def unfinished(self) -> str:
+        """Why there is no finished run here; empty where there is one."""
+        if self.results.is_file():
+            return ""
+        return f"not finished (no {self.results.name})" if self.config.is_file() else f"no run (no {self.config.name})"
+
+    def check_resumable(self) -> None:
+        """Refuses a folder without a run that can be continued.
+
+        Raises:
+            RunError: There is none, or it is finished.
+        """
+        if not self.config.is_file():
+            raise RunError(
+                f"there is no run in {self.path} (no {self.config.name}); start one with: mose-fast run --out"
+                f" {self.path}"
+            )
+        if self.results.is_file():
+            raise RunError(f"the run in {self.path} is finished; its results are in {self.results}")
+
     def create(self, *, overwrite: bool) -> None:
         """Makes the folder ready for a new run, whose configuration the caller writes next. The
         caller holds the folder's lock.
@@ -151,8 +178,7 @@ class RunFolder:
                 names that no run of ours wrote, or cannot be written.
         """
         try:
-            used = any(path.name != LOCK for path in self.path.iterdir())
-            if used and not overwrite:
+            if not overwrite and any(path not in self._begun() for path in self.path.iterdir()):
                 raise RunError(
                     f"the output folder {self.path} is already used; choose another --out, pass --overwrite to replace"
                     f" the run in it, or continue it with: mose-fast resume {self.path}"
@@ -167,6 +193,14 @@ class RunFolder:
             self._prepare()
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def write(self, file: Path, content: bytes | str) -> None:
+        """Writes a file of the run, which has begun and can be resumed.
+
+        Raises:
+            RunError: It cannot be written; what was there before is untouched.
+        """
+        write_atomically(file, content, resume_advice(self.path))
 
     def make(self) -> None:
         """Makes the folder itself where it is missing.
@@ -190,6 +224,11 @@ class RunFolder:
             self._prepare()
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def _begun(self) -> list[Path]:
+        """What a run leaves that was killed before its configuration was written."""
+        begun = [self.path / LOCK, *leftovers(self.path, [re.escape(self.config.name)])]
+        return begun if any(_listed(self.checkpoints)) else [*begun, self.checkpoints]
 
     def _refuse_foreign_files(self) -> None:
         """Refuses files with a run's names if no configuration shows that they are ours."""

@@ -7,11 +7,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mose_fast._build_info import build_info, code_hash
 from mose_fast.config import RunConfig, upgraded
 from mose_fast.methods import Learner
+from mose_fast.methods.registry import method_changes
+from mose_fast.methods.saved import machine_changes, made_by, told_code
 from mose_fast.settings import all_settings, dotted
 from mose_fast.train.files import RunError
 
@@ -19,15 +18,12 @@ __all__ = ["check_identity", "identity"]
 
 
 def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
-    """What a checkpoint notes about its run, as plain values."""
-    build = build_info()
-    return {
-        "config": config.to_dict(),
-        "code": code_hash(type(learner)),
-        "version": build["version"],
-        "commit": build["commit"],
-        "machine": {"torch": torch.__version__, "device": learner.device.type, "threads": torch.get_num_threads()},
-    }
+    """What a checkpoint and the results note about how a run was made, as plain values.
+
+    Raises:
+        ConfigError: The method's files were edited after they had been imported.
+    """
+    return {"config": config.to_dict(), **made_by(learner)}
 
 
 def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpoint: Path) -> None:
@@ -62,16 +58,18 @@ def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpo
             f"the checkpoint {checkpoint} does not belong to the configuration beside it: {shown}. Change it back, or"
             f" {afresh}"
         )
-    if found["code"] != wanted["code"]:
-        versions = [f"{each['version']}, commit {each['commit'] or 'unknown'}" for each in (found, wanted)]
+    if edited := method_changes(found["method_files"], wanted["method_files"]):
         raise RunError(
-            f"the checkpoint {checkpoint} was written by other code (mose-fast {versions[0]}) than the code that is"
-            f" running ({versions[1]}), and the results would mix the two; continue with that code, or {afresh}"
+            f"the checkpoint {checkpoint} was written by another version of the method ({edited}), and the results"
+            f" would mix the two; put the earlier file back, or {afresh}"
         )
-    before, now = found["machine"], wanted["machine"]
-    differing = [f"{name} was {before[name]} and is {now[name]} now" for name in now if before[name] != now[name]]
-    if differing:
+    if found["code"] != wanted["code"]:
+        raise RunError(
+            f"the checkpoint {checkpoint} was written by other code (mose-fast {told_code(found)}) than the code that"
+            f" is running ({told_code(wanted)}), and the results would mix the two; continue with that code, or"
+            f" {afresh}"
+        )
+    if changes := machine_changes(found["machine"], wanted["machine"]):
         warnings.warn(
-            f"{'; '.join(differing)}: the last digits of the results will differ from those of an uninterrupted run",
-            stacklevel=2,
+            f"{changes}: the last digits of the results will differ from those of an uninterrupted run", stacklevel=2
         )

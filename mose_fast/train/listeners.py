@@ -87,11 +87,14 @@ class TensorBoard(Listener):
     Args:
         folder: Folder of the event files.
         every: Batches between two points of the loss curves.
+        own: Whether the folder has events of this run alone. Then a run that continues drops those
+            of the batches that it repeats.
     """
 
-    def __init__(self, folder: Path, every: int = 10) -> None:
-        self.folder, self.every = folder, every
+    def __init__(self, folder: Path, every: int = 10, *, own: bool = False) -> None:
+        self.folder, self.every, self.own = folder, every, own
         self._writer: Any = None
+        self._there: set[tuple[str, int]] = set()
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         # Imported here, because not every run needs it.
@@ -101,11 +104,12 @@ class TensorBoard(Listener):
         self._borders = stream.borders
         with self._or_give_up():
             self.folder.mkdir(parents=True, exist_ok=True)
+            if self.own:
+                self._drop_after(batch)
             name = f"events.out.tfevents.{time.time_ns() / 1e9:.9f}.{socket.gethostname()}.{os.getpid()}"
             # Unbuffered, so that nothing is left to fail when the file is closed.
             self._writer = RecordWriter((self.folder / name).open("xb", buffering=0))
-        # TensorBoard drops what a killed run wrote after its last checkpoint, since those batches
-        # are repeated.
+        # TensorBoard itself drops what lies after such a start, in a folder of several runs, too.
         self._write(step=batch + 1, file_version="brain.Event:2")
         self._write(step=batch + 1, session_log=SessionLog(status=SessionLog.START))
 
@@ -134,9 +138,24 @@ class TensorBoard(Listener):
                 self._writer.close()
             self._writer = None
 
+    def _drop_after(self, batch: int) -> None:
+        """Cuts off what a killed run wrote after its last checkpoint, at batch ``batch``."""
+        for path in self.folder.glob("events.out.tfevents.*"):
+            kept = 0
+            for event, end in _events(path):
+                if event.step > batch and event.HasField("summary"):
+                    break
+                kept = end
+                # An evaluation after the checkpoint's batch is repeated, its losses are not.
+                self._there |= {(value.tag, batch) for value in event.summary.value if event.step == batch}
+            if kept:
+                os.truncate(path, kept)
+
     def _add(self, name: str, value: float, batch: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        if (name, batch) in self._there:
+            return
         self._write(step=batch, summary=Summary(value=[Summary.Value(tag=name, simple_value=value)]))
 
     def _write(self, **content: Any) -> None:
@@ -158,3 +177,24 @@ class TensorBoard(Listener):
                 f"cannot write TensorBoard events into {self.folder} ({error.strerror}); the run goes on without them",
                 stacklevel=4,
             )
+
+
+def _events(path: Path) -> Iterator[tuple[Any, int]]:
+    """The whole events of a file, and where each ends in it: records of length, checksum, content
+    and checksum.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    content, position = path.read_bytes(), 0
+    while position + 12 <= len(content):
+        start = position + 12
+        end = start + int.from_bytes(content[position : position + 8], "little")
+        position = end + 4
+        if position > len(content):
+            return
+        try:
+            event = Event.FromString(content[start:end])
+        except DecodeError:  # it is not ours
+            return
+        yield event, position

@@ -26,12 +26,12 @@ from mose_fast.streams.stream import draw_order
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot, load_checkpoint
 from mose_fast.train.clock import Clock
 from mose_fast.train.figure import accuracy_figure
-from mose_fast.train.files import RunError, RunFolder, write_atomically
+from mose_fast.train.files import RunError, RunFolder
 from mose_fast.train.identity import check_identity, identity
 from mose_fast.train.listeners import Listener, TensorBoard
 from mose_fast.train.losses import Taken
 from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
-from mose_fast.train.results import accuracy_csv, build_results
+from mose_fast.train.results import AccuracyTable, build_results
 
 __all__ = ["Loop", "TrainingDiverged"]
 
@@ -64,7 +64,8 @@ class Loop:
         position: The next batch: ``task`` (the part of the stream), epoch and number within the
             epoch; ``done`` counts batches over the whole run. After the parts of the stream,
             training on the final memory is one more.
-        records: The results of all evaluations so far, and how often the run was resumed.
+        records: The results of all evaluations so far, how often the run was resumed, how many
+            steps were replayed, and how many captures were tried once more.
     """
 
     def __init__(
@@ -77,18 +78,18 @@ class Loop:
         clock: Clock,
     ) -> None:
         self.config, self.stream, self.learner, self.folder = config, resident(stream, learner.device), learner, folder
-        self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
+        self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events, own=True)]
         self.joint = config.train_on == "final_memory"
         #: The stream that the learner sees: the upper bound sees the images of all tasks shuffled
         #: into one task.
         self.presented = self.stream.as_one_task() if learner.joint_stream else self.stream
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
+        self.records |= {"replayed": 0, "retries": 0}
         self.records |= {"confusion": [], "confusion_by_class": [], "anytime": None}
         points = None if stream.borders else {"images_seen": [], "classes_seen": []}
         self.records["evaluation_points"] = points
-        #: The rows of the table of accuracies as text, so that each is formatted once.
-        self.written: dict[tuple[str, str], list[str]] = {}
+        self.table = None if folder is None else AccuracyTable(folder.accuracy)
         self.sample = None
         if config.evaluate_every is not None:
             self.sample = AnytimeSample(config, self.stream)
@@ -97,12 +98,14 @@ class Loop:
         self.clock = clock
         self.pipeline = Pipeline(learner, clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
-        self.identity = None if folder is None else identity(config, learner)
+        self.identity = identity(config, learner)
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
         """Continues the run from its position to its end; returns the results."""
         try:
+            if self.folder is not None:
+                self.learner.check_kept()
             with stop_request() as stop, _deterministic(self.config.deterministic), own_stream(self.learner.device):
                 self._notify("on_start", self.config, self.stream, self.learner, self.position["done"], self._count())
                 parts = self.presented.parts
@@ -111,6 +114,7 @@ class Loop:
                     task = self.presented.task_of(part)
                     if part < parts and self.learner.task != task:
                         self.learner.begin_task(task, self.presented.tasks[task])
+                        self.learner.data.task_batches = self.config.epochs * self.presented.task_batches(task)
                     self._train(part, stop)
                     self._finish_part(part, stop)
                 return self._finish()
@@ -171,6 +175,8 @@ class Loop:
         if losses is not None and not all(map(math.isfinite, losses.values())):
             self._diverge(taken, losses)
         self.position = _after(taken.position, 1)
+        self.records["replayed"] += taken.replayed
+        self.records["retries"] += taken.retries
         self.last_losses.extend([] if losses is None else [next(iter(losses.values()))])
         self._notify("on_batch", self.position["done"], losses)
 
@@ -264,9 +270,8 @@ class Loop:
                     records[kind].setdefault(classifier, {}).setdefault(expert, []).append(row)
         records |= {"confusion": accuracy.confusion, "confusion_by_class": accuracy.confusion_by_class}
         records["evaluated_after"].append(seen)
-        if self.folder is not None:
-            table = accuracy_csv(records["test"], records["buffer"], records["evaluated_after"], self.written)
-            write_atomically(self.folder.accuracy, table)
+        if self.table is not None:
+            self.table.write(records["test"], records["buffer"], records["evaluated_after"])
 
     @contextmanager
     def _stoppable(self, stop: StopRequest) -> Iterator[None]:
@@ -299,12 +304,12 @@ class Loop:
         with self.clock.timed("evaluate"):
             untrained = self._untrained()
         results = build_results(
-            self.config, self.stream, self.learner, **self.records, untrained=untrained, clock=self.clock
+            self.config, self.stream, self.learner, self.identity, **self.records, untrained=untrained, clock=self.clock
         )
         if self.folder is not None:
-            write_atomically(self.folder.figure, accuracy_figure(results))
+            self.folder.write(self.folder.figure, accuracy_figure(results))
             results["seconds"] = self.clock.results()
-            write_atomically(self.folder.results, json.dumps(results, indent=1, allow_nan=False) + "\n")
+            self.folder.write(self.folder.results, json.dumps(results, indent=1, allow_nan=False) + "\n")
         self._notify("on_end", results)
         return results
 
@@ -343,15 +348,15 @@ class Loop:
         """A copied checkpoint of the current state: its number, the tensors and the values."""
         with self.clock.timed("checkpoint"):
             self.pipeline.ring.synchronise()
-            tensors, values = self.learner.state()
-            snapshot = Snapshot(tensors)
+            self.learner.check_kept()
+            snapshot = Snapshot(self.learner.tensors())
             broken = snapshot.not_finite()
             if broken is not None:
                 raise TrainingDiverged(
                     f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}"
                 )
             values = {
-                "learner": copy.deepcopy(values),
+                "learner": copy.deepcopy(self.learner.values()),
                 "position": dict(self.position),
                 "records": _copied(self.records),
                 "seconds": self.clock.state(),
@@ -399,9 +404,18 @@ def _copied(records: Any) -> Any:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
+    """PyTorch's deterministic mode, without its filling of every new tensor: nothing that a step
+    reads is left unwritten, and the launches that fill tensors would be in every graph.
+    """
+    if not wanted:
+        yield
+        return
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(before or wanted)
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filling

@@ -27,10 +27,14 @@ class Taken(NamedTuple):
     Attributes:
         prepared: Its batch.
         position: The run's position before the step.
+        replayed: Number of steps of the batch that were replayed from a graph.
+        retries: Number of captures on the way that were tried once more.
     """
 
     prepared: Prepared
     position: dict[str, int]
+    replayed: int = 0
+    retries: int = 0
 
 
 class _Waiting(NamedTuple):

@@ -129,11 +129,15 @@ class Pipeline:
         self.ring.close()
 
     def _take(self, prepared: Prepared, position: dict[str, int]) -> None:
-        losses = prepared.take(self.captured)
-        if self.captured is not None:
-            self.clock.move(self.captured.seconds, "train", "capture")
-            self.captured.seconds = 0.0
-        self.reader.add(Taken(prepared, position), losses)
+        captured = self.captured
+        if captured is None:
+            self.reader.add(Taken(prepared, position), prepared.take())
+            return
+        replays, retries = captured.replays, captured.retries
+        losses = prepared.take(captured)
+        self.clock.move(captured.seconds, "train", "capture")
+        captured.seconds = 0.0
+        self.reader.add(Taken(prepared, position, captured.replays - replays, captured.retries - retries), losses)
 
 
 def incoming(

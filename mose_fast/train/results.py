@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import itertools
 import json
 import math
 import platform
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mose_fast import evaluate
+from mose_fast import _loader, evaluate
 from mose_fast._build_info import build_info
 from mose_fast.config import RunConfig, StreamConfig, current_names, upgraded
 from mose_fast.device import peak_bytes, processor
@@ -23,9 +25,18 @@ from mose_fast.knobs import Declared, settings_of
 from mose_fast.methods import Learner
 from mose_fast.streams import Stream
 from mose_fast.train.clock import Clock
-from mose_fast.train.files import IN_EVERY_CONFIG
+from mose_fast.train.files import IN_EVERY_CONFIG, resume_advice, write_atomically
 
-__all__ = ["SCHEMA_VERSION", "accuracy_csv", "build_results", "precision_of", "read_results", "schema", "summary"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "AccuracyTable",
+    "accuracy_csv",
+    "build_results",
+    "precision_of",
+    "read_results",
+    "schema",
+    "summary",
+]
 
 #: Version of the format of ``results.json``. Version 1 had other names for some options of MOSE.
 SCHEMA_VERSION = 2
@@ -70,17 +81,17 @@ def read_results(text: str | bytes) -> Any:
         config = upgraded(results["config"])
         changes = current_names(results["changes_from_preset"], config["method"])
         results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
-    return (
-        {"held_out": None, "anytime": None, "evaluation_points": None, **results}
-        if isinstance(results, dict)
-        else results
+    missing = dict.fromkeys(
+        ("held_out", "anytime", "evaluation_points", "kept", "eager_steps", "capture_retries", "code")
     )
+    return missing | {"method_files": {}} | results if isinstance(results, dict) else results
 
 
 def build_results(
     config: RunConfig,
     stream: Stream,
     learner: Learner,
+    identity: dict[str, Any],
     test: Matrices,
     buffer: Matrices,
     confusion: list[list[int]],
@@ -90,6 +101,8 @@ def build_results(
     evaluation_points: dict[str, Any] | None,
     untrained: dict[str, dict[str, list[float]]],
     resumed: int,
+    replayed: int,
+    retries: int,
     clock: Clock,
 ) -> dict[str, Any]:
     """Everything about a finished run, as plain values.
@@ -98,6 +111,7 @@ def build_results(
         config: The run's settings.
         stream: The run's stream.
         learner: The learner after the last task.
+        identity: What :func:`mose_fast.train.identity.identity` noted when the run started.
         test: Accuracy on the images that the stream is evaluated on; a row per entry of
             ``evaluated_after``.
         buffer: Accuracy on memory samples in the same form; None for a task without samples.
@@ -111,6 +125,8 @@ def build_results(
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
         resumed: How often the run was resumed.
+        replayed: Number of steps that were replayed from graphs.
+        retries: Number of captures that were tried once more.
         clock: The run's clock; it is read last.
     """
     tasks, parts = len(stream.tasks), stream.parts
@@ -153,7 +169,6 @@ def build_results(
     trained, deployed = learner.costs()
     classifier, expert = learner.resolve_expert()
     device, normalisation = learner.device, stream.normalisation
-    build = build_info()
     return {
         "schema_version": SCHEMA_VERSION,
         "config": config.to_dict(),
@@ -173,6 +188,8 @@ def build_results(
                 )
                 if choice is not None and choice.reason
             },
+            "self_check": None if learner.self_check is None else learner.self_check.state,
+            "switched_off": {} if learner.self_check is None else dict(_loader.off),
             "mirror": learner.mirrored,
             "normalisation": {
                 "name": normalisation.name,
@@ -208,23 +225,28 @@ def build_results(
         "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
         "macs": {"trained": trained.macs, "deployed": deployed.macs},
         "steps": learner.steps,
+        "eager_steps": learner.steps - replayed if device.type == "cuda" else None,
+        "capture_retries": retries if device.type == "cuda" else None,
         "resumed": resumed,
         "peak_memory_bytes": {
             "host": peak_bytes(),
             "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         },
+        "kept": learner.kept(),
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "versions": {
-            "mose_fast": build["version"],
+            "mose_fast": identity["version"],
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "numpy": version("numpy"),
         },
-        "commit": build["commit"],
-        "native_backend": build["backend"],
+        "commit": identity["commit"],
+        "code": identity["code"],
+        "method_files": identity["method_files"],
+        "native_backend": build_info()["backend"],
         "weights_sha256": learner.weights_hash(),
         "seconds": clock.results(),
     }
@@ -238,12 +260,7 @@ def precision_of(results: dict[str, Any]) -> str:
     return results["resolved"].get("precision", results["config"]["precision"])
 
 
-def accuracy_csv(
-    test: Matrices,
-    buffer: Matrices,
-    evaluated_after: list[int],
-    written: dict[tuple[str, str], list[str]] | None = None,
-) -> str:
+def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> str:
     """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy
     (empty: no samples in the memory).
 
@@ -253,22 +270,77 @@ def accuracy_csv(
         test: Accuracy on the images that the stream is evaluated on.
         buffer: Accuracy on memory samples.
         evaluated_after: The task after which each row of a matrix was measured.
-        written: The text of each row of earlier calls with fewer rows, by classifier and expert;
-            this one's are added.
     """
-    written = {} if written is None else written
-    for classifier, experts in test.items():
-        for expert, rows in experts.items():
-            lines = written.setdefault((classifier, expert), [])
-            parts = zip(evaluated_after, rows, buffer[classifier][expert], strict=True)
-            for after, row, stored in itertools.islice(parts, len(lines), None):
-                text = io.StringIO()
-                writer = csv.writer(text, lineterminator="\n")
-                for task, (a, b) in enumerate(zip(row, stored, strict=True)):
-                    writer.writerow([classifier, expert, after, task, a, "" if b is None else b])
-                lines.append(text.getvalue())
-    head = "classifier,expert,after_task,task,accuracy,buffer_accuracy\n"
-    return head + "".join(itertools.chain.from_iterable(written.values()))
+    parts = [(c, e) for c, experts in test.items() for e in experts]
+    return _HEAD + "".join(_lines(c, e, test[c][e], buffer[c][e], evaluated_after) for c, e in parts)
+
+
+_HEAD = "classifier,expert,after_task,task,accuracy,buffer_accuracy\n"
+
+
+def _lines(
+    classifier: str,
+    expert: str,
+    test: list[list[float | None]],
+    buffer: list[list[float | None]],
+    evaluated_after: list[int],
+    start: int = 0,
+) -> str:
+    """The lines of a part of the table, from the evaluation numbered ``start``."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for after, row, stored in itertools.islice(zip(evaluated_after, test, buffer, strict=True), start, None):
+        for task, (a, b) in enumerate(zip(row, stored, strict=True)):
+            writer.writerow([classifier, expert, after, task, a, "" if b is None else b])
+    return text.getvalue()
+
+
+class AccuracyTable:
+    """The file of :func:`accuracy_csv` while a run goes on.
+
+    Each evaluation adds lines to every part. Those before it are neither formatted again nor kept,
+    since there are millions in a run of hundreds of tasks: they are read back from the file.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        #: By classifier and expert, the evaluations that the file has, and the bytes they take.
+        self._there: dict[tuple[str, str], tuple[int, int]] = {}
+        self._hash = b""
+
+    def write(self, test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> None:
+        """Writes the file; arguments as for :func:`accuracy_csv`.
+
+        Raises:
+            RunError: It cannot be written; it is unchanged.
+        """
+        before = self._read()
+        pieces, position = [_HEAD.encode()], len(_HEAD)
+        for classifier, experts in test.items():
+            for expert, rows in experts.items():
+                evaluations, size = self._there.get((classifier, expert), (0, 0))
+                stored = buffer[classifier][expert]
+                new = _lines(classifier, expert, rows, stored, evaluated_after, evaluations).encode()
+                pieces += [before[position : position + size], new]
+                position += size
+                self._there[classifier, expert] = len(rows), size + len(new)
+        content = b"".join(pieces)
+        del before, pieces
+        self._hash = hashlib.sha256(content).digest()
+        write_atomically(self.path, content, resume_advice(self.path.parent))
+
+    def _read(self) -> memoryview:
+        """The file as it was written; empty where there is none, or somebody has changed it."""
+        content = b""
+        if self._there:
+            with suppress(OSError):
+                content = self.path.read_bytes()
+            if hashlib.sha256(content).digest() != self._hash:
+                content, self._there = b"", {}
+        return memoryview(content)
 
 
 def summary(results: dict[str, Any]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from mose_fast.train.loop import Loop
 
 __all__ = ["resume", "run"]
 
+# Whichever thread is in a run has it.
+_running = threading.RLock()
+
 _KIND = {field.name for field in dataclasses.fields(Kind)}
 
 
@@ -33,7 +38,7 @@ def run(
     config: RunConfig | None = None,
     *,
     out: str | Path | None = None,
-    stream: Stream | StreamConfig | Mapping[str, Any] | str | None = None,
+    stream: Stream | StreamConfig | Mapping[str, Any] | str | Path | None = None,
     overwrite: bool = False,
     listeners: Iterable[Listener] = (),
     whole_process: bool = False,
@@ -66,43 +71,46 @@ def run(
     Raises:
         ConfigError: A setting is unusable.
         StreamError: The data are missing or unusable.
-        RunError: The folder is in use, holds files that are not a run's, or cannot be written, or
-        training diverged.
+        RunError: Another thread of this process is in a run; the folder is in use, holds files that
+        are not a run's, or cannot be written; or training diverged.
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the next batch; continue with :func:`resume`.
     """
     clock = Clock(whole_process=whole_process)
-    if config is None:
-        made = isinstance(stream, Stream)
-        settings = {"evaluate_on": stream.split} | settings if made else settings
-        config = RunConfig.create(stream=_described(stream) if made else stream, **settings)
-        stream = stream if made else None
-    elif settings:
-        raise TypeError(f"{', '.join(settings)}: given beside config; wanted them inside it")
-    # Before the stream, whose loading may take long.
-    choose_feed(config.feed, resolve_device(config.device), None)
-    listeners = list(listeners)
-    if stream is None:
-        stream = _load(config, listeners)
-    elif isinstance(stream, Stream):
-        config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, **_described(stream)))
-    else:
-        raise TypeError(f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config")
-    _check_stream(config, stream)
-    config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, fingerprint=stream.fingerprint))
-    learner = _learner(config, stream)
-    warn_of_other_protocol(config)
-    _warn_of_memory(config, stream)
-    found = "the stream is presented as one" if learner.joint_stream else stream.no_boundaries
-    if found and config.train_on == "stream":
-        learner.expect_boundaries(found)
-    if out is None:
-        return Loop(config, stream, learner, None, listeners, clock).run()
-    folder = RunFolder(out)
-    folder.make()
-    with FolderLock(folder.path, "run"):
-        folder.create(overwrite=overwrite)
-        write_atomically(folder.config, config.to_json())
-        return Loop(config, stream, learner, folder, listeners, clock).run()
+    with _only_run():
+        if config is None:
+            made = isinstance(stream, Stream)
+            settings = {"evaluate_on": stream.split} | settings if made else settings
+            config = RunConfig.create(stream=_described(stream) if made else stream, **settings)
+            stream = stream if made else None
+        elif settings:
+            raise TypeError(f"{', '.join(settings)}: given beside config; wanted them inside it")
+        # Before the stream, whose loading may take long.
+        choose_feed(config.feed, resolve_device(config.device), None)
+        listeners = list(listeners)
+        if stream is None:
+            stream = _load(config, listeners)
+        elif isinstance(stream, Stream):
+            config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, **_described(stream)))
+        else:
+            raise TypeError(
+                f"stream is {stream!r}, given beside config; wanted a Stream object, or its name inside config"
+            )
+        _check_stream(config, stream)
+        config = dataclasses.replace(config, stream=dataclasses.replace(config.stream, fingerprint=stream.fingerprint))
+        learner = _learner(config, stream)
+        warn_of_other_protocol(config)
+        _warn_of_memory(config, stream)
+        found = "the stream is presented as one" if learner.joint_stream else stream.no_boundaries
+        if found and config.train_on == "stream":
+            learner.expect_boundaries(found)
+        if out is None:
+            return Loop(config, stream, learner, None, listeners, clock).run()
+        folder = RunFolder(out)
+        folder.make()
+        with FolderLock(folder.path, "run"):
+            folder.create(overwrite=overwrite)
+            write_atomically(folder.config, config.to_json())
+            return Loop(config, stream, learner, folder, listeners, clock).run()
 
 
 def resume(
@@ -118,22 +126,36 @@ def resume(
 
     Raises:
         RunError: There is no run in the folder, it is finished already, another process works in
-            it, or its checkpoint cannot be read.
+            it, or its checkpoint cannot be read; or another thread of this process is in a run.
     """
     clock = Clock(whole_process=whole_process)
     folder = RunFolder(out)
-    if not folder.config.is_file():
-        raise RunError(
-            f"there is no run in {folder.path} (no {folder.config.name}); start one with: mose-fast run --out"
-            f" {folder.path}"
-        )
-    with FolderLock(folder.path, "run"):
+    folder.check_resumable()
+    with _only_run(), FolderLock(folder.path, "run"):
         return _resume(folder, stream, list(listeners), clock)
 
 
+@contextmanager
+def _only_run() -> Iterator[None]:
+    """Refuses a run while another thread of the process is in one.
+
+    They would share PyTorch's random state, from which weights are initialised, its switches for
+    precision and determinism, and on a card its streams: a launch of one run could end up in a
+    graph that the other captures.
+    """
+    if not _running.acquire(blocking=False):
+        raise RunError(
+            "another thread of this process is in a run, and runs of one process disturb each other; wanted a process"
+            " for each: mose_fast.run_sweep, or a call of run in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _running.release()
+
+
 def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener], clock: Clock) -> dict[str, Any]:
-    if folder.results.is_file():
-        raise RunError(f"the run in {folder.path} is finished; its results are in {folder.results}")
+    folder.check_resumable()  # it may have come to its end meanwhile
     config = RunConfig.load(folder.config)
     if stream is None:
         try:

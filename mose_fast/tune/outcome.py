@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mose_fast.config import ConfigError, RunConfig
-from mose_fast.knobs import as_text
-from mose_fast.report.statistics import compare, summarise
+from mose_fast.knobs import as_text, shown
+from mose_fast.output import readable
+from mose_fast.report.statistics import code_warnings, compare, summarise
 from mose_fast.report.table import Interval, Number, Spread, Table
 from mose_fast.settings import dotted, with_changes
 from mose_fast.sweep.folder import SweepFolder
@@ -56,6 +57,8 @@ class Tuned:
         trials: Number of trials.
         config: The file ``best.toml``, for ``mose-fast run --config``.
         sure: What the trials say about the best one, a sentence each.
+        cautions: What differs in the code and the machines that computed the trials, a sentence
+            each.
     """
 
     best: Mapping[str, Any]
@@ -63,17 +66,21 @@ class Tuned:
     trials: int
     config: Path
     sure: tuple[str, ...]
+    cautions: tuple[str, ...]
 
 
 def check_writable(config: RunConfig) -> None:
     """Refuses a setting that ``best.toml`` could not hold.
 
     Raises:
-        ConfigError: It is null, which TOML does not have, and by itself is not.
+        ConfigError: It is null, which TOML does not have, and by itself is not; or a path that is
+            no UTF-8.
     """
     for name, value in _changes(config).items():
         if value is None:
             raise ConfigError(f"{name} is null, which best.toml cannot hold; wanted a value")
+        if isinstance(value, str) and readable(value).encode() != value.encode(errors="surrogateescape"):
+            raise ConfigError(f"{name} is {shown(value)}, which best.toml cannot hold; wanted a path in UTF-8")
 
 
 def conclude(
@@ -88,7 +95,8 @@ def conclude(
     Raises:
         NothingTuned: No trial came to its end.
     """
-    values = {trial.number: _by_seed(trial, seeds, folder) for trial in trials if _state(trial) == "complete"}
+    rows = {trial.number: _rows(trial, seeds, folder) for trial in trials if _state(trial) == "complete"}
+    values = {number: {row["seed"]: row["acc"] for row in runs} for number, runs in rows.items()}
     if not values:
         raise NothingTuned(
             f"none of the {len(trials)} trials came to its end ({_counts(trials)}), so nothing was tuned; the logs are"
@@ -96,11 +104,12 @@ def conclude(
         )
     order = sorted(values, key=lambda number: (-trials[number].value, number))
     best = trials[order[0]]
-    table = _table(trials, values, base)
+    cautions = [f"caution: {warning}" for warning in code_warnings(row for runs in rows.values() for row in runs)]
+    table = _table(trials, values, base, cautions)
     write_atomically(folder.path / "trials.csv", table.csv())
     write_atomically(folder.path / "trials.md", table.markdown())
     config = folder.path / "best.toml"
-    write_atomically(config, _toml(base, best, len(trials), seeds))
+    write_atomically(config, _toml(base, best, len(trials), seeds, cautions))
     for name, figure in _plots(trials).items():
         file = io.BytesIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -113,11 +122,11 @@ def conclude(
                 sure.append(f"trial {best.number}, the best, against trial {number}, {what}: {found.sentence()}")
     say(f"{len(trials)} trials: {_counts(trials)}")
     say(f"best: trial {best.number}, ACC {100 * best.value:.1f} on held-out images: {_told(best.params)}")
-    for line in sure:
+    for line in (*sure, *cautions):
         say(line)
     say("It was chosen as the best of these trials on these images, so its accuracy there is a little too good.")
     say(f"measure it on test images with: mose-fast run --config {config}")
-    return Tuned(best.params, best.value, len(trials), config, tuple(sure))
+    return Tuned(best.params, best.value, len(trials), config, tuple(sure), tuple(cautions))
 
 
 def _state(trial: FrozenTrial) -> str:
@@ -133,9 +142,10 @@ def _told(params: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {as_text(value)}" for name, value in params.items())
 
 
-def _by_seed(trial: FrozenTrial, seeds: Sequence[int], folder: SweepFolder) -> dict[int, float]:
-    """ACC of the runs of a trial by seed."""
-    return {seed: read_run(folder.run(f"trial-{trial.number:03d}_seed-{seed}"))[0]["acc"] for seed in seeds}
+def _rows(trial: FrozenTrial, seeds: Sequence[int], folder: SweepFolder) -> list[dict[str, Any]]:
+    """The rows of the store of a trial's runs."""
+    names = [f"trial-{trial.number:03d}_seed-{seed}" for seed in seeds]
+    return [read_run(folder.run(name))[0] | {"folder": name} for name in names]
 
 
 def _changes(config: RunConfig) -> dict[str, Any]:
@@ -149,7 +159,7 @@ def _changes(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _toml(base: RunConfig, best: FrozenTrial, trials: int, seeds: Sequence[int]) -> str:
+def _toml(base: RunConfig, best: FrozenTrial, trials: int, seeds: Sequence[int], cautions: Sequence[str]) -> str:
     stream = base.stream
     kind = "" if stream.kind == "tasks" else f", {stream.kind}"
     first = "" if stream.first_tasks is None else f", first {stream.first_tasks} tasks"
@@ -160,24 +170,29 @@ def _toml(base: RunConfig, best: FrozenTrial, trials: int, seeds: Sequence[int])
     lines = [
         f"# Chosen by mose-fast tune: {tuned}.",
         f"# ACC on these held-out images: {100 * best.value:.1f} %. Not measured on test images.",
+        *(f"# {caution}" for caution in cautions),
     ]
     tables: dict[str, list[str]] = {"": [], "stream": [], "options": []}
     values = {**_changes(with_changes(base, best.params)), "tuned": tuned}
     for name, value in values.items():
         owner, _, field = name.rpartition(".")
-        tables[owner].append(f"{field} = {json.dumps(value)}")
+        # TOML has no pairs of surrogates, by which JSON writes what is not ASCII.
+        tables[owner].append(f"{field} = {json.dumps(value, ensure_ascii=False)}")
     lines += tables.pop("")
     for owner, settings in tables.items():
         lines += ["", f"[{owner}]", *settings] if settings else []
     return "\n".join(lines) + "\n"
 
 
-def _table(trials: Sequence[FrozenTrial], values: Mapping[int, Mapping[int, float]], base: RunConfig) -> Table:
+def _table(
+    trials: Sequence[FrozenTrial], values: Mapping[int, Mapping[int, float]], base: RunConfig, cautions: Sequence[str]
+) -> Table:
     table = Table(
         "trials",
         "Every trial: ACC in percent of held-out training images, mean ± standard deviation over the seeds, and its 95"
         " % interval by Student's t; the tasks after which accuracies were compared; the settings. The best seed"
-        " of a stopped trial was worse than the median of earlier trials after its last task.",
+        " of a stopped trial was worse than the median of earlier trials after its last task."
+        + "".join(f" {caution[:1].upper()}{caution[1:]}." for caution in cautions),
         spreads=("ACC",),
         intervals=("95 % interval",),
     )

@@ -14,6 +14,9 @@ from typing import Any
 
 from mose_fast.config import ConfigError, RunConfig, shown
 from mose_fast.device import available_bytes
+from mose_fast.knobs import plain, whole_number
+from mose_fast.methods import find_method
+from mose_fast.methods.registry import check_unchanged, method_files
 from mose_fast.output import guarded_output
 from mose_fast.settings import dotted, with_absolute_paths, with_changes
 from mose_fast.signals import StopRequest, stop_request
@@ -80,11 +83,10 @@ def tune(
         Interrupted: Ctrl-C, SIGTERM or SIGHUP ended the study; the same call continues it.
     """
     import_optuna()
-    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 1:
-        raise ConfigError(f"trials is {shown(trials)}; wanted an integer of at least 1")
+    trials, seeds = whole_number("trials", trials), tuple(map(plain, seeds))
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds are {list(seeds)}; wanted at least one, and each once")
-    changes = {**_VALIDATION, **(changes or {}), "method": method}
+    changes = {**_VALIDATION, **(changes or {}), "method": plain(method)}
     if "seed" in changes:
         raise ConfigError(f"seed is set to {changes['seed']!r} for all trials; wanted --seeds")
     if changes["evaluate_on"] != "validation":
@@ -94,10 +96,11 @@ def tune(
         )
     axes = declared_space(method) if space is None else read_space(space, method)
     base = with_absolute_paths(check_values(axes, changes))
+    check_unchanged(find_method(base.method))
     check_writable(base)
     place = place or Place()
     (cell,) = with_fingerprints([Cell("base", base, {})], place)
-    study = _Tuning(cell.config, axes, tuple(seeds), trials, SweepFolder(out), place, say)
+    study = _Tuning(cell.config, axes, seeds, trials, SweepFolder(out), place, say)
     if dry_run:
         with tempfile.TemporaryDirectory() as logs:
             study.plan(Path(logs), None).close()
@@ -144,6 +147,7 @@ class _Tuning:
             "space": {name: axis.described() for name, axis in self.axes.items()},
             "seeds": list(self.seeds),
             "settings": dotted(self.base.to_dict()),
+            "method files": dict(method_files(find_method(self.base.method))),
         }
 
     def _stored(self) -> dict[str, Any]:
@@ -158,11 +162,12 @@ class _Tuning:
         if "study" not in stored:
             raise RunError(f"{self.folder.path} holds a sweep, and no study; choose another --out")
         there, here = stored["study"], json.loads(json.dumps(self._described()))
-        for what in ("space", "seeds", "settings"):
-            if there[what] != here[what]:
+        for what, wanted in here.items():
+            found = there.get(what, {})
+            if found != wanted:
                 raise RunError(
-                    f"the study in {self.folder.path} has other {what} ({_difference(there[what], here[what])});"
-                    " continue it with the same, or choose another --out"
+                    f"the study in {self.folder.path} has other {what} ({_difference(found, wanted)}); continue it with"
+                    " the same, or choose another --out"
                 )
         return stored
 

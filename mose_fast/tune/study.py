@@ -7,12 +7,16 @@ rounds alone, so that a study that is killed continues to the same trials.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from mose_fast.config import ConfigError
+from mose_fast.train.files import RunError
 from mose_fast.tune.space import Axis
 
 if TYPE_CHECKING:
@@ -50,23 +54,52 @@ class Study:
         defaults: The values that the method's settings have by themselves; the first trial's,
             where the space contains them.
         seed: Seed of the sampler.
+
+    Raises:
+        RunError: The file cannot be read or written; the message names it. So do all methods.
     """
 
     def __init__(self, path: Path, axes: Mapping[str, Axis], defaults: Mapping[str, Any], seed: int) -> None:
         self.optuna = import_optuna()
-        from sqlalchemy import URL  # of Optuna's
-
-        self.axes, self.defaults, self.seed = axes, defaults, seed
+        self.path, self.axes, self.defaults, self.seed = path, axes, defaults, seed
         self.distributions = {name: self._distribution(axis) for name, axis in axes.items()}
-        storage = self.optuna.storages.RDBStorage(URL.create("sqlite", database=str(path)).render_as_string())
-        self.record = self.optuna.create_study(
-            storage=storage, study_name="mose-fast", direction="maximize", load_if_exists=True
-        )
+        # A URL could not hold every path.
+        connect = {"creator": partial(sqlite3.connect, path, check_same_thread=False)}
+        with self._file():
+            self.record = self.optuna.create_study(
+                storage=self.optuna.storages.RDBStorage(f"sqlite:///{path.name}", connect),
+                study_name="mose-fast",
+                direction="maximize",
+                load_if_exists=True,
+            )
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        """All trials so far, by number."""
-        return self.record.get_trials()
+        """All trials so far, by number.
+
+        Raises:
+            RunError: The file cannot be read.
+        """
+        with self._file():
+            return self.record.get_trials()
+
+    @contextmanager
+    def _file(self) -> Iterator[None]:
+        """Names the file in the errors of using it."""
+        from sqlalchemy.exc import SQLAlchemyError  # of Optuna's
+
+        try:
+            yield
+        except (SQLAlchemyError, self.optuna.exceptions.StorageInternalError) as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            advice = {"locked": "end the program that holds it", "full": "free some space"}
+            found = (what for word, what in advice.items() if word in str(cause))
+            raise RunError(
+                f"cannot use the file of the study's trials, {self.path}: {cause};"
+                f" {next(found, 'move it away')}, then run the same command again, or choose another --out"
+            ) from error
 
     def ask(self, known: int) -> FrozenTrial:
         """Chooses and records the next trial.
@@ -80,7 +113,8 @@ class Study:
         else:
             params = self._sampled(number, known)
         # With its values at once: Optuna's own ask writes one after the other.
-        self.record.add_trial(self._trial(params))
+        with self._file():
+            self.record.add_trial(self._trial(params))
         return self.trials[number]
 
     def hopeless(self, params: Mapping[str, Any], values: Sequence[float], known: int) -> int | None:
@@ -117,13 +151,14 @@ class Study:
             pruned: Whether it was stopped.
         """
         states = self.optuna.trial.TrialState
-        running = self.optuna.trial.Trial(self.record, trial._trial_id)
-        for task, value in enumerate(values):
-            running.report(value, task)
-        if result is not None:
-            self.record.tell(trial.number, result)
-        else:
-            self.record.tell(trial.number, state=states.PRUNED if pruned else states.FAIL)
+        with self._file():
+            running = self.optuna.trial.Trial(self.record, trial._trial_id)
+            for task, value in enumerate(values):
+                running.report(value, task)
+            if result is not None:
+                self.record.tell(trial.number, result)
+            else:
+                self.record.tell(trial.number, state=states.PRUNED if pruned else states.FAIL)
 
     def _sampled(self, number: int, known: int) -> dict[str, Any]:
         # A sampler of its own for each trial, so that what it draws depends on nothing else. It

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from PIL import Image, ImageEnhance
 from scipy import stats
 
 from mose_fast.augment.pad_crop import pad_crop
-from mose_fast.ops.draws import Purpose, permutation, random_words
+from mose_fast.ops.draws import Purpose, permutation, random_words, unit
 
 
 def numbered(count: int, size: int = 16) -> torch.Tensor:
@@ -73,3 +74,18 @@ def test_permutations_are_uniform():
 def test_words_of_two_purposes_differ():
     one, other = (torch.stack(random_words(3, 4, 50, purpose)) for purpose in (Purpose.SHIFT, Purpose.REVIEW))
     assert not (one == other).any()
+
+
+def test_brightness_is_that_of_pillow():
+    """One factor for each image, between 1 - 0.3 and 1 + 0.3, after the crop that it has without
+    it; rounded as torchvision's ColorJitter does on Pillow's images.
+    """
+    images = torch.randint(0, 256, (200, 8, 8, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    plain, changed = (pad_crop(images, 5, 1, mirror=True, brightness=b) for b in (0.0, 0.3))
+    factors = 1 + 0.3 * (2 * unit(random_words(5, 1, 200, Purpose.SHIFT)[3]) - 1)
+    for image, found, factor in zip(plain, changed, factors.tolist(), strict=True):
+        assert 0.7 <= factor <= 1.3
+        wanted = ImageEnhance.Brightness(Image.fromarray(image.numpy())).enhance(factor)
+        assert np.abs(np.asarray(wanted).astype(int) - found.numpy()).max() <= 1
+        assert (np.asarray(wanted) == found.numpy()).mean() > 0.99
+    assert stats.kstest((factors - 0.7) / 0.6, "uniform").pvalue > 1e-3

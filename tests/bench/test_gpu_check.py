@@ -22,10 +22,16 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not shutil.which("timeout"), reason="needs timeout of GNU coreutils")
 FIRST = [
     "library",
+    # The first looks of the design paper on cards, in its order.
+    "self_check",
+    "tests",
+    "processes",
+    "retries",
+    "captured",
+    "edges",
+    "conflicts",
     "kernel_check",
     "smoke",
-    "captured",
-    "tests",
     "step",
     "kernel_times",
     "run",
@@ -46,7 +52,7 @@ for word in $FAIL; do if [[ "$call" == *"$word"* ]]; then echo "it broke"; exit 
 case "$call" in
   nvidia-smi*) echo "9.0, NVIDIA H100 80GB HBM3" ;;
   cmake*--build*) mkdir -p build/card && cp "$0" build/card/kernel_check ;;
-  compute-sanitizer*) "${@: -1}" ;;
+  compute-sanitizer* | ncu*) "${@: -1}" ;;
   python*)
     if [[ -n $REAL ]]; then exec "$REAL" "$@"; fi
     case "$call" in
@@ -65,7 +71,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.tree, self.tools, self.out, self.calls = (folder / name for name in ("tree", "tools", "out", "calls"))
         self.tools.mkdir()
-        for name in ("nvidia-smi", "nvcc", "cmake", "ninja", "compute-sanitizer", "python", "kernel_check"):
+        for name in ("nvidia-smi", "nvcc", "cmake", "ninja", "compute-sanitizer", "ncu", "python", "kernel_check"):
             (self.tools / name).write_text(STAND_IN)
             (self.tools / name).chmod(0o755)
 
@@ -135,10 +141,14 @@ def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
             "nvidia-smi",
             "cmake --build build/card --target kernel_check",
             "python -W error",
-            "kernel_check \n",
-            "bench.smoke",
-            "pytest tests/gpu/test_captured.py",
+            "mose_fast doctor --check",
             "pytest tests/gpu --ignore",
+            "bench.processes --device cuda\n",
+            "bench.processes --device cuda --retries 20",
+            "pytest tests/gpu/test_captured.py",
+            "bench.graph_edges",
+            "ncu --kernel-name regex:align_conv",
+            "bench.smoke",
             "bench/bench_step.py",
             "bench.kernel_times",
             "bench/bench_run.py",
@@ -190,7 +200,7 @@ def test_steps_by_name(machine):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--only", "smoke,tset"], "there is no step 'tset'; wanted one of build library kernel_check"),
+        (["--only", "smoke,tset"], "there is no step 'tset'; wanted one of build library self_check"),
         (["--after", "x"], "there is no step 'x'"),
         (["--only", "smoke", "--after", "step"], "--only and --after are both given; wanted one"),
         (["--dry"], "argument is '--dry'; wanted --dry-run, --only, --after, --prebuilt, --data or --device"),
@@ -233,25 +243,22 @@ def test_a_prebuilt_library_is_looked_at_and_taken(machine):
 def test_a_step_starts_only_if_there_is_time_for_it_and_the_next_call_is_named(machine):
     status, output, _ = machine.run("--prebuilt", "/built", "--data", "/there", LIMIT="79")
     assert status == 1
-    assert list(machine.summary()) == [
-        "library",
-        "kernel_check",
-        "smoke",
-        "captured",
-    ]  # the next one, tests, is expected to take 80 s
+    # The next one, tests, is expected to take 80 s.
+    assert list(machine.summary()) == ["library", "self_check"]
     told = (machine.out / "summary.txt").read_text().splitlines()[-2:]
-    assert told[0].startswith("not run for lack of time: tests step kernel_times")
-    assert told[1] == "next: bench/gpu_check.sh --after captured --prebuilt /built --data /there" and told[1] in output
+    assert told[0].startswith("not run for lack of time: tests processes retries")
+    assert told[1] == "next: bench/gpu_check.sh --after self_check --prebuilt /built --data /there"
+    assert told[1] in output
     _, output, _ = machine.run("--after", "alignment", LIMIT="20")
     assert "next: bench/gpu_check.sh --after alignment" in output
 
 
 def test_a_step_that_runs_out_of_time(machine):
     status, output, calls = machine.run(
-        "--device", "cpu", "--only", "smoke,captured,step", SLEEP="test_captured", LIMIT="4"
+        "--device", "cpu", "--only", "self_check,captured,step", SLEEP="test_captured", LIMIT="4"
     )
     assert status == 1
-    assert machine.summary()["smoke"] == "ok" and machine.summary()["captured"] == "FAILED: out of time"
+    assert machine.summary()["self_check"] == "ok" and machine.summary()["captured"] == "FAILED: out of time"
     assert "halfway" in output and "not run for lack of time: step" in output
     assert not any("bench_step.py" in call for call in calls)
 
@@ -295,7 +302,7 @@ def test_the_dry_run_sums_seconds_by_call(machine):
 
 def test_the_dry_run_fails_where_a_call_does_not_fit(machine):
     status, output, _ = machine.run("--dry-run", LIMIT="270")
-    assert status == 1 and "the steps before the later visit need 3 calls, of two" in output
+    assert status == 1 and "the steps before the later visit need 4 calls, of two" in output
     status, output, _ = machine.run("--dry-run", LIMIT="100")
     assert status == 1 and "does not fit: compiled takes 150 s, of 100 s" in output
     status, output, _ = machine.run("--dry-run", "--only", "tests,run,smoke", LIMIT="150")
@@ -329,7 +336,7 @@ def test_every_step_works_on_a_stand_in_card(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
     np.savez(data / "cifar100.npz", x_train=images, y_train=labels, x_test=images[:100], y_test=labels[:100])
     options = ["--device", "cpu", "--prebuilt", str(prebuilt), "--data", str(data)]
-    steps = "kernel_check,smoke,step,kernel_times,run,memcheck,racecheck"
+    steps = "retries,edges,conflicts,kernel_check,smoke,step,kernel_times,run,memcheck,racecheck"
     given = {"REAL": sys.executable, "OMP_NUM_THREADS": "1", "LIMIT": "380"}
     status, output, _ = machine.run(*options, "--only", steps, FAIL="racecheck", **given)
     assert status == 1

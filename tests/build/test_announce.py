@@ -6,8 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from build_tools.announce import announce, compiled, native_build
+import pytest
+
+from build_tools.announce import _main, announce, compiled, native_build
 from build_tools.cuda import Toolkit
+from build_tools.describe import Build
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
@@ -37,20 +40,35 @@ def test_a_step_that_fails_shows_the_end_of_its_output(capfd):
     assert lines[-2:] == ["line 99", "compiling failed with exit status 3"]
 
 
-def test_what_a_build_will_be_follows_from_toolkit_and_driver():
-    toolkit = [Toolkit(Path("cuda"), (13, 0))]
-    cpu, few = native_build(CSRC, {}, False, [], [])
-    assert "CUDA" not in cpu
-    assert native_build(CSRC, {"MOSE_FAST_BACKEND": "cpu"}, True, toolkit, []) == (cpu, few)
-    without_driver, many = native_build(CSRC, {"TORCH_CUDA_ARCH_LIST": "9.0"}, False, toolkit, [])
+def test_what_a_build_will_be_follows_from_its_decision_and_the_driver():
+    cpu, few = native_build(CSRC, Build("cpu", None, [], "CPU-only build: none. Looked in:\n  here", {}), False)
+    assert cpu == f"{few} files of C++, about a minute on two cores; CPU-only build: none"
+    build = Build("cuda", Toolkit(Path("cuda"), (13, 0)), ["8.0", "9.0"], "CUDA build: because", {})
+    without_driver, many = native_build(CSRC, build, False)
     assert many > few
-    assert f"{many} files of C++ and CUDA for 9.0" in without_driver
+    assert f"{many} files of C++ and CUDA for 8.0 9.0" in without_driver
     assert "MOSE_FAST_BACKEND=cpu" in without_driver
-    assert "MOSE_FAST_BACKEND" not in native_build(CSRC, {}, True, toolkit, [])[0]
-    looked = ["CUDA_HOME=/nowhere: no bin/nvcc in /nowhere", "CUDA_PATH: not set"]
-    assert native_build(CSRC, {}, True, toolkit, looked)[0].endswith(
-        "CUDA_HOME=/nowhere: no bin/nvcc in /nowhere, so it is ignored"
-    )
+    text, _ = native_build(CSRC, build, True)
+    assert "MOSE_FAST_BACKEND" not in text
+    assert text.endswith("; CUDA build: because")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("TORCH_CUDA_ARCH_LIST", "7.0;7.5", "TORCH_CUDA_ARCH_LIST is '7.0;7.5'; wanted"),
+        ("MOSE_FAST_BACKEND", "gpu", "MOSE_FAST_BACKEND is 'gpu'; wanted"),
+    ],
+)
+def test_a_build_that_cannot_go_on_is_one_line_before_anything_is_compiled(capfd, monkeypatch, name, value, said):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr("build_tools.announce.installed_torch", lambda folders: ("2.14.1", "13.0"))
+    monkeypatch.setattr("build_tools.describe.plan.check_same_torch", lambda compiled, target: None)
+    toolkits = [Toolkit(Path("cuda"), (13, 0))]
+    monkeypatch.setattr("build_tools.describe.cuda.find_toolkits", lambda environment: (toolkits, []))
+    assert _main(["compiling", "--native", "--", sys.executable, "-c", "print('compiled')"]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"mose_fast: {said}")
 
 
 def test_files_compiled_before_are_not_counted(tmp_path):

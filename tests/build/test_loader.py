@@ -255,11 +255,11 @@ def test_serves_wants_one_device_that_the_library_has_code_for(monkeypatch):
     cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
     monkeypatch.setattr(_loader, "native", mose_fast)
     monkeypatch.setattr(_loader, "record", {"backend": "cuda"})
-    assert _loader.serves(cpu, cpu)
-    assert not _loader.serves(meta)
-    assert not _loader.serves(cpu, meta)
+    assert _loader.serves("null", cpu, cpu)
+    assert not _loader.serves("null", meta)
+    assert not _loader.serves("null", cpu, meta)
     monkeypatch.setattr(_loader, "native", None)
-    assert not _loader.serves(cpu)
+    assert not _loader.serves("null", cpu)
 
 
 def test_no_op_asks_whether_a_device_is_cuda():
@@ -277,8 +277,14 @@ def test_kernels_take_what_is_on_a_card_or_on_the_cpu_that_emulates_one(monkeypa
     monkeypatch.setattr(_loader, "native", mose_fast)
     monkeypatch.setattr(_loader, "record", {"backend": backend})
     assert _loader.card() == card
-    assert _loader.serves(cpu)
-    assert _loader.on_card(cpu, cpu) == (card == "cpu")
-    assert not _loader.on_card(cpu, meta) and not _loader.on_card(meta)
+    assert _loader.serves("null", cpu) and _loader.has_code("cpu")
+    assert _loader.has_code("cuda") == (card == "cuda") and not _loader.has_code("meta")
+    assert _loader.on_card("null", cpu, cpu) == (card == "cpu")
+    assert not _loader.on_card("null", cpu, meta) and not _loader.on_card("null", meta)
+    # An op that is switched off is off on the card alone: csrc/cpu serves the host.
+    monkeypatch.setattr(_loader, "off", {})
+    _loader.switch_off({"null": "a row that failed"})
+    assert _loader.serves("null", cpu) == (card != "cpu") and not _loader.on_card("null", cpu)
+    assert _loader.serves("adam", cpu)
     monkeypatch.setattr(_loader, "native", None)
-    assert _loader.card() is None and not _loader.on_card(cpu)
+    assert _loader.card() is None and not _loader.on_card("adam", cpu) and not _loader.has_code("cpu")

@@ -1,5 +1,5 @@
-"""What a person waits for without need: help, lists and messages on wrong flags must not import
-torch, pandas or scipy.
+"""What a person waits for without need: help, lists and messages on wrong flags and missing folders
+must not import torch, pandas or scipy.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ print("imported:", *(name for name in {_HEAVY} if name in sys.modules))
         "list methods",
         "list streams",
         "list paper",
+        "export nowhere",
+        "predict nowhere x.png",
+        "resume nowhere",
+        "report nowhere",
+        "collect nowhere",
     ],
 )
 def test_answers_without_heavy_imports(arguments):

@@ -34,6 +34,8 @@ def test_run_writes_the_folder_and_says_what_happens(call, tiny, tmp_path):
     assert str(folder / "results.json") in out
     results = json.loads((folder / "results.json").read_text())
     assert f"memory    at most {results['peak_memory_bytes']['host'] / 2**20:,.0f} MiB on the host\n" in out
+    assert f"kept      at most 64 images of the stream, {64 * (32 * 32 * 3 + 24) / 2**20:.1f} MiB\n" in out
+    assert results["kept"] == {"images": 64, "bytes": 64 * (32 * 32 * 3 + 24), "bytes_beside": 0}
     table = out.split("accuracy in percent after task 5 of 5")[1]
     shown = re.search(r"\* ncm +4 +([\d.]+) +([\d.]+)", table)
     assert float(shown.group(1)) == pytest.approx(100 * results["acc"]["ncm"]["4"], abs=0.051)

@@ -82,6 +82,17 @@ def test_other_shapes_are_refused(name, matrix):
         getattr(evaluate, name)(matrix)
 
 
+def test_masked_arrays_are_refused():
+    """Their masked elements would count."""
+    masked = np.ma.masked_less(np.eye(3), 0.5)
+    for name in {*evaluate.metrics.__all__} - {"buffer_overfitting"}:
+        with pytest.raises(ValueError, match="an accuracy matrix is a masked array; wanted a plain one"):
+            getattr(evaluate, name)(masked)
+    for arguments in ((masked[0], np.ones(3)), (np.ones(3), masked[0])):
+        with pytest.raises(ValueError, match="is a masked array"):
+            evaluate.buffer_overfitting(*arguments)
+
+
 def test_buffer_overfitting():
     buffer, test = np.array([0.9, 0.5, math.nan, 0.4, math.nan]), np.array([0.6, 0.0, 0.5, 0.8, 0.0])
     before = buffer.copy(), test.copy()

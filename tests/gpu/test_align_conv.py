@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from mose_fast import _loader
 from mose_fast.nn.alignment import AttentionGate, DownBlock
 from mose_fast.ops import align_conv as ops
 from mose_fast.ops.align_conv import Norm, align_conv
-from mose_fast.reference import align_conv as reference
 from mose_fast.reference.batch_norm import norm_state, normalised
+from mose_fast.self_check.problems import AlignConv, Shape
+from tests.gpu.comparison import check, results
 
 DEVICE = _loader.card()
 
@@ -33,18 +33,6 @@ def no_fallback(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         yield
-
-
-@dataclass(frozen=True)
-class Shape:
-    images: int
-    channels: int
-    out_channels: int
-    side: int
-    stride: int = 1
-    prologue: bool = False
-    gate: bool = False
-    width: int = 0  # 0: the side
 
 
 #: All of the alignment modules and gates of a step, at 32 x 32.
@@ -81,97 +69,12 @@ OTHERS = (
 SMALL = (Shape(9, 64, 64, 32, 2, gate=True), Shape(9, 128, 256, 8, 1, True), Shape(9, 256, 512, 4, 1, True))
 
 
-class Problem:
-    """Inputs and gradients of one shape; ``run`` gives every result: y, state, gradients, running
-    statistics.
-    """
-
-    def __init__(self, shape, dtype):
-        generator = torch.Generator().manual_seed(shape.images + shape.channels + shape.side)
-
-        def draw(*sizes, scale=1.0):
-            return torch.randn(*sizes, generator=generator).mul_(scale).to(DEVICE)
-
-        def new_map(channels, height, width, scale=1.0):
-            return (
-                draw(shape.images, channels, height, width, scale=scale)
-                .to(dtype)
-                .contiguous(memory_format=torch.channels_last)
-            )
-
-        width = shape.width or shape.side
-        self.shape = shape
-        x = new_map(shape.channels, shape.side, width)
-        rows = (
-            draw(shape.channels, scale=0.1),
-            torch.ones(shape.channels, device=DEVICE),
-            draw(shape.channels),
-            draw(shape.channels),
-        )
-        self.state = torch.stack(rows) if shape.prologue else None
-        if (
-            shape.prologue
-        ):  # nothing depends on which side of zero an almost vanishing number falls: it may fall on either
-            z = normalised(x.double(), self.state.double(), relu=False)
-            x = torch.where(z.abs() < 5e-3, x + 0.25, x).contiguous(memory_format=torch.channels_last)
-        self.gate = new_map(shape.channels, shape.side // 2, width // 2).relu() if shape.gate else None
-        self.x = x
-        self.depthwise = draw(shape.channels, 1, 3, 3, scale=0.3).to(dtype)
-        self.pointwise = draw(shape.out_channels, shape.channels, 1, 1, scale=shape.channels**-0.5).to(dtype)
-        self.module = nn.BatchNorm2d(shape.out_channels, device=DEVICE)
-        with torch.no_grad():
-            self.module.weight.copy_(draw(shape.out_channels).abs() + 0.5)
-            self.module.bias.copy_(draw(shape.out_channels))
-        out = (shape.side - 1) // shape.stride + 1, (width - 1) // shape.stride + 1
-        self.grads = new_map(shape.out_channels, *out, scale=0.1), draw(4, shape.out_channels)
-
-    def run(self, function, dtype=None, training=True, valid_rows=None, grads=None):
-        """``dtype``: of everything; None: as it is."""
-        module = copy.deepcopy(self.module).train(training)
-        inputs = [self.x, self.depthwise, self.pointwise, self.state, self.gate]
-        upstream = self.grads if grads is None else grads
-        if dtype is not None:
-            module = module.to(dtype)
-            inputs = [None if value is None else value.to(dtype) for value in inputs]
-            upstream = [grad.to(dtype) for grad in upstream]
-        leaves = [None if value is None else value.detach().clone().requires_grad_() for value in inputs]
-        x, depthwise, pointwise, state, gate = leaves
-        result = function(
-            x,
-            depthwise,
-            pointwise,
-            Norm.of(module),
-            stride=self.shape.stride,
-            prologue=state,
-            gate=gate,
-            valid_rows=valid_rows,
-        )
-        wanted = [leaf for leaf in (*leaves, *module.parameters()) if leaf is not None]
-        results = torch.autograd.grad(tuple(result), wanted, upstream)
-        return [result.y.detach(), result.state.detach(), *results, *module.buffers()]
+def problem_of(shape, dtype, **options):
+    return AlignConv(shape, dtype, DEVICE, seed=shape.images + shape.channels + shape.side, **options)
 
 
 def largest(x):
     return x.double().abs().max().item()
-
-
-#: Of the largest number of a result: on the CPU PyTorch's convolutions, whose error is the bound,
-#: round less often than on a card.
-SLACK = (
-    {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
-    if DEVICE == "cpu"
-    else dict.fromkeys(DTYPES, 0.0)
-)
-
-
-def check_errors(problem, **options):
-    ours = problem.run(align_conv, **options)
-    theirs = problem.run(reference.align_conv, **options)
-    exact = problem.run(reference.align_conv, torch.float64, **options)
-    for index, (value, other, wanted) in enumerate(zip(ours, theirs, exact, strict=True)):
-        error, bound = largest(value.double() - wanted), largest(other.double() - wanted)
-        slack = (4e-6 + SLACK[problem.x.dtype]) * largest(wanted) + 1e-6
-        assert error <= 2 * bound + slack, f"result {index}: error {error:.3g}, PyTorch's {bound:.3g}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,21 +82,21 @@ def check_errors(problem, **options):
 def test_error_is_at_most_twice_that_of_pytorch(card, shape, dtype):
     if dtype != torch.bfloat16 and shape in STEP:
         shape = replace(shape, images=13)
-    check_errors(Problem(replace(shape, images=card.few(shape.images)), dtype))
+    check(problem_of(replace(shape, images=card.few(shape.images)), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_frozen(dtype):
     for shape in (Shape(7, 64, 64, 8, 2, gate=True), Shape(7, 256, 256, 4, 1, True)):
-        check_errors(Problem(shape, dtype), training=False)
+        check(problem_of(shape, dtype, training=False))
 
 
 @pytest.mark.parametrize("shape", STEP, ids=str)
 def test_two_runs_agree_bit_for_bit(card, shape):
-    problem = Problem(replace(shape, images=card.few(shape.images)), torch.bfloat16)
-    first = problem.run(align_conv)
+    problem = problem_of(replace(shape, images=card.few(shape.images)), torch.bfloat16)
+    first = results(problem, align_conv)
     for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(problem.run(align_conv), first, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results(problem, align_conv), first, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -201,7 +104,7 @@ def test_two_runs_agree_bit_for_bit(card, shape):
 def test_padding_is_never_read(shape, dtype):
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     for valid in (1, 6, 9):
-        problem, alone = Problem(shape, dtype), Problem(shape, dtype)
+        problem, alone = problem_of(shape, dtype), problem_of(shape, dtype)
         for attribute in ("x", "gate"):
             value = getattr(problem, attribute)
             if value is not None:
@@ -210,11 +113,11 @@ def test_padding_is_never_read(shape, dtype):
                 padded[valid:] = torch.nan
                 setattr(problem, attribute, padded)
         grads = problem.grads[0].clone(), problem.grads[1]
-        wanted = alone.run(align_conv, grads=(grads[0][:valid], grads[1]))
+        wanted = results(alone, align_conv, grads=(grads[0][:valid], grads[1]))
         grads[0][valid:] = torch.nan
         for rows in (valid, torch.tensor(valid, dtype=torch.int32, device=DEVICE)):
-            results = problem.run(align_conv, valid_rows=rows, grads=grads)
-            for value, other in zip(results, wanted, strict=True):
+            found = results(problem, align_conv, valid_rows=rows, grads=grads)
+            for value, other in zip(found, wanted, strict=True):
                 if value.dim() == 4 and len(value) == shape.images:
                     assert (value[valid:] == 0).all()
                     value = value[:valid]
@@ -224,7 +127,7 @@ def test_padding_is_never_read(shape, dtype):
 @pytest.mark.needs("graphs")
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_graph_replays_equal_eager_and_read_the_row_count_anew(shape):
-    problem = Problem(shape, torch.bfloat16)
+    problem = problem_of(shape, torch.bfloat16)
     rows = torch.tensor(9, dtype=torch.int32, device=DEVICE)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -265,17 +168,17 @@ def test_graph_replays_equal_eager_and_read_the_row_count_anew(shape):
 
 @pytest.mark.needs("streams")
 def test_runs_on_the_current_stream():
-    problem = Problem(Shape(64, 64, 64, 32, 2), torch.bfloat16)
-    wanted = problem.run(align_conv)
+    problem = problem_of(Shape(64, 64, 64, 32, 2), torch.bfloat16)
+    wanted = results(problem, align_conv)
     x, problem.x = problem.x, torch.zeros_like(problem.x)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         problem.x.copy_(x)
-        results = problem.run(align_conv)
+        found = results(problem, align_conv)
     side.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -310,17 +213,17 @@ def test_a_gated_module_is_that_of_pytorch(card, dtype):
 
 @pytest.mark.needs("profiler")
 def test_launches():
-    problem = Problem(Shape(384, 64, 64, 32, 2, gate=True), torch.bfloat16)
-    problem.run(align_conv)
+    problem = problem_of(Shape(384, 64, 64, 32, 2, gate=True), torch.bfloat16)
+    results(problem, align_conv)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        problem.run(align_conv)
+        results(problem, align_conv)
         torch.cuda.synchronize()
     ours = [event.name for event in profile.events() if "align_conv_" in event.name]
     assert len(ours) == 6  # forward, finish, product, weights, backward, sums
 
 
 def test_odd_channels_run_on_pytorch_and_say_so():
-    problem = Problem(Shape(3, 10, 12, 8, 2), torch.bfloat16)
+    problem = problem_of(Shape(3, 10, 12, 8, 2), torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="10 to 12 channels"):
         y = align_conv(problem.x, problem.depthwise, problem.pointwise, Norm.of(problem.module), stride=2).y
     assert y.shape == (3, 12, 4, 4)
@@ -328,6 +231,6 @@ def test_odd_channels_run_on_pytorch_and_say_so():
 
 def test_no_image():
     for shape in (Shape(0, 64, 64, 8, 2, gate=True), Shape(0, 256, 256, 4, 1, True)):
-        results = Problem(shape, torch.bfloat16).run(align_conv)
-        assert len(results[0]) == 0
-        assert all((value == 0).all() for value in results[3:5])
+        found = problem_of(shape, torch.bfloat16).run(align_conv)
+        assert len(found["y"]) == 0
+        assert all((found[f"gradient of {name}"] == 0).all() for name in ("depthwise", "pointwise"))

@@ -12,33 +12,11 @@ from mose_fast.augment import RECIPES, ViewMaker
 from mose_fast.ops.augment import augment
 from mose_fast.ops.augment_parameters import draw_augment_parameters
 from mose_fast.reference import augment as reference
+from mose_fast.self_check.problems import make_step
 
 DEVICE = _loader.card()
 
 MEAN, STD = (0.5, 0.48, 0.44), (0.2, 0.24, 0.26)
-
-
-def make_step(views: int, size: tuple[int, int], recipe: str) -> dict[str, object]:
-    generator = torch.Generator().manual_seed(views)
-    sources = [torch.randint(0, 256, (n, *size, 3), dtype=torch.uint8, generator=generator) for n in (5, 9)]
-    rows = torch.randperm(14, generator=generator)[:11]
-    rows[3] = -1
-    orientation = torch.randint(0, 16, (views,), generator=generator) & (0b1111 if size[0] == size[1] else 0b1011)
-    draws = torch.arange(views)
-    draws[1::3] = -1
-    layout = torch.stack([torch.randint(0, 11, (views,), generator=generator), orientation, draws], dim=1).to(
-        torch.int32
-    )
-    codes, factors = draw_augment_parameters(RECIPES[recipe], views, 1, views, *size)
-    return {
-        "sources": sources,
-        "rows": rows,
-        "layout": layout,
-        "codes": codes,
-        "factors": factors,
-        "mean": MEAN,
-        "std": STD,
-    }
 
 
 def on_card(step: dict[str, object]) -> dict[str, object]:
@@ -55,7 +33,7 @@ def on_card(step: dict[str, object]) -> dict[str, object]:
     [(384, (32, 32)), (384, (64, 64)), (48, (8, 8)), (12, (24, 16)), (5, (7, 5)), (6, (80, 80)), (0, (8, 8))],
 )
 def test_equals_the_cpu_and_the_reference(card, views, size, recipe, jitter_normalised):
-    step = make_step(card.few(views, 96), size, recipe)
+    step = make_step(card.few(views, 96), size, RECIPES[recipe], views)
     ours = augment(**on_card(step), jitter_normalised=jitter_normalised)
     assert ours.is_contiguous(memory_format=torch.channels_last)
     with card.spared():
@@ -69,14 +47,14 @@ def test_equals_the_cpu_and_the_reference(card, views, size, recipe, jitter_norm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("channels", [3, 4, 8])
 def test_other_formats_are_one_rounding(dtype, channels):
-    step = on_card(make_step(100, (32, 32), "scr"))
+    step = on_card(make_step(100, (32, 32), RECIPES["scr"], 100))
     ours = augment(**step, dtype=dtype, channels=channels)
     assert torch.equal(ours[:, :3], augment(**step).to(dtype))
     assert not ours[:, 3:].any()
 
 
 def test_rows_that_start_anywhere():
-    step = on_card(make_step(60, (32, 32), "scr"))
+    step = on_card(make_step(60, (32, 32), RECIPES["scr"], 60))
     wanted = augment(**step)
     for shift in (1, 4, 8):
         shifted = []
@@ -98,7 +76,7 @@ def test_rows_beyond_four_gibibytes():
 
 
 def test_what_does_not_exist_is_nan():
-    step = on_card(make_step(6, (8, 8), "scr"))
+    step = on_card(make_step(6, (8, 8), RECIPES["scr"], 6))
     step["rows"][:] = 0
     step["rows"][0] = 14
     step["layout"][:, 0] = torch.tensor([0, 1, 1, 11, 1, 1])
@@ -111,7 +89,7 @@ def test_what_does_not_exist_is_nan():
 
 @pytest.mark.needs("streams")
 def test_two_runs_and_a_side_stream_give_the_same_bits():
-    step = on_card(make_step(384, (32, 32), "scr"))
+    step = on_card(make_step(384, (32, 32), RECIPES["scr"], 384))
     wanted = augment(**step)
     assert torch.equal(augment(**step), wanted)
     rows = step["rows"].clone()

@@ -5,7 +5,6 @@ what it launches.
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 
 import pytest
@@ -19,12 +18,13 @@ from mose_fast.ops import batch_norm_act as ops
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act, norm_state
 from mose_fast.reference import batch_norm as reference_norm
 from mose_fast.reference import batch_norm_act as reference
+from mose_fast.self_check.problems import FORMS, BatchNormAct
+from tests.gpu.comparison import check, results
 
 DEVICE = _loader.card()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))
-FORMS = ("plain", "residual", "two norms", "prologue")
 SHAPES = (*((384, channels, side) for channels, side in STAGES), (37, 64, 32), (1, 512, 4), (3, 24, 5), (9, 136, 7))
 
 
@@ -39,74 +39,8 @@ def no_fallback():
         yield
 
 
-class Problem:
-    """Maps, norms and gradients of one form; ``run`` gives every result: y, gradients, running
-    statistics.
-    """
-
-    def __init__(self, form, images, channels, side, dtype, consumers=1, offset=0.5, deviation=2.0):
-        generator = torch.Generator(DEVICE).manual_seed(images + channels)
-
-        def normal(*shape):
-            return torch.randn(*shape, generator=generator, device=DEVICE)
-
-        def new_map(scale, shift):
-            x = normal(images, channels, side, side) * scale + shift
-            return x.to(dtype).contiguous(memory_format=torch.channels_last)
-
-        self.form, self.consumers = form, consumers
-        self.x, self.residual = new_map(deviation, offset), new_map(deviation, offset)
-        self.grads = [new_map(1.0, 0.0) for _ in range(consumers)]
-        self.norms = [nn.BatchNorm2d(channels).to(DEVICE) for _ in range(2)]
-        for norm in self.norms:
-            with torch.no_grad():
-                norm.weight.copy_(normal(channels).abs() + 0.5)
-                norm.bias.copy_(normal(channels) / 4)
-        ones = torch.ones(channels, device=DEVICE)
-        self.state = torch.stack([ones * offset - 0.3, ones / deviation, normal(channels).abs() + 0.5, ones * 0.1])
-        self.keep_off_the_edges()
-
-    def keep_off_the_edges(self):
-        """Nothing depends on which side of zero an almost vanishing number falls: it may fall on
-        either.
-        """
-        if self.form == "prologue":
-            mean, _, scale, shift = (row.view(1, -1, 1, 1) for row in self.state)
-            near = ((self.x.float() - mean) * scale + shift).abs() < 1e-3
-            self.x = torch.where(near, (mean + 1).to(self.x.dtype), self.x).contiguous(
-                memory_format=torch.channels_last
-            )
-        consumers, self.consumers = self.consumers, 1
-        z = self.run(functools.partial(reference.batch_norm_act, relu=False), torch.float64)[0]
-        self.consumers = consumers
-        self.grads = [
-            torch.where(z.abs() < 1e-3, 0, g).contiguous(memory_format=torch.channels_last) for g in self.grads
-        ]
-
-    def run(self, function, dtype=None, training=True, valid_rows=None):
-        norms = [copy.deepcopy(norm).train(training) for norm in self.norms]
-        leaves = [self.x, self.residual, self.state]
-        if dtype is not None:
-            norms = [norm.to(dtype) for norm in norms]
-            leaves = [leaf.to(dtype) for leaf in leaves]
-        x, residual, state = (
-            leaf.detach().clone(memory_format=torch.preserve_format).requires_grad_() for leaf in leaves
-        )
-        options, inputs = {}, [x, *norms[0].parameters()]
-        if self.form in ("residual", "two norms"):
-            options["residual"] = residual
-            inputs.append(residual)
-        if self.form == "two norms":
-            options["residual_norm"] = Norm.of(norms[1])
-            inputs += norms[1].parameters()
-        if self.form == "prologue":
-            options["prologue"] = state
-            inputs.append(state)
-        y = function(x, Norm.of(norms[0]), consumers=self.consumers, valid_rows=valid_rows, **options)
-        y = (y,) if self.consumers == 1 else y
-        grads = torch.autograd.grad(y, inputs, [g.to(y[0].dtype) for g in self.grads[: self.consumers]])
-        statistics = [b for norm in norms[: 2 if self.form == "two norms" else 1] for b in norm.buffers()]
-        return [y[0].detach(), *grads, *statistics]
+def problem_of(form, images, channels, side, dtype, **options):
+    return BatchNormAct(form, (images, channels, side, side), dtype, DEVICE, seed=images + channels, **options)
 
 
 def largest(x):
@@ -119,33 +53,23 @@ def largest(x):
 def test_error_is_at_most_twice_that_of_pytorch(card, form, dtype, images, channels, side):
     if dtype != torch.bfloat16 and images == 384 and channels != 128:
         pytest.skip("one large shape is enough for the other dtypes")
-    problem = Problem(form, card.few(images), channels, side, dtype, consumers=2)
-    ours = problem.run(batch_norm_act)
-    theirs = problem.run(reference.batch_norm_act)
-    exact = problem.run(reference.batch_norm_act, torch.float64)
-    assert len(ours) == len(theirs) == len(exact)
-    for index, (value, other, wanted) in enumerate(zip(ours, theirs, exact, strict=True)):
-        error = largest(value.double() - wanted)
-        bound = largest(other.double() - wanted)
-        assert error <= 2 * bound + 2e-6 * largest(wanted) + 1e-6, (
-            f"result {index}: error {error:.3g}, PyTorch's {bound:.3g}"
-        )
+    check(problem_of(form, card.few(images), channels, side, dtype, consumers=2))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "frozen"])
 def test_float32_is_the_reference(form, training):
-    problem = Problem(form, 33, 64, 9, torch.float32, consumers=3)
-    exact = problem.run(reference.batch_norm_act, torch.float64, training)
-    for value, wanted in zip(problem.run(batch_norm_act, training=training), exact, strict=True):
+    problem = problem_of(form, 33, 64, 9, torch.float32, consumers=3, training=training)
+    exact = results(problem, reference.batch_norm_act, torch.float64)
+    for value, wanted in zip(results(problem, batch_norm_act), exact, strict=True):
         torch.testing.assert_close(value.double(), wanted.double(), rtol=2e-5, atol=2e-5 * max(largest(wanted), 1))
 
 
 def test_a_large_mean_with_a_small_deviation():
-    problem = Problem("plain", 64, 64, 16, torch.float32, offset=1e3, deviation=1e-2)
+    problem = problem_of("plain", 64, 64, 16, torch.float32, offset=1e3, deviation=1e-2)
     problem.norms[0].running_var.zero_()
-    ours = problem.run(batch_norm_act)
-    exact = problem.run(reference.batch_norm_act, torch.float64)
+    ours = results(problem, batch_norm_act)
+    exact = results(problem, reference.batch_norm_act, torch.float64)
     # The mean is a float32: off by up to 2^-15, of a deviation of 1e-2.
     torch.testing.assert_close(ours[0].double(), exact[0], rtol=0, atol=2e-2)
     torch.testing.assert_close(ours[-2].double(), exact[-2], rtol=1e-4, atol=0)  # the running variance, a tenth of 1e-4
@@ -153,24 +77,24 @@ def test_a_large_mean_with_a_small_deviation():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_runs_agree_bit_for_bit(card, form):
-    problem = Problem(form, card.few(384), 128, 16, torch.bfloat16, consumers=2)
-    first = problem.run(batch_norm_act)
+    problem = problem_of(form, card.few(384), 128, 16, torch.bfloat16, consumers=2)
+    first = results(problem, batch_norm_act)
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(problem.run(batch_norm_act), first, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results(problem, batch_norm_act), first, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padding_is_never_read_and_written_as_zero(form, dtype):
     valid, images = 29, 40
-    whole, part = Problem(form, images, 64, 8, dtype, consumers=2), Problem(form, images, 64, 8, dtype, consumers=2)
+    whole, part = (problem_of(form, images, 64, 8, dtype, consumers=2) for _ in range(2))
     part.x, part.residual, part.grads = part.x[:valid], part.residual[:valid], [g[:valid] for g in part.grads]
     for tensor in (whole.x, whole.residual, *whole.grads):
         tensor[valid:] = torch.nan
-    wanted = part.run(batch_norm_act)
-    exact = part.run(reference.batch_norm_act, torch.float64)
+    wanted = results(part, batch_norm_act)
+    exact = results(part, reference.batch_norm_act, torch.float64)
     for count in (valid, torch.tensor(valid, dtype=torch.int32, device=DEVICE)):
-        for value, other, near in zip(whole.run(batch_norm_act, valid_rows=count), wanted, exact, strict=True):
+        for value, other, near in zip(results(whole, batch_norm_act, valid_rows=count), wanted, exact, strict=True):
             if value.dim() == 4:
                 assert value[valid:].count_nonzero() == 0
                 value = value[:valid]
@@ -182,7 +106,7 @@ def test_padding_is_never_read_and_written_as_zero(form, dtype):
 @pytest.mark.needs("graphs")
 @pytest.mark.parametrize("form", FORMS)
 def test_graph_replays_equal_eager_and_read_the_row_count_anew(form):
-    problem = Problem(form, 40, 64, 16, torch.bfloat16, consumers=2)
+    problem = problem_of(form, 40, 64, 16, torch.bfloat16, consumers=2)
     count = torch.tensor(40, dtype=torch.int32, device=DEVICE)
     modules = [copy.deepcopy(norm) for norm in problem.norms]
 
@@ -223,8 +147,8 @@ def test_graph_replays_equal_eager_and_read_the_row_count_anew(form):
 
 @pytest.mark.needs("streams")
 def test_runs_on_the_current_stream():
-    problem = Problem("two norms", 64, 64, 16, torch.bfloat16)
-    wanted = problem.run(batch_norm_act)
+    problem = problem_of("two norms", 64, 64, 16, torch.bfloat16)
+    wanted = results(problem, batch_norm_act)
     x = torch.zeros_like(problem.x)
     x, problem.x = problem.x, x
     side = torch.cuda.Stream()
@@ -232,25 +156,44 @@ def test_runs_on_the_current_stream():
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         problem.x.copy_(x)
-        results = problem.run(batch_norm_act)
+        found = results(problem, batch_norm_act)
     side.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.needs("streams")
 def test_two_streams_at_a_time():
-    problems = [Problem("two norms", 256, channels, 16, torch.bfloat16) for channels in (64, 128)]
-    wanted = [problem.run(batch_norm_act) for problem in problems]
+    problems = [problem_of("two norms", 256, channels, 16, torch.bfloat16) for channels in (64, 128)]
+    wanted = [results(problem, batch_norm_act) for problem in problems]
     streams = [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
-    results = [[], []]
+    found = [[], []]
     for _ in range(5):
-        for problem, stream, kept in zip(problems, streams, results, strict=True):
+        for problem, stream, kept in zip(problems, streams, found, strict=True):
             with torch.cuda.stream(stream):
-                kept.append(problem.run(batch_norm_act))
+                kept.append(results(problem, batch_norm_act))
     torch.cuda.synchronize()
-    for kept, first in zip(results, wanted, strict=True):
+    for kept, first in zip(found, wanted, strict=True):
         assert all(torch.equal(a, b) for result in kept for a, b in zip(result, first, strict=True))
+
+
+@pytest.mark.needs("graphs")
+def test_graphs_of_one_stream_at_a_time():
+    """Each has tickets of its own, though both were captured on the same stream."""
+    problems = [problem_of("two norms", 256, channels, 16, torch.bfloat16) for channels in (64, 128)]
+    wanted = [results(problem, batch_norm_act) for problem in problems]
+    captured_on, streams = torch.cuda.Stream(), [torch.cuda.Stream() for _ in problems]
+    graphs, found = [torch.cuda.CUDAGraph() for _ in problems], []
+    for problem, graph in zip(problems, graphs, strict=True):
+        with torch.cuda.graph(graph, stream=captured_on):
+            found.append(results(problem, batch_norm_act))
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for result, first in zip(found, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(result, first, strict=True))
 
 
 def names_of(call):
@@ -265,7 +208,7 @@ def names_of(call):
 @pytest.mark.needs("profiler")
 @pytest.mark.parametrize(("form", "consumers"), [("plain", 1), ("residual", 2), ("two norms", 2), ("plain", 4)])
 def test_four_launches_and_no_add(form, consumers):
-    problem = Problem(form, 64, 64, 16, torch.bfloat16, consumers=consumers)
+    problem = problem_of(form, 64, 64, 16, torch.bfloat16, consumers=consumers)
     x, residual = problem.x.requires_grad_(), problem.residual.requires_grad_()
     norms = problem.norms
 
@@ -290,7 +233,7 @@ def test_a_block_adds_no_gradients_of_its_own(fused):
     """
     first, second = (BatchNormAct2d(64).to(DEVICE) for _ in range(2))
     conv = nn.Conv2d(64, 64, 3, padding=1, bias=False).to(DEVICE).bfloat16().to(memory_format=torch.channels_last)
-    x = Problem("plain", 32, 64, 16, torch.bfloat16).x.requires_grad_()
+    x = problem_of("plain", 32, 64, 16, torch.bfloat16).x.requires_grad_()
     inputs = [x, conv.weight, *first.parameters(), *second.parameters()]
 
     def step():
@@ -308,7 +251,7 @@ def test_a_block_adds_no_gradients_of_its_own(fused):
 
 def test_norm_state_and_its_gradient():
     for dtype in DTYPES:
-        problem = Problem("plain", 50, 72, 7, dtype)
+        problem = problem_of("plain", 50, 72, 7, dtype)
         module, twin = copy.deepcopy(problem.norms[0]), copy.deepcopy(problem.norms[0]).double()
         x, wide = problem.x.requires_grad_(), problem.x.detach().double().requires_grad_()
         weights = torch.randn(4, 72, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -325,12 +268,12 @@ def test_norm_state_and_its_gradient():
 
 
 def test_what_kernels_do_not_take_runs_with_one_warning():
-    problem = Problem("plain", 8, 12, 4, torch.bfloat16)
+    problem = problem_of("plain", 8, 12, 4, torch.bfloat16)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        results = [problem.run(batch_norm_act) for _ in range(2)]
+        found = [results(problem, batch_norm_act) for _ in range(2)]
     assert [("12 channels" in str(w.message)) for w in said] == [True]
-    for value, wanted in zip(results[0], problem.run(reference.batch_norm_act), strict=True):
+    for value, wanted in zip(found[0], results(problem, reference.batch_norm_act), strict=True):
         torch.testing.assert_close(value, wanted)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -365,7 +308,7 @@ def test_nan_comes_through():
 
 @pytest.mark.needs("memory statistics")
 def test_memory_of_a_norm_is_its_result_and_one_bit_an_element():
-    problem = Problem("plain", 64, 64, 32, torch.bfloat16)
+    problem = problem_of("plain", 64, 64, 32, torch.bfloat16)
     x = problem.x.requires_grad_()
     batch_norm_act(x, Norm.of(problem.norms[0]))
     torch.cuda.synchronize()

@@ -12,8 +12,8 @@ from mose_fast.ops import batch_norm_act as norm_ops
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 from mose_fast.ops.batch_norm_pool import batch_norm_pool
 from mose_fast.ops.norm_pool import norm_pool
-from mose_fast.reference import batch_norm_act as reference_act
-from mose_fast.reference import norm_pool as reference_pool
+from mose_fast.self_check.problems import BatchNormPool, by_reference
+from tests.gpu.comparison import results
 
 DEVICE = _loader.card()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,54 +33,17 @@ def by_two_ops(x, norm, residual, valid_rows=None):
     return norm_pool(batch_norm_act(x, norm, residual=residual, valid_rows=valid_rows), valid_rows=valid_rows)
 
 
-def by_reference(x, norm, residual, valid_rows=None):
-    y = reference_act.batch_norm_act(x, norm, residual=residual, valid_rows=valid_rows)
-    return reference_pool.norm_pool(y, None, valid_rows)
-
-
-class Problem:
-    """``run`` gives every result: pooled, gradients of x, weight, bias and residual, and running
-    statistics.
-    """
-
-    def __init__(self, shape, dtype=torch.float32, offset=0.5, training=True):
-        g = torch.Generator().manual_seed(sum(shape))
-        channels = shape[1]
-
-        def normal(*sizes):
-            return torch.randn(sizes, generator=g).to(DEVICE)
-
-        x, residual = (
-            (2 * normal(*shape) + shift).to(dtype).contiguous(memory_format=torch.channels_last)
-            for shift in (offset, 0.0)
-        )
-        self.weight, self.bias, mean = normal(channels).abs() + 0.5, normal(channels) / 4, normal(channels)
-        self.running, self.training = [mean, normal(channels).abs() + 0.5], training
-        # Nothing may depend on which side of zero an almost vanishing number falls.
-        double = [t.double() for t in (self.weight, self.bias, *self.running)]
-        z = reference_act.batch_norm_act(x.double(), Norm(*double, training=training), relu=False, residual=residual)
-        near = z.abs() < 2e-3 * max(1.0, offset / 10)
-        self.maps = [x, torch.where(near, residual + 0.25, residual).contiguous(memory_format=torch.channels_last)]
-        self.grad = normal(*shape[:2]).to(dtype)
-
-    def run(self, function, dtype=None, valid_rows=None):
-        def own(t):
-            return t.detach().to(t.dtype if dtype is None else dtype).clone(memory_format=torch.preserve_format)
-
-        x, residual, weight, bias = (own(t).requires_grad_() for t in (*self.maps, self.weight, self.bias))
-        running = [own(t) for t in self.running]
-        pooled = function(x, Norm(weight, bias, *running, training=self.training), residual, valid_rows)
-        grads = torch.autograd.grad(pooled, [x, weight, bias, residual], self.grad.to(pooled.dtype))
-        return [pooled.detach(), *grads, *running]
+def problem_of(shape, dtype=torch.float32, **options):
+    return BatchNormPool(shape, dtype, DEVICE, seed=sum(shape), **options)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_error_is_at_most_that_of_two_ops(card, dtype, shape, training):
-    problem = Problem((card.few(shape[0], 20), *shape[1:]), dtype, training=training)
-    exact = problem.run(by_reference, torch.float64)
-    ours, theirs = problem.run(batch_norm_pool), problem.run(by_two_ops)
+    problem = problem_of((card.few(shape[0], 20), *shape[1:]), dtype, training=training)
+    exact = results(problem, by_reference, torch.float64)
+    ours, theirs = results(problem, batch_norm_pool), results(problem, by_two_ops)
     for wanted, value, other in zip(exact, ours, theirs, strict=True):
         assert value.dtype == other.dtype and value.stride() == other.stride()
         error, bound = (value.double() - wanted).abs().max(), (other.double() - wanted).abs().max()
@@ -88,9 +51,9 @@ def test_error_is_at_most_that_of_two_ops(card, dtype, shape, training):
 
 
 def test_a_large_mean_costs_no_more_than_in_two_ops(card):
-    problem = Problem((card.few(384, 20), 512, 4, 4), offset=300.0)
-    exact = problem.run(by_reference, torch.float64)
-    ours, theirs = problem.run(batch_norm_pool), problem.run(by_two_ops)
+    problem = problem_of((card.few(384, 20), 512, 4, 4), offset=300.0)
+    exact = results(problem, by_reference, torch.float64)
+    ours, theirs = results(problem, batch_norm_pool), results(problem, by_two_ops)
     for wanted, value, other in zip(exact, ours, theirs, strict=True):
         error, bound = (value.double() - wanted).abs().max(), (other.double() - wanted).abs().max()
         assert error <= 1.5 * bound + 1e-6 * wanted.abs().max(), f"error {error:.3g}, of two ops {bound:.3g}"
@@ -98,21 +61,21 @@ def test_a_large_mean_costs_no_more_than_in_two_ops(card):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padding_is_never_read_and_counts_nowhere(dtype):
-    problem = Problem((8, 64, 4, 4), dtype)
-    wanted = problem.run(batch_norm_pool, valid_rows=5)
+    problem = problem_of((8, 64, 4, 4), dtype)
+    wanted = results(problem, batch_norm_pool, valid_rows=5)
     for t in (*problem.maps, problem.grad):
         t[5:] = torch.nan
-    results = problem.run(batch_norm_pool, valid_rows=torch.tensor(5, dtype=torch.int32, device=DEVICE))
-    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
-    assert all((results[i][5:] == 0).all() for i in (0, 1, 4))
+    found = results(problem, batch_norm_pool, valid_rows=torch.tensor(5, dtype=torch.int32, device=DEVICE))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all((found[i][5:] == 0).all() for i in (0, 1, 4))
     problem.maps, problem.grad = [t[:5] for t in problem.maps], problem.grad[:5]
-    for value, alone in zip(results, problem.run(batch_norm_pool), strict=True):
+    for value, alone in zip(found, results(problem, batch_norm_pool), strict=True):
         torch.testing.assert_close(value[:5] if value.dim() > 1 else value, alone)
 
 
 def test_only_some_gradients():
-    problem = Problem((4, 32, 4, 4))
-    _, to_x, _, _, to_residual, *_ = problem.run(batch_norm_pool)
+    problem = problem_of((4, 32, 4, 4))
+    _, to_x, _, _, to_residual, *_ = results(problem, batch_norm_pool)
     norm = Norm(problem.weight, problem.bias, None, None)
     for wanted, needs in ((to_x, (True, False)), (to_residual, (False, True))):
         leaves = [t.detach().requires_grad_(need) for t, need in zip(problem.maps, needs, strict=True)]
@@ -123,36 +86,36 @@ def test_only_some_gradients():
 
 
 def test_channels_that_no_kernel_takes_are_said_once_and_served():
-    problem = Problem((4, 12, 4, 4))
+    problem = problem_of((4, 12, 4, 4))
     with pytest.warns(RuntimeWarning, match="a map has 12 channels"):
-        results = problem.run(batch_norm_pool)
-    wanted = problem.run(by_reference, torch.float64)
-    for value, exact in zip(results, wanted, strict=True):
+        found = results(problem, batch_norm_pool)
+    wanted = results(problem, by_reference, torch.float64)
+    for value, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(value.double(), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.needs("graphs")
 def test_replays_of_a_graph_equal_eager_and_read_the_row_count_anew():
-    problem = Problem((384, 512, 4, 4), torch.bfloat16)
+    problem = problem_of((384, 512, 4, 4), torch.bfloat16)
     valid = torch.tensor(384, dtype=torch.int32, device=DEVICE)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        problem.run(batch_norm_pool, valid_rows=valid)
+        results(problem, batch_norm_pool, valid_rows=valid)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = problem.run(batch_norm_pool, valid_rows=valid)
+        captured = results(problem, batch_norm_pool, valid_rows=valid)
     for rows in (384, 296, 0, 40):
         valid.fill_(rows)
         graph.replay()
-        eager = problem.run(batch_norm_pool, valid_rows=rows)
+        eager = results(problem, batch_norm_pool, valid_rows=rows)
         assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
 
 
 @pytest.mark.needs("profiler")
 def test_four_launches():
-    problem = Problem((384, 512, 4, 4), torch.bfloat16)
+    problem = problem_of((384, 512, 4, 4), torch.bfloat16)
     leaves = [t.requires_grad_() for t in (*problem.maps, problem.weight, problem.bias)]
     x, residual, weight, bias = leaves
     torch.cuda.synchronize()

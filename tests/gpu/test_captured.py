@@ -340,7 +340,7 @@ def test_a_checkpoint_takes_a_few_launches_and_holds_the_state_of_its_moment(tmp
         for leaf in learner.model.optimiser.leaves:
             leaf.grad = torch.zeros_like(leaf)
         learner.model.optimiser.step()
-        tensors, _ = learner.state()
+        tensors = learner.tensors()
         wanted = {name: tensor.cpu() for name, tensor in tensors.items()}
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -10,23 +10,13 @@ import torch
 from mose_fast import _loader
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 from mose_fast.ops.reservoir import SlotFilter, draw, insert
+from mose_fast.self_check.problems import make_batch, make_memory
 
 DEVICE = _loader.card()
 
 RECIPE = Recipe(
     mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1
 )
-
-
-def make_memory(slots: int, size: int, seed: int, seen: int) -> list[torch.Tensor]:
-    images = torch.zeros(slots, size, size, 3, dtype=torch.uint8)
-    return [images, *(torch.full((slots,), -1) for _ in range(3)), torch.tensor([seed, 0, seen])]
-
-
-def make_batch(count: int, size: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=generator)
-    return x, torch.randint(0, 100, (count,), generator=generator), torch.arange(step * count, (step + 1) * count)
 
 
 def assert_same(on_card: list[torch.Tensor], on_cpu: list[torch.Tensor]) -> None:

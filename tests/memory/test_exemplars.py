@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mose_fast.memory import ExemplarMemory
-from mose_fast.memory.exemplars import SELECTIONS, herding_ranks, positions_in_group
+from mose_fast.memory.exemplars import HERDINGS, SELECTIONS, herding_ranks, positions_in_group
 from mose_fast.memory.twin import HostTwin
 
 
@@ -18,7 +18,9 @@ def fill(memory: ExemplarMemory, labels, task: int = 0, **how) -> torch.Tensor:
     """Inserts a batch whose images show their position in the stream."""
     index = torch.arange(memory.seen, memory.seen + len(labels))
     x = index.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 3)
-    return memory.insert(x, torch.as_tensor(labels), task, index, **how)
+    labels = torch.as_tensor(labels)
+    stored = [*memory.labels[: memory.filled].tolist(), *memory.buffer.classes.tolist()]
+    return memory.insert(x, labels, task, index, known=list(dict.fromkeys(stored + labels.tolist())), **how)
 
 
 def features(memory: ExemplarMemory) -> torch.Tensor:
@@ -100,23 +102,104 @@ def test_a_random_choice_is_uniform_and_depends_on_the_seed():
     assert chosen.sum() == 3000 and chosen.min() > 60 and chosen.max() < 140
 
 
-def test_herding_follows_the_mean():
-    """Image by image and class by class."""
+@pytest.mark.parametrize("selection", HERDINGS)
+def test_herding_follows_the_mean(selection):
+    """Image by image and class by class. In LUCIR's repository, whose images are directions, one
+    that was chosen may be chosen again, as no further exemplar; in BiC's it may not.
+    """
     random = torch.Generator().manual_seed(3)
     labels = torch.tensor([0] * 7 + [4] * 3 + [2] * 9)[torch.randperm(19, generator=random)]
-    vectors = torch.randn(19, 4, generator=random)
-    ranks = herding_ranks(vectors, labels, 5)
+    vectors = torch.randn(19, 4, generator=random).double()
+    ranks, again = herding_ranks(vectors, labels, 5, selection), 0
     for c, size in ((0, 7), (4, 3), (2, 9)):
         own = (labels == c).nonzero().flatten().tolist()
-        directions = {n: vectors[n].double() / vectors[n].double().norm() for n in own}
-        mean, chosen = sum(directions.values()) / size, []
-        for step in range(1, min(5, size) + 1):
-            rest = [n for n in own if n not in chosen]
-            total = sum(directions[n] for n in chosen) if chosen else 0
-            # The image that most reduces what the sum of the chosen ones lacks along the mean's.
-            chosen.append(max(rest, key=lambda n: float(directions[n] @ (step * mean - total))))
+        points = {n: vectors[n] / (vectors[n].norm() if selection == "herding" else 1) for n in own}
+        mean, chosen, total = sum(points.values()) / size, [], torch.zeros(4).double()
+        for step in range(1, 1001):
+            open_to = own if selection == "herding" else [n for n in own if n not in chosen]
+            # The one that brings the sum of those chosen nearest to as many times the mean.
+            n = min(open_to, key=lambda n: float((total + points[n] - step * mean).norm()))
+            total, again = total + points[n], again + (n in chosen)
+            chosen += [n] * (n not in chosen)
+            if len(chosen) == min(5, size):
+                break
         assert [ranks[n].item() for n in chosen] == list(range(len(chosen)))
         assert all(ranks[n] == 5 for n in own if n not in chosen)
+    assert (again > 0) == (selection == "herding")
+
+
+def test_herding_gives_up_a_class_whose_other_images_never_come_nearest():
+    """Of two copies of one direction the second is never chosen, as in LUCIR's repository."""
+    assert herding_ranks(torch.tensor([[1.0, 0], [2.0, 0]]), torch.tensor([0, 0]), 2).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("selection", ["first", "random"])
+def test_the_buffer_keeps_what_can_become_an_exemplar_and_no_more(selection):
+    """The exemplars are those that a buffer of all images gives."""
+    trimmed, whole = (memory(20, selection, whole=whole, validation=0.1) for whole in (False, True))
+    for exemplars in (trimmed, whole):
+        for task in range(3):
+            for _ in range(4):
+                held = torch.arange(10) < 2
+                fill(exemplars, [2 * task, 2 * task + 1] * 5, task, held_out=held)
+            assert exemplars.buffer.filled == (40 if exemplars is whole else 20 // (task + 1))
+            exemplars.rebuild(list(range(2 * task + 2)), task)
+    assert torch.equal(trimmed.indices, whole.indices) and trimmed.held == whole.held > 0
+    assert trimmed.most == 30 and whole.most == 60
+
+
+def test_images_of_the_task_may_count_against_the_memory():
+    exemplars, seen = memory(20, "random", within=True), []
+    for task in range(3):
+        for step in range(4):
+            labels = [2 * task, 2 * task + (step > 0)] * 5
+            fill(exemplars, labels, task)
+            seen += [c for c in dict.fromkeys(labels) if c not in seen]
+            shares = {c: 20 // len(seen) + (number < 20 % len(seen)) for number, c in enumerate(seen)}
+            kept = [*exemplars.labels[: exemplars.filled].tolist(), *exemplars.buffer.classes.tolist()]
+            assert all(kept.count(c) <= shares[c] for c in seen) and len(kept) <= 20
+        exemplars.rebuild(seen, task)
+        assert exemplars.filled == 20
+    assert exemplars.most == 20
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("twin", [False, True])
+def test_rows_of_all_classes_come_from_what_would_be_exemplars(selection, twin):
+    """Every class has an equal share of them, its first choices; none that is held out."""
+    exemplars = memory(24, selection, validation=0.1)
+    if twin:
+        exemplars.twin = HostTwin(24, 0)
+    fill(exemplars, [0, 1] * 15, held_out=torch.arange(30) < 4)
+    exemplars.rebuild([0, 1], 0, features(exemplars))
+    old = held_by_class(exemplars)
+    fill(exemplars, [2, 3] * 10, 1, held_out=torch.arange(20) < 4)
+    met = {}
+    for _ in range(200):
+        drawn = exemplars.draw_all(7, [0, 1, 2, 3])
+        images, labels = exemplars.gather(drawn)
+        assert len(drawn) == len(set(drawn.tolist())) == 7
+        for index, label in zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True):
+            met[index, label] = met.get((index, label), 0) + 1
+    found = {c: {index for index, label in met if label == c} for c in range(4)}
+    assert found[0] == set(old[0][:5]) and found[1] == set(old[1][:5])
+    assert all(len(found[c]) == 5 and min(found[c]) >= 34 for c in (2, 3))
+    assert sum(met.values()) == 1400 and min(met.values()) > 40
+    state = exemplars.state if exemplars.twin is None else exemplars.twin.state
+    assert int(state[1]) == int(exemplars.state[1]) == 200
+
+
+def test_herding_leaves_held_out_images_alone():
+    """They stay the first ones, and the mean is that of the others."""
+    exemplars = memory(20, "herding", validation=0.2)
+    held = torch.arange(20) < 6
+    fill(exemplars, [0, 1] * 10, held_out=held)
+    points = features(exemplars)
+    exemplars.rebuild([0, 1], 0, torch.where(held[:, None], 1000.0, points))
+    assert exemplars.indices[exemplars.held_slots].tolist() == [0, 2, 1, 3]
+    ranks = herding_ranks(points[~held], torch.tensor([0, 1] * 7), 8)
+    for c, chosen in held_by_class(exemplars).items():
+        assert [ranks[n - 6].item() for n in chosen[:7]] == list(range(7)), c
 
 
 def test_a_share_is_held_out_and_never_drawn():
@@ -138,12 +221,12 @@ def test_a_share_is_held_out_and_never_drawn():
 
 
 @pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_all_can_be_undone_and_done_again(selection, twin):
+@pytest.mark.parametrize(("selection", "within"), [*((name, False) for name in SELECTIONS), ("random", True)])
+def test_all_can_be_undone_and_done_again(selection, within, twin):
     """Batches, growth of the buffer, the end of a task and draws, as on a card with the host's
     twin and without.
     """
-    exemplars = memory(20, selection)
+    exemplars = memory(20, selection, within=within)
     if twin:
         exemplars.twin = HostTwin(20, 0)
     fill(exemplars, [0, 1] * 8)
@@ -156,6 +239,7 @@ def test_all_can_be_undone_and_done_again(selection, twin):
             with exemplars.record() as record:
                 fill(exemplars, labels, 1)
                 exemplars.draw(3)
+                exemplars.draw_all(3, [0, 1, 2, 3])
             records.append(record)
         with exemplars.record() as record:
             exemplars.rebuild([0, 1, 2, 3], 1, features(exemplars))
@@ -168,6 +252,7 @@ def test_all_can_be_undone_and_done_again(selection, twin):
     while records:
         exemplars.restore(records.pop())
         assert not twin or torch.equal(exemplars.twin.tasks, exemplars.tasks)
+        assert not twin or torch.equal(exemplars.twin.labels, exemplars.labels)
     assert bits(exemplars) == before != after
     act()
     assert bits(exemplars) == after
@@ -186,4 +271,4 @@ def test_it_is_saved_in_the_middle_of_a_task():
         exemplars.rebuild([0, 1, 2, 3], 1)
         exemplars.draw(5)
     assert bits(one) == bits(other)
-    assert saved["buffer/images"].shape == (20, 8, 8, 3)
+    assert saved["buffer/images"].shape == (10, 8, 8, 3)

@@ -64,9 +64,10 @@ def steps_of(learner: Learner, act) -> list[Step]:
 
 def step_of(learner: Learner, x, y, task: int) -> Step:
     """The single step of an observed batch; checks that all but its incoming rows are what the
-    memory held.
+    memory held, and behind its slots the buffer of the task.
     """
-    images, labels = learner.memory.images.clone(), learner.memory.labels.clone()
+    held = [learner.memory, *([learner.memory.buffer] if hasattr(learner.memory, "buffer") else [])]
+    images, labels = (torch.cat([getattr(part, name) for part in held]) for name in ("images", "labels"))
     steps = steps_of(learner, lambda: learner.observe(x, y, task))
     assert len(steps) == 1
     step = steps[0]

@@ -5,6 +5,7 @@ is not finite.
 from __future__ import annotations
 
 import copy
+import io
 import math
 
 import pytest
@@ -274,6 +275,27 @@ def test_statistics_keep_their_values_when_they_are_gathered():
     start = statistics.memory.data_ptr()
     assert {(b.data_ptr() - start) % 256 for b in network.buffers()} == {0}
     assert all(0 <= b.data_ptr() - start < 8 * len(statistics.memory) for b in network.buffers())
+
+
+def test_a_network_with_gathered_statistics_can_be_compiled_and_saved():
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.BatchNorm2d(4))
+    plain, images = copy.deepcopy(network), torch.randn(2, 3, 8, 8)
+    statistics = RunningStatistics(network)
+    network.compile(dynamic=False, backend="aot_eager")
+    for _ in range(2):
+        network(images).sum().backward()
+        plain(images).sum().backward()
+    wanted = plain.state_dict()
+    assert all(torch.allclose(t, wanted[name], atol=1e-6) for name, t in network.state_dict().items())
+    assert network[1].num_batches_tracked == 2
+    kept = [b.clone() for b in network.buffers()]
+    with statistics.undone_if(torch.tensor(True)):
+        network(images)
+    assert all(map(torch.equal, network.buffers(), kept))
+    file = io.BytesIO()
+    torch.save(network.state_dict(), file)
+    file.seek(0)
+    assert all(torch.equal(t, network.state_dict()[name]) for name, t in torch.load(file).items())
 
 
 # Padding

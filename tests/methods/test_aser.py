@@ -20,7 +20,7 @@ def trained_rows(learner, x, y, task):
 
 
 def test_until_the_memory_is_full_aser_is_er_with_one_mean_bit_for_bit(make, teach, batch):
-    aser, er = make("aser", memory=40), make("er", memory=40, options={"reduction": "pooled_mean"})
+    aser, er = make("aser", memory=40), make("er", memory=40, options={"replay_loss": "one_mean"})
     assert bits(teach(aser, steps=2)) == bits(teach(er, steps=2))
     for step in range(2):
         for one in (aser, er):

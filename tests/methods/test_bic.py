@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from mose_fast.config import ConfigError, RunConfig
+from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import create_learner
+from mose_fast.nn.corrected import fit_correction
+from mose_fast.streams import from_arrays
 
 
 def test_it_starts_from_the_weights_of_er(make):
@@ -36,7 +39,8 @@ def test_the_first_images_of_each_class_are_never_trained_on(make, batch, monkey
             learner.observe(x, y, task)
         buffer = learner.memory.buffer
         held += buffer.images[buffer.held_out][:, 0, 0].tolist()
-    assert len(held) == 3 + 3 + 1 + 1 + 1 + 1 and len(trained) > 100
+    # Class 0 keeps the one that it has; the first that comes again is held out all the same.
+    assert len(held) == 3 + 3 + 1 + 1 + 1 and len(trained) > 100
     assert not any(mark in trained for mark in held)
 
 
@@ -95,13 +99,57 @@ def test_the_held_out_share_exists_in_the_smallest_memories_of_the_paper():
         assert learner.memory.quota(0, classes) == (9, 1)
 
 
-def test_training_on_the_final_memory_has_no_correction(make, batch):
+def test_training_on_the_final_memory_has_no_correction_and_holds_nothing_out(make, batch):
     learner = make("bic", train_on="final_memory")
     for task in range(2):
         for step in range(3):
             learner.observe(*batch([2 * task, 2 * task + 1] * 5, seed=step), task, train=False)
     learner.end_task()
-    assert learner.memory.held == 4 and learner.network.classifier1.scale.eq(1).all()
+    assert learner.memory.held == 0 and learner.network.classifier1.scale.eq(1).all()
+
+
+def test_the_review_leaves_held_out_images_alone(make, teach, monkeypatch):
+    learner, reviewed = make("bic", memory=60, options={"review": True, "buffer_batch": 2}), []
+    monkeypatch.setattr(learner, "rehearse", lambda slots: reviewed.extend(slots.tolist()))
+    for task, (drawable, held) in enumerate([(54, 6), (56, 4)]):
+        teach(learner, steps=8, tasks=[task]).end_task()
+        assert (learner.memory.drawable, learner.memory.held) == (drawable, held)
+        assert sorted(reviewed) == list(range(drawable))
+        reviewed.clear()
+
+
+def test_the_accuracy_on_the_memory_is_that_of_images_trained_on(make, batch):
+    x, y = batch([0, 1, 2, 3] * 20)
+    stream = from_arrays(x.numpy(), y.numpy(), x.numpy(), y.numpy(), tasks=2)
+    learner = make("bic", classes=4, memory=60)
+    for task in range(2):
+        for rows in (y // 2 == task).nonzero().flatten().split(10):
+            learner.observe(x[rows], y[rows], task)
+        learner.end_task()
+    accuracy = evaluate_learner(learner, stream, 1).buffer["linear"]
+    held = learner.memory.labels[learner.memory.held_slots]
+    held.copy_((held + 1) % 4)
+    assert len(held) == 4 and evaluate_learner(learner, stream, 1).buffer["linear"] == accuracy
+
+
+def test_the_correction_is_the_best_of_two_numbers():
+    """Against a search of a grid, and where the loss falls for ever."""
+    random = torch.Generator().manual_seed(0)
+    labels, newest = torch.arange(60) % 6, torch.arange(6) >= 4
+    logits = torch.randn(60, 6, generator=random).double()
+    logits[torch.arange(60), labels] += 1.5
+    logits[:, 4:] = 0.4 * logits[:, 4:] + 1
+
+    def loss(scale, shift, penalty):
+        corrected = torch.where(newest, scale * logits + shift, logits)
+        return torch.nn.functional.cross_entropy(corrected, labels) + penalty * shift**2 / 2
+
+    for penalty in (0.0, 0.1):
+        scale, shift = fit_correction(logits.float(), labels, newest, penalty)
+        around = [loss(scale + a, shift + b, penalty) for a in (-0.01, 0, 0.01) for b in (-0.01, 0, 0.01)]
+        assert min(around) == around[4] and scale > 1.2 and shift < -0.3
+    apart = 9.0 * torch.nn.functional.one_hot(labels, 6)
+    assert all(map(math.isfinite, fit_correction(apart, labels, newest, 0.0)))
 
 
 def test_several_epochs_are_refused(make):

@@ -38,6 +38,24 @@ def test_the_head_does_not_depend_on_lengths(make, teach, batch):
         assert torch.allclose(head(3 * features), logits, atol=1e-4)
 
 
+def test_new_classes_are_among_the_exemplars(make, teach):
+    """From the second task on, as in the repository, which chooses a task's exemplars before it is
+    trained: of each class as many as it has slots for.
+    """
+    learner = make("ccil", memory=12, options={"buffer_batch": 9})
+    replayed, rows = [], learner.rows
+
+    def noted(*given):
+        replayed.append(rows(*given))
+        return replayed[-1]
+
+    learner.rows = noted
+    teach(learner, steps=6)
+    assert [plan.sizes[1] for plan in replayed] == [0] * 6 + [6] + [9] * 5
+    labels = torch.cat([plan.labels[plan.sizes[0] :] for plan in replayed[7:]])
+    assert torch.bincount(labels, minlength=4).min() > 5
+
+
 def test_exemplars_are_drawn_by_the_seed(make, teach):
     kept = []
     for seed in (1, 1, 2):

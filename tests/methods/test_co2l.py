@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
-from mose_fast.methods.co2l import asymmetric_contrastive_loss, relation_distillation
+from mose_fast.config import ConfigError, RunConfig
+from mose_fast.methods.co2l import asymmetric_contrastive_loss, learning_rate, relation_distillation
 from mose_fast.ops.expert_losses import contrastive_loss
+from mose_fast.streams import from_arrays
+from mose_fast.train import Listener, resume, run
+from tests.methods.by_hand import flat
 
 
 def projections(rows: int, seed: int = 0) -> torch.Tensor:
@@ -103,3 +110,84 @@ def test_nothing_is_fitted_without_a_stored_row(make, batch):
     learner.observe(*batch([0, 1] * 5), task=0)
     before = learner.weights_hash()
     assert learner.predict(batch([0, 1])[0]).shape == (2,) and learner.weights_hash() == before
+
+
+# The learning rate of the repository
+
+OFFICIAL = {"optimiser": "sgd", "lr": 0.5, "momentum": 0.9, "schedule": "cosine", "warm_up": 0.1}
+
+
+def rates(steps: int, **options) -> list[float]:
+    o = RunConfig.create(method="co2l", options=options).options
+    return [learning_rate(step, steps, o) for step in range(1, steps + 1)]
+
+
+def test_the_learning_rate_rises_to_the_cosine_and_falls_to_a_thousandth():
+    found = rates(100, **OFFICIAL)
+    cosine = [0.0005 + 0.4995 * (1 + math.cos(math.pi * step / 100)) / 2 for step in range(1, 101)]
+    assert found[10:] == pytest.approx(cosine[10:]) and found[-1] == pytest.approx(0.0005)
+    rise = (cosine[9] - 0.01) / 10  # towards what the cosine has after a tenth
+    assert found[:10] == pytest.approx([0.01 + rise * step for step in range(10)])
+    assert rates(4, lr=0.2) == [0.2] * 4
+    assert rates(4, lr=0.2, warm_up=0.5) == pytest.approx([0.01, 0.105, 0.2, 0.2])
+    assert rates(3, **OFFICIAL)[0] == pytest.approx(0.0005 + 0.4995 * 0.75)  # no step is within the tenth
+
+
+def test_steps_are_those_of_sgd_with_momentum_at_their_rates(make, batch):
+    """In two tasks, of six steps and of four; the momentum goes on."""
+    decay = {"weight_decay": 0.01, "augment": "none"}
+    learner = make("co2l", options={**OFFICIAL, **decay, "lr": 0.05, "warm_up": 0.4})
+    met: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def noted(*_):
+        parameters = [p for p in learner.network.parameters() if p.grad is not None]
+        met.append((flat(parameters), flat(p.grad for p in parameters)))
+
+    learner.model.optimiser.register_step_pre_hook(noted)
+    for task, steps in ((0, 6), (1, 4)):
+        learner.begin_task(task)
+        learner.data.task_batches = steps
+        for step in range(steps):
+            learner.observe(*batch([2 * task, 2 * task + 1] * 5, seed=step), task)
+        learner.end_task()
+    expected = rates(6, lr=0.05, schedule="cosine", warm_up=0.4) + rates(4, lr=0.05, schedule="cosine", warm_up=0.4)
+    velocity = 0
+    for (weights, gradient), (after, _), rate in zip(met, met[1:], expected, strict=False):
+        velocity = 0.9 * velocity + gradient + 0.01 * weights
+        assert (after - weights + rate * velocity).norm() < 1e-3 * (rate * velocity).norm()
+
+
+def test_a_schedule_must_know_how_many_batches_the_task_has(make, batch):
+    learner = make("co2l", options={"schedule": "cosine"})
+    with pytest.raises(ConfigError, match=r"'cosine' and warm_up 0\.0, but the number of the task's batches is"):
+        learner.observe(*batch([0, 1] * 5), 0)
+
+
+class Watch(Listener):
+    """The learning rate of every step; breaks off after one of them."""
+
+    def __init__(self, breaks: int | None = None):
+        self.breaks, self.rates = breaks, []
+
+    def on_start(self, config, stream, learner, batch, batches):
+        self.learner = learner
+
+    def on_batch(self, batch, losses):
+        if batch == self.breaks:
+            raise RuntimeError("broken off")
+        self.rates.append(float(self.learner.model.optimiser.param_groups[0]["lr"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*meant for another protocol")
+def test_a_run_has_the_schedule_in_each_task_and_is_resumed_in_its_middle(tmp_path):
+    random, y = np.random.default_rng(0), np.repeat(np.arange(4), 20)
+    x = (random.integers(0, 90, (80, 8, 8, 3)) + 50 * y[:, None, None, None]).astype(np.uint8)
+    stream = from_arrays(x, y, x[::4], y[::4], tasks=2)
+    own = {**OFFICIAL, "lr": 0.05, "warm_up": 0.3, "buffer_batch": 8}
+    settings = {"width": 1, "memory": 24, "device": "cpu", "epochs": 2, "checkpoint_every": 3}
+    config = RunConfig.create(method="co2l", options=own, **settings)
+    whole, watch = run(config, stream=stream, out=tmp_path / "whole", listeners=(seen := [Watch()])), seen[0]
+    assert watch.rates == pytest.approx(2 * rates(8, **own))
+    with pytest.raises(RuntimeError, match="broken off"):
+        run(config, stream=stream, out=tmp_path / "part", listeners=[Watch(5)])
+    assert resume(tmp_path / "part", stream=stream)["weights_sha256"] == whole["weights_sha256"]

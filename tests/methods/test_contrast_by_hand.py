@@ -81,6 +81,22 @@ def check_er_ace(make, teach, batch, passes="joint"):
     expect_terms(step, {"incoming": own, "replayed": nll(logits[10:], labels[10:])})
 
 
+def check_er_ace_released(make, teach, batch):
+    """Incoming rows have the logits of the batch's classes and of all from the highest label seen
+    on, also where nothing is replayed.
+    """
+    learner = make("er-ace", classes=8, options={**SGD, "head": "linear", "incoming_classes": "released"})
+    step = step_of(learner, *batch([0, 3] * 5), 0)
+    logits = logits_of(step.before, normalised(step.rows.images))
+    labels = torch.tensor([0, 1] * 5)
+    expect_terms(step, {"incoming": nll(logits[:, [0, 3, 4, 5, 6, 7]], labels)})
+    learner.observe(*batch([4, 5] * 5), 1)
+    step = step_of(learner, *batch([1, 2] * 5), 2)
+    logits = logits_of(step.before, normalised(step.rows.images))
+    own = nll(logits[:10][:, [1, 2, 5, 6, 7]], labels)
+    expect_terms(step, {"incoming": own, "replayed": nll(logits[10:], step.rows.labels[10:])})
+
+
 def check_er_ace_apart(make, teach, batch):
     check_er_ace(make, teach, batch, "separate")
 
@@ -416,13 +432,12 @@ FAULTS = [
     ("er_aml", "er_aml.ErAml.plan", "memory.labels[slots.clamp(min=0)], y", "memory.labels[slots.clamp(min=0)] * 0, y"),
     ("er_aml", "er_aml.ErAml.classification_head", '== "cosine"', '!= "cosine"'),
     # ER-ACE
-    ("er_ace", "er_ace.ErAce.losses", "incoming.masked_fill(~present, -torch.inf)", "incoming"),
-    ("er_ace", "er_ace.ErAce.losses", "masked_fill(~present", "masked_fill(present"),
-    ("er_ace", "er_ace.ErAce.losses", "[:, None] == y)", "[:, None] == rows.labels)"),
-    ("er_ace", "er_ace.ErAce.losses", "-torch.inf", "-5.0"),
-    ("er_ace", "er_ace.ErAce.losses", "cross_entropy(replayed,", "cross_entropy(replayed.masked_fill(~present, -50),"),
-    ("er_ace", "er_ace.ErAce.losses", "incoming.masked_fill", "incoming.detach().masked_fill"),
-    ("er_ace", "er_ace.ErAce.losses", "if not len(replayed)", "if False"),
+    ("er_ace", "er_ace.ErAce.losses", 'y, rows.extras["told_apart"]', "y"),
+    ("er_ace", "er_ace.ErAce.extras", "if sum(sizes[1:]) else classes", ""),
+    ("er_ace", "er_ace.ErAce.extras", "allowed = self.data.incoming if", "allowed = self.seen if"),
+    ("er_ace_released", "er_ace.ErAce.extras", '== "released"', '== "batch"'),
+    ("er_ace_released", "er_ace.ErAce.extras", "max(self.seen)", "max(self.seen) + 1"),
+    ("er_ace_released", "er_ace.ErAce.extras", "max(self.seen)", "max(self.data.incoming)"),
     ("er_ace", "er_ace.ErAce.classification_head", '== "cosine"', '!= "cosine"'),
     ("er_ace_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
     # SCR
@@ -493,7 +508,7 @@ FAULTS = [
     ("onpro", "onpro.OnPro.plan", "> 1 and len(drawn)", "> 2 and len(drawn)"),
     ("onpro", "onpro.OnPro.plan", "> 1 and len(drawn)", "> 0 and len(drawn)"),
     ("onpro", "onpro.OnPro.plan", "self.rows(x, y, drawn, drawn)", "self.rows(x, y, drawn, drawn.flip(0))"),
-    ("onpro", "onpro.OnPro.begin_task", '["steps_of_task"] = 0', '.setdefault("steps_of_task", 0)'),
+    ("onpro", "onpro.OnPro.plan", "self.data.task_step", "self.data.sequence"),
     ("onpro", "onpro.OnPro.mixed", "torch.lerp(one, other,", "torch.lerp(other, one,"),
     ("onpro", "onpro.OnPro.mixed", "labels[place] = memory.labels[slots]", "labels[place] = memory.labels[partners]"),
     ("onpro", "onpro.OnPro.mixed", '"partners": memory.labels[partners]', '"partners": memory.labels[slots]'),
@@ -501,10 +516,11 @@ FAULTS = [
     ("onpro", "onpro.OnPro.make_views", "replayed if len(replayed)", "seen if len(replayed)"),
     ("onpro", "onpro.OnPro.losses", "torch.lerp(*each, share)", "torch.lerp(*each[::-1], share)"),
     ("onpro", "onpro.OnPro.losses", "partners.double(), share.double()", "partners.double(), 0 * share.double()"),
-    ("onpro", "onpro.OnPro.losses", "means.detach().mean(0)", "means.detach()[0]"),
+    ("onpro", "onpro.OnPro.after_update", ".detach().mean(0)", ".detach()[0]"),
+    ("onpro", "onpro.OnPro.after_update", "if rows.sizes[2]", "if rows.sizes[1]"),
     ("onpro", "onpro.OnPro.losses", "first[:incoming], second[:incoming]", "first[-incoming:], second[-incoming:]"),
     ("onpro", "onpro.OnPro.losses", "o.prototype_temperature", "0.5"),
-    ("onpro", "onpro.OnPro.losses", "prototype_loss(means,", "prototype_loss(means.detach(),"),
+    ("onpro", "onpro.OnPro.losses", "self.means_seen(outputs, rows)", "self.means_seen(outputs, rows).detach()"),
     ("onpro", "onpro.prototype_loss", "itself | ~present", "~present"),
     ("onpro", "onpro.prototype_loss", "itself | ~present", "itself"),
     ("onpro", "onpro.class_means", "directions(projections, _EPS)", "projections"),

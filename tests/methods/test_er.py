@@ -41,17 +41,17 @@ def test_the_official_preset_replays_finished_tasks_alone(make, teach, batch):
     assert later.sizes == (10, 10 + 2) and set(later.labels[10:].tolist()) <= {0, 1}
 
 
-@pytest.mark.parametrize("reduction", ["sum_of_means", "pooled_mean"])
-def test_the_loss_is_what_the_switch_says(make, teach, batch, reduction):
+@pytest.mark.parametrize("replay_loss", ["two_means", "one_mean"])
+def test_the_loss_is_what_the_switch_says(make, teach, batch, replay_loss):
     """Against cross-entropies row by row, with a network whose batch norm sees the same 22
     views.
     """
-    learner = teach(make("er", options={"reduction": reduction}))
+    learner = teach(make("er", options={"replay_loss": replay_loss}))
     rows = learner.rows(*batch([4, 5] * 5), torch.arange(12))
     learner.forward(learner.make_views(rows))
     logits = learner.forward(learner.make_views(rows)).logits.detach().double()
     each = torch.stack([-row.log_softmax(0)[label] for row, label in zip(logits, rows.labels, strict=True)])
-    wanted = each.mean() if reduction == "pooled_mean" else each[:10].mean() + each[10:].mean()
+    wanted = each.mean() if replay_loss == "one_mean" else each[:10].mean() + each[10:].mean()
     assert learner.step(learner.inputs(rows))["loss"].item() == pytest.approx(wanted.item(), rel=1e-5)
 
 

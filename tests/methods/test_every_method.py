@@ -107,6 +107,20 @@ def test_the_sources_preset_is_the_shared_protocol_with_the_methods_own_values(n
         assert f"{switch} {'null' if value is None else value}" in preset.source
 
 
+def starts_uniform(name: str) -> bool:
+    """Whether convolutions start from PyTorch's uniform weights; He's normal ones exceed them."""
+    config = RunConfig.create("official", method=name, width=4, memory=1000, device="cpu")
+    stem = METHODS[name](config, classes=4, image_size=(8, 8)).network.stem.conv.weight
+    return bool(stem.abs().max() <= stem[0].numel() ** -0.5)
+
+
+def test_official_presets_start_from_the_weights_of_their_code():
+    """docs/specification/baselines.md section 0.3."""
+    uniform = {"er", "mir", "gss", "aser", "er-aml", "er-ace", "scr", "ocm", "onpro", "gsa", "derpp"}
+    assert all(starts_uniform(name) for name in uniform)
+    assert not starts_uniform("co2l") and not starts_uniform("gdumb")
+
+
 def test_the_nine_baselines_have_the_sources_preset():
     nine = {"agem", "er", "mir", "gss", "aser", "er-aml", "er-ace", "gdumb", "scr", "derpp"}
     assert nine <= {name for name, preset in PRESETS if preset == "sources"}
@@ -396,6 +410,27 @@ def test_fifty_steps_in_bf16_stay_finite(name, make, batch):
         assert losses is None or all(value.isfinite() for value in losses.values())
     assert all(t.isfinite().all() for t in learner.model.state().values())
     assert all(p.dtype == torch.float32 for p in learner.network.parameters())
+
+
+@every
+def test_losses_have_no_side_effect(name, make, teach, batch):
+    """Computed twice from the same outputs, they are the same numbers, and nothing has changed."""
+    learner, calls = teach(make(name), steps=2), []
+
+    def twice(*inputs):
+        before, random_state = bits(learner), torch.get_rng_state()
+        first, second = losses(*inputs), losses(*inputs)
+        values = [[*terms.values()] if isinstance(terms, dict) else [terms] for terms in (first, second)]
+        assert all(map(torch.equal, *values)) and bits(learner) == before
+        assert torch.equal(torch.get_rng_state(), random_state)
+        calls.append(len(values[0]))
+        return first
+
+    losses, learner.losses = learner.losses, twice
+    teach(learner, steps=2, tasks=(2,))
+    learner.rehearse(torch.arange(12))
+    # The step of GDumb has its loss inside, and so has that of A-GEM with a reference batch.
+    assert len(calls) == {"agem": 1, "gdumb": 0}.get(name, 3)
 
 
 @every

@@ -59,6 +59,21 @@ def test_adam_does_not_move_the_weights_of_old_classes(make, batch, teach, kerne
     assert (weights(learner)[4:] != before[4:]).all()
 
 
+def test_a_class_is_imprinted_without_moments(make, batch, teach):
+    """With classes known beforehand its row was a rival before its first image came."""
+    learner = teach(make("lucir", options={"current_classes": "task"}), tasks=())
+    for task, labels in enumerate(([0, 1], [2, 3])):
+        learner.begin_task(task, labels)
+        for step in range(4):
+            learner.observe(*batch((labels if step == 3 else labels[:1]) * 5, seed=step), task)
+            moment = learner.model.optimiser.state[learner.network.classifier1.weight]["exp_avg"]
+            if step == 2:
+                before = moment[labels[1]].clone()
+    # One step's gradient at most, where the steps before would have left nine tenths of theirs.
+    after = moment[3]
+    assert before.norm() > 0 and (after @ before) / (after.norm() * before.norm()) < 0.9
+
+
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 def test_a_step_that_is_not_taken_imprints_nothing(make, batch, teach, kernels):
     learner = teach(make("lucir", kernels=kernels))
@@ -74,8 +89,8 @@ def test_a_class_is_imprinted_once_also_after_a_resumption(make, batch, teach):
     learner.observe(*batch([4] * 10), task=2)
     tensors, values = learner.state()
     copy.load_state({name: tensor.clone() for name, tensor in tensors.items()}, values)
-    imprinted = []
-    copy.imprint = lambda rows: imprinted.append(rows.extras["fresh"].nonzero().flatten().tolist())
+    imprinted, imprint = [], copy.imprint
+    copy.imprint = lambda rows: (imprinted.append(rows.extras["fresh"].nonzero().flatten().tolist()), imprint(rows))[1]
     for labels in ([4] * 10, [4, 5] * 5, [4, 5] * 5):
         copy.observe(*batch(labels), task=2)
     assert imprinted == [[5]]
@@ -83,12 +98,13 @@ def test_a_class_is_imprinted_once_also_after_a_resumption(make, batch, teach):
 
 def test_the_first_task_and_rows_of_memory_alone_are_only_classified(make, batch, teach):
     learner = make("lucir")
-    assert learner.observe(*batch([0, 1] * 5), task=0).keys() == {"loss", "cross_entropy"}
+    assert learner.observe(*batch([0, 1] * 5), task=0).keys() == {"loss", "incoming"}
     teach(learner, tasks=(1,))
     before = weights(learner)
-    assert learner.observe(*batch([2, 3] * 5), task=1).keys() == {"loss", "cross_entropy", "distillation", "ranking"}
+    terms = {"loss", "incoming", "replayed", "distillation", "ranking"}
+    assert learner.observe(*batch([2, 3] * 5), task=1).keys() == terms
     learner.end_task()
-    assert learner.rehearse(torch.arange(12)).keys() == {"loss", "cross_entropy"}
+    assert learner.rehearse(torch.arange(12)).keys() == {"loss", "replayed"}
     assert (weights(learner)[:4] != before[:4]).all()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.config import METHOD_SETTINGS, ReplayOptions
+from mose_fast.config import METHOD_SETTINGS, ReplayOptions, RunConfig
 from mose_fast.knobs import settings_of
 from mose_fast.methods import METHODS, BaselineOptions, Learner, Planning
 from mose_fast.methods.replay import TABLE
@@ -29,8 +29,9 @@ def overview(name: str) -> str:
     line = " ".join((inspect.getdoc(learner) or "").split("\n\n")[0].split()).rstrip(".")
     said = line.partition(": ")[2] or line
     captured = "yes" if learner.planning is Planning.CAPTURED else f"no: it {learner.not_captured}"
+    kept = learner.images_kept(RunConfig.create(method=name, memory=1000), [(10, 5000)] * 10)
     return (
-        f"| `{name}` | {learner.about.year} | {cell(said)} | {learner.about.cost:.2f} | {captured} |"
+        f"| `{name}` | {learner.about.year} | {cell(said)} | {learner.about.cost:.2f} | {kept:,} | {captured} |"
         f" {cell(learner.about.reference)} |"
     )
 
@@ -58,6 +59,18 @@ def boundaries(name: str) -> list[str]:
     return rows
 
 
+def using(switch: str, value: object) -> str:
+    """The presets of any methods that give a switch a value."""
+    methods: dict[tuple[str, ...], list[str]] = {}
+    for name in METHODS:
+        options, presets = METHOD_SETTINGS[name]
+        found = tuple(p for p, changes in presets.items() if getattr(options(**changes), switch, None) == value)
+        methods.setdefault(found, []).append(name)
+    methods.pop((), None)
+    texts = [f"{', '.join(f'`{p}`' for p in found)} of {', '.join(sorted(names))}" for found, names in methods.items()]
+    return "; ".join(texts) or "-"
+
+
 def test_the_table_of_task_boundaries_is_what_methods_declare():
     text = PAGE.read_text(encoding="utf-8")
     table = text.partition("## Task boundaries")[2].partition("\n## ")[0]
@@ -66,9 +79,10 @@ def test_the_table_of_task_boundaries_is_what_methods_declare():
     assert found[: len(needing)] == needing
     found = found[len(needing) :]
     shared = [
-        f"| `{switch}` {cell(value)} | - | {effect} |" for (switch, value), effect in Learner.without_boundaries.items()
+        f"| all but `gdumb` | `{switch}` {cell(value)} | {using(switch, value)} | {effect} |"
+        for (switch, value), effect in Learner.without_boundaries.items()
     ]
-    assert found[: len(shared)] == [f"| all but `gdumb` {row}" for row in shared]
+    assert found[: len(shared)] == shared
     assert found[len(shared) :] == [row for name in METHODS for row in boundaries(name)]
     for name, learner in METHODS.items():
         has_them = learner.without_boundaries.items() >= Learner.without_boundaries.items()

@@ -355,6 +355,8 @@ def test_a_foreign_state_is_refused():
         (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), [0, 10], "y holds 10; wanted labels of 0 to 9"),
         (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), [-1, 0], "y holds -1"),
         (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), [0.5, 1.0], "wanted integers"),
+        (np.ma.masked_less(np.zeros((2, 8, 8, 3), np.uint8), 1), [0, 1], "x is a masked array; wanted a plain one"),
+        (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), np.ma.array([0, 1], mask=[0, 1]), "y is a masked array"),
     ],
 )
 def test_bad_batches_are_refused_and_change_nothing(x, y, message):

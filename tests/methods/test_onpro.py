@@ -27,7 +27,7 @@ def test_rows_of_the_first_task_serve_prototypes_alone(make, teach, batch):
 def test_a_step_that_is_not_taken_leaves_the_prototypes_and_its_batch_can_be_undone(make, teach, batch):
     learner = teach(make("onpro"))
     before, own = learner.network.prototypes.clone(), dict(learner.data.own)
-    assert before.any(1).tolist() == [True] * 4 + [False] * 2 and own == {"steps_of_task": 4}
+    assert before.any(1).tolist() == [True] * 4 + [False] * 2
     with torch.no_grad():
         learner.network.classifier1.bias[0] = math.nan
     prepared = learner.prepare(*batch([2, 3] * 5), 1)

@@ -118,6 +118,20 @@ def test_unusable_files_are_refused_by_name(outside, text, says):
         RunConfig.create(method=outside(text))
 
 
+@pytest.mark.parametrize("colon", ["", ":"])
+def test_a_file_without_the_class_is_refused_with_the_form_that_works(outside, colon):
+    name = re.search(r"^class (\w+)\(Re", page_example(), re.MULTILINE).group(1)
+    path = outside(page_example(), name).rpartition(":")[0]
+    with pytest.raises(ConfigError, match=rf"^method is '{path}{colon}', without .* wanted {path}:{name}$"):
+        RunConfig.create(method=path + colon)
+
+
+def test_an_unknown_name_is_refused_with_the_form_for_a_file():
+    """It may be the name by which a file registers its method."""
+    with pytest.raises(ConfigError, match=r"'my-method', which is unknown \(.*: path/to/file\.py:Name\); known: mose"):
+        RunConfig.create(method="my-method")
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=rf"there is no file {tmp_path}/no.py"):
         RunConfig.create(method=f"{tmp_path}/no.py:Mine")

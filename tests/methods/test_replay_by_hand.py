@@ -308,7 +308,7 @@ FAULTS = [
     ("finetune", "base.Learner.build_optimiser", "o.weight_decay", "0.0"),
     ("finetune", "base.Learner.build_optimiser", "(o.beta1, o.beta2)", "(0.9, 0.999)"),
     # ER
-    ("er", "er.Er.losses", '== "pooled_mean"', '!= "pooled_mean"'),
+    ("er", "er.Er.losses", '== "one_mean"', '!= "one_mean"'),
     (
         "er",
         "replay.ReplayLearner.losses",

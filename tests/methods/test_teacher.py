@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mose_fast.config import ConfigError
+from mose_fast.device import Choice
 from mose_fast.methods import Er
 from mose_fast.methods.teacher import Teacher
 
@@ -42,6 +44,23 @@ def test_it_computes_what_the_network_did_when_the_task_ended(mode, kernels, pre
     assert torch.equal(learner.teacher.outputs(views).logits, found.logits)
 
 
+@pytest.mark.parametrize("precision", ["bf16", Choice("bf16", "auto: a card")], ids=["name", "choice"])
+def test_a_precision_is_given_by_name_or_as_the_learners_choice(precision, make, batch):
+    learner = make("er", width=8)
+    half, whole = Teacher(learner.network, precision=precision), Teacher(learner.network)
+    views = views_of(learner, batch)
+    assert half.outputs(views).logits.dtype == torch.bfloat16 and whole.outputs(views).logits.dtype == torch.float32
+    for wrong in ("auto", Choice("fp8"), None):
+        with pytest.raises(ConfigError, match=r"precision is .*; wanted one of fp32, tf32, bf16"):
+            Teacher(learner.network, precision=wrong)
+
+
+def test_another_mode_is_refused(monkeypatch, make):
+    monkeypatch.setattr(Er, "teacher_mode", "ema")
+    with pytest.raises(ConfigError, match=r"Er.teacher_mode is 'ema'; wanted 'eval', 'train' or None"):
+        make("er")
+
+
 def test_bf16_copies_give_what_the_weights_that_they_round_give(make, teach, batch):
     learner = teach(make("er", kernels="fused", precision="bf16", width=8), tasks=(0,))
     teachers = [Teacher(learner.network, precision="bf16", shadowed=shadowed) for shadowed in (False, True)]
@@ -67,9 +86,9 @@ def test_it_changes_nothing_and_shares_nothing_with_the_network(mode, make, teac
     learner.end_task()
     before = learner.network.state_dict() | {}
     kept = {name: tensor.clone() for name, tensor in before.items()}
-    state = {name: tensor.clone() for name, tensor in learner.teacher.tensors().items()}
+    state = {name: tensor.clone() for name, tensor in learner.teacher.state_dict().items()}
     learner.teacher.outputs(views_of(learner, batch))
-    assert all(torch.equal(tensor, state[name]) for name, tensor in learner.teacher.tensors().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in learner.teacher.state_dict().items())
     own = {tensor.untyped_storage().data_ptr() for tensor in learner.teacher.network.state_dict().values()}
     assert own.isdisjoint({tensor.untyped_storage().data_ptr() for tensor in before.values()})
     assert all(torch.equal(tensor, kept[name]) for name, tensor in learner.network.state_dict().items())
@@ -86,21 +105,18 @@ def test_the_hash_of_the_weights_and_the_training_do_not_depend_on_it(monkeypatc
     assert learner.teacher.present and learner.weights_hash() == plain.weights_hash()
 
 
-def test_it_is_state_from_the_first_end_of_a_task_on(mode, make, teach):
-    learner = teach(make("er"), tasks=(0,))
-    assert not any(name.startswith("teacher/") for name in learner.state()[0])
-    teach(learner, tasks=(1,))
-    tensors, values = learner.state()
-    names = {f"teacher/{name}" for name in learner.network.state_dict()}
-    assert {name for name in tensors if name.startswith("teacher/")} == names
+def test_it_is_state(mode, make, teach):
+    tensors, values = teach(make("er"), tasks=(0, 1)).state()
+    names = {f"kept/teacher/network.{name}" for name in make("er").network.state_dict()}
+    assert {name for name in tensors if "/network." in name} == names
     copy = make("er", seed=9)
-    copy.load_state({name: tensor.clone() for name, tensor in tensors.items()}, values)
+    copy.load_state(tensors, values)
     assert copy.teacher.present
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in copy.state()[0].items())
     copy.load_state(*teach(make("er"), tasks=(0,)).state())
     assert not copy.teacher.present
-    del tensors["teacher/stem.conv.weight"]
-    with pytest.raises(ValueError, match=r"teacher/stem\.conv\.weight is missing"):
+    del tensors["kept/teacher/network.stem.conv.weight"]
+    with pytest.raises(ValueError, match=r"teacher/network\.stem\.conv\.weight is missing"):
         copy.load_state(tensors, values)
 
 
@@ -110,8 +126,8 @@ def test_a_state_of_another_precision_builds_it_again(monkeypatch, make, teach):
     copy = make("er")
     copy.load_state(*learner.state())
     assert copy.precision.name == "bf16"
-    for name, tensor in learner.teacher.tensors().items():
-        assert torch.equal(copy.teacher.tensors()[name], tensor)
+    for name, tensor in learner.teacher.state_dict().items():
+        assert torch.equal(copy.teacher.state_dict()[name], tensor)
 
 
 def test_a_single_view(mode, make, teach, batch):

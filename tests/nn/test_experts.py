@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mose_fast.config import MOSE_PRESETS, MoseOptions
 from mose_fast.nn import BRANCH_POINTS, ClassMeans, ExpertNetwork, classify, count_cost
@@ -141,6 +143,29 @@ def test_class_means_by_hand():
     assert not (predictions == 1).any()
 
 
+class _Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name.removeprefix("aten::").rstrip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_class_means_are_those_of_float64_and_add_in_a_fixed_order():
+    """On a card, the operators that are named here add floats by atomics, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    features, labels = torch.randn(3, 200, 16, generator=generator), torch.randint(0, 7, (200,), generator=generator)
+    with _Operators() as used:
+        means = ClassMeans(features, labels, 8).means
+    assert not used.names & {"index_add", "scatter_add", "scatter_reduce", "index_put", "_index_put_impl", "put"}
+    exact = F.normalize(features.double(), dim=-1)
+    wanted = torch.stack([exact[:, labels == label].mean(1) for label in range(7)], 1)
+    torch.testing.assert_close(means[:, :7].double(), F.normalize(wanted, dim=-1), rtol=0, atol=1e-6)
+    assert not means[:, 7].any()
+
+
 def test_mean_of_experts_averages_distances_and_logits():
     """Expert 1 slightly prefers class 0, expert 2 strongly class 1: the mean follows expert 2."""
     memory = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]] * 2)
@@ -168,6 +193,8 @@ def test_small_networks_survive_odd_batches_on_several_threads():
     """
     program = """
 import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from mose_fast.nn import ExpertNetwork
 torch.set_num_threads(2)
 network = ExpertNetwork(10, width=8, experts=1, attention=False, adapter=False).to(memory_format=torch.channels_last)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -107,6 +108,8 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.name = f"stream {next(Stream._numbers)}"
         self.device, self.device_index = _CUDA, 0
+        self.cuda_stream = id(self)
+        Card.current.streams_by_address[self.cuda_stream] = self
 
     def __repr__(self) -> str:
         return self.name
@@ -194,6 +197,8 @@ class _Recording:
         # Contents from before the capture, which executes nothing.
         self.before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self.saved: set[_Block] = set()
+        #: What made the capture invalid; empty if nothing did.
+        self.broken = ""
         #: What lies outside the graph's pool, and our references to it, which must not be the last.
         self.outside: dict[_Block, list[Tensor]] = {}
 
@@ -250,12 +255,16 @@ class Graph:
         card = Card.current
         self._pool = object() if pool is None else pool
         card.local.recording = _Recording(card.stream, stop=card.checker.stop)
+        card.begin_capture(card.local.recording)
 
     def capture_end(self) -> None:
         card = Card.current
         recording, card.local.recording = card.local.recording, None
+        card.recordings.remove(recording)
         for storage, before in recording.before:
             storage.copy_(before)
+        if recording.broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.recording = recording
         for race in recording.end():
             card.checker.report(race)
@@ -330,6 +339,7 @@ class Card:
 
     Attributes:
         races: What the checker found.
+        broken: What broke each capture that was broken.
         launches: Work on the card and pinned memory, how often.
         replays: Of graphs, how many.
         streams: On which there was any.
@@ -342,10 +352,17 @@ class Card:
         self.random, self.done = random.Random(seed), done
         self.lock = threading.RLock()
         self.local = threading.local()
+        Card.current = self
+        self.streams_by_address: dict[int, Stream] = {}
         self.default = Stream()
         self.default.name = "the default stream"
         self.freed: defaultdict[Stream, list[tuple[_Block, object]]] = defaultdict(list)
         self.active = False
+        #: Captures under way, on all threads, and what will wait for the card at some time.
+        self.recordings: list[_Recording] = []
+        self.to_wait: list[str] = []
+        self.broken: list[str] = []
+        self.tensors_by_address: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.launches = self.replays = 0
         self.streams: set[Any] = set()
 
@@ -386,7 +403,7 @@ class Card:
             "max_memory_allocated": lambda device=None: 0,
             "memory_allocated": lambda device=None: 0,
             "reset_peak_memory_stats": lambda device=None: None,
-            "empty_cache": lambda: None,
+            "empty_cache": lambda: self.may_wait("caches of the allocator that are emptied"),
         }
         for name, replacement in cuda.items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
@@ -524,6 +541,7 @@ class Card:
 
     def wait_for_all(self) -> None:
         self.not_while_capturing("a card that the host waits for")
+        self.may_wait("another thread, which waits for the card")
         with self.lock:
             self.checker.wait_for_all()
 
@@ -531,7 +549,37 @@ class Card:
         if self.recording is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
 
+    # What waits for the card without being asked to
+
+    def may_wait(self, what: str) -> None:
+        """What happens now may wait for the whole card, which breaks every capture under way."""
+        with self.lock:
+            for recording in self.recordings:
+                recording.broken = what
+                self.broken.append(what)
+
+    def will_wait(self, what: str) -> None:
+        """A thread that the program does not know will wait for the card, at the worst time."""
+        with self.lock:
+            self.to_wait.append(what)
+            if self.recordings:
+                self.may_wait(self.to_wait.pop())
+
+    def begin_capture(self, recording: _Recording) -> None:
+        with self.lock:
+            self.recordings.append(recording)
+            if self.to_wait:
+                self.may_wait(self.to_wait[0])
+                self.to_wait.clear()
+
     # Memory
+
+    def tensor_at(self, address: int) -> Tensor:
+        """The tensor whose address the program has asked for."""
+        return self.tensors_by_address[address]
+
+    def stream_at(self, address: int) -> Stream:
+        return self.streams_by_address[address]
 
     def block(self, tensor: Tensor) -> _Block | None:
         """The block of a tensor on the card or in pinned memory; None for other memory of the
@@ -859,7 +907,9 @@ class _Functions(TorchFunctionMode):
     def _data_ptr(self, tensor: Tensor) -> int:
         if not self.card.on_card(tensor):
             self._host(tensor)
-        return torch.Tensor.data_ptr(tensor)
+        address = torch.Tensor.data_ptr(tensor)
+        self.card.tensors_by_address[address] = tensor
+        return address
 
     def _deepcopy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         """PyTorch copies the storage, which no operator does."""

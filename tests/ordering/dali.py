@@ -1,38 +1,56 @@
 """A stand-in for DALI's pipeline, with the order that DALI keeps on a card and pixels that mean
 nothing.
 
-Input is copied on the stream that is named with it. A run has a stream of its own, after that copy;
-two sets of output buffers take turns. The stream that asks for outputs waits for the run; what it
-reads must be read before the buffers' next turn.
+Input is copied on the stream that is named with it. A run has a stream of its own, after that copy.
+The stream that asks for outputs waits for the run. Memory of an output whose last reference has
+gone may be another run's at once. Building and ending a pipeline and freeing an output may wait for
+the whole card. What leaves by DLPack is freed by a thread of DALI's, which first waits for the
+card, at any time.
 """
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["StandInPipeline", "build"]
+from tests.ordering.card import Card
+
+__all__ = ["StandInPipeline", "build", "from_dlpack"]
 
 
 class _Made:
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor, self.card = tensor, Card.current
 
-    def as_tensor(self) -> Tensor:
-        return self.tensor
+    def __del__(self) -> None:
+        self.card.may_wait("an output of DALI's that is freed")
+
+    def as_tensor(self) -> _Made:
+        return self
+
+    def copy_to_external(self, target: ctypes.c_void_p, stream: ctypes.c_void_p, *, non_blocking: bool) -> None:
+        assert non_blocking
+        with torch.cuda.stream(self.card.stream_at(stream.value)):
+            self.card.tensor_at(target.value).copy_(self.tensor)
 
 
 class StandInPipeline:
-    def __init__(self, size: tuple[int, int], views: int) -> None:
-        self.size, self.turn = size, 0
+    def __init__(self, size: tuple[int, int]) -> None:
+        self.card, self.size = Card.current, size
+        self.card.may_wait("a pipeline of DALI's that is built")
         self.stream = torch.cuda.Stream()
-        with torch.cuda.stream(self.stream):
-            self.buffers = [torch.zeros(views, *size, 3, device="cuda") for _ in range(2)]
+
+    def __del__(self) -> None:
+        self.card.may_wait("a pipeline of DALI's that ends")
 
     def feed_input(self, name: str, packed: Tensor, cuda_stream: Any) -> None:
+        with torch.cuda.stream(self.stream):
+            self.made = torch.empty(len(packed), *self.size, 3, device="cuda")
         with torch.cuda.stream(cuda_stream):
             self.fed = packed.clone()
         self.fed.record_stream(self.stream)
@@ -40,18 +58,24 @@ class StandInPipeline:
 
     def schedule_run(self) -> None:
         height, width = self.size
-        self.turn = 1 - self.turn
         with torch.cuda.stream(self.stream):
-            self.made = self.buffers[self.turn][: len(self.fed)]
             self.made.copy_(self.fed[:, : height * width * 3].view(-1, height, width, 3) / 255)
 
     def outputs(self, cuda_stream: Any) -> tuple[_Made]:
         cuda_stream.wait_stream(self.stream)
-        return (_Made(self.made),)
+        made, self.made = _Made(self.made), None
+        return (made,)
 
 
 def build(
     device: torch.device, size: tuple[int, int], views: int, mean: Sequence[float], std: Sequence[float]
 ) -> StandInPipeline:
     """In place of ``mose_fast.augment.dali._build``."""
-    return StandInPipeline(size, views)
+    return StandInPipeline(size)
+
+
+def from_dlpack(made: _Made) -> Tensor:
+    """In place of ``torch.from_dlpack``."""
+    shared = made.tensor.view_as(made.tensor)
+    weakref.finalize(shared, made.card.will_wait, "DALI's thread that frees what left by DLPack")
+    return shared

@@ -11,20 +11,23 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import mose_fast.augment.dali as dali_module
 import mose_fast.device as device_module
 from mose_fast import _loader
+from mose_fast.augment.dali import DaliLayout, DaliViews
 from mose_fast.config import RunConfig
 from mose_fast.methods import Mose, Prepared, create_learner
 from mose_fast.nn.side_streams import SideStreams, _Fork, _hand_over, _Join
-from mose_fast.train import TrainingDiverged, resume, run
-from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
+from mose_fast.train import Listener, TrainingDiverged, resume, run
+from mose_fast.train.captured import CapturedSteps, capture, copied_into, layout_of
 from mose_fast.train.checkpoint import CheckpointWriter, Snapshot
 from mose_fast.train.feeder import Feeder
 from mose_fast.train.loop import Loop
@@ -94,7 +97,7 @@ def two_tasks(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, bad
 
 
 def report(card: Card) -> str:
-    return "\n".join(map(str, card.races))
+    return "\n".join(map(str, [*card.races, *card.broken]))
 
 
 def a_ring_alone(feed: str = "fused") -> str:
@@ -128,7 +131,7 @@ def test_the_loop_is_ordered(tmp_path, monkeypatch, step, feed, done):
     with Card(done=done) as card:
         config = settings(step=step, feed=feed, kernels="torch" if feed == "torch" else "fused")
         losses = two_tasks(config, tmp_path / "run", monkeypatch, bad=12)
-    assert not card.races, report(card)
+    assert not card.races and not card.broken, report(card)
     assert [batch for batch, _ in losses.told] == list(range(1, 15))
     # It went the way of a card: streams of steps, plans and checkpoints in both runs, a thread that
     # writes, and graphs.
@@ -155,7 +158,7 @@ def test_training_on_the_final_memory_is_ordered(feed):
 def test_a_ring_alone_is_ordered(feed):
     with Card() as card:
         a_ring_alone(feed)
-    assert not card.races, report(card)
+    assert not card.races and not card.broken, report(card)
     assert card.replays > 2
 
 
@@ -189,6 +192,61 @@ def test_a_capture_that_fails_leaves_order(monkeypatch):
     assert not card.races and card.replays == 0
 
 
+class Breaks(Listener):
+    def on_batch(self, batch, losses):
+        if batch == 1:
+            Card.current.will_wait("a thread of another library")
+
+
+def test_a_capture_that_is_broken_once_is_tried_again():
+    """By a thread of another library, which waits for the card at the worst time."""
+    found = []
+    for breaks in (False, True):
+        with Card() as card:
+            results = run(settings(), listeners=[Breaks()] * breaks)
+        assert not card.races and card.broken == ["a thread of another library"] * breaks
+        assert results["resolved"]["step"] == "captured"
+        assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (13, 2, int(breaks))
+        found.append(results["weights_sha256"])
+    assert found[0] == found[1]
+
+
+def test_views_that_leave_dali_by_dlpack_break_captures(monkeypatch):
+    seed(
+        monkeypatch,
+        DaliViews._run,
+        "made.copy_to_external(target, ctypes.c_void_p(stream.cuda_stream), non_blocking=True)",
+        "views.copy_(torch.from_dlpack(made.as_tensor()))",
+    )
+    with Card() as card:
+        results = run(settings(feed="dali"))
+    assert "DALI's thread that frees what left by DLPack" in card.broken and results["capture_retries"] > 0
+
+
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("act", ["build", "run", "close"])
+def test_dali_waits_until_no_graph_is_captured(monkeypatch, act, fault):
+    """On another thread, while a graph is captured; without the lock that would break it."""
+    if fault:
+        monkeypatch.setattr(dali_module, "CAPTURING", nullcontext())
+    with Card() as card, ThreadPoolExecutor(1) as thread:
+        views = DaliViews((0.5,) * 3, (0.5,) * 3)
+        images = torch.zeros(2, 8, 8, 3, dtype=torch.uint8, device="cuda")
+        layout = DaliLayout.of(torch.tensor([[0, 0, -1], [1, 0, -1]], dtype=torch.int32))
+        codes = torch.empty(0, 6, dtype=torch.int32)
+        if act != "build":
+            views(images, layout, codes)
+            # So that the next call frees the views.
+            torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with suppress(RuntimeError), capture(stream):
+            done = thread.submit(views.close if act == "close" else lambda: views(images, layout, codes))
+            wait([done], timeout=10 if fault else 0.2)
+            assert done.done() == fault
+        done.result(timeout=10)
+    assert bool(card.broken) == fault, report(card)
+
+
 # Seeded faults: functions of the package, and what is put in place of a piece of their text.
 FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "a step does not wait for its plan": [(Ring.take, "stream.wait_event(ready)", "pass")],
@@ -198,14 +256,7 @@ FAULTS: dict[str, list[tuple[Callable, str, str]]] = {
     "plans do not wait for what needed all plans": [(Ring.synchronise, "self._apart = False", "pass")],
     "undoing a step does not wait for later ones": [(Ring.undo, "self.synchronise()", "pass")],
     "the classes' mask is changed in place": [
-        (
-            Mose._mask_of,
-            "self._mask, self._masked = self.mask(classes), list(classes)",
-            (
-                "self._masked = list(classes); self._mask = self.mask(classes) if self._mask is None else"
-                " self._mask.copy_(self.mask(classes))"
-            ),
-        )
+        (Mose.plan, "mask = self._mask_of(tuple(current))", "mask = self._mask_of(()).copy_(self.mask(current))")
     ],
     "plans fill the inputs of graphs": [
         (
@@ -316,6 +367,11 @@ RING_FAULTS: dict[str, tuple[Callable, str, str]] = {
     ),
     "the allocator does not know what branches read": (_hand_over, "argument.record_stream(target)", "pass"),
     "the allocator does not know that steps read views": (Feeder.take, "tensor.record_stream(stream)", "pass"),
+    "views of DALI's are freed before their copy": (
+        DaliViews._run,
+        "self._copying.append((made, stream.record_event()))",
+        "pass",
+    ),
 }
 
 

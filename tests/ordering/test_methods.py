@@ -22,6 +22,7 @@ from mose_fast.train import TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.checkpoint import latest, load_checkpoint
+from tests.methods.ema import entered
 from tests.ordering.card import Card
 from tests.ordering.losses import Losses
 
@@ -118,6 +119,12 @@ def expect_equal_steps(
 @pytest.mark.parametrize(("name", "kernels"), PAIRS)
 def test_captured_steps_are_the_eager_ones(name, kernels, tmp_path, monkeypatch):
     expect_equal_steps({"name": name, "kernels": kernels}, tmp_path, monkeypatch)
+
+
+def test_what_a_method_keeps_of_its_own(tmp_path, monkeypatch):
+    """A momentum teacher, which steps write, and counts, which plans write."""
+    with entered():
+        expect_equal_steps({"name": "ema"}, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

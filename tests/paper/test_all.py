@@ -4,6 +4,7 @@ import base64
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,10 +12,14 @@ from mose_fast.cli import main
 from mose_fast.paper.all_tables import all_plans
 from mose_fast.paper.description import judge
 from mose_fast.paper.measure import Measured
-from mose_fast.paper.rows import Presets
+from mose_fast.paper.rows import CIFAR, TINY, Presets
+from mose_fast.paper.run import _Pages
 from mose_fast.paper.tables import TABLES, describe
 from mose_fast.paper.web_page import Section, web_page
 from mose_fast.report.statistics import summarise
+from mose_fast.streams import StreamError
+from mose_fast.sweep.folder import SweepFolder
+from mose_fast.train import RunError
 
 from .test_command import cells
 
@@ -49,13 +54,16 @@ def test_from_end_to_end(tmp_path, engine, trial, capsys):
     first = engine(interrupt_in=3)
     assert main(command) == 130
     assert len(first.started) == 4
-    assert not list(tmp_path.glob("*.html"))
+    (page,) = tmp_path.glob("*.html")
+    runs = re.search(r'<p class="box">Unfinished: 1 of (\d+) runs have ended so far', page.read_text())[1]
+    assert "1 run, 1 seed for each setting" in page.read_text()
     second = engine()
     assert main(command) == 0
     told = capsys.readouterr().out
     assert told.count("departs from the protocol: memory 64 instead of 1000") == 2  # once in each call
-    (page,) = tmp_path.glob("*.html")
+    assert list(tmp_path.glob("*.html")) == [page]
     assert page.name == "paper-er-scr-mose-trial.html"
+    assert "nfinished:" not in page.read_text() and f"{runs} runs, 1 seed" in page.read_text()
     assert f"page      {page}" in told
     # Each run once, whichever tables have it.
     assert second.resumed == [first.started[3]]
@@ -124,9 +132,103 @@ def test_a_run_that_fails(tmp_path, engine, trial, capsys):
     assert len(list(tmp_path.glob("*-trial.md"))) == len(TABLES) - 1  # MOSE has no row in dilemma
 
 
+def test_a_table_is_written_as_results_come(tmp_path, engine, trial, monkeypatch):
+    monkeypatch.setattr("mose_fast.paper.run._EVERY", 0.0)
+    monkeypatch.setattr("mose_fast.paper.run._SHARE", 0.0)
+    here, seen, page = engine(), [], tmp_path / "taskwise-trial.md"
+    start = here.start
+
+    def look(command):
+        """As a reader would, when a further run starts."""
+        if command["do"] == "run":
+            text = page.read_text() if page.exists() else ""
+            seen.append(re.findall(r"\*\*Unfinished: (\d of \d) runs have ended so far", text))
+        start(command)
+
+    here.start = look
+    assert main(["paper", "taskwise", *trial, "--set", "memory=64", "--seeds", "0,1", "--out", str(tmp_path)]) == 0
+    assert seen == [[], ["1 of 4"], ["2 of 4"], ["3 of 4"]]
+    assert "nfinished" not in page.read_text()
+    ours = cells(page.with_suffix(".csv"))["w/ RSD", "MOE", "average"]
+    assert ours["n"] == "2"
+
+
+def test_writing_the_page_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
+    now, written = [1000.0], []
+    monkeypatch.setattr("mose_fast.paper.run.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def write(failures):
+        written.append(now[0])
+        now[0] += 10.0
+
+    pages = _Pages([], SweepFolder(tmp_path), None, [], print)
+    monkeypatch.setattr(pages, "write", write)
+    while now[0] < 2600:
+        pages.update({})
+        now[0] += 1
+    assert written == [1000, 1510, 2020, 2530]  # 50 times as long as it takes in between
+
+
+def test_a_full_disk_while_runs_go_on_is_a_warning(tmp_path, monkeypatch):
+    def full(failures):
+        raise RunError("cannot write paper.html")
+
+    said = []
+    pages = _Pages([], SweepFolder(tmp_path), None, [], said.append)
+    monkeypatch.setattr(pages, "write", full)
+    pages.update({})
+    assert said == ["warning: cannot write paper.html"]
+
+
+def test_a_data_set_can_be_left_out(tmp_path, engine, trial, capsys):
+    whole = {plan.name: plan for plan in all_plans([0], Presets(), {}, ["mose"])}
+    plans = {plan.name: plan for plan in all_plans([0], Presets(), {}, ["mose"], [TINY])}
+    assert whole.keys() - plans.keys() == {"table1-tiny"}
+    assert {cell.config.stream.name for plan in plans.values() for cell in plan.cells} == {CIFAR}
+    for name, plan in plans.items():
+        theirs = [cell for cell in whole[name].cells if cell.config.stream.name == CIFAR]
+        assert plan.cells == theirs
+        # A table of which nothing was left out has its usual name.
+        assert (plan.stem == whole[name].stem) == (theirs == whole[name].cells)
+    assert plans["small-buffers"].stem == "small-buffers-without-split-tiny-imagenet"
+    assert plans["small-buffers"].command.endswith("--without split-tiny-imagenet")
+
+    engine()
+    command = ["paper", "small-buffers", *trial, "--set", "memory=64", "--seeds", "0", "--out", str(tmp_path)]
+    assert main([*command, "--without", "tiny"]) == 0
+    text = (tmp_path / "small-buffers-without-split-tiny-imagenet-trial.md").read_text()
+    assert "**Without split-tiny-imagenet.**" in text
+    assert "Tiny-ImageNet M" not in text
+    assert "Without split-tiny-imagenet." in web_page([Section(plans["small-buffers"], [{}], [], [])], [], [TINY])
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ([], "Absent here: split-cifar100, split-tiny-imagenet"),
+        (["cifar100.npz"], "Absent here: split-tiny-imagenet; to do without: --without split-tiny-imagenet"),
+    ],
+)
+def test_absent_data_sets_are_all_named_and_how_to_do_without(tmp_path, capsys, monkeypatch, there, said):
+    def missing(config, **settings):
+        raise StreamError(f"no data of {config.name}")
+
+    monkeypatch.setattr("mose_fast.streams.create", missing)
+    for name in there:
+        (tmp_path / name).touch()
+    assert main(["paper", "all", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mose-fast: no data of split-") and line.endswith(said)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--without", "imagenet,mnist"], "without has 'mnist'; wanted some of split-cifar100, split-tiny-imagenet"),
+        (["--without", "split"], "without has 'split'; wanted some of"),
+        (["--without", ""], "without has ''; wanted some of"),
+        (["--without", "cifar,tiny"], "without is split-cifar100,split-tiny-imagenet: no table remains"),
         (["--methods", "ers"], "methods has 'ers', of which no table has a row; did you mean 'er'"),
         (["--methods", "er", "--set", "student=2"], "options.student is set, but no run of all has this setting"),
         (["--baselines", "official"], "baselines is 'official'"),

@@ -1,6 +1,7 @@
 """The command ``mose-fast paper``: what it plans, runs, continues and writes."""
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 from mose_fast.cli import main
 from mose_fast.config import RunConfig
+from mose_fast.paper.page import overview
+from mose_fast.paper.plan import Plan
 from mose_fast.paper.run import run_table
 from mose_fast.paper.tables import TABLES
 from mose_fast.sweep.store import read_run
@@ -20,6 +23,19 @@ def cells(path):
     """Rows of the CSV by (part, row, column)."""
     with path.open(encoding="utf-8") as file:
         return {(r["part"], r["row"], r["column"]): r for r in csv.DictReader(file)}
+
+
+def test_notes_are_about_the_rows_that_are_there():
+    def notes(*methods):
+        plan = Plan("table1-cifar", (0,), methods=methods or None)
+        return overview(plan).partition("\n\nBold: ")[2].partition("An accuracy passes if")[0]
+
+    others = {"GDumb's AF": "ccil", "of ASER at M = 2k": "aser", "LUCIR's ACC": "lucir", "MOE-MOSE": "mose"}
+    assert all(words in notes() for words in others)
+    assert not any(words in notes("er", "scr") for words in others)
+    assert "Baselines have the preset table" in notes("er", "scr") and "Baselines have" not in notes("mose")
+    for words, method in others.items():
+        assert words in notes(method, "scr")
 
 
 def test_a_figure_stands_beside_the_page_and_is_drawn_again(tmp_path, engine, trial):
@@ -72,6 +88,23 @@ def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
     capsys.readouterr()
     assert main([*command, "--dry-run", "--out", str(tmp_path)]) == 0
     assert "0 of 4 runs to do" in capsys.readouterr().out
+
+
+def test_runs_of_other_code_and_machines_are_told(tmp_path, engine, trial, capsys):
+    engine()
+    command = ["paper", "sd-vs-rsd", *trial, "--seeds", "0-1", "--set", "memory=64", "--out", str(tmp_path)]
+    assert main(command) == 0 and "caution" not in capsys.readouterr().out
+    assert "caution" not in (tmp_path / "sd-vs-rsd-trial.md").read_text().lower()
+    results = min(tmp_path.glob("*/results.json"))
+    values = json.loads(results.read_text())
+    torch, values["versions"]["torch"] = values["versions"]["torch"], "1.0"
+    results.write_text(json.dumps(values))
+    assert main(command) == 0
+    (said,) = re.findall(r"^caution: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert (
+        said.startswith("the version of torch differs: ") and f"1.0 ({results.parent.name})" in said and torch in said
+    )
+    assert f"**Caution: {said}.**" in (tmp_path / "sd-vs-rsd-trial.md").read_text()
 
 
 def test_all_baselines(tmp_path, engine, trial, capsys):
@@ -146,7 +179,7 @@ def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
     assert main(command) == 130
     assert "interrupted; to continue, run the same command again" in capsys.readouterr().err
     assert len(first.started) == 2
-    assert not list(tmp_path.glob("*.md"))
+    assert "**Unfinished: 1 of 4 runs have ended so far.**" in (tmp_path / "taskwise-trial.md").read_text()
     second = engine()
     assert main(command) == 0
     assert len(second.started) == 3
@@ -207,6 +240,7 @@ def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
             "evaluate_on is 'validation', but the numbers of the paper's taskwise are of test images; wanted 'test'",
         ),
         (["bof", "--baselines", "source"], "did you mean 'sources'"),
+        (["taskwise", "--without", "cifar"], "without is split-cifar100, but taskwise has no other data set"),
         (["bof", "--methods", "mse"], "methods has 'mse', of which bof has no row; did you mean 'mose'"),
         (["taskwise", "--seeds", "3-1"], "seeds are '3-1'"),
         (["taskwise", "--workers", "0"], "workers is 0"),

@@ -2,9 +2,12 @@
 
 import base64
 import csv
+import errno
 import html
 import io
 import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -382,6 +385,41 @@ def test_no_runs_no_folder_and_no_permission_are_errors(make, tmp_path):
         write_report([tmp_path / "missing"])
     with pytest.raises(RunError, match=r"cannot write the report into .*file"):
         write_report([tmp_path / "runs"], tmp_path / "file")
+
+
+BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
+# Writes which tables are wider than their room.
+PROBE = """<pre id="probe"></pre><script>
+for (const fold of document.querySelectorAll("details")) fold.open = true;
+const wide = [...document.querySelectorAll(".wide")].filter(room => room.scrollWidth > room.clientWidth);
+document.getElementById("probe").textContent = "cut: " + wide.map(room => room.firstChild.id).join(" ") + ";";
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_every_table_fits_into_1280_pixels(make, tmp_path, no_figures):
+    """With all columns: those of the paper's numbers and of the accuracy at any time."""
+    for seed in range(3):
+        stream = {"name": "split-cifar100"}
+        make(seed, memory=5000, tasks=10, stream=stream, images_seen=[100 * n for n in range(1, 11)])
+        make(seed, memory=1000, tasks=10, stream=stream, changes={"augment": "simclr", "adapter": False})
+    page, _ = write_report([tmp_path / "runs"])
+    page.write_text(page.read_text().replace("</body>", f"{PROBE}</body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,900", "--dump-dom"]
+    seen = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert re.search(r"cut: (.*?);", seen.rpartition("<script>")[0])[1] == ""
+
+
+def test_a_full_disk_has_advice_for_a_report(make, tmp_path, no_figures, monkeypatch):
+    make(0)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mose_fast.train.files.os.fsync", full)
+    with pytest.raises(RunError, match=r"report\.html .*: No space left.* then run the same command again$") as refusal:
+        write_report([tmp_path / "runs"], tmp_path / "out")
+    assert "resume" not in str(refusal.value)
 
 
 def test_an_earlier_report_is_replaced_and_other_files_stay(make, tmp_path, read_page, no_figures):

@@ -8,10 +8,12 @@ import pytest
 from scipy import stats
 
 from mose_fast.report.statistics import (
+    MADE,
     PROTOCOL,
     TASK,
     IncomparableRuns,
     check_comparable,
+    code_warnings,
     compare,
     compare_all,
     holm,
@@ -174,19 +176,66 @@ def test_table_of_comparisons():
 
 
 def row(**changes):
-    same = dict.fromkeys([*TASK, *PROTOCOL], "x")
-    return {**same, "folder": "one", "class_order": "[0, 1]", **changes}
+    same = dict.fromkeys([*TASK, *PROTOCOL, *MADE, "commit_id", "code", "mose_fast", "method"], "x")
+    own = {"folder": "one", "class_order": "[0, 1]", "device": "cpu", "threads": 1, "method_version": None}
+    return {**same, **own, **changes}
 
 
 def test_protocols_that_differ_are_told_with_a_run_of_each():
     rows = [row(), row(folder="two", epochs=3), row(folder="three", epochs=3)]
-    assert protocol_warnings(rows) == ["the number of epochs differs: x (one), 3 (two)"]
+    assert protocol_warnings(rows) == ["the number of epochs differs: x (one), 3 (two, three)"]
     assert protocol_warnings(rows, varied=["epochs"]) == []
-    assert protocol_warnings([row(card=None), row(card=math.nan)]) == []
-    assert set(PROTOCOL) >= {"epochs", "class_order", "augment", "torch", "card"}
+    assert set(PROTOCOL) >= {"epochs", "class_order", "augment"}
     for column in PROTOCOL:
         (warning,) = protocol_warnings([row(), row(folder="two", **{column: "y"})])
         assert warning.endswith("y (two)")
+
+
+def test_code_and_machines_that_differ_are_told_with_their_runs():
+    assert set(MADE) == {"torch", "card", "precision", "kernels", "native_backend"}
+    assert code_warnings([row(card=None), row(card=math.nan), row(folder="two", card=None)]) == []
+    for column in MADE:
+        runs = [row(folder=f"run-{n}") for n in range(5)] + [row(folder="other", **{column: "y"})]
+        (warning,) = code_warnings(runs)
+        assert warning.endswith(" differs: x (run-0, run-1, run-2 and 2 more), y (other)")
+        assert check_comparable(runs) == [warning]
+        assert code_warnings(runs, varied=[column]) == []
+
+
+def test_code_is_told_apart_by_its_hash_and_without_one_by_its_commit():
+    def made(folder, commit, code, version="0.1.0"):
+        return row(folder=folder, commit_id=commit, code=code, mose_fast=version)
+
+    # Commits that differ in other files alone.
+    assert code_warnings([made("one", "a" * 40, "1" * 16), made("two", "b" * 40, "1" * 16)]) == []
+    dirty = f"{'a' * 40}+dirty"
+    assert code_warnings([made("one", dirty, "1" * 16), made("two", dirty, "2" * 16)]) == [
+        "the code of mose-fast differs: 0.1.0, commit aaaaaaaaaaaa+dirty, code 11111111 (one), 0.1.0, commit"
+        " aaaaaaaaaaaa+dirty, code 22222222 (two)"
+    ]
+    (warning,) = code_warnings([made("one", "a" * 40, None), made("two", None, math.nan, "0.2.0")])
+    assert warning == "the code of mose-fast differs: 0.1.0, commit aaaaaaaaaaaa (one), 0.2.0, commit unknown (two)"
+
+
+def test_threads_matter_on_the_cpu_alone():
+    def made(device, threads):
+        return row(folder=f"{device} {threads}", device=device, threads=threads)
+
+    assert code_warnings([made("cuda:0", 1), made("cuda:1", 8), made("cpu", 1)]) == []
+    assert code_warnings([made("cpu", 1), made("cpu", 2)]) == [
+        "the number of CPU threads differs: 1 (cpu 1), 2 (cpu 2)"
+    ]
+
+
+def test_versions_of_a_method_are_compared_with_those_of_the_same_method():
+    def made(folder, method, version):
+        return row(folder=folder, method=method, method_version=version)
+
+    rows = [made("one", "er", None), made("two", "/a/ema.py:Ema", "abc"), made("three", "/a/kd.py:Kd", "def")]
+    assert code_warnings(rows) == []
+    assert code_warnings([*rows, made("four", "/a/ema.py:Ema", "123")]) == [
+        "the version of method '/a/ema.py:Ema' differs: abc (two), 123 (four)"
+    ]
 
 
 def test_long_class_orders_are_cut():
@@ -199,9 +248,9 @@ def test_long_class_orders_are_cut():
 @pytest.mark.parametrize("column", list(TASK))
 def test_different_problems_are_refused_unless_forced(column):
     rows = [row(), row(folder="two", **{column: "y"}), row(folder="three", epochs=3)]
-    with pytest.raises(IncomparableRuns, match=r"do not belong in one table: .*x \(one\), y \(two\)"):
+    with pytest.raises(IncomparableRuns, match=r"do not belong in one table: .*x \(one, three\), y \(two\)"):
         check_comparable(rows)
     forced = check_comparable(rows, force=True)
     assert len(forced) == 2
     assert "y (two)" in forced[0]
-    assert check_comparable(rows, varied=[column]) == ["the number of epochs differs: x (one), 3 (three)"]
+    assert check_comparable(rows, varied=[column]) == ["the number of epochs differs: x (one, two), 3 (three)"]

@@ -91,6 +91,8 @@ def test_generators_are_read_once_and_may_reuse_their_buffer():
         (([[batch(5)]], []), "test holds no batches"),
         (([[batch(5)]], [(batch(5)[0],)]), "test batch 0 is a tuple of 1; wanted a pair"),
         (([[(np.zeros((0, 8, 8, 3), np.uint8), [])]], TEST), "x of task 0, batch 0 holds no images"),
+        (([[(np.ma.array(batch(5)[0]), [5])]], TEST), "x of task 0, batch 0 is a masked array; wanted a plain one"),
+        (([[(batch(5)[0], np.ma.array([5]))]], TEST), "y of task 0, batch 0 is a masked array"),
     ],
 )
 def test_bad_batches_are_refused(arguments, message):

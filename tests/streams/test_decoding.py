@@ -5,7 +5,9 @@ the file.
 from __future__ import annotations
 
 import io
+import struct
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -28,8 +30,12 @@ def picture(
     """Colours that change over a few pixels, so that chroma subsampling shows."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8))
+    return saved(small.resize((width, height), Image.Resampling.BICUBIC).convert(mode), form, **options)
+
+
+def saved(image: Image.Image, form: str, **options) -> bytes:
     file = io.BytesIO()
-    small.resize((width, height), Image.Resampling.BICUBIC).convert(mode).save(file, form, **options)
+    image.save(file, form, **options)
     return file.getvalue()
 
 
@@ -226,3 +232,117 @@ def test_what_pillow_warns_of_is_told_with_the_file(monkeypatch):
     Image.new("RGB", (8, 8)).save(file, "PNG")
     with pytest.warns(Image.DecompressionBombWarning, match="^cat/1.png: Image size"):
         decode_image(file.getvalue(), "cat/1.png")
+
+
+def png_16(pixels: np.ndarray) -> bytes:
+    """A PNG of 16 bits a channel, written from its definition, since Pillow writes grey ones alone:
+    [H, W, channels].
+    """
+    height, width, channels = pixels.shape
+    colour = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)), (b"IDAT", zlib.compress(rows))]
+    parts = [struct.pack(">I", len(data)) + kind + data for kind, data in [*chunks, (b"IEND", b"")]]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(part + struct.pack(">I", zlib.crc32(part[4:])) for part in parts)
+
+
+def tiff_16(mode: str) -> bytes:
+    """A TIFF of 16 bits a channel: the bytes of one that is twice as wide and has 8."""
+    data = picture(form="TIFF", mode=mode, width=32, height=16)
+    bits = struct.pack("<H", 8) * len(mode)
+    assert data.count(bits) == 1
+    width = [struct.pack("<HHIHH", 256, 3, 1, side, 0) for side in (32, 16)]
+    width += [struct.pack("<HHII", 256, 4, 1, side) for side in (32, 16)]
+    return data.replace(bits, struct.pack("<H", 16) * len(mode)).replace(width[0], width[1]).replace(width[2], width[3])
+
+
+def jpeg_12() -> bytes:
+    """A grey JPEG of 8x8 pixels and 12 bits, all coefficients 0."""
+    segments = [
+        (0xDB, b"\0" + b"\1" * 64),
+        (0xC1, struct.pack(">BHHB", 12, 8, 8, 1) + b"\1\x11\0"),
+        (0xC4, b"\x00\1" + bytes(15) + b"\0"),
+        (0xC4, b"\x10\1" + bytes(15) + b"\0"),
+        (0xDA, b"\1\1\0\0\x3f\0"),
+    ]
+    coded = b"".join(struct.pack(">BBH", 255, kind, len(data) + 2) + data for kind, data in segments)
+    return b"\xff\xd8" + coded + b"\x3f\xff\xd9"
+
+
+COLOURS = np.random.default_rng(0).integers(0, 1021, (16, 16, 4))
+DEEP = {
+    "grey png": png_16(COLOURS[..., :1]),
+    "grey png with alpha": png_16(COLOURS[..., :2]),
+    "colour png": png_16(COLOURS[..., :3]),
+    "colour png with alpha": png_16(COLOURS),
+    "colour tiff": tiff_16("RGB"),
+    "cmyk tiff": tiff_16("CMYK"),
+    "float tiff": saved(Image.fromarray(COLOURS[..., 0].astype(np.float32)), "TIFF"),
+    "grey tiff": saved(Image.fromarray(COLOURS[..., 0].astype(np.uint16)), "TIFF"),
+    "jpeg of 12 bits": jpeg_12(),
+}
+DECODERS = ["pil", pytest.param("dali", marks=needs_dali)]
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", DEEP)
+def test_more_than_8_bits_a_channel_are_refused_by_the_files_name(kind, decoder):
+    with pytest.raises(StreamError, match=f"^{kind} .*8 bits a channel.*convert") as refusal:
+        decoded({"first": picture(1), kind: DEEP[kind]}, decoder)
+    assert "_io." not in str(refusal.value)
+
+
+@pytest.mark.parametrize("resize", [None, 8])
+def test_a_folder_with_a_deep_image_is_refused(tmp_path, resize):
+    for part, name in (("train", "cat"), ("train", "dog"), ("test", "cat"), ("test", "dog")):
+        (tmp_path / part / name).mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / part / name / "0.png")
+    (tmp_path / "test" / "dog" / "1.png").write_bytes(DEEP["colour png"])
+    with pytest.raises(StreamError, match=r"test/dog/1\.png holds pixels of mode RGB with 16 bits a channel; wanted 8"):
+        create(StreamConfig(name=str(tmp_path), tasks=1, resize=resize))
+
+
+def animation(form: str) -> bytes:
+    frames = [Image.fromarray(np.full((8, 8, 3), level, np.uint8)) for level in (200, 100)]
+    return saved(frames[0], form, save_all=True, append_images=frames[1:])
+
+
+@pytest.mark.parametrize("form", ["GIF", "PNG", "TIFF", "WEBP"])
+def test_of_an_animation_the_first_image_is_read(form):
+    assert (np.abs(decode_image(animation(form), "a").astype(int) - 200) <= 1).all()
+
+
+def test_shallow_images_of_uncommon_kinds_are_read():
+    pixels = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
+    for form, options in (("TIFF", {"compression": "tiff_lzw"}), ("BMP", {}), ("PNG", {"bits": 8})):
+        assert np.array_equal(decode_image(saved(Image.fromarray(pixels), form, **options), "a"), pixels)
+    # 5, 6 and 5 bits a pixel.
+    header = struct.pack("<IHHI", 66 + 128, 0, 0, 66)
+    header += struct.pack("<IiiHHIIiiII", 40, 8, 8, 1, 16, 3, 128, 0, 0, 0, 0) + struct.pack(
+        "<III", 0xF800, 0x7E0, 0x1F
+    )
+    white = b"BM" + header + b"\xff" * 128
+    assert (decode_image(white, "a") == 255).all()
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_an_image_of_too_many_pixels_is_no_damaged_one(form, decoder, monkeypatch):
+    """Pillow's limits, which hold for both decoders; here few pixels are many."""
+    files = {"first": picture(1, 8, 8), "large": picture(form=form)}
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 48 * 64 // 2 - 1)
+    with pytest.raises(StreamError, match=r"^large has 3,072 pixels; wanted at most 3,070: make it smaller first$"):
+        decoded(files, decoder)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 48 * 64 - 1)
+    with pytest.warns(Image.DecompressionBombWarning, match="^large: Image size"):
+        decoded(files, decoder)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff\xd8", b"\xff\xd8\xff\xe0\0\0", b"no image", b"\x89PNG", b"P6 1 1 255 abc"]
+)
+def test_what_is_no_image_is_named_and_not_its_bytes(data, decoder):
+    with pytest.raises(StreamError, match=r"^the file is a damaged or truncated image") as refusal:
+        decoded({"first": picture(1), "the file": data}, decoder)
+    assert "_io." not in str(refusal.value) and "0x" not in str(refusal.value)

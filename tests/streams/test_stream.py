@@ -250,6 +250,13 @@ NAN = np.full((4, 8, 8, 3), np.nan, np.float32)
         ({"limit_per_task": 1, "tasks": 1}, "limit_per_task is 1, fewer than the 2 classes of a task"),
         ({"class_order_seed": -1}, "seed is -1; wanted an integer from 0"),
         ({"class_names": ["a"]}, "class_names holds 1 names; wanted one for each of the 2 classes"),
+        ({"class_names": ["a", "a"]}, "class_names holds 'a' 2 times; wanted a name of its own for each class"),
+        ({"class_names": np.array(["b", "b"])}, "class_names holds 'b' 2 times"),
+        ({"class_names": ["a", None]}, "class_names holds None; wanted texts"),
+        *(
+            ({name: np.ma.masked_equal(array, 1)}, f"^{name} is a masked array; wanted a plain one")
+            for name, array in (("x_train", GOOD_X), ("y_train", GOOD_Y), ("x_test", GOOD_X), ("y_test", GOOD_Y))
+        ),
     ],
 )
 def test_bad_arrays_are_refused(changes, message):

@@ -31,12 +31,35 @@ def test_sweep_and_collect(tmp_path, engine, capsys):
     assert config == RunConfig.create(
         "paper", stream={"limit_per_task": 20}, options={"lr": 0.01}, width=1, memory=64, device="cpu", seed=1
     )
+    listed = re.search(r"^## What a sweep writes\n\n    runs/first/\n((?:      .*\n)+)", PAGE, re.MULTILINE)[1]
+    names = [re.match(r" {6}(\S+?)/? {2,}\S", line)[1] for line in listed.splitlines()]
+    runs, others = names[0], names[1:]
+    assert runs == Grid({"memory": (200,), "preset": ("released",), "seed": (0,)}, {}).cells()[0].name
+    written = {path.name for path in out.iterdir() if not path.name.startswith((".", "preset-"))}
+    assert {*others} == written | {"logs", "configs"}
     (out / "preset-paper_seed-1" / "results.json").write_text("{")
     assert main(["collect", str(out)]) == 0
     told = capsys.readouterr()
     assert "3 runs in" in told.out
     assert "1 folders skipped" in told.out
     assert told.err.startswith(f"skipped: {out / 'preset-paper_seed-1'}: ")
+
+
+def test_runs_of_other_code_and_machines_are_told(tmp_path, engine, capsys):
+    engine()
+    sweep = [*RUN, "--seeds", "0-1", "--out", str(tmp_path / "s")]
+    assert main(sweep) == 0 and "caution" not in capsys.readouterr().err
+    results = tmp_path / "s" / "seed-0" / "results.json"
+    values = json.loads(results.read_text())
+    commit, values["code"], values["resolved"]["kernels"] = values["commit"], "0" * 16, "fused"
+    results.write_text(json.dumps(values))
+    for command in (sweep, ["collect", str(tmp_path / "s")]):
+        assert main(command) == 0
+        told = capsys.readouterr().err
+        assert "mose-fast: caution: the kind of kernels differs: fused (seed-0), torch (seed-1)" in told
+        assert re.search(
+            rf"caution: the code of mose-fast differs: .*{commit[:12]}.*, code 00000000 \(seed-0\), ", told
+        )
 
 
 def test_exit_codes(tmp_path, engine, capsys, monkeypatch):

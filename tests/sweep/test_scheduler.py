@@ -242,6 +242,14 @@ def test_changed_data_are_refused_by_name(tmp_path, engine, say):
     assert made.commands == []
 
 
+def test_a_run_of_another_version_of_its_method_is_given_up(tmp_path, engine, say, monkeypatch):
+    """As if the method's file had been edited while the sweep ran."""
+    engine()
+    monkeypatch.setattr("mose_fast.sweep.folder.method_files", lambda learner: {"mine.py": "0" * 16})
+    outcome = run_grid(Grid({"seed": (0,)}, CHANGES), tmp_path / "s", say=say)
+    assert len(outcome.table) == 0 and "(mine.py was absent and is 0000000000000000 now)" in outcome.failures[0].reason
+
+
 def test_finished_cells_that_noted_no_data_are_taken_with_a_caution(tmp_path, engine):
     engine()
     run_grid(GRID, tmp_path / "s", say=lambda line: None)

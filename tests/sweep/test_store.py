@@ -194,7 +194,7 @@ def test_tables_that_are_none(tmp_path):
     with closing(sqlite3.connect(tmp_path / STORE)) as database, database:
         database.execute("CREATE TABLE runs (x)")
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(RunError, match="has format 99; wanted 5"):
+    with pytest.raises(RunError, match="has format 99; wanted 6"):
         read_store(tmp_path)
     table, _ = collect(tmp_path)
     assert len(table) == 0

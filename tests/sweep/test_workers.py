@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,8 +20,11 @@ import psutil
 import pytest
 import torch
 
+import mose_fast
+from mose_fast._build_info import build_info
 from mose_fast.config import RunConfig
-from mose_fast.sweep.engine import LocalEngine, Slot
+from mose_fast.sweep import engine as engine_module
+from mose_fast.sweep.engine import LocalEngine
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.sweep.grid import Grid
 from mose_fast.sweep.place import Place
@@ -32,6 +36,7 @@ from mose_fast.train import RunError, run
 from mose_fast.train.files import LOCK
 from mose_fast.train.lock import FolderLock, FolderLocked
 
+PACKAGE = Path(mose_fast.__file__).parent
 SEEDS = (0, 1)
 # Small batches, so that there are many moments to be interrupted at.
 CHANGES = {
@@ -186,42 +191,9 @@ def until_ended(engine, number):
 
 
 @pytest.mark.slow
-def test_runs_that_share_a_process_are_the_runs_alone(tmp_path, alone):
+def test_one_run_is_stopped_and_the_other_goes_on(tmp_path, alone):
     folder = SweepFolder(tmp_path / "s")
-    work = list(commands(folder))
-    engine = LocalEngine([Slot(runs=2)], threads=1, logs=folder.logs)
-    try:
-        for command in work:
-            engine.start(command)
-        assert engine.free() == 0
-        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-*/checkpoints/step-*")))
-        engine.stop()
-        ended, _ = until_ended(engine, 2)
-        assert {event["event"] for event in ended.values()} <= {"stopped", "done"}
-        assert "stopped" in {event["event"] for event in ended.values()}
-    finally:
-        engine.close()
-    engine = LocalEngine([Slot(runs=2)], threads=1, logs=folder.logs)
-    try:
-        again = [command for command in work if not (Path(command["out"]) / "results.json").exists()]
-        for command in again:
-            engine.start(command)
-        ended, events = until_ended(engine, len(again))
-    finally:
-        engine.close()
-    assert {event["event"] for event in ended.values()} == {"done"}, events
-    assert any(event["event"] == "task" and 0 <= event["accuracy"] <= 1 for event in events)
-    results = {
-        seed: json.loads((folder.run(f"seed-{seed}") / "results.json").read_text())["weights_sha256"] for seed in SEEDS
-    }
-    assert results == alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", [[Slot(), Slot()], [Slot(runs=2)]], ids=["forked", "in threads"])
-def test_one_run_is_stopped_and_the_other_goes_on(tmp_path, alone, slots):
-    folder = SweepFolder(tmp_path / "s")
-    engine = LocalEngine(slots, threads=1, logs=folder.logs)
+    engine = LocalEngine([None, None], threads=1, logs=folder.logs)
     try:
         for command in commands(folder):
             engine.start(command)
@@ -237,22 +209,18 @@ def test_one_run_is_stopped_and_the_other_goes_on(tmp_path, alone, slots):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runs", [1, 2], ids=["forked", "in threads"])
-def test_a_worker_that_is_told_to_end_lets_its_runs_write_checkpoints(tmp_path, runs):
+def test_a_worker_that_is_told_to_end_lets_its_run_write_a_checkpoint(tmp_path):
     """As a cluster ends a job: every process gets the signal, or one of them."""
     folder = SweepFolder(tmp_path / "s")
-    work = list(commands(folder))[:runs]
-    engine = LocalEngine([Slot(runs=runs)], threads=1, logs=folder.logs)
+    engine = LocalEngine([None], threads=1, logs=folder.logs)
     try:
-        for command in work:
-            engine.start(command)
+        engine.start(next(commands(folder)))
         process = engine.workers[0].process
         wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-*/checkpoints/step-*")))
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGHUP)
-        ended, events = until_ended(engine, runs)
-        assert {event["event"] for event in ended.values()} <= {"stopped", "done"}, events
-        assert "stopped" in {event["event"] for event in ended.values()}
+        ended, events = until_ended(engine, 1)
+        assert ended["seed-0"]["event"] == "stopped", events
         assert process.wait(30) == 0
     finally:
         engine.close()
@@ -300,7 +268,7 @@ def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
     config = RunConfig.load(command["config"])
     broken = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=str(tmp_path / "missing.npz")))
     Path(command["config"]).write_text(broken.to_json())
-    engine = LocalEngine([Slot()], threads=1, logs=folder.logs)
+    engine = LocalEngine([None], threads=1, logs=folder.logs)
     try:
         engine.start(command)
         ended, _ = until_ended(engine, 1)
@@ -309,6 +277,60 @@ def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
     assert ended["seed-0"]["event"] == "failed"
     assert "missing.npz" in ended["seed-0"]["error"]
     assert "missing.npz" in folder.log("seed-0").read_text()
+
+
+def first_event(engine, command):
+    try:
+        engine.start(command)
+        return until_ended(engine, 1)[0][command["cell"]]
+    finally:
+        engine.close()
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})
+    assert event == {
+        "event": "failed",
+        "cell": "seed-0",
+        "error": "a worker process said: ImportError: this is not torch, when it started",
+    }
+
+
+def test_a_worker_that_has_used_cuda_forks_no_run(tmp_path, monkeypatch):
+    """Whoever asks PyTorch for cards, even in vain, has."""
+    used = "import sys, torch; torch.cuda.is_available(); from mose_fast.sweep.worker import main; main()"
+    monkeypatch.setattr(engine_module, "python", lambda module, *arguments: [sys.executable, "-c", used, *arguments])
+    event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})
+    assert event["error"] == "its worker had used CUDA before it forked, after which no run can"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--engine", "ray", "--address", "local"]], ids=["local", "ray"])
+def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, more):
+    """A sweep with the installed package, in a clone without native library and with modules named
+    like others.
+    """
+    if more:
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
+    clone = tmp_path / "clone"
+    shutil.copytree(PACKAGE, clone / "mose_fast", ignore=shutil.ignore_patterns("_C*", "_build.json", "__pycache__"))
+    for name in ("torch", "queue"):
+        (clone / f"{name}.py").write_text(f"raise ImportError('this is not {name}')\n")
+    # As pip's script.
+    script = tmp_path / "mose-fast"
+    script.write_text("import sys\nfrom mose_fast.cli import main\nsys.exit(main())\n")
+    command = [sys.executable, script, "sweep", "--width", "1", "--memory", "64", "--limit-per-task", "4"]
+    command += ["--device", "cpu", "--seeds", "0-3", "--workers", "2", "--out", tmp_path / "s", *more]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=clone, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(path.read_text()) for path in (tmp_path / "s").glob("*/results.json")]
+    here = build_info()
+    assert [run["native_backend"] for run in found] == [here["backend"]] * 4
+    assert {run["commit"] is None for run in found} == {here["commit"] is None}
 
 
 @pytest.mark.slow
@@ -331,13 +353,14 @@ class RayOfTasks:
     exceptions = SimpleNamespace(RayError=RuntimeError)
 
     def __init__(self):
-        self.finished, self.events = [], []
+        self.finished, self.events, self.errors = [], [], {}
 
     def wait(self, tasks, num_returns, timeout):
         return [task for task in tasks if task in self.finished], []
 
     def get(self, task):
-        pass
+        if task in self.errors:
+            raise self.errors[task]
 
     def qsize(self):
         return len(self.events)
@@ -362,6 +385,24 @@ def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one():
     ray.finished = [2]
     assert engine.events(0) == [{"event": "died", "cell": "a", "signal": None}]
     assert engine.free() == 2
+
+
+@pytest.mark.parametrize(
+    ("cause", "event"),
+    [
+        (RunError("machine m does not see it"), {"event": "failed", "error": "machine m does not see it"}),
+        (ImportError("a page\nthis is not torch"), {"event": "failed", "error": "ImportError: this is not torch"}),
+        (None, {"event": "died", "signal": None}),
+    ],
+)
+def test_a_ray_task_that_fails_says_why(cause, event):
+    ray = RayOfTasks()
+    engine = RayEngine.__new__(RayEngine)
+    engine.ray = engine.queue = ray
+    engine.running, engine.ended = {1: "a"}, set()
+    ray.finished, ray.errors = [1], {1: RuntimeError("a long traceback")}
+    ray.errors[1].cause = cause
+    assert engine.events(0) == [{**event, "cell": "a"}]
 
 
 def test_unreachable_ray(tmp_path):

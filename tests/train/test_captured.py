@@ -5,8 +5,10 @@ card's (tests/gpu has the real ones).
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,21 @@ class HostGraph:
     def __init__(self):
         self.step, self.replays = None, 0
 
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local" and not gc.isenabled()
+        self.pool = pool
+
+        def recorded(learner, static):
+            self.step = (learner, static)
+            names = ("loss", "contrastive", "cross_entropy", "distillation")
+            return {name: torch.tensor(float("nan")) for name in names}
+
+        self.recording = mock.patch.object(CapturedStepsLearner, "train_on", recorded)
+        self.recording.start()
+
+    def capture_end(self):
+        self.recording.stop()
+
     def replay(self):
         self.replays += 1
         learner, static = self.step
@@ -34,26 +51,12 @@ class HostGraph:
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """All graphs that were made, and the pools they were captured into."""
-    made, pools = [], []
+    """All graphs that were made."""
+    made = []
 
     def create():
         made.append(HostGraph())
         return made[-1]
-
-    @contextmanager
-    def capture(graph, pool, stream, capture_error_mode):
-        assert capture_error_mode == "thread_local"
-        pools.append(pool)
-
-        def recorded(learner, static):
-            graph.step = (learner, static)
-            names = ("loss", "contrastive", "cross_entropy", "distillation")
-            return {name: torch.tensor(float("nan")) for name in names}
-
-        with monkeypatch.context() as patched:
-            patched.setattr(CapturedStepsLearner, "train_on", recorded)
-            yield
 
     known = captured_module._Graph
 
@@ -63,10 +66,10 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(captured_module, "_Graph", kept)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", create)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device_index=7))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "the pool")
-    return made, pools
+    return made
 
 
 @pytest.fixture
@@ -87,6 +90,7 @@ def allocator(monkeypatch):
         torch._C, "_cuda_releasePool", lambda device, pool: calls.append(("release", device, pool)), raising=False
     )
     monkeypatch.setattr(HostGraph, "reset", lambda graph: calls.append(("reset", graph)), raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(("empty", list(underway))))
     return calls, underway
 
 
@@ -158,51 +162,68 @@ def test_replayed_steps_are_eager_steps(graphs, kernels):
     assert taken(captured, steps) == taken(eager, plain)
     assert captured.weights_hash() == eager.weights_hash() and captured.steps == eager.steps == 17
     assert plain.graphs == 0 and steps.obstacle == "" and steps.seconds > 0
-    made, pools = graphs
-    assert steps.graphs == len(made) and pools == ["the pool"] * len(made)
+    assert steps.graphs == len(graphs) and [graph.pool for graph in graphs] == ["the pool"] * len(graphs)
+    assert steps.replays == sum(graph.replays for graph in graphs) and steps.retries == plain.replays == 0
     if kernels == "fused":
         # One for the first task, one for the second; the first step of each is eager.
-        assert len(made) == 2 and [graph.replays for graph in made] == [7, 8]
+        assert len(graphs) == 2 and [graph.replays for graph in graphs] == [7, 8]
     else:
-        assert len(made) >= 2 and sum(graph.replays for graph in made) == 17 - len(steps._met)
+        assert len(graphs) >= 2 and steps.replays == 17 - len(steps._met)
 
 
-def failing(monkeypatch, graphs, allocator, *, broken: bool) -> None:
-    """The first capture fails inside.
+def failing(monkeypatch, allocator, *, broken: bool, failures: int = 2) -> None:
+    """The first captures fail inside.
 
-    ``broken``: its end then fails, too, and does not tell the allocator, as in PyTorch 2.11.
+    ``broken``: their end then fails, too, and does not tell the allocator, as in PyTorch 2.11.
     """
-    capture = torch.cuda.graph
     _, underway = allocator
+    begin, end, left = HostGraph.capture_begin, HostGraph.capture_end, [failures]
 
     def asks_the_card(learner, static):
         raise ValueError("the first error, inside\nmore lines")
 
-    @contextmanager
-    def fails(graph, **how):
-        underway.append(how["pool"])
-        try:
-            with capture(graph, **how), monkeypatch.context() as patched:
-                patched.setattr(CapturedStepsLearner, "train_on", asks_the_card)
-                yield
-        finally:
-            if broken:
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-            underway.remove(how["pool"])
+    def begins(graph, pool, capture_error_mode):
+        begin(graph, pool, capture_error_mode)
+        underway.append(pool)
+        if left[0]:
+            CapturedStepsLearner.train_on = asks_the_card
 
-    monkeypatch.setattr(torch.cuda, "graph", fails)
+    def ends(graph):
+        end(graph)
+        left[0], failed = max(left[0] - 1, 0), left[0] > 0
+        if failed and broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        underway.remove(graph.pool)
+
+    monkeypatch.setattr(HostGraph, "capture_begin", begins)
+    monkeypatch.setattr(HostGraph, "capture_end", ends)
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_one_failure_ends_capturing_and_harms_nothing(graphs, allocator, monkeypatch, broken):
-    failing(monkeypatch, graphs, allocator, broken=broken)
+def test_a_capture_that_fails_once_is_tried_again(graphs, allocator, monkeypatch, broken):
+    failing(monkeypatch, allocator, broken=broken, failures=1)
+    captured, eager = learner("fused"), learner("fused")
+    steps = CapturedSteps(captured)
+    assert taken(captured, steps) == taken(eager, CapturedSteps(eager, capture=False))
+    assert captured.weights_hash() == eager.weights_hash()
+    assert (steps.retries, steps.graphs, len(graphs)) == (1, 2, 3) and steps.obstacle == ""
+    # As without the failure: all but the first step of each layout.
+    assert steps.replays == captured.steps - 2 == sum(graph.replays for graph in graphs)
+    # Memory that is cached for eager steps was given back, outside of a capture.
+    assert ("empty", []) in allocator[0]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_two_failures_end_capturing_and_harm_nothing(graphs, allocator, monkeypatch, broken):
+    failing(monkeypatch, allocator, broken=broken)
     captured, eager = learner("fused"), learner("fused")
     steps = CapturedSteps(captured)
     with pytest.warns(
         UserWarning, match=r"no CUDA graph of a step could be captured \(the first error, inside\); "
     ) as told:
         found = taken(captured, steps)
-    assert len(told) == 1 and steps.graphs == 0 and len(graphs[0]) == 1
+    assert len(told) == 1 and (steps.graphs, steps.replays, steps.retries) == (0, 0, 1) and len(graphs) == 2
     assert steps.obstacle == "the first error, inside"
     assert str(captured.stepping) == "eager (no graph could be captured: the first error, inside)"
     # The whole traceback is kept, of both errors and down to the line that raised, and told.
@@ -214,8 +235,8 @@ def test_one_failure_ends_capturing_and_harms_nothing(graphs, allocator, monkeyp
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_capture_that_failed_leaves_the_allocator_as_it_was(graphs, allocator, monkeypatch, broken):
-    failing(monkeypatch, graphs, allocator, broken=broken)
+def test_captures_that_failed_leave_the_allocator_as_it_was(graphs, allocator, monkeypatch, broken):
+    failing(monkeypatch, allocator, broken=broken)
     calls, underway = allocator
     one = learner("fused")
     monkeypatch.setattr(one.model.optimiser, "zero_grad", lambda set_to_none: calls.append(("gradients", set_to_none)))
@@ -225,30 +246,39 @@ def test_a_capture_that_failed_leaves_the_allocator_as_it_was(graphs, allocator,
     calls.clear()
     with pytest.warns(UserWarning, match="no CUDA graph"):
         assert steps._capture(layout_of(inputs), inputs) is None
-    # Where PyTorch has closed all itself, its own count of the pool's users is right: one release
-    # more would free what others use.
-    released = [("reset", graphs[0][0]), ("release", 7, "the pool")] if broken else []
-    assert calls == [("end", 7, "the pool"), *released, ("gradients", True)]
+
+    def closed(graph):
+        # Where PyTorch has closed all itself, its own count of the pool's users is right: one
+        # release more would free what others use.
+        released = [("reset", graph), ("release", 7, "the pool")] if broken else []
+        return [("end", 7, "the pool"), *released, ("gradients", True)]
+
+    assert calls == [*closed(graphs[0]), ("empty", []), *closed(graphs[1])]
     assert underway == []
-    # The allocator of pinned memory may go on asking it.
-    assert (graphs[0][0] in captured_module._BROKEN) == broken
+    # The allocator of pinned memory may go on asking them.
+    assert all((graph in captured_module._BROKEN) == broken for graph in graphs)
 
 
 def test_ctrl_c_in_a_capture_closes_it_and_goes_on_as_ctrl_c(graphs, allocator, monkeypatch):
     calls, underway = allocator
+    begin, end = HostGraph.capture_begin, HostGraph.capture_end
 
-    @contextmanager
-    def interrupted(graph, **how):
-        underway.append(how["pool"])
-        yield
+    def begins(graph, pool, capture_error_mode):
+        begin(graph, pool, capture_error_mode)
+        underway.append(pool)
+
+    def interrupted(graph):
+        end(graph)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch.cuda, "graph", interrupted)
+    monkeypatch.setattr(HostGraph, "capture_begin", begins)
+    monkeypatch.setattr(HostGraph, "capture_end", interrupted)
     one = learner("fused")
     steps = CapturedSteps(one)
     with pytest.raises(KeyboardInterrupt):
         taken(one, steps)
     assert [name for name, *_ in calls] == ["end", "reset", "release"] and underway == [] and steps.obstacle == ""
+    assert gc.isenabled()
 
 
 def test_layouts_and_copies():

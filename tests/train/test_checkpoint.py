@@ -16,6 +16,7 @@ from safetensors.torch import load, save, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mose_fast.config import RunConfig
+from mose_fast.state_file import serialised
 from mose_fast.train import checkpoint as checkpoint_module
 from mose_fast.train import loop as loop_module
 from mose_fast.train import run
@@ -26,7 +27,6 @@ from mose_fast.train.checkpoint import (
     latest,
     load_checkpoint,
     save_checkpoint,
-    serialised,
 )
 from mose_fast.train.files import RunError, write_atomically
 

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import jsonschema
+import pandas
 import pytest
 
 from mose_fast.cli import main
@@ -57,7 +58,7 @@ def test_its_table_is_read_and_added_to(folder):
     assert (folder / STORE).read_bytes() == before
     Store(folder)
     with closing(sqlite3.connect(folder / STORE)) as database:
-        assert database.execute("PRAGMA user_version").fetchone()[0] == FORMAT == 5
+        assert database.execute("PRAGMA user_version").fetchone()[0] == FORMAT == 6
     for found in (table, read_store(folder), collect(folder)[0]):
         (row,) = found.to_dict("records")
         assert row["setting"] == read_run(folder / "run")[0]["setting"]
@@ -65,31 +66,25 @@ def test_its_table_is_read_and_added_to(folder):
         assert RunConfig.from_dict(json.loads(row["config"])).options.contrastive == "last"
 
 
-def test_a_table_of_format_3_is_read_and_added_to(folder):
-    """As it was before evaluations on held-out images: without two columns."""
-    collect(folder)
-    with closing(sqlite3.connect(folder / STORE)) as database, database:
-        for column in ("evaluate_on", "validation", "kind", "kind_seed"):
-            database.execute(f"ALTER TABLE runs DROP COLUMN {column}")
-        database.execute("PRAGMA user_version = 3")
-    Store(folder).add(folder / "run")
-    (row,) = read_store(folder).to_dict("records")
-    assert row["evaluate_on"] == "test" and row["validation"] != row["validation"]
-    assert row["setting"] == read_run(folder / "run")[0]["setting"]
+# What tables of earlier formats lack, and what is read for it.
+LACKING = dict.fromkeys(("eager_steps", "images_kept", "bytes_kept", "code", "method_version", "native_backend"))
+LACKING |= {"kernels": None, "switched_off": ""}
+LACKING |= {"kind": "tasks", "kind_seed": 0, "evaluate_on": "test", "validation": None}
 
 
-def test_a_table_of_format_4_is_read_and_added_to(folder):
-    """As it was before there were kinds of streams: without two columns."""
+@pytest.mark.parametrize(("number", "lacking"), [(3, 12), (4, 10), (5, 8)])
+def test_a_table_of_a_later_format_is_read_and_added_to(folder, number, lacking):
     collect(folder)
     with closing(sqlite3.connect(folder / STORE)) as database, database:
-        for column in ("kind", "kind_seed"):
+        for column in list(LACKING)[:lacking]:
             database.execute(f"ALTER TABLE runs DROP COLUMN {column}")
-        database.execute("PRAGMA user_version = 4")
-    (row,) = read_store(folder).to_dict("records")
-    assert (row["kind"], row["kind_seed"]) == ("tasks", 0)
-    Store(folder).add(folder / "run")
-    (row,) = read_store(folder).to_dict("records")
-    assert row["setting"] == read_run(folder / "run")[0]["setting"]
+        database.execute(f"PRAGMA user_version = {number}")
+    for add in (False, True):
+        if add:
+            Store(folder).add(folder / "run")
+        (row,) = read_store(folder).to_dict("records")
+        assert all(pandas.isna(row[name]) if value is None else row[name] == value for name, value in LACKING.items())
+        assert row["setting"] == read_run(folder / "run")[0]["setting"]
 
 
 def test_it_is_reported_and_exported(folder, monkeypatch):

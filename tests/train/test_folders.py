@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -67,6 +68,36 @@ def test_overwrite_refuses_a_folder_whose_files_no_run_wrote(tmp_path, files):
     with pytest.raises(RunError, match=says):
         run(CONFIG, out=tmp_path, overwrite=True)
     assert contents(tmp_path) == before
+
+
+def test_a_run_killed_while_it_wrote_its_configuration_begins_again(tmp_path):
+    code = """
+import os, signal, sys
+from mose_fast.config import RunConfig
+from mose_fast.train import run
+def kill(event, arguments):
+    if event == "os.rename" and "config.json" in str(arguments[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(kill)
+stream = {"name": "digits", "limit_per_task": 2}
+run(RunConfig.create(stream=stream, width=1, memory=64, device="cpu"), out=sys.argv[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, stderr=subprocess.DEVNULL)
+    assert done.returncode == -signal.SIGKILL
+    (unfinished,) = tmp_path.glob(".config.json.*")
+    assert {path.name for path in tmp_path.iterdir()} == {LOCK, unfinished.name, "checkpoints"}
+    run(CONFIG, out=tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "file", ["notes.txt", ".results.json.abcd1234", "checkpoints/mine", ".config.json.mine", "tensorboard/mine"]
+)
+def test_any_other_file_makes_a_folder_used(tmp_path, file):
+    write(tmp_path, {".config.json.abcd1234": "{", file: "mine"})
+    with pytest.raises(RunError, match="is already used; choose another --out, pass --overwrite"):
+        run(CONFIG, out=tmp_path)
+    assert (tmp_path / file).read_text() == "mine"
 
 
 def test_overwrite_leaves_what_lies_between_the_files_of_a_run(copy):

@@ -4,20 +4,20 @@ files are refused by name.
 
 import dataclasses
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
-from mose_fast._build_info import code_hash
+import mose_fast
 from mose_fast.cli import main
 from mose_fast.config import RunConfig
-from mose_fast.methods import Mose
 from mose_fast.streams import StreamError, from_arrays
 from mose_fast.train import CheckpointError, Interrupted, RunError, resume, run
 from mose_fast.train.checkpoint import load_checkpoint, save_checkpoint
@@ -207,24 +207,47 @@ def test_every_byte_of_a_small_checkpoint_counts(tmp_path):
 
 
 def test_other_code_is_refused(stopped, monkeypatch):
-    monkeypatch.setattr("mose_fast.train.identity.code_hash", lambda learner: "of another version")
+    monkeypatch.setattr("mose_fast.methods.saved.code_hash", lambda: "of another version")
     with pytest.raises(
-        RunError, match=r"was written by other code \(mose-fast 0.* running .*results would mix the two"
+        RunError,
+        match=r"was written by other code \(mose-fast 0.*, code [0-9a-f]{16}\) than .* running \(.*, code of another"
+        r" version\), and the results would mix the two",
     ):
         resume(stopped)
 
 
-def test_a_changed_method_of_ones_own_is_other_code(tmp_path, monkeypatch):
-    hashes = []
-    for scale in (1, 1, 2):
-        file = tmp_path / str(len(hashes)) / "own.py"
-        file.parent.mkdir()
-        file.write_text(f"from mose_fast.methods import Mose\n\nclass Own(Mose):\n    scale = {scale}\n")
-        monkeypatch.setitem(sys.modules, "own_method", SimpleNamespace(__file__=str(file)))
-        hashes.append(code_hash(type("Own", (Mose,), {"__module__": "own_method"})))
-    assert hashes[0] == hashes[1]
-    assert len({*hashes, code_hash(Mose)}) == 3
-    assert code_hash(Mose) == code_hash(Mose)
+EDITS = """
+import sys
+from pathlib import Path
+import mose_fast
+from mose_fast import train
+from mose_fast._build_info import code_hash
+
+package = Path(mose_fast.__file__).parent
+for settings in ({"evaluate_every": 2}, {"train_on": "final_memory", "method": "er"}):
+    stream = {"name": "digits", "limit_per_task": 4}
+    train.run(stream=stream, width=1, memory=64, device="cpu", out=sys.argv[1] + settings.get("method", ""), **settings)
+imported = {Path(module.__file__) for name, module in sys.modules.items() if name.split(".")[0] == "mose_fast"}
+ordered = sorted(path for path in package.rglob("*.py"))
+assert len(imported) > 100 and imported < set(ordered)
+for path in ordered:
+    before = code_hash()
+    with path.open("a") as file:
+        file.write("# edited\\n")
+    print(path.relative_to(package), path in imported, code_hash() != before)
+"""
+
+
+def test_an_edit_counts_exactly_where_a_run_imports_the_module(tmp_path):
+    package = Path(mose_fast.__file__).parent
+    shutil.copytree(package, tmp_path / "mose_fast", ignore=shutil.ignore_patterns("__pycache__", "_C*", "_build.json"))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOSE_FAST_NATIVE": "0"}
+    command = [sys.executable, "-c", EDITS, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    told = [line.split() for line in done.stdout.splitlines()]
+    assert [path for path, imported, counts in told if imported != counts] == []
+    left = {path for path, _, counts in told if counts == "False"}
+    assert {"tune/run.py", "method_list.py", "cli.py", "sweep/worker.py", "paper/page.py"} <= left
 
 
 def test_a_checkpoint_that_does_not_say_whose_it_is_is_refused(stopped):

@@ -5,14 +5,18 @@ disk.
 import errno
 import math
 import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods import Mose
 from mose_fast.streams import StreamError, from_arrays
-from mose_fast.train import Listener, RunError, TrainingDiverged, resume, run
+from mose_fast.train import Listener, RunError, TensorBoard, TrainingDiverged, resume, run
 from mose_fast.train.checkpoint import latest, load_checkpoint
 
 # Two tasks of four batches.
@@ -212,6 +216,61 @@ def test_events_that_cannot_be_written_only_warn(tmp_path, monkeypatch, plain):
     assert results["weights_sha256"] == plain[0]["weights_sha256"]
 
 
+class Crash(Listener):
+    """Dies like a killed process, without a checkpoint: in a batch, or in the evaluation after."""
+
+    def __init__(self, batch, evaluation):
+        self.batch, self.evaluation = batch, evaluation
+
+    def on_batch(self, batch, losses):
+        if batch == self.batch and not self.evaluation:
+            raise ZeroDivisionError
+
+    def on_evaluation(self, batch, images, accuracy):
+        if batch == self.batch and self.evaluation:
+            raise ZeroDivisionError
+
+
+def events_of(folder):
+    """How often the event files have each value of a curve, read by TensorBoard's own reader."""
+    files = sorted(folder.glob("events.out.tfevents.*"))
+    events = [event for file in files for event in EventFileLoader(str(file)).Load()]
+    return Counter(
+        (value.tag, event.step, *value.tensor.float_val) for event in events for value in event.summary.value
+    )
+
+
+@pytest.mark.parametrize("checkpoint_every", [None, 2])
+def test_event_files_have_each_step_once_after_kills(tmp_path, monkeypatch, checkpoint_every):
+    monkeypatch.setattr("mose_fast.train.loop.TensorBoard", partial(TensorBoard, every=1))
+    chosen = config(evaluate_every=2, checkpoint_every=checkpoint_every)
+    run(chosen, out=tmp_path / "whole")
+    whole = events_of(tmp_path / "whole" / "tensorboard")
+    assert set(whole.values()) == {1} and {step for _, step, _ in whole} == set(range(2, 9))
+    out = tmp_path / "broken"
+    go_on = partial(run, chosen, out=out)
+    for crash in (Crash(2, True), Crash(5, False), Crash(6, True), Crash(8, False)):
+        with pytest.raises(ZeroDivisionError):
+            go_on(listeners=[crash])
+        (newest,) = sorted((out / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns)[-1:]
+        with newest.open("ab") as file:
+            file.write(b"\x20\0\0\0\0\0\0\0torn")  # the record that it was writing
+        go_on = partial(resume, out)
+    resume(out)
+    assert events_of(out / "tensorboard") == whole
+
+
+def test_events_of_others_in_a_folder_of_ones_own_stay(tmp_path):
+    for name in ("first", "second"):
+        run(config(), out=tmp_path / name, listeners=[TensorBoard(tmp_path / "shared", every=1)])
+    assert set(events_of(tmp_path / "shared").values()) == {2}
+    (tmp_path / "own").mkdir()
+    foreign = tmp_path / "own" / "events.out.tfevents.1.mine"
+    foreign.write_bytes(b"not an event file at all, but with a name like one")
+    run(config(), listeners=[TensorBoard(tmp_path / "own", own=True)])
+    assert foreign.read_bytes().startswith(b"not an event")
+
+
 @pytest.mark.parametrize("name", ["accuracy.csv", "accuracy.png", "results.json"])
 def test_full_disk_while_writing_results_loses_nothing(tmp_path, monkeypatch, plain, name):
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -252,11 +311,52 @@ def test_a_checkpoint_never_holds_broken_weights(tmp_path):
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
+def modes():
+    return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_deterministic_algorithms_are_asked_for_only_while_it_runs():
+    """And new tensors are not filled, since that would be in every graph, between all launches."""
+    inside = []
+
     class Asks(Listener):
         def on_batch(self, batch, losses):
-            self.inside = torch.are_deterministic_algorithms_enabled()
+            inside.append(modes())
 
-    asks = Asks()
-    run(config(deterministic=True), listeners=[asks])
-    assert asks.inside and not torch.are_deterministic_algorithms_enabled()
+    before = modes()
+    run(config(deterministic=True), listeners=[Asks()])
+    assert set(inside) == {(True, False)} and modes() == before == (False, True)
+
+
+def test_nothing_is_read_that_was_never_written(plain):
+    """A program's own deterministic mode fills new tensors with NaN and the largest numbers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert modes() == (True, True) and torch.empty(3).isnan().all()
+        results = run(config())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert results["weights_sha256"] == plain[0]["weights_sha256"]
+    assert results["accuracy"] == plain[0]["accuracy"]
+
+
+def test_a_second_thread_makes_no_run(tmp_path):
+    """It would draw from the same random state. The same thread may, as a listener does here."""
+    refused = []
+
+    class Runs(Listener):
+        def on_task_start(self, task):
+            with ThreadPoolExecutor(1) as thread:
+                for start in (lambda: run(config(), out=tmp_path / "second"), lambda: resume(tmp_path / "first")):
+                    with pytest.raises(
+                        RunError, match=r"another thread of this process is in a run.*run_sweep"
+                    ) as error:
+                        thread.submit(start).result()
+                    refused.append(error.value)
+            if task == 1:
+                run(config())
+
+    run(config(), out=tmp_path / "first", listeners=[Runs()])
+    assert len(refused) == 4 and not (tmp_path / "second").exists()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(run, config()).result()["steps"] > 0

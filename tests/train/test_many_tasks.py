@@ -1,13 +1,18 @@
 """A run of many tasks: what a task costs does not grow with the number of tasks before it."""
 
+import gc
 import sys
+import tracemalloc
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
+from mose_fast.evaluate.one_pass import _by_task
 from mose_fast.streams import from_arrays
 from mose_fast.train import loop, run
+from mose_fast.train.results import AccuracyTable, accuracy_csv
 
 TASKS = 30
 
@@ -63,3 +68,41 @@ def test_a_late_task_takes_as_many_calls_as_an_early_one(tmp_path, monkeypatch, 
     assert 0 < calls("_finish_part", late) < 1.7 * calls("_finish_part", early)
     # The numbers of this evaluation alone are formatted.
     assert [counts["rows of the table", task] / (task + 1) for task in late] == [counts["rows of the table", 0]] * 10
+
+
+def test_an_accuracy_takes_no_more_memory_than_its_place_in_a_list(tmp_path):
+    tasks, images = 120, 20
+    table, rows, memory = AccuracyTable(tmp_path / "accuracy.csv"), {"ncm": {"1": []}}, []
+    of_task = torch.arange(tasks).repeat_interleave(images)
+    right = torch.rand(len(of_task), generator=torch.Generator().manual_seed(0)) < 0.5
+    tracemalloc.start()
+    try:
+        for task in range(tasks):
+            seen = slice((task + 1) * images)
+            predicted = {"ncm": {"1": torch.where(right[seen], of_task[seen], -1)}}
+            rows["ncm"]["1"].append(_by_task(predicted, of_task[seen], of_task[seen], task)["ncm"]["1"])
+            if task + 1 in (tasks // 2, tasks):
+                table.write(rows, rows, list(range(task + 1)))
+                gc.collect()
+                memory.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    accuracies = sum(range(tasks // 2 + 1, tasks + 1))
+    # 8 bytes each, and an eighth more in reserve; a number of its own would take 24 more.
+    assert memory[1] - memory[0] < 9 * accuracies + 100 * (tasks // 2)
+    assert (tmp_path / "accuracy.csv").read_text() == accuracy_csv(rows, rows, list(range(tasks)))
+
+
+def test_a_table_that_somebody_changed_is_written_anew(tmp_path):
+    path, after = tmp_path / "accuracy.csv", [0, 1, 2, 3]
+    test = {c: {e: [[0.1 * t for t in range(k + 1)] for k in after] for e in ("1", "2")} for c in ("ncm", "linear")}
+    table = AccuracyTable(path)
+
+    def until(count):
+        return {c: {e: rows[:count] for e, rows in experts.items()} for c, experts in test.items()}
+
+    for count, damage in enumerate((None, path.unlink, lambda: path.write_text("mine"), lambda: None), 1):
+        if damage is not None:
+            damage()
+        table.write(until(count), until(count), after[:count])
+        assert path.read_text() == accuracy_csv(until(count), until(count), after[:count])

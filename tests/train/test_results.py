@@ -21,6 +21,7 @@ from mose_fast.train import Interrupted, Listener, resume, run
 from mose_fast.train import clock as clock_module
 from mose_fast.train import loop as loop_module
 from mose_fast.train.clock import Clock
+from mose_fast.train.files import RunFolder
 from mose_fast.train.results import schema, summary
 
 SETTINGS = {
@@ -331,10 +332,8 @@ def test_all_time_from_the_call_to_the_file_is_told(tmp_path, monkeypatch):
     figure = loop_module.accuracy_figure
     monkeypatch.setattr(loop_module, "accuracy_figure", lambda results: time.sleep(0.2) or figure(results))
     written = []
-    write = loop_module.write_atomically
-    monkeypatch.setattr(
-        loop_module, "write_atomically", lambda path, text: written.append(time.perf_counter()) or write(path, text)
-    )
+    write = RunFolder.write
+    monkeypatch.setattr(RunFolder, "write", lambda *file: written.append(time.perf_counter()) or write(*file))
     start = time.perf_counter()
     run(RunConfig.create(**SETTINGS), out=tmp_path / "run", listeners=[Slow()])
     seconds = json.loads((tmp_path / "run" / "results.json").read_text())["seconds"]

@@ -1,11 +1,15 @@
 """What a study chooses: the same trials, however often it is interrupted; and which it stops."""
 
 import math
+import sqlite3
+from contextlib import closing
+from functools import partial
 
 import pytest
 
 from mose_fast.knobs import Search
 from mose_fast.settings import all_settings
+from mose_fast.train.files import RunError
 from mose_fast.tune.space import Axis
 from mose_fast.tune.study import Study
 
@@ -69,6 +73,31 @@ def test_the_first_trial_has_the_methods_own_settings_where_the_space_holds_them
     axes = AXES | {"options.lr": Axis(KNOWN["options.lr"], Search(0.01, 0.1, True))}
     study = Study(tmp_path / "b", axes, DEFAULTS, seed=0)
     assert 0.01 <= study.ask(known=0).params["options.lr"] <= 0.1
+
+
+def test_a_file_that_cannot_be_used_is_named_in_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "study.sqlite"
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0))  # it waits five seconds
+    study = Study(path, AXES, DEFAULTS, seed=0)
+    trial = study.ask(known=0)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        uses = (
+            lambda: Study(path, AXES, DEFAULTS, seed=0),
+            lambda: study.trials,
+            lambda: study.ask(known=0),
+            lambda: study.tell(trial, [0.5], 0.5, pruned=False),
+        )
+        for use in uses:
+            with pytest.raises(
+                RunError, match=rf"^cannot use .* {path}: database is locked; end the program that holds"
+            ):
+                use()
+    study.tell(trial, [0.5], 0.5, pruned=False)
+    assert [t.value for t in study.trials] == [0.5]
+    path.write_text("no database at all")
+    with pytest.raises(RunError, match=rf"^cannot use .* {path}: file is not a database; move it away, then run"):
+        Study(path, AXES, DEFAULTS, seed=0)
 
 
 def test_it_finds_what_is_good(tmp_path):

@@ -3,8 +3,10 @@ continues to the same trials.
 """
 
 import csv
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +116,26 @@ def test_a_finished_study_only_says_again_what_it_found(study, data):
     again = tune("er", trials=TRIALS, out=out, seeds=SEEDS, changes=changes(data), say=lambda line: None)
     assert again == tuned
     assert {path: text for path, text in contents(out).items() if path.parent != out} == before
+
+
+def test_trials_of_other_code_and_machines_are_told(study, data, tmp_path):
+    whole, tuned, _ = study
+    assert tuned.cautions == ()
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    results = out / "trial-000_seed-1" / "results.json"
+    values = json.loads(results.read_text())
+    torch = values["versions"]["torch"]
+    values["versions"]["torch"], values["native_backend"] = "1.0", None
+    results.write_text(json.dumps(values))
+    said = []
+    again = tune("er", trials=TRIALS, out=out, seeds=SEEDS, changes=changes(data), say=said.append)
+    (version, library) = again.cautions
+    assert version.startswith(f"caution: the version of torch differs: {torch} (trial-000_seed-0, trial-001_seed-0, ")
+    assert version.endswith(", 1.0 (trial-000_seed-1)") and library.endswith(", none (trial-000_seed-1)")
+    assert {version, library} <= {*said} and f"# {version}\n" in again.config.read_text()
+    assert version.removeprefix("caution: ") in (out / "trials.md").read_text()
+    assert RunConfig.load(again.config) == RunConfig.load(tuned.config)
 
 
 def command_of(data, out, *more):

@@ -1,0 +1,371 @@
+"""Whether the native library computes right on this kind of card: asked once, kept, and obeyed.
+
+The check runs in a process of its own (:mod:`mose_fast.train.self_check`), since a wrong kernel can
+break everything that its process does on the card afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from mose_fast import _loader
+from mose_fast._version import file_facts
+from mose_fast.device import processor
+from mose_fast.self_check.rows import OPS, Row
+
+__all__ = ["RESTART", "SWITCH", "Verdict", "check", "kind_of", "settle", "stored", "switched_off"]
+
+#: Environment variable; ``0``: no check.
+SWITCH = "MOSE_FAST_SELF_CHECK"
+
+#: Exit status of a check that wants to go on in a new process.
+RESTART = 3
+
+# Seconds without a word from the check after which it hangs. A card that the library has no machine
+# code for compiles each kernel first.
+_PATIENCE = 300.0
+
+# Deaths by these signals come from outside and say nothing about kernels.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_COMMAND = (
+    "import json, sys; wanted = json.loads(sys.argv[1]); sys.path[:] = wanted['path'];"
+    " from mose_fast.train.self_check import main; main(wanted)"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check has found.
+
+    Attributes:
+        state: ``passed``; ``failed``; ``unknown``: it could not run; ``skipped``.
+        rows: All rows of the check.
+        note: Why it could not run, or not to its end; then it is not kept.
+        seconds: How long it took.
+        at: When it was, ISO 8601 in UTC.
+    """
+
+    state: str
+    rows: tuple[Row, ...] = ()
+    note: str = ""
+    seconds: float = 0.0
+    at: str = ""
+
+    @property
+    def off(self) -> dict[str, str]:
+        """What is switched off, and why: ops; ``step``, and with it all ops; ``captured``."""
+        return switched_off(self.rows)
+
+
+def switched_off(rows: Sequence[Row]) -> dict[str, str]:
+    """What rows that failed switch off, by :attr:`Verdict.off`'s names, each with its first row."""
+    off: dict[str, str] = {}
+    for row in rows:
+        if not row.passed:
+            off.setdefault(row.op, f"{row.case}: {row}")
+    if "step" in off:
+        off = {**dict.fromkeys(OPS, off["step"]), **off}
+    return off
+
+
+def kind_of(device: torch.device) -> dict[str, str] | None:
+    """What decides a verdict: library, code that calls it, card, driver and torch; None where no
+    kernels run.
+
+    It starts CUDA, but takes no memory of the card.
+    """
+    if device.type != _loader.card():
+        return None
+    facts = (_loader.record or {}).get("library") or file_facts(Path(_loader.native.__file__))
+    kind = {"library": facts["sha256"], "code": _code(), "torch": torch.__version__}
+    if device.type == "cpu":
+        kind["card"] = f"a card emulated by {processor()}"
+    else:
+        kind["card"] = torch.cuda.get_device_name(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        kind |= {"capability": f"{major}.{minor}", "driver": _driver()}
+    return kind
+
+
+def settle(device: torch.device) -> Verdict | None:
+    """Makes the process obey the verdict on a device's kind of card, which is asked for first if
+    there is none: what failed is switched off, with one warning.
+
+    Returns:
+        The verdict; None where no kernels run.
+    """
+    if device.type != _loader.card():
+        return None
+    if os.environ.get(SWITCH) == "0":
+        return Verdict("skipped")
+    kind = kind_of(device)
+    key = _key(kind)
+    if key not in _known:
+        _known[key] = _stored_or_new(device, kind)
+        _obey(_known[key], kind["card"])
+    return _known[key]
+
+
+def check(device: torch.device) -> Verdict:
+    """Runs the check anew and keeps its verdict, for later runs."""
+    kind = kind_of(device)
+    with _locked(kind):
+        return _keep(_new(device, kind), kind)
+
+
+def stored(device: torch.device) -> Verdict | None:
+    """The verdict that is kept for a device; None if there is none yet."""
+    kind = kind_of(device)
+    return None if kind is None else _read(kind)
+
+
+# Verdicts that this process obeys, by key.
+_known: dict[str, Verdict] = {}
+
+
+def _stored_or_new(device: torch.device, kind: dict[str, str]) -> Verdict:
+    found = _read(kind)
+    if found is None:
+        with _locked(kind):  # runs that started together wait here for the first
+            found = _read(kind)
+            if found is None:
+                if sys.stderr is not None:
+                    told = f"mose_fast: the native library is new to {kind['card']}: checking its kernels, once"
+                    print(told, file=sys.stderr, flush=True)
+                found = _keep(_new(device, kind), kind)
+    return found
+
+
+def _obey(verdict: Verdict, card: str) -> None:
+    if verdict.note:
+        warnings.warn(
+            f"mose_fast: the kernels could not all be checked on {card} ({verdict.note}); the next run tries again",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    if not verdict.off:
+        return
+    _loader.switch_off(verdict.off)
+    # "step" speaks for the ops that only it has switched off.
+    whole = verdict.off.get("step")
+    told = [f"{name} ({why})" for name, why in verdict.off.items() if name == "step" or why != whole]
+    eager = "; steps are taken eagerly" if "captured" in verdict.off else ""
+    ops = "; PyTorch's operations take over, which is slower" if set(verdict.off) - {"captured"} else ""
+    warnings.warn(
+        f"mose_fast: the self-check on {card} has switched off: {'; '.join(told)}{ops}{eager}. All rows: mose-fast"
+        " doctor --check",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+# What is kept
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mose_fast" / "self_check"
+
+
+def _key(kind: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(kind: dict[str, str]) -> Verdict | None:
+    """The verdict that is kept; a damaged one counts as none."""
+    try:
+        kept = json.loads((_folder() / f"{_key(kind)}.json").read_text(encoding="utf-8"))
+        verdict = kept["verdict"]
+        verdict["rows"] = tuple(Row(**row) for row in verdict["rows"])
+        return Verdict(**verdict) if kept["kind"] == kind else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _keep(verdict: Verdict, kind: dict[str, str]) -> Verdict:
+    """Writes a verdict in one move, unless a part could not be checked."""
+    if verdict.note:
+        return verdict
+    values = dataclasses.asdict(verdict) | {"rows": [row._asdict() for row in verdict.rows]}
+    path = _folder() / f"{_key(kind)}.json"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"kind": kind, "verdict": values}, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        warnings.warn(
+            f"mose_fast: the verdict of the self-check cannot be kept in {path.parent} ({error.strerror}): each run"
+            f" checks anew, which took {verdict.seconds:.0f} s. Set XDG_CACHE_HOME to a folder that can be written, or"
+            f" {SWITCH}=0 for no check",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+    return verdict
+
+
+@contextlib.contextmanager
+def _locked(kind: dict[str, str]) -> Iterator[None]:
+    """Lets one process at a time check a kind of card, where the folder has locks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            _folder().mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((_folder() / f"{_key(kind)}.lock").open("ab"))
+            while not _lock(file):
+                time.sleep(0.1)
+        yield
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Locks an open file; returns False while another process holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@functools.cache
+def _code() -> str:
+    """A hash of the Python code that calls kernels and checks them."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for folder in ("ops", "reference", "self_check", "train/self_check.py", "train/captured.py"):
+        place = package / folder
+        for path in sorted(place.glob("*.py")) if place.is_dir() else [place]:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _driver() -> str:
+    """The versions of the kernel's driver, where the system tells it, and of CUDA that the driver
+    has.
+    """
+    number = torch._C._cuda_getDriverVersion()
+    cuda = f"CUDA {number // 1000}.{number % 1000 // 10}"
+    with contextlib.suppress(OSError, StopIteration):
+        line = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+        return f"{next(word for word in line.split() if word[0].isdigit() and '.' in word)}, {cuda}"
+    return cuda
+
+
+# The check
+
+
+def _new(device: torch.device, kind: dict[str, str]) -> Verdict:
+    start = time.perf_counter()
+    rows: list[Row] = []
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    note = _in_processes(device, kind, rows)
+    state = "failed" if switched_off(rows) else "unknown" if note else "passed"
+    at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Verdict(state, tuple(rows), note, round(time.perf_counter() - start, 1), at)
+
+
+def _in_processes(device: torch.device, kind: dict[str, str], rows: list[Row]) -> str:
+    """Adds the rows of a check; a part in which a process dies fails, and the others go on in a new
+    one.
+
+    Returns:
+        Why the rest could not be checked; empty if all was.
+    """
+    done: list[str] = []
+    while True:
+        part, told = "", ""
+        wanted = {"path": sys.path, "device": str(device), "kind": kind, "done": done, "off": switched_off(rows)}
+        with _Process(wanted) as process:
+            for message in process.messages():
+                match message:
+                    case {"begin": part}:
+                        pass
+                    case {"row": row}:
+                        rows.append(Row(**row))
+                    case {"end": name}:
+                        done.append(name)
+                        part = ""
+                    case {"obstacle": told}:
+                        pass
+                    case {"finished": True}:
+                        return ""
+            how, status = process.end()
+        if told:
+            return told
+        if status == RESTART:
+            continue
+        if not part or (-status in _FROM_OUTSIDE and not process.hung):
+            return f"its process {how}"
+        rows.append(Row(part, "all", None, None, f"the process of the check {how}"))
+        done.append(part)
+
+
+class _Process:
+    """A process of the check, with this one's import path."""
+
+    def __init__(self, wanted: dict[str, Any]) -> None:
+        self.hung = False
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        environment = {**os.environ, SWITCH: "0", "MOSE_FAST_NATIVE": str(Path(_loader.native.__file__).parent)}
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # one order of sums, for the tiny network
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _COMMAND, json.dumps(wanted)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env=environment,
+            start_new_session=True,  # Ctrl-C goes to this process alone, which ends the other
+        )
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        self._said.close()
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What the process says, until it ends or hangs."""
+        pipe, rest = self._process.stdout.fileno(), b""
+        while True:
+            if not select.select([pipe], [], [], _PATIENCE)[0]:
+                self.hung = True
+                self._process.kill()
+                return
+            content = os.read(pipe, 65536)
+            if not content:
+                return
+            *lines, rest = (rest + content).split(b"\n")
+            yield from map(json.loads, lines)
+
+    def end(self) -> tuple[str, int]:
+        """How the process ended, for a message, and its exit status."""
+        status = self._process.wait()
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = f"said nothing for {_PATIENCE:.0f} s" if self.hung else how
+        return (f"{how} ({lines[-1]})" if lines else how), status

@@ -1,0 +1,24 @@
+"""Starts Python processes that import what this process imports."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["python"]
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """The command for a new process that runs ``main()`` of a module.
+
+    ``python -m`` would look into the current folder first, where another copy of the package or a
+    file named like a module of it may lie. The new process has the import path of this one instead.
+
+    Args:
+        module: The module's full name.
+        arguments: Arguments of the command line.
+    """
+    # An empty entry means the current folder.
+    path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
+    code = f"import sys; sys.path[:] = {path!r}; from {module} import main; sys.exit(main())"
+    return [sys.executable, "-c", code, *arguments]
