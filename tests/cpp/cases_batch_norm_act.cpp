@@ -504,10 +504,10 @@ COMPILED_CASE(batch_norm_act_of_every_instance) {
       for (const int turn : {0, 1, 2, 3, 4, 5}) {
         Setting setting = setting_of(type, form);
         setting.channels = turn % 2 == 0 ? 64 : 8;
-        setting.images = 8;
-        setting.pixels = std::array{385, 450, 97, 801, 61, 700}[static_cast<size_t>(turn)];
-        setting.valid = turn == 4 ? 8 : 5;
-        setting.processors = turn == 0 ? 12 : 1;
+        setting.images = turn == 0 ? 16 : 8;
+        setting.pixels = std::array{1009, 450, 97, 801, 61, 700}[static_cast<size_t>(turn)];
+        setting.valid = std::array{3, 5, 5, 5, 8, 5}[static_cast<size_t>(turn)];
+        setting.processors = turn == 0 ? 64 : 1;
         setting.consumers = std::array{1, 8, 3, 1, 2, 7}[static_cast<size_t>(turn)];
         setting.relu = turn % 4 != 1;
         setting.wants_mask = turn != 3;
