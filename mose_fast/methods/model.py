@@ -19,7 +19,7 @@ from mose_fast.methods.latch import Latch
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
 from mose_fast.optim import FlatAdam
 
-__all__ = ["Model", "first_difference", "padded_size"]
+__all__ = ["Model", "first_difference", "padded_size", "set_precision"]
 
 
 def padded_size(images: int, batch: int) -> int:
@@ -49,6 +49,17 @@ def first_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) 
         return None
     more = len(shapes) + len(missing) + len(foreign) - 1
     return text + (f" (and {more} more tensors differ)" if more else "")
+
+
+def set_precision(precision: str) -> None:
+    """Sets the process's switches so that fp32 means fp32, in the sums of products in bf16 too:
+    cuDNN's convolutions use TF32 (10 bits of mantissa) on their own, unlike PyTorch's matrix
+    products; and cuBLAS may round the partial sums of a product in bf16 to bf16 before it adds
+    them. PyTorch passes that on for single products, not for batched ones.
+    """
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    splits = matmul.allow_bf16_reduced_precision_reduction_split_k
+    matmul.allow_bf16_reduced_precision_reduction = False, splits
 
 
 class Model:
@@ -96,18 +107,11 @@ class Model:
 
     @contextmanager
     def precise(self) -> Iterator[None]:
-        """Makes fp32 mean fp32, in the sums of products in bf16 too, and leaves the switches of the
-        process as they were.
-
-        cuDNN's convolutions use TF32 (10 bits of mantissa) on their own, unlike PyTorch's matrix
-        products; and cuBLAS may round the partial sums of a product in bf16 to bf16 before it adds
-        them. PyTorch passes that on for single products, not for batched ones.
-        """
+        """Makes fp32 mean fp32 (:func:`set_precision`), and leaves the switches as they were."""
         tf32 = torch.backends.cudnn.allow_tf32
         rounds = matmul.allow_bf16_reduced_precision_reduction
         splits = matmul.allow_bf16_reduced_precision_reduction_split_k
-        torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
-        matmul.allow_bf16_reduced_precision_reduction = False, splits
+        set_precision(self._precision)
         try:
             yield
         finally:

@@ -349,6 +349,9 @@ class Loop:
         with self.clock.timed("checkpoint"):
             self.pipeline.ring.synchronise()
             self.learner.check_kept()
+            # Before the copy: asking waits for the card, which would hide a copy that is not waited
+            # for.
+            numbers = copy.deepcopy(self.learner.values())
             snapshot = Snapshot(self.learner.tensors())
             broken = snapshot.not_finite()
             if broken is not None:
@@ -356,7 +359,7 @@ class Loop:
                     f"{broken} holds NaN or infinity after batch {self.position['done']}; {_AGAINST_DIVERGENCE}"
                 )
             values = {
-                "learner": copy.deepcopy(self.learner.values()),
+                "learner": numbers,
                 "position": dict(self.position),
                 "records": _copied(self.records),
                 "seconds": self.clock.state(),

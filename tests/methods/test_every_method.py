@@ -5,6 +5,7 @@ precision, presets.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import warnings
 
@@ -104,7 +105,8 @@ def test_the_sources_preset_is_the_shared_protocol_with_the_methods_own_values(n
     assert not shared & preset.changes.keys() and preset.batch == 10 and preset.epochs == 1
     for switch, value in preset.changes.items():
         assert getattr(table, switch) != value == getattr(sources, switch)
-        assert f"{switch} {'null' if value is None else value}" in preset.source
+        written = json.dumps(value).removesuffix(".0").strip('"')
+        assert f"{switch} {written}" in preset.source
 
 
 def starts_uniform(name: str) -> bool:

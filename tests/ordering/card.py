@@ -76,9 +76,10 @@ _READS_NO_ARGUMENT = {
 class _Block(Memory):
     """An allocation on the card, or pinned memory of the host."""
 
-    def __init__(self, card: Card, kind: str, size: int, made_by: str) -> None:
+    def __init__(self, card: Card, kind: str, storage: torch.UntypedStorage, made_by: str) -> None:
+        size = storage.nbytes()
         super().__init__(f"{kind} of {size} bytes made by {made_by}", size)
-        self.size = size
+        self.size, self.address = size, storage.data_ptr()
         self.card, self.kind, self.stream = card, kind, card.stream
         #: Streams that the allocator was told of.
         self.recorded: set[Stream] = set()
@@ -196,11 +197,12 @@ class _Recording:
         self.writes: dict[_Block, list[tuple[int, int]]] = {}
         # Contents from before the capture, which executes nothing.
         self.before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        self.saved: set[_Block] = set()
+        self.saved: set[int] = set()
         #: What made the capture invalid; empty if nothing did.
         self.broken = ""
         #: What lies outside the graph's pool, and our references to it, which must not be the last.
-        self.outside: dict[_Block, list[Tensor]] = {}
+        #: By storage, of which several may share a block.
+        self.outside: dict[int, list[Tensor]] = {}
 
     def kept(self, tensor: Any) -> Any:
         """A tensor for a replay, told apart from the program's own references to its memory."""
@@ -208,20 +210,21 @@ class _Recording:
         if block is None or block.graph is self:
             return tensor
         alias = tensor.detach()
-        self.outside.setdefault(block, []).append(alias)
+        self.outside.setdefault(alias.untyped_storage()._cdata, []).append(alias)
         return alias
 
     def check_references(self) -> None:
-        for block, aliases in self.outside.items():
+        for aliases in self.outside.values():
             storage = aliases[0].untyped_storage()
             # One is Python's.
             if torch._C._storage_Use_Count(storage._cdata) <= len(aliases) + 1:
+                block = Card.current.block(aliases[0])
                 block.card.checker.report(f"a graph is replayed that uses {block.name}, whose last reference has gone")
 
     def save(self, tensor: Tensor, block: _Block) -> None:
-        if block.graph is not self and block not in self.saved:
-            self.saved.add(block)
-            storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if block.graph is not self and storage._cdata not in self.saved:
+            self.saved.add(storage._cdata)
             self.before.append((storage, storage.clone()))
 
     def end(self) -> list[Race | str]:
@@ -261,7 +264,8 @@ class Graph:
         card = Card.current
         recording, card.local.recording = card.local.recording, None
         card.recordings.remove(recording)
-        for storage, before in recording.before:
+        # The last first: storages may share memory, and the oldest copy is from before the capture.
+        for storage, before in reversed(recording.before):
             storage.copy_(before)
         if recording.broken:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
@@ -606,7 +610,7 @@ class Card:
 
     def place(self, tensor: Tensor, kind: str, made_by: str) -> _Block:
         storage = tensor.untyped_storage()
-        block = _Block(self, kind, storage.nbytes(), made_by)
+        block = _Block(self, kind, storage, made_by)
         storage.hold = _Hold(block)
         if kind == "device memory" and block.graph is None:
             self.reuse_freed()
@@ -614,6 +618,12 @@ class Card:
                 # Whoever had this memory before had it in the order of this stream.
                 self.checker.access(self.stream, [], [(block, 0, storage.nbytes())], f"allocation by {made_by}")
         return block
+
+    def share(self, tensor: Tensor, source: Tensor) -> None:
+        """Says that ``tensor``, with a storage of its own, lies in the memory of ``source``."""
+        with torch._C.DisableTorchFunction():
+            if self.block(source) is not None:
+                tensor.untyped_storage().hold = source.untyped_storage().hold
 
     def reuse_freed(self) -> None:
         """The next allocation on a stream may get any block that was freed there, unless the
@@ -773,7 +783,7 @@ class Card:
         for t in tensors:
             block = self.block(t)
             if block is not None and t.numel():
-                start = t.storage_offset() * t.element_size()
+                start = t.data_ptr() - block.address
                 found.append((block, start, start + _extent(t) * t.element_size()))
         return found
 
