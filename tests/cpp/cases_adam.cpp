@@ -194,10 +194,11 @@ KERNEL_CASE(adam_of_more_tensors_than_a_launch_takes) {
   compare(context, make_problem(std::vector<int64_t>(300, 5), 3), Shadow::kBFloat16);
 }
 
-// Powers of the decays at their limits: of none, of a negative and of a denormal one; after no step, after so many
-// that the power is denormal, and after more than a float counts.
+// Powers of the decays at their limits, where the device's must be the host's: of none, of a denormal, a negative and
+// an infinite one; after no step, after so many that the power is denormal, and after more than a float counts.
 KERNEL_CASE(adam_of_decays_and_steps_at_their_limits) {
-  for (const auto& [beta1, beta2] : {std::pair{0.0, 0.5}, {0.5, 0.0}, {-0.5, -0.25}, {1e-310, 0.999}, {0.9, 1e-310}}) {
+  for (const auto& [beta1, beta2] :
+       {std::pair{0.0, 0.5}, {0.5, 0.0}, {-0.5, -0.25}, {1e-310, 0.999}, {0.9, 1e-310}, {-INFINITY, INFINITY}}) {
     Problem problem = make_problem({5, 6, 7, 8, 9}, 0);
     problem.beta1 = beta1;
     problem.beta2 = beta2;

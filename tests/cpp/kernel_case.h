@@ -81,14 +81,15 @@ class Context {
     }
   }
 
-  // |value - wanted| <= tolerance (1 + |wanted|); NaN equals NaN alone.
+  // |value - wanted| <= tolerance (1 + |wanted|); NaN equals NaN alone, and an infinity itself.
   void expect_close(const char* what, const float* memory, const std::vector<float>& wanted, double tolerance) {
     const std::vector<float> values = download(memory, wanted.size());
     remember(values.data(), values.size() * sizeof(float));
     for (size_t i = 0; i < wanted.size(); ++i) {
       const double distance = std::abs(static_cast<double>(values[i]) - static_cast<double>(wanted[i]));
-      const bool both_nan = std::isnan(values[i]) && std::isnan(wanted[i]);
-      if (!both_nan && !(distance <= tolerance * (1.0 + std::abs(static_cast<double>(wanted[i]))))) {
+      const bool same = values[i] == wanted[i] || (std::isnan(values[i]) && std::isnan(wanted[i]));
+      if (!same &&
+          !(std::isfinite(wanted[i]) && distance <= tolerance * (1.0 + std::abs(static_cast<double>(wanted[i]))))) {
         fault(what, i, static_cast<double>(values[i]), static_cast<double>(wanted[i]));
         return;
       }
