@@ -218,5 +218,5 @@ def test_what_starts_elsewhere_is_refused_or_gives_the_same_bits(name):
                 except RuntimeError as refusal:
                     assert "from a multiple of 16 bytes" in str(refusal), f"argument {at}, {elements} elements further"
                 else:
-                    pairs = [(expected, found)] if isinstance(found, torch.Tensor) else zip(expected, found, strict=True)
-                    assert all(a is b is None or torch.equal(a, b) for a, b in pairs)
+                    both = [[x] if isinstance(x, torch.Tensor) else x for x in (expected, found)]
+                    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*both, strict=True))
