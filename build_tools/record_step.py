@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import mose_fast  # noqa: F401  (before torch: it settles for how long threads spin)
+
+# isort: split
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode

@@ -5,12 +5,14 @@ with C++ and CUDA.
 >>> results["acc"]["ncm"]["4"]
 """
 
+import os
 from typing import TYPE_CHECKING
 
 from mose_fast._lazy import lazy_names
 from mose_fast._version import __version__
 from mose_fast.config import METHOD_FINDERS, ConfigError, MethodSettings, MoseOptions, RunConfig, StreamConfig
 from mose_fast.errors import MoseFastError
+from mose_fast.threads import settle_spinning
 
 if TYPE_CHECKING:
     from mose_fast import streams
@@ -40,6 +42,9 @@ __all__ = [
     "run_sweep",
     "streams",
 ]
+
+# Here, because every process that computes imports this package, and in most of them before torch.
+settle_spinning(os.environ)
 
 # Everything but the settings needs torch, whose import takes more than a second.
 __getattr__ = lazy_names(

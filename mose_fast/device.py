@@ -22,6 +22,7 @@ __all__ = [
     "Choice",
     "available_bytes",
     "choose_precision",
+    "deterministic",
     "device_name",
     "own_stream",
     "peak_bytes",
@@ -84,6 +85,25 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()}, {torch.get_num_threads()} thread{'' if torch.get_num_threads() == 1 else 's'}"
+
+
+@contextmanager
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    """PyTorch's deterministic mode, without its filling of every new tensor: nothing that a step
+    reads is left unwritten, and the launches that fill tensors would be in every graph.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
 @contextmanager

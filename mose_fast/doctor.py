@@ -24,7 +24,7 @@ from mose_fast import _dali, _loader, streams
 from mose_fast.augment import choose_feed
 from mose_fast.device import choose_precision
 from mose_fast.self_check import SWITCH, Verdict, check, stored
-from mose_fast.threads import crowding
+from mose_fast.threads import crowding, waiting
 
 __all__ = ["Finding", "check_kernels", "diagnose", "report", "rows_of_check", "serves_card"]
 
@@ -108,7 +108,8 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    found = f"{torch.__version__}, {torch.get_num_threads()} thread(s)"
+    how = waiting(os.environ) or "torch was imported before mose_fast, so GOMP_SPINCOUNT is not set"
+    found = f"{torch.__version__}, {torch.get_num_threads()} thread(s), {how}"
     if [int(n) for n in re.findall(r"\d+", torch.__version__)[:2]] < [2, 11]:
         return Finding("FAIL", "torch", found, "pip install 'torch>=2.11', then build the native library again")
     crowded = crowding(torch.get_num_threads())

@@ -4,11 +4,8 @@ content. They cannot execute code, and are replaced as a whole.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from torch import Tensor
 
 from mose_fast.errors import MoseFastError
 
-__all__ = ["StateFileError", "read_state", "replace_file", "serialised", "state_file"]
+__all__ = ["StateFileError", "read_state", "serialised", "state_file"]
 
 _UNSIGNED = "0" * 64
 
@@ -41,32 +38,6 @@ _DTYPES = {
 
 class StateFileError(MoseFastError):
     """A file is missing, damaged, of something else, or of a newer format."""
-
-
-def replace_file(path: Path, content: bytes | memoryview) -> None:
-    """Replaces ``path`` by ``content`` in one move; the content is on disk before the name changes.
-
-    Raises:
-        OSError: The disk is full or the folder unwritable; ``path`` is unchanged.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def state_file(kind: str, number: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> memoryview:

@@ -1,27 +1,54 @@
-"""The number of threads to compute with, and whether there are enough cores for them."""
+"""How many threads compute, how they wait for each other, and whether there are enough cores."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
 
-from joblib import cpu_count
+__all__ = ["SPIN_COUNT", "crowding", "settle_spinning", "settle_threads", "thread_limit", "usable_cores", "waiting"]
 
-__all__ = ["crowding", "settle_threads", "usable_cores"]
+SPIN_COUNT = 20_000
+"""How many times a thread looks for the others before it sleeps, about half a millisecond."""
 
 
 def usable_cores() -> int:
     """The number of cores this process may use, by CPU affinity and container limit (cgroup)."""
+    from joblib import cpu_count  # 0.1 seconds, which ``import mose_fast`` should not take
+
     return cpu_count()
+
+
+def settle_spinning(environment: MutableMapping[str, str]) -> None:
+    """Sets for how long threads of OpenMP spin before they sleep, unless the user has set it.
+
+    GNU's libgomp spins 300,000 times, several milliseconds: on a core that other programs use, too,
+    a thread keeps spinning while the one that it waits for does not run, and a run takes 3 to 100
+    times as long. Sleeping at once (``OMP_WAIT_POLICY=PASSIVE``) costs a fifth of the speed of an
+    idle machine, :data:`SPIN_COUNT` about nothing (docs/command_line.md has the figures).
+
+    libgomp reads the environment when torch loads it. Where torch is loaded already, nothing is
+    changed.
+
+    Args:
+        environment: Environment variables of the process; changed in place.
+    """
+    if "torch" not in sys.modules and not waiting(environment):
+        environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+
+
+def waiting(environment: Mapping[str, str]) -> str:
+    """The variable that says how threads of OpenMP wait, as ``NAME=VALUE``; empty: none does."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # the first one counts where both are set
+    return next((f"{name}={environment[name]}" for name in names if environment.get(name)), "")
 
 
 def settle_threads(environment: MutableMapping[str, str], cores: int | None = None) -> None:
     """Sets the number of OpenMP threads before torch is imported, unless the user has set it.
 
     There is one thread for each core that a container grants; torch alone would count the cores of
-    the whole machine. How threads wait is not changed: sleeping instead of spinning
-    (OMP_WAIT_POLICY=PASSIVE) helps beside other programs, but cost 23 % of the speed on an idle
-    machine (4.1 instead of 5.3 steps a second; two threads on two cores, width 16).
+    the whole machine.
 
     Args:
         environment: Environment variables of the process; changed in place.
@@ -30,6 +57,17 @@ def settle_threads(environment: MutableMapping[str, str], cores: int | None = No
     cores = usable_cores() if cores is None else cores
     if cores < (os.cpu_count() or 1):
         environment.setdefault("OMP_NUM_THREADS", str(cores))
+
+
+def thread_limit(environment: Mapping[str, str]) -> int | None:
+    """The number of threads that ``OMP_NUM_THREADS`` allows; None: it is not set, or unusable.
+
+    Args:
+        environment: Environment variables of the process. A list such as ``4,2`` is for nested
+            regions; its first number counts.
+    """
+    found = re.match(r"\s*0*([1-9]\d*)\s*(,|$)", environment.get("OMP_NUM_THREADS", ""))
+    return int(found[1]) if found else None
 
 
 def crowding(threads: int, cores: int | None = None, load: float | None = None) -> str:
@@ -46,7 +84,7 @@ def crowding(threads: int, cores: int | None = None, load: float | None = None) 
     free = max(cores - round(load), 0)
     if threads <= max(free, 1):
         return ""
-    return (
-        f"{threads} threads, but only {free} of {cores} cores free (load {load:.1f}): other programs slow this one"
-        f" down; OMP_NUM_THREADS={max(free, 1)} or OMP_WAIT_POLICY=PASSIVE may be faster"
-    )
+    said = f"{threads} threads, but only {free} of {cores} cores free (load {load:.1f}): other programs slow this one"
+    # Where torch was imported before this package, its threads spin for long.
+    advice = "" if waiting(os.environ) else f"; GOMP_SPINCOUNT={SPIN_COUNT} in the environment makes it less"
+    return f"{said} down{advice}"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import mose_fast  # noqa: F401  (before any test imports torch: it settles for how long threads spin)
+
 PACKED = Path(__file__).resolve().parents[2] / "shared" / "data"
 # The tests are a check of the kernels themselves; tests/self_check alone wants that of a first run.
 os.environ["MOSE_FAST_SELF_CHECK"] = "0"

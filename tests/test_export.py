@@ -399,7 +399,7 @@ def test_a_full_disk_leaves_the_earlier_export_or_says_that_this_one_is_broken_o
         done.append(descriptor)
 
     with monkeypatch.context() as patched:
-        patched.setattr("mose_fast.train.files.os.fsync", full)
+        patched.setattr("mose_fast._files.os.fsync", full)
         with pytest.raises(ExportError, match=f"cannot write the export into {copy}: No space left on device"):
             export_run(finished().folder, copy, overwrite=True)
     if writes == 0:

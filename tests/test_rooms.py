@@ -11,9 +11,9 @@ PACKAGE = Path(mose_fast.__file__).parent
 
 # Modules and packages directly below mose_fast; those in one line do not import each other.
 ROOMS = """
-_lazy _version errors
+_files _lazy _version errors
 _loader knobs state_file
-_build_info _dali config device output signals threads
+_build_info _dali config device output processes signals threads
 reference
 ops
 memory nn optim self_check

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from mose_fast import _loader
 from mose_fast._build_info import build_info, code_hash
+from mose_fast._files import replace_file
 from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods.registry import check_unchanged, find_method, method_changes, method_files
 from mose_fast.methods.room import check_room
 from mose_fast.settings import with_absolute_paths
-from mose_fast.state_file import StateFileError, read_state, replace_file, state_file
+from mose_fast.state_file import StateFileError, read_state, state_file
 
 if TYPE_CHECKING:
     from mose_fast.methods.base import Learner

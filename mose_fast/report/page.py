@@ -183,7 +183,7 @@ def render_page(
         ("per-expert", "Experts", [_folded_if_long(by_name["experts"])]),
         ("per-task", "Accuracy by task", [_folded_if_long(by_name["tasks"])]),
         *((p.name, p.title, [figure[p.name]]) for p in pictures if p.name in ("accuracy-matrix", "confusion", "time")),
-        ("costs", "Cost", [_folded_if_long(by_name["cost"])]),
+        ("costs", "Cost", [_folded_if_long(by_name["cost"]), _folded_if_long(by_name["size"])]),
         (
             "all-runs",
             "Runs",

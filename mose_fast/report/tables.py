@@ -40,7 +40,8 @@ _NO_METRICS = (
 
 def tables(groups: Sequence[Group]) -> list[Table]:
     """All tables but the comparisons, in the order of the page."""
-    return [_main(groups), _estimates(groups), _experts(groups), _tasks(groups), _cost(groups), _runs(groups)]
+    makers = (_main, _estimates, _experts, _tasks, _cost, _size, _runs)
+    return [make(groups) for make in makers]
 
 
 def _main(groups: Sequence[Group]) -> Table:
@@ -220,8 +221,7 @@ def _cost(groups: Sequence[Group]) -> Table:
         f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds of each phase, in no phase (other)"
         " and of the whole (wall; both unknown for runs of older versions), training steps per second, how many steps"
         " on a card were not replayed from a CUDA graph (eager), peak memory in MiB of the process and on the card as"
-        " torch allocates it, images that the method kept at most and MiB of all that it kept beside network and"
-        " optimiser, parameters of the trained and of the deployed model, multiply-accumulates per image in training.",
+        " torch allocates it.",
         spreads=(*phases, "steps/s", "eager", "host MiB", "card MiB"),
     )
     for g in groups:
@@ -241,12 +241,32 @@ def _cost(groups: Sequence[Group]) -> Table:
                 "eager": _plain(row["eager_steps"] for row in rows if row["eager_steps"] is not None),
                 "host MiB": _plain(row["peak_bytes"] / 2**20 for row in rows),
                 "card MiB": _plain(peak / 2**20 for peak in on_card),
-                "images kept": rows[0]["images_kept"],
-                "kept MiB": _plain(row["bytes_kept"] / 2**20 for row in rows if row["bytes_kept"] is not None),
-                "parameters": rows[0]["parameters"],
-                "deployed": rows[0]["parameters_deployed"],
-                "MACs": rows[0]["macs"],
                 "computed on": ", ".join(dict.fromkeys(where)),
+            }
+        )
+    return table
+
+
+def _size(groups: Sequence[Group]) -> Table:
+    table = Table(
+        "size",
+        f"What a method keeps and trains, over {seeds(groups)}: the most images that it kept, MiB of all that it kept"
+        " beside network and optimiser (mean ± standard deviation), parameters of the trained and of the deployed"
+        " model, multiply-accumulates per image in training.",
+        spreads=("kept MiB",),
+    )
+    for g in groups:
+        row = g.runs[0].row
+        kept = [run.row["bytes_kept"] for run in g.runs]
+        table.add(
+            {
+                "method": g.label,
+                "M": g.memory,
+                "images kept": row["images_kept"],
+                "kept MiB": _plain(number / 2**20 for number in kept if number is not None),
+                "parameters": row["parameters"],
+                "deployed": row["parameters_deployed"],
+                "MACs": row["macs"],
             }
         )
     return table

@@ -24,13 +24,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 
 from mose_fast import _loader
+from mose_fast._files import replace_file
 from mose_fast._version import file_facts
 from mose_fast.device import processor
+from mose_fast.processes import python
 from mose_fast.self_check.rows import OPS, Row
 
 __all__ = ["RESTART", "SWITCH", "Verdict", "check", "kind_of", "settle", "stored", "switched_off"]
@@ -48,11 +50,6 @@ _PATIENCE = 300.0
 # Deaths by these signals come from outside and say nothing about kernels.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-_COMMAND = (
-    "import json, sys; wanted = json.loads(sys.argv[1]); sys.path[:] = wanted['path'];"
-    " from mose_fast.train.self_check import main; main(wanted)"
-)
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -64,6 +61,7 @@ class Verdict:
         note: Why it could not run, or not to its end; then it is not kept.
         seconds: How long it took.
         at: When it was, ISO 8601 in UTC.
+        unkept: The folder in which its file could not be written, and why.
     """
 
     state: str
@@ -71,6 +69,7 @@ class Verdict:
     note: str = ""
     seconds: float = 0.0
     at: str = ""
+    unkept: str = ""
 
     @property
     def off(self) -> dict[str, str]:
@@ -122,8 +121,11 @@ def settle(device: torch.device) -> Verdict | None:
     kind = kind_of(device)
     key = _key(kind)
     if key not in _known:
-        _known[key] = _stored_or_new(device, kind)
-        _obey(_known[key], kind["card"])
+        verdict = _known[key] = _stored_or_new(device, kind)
+        _loader.switch_off(verdict.off)
+        # Last, since a program may have made warnings errors.
+        for text in _warnings(verdict, kind["card"]):
+            warnings.warn(f"mose_fast: {text}", RuntimeWarning, stacklevel=4)
     return _known[key]
 
 
@@ -157,27 +159,25 @@ def _stored_or_new(device: torch.device, kind: dict[str, str]) -> Verdict:
     return found
 
 
-def _obey(verdict: Verdict, card: str) -> None:
+def _warnings(verdict: Verdict, card: str) -> Iterator[str]:
+    """What users are told of a verdict."""
     if verdict.note:
-        warnings.warn(
-            f"mose_fast: the kernels could not all be checked on {card} ({verdict.note}); the next run tries again",
-            RuntimeWarning,
-            stacklevel=5,
+        yield f"the kernels could not all be checked on {card} ({verdict.note}); the next run tries again"
+    if verdict.unkept:
+        yield (
+            f"the verdict of the self-check cannot be kept in {verdict.unkept}: each run checks anew, which took"
+            f" {verdict.seconds:.0f} s. Set XDG_CACHE_HOME to a folder that can be written, or {SWITCH}=0 for no check"
         )
-    if not verdict.off:
-        return
-    _loader.switch_off(verdict.off)
-    # "step" speaks for the ops that only it has switched off.
-    whole = verdict.off.get("step")
-    told = [f"{name} ({why})" for name, why in verdict.off.items() if name == "step" or why != whole]
-    eager = "; steps are taken eagerly" if "captured" in verdict.off else ""
-    ops = "; PyTorch's operations take over, which is slower" if set(verdict.off) - {"captured"} else ""
-    warnings.warn(
-        f"mose_fast: the self-check on {card} has switched off: {'; '.join(told)}{ops}{eager}. All rows: mose-fast"
-        " doctor --check",
-        RuntimeWarning,
-        stacklevel=5,
-    )
+    if verdict.off:
+        # "step" speaks for the ops that only it has switched off.
+        whole = verdict.off.get("step")
+        told = [f"{name} ({why})" for name, why in verdict.off.items() if name == "step" or why != whole]
+        eager = "; steps are taken eagerly" if "captured" in verdict.off else ""
+        ops = "; PyTorch's operations take over, which is slower" if set(verdict.off) - {"captured"} else ""
+        yield (
+            f"the self-check on {card} has switched off: {'; '.join(told)}{ops}{eager}. All rows: mose-fast doctor"
+            " --check"
+        )
 
 
 # What is kept
@@ -208,43 +208,23 @@ def _keep(verdict: Verdict, kind: dict[str, str]) -> Verdict:
         return verdict
     values = dataclasses.asdict(verdict) | {"rows": [row._asdict() for row in verdict.rows]}
     path = _folder() / f"{_key(kind)}.json"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"kind": kind, "verdict": values}, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, (json.dumps({"kind": kind, "verdict": values}, indent=1) + "\n").encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        warnings.warn(
-            f"mose_fast: the verdict of the self-check cannot be kept in {path.parent} ({error.strerror}): each run"
-            f" checks anew, which took {verdict.seconds:.0f} s. Set XDG_CACHE_HOME to a folder that can be written, or"
-            f" {SWITCH}=0 for no check",
-            RuntimeWarning,
-            stacklevel=6,
-        )
+        return dataclasses.replace(verdict, unkept=f"{path.parent} ({error.strerror})")
     return verdict
 
 
 @contextlib.contextmanager
 def _locked(kind: dict[str, str]) -> Iterator[None]:
-    """Lets one process at a time check a kind of card, where the folder has locks."""
+    """Waits until no other process checks this kind, where files can be locked."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             _folder().mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((_folder() / f"{_key(kind)}.lock").open("ab"))
-            while not _lock(file):
-                time.sleep(0.1)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Locks an open file; returns False while another process holds it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @functools.cache
@@ -279,7 +259,10 @@ def _new(device: torch.device, kind: dict[str, str]) -> Verdict:
     rows: list[Row] = []
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    note = _in_processes(device, kind, rows)
+    try:
+        note = _in_processes(device, kind, rows)
+    except OSError as error:  # there is no memory for a process, or no room for what it says
+        note = f"its process cannot run: {error}"
     state = "failed" if switched_off(rows) else "unknown" if note else "passed"
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Verdict(state, tuple(rows), note, round(time.perf_counter() - start, 1), at)
@@ -295,8 +278,8 @@ def _in_processes(device: torch.device, kind: dict[str, str], rows: list[Row]) -
     done: list[str] = []
     while True:
         part, told = "", ""
-        wanted = {"path": sys.path, "device": str(device), "kind": kind, "done": done, "off": switched_off(rows)}
-        with _Process(wanted) as process:
+        wanted = {"device": str(device), "kind": kind, "done": done, "off": switched_off(rows)}
+        with tempfile.TemporaryFile() as said, _Process(wanted, said) as process:
             for message in process.messages():
                 match message:
                     case {"begin": part}:
@@ -322,18 +305,18 @@ def _in_processes(device: torch.device, kind: dict[str, str], rows: list[Row]) -
 
 
 class _Process:
-    """A process of the check, with this one's import path."""
+    """A process of the check, whose standard error goes to the file ``said``."""
 
-    def __init__(self, wanted: dict[str, Any]) -> None:
-        self.hung = False
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+    def __init__(self, wanted: dict[str, Any], said: IO[bytes]) -> None:
+        self.hung, self._said = False, said
         environment = {**os.environ, SWITCH: "0", "MOSE_FAST_NATIVE": str(Path(_loader.native.__file__).parent)}
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # one order of sums, for the tiny network
+        environment["PYTHONWARNINGS"] = "ignore"  # which may be errors here
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, json.dumps(wanted)],
+            python("mose_fast.train.self_check", json.dumps(wanted)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=said,
             env=environment,
             start_new_session=True,  # Ctrl-C goes to this process alone, which ends the other
         )
@@ -345,7 +328,6 @@ class _Process:
         self._process.kill()
         self._process.wait()
         self._process.stdout.close()
-        self._said.close()
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """What the process says, until it ends or hangs."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from mose_fast.processes import python
 from mose_fast.sweep.mps import MpsServer
-from mose_fast.sweep.processes import python
 from mose_fast.sweep.protocol import ENDS, Command, Event, Reader, died, how_it_died, send
 
 __all__ = ["Engine", "LocalEngine"]

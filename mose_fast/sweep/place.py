@@ -16,7 +16,7 @@ from mose_fast.methods import resolve_device
 from mose_fast.sweep.engine import Engine, LocalEngine
 from mose_fast.sweep.grid import Cell
 from mose_fast.sweep.ray_engine import RayEngine
-from mose_fast.threads import usable_cores
+from mose_fast.threads import thread_limit, usable_cores
 
 __all__ = ["Layout", "Place"]
 
@@ -97,8 +97,9 @@ class Layout:
 
     @property
     def threads(self) -> int:
-        """Number of CPU threads of each run."""
-        return max(1, self.cores // self.runs)
+        """Number of CPU threads of each run: a share of the cores, at most ``OMP_NUM_THREADS``."""
+        share = max(1, self.cores // self.runs)
+        return min(share, thread_limit(os.environ) or share)
 
     def engine(self, folder: Path, logs: Path, lock: int | None) -> Engine:
         """An engine for the sweep in ``folder``; workers print to ``logs`` and inherit the

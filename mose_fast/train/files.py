@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+from mose_fast._files import replace_file
 from mose_fast.errors import MoseFastError
 from mose_fast.output import readable
-from mose_fast.state_file import replace_file
 
 __all__ = [
     "IN_EVERY_CONFIG",

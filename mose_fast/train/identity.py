@@ -58,16 +58,16 @@ def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpo
             f"the checkpoint {checkpoint} does not belong to the configuration beside it: {shown}. Change it back, or"
             f" {afresh}"
         )
-    if edited := method_changes(found["method_files"], wanted["method_files"]):
-        raise RunError(
-            f"the checkpoint {checkpoint} was written by another version of the method ({edited}), and the results"
-            f" would mix the two; put the earlier file back, or {afresh}"
-        )
     if found["code"] != wanted["code"]:
         raise RunError(
             f"the checkpoint {checkpoint} was written by other code (mose-fast {told_code(found)}) than the code that"
             f" is running ({told_code(wanted)}), and the results would mix the two; continue with that code, or"
             f" {afresh}"
+        )
+    if edited := method_changes(found["method_files"], wanted["method_files"]):
+        raise RunError(
+            f"the checkpoint {checkpoint} was written by another version of the method ({edited}), and the results"
+            f" would mix the two; put the earlier file back, or {afresh}"
         )
     if changes := machine_changes(found["machine"], wanted["machine"]):
         warnings.warn(

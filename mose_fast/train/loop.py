@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mose_fast.config import RunConfig
-from mose_fast.device import own_stream, upload
+from mose_fast.device import deterministic, own_stream, upload
 from mose_fast.evaluate import AnytimeSample, TaskAccuracy, evaluate_learner
 from mose_fast.methods import Learner
 from mose_fast.signals import Interrupted, StopRequest, stop_request
@@ -106,7 +106,7 @@ class Loop:
         try:
             if self.folder is not None:
                 self.learner.check_kept()
-            with stop_request() as stop, _deterministic(self.config.deterministic), own_stream(self.learner.device):
+            with stop_request() as stop, deterministic(self.config.deterministic), own_stream(self.learner.device):
                 self._notify("on_start", self.config, self.stream, self.learner, self.position["done"], self._count())
                 parts = self.presented.parts
                 for part in range(self.position["task"], parts + int(self.joint)):
@@ -403,22 +403,3 @@ def _copied(records: Any) -> Any:
     if isinstance(records, dict):
         return {name: _copied(value) for name, value in records.items()}
     return list(records) if isinstance(records, list) else records
-
-
-@contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    """PyTorch's deterministic mode, without its filling of every new tensor: nothing that a step
-    reads is left unwritten, and the launches that fill tensors would be in every graph.
-    """
-    if not wanted:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filling

@@ -12,7 +12,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from mose_fast import _loader
 from mose_fast.config import RunConfig
-from mose_fast.device import own_stream
+from mose_fast.device import deterministic, own_stream
 from mose_fast.methods import create_learner
 from mose_fast.methods.model import set_precision
 from mose_fast.self_check.rows import OPS, Row, rows_of, table
@@ -128,7 +127,7 @@ def captured_rows(device: str, *, small: bool, seed: int = 0) -> Iterator[Row]:
     # PyTorch's up-sampling has no deterministic backward pass.
     gates = "align_conv" not in _loader.off
     how = {"small": small, "seed": seed, "kernels": kernels, "precision": "bf16", "gates": gates}
-    with _deterministic():
+    with deterministic():
         eager, captured = (train(device, **how, captured=captured) for captured in (False, True))
     case = f"{STEPS} steps, bf16"
     if captured.obstacle:
@@ -136,21 +135,6 @@ def captured_rows(device: str, *, small: bool, seed: int = 0) -> Iterator[Row]:
         return
     for name, said in (("losses", "losses that differ"), ("change", "weights that differ")):
         yield Row("captured", case, float((getattr(eager, name) != getattr(captured, name)).sum()), 0.0, said)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Deterministic algorithms, which leave new memory as it is: so kernels meet what they would
-    meet in a run.
-    """
-    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def parts(device: str, *, small: bool, seed: int = 0) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
@@ -164,13 +148,13 @@ def parts(device: str, *, small: bool, seed: int = 0) -> Iterator[tuple[str, Cal
         yield "captured", lambda: captured_rows(device, **how)
 
 
-def main(wanted: dict[str, Any]) -> None:
+def main() -> int:
     """Computes the parts that are not done yet, and reports them on standard output.
 
-    Args:
-        wanted: ``device``; ``kind``, as the caller sees it; ``done``, the parts that are done;
-            ``off``, what is switched off.
+    The argument of the command line is JSON: ``device``; ``kind``, as the caller sees it; ``done``,
+    the parts that are done; ``off``, what is switched off.
     """
+    wanted = json.loads(sys.argv[1])
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print
 
@@ -187,11 +171,11 @@ def main(wanted: dict[str, Any]) -> None:
         _use(device)
     except Exception as error:  # as varied as what can be wrong with a machine
         tell(obstacle=f"the card cannot be used: {_first_line(error)}")
-        return
+        return 0
     if kind != wanted["kind"]:
         differing = [name for name in wanted["kind"] if (kind or {}).get(name) != wanted["kind"][name]]
         tell(obstacle=f"its process has another {' and another '.join(differing)}")
-        return
+        return 0
     _loader.switch_off(wanted["off"])
     for name, compute in parts(wanted["device"], small=small):
         if name in wanted["done"]:
@@ -205,7 +189,7 @@ def main(wanted: dict[str, Any]) -> None:
             _use(device)
         except torch.OutOfMemoryError as error:
             tell(obstacle=f"the card has too little free memory: {_first_line(error)}")
-            return
+            return 0
         except Exception as error:
             rows.append(Row(name, "all", None, None, f"{type(error).__name__}: {_first_line(error)}"))
             tell(row=rows[-1]._asdict())
@@ -213,8 +197,9 @@ def main(wanted: dict[str, Any]) -> None:
         _loader.switch_off(switched_off(rows))
         tell(end=name)
         if not usable:
-            sys.exit(RESTART)
+            return RESTART
     tell(finished=True)
+    return 0
 
 
 def _use(device: torch.device) -> None:

@@ -29,9 +29,13 @@ SEEDS = (0, 1, 2)
 #: another.
 OPTIONS = {"gdumb": {"passes": 16, "passes_before": 2, "lr": 0.05}, "ocm": {"rotations": 1}, "onpro": {"rotations": 1}}
 #: Rounding differs between processors and torch releases, and training amplifies it: as a share of
-#: the test images. A change of rounding alone moved GDumb, with its many passes at a high learning
-#: rate, by 0.19, and no other method by more than 0.08.
+#: the test images, of the method's own classifier. With the instructions of SSE4.1, AVX2 and
+#: AVX-512 no method's differed from the stored one by more than 0.09, but GDumb's, with its many
+#: passes at a high learning rate, by 0.19.
 TOLERANCE = {method: 0.25 if method == "gdumb" else 0.12 for method in METHODS}
+#: The nearest class mean beside another classifier moves more: MIR's by 0.21, fine-tuning's by
+#: 0.14.
+TOLERANCE_BESIDE = 0.3
 
 
 @cache
@@ -64,7 +68,10 @@ def mean(method: str) -> float:
 # One seed for each method, in turn: what moves a method's accuracy moves it with every seed.
 @pytest.mark.parametrize(("method", "seed"), zip(METHODS, cycle(SEEDS), strict=False))
 def test_accuracies_are_the_stored_ones(method, seed):
-    assert measured(method, seed) == pytest.approx(STORED_FIGURES[method][seed], abs=TOLERANCE[method])
+    own, beside = measured(method, seed)
+    stored_own, stored_beside = STORED_FIGURES[method][seed]
+    assert own == pytest.approx(stored_own, abs=TOLERANCE[method])
+    assert beside == pytest.approx(stored_beside, abs=TOLERANCE_BESIDE)
 
 
 # What the stored figures must show

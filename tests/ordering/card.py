@@ -414,6 +414,15 @@ class Card:
         # Its own check of arguments comes before any mode.
         record_stream = lambda tensor, stream: self.record_stream(tensor, stream)  # noqa: E731 - a method of tensors
         self._stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
+        by_dlpack = torch.from_dlpack
+
+        def shared_by_dlpack(source: Any) -> Tensor:
+            tensor = by_dlpack(source)
+            if isinstance(source, Tensor):
+                self.share(tensor, source)
+            return tensor
+
+        self._stack.enter_context(mock.patch.object(torch, "from_dlpack", shared_by_dlpack))
         # A capture of the stand-in always comes to its end.
         self._stack.enter_context(
             mock.patch.object(torch._C, "_cuda_endAllocateToPool", mock.Mock(side_effect=RuntimeError), create=True)

@@ -80,10 +80,7 @@ _from_dlpack = torch.from_dlpack
 def from_dlpack(made: _Made | Tensor) -> Tensor:
     """In place of ``torch.from_dlpack``."""
     if isinstance(made, Tensor):
-        shared = _from_dlpack(made)
-        if Card.current is not None:
-            Card.current.share(shared, made)
-        return shared
+        return _from_dlpack(made)
     shared = made.tensor.view_as(made.tensor)
     weakref.finalize(shared, made.card.will_wait, "DALI's thread that frees what left by DLPack")
     return shared

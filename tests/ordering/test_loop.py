@@ -188,8 +188,10 @@ def test_a_capture_that_fails_leaves_order(monkeypatch):
         Card() as card,
         pytest.warns(UserWarning, match=r"no CUDA graph .*not permitted when stream is capturing .*eager steps"),
     ):
-        a_ring_alone()
+        results = run(settings())
     assert not card.races and card.replays == 0
+    assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (13, 13, 1)
+    assert results["resolved"]["step"] == "eager" and "not permitted" in results["resolved"]["reasons"]["step"]
 
 
 class Breaks(Listener):

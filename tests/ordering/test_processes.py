@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from mose_fast import _loader
+from mose_fast import _loader, processes
 from mose_fast.sweep import engine as engine_module
-from mose_fast.sweep import processes
 from mose_fast.sweep.engine import LocalEngine
 from mose_fast.sweep.folder import SweepFolder
 from mose_fast.train import Listener, RunError, run

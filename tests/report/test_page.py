@@ -111,7 +111,7 @@ def test_exports_hold_the_same_numbers(sweep, read_page, numbers):
     tables = read_page(page).tables
     files = {file.name for file in folder.iterdir()}
     assert files == {f"{name}.{ending}" for name in tables for ending in ("csv", "md", "tex")}
-    assert tables.keys() == {"main", "estimates", "experts", "tasks", "cost", "runs", "comparisons"}
+    assert tables.keys() == {"main", "estimates", "experts", "tasks", "cost", "size", "runs", "comparisons"}
     for name, (_, *rows) in tables.items():
         wanted = [[n for cell in row for n in numbers(cell)] for row in rows]
         text = {ending: (folder / f"{name}.{ending}").read_text() for ending in ("csv", "md", "tex")}
@@ -146,7 +146,7 @@ def test_page_needs_no_other_file_and_no_network(sweep, read_page):
 
 def test_every_figure_and_table_has_a_caption_that_counts_the_seeds(sweep, read_page):
     seen = read_page(sweep[1])
-    assert len(seen.captions) == 6 + 7
+    assert len(seen.captions) == 6 + 8
     assert seen.tags.count("figure") == len(seen.captions)
     for caption in seen.captions:
         assert re.search(r"3 seeds|n = 3|n seeds|\(n\)|12 runs", caption), caption
@@ -177,7 +177,7 @@ def test_tables_and_figures_scroll_on_a_narrow_screen(sweep):
     _, page = sweep
     text = page.read_text()
     inside = re.findall(r'<div class="wide" tabindex="0"><(table|img)', text)
-    assert (inside.count("table"), inside.count("img")) == (7, 6) == (text.count("<table"), text.count("<img"))
+    assert (inside.count("table"), inside.count("img")) == (8, 6) == (text.count("<table"), text.count("<img"))
     assert ".wide { overflow-x: auto; }" in text
     # A figure that is scaled down to 400 px has letters of 4 px.
     assert "@media screen and (max-width: 1100px) { figure img { max-width: none; } }" in text
@@ -416,7 +416,7 @@ def test_a_full_disk_has_advice_for_a_report(make, tmp_path, no_figures, monkeyp
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mose_fast.train.files.os.fsync", full)
+    monkeypatch.setattr("mose_fast._files.os.fsync", full)
     with pytest.raises(RunError, match=r"report\.html .*: No space left.* then run the same command again$") as refusal:
         write_report([tmp_path / "runs"], tmp_path / "out")
     assert "resume" not in str(refusal.value)

@@ -16,6 +16,7 @@ import torch
 
 from mose_fast import _loader
 from mose_fast.nn.kernels import choose_kernels
+from mose_fast.processes import python
 from mose_fast.self_check import verdict as module
 from mose_fast.self_check.rows import OPS, Row
 from mose_fast.self_check.verdict import SWITCH, check, settle, stored
@@ -26,24 +27,24 @@ KIND = {"library": "0123", "code": "4567", "torch": "2.14", "card": "Imagined 50
 # Reports the parts "adam" and "null", and does in a part what the test says.
 SCRIPT = """
 import json, os, signal, sys, time
-wanted = json.loads(sys.argv[1])
-sys.path[:] = wanted["path"]
 def tell(**message):
     print(json.dumps(message), flush=True)
 def row(op, error, bound=1.0):
     tell(row=dict(op=op, case="some", error=error, bound=bound, said="y"))
-with open({log!r}, "a") as log:
-    print(json.dumps([wanted["done"], wanted["off"]]), file=log)
-{before}
-for op in ("adam", "null", "step"):
-    if op in wanted["done"]:
-        continue
-    tell(begin=op)
-    {inside}
-    row(op, 0.5)
-    tell(end=op)
-    {after}
-tell(finished=True)
+def main():
+    wanted = json.loads(sys.argv[1])
+    with open({log!r}, "a") as log:
+        print(json.dumps([wanted["done"], wanted["off"]]), file=log)
+    {before}
+    for op in ("adam", "null", "step"):
+        if op in wanted["done"]:
+            continue
+        tell(begin=op)
+        {inside}
+        row(op, 0.5)
+        tell(end=op)
+        {after}
+    tell(finished=True)
 """
 
 
@@ -57,10 +58,13 @@ def process(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "kind_of", lambda device: dict(KIND))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(SWITCH)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(module, "python", lambda name, *arguments: python("checks_nothing", *arguments))
     log = tmp_path / "log"
 
-    def does(inside="pass", before="", after="pass"):
-        monkeypatch.setattr(module, "_COMMAND", SCRIPT.format(log=str(log), inside=inside, before=before, after=after))
+    def does(inside="pass", before="pass", after="pass"):
+        text = SCRIPT.format(log=str(log), inside=inside, before=before, after=after)
+        (tmp_path / "checks_nothing.py").write_text(text)
         return lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
     return does
@@ -226,11 +230,24 @@ def test_a_device_without_kernels_has_no_verdict(process, monkeypatch):
     assert settle(torch.device("cuda")) is None and started() == []
 
 
-def test_the_process_has_this_ones_import_path(process, monkeypatch, tmp_path):
-    (tmp_path / "only_here.py").touch()
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    process(before="import only_here")
-    assert quietly().state == "passed"
+def test_where_warnings_are_errors_what_failed_is_off_and_the_verdict_kept(process, monkeypatch):
+    """In the process of the check, they are not."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    started = process("if op == 'null': row(op, 3.0)", before="import warnings; warnings.warn('of another library')")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="switched off: null"):
+            settle(CPU)
+        assert settle(CPU) == stored(CPU) and stored(CPU).state == "failed"
+    assert set(_loader.off) == {"null"} and len(started()) == 1
+
+
+def test_without_a_process_nothing_is_switched_off(process, monkeypatch):
+    started = process()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.warns(RuntimeWarning, match="its process cannot run: .*No such file.*the next run tries again"):
+        assert settle(CPU).state == "unknown"
+    assert _loader.off == {} and stored(CPU) is None and started() == []
 
 
 def test_an_interruption_ends_the_process(process, monkeypatch):
