@@ -3,6 +3,7 @@
 #   make train STREAM=split-cifar100 ARGS="--data-dir DIR --memory 1000"
 #   make test                           the same environment, then the tests
 #   make paper-trial                    every row of every table and figure of the paper with a small network (for the night)
+#   make nightly                        nvcc's PTX on the CPU with more cases, in two ways of lanes, and with faults that must be seen
 # Also: make lint, make clean. A second call repeats only the steps whose inputs have changed.
 
 STREAM ?= digits
@@ -25,7 +26,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 STEP := @$(VENV)/bin/python -m build_tools.announce
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
 
-.PHONY: train test paper-trial lint clean
+.PHONY: train test paper-trial nightly lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/package.stamp
@@ -42,6 +43,12 @@ test: $(VENV)/test.stamp
 PAPER_STREAM ?= --stream digits --set rotations=1
 paper-trial: $(VENV)/package.stamp
 	$(VENV)/bin/mose-fast paper all $(PAPER_STREAM) --width 8 --limit-per-task 20 --device cpu --seeds 0 --out runs/paper-trial $(ARGS)
+
+# The interpreter is no part of this repository: it lies beside it, in shared/tools. Wants nvcc and g++; no card.
+PTX_ON_CPU := ../shared/tools/ptx_on_cpu/run.py
+nightly: $(VENV)/bin/python
+	$(VENV)/bin/python $(PTX_ON_CPU) .
+	$(VENV)/bin/python $(PTX_ON_CPU) . --faults
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .

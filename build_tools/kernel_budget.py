@@ -1,15 +1,15 @@
 """Checks what every kernel takes against budgets, and predicts how long a step's kernels take.
 
-    python -m build_tools.kernel_budget          # compiles each .cu for sm_80 and sm_90, and checks
+    python -m build_tools.kernel_budget          # compiles each .cu for every card of a release
     python -m build_tools.kernel_budget --table  # also predicts; needs the emulated card
     python -m build_tools.kernel_budget --write  # also writes csrc/loop_budget.txt and the table of
                                                  # docs/performance.md
 
-The check compares what ptxas says of every kernel (registers, stack, spills) with
-csrc/kernel_budget.txt, and what the loops of those instances that a step uses issue, by class, with
-csrc/loop_budget.txt (sm_90). It fails if a kernel spills, needs more than its line grants, or has
-no line, if a line has no kernel, if a loop grew by more than 3 %, and if a loop does what
-:func:`build_tools.machine_code.refusals` names. Needs nvcc and nvdisasm, but no card.
+The check compares the registers that ptxas says every kernel takes with csrc/kernel_budget.txt, and
+what the loops of those instances that a step uses issue, by class, with csrc/loop_budget.txt
+(sm_90). It fails if a kernel spills or has a stack, takes more registers than its line grants, or
+has no line, if a line has no kernel, if nvcc warns, if a loop grew by more than 3 %, and if a loop
+does what :func:`build_tools.machine_code.refusals` names. Needs nvcc and nvdisasm, but no card.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from build_tools.cuda import find_toolkits
+from build_tools.cuda import RELEASE_ARCHS, default_archs, find_toolkits
 from build_tools.describe import jobs
 from build_tools.machine_code import CLASSES, Kernel, disassemble, instance_names, parse_code, refusals
 from build_tools.predict import Launch, markdown, parse_record, predict
 from build_tools.sources import read_sources
 
 __all__ = [
-    "Budget",
     "Usage",
     "compare",
     "compare_loops",
@@ -46,7 +44,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-ARCHS = ("80", "90")
+ARCHS = tuple(arch.replace(".", "") for arch in RELEASE_ARCHS)
 #: How much a loop may grow before the check fails.
 GROWTH = 1.03
 EMULATED = ROOT / "build" / "emulated" / "mose_fast"
@@ -68,16 +66,6 @@ class Usage(NamedTuple):
     stack: int
     spills: int
     symbol: str
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a kernel may need at most, in any instance on any architecture; spills are never
-    granted.
-    """
-
-    registers: int
-    stack: int
 
 
 def kernel_name(symbol: str) -> str:
@@ -123,47 +111,54 @@ def parse_ptxas(text: str) -> list[Usage]:
     return usages
 
 
-def parse_budget(text: str) -> dict[str, Budget]:
-    """Reads lines ``kernel registers stack``; ``#`` starts a comment.
+def parse_budget(text: str) -> dict[str, dict[str, int]]:
+    """Reads lines ``kernel registers ...``, one number for each of :data:`ARCHS`; ``#`` starts a
+    comment.
+
+    Returns:
+        The registers by kernel and architecture.
 
     Raises:
         ValueError: A line is malformed, or a kernel has two.
     """
-    budgets: dict[str, Budget] = {}
+    budgets: dict[str, dict[str, int]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#")[0].split()
         if not words:
             continue
-        if len(words) != 3 or not all(word.isdecimal() for word in words[1:]):
-            raise ValueError(f"line {number} is {line!r}; wanted a kernel's name, its registers and its bytes of stack")
+        if len(words) != 1 + len(ARCHS) or not all(word.isdecimal() for word in words[1:]):
+            raise ValueError(
+                f"line {number} is {line!r}; wanted a kernel's name and its registers on sm_{', sm_'.join(ARCHS)}"
+            )
         if words[0] in budgets:
             raise ValueError(f"line {number}: {words[0]} has a line already")
-        budgets[words[0]] = Budget(int(words[1]), int(words[2]))
+        budgets[words[0]] = dict(zip(ARCHS, map(int, words[1:]), strict=True))
     return budgets
 
 
-def compare(usages: Iterable[Usage], budgets: Mapping[str, Budget]) -> list[str]:
+def compare(usages: Iterable[Usage], budgets: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Returns one complaint for each thing that is not as the budget says; none means that all is
-    well.
+    well. Spills and stacks are never granted.
     """
-    most: dict[str, list[int]] = {}
+    most: dict[str, dict[str, int]] = {}
     complaints = []
     for usage in usages:
-        needs = most.setdefault(usage.kernel, [0, 0])
-        needs[:] = max(needs[0], usage.registers), max(needs[1], usage.stack)
-        if usage.spills:
-            complaints.append(f"{usage.kernel} spills {usage.spills} bytes on sm_{usage.arch}; wanted none")
-    for kernel, (registers, stack) in most.items():
-        budget = budgets.get(kernel)
-        line = f"{kernel} {-(-registers // 8) * 8} {stack}"  # cards hand out registers in eights
-        if budget is None:
-            complaints.append(f"{kernel} has no line; needed: {line}")
-        elif registers > budget.registers or stack > budget.stack:
-            granted = f"{budget.registers} and {budget.stack}"
+        needs = most.setdefault(usage.kernel, {})
+        # Cards hand out registers in eights.
+        needs[usage.arch] = max(needs.get(usage.arch, 0), -(-usage.registers // 8) * 8)
+        if usage.spills or usage.stack:
             complaints.append(
-                f"{kernel} takes {registers} registers and {stack} bytes of stack; granted are {granted}. Needed:"
-                f" {line}"
+                f"{usage.kernel} has a stack of {usage.stack} bytes and spills {usage.spills} on sm_{usage.arch};"
+                " wanted none"
             )
+    for kernel, needs in most.items():
+        granted = budgets.get(kernel)
+        line = " ".join([kernel, *(str(needs.get(arch, "-")) for arch in ARCHS)])
+        if granted is None:
+            complaints.append(f"{kernel} has no line; needed: {line}")
+        elif beyond := [arch for arch in needs if needs[arch] > granted[arch]]:
+            found = ", ".join(f"{needs[arch]} registers on sm_{arch}, granted are {granted[arch]}" for arch in beyond)
+            complaints.append(f"{kernel} takes {found}. Needed: {line}")
     complaints += [f"{kernel} has a line, but there is no such kernel" for kernel in budgets if kernel not in most]
     return complaints
 
@@ -180,7 +175,7 @@ def table(usages: Iterable[Usage]) -> str:
     lines = [f"{'kernel':<44}{'arch':>6}{'instances':>11}{'registers':>11}{'stack':>7}{'spills':>8}"]
     lines += [
         f"{kernel:<44}{'sm_' + arch:>6}{n:>11}{r:>11}{s:>7}{p:>8}"
-        for (kernel, arch), (n, r, s, p) in sorted(rows.items())
+        for (kernel, arch), (n, r, s, p) in sorted(rows.items(), key=lambda row: (row[0][0], len(row[0][1]), row[0][1]))
     ]
     return "\n".join(lines)
 
@@ -284,11 +279,12 @@ def main(arguments: Sequence[str] = ()) -> int:
         return 2
     lists = read_sources(ROOT / "csrc")
     nvcc = toolkits[0].root / "bin" / "nvcc"
+    archs = [arch.removesuffix("+PTX").replace(".", "") for arch in default_archs(toolkits[0].version)]
     with ThreadPoolExecutor(jobs()) as pool:
         done = [
             pool.submit(_compile, nvcc, lists["MOSE_FAST_NVCC_FLAGS"], ROOT / "csrc" / name, arch)
             for name in lists["MOSE_FAST_CUDA_SOURCES"]
-            for arch in ARCHS
+            for arch in archs
         ]
         usages = [usage for output in done for usage in parse_ptxas(output.result()[0])]
         code = [kernel for output in done for kernel in parse_code(output.result()[1])]
@@ -306,6 +302,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     if wanted.write:
         loop_budget.write_text(loop_lines({name: kernel for name, kernel in kernels.items() if name in used}))
         _enter(ROOT / "docs/performance.md", predicted)
+    warnings = {line for output in done for line in output.result()[0].splitlines() if "warning" in line.lower()}
+    for warning in sorted(warnings):
+        print(f"nvcc: {warning}", file=sys.stderr)
     budgets = {
         "kernel_budget.txt": compare(usages, parse_budget((ROOT / "csrc" / "kernel_budget.txt").read_text())),
         "loop_budget.txt": compare_loops(kernels, parse_loops(loop_budget.read_text()), used),
@@ -313,7 +312,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     for name, complaints in budgets.items():
         for complaint in complaints:
             print(f"csrc/{name}: {complaint}", file=sys.stderr)
-    return 1 if any(budgets.values()) else 0
+    return 1 if warnings or any(budgets.values()) else 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ constexpr AlignConvServes align_conv_serves(FloatType type, int64_t channels, in
 
 // What the convolution reads: x' = x, with a prologue relu(scale (x - mean) + shift), with a gate
 // times sigmoid(up(gate)), up doubling both sides bilinearly. Maps and gate are float32, bfloat16
-// or float16, all of one type, and aligned to 16 bytes.
+// or float16, all of one type; they and the prologue are aligned to 16 bytes.
 struct AlignConvInput {
   FloatType type;
   const void* x;          // [images, height, width, channels]

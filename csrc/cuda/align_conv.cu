@@ -12,7 +12,6 @@ namespace mf::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kLanes;
 constexpr int kFinishThreads = 1024;  // few blocks, which wait for memory
 // Blocks that loop over tiles: as many as run at once on 132 multiprocessors of 227 KiB, the same
 // on every card, so that sums are too.

@@ -624,7 +624,7 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
         quad[q].kept = tile.kept + 4 * q * kThreads;
         quad[q].enter(tile, lane, unit + q * (kQuads / 2), channel);
         if (quad[q].kIsScarce) {
-          __syncwarp();
+          __syncwarp();  // orders nothing in memory: both quads at once would take registers that are not left
         }
       }
       __syncwarp();
@@ -649,7 +649,8 @@ __device__ void align_conv_backward_block(const AlignConvBackward& params, const
   }
   const int channel = tile.at->first_channel + Block::channel_of_warp();
   if (params.sums != nullptr && channel < in.channels) {
-    float* to = params.sums + static_cast<int64_t>(blockIdx.x) / slices * kAlignConvSums * in.channels + channel;
+    const int64_t part = tile.at->number % tile.at->step.number;  // the block's first tile: no register has kept it
+    float* to = params.sums + part * kAlignConvSums * in.channels + channel;
     products.leave(to, in.channels);
     leave_prologue(prologue.shift, prologue.scale, to, in.channels);
   }

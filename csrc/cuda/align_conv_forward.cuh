@@ -75,7 +75,7 @@ struct WarpPart {
   int first_row, first_column;
 
   __device__ static WarpPart of_warp() {
-    const int warp = threadIdx.x / kLanes;
+    const auto warp = static_cast<int>((kIsBlackwell ? thread_read_anew() : threadIdx.x) / kLanes);
     return {warp / kColumnWarps * 16 * kRowTiles, warp % kColumnWarps * 8 * kColumnTiles};
   }
   __device__ int row(int tile, int half) const {
@@ -267,7 +267,6 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const F
   const auto out_channels = static_cast<int>(params.out_channels);
   const auto valid = static_cast<int>(in.valid_images());
   const int stride = memory_map.stride;
-  const Part part = Part::of_warp();
   T* weights = reinterpret_cast<T*>(memory);
   T* left = reinterpret_cast<T*>(memory + memory_map.left);
   T* staged = reinterpret_cast<T*>(memory + memory_map.staged);
@@ -302,6 +301,7 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const F
       }
       __syncthreads();
     }
+    const Part part = Part::of_warp();
     if (part.first_column < out_channels) {
       float d[Part::kRowTiles][Part::kColumnTiles][4] = {};
       multiply_part(part, left, weights, stride, channels, d);
@@ -313,8 +313,10 @@ __device__ void align_conv_forward_block(const AlignConvForward& params, const F
       }
     }
   }
-  __syncwarp();  // since the last barrier nobody has used `staged`
-  leave_moments<T, Part, kThreads>(params, part, moments, reinterpret_cast<Moments*>(staged));
+  // Orders no access to memory: tells the compiler that the lanes are together, else it makes a second way,
+  // for lanes that are apart, of each shuffle.
+  __syncwarp();
+  leave_moments<T, Part, kThreads>(params, Part::of_warp(), moments, reinterpret_cast<Moments*>(staged));
 }
 
 // Count, sum and sum of squares of numbers' distances from an origin.

@@ -10,6 +10,9 @@
 // So a gradient that is no number spreads to the pixel's eight channels. Sums are in float32.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "cuda/align_conv_tile.cuh"
 
 namespace mf::cuda {
@@ -43,6 +46,16 @@ struct Reach {
     return output(p / 2, k / taps(p % 2)) * kOutputs + output(p % 2, k % taps(p % 2));
   }
 };
+
+// Calls work(std::integral_constant<int, i>()) for i in [0, kCount).
+template <int... kIs, typename Work>
+__device__ void each_of(std::integer_sequence<int, kIs...> /*constants*/, const Work& work) {
+  (work(std::integral_constant<int, kIs>()), ...);
+}
+template <int kCount, typename Work>
+__device__ void each_constant(const Work& work) {
+  each_of(std::make_integer_sequence<int, kCount>(), work);
+}
 
 // Where a quad's first pixels lie, in units of 16 bytes from the beginning of a block's tile in shared
 // memory, and what is true of the quad.
@@ -281,24 +294,23 @@ struct Gather<float, kStride, kGate, kPitch> {
   }
 
   __device__ void gather(int unit, int x_columns, int grad_columns, float2 (&back)[2][4]) {
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
+    // Constants as types: of loops with `#pragma unroll` nvcc for sm_100 keeps the sums in local memory.
+    each_constant<2>([&](auto q) {
       const QuadAt at = QuadAt::of(own.list, unit + q * (kQuads / 2));
       const float* x = own.tile + at.x * QuadAt::kUnit<float>;
       const float* grad = own.tile + at.grad * QuadAt::kUnit<float>;
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
+      each_constant<4>([&](auto p) {
         const float2 entered = pair_at(x + (p / 2 * x_columns + p % 2) * kPitch);
         back[q][p] = {0.0f, 0.0f};
-#pragma unroll
-        for (int k = 0; k < R::taps_of_pixel(p); ++k) {
-          const int output = R::output_of_pixel(p, k);
-          const float2 g = pair_at(grad + (output / R::kOutputs * grad_columns + output % R::kOutputs) * kPitch);
-          add_product(back[q][p], g, weights[R::tap_of_pixel(p, k)]);
-          add_product(sums[R::tap_of_pixel(p, k)], g, entered);
-        }
-      }
-    }
+        each_constant<R::taps_of_pixel(p)>([&](auto k) {
+          constexpr int kOutput = R::output_of_pixel(p, k);
+          constexpr int kTap = R::tap_of_pixel(p, k);
+          const float2 g = pair_at(grad + (kOutput / R::kOutputs * grad_columns + kOutput % R::kOutputs) * kPitch);
+          add_product(back[q][p], g, weights[kTap]);
+          add_product(sums[kTap], g, entered);
+        });
+      });
+    });
   }
 
   __device__ void leave(float* to, int64_t channels) const {

@@ -338,11 +338,9 @@ __device__ void load_quads(const AlignConvInput& in, int valid, const ForwardTil
         }
       }
     }
-    if constexpr (kLoad == Load::kCopy) {
-      continue;
-    } else if constexpr (kLoad == Load::kPrologue) {
+    if constexpr (kLoad == Load::kPrologue) {
       apply_prologue(in.prologue + channel, step, x);
-    } else {
+    } else if constexpr (kLoad != Load::kCopy) {
       Vec<T, 8> gate[4];
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
@@ -356,18 +354,20 @@ __device__ void load_quads(const AlignConvInput& in, int valid, const ForwardTil
         apply_gate(gate, i, x);
       }
     }
+    if constexpr (kLoad != Load::kCopy) {
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      if (has_row[p / 2] && has_column[p % 2]) {
-        const bool exists = in_row[p / 2] && in_column[p % 2];
-        constexpr uint32_t kZeros[4] = {};
+      for (int p = 0; p < 4; ++p) {
+        if (has_row[p / 2] && has_column[p % 2]) {
+          const bool exists = in_row[p / 2] && in_column[p % 2];
+          constexpr uint32_t kZeros[4] = {};
 #pragma unroll
-        for (int word = 0; word < Vec<T, 8>::kWords; word += 4) {
-          T* place = to + (p / 2 * region.columns + p % 2) * kSlice + word * 4 / sizeof(T);
-          if (exists) {
-            store_16_bytes(place, x[p].word + word);
-          } else {
-            store_16_bytes(place, kZeros);
+          for (int word = 0; word < Vec<T, 8>::kWords; word += 4) {
+            T* place = to + (p / 2 * region.columns + p % 2) * kSlice + word * 4 / sizeof(T);
+            if (exists) {
+              store_16_bytes(place, x[p].word + word);
+            } else {
+              store_16_bytes(place, kZeros);
+            }
           }
         }
       }

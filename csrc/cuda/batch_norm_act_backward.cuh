@@ -103,12 +103,13 @@ __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, in
     T* out = static_cast<T*>(params.g);
     const Walk walk = Walk::of(own);
     in_batches<kBatch>(walk.first, valid, walk.step, [&](int position, int step, int count, auto is_full) {
-      Vec<T, kGroup> words[kBatch];
-      [[maybe_unused]] Vec<T, kGroup> others[kBatch];
+      constexpr int kMost = kMostOf<kBatch, decltype(is_full)>;
+      Vec<T, kGroup> words[kMost];
+      [[maybe_unused]] Vec<T, kGroup> others[kMost];
       const int64_t first = position * channels + own.channel;
       const int64_t stride = step * channels;
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
+      for (int j = 0; j < kMost; ++j) {
         if (is_full || j < count) {
           words[j] = Vec<T, kGroup>::load(map + (first + j * stride));
           if constexpr (kForm == NormForm::kTwoNorms) {
@@ -116,10 +117,10 @@ __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, in
           }
         }
       }
-      float g[kBatch][kGroup];
+      float g[kMost][kGroup];
       load_gradients<T, false>(params, first, stride, count, is_full, g);
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
+      for (int j = 0; j < kMost; ++j) {
         if (!is_full && j >= count) {
           break;
         }
@@ -221,12 +222,13 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
       }
     }
     in_batches<kBatch>(position, pixels, walk.step, [&](int position, int step, int count, auto is_full) {
-      Vec<T, kGroup> words[kBatch];
-      [[maybe_unused]] Vec<T, kGroup> others[kBatch];
+      constexpr int kMost = kMostOf<kBatch, decltype(is_full)>;
+      Vec<T, kGroup> words[kMost];
+      [[maybe_unused]] Vec<T, kGroup> others[kMost];
       const int64_t first = (pixels - 1 - position) * channels + own.channel;
       const int64_t stride = -step * channels;
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
+      for (int j = 0; j < kMost; ++j) {
         if (is_full || j < count) {
           words[j] = Vec<T, kGroup>::load_last(map + (first + j * stride));
           if constexpr (kForm == NormForm::kTwoNorms) {
@@ -234,10 +236,10 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
           }
         }
       }
-      float g[kBatch][kGroup] = {};
+      float g[kMost][kGroup] = {};
       load_gradients<T, true>(params, first, stride, count, is_full, g);
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
+      for (int j = 0; j < kMost; ++j) {
         if (!is_full && j >= count) {
           break;
         }

@@ -39,12 +39,13 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
     }
   }
   in_batches<kBatch>(position, pixels, walk.step, [&](int position, int step, int count, auto is_full) {
-    Vec<T, kGroup> words[kBatch];
-    [[maybe_unused]] Vec<T, kGroup> added[kBatch];
+    constexpr int kMost = kMostOf<kBatch, decltype(is_full)>;
+    Vec<T, kGroup> words[kMost];
+    [[maybe_unused]] Vec<T, kGroup> added[kMost];
     const int64_t first = (pixels - 1 - position) * channels + own.channel;
     const int64_t stride = step * channels;
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kMost; ++j) {
       if (is_full || j < count) {
         words[j] = Vec<T, kGroup>::load_last(x + (first - j * stride));
         if constexpr (kResidual) {
@@ -53,7 +54,7 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
       }
     }
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kMost; ++j) {
       if (!is_full && j >= count) {
         break;
       }

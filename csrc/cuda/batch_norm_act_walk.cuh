@@ -61,6 +61,10 @@ __device__ void wait_for_first_pass(const T* map, const Walk& walk, int end, con
   let_next_begin();
 }
 
+// The most positions for which in_batches calls its work so.
+template <int kBatch, typename IsFull>
+constexpr int kMostOf = IsFull::value ? kBatch : kBatch - 1;
+
 // Calls work(position, step, count, is_full) for kBatch positions at a time, the last time for
 // fewer: is_full says at compile time that count is kBatch, so that nothing is asked of every
 // pixel. A batch is what a thread loads before it uses the first of it.
@@ -69,8 +73,10 @@ __device__ void in_batches(int position, int end, int step, const Work& work) {
   for (; position + (kBatch - 1) * step < end; position += kBatch * step) {
     work(position, step, kBatch, std::true_type());
   }
-  if (position < end) {
-    work(position, step, 1 + (end - 1 - position) / step, std::false_type());
+  if constexpr (kBatch > 1) {
+    if (position < end) {
+      work(position, step, 1 + (end - 1 - position) / step, std::false_type());
+    }
   }
 }
 

@@ -63,16 +63,17 @@ __device__ void batch_norm_pool_block(const BatchNormPoolForward& params) {
     const T* x = static_cast<const T*>(params.x) + start;
     const T* residual = static_cast<const T*>(params.residual) + start;
     in_batches<kBatch>(own.lane, pixels, kPooledLanes, [&](int pixel, int step, int count, auto is_full) {
-      Vector words[kBatch], added[kBatch];
+      constexpr int kMost = kMostOf<kBatch, decltype(is_full)>;
+      Vector words[kMost], added[kMost];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
+      for (int j = 0; j < kMost; ++j) {
         if (is_full || j < count) {
           words[j] = Vector::load(x + (pixel + j * step) * channels);
           added[j] = Vector::load(residual + (pixel + j * step) * channels);
         }
       }
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
+      for (int j = 0; j < kMost; ++j) {
         if (!is_full && j >= count) {
           break;
         }
@@ -168,17 +169,18 @@ __device__ void batch_norm_pool_backward_block(const BatchNormPoolBackward& para
     of_pixel[i] *= share;
   }
   in_batches<kBatch>(own.lane, pixels, kPooledLanes, [&](int pixel, int step, int count, auto is_full) {
-    Vector words[kBatch];
-    unsigned bits[kBatch];
+    constexpr int kMost = kMostOf<kBatch, decltype(is_full)>;
+    Vector words[kMost];
+    unsigned bits[kMost];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kMost; ++j) {
       if (is_full || j < count) {
         words[j] = Vector::load(x + (pixel + j * step) * channels);
         bits[j] = params.mask[(start + (pixel + j * step) * channels) / kGroup];
       }
     }
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kMost; ++j) {
       if (!is_full && j >= count) {
         break;
       }

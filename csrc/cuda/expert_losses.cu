@@ -24,8 +24,13 @@ __global__ void __launch_bounds__(kTermWarps* kLanes) expert_terms_kernel(const 
   expert_terms_block<kTermWarps>(params, *reinterpret_cast<TermsShared<kTermWarps>*>(memory));
 }
 
+// Without a limit the compiler for Blackwell takes 225 registers where 168 do: bounds for more threads than
+// are launched are one.
+template <int kWarps>
+constexpr int kGradientBound = kIsBlackwell ? 320 : kWarps * kLanes;
+
 template <typename T, int kWarps>
-__global__ void __launch_bounds__(kWarps* kLanes, 1)
+__global__ void __launch_bounds__(kGradientBound<kWarps>, 1)
     expert_gradient_kernel(const ExpertLossesBackward params, const ExpertLossesGrid grid) {
   MF_DYNAMIC_SHARED(memory);
   expert_gradient_block<T, kWarps>(params, grid, *reinterpret_cast<ContrastShared<T, kWarps>*>(memory));
@@ -35,6 +40,7 @@ unsigned checked_blocks(const ExpertLossesInput& in, const ExpertLossesGrid& gri
   for (const FloatArray* array : {&in.projections, &in.logits, &in.features, &in.student}) {
     MF_CHECK(array->type != FloatType::kFloat64, "an input is float64; on CUDA wanted float32, bfloat16 or float16");
   }
+  MF_CHECK(in.features.type == in.student.type, "features and student have two types; wanted one");
   return grid.blocks();
 }
 

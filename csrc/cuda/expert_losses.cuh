@@ -60,11 +60,8 @@ __device__ void expert_statistics_block(const ExpertLossesForward& params, const
   }
   const unsigned row = (block - grid.cross_entropy) * kWarps + warp;
   if (row < in.experts * rows) {
-    with_type(in.student.type, [&](auto of_student) {
-      with_type(in.features.type, [&](auto of_features) {
-        distance_statistics<decltype(of_student), decltype(of_features)>(params, row / rows, row % rows, lane);
-      });
-    });
+    with_type(in.features.type,
+              [&](auto type) { distance_statistics<decltype(type)>(params, row / rows, row % rows, lane); });
   }
 }
 
@@ -94,11 +91,7 @@ __device__ void expert_gradient_block(const ExpertLossesBackward& params, const 
   }
   const unsigned row = (block - grid.cross_entropy) * kWarps + warp;
   if (row < rows) {
-    with_type(in.student.type, [&](auto of_student) {
-      with_type(in.features.type, [&](auto of_features) {
-        distance_gradient<decltype(of_student), decltype(of_features)>(params, row, lane);
-      });
-    });
+    with_type(in.features.type, [&](auto type) { distance_gradient<decltype(type)>(params, row, lane); });
   }
 }
 

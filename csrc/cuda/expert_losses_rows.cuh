@@ -83,8 +83,8 @@ __device__ void classify_gradient(const ExpertLossesBackward& params, int64_t e,
   }
 }
 
-// U, V: of the student's features and of the experts'.
-template <typename U, typename V>
+// T: of the features, the student's and the experts'.
+template <typename T>
 __device__ void distance_statistics(const ExpertLossesForward& params, int64_t e, int64_t i, int lane) {
   const ExpertLossesInput& in = params.input;
   const bool distils = in.distils(e);
@@ -92,8 +92,8 @@ __device__ void distance_statistics(const ExpertLossesForward& params, int64_t e
     return;
   }
   const auto size = static_cast<int>(in.feature_size);
-  const U* students = static_cast<const U*>(in.student.data) + i * in.feature_size;
-  const V* features = static_cast<const V*>(in.features.data) + (e * in.rows + i) * in.feature_size;
+  const T* students = static_cast<const T*>(in.student.data) + i * in.feature_size;
+  const T* features = static_cast<const T*>(in.features.data) + (e * in.rows + i) * in.feature_size;
   auto* statistics = static_cast<float*>(params.statistics);
   const ExpertStatistics at = in.statistics();
   float of_student = 0.0f;
@@ -135,7 +135,7 @@ __device__ void distance_statistics(const ExpertLossesForward& params, int64_t e
   }
 }
 
-template <typename U, typename V>
+template <typename T>
 __device__ void distance_gradient(const ExpertLossesBackward& params, int64_t i, int lane) {
   constexpr int kAhead = 8;  // elements of a lane at a time
   const ExpertLossesInput& in = params.input;
@@ -153,7 +153,7 @@ __device__ void distance_gradient(const ExpertLossesBackward& params, int64_t i,
     return distance == 0.0f ? 0.0f : grad / (frobenius ? distance : distance * static_cast<float>(counts.valid));
   };
   const float student = is_valid ? statistics[at.inverse_student() + i] : 0.0f;
-  const U* students = static_cast<const U*>(in.student.data) + i * in.feature_size;
+  const T* students = static_cast<const T*>(in.student.data) + i * in.feature_size;
   for (int first = lane; first < size; first += kAhead * kLanes) {
     float u[kAhead];
     float to_student[kAhead] = {};
@@ -174,21 +174,21 @@ __device__ void distance_gradient(const ExpertLossesBackward& params, int64_t i,
         const int d = first + k * kLanes;
         float to_feature = 0.0f;
         if (distils && d < size) {
-          const float v = to_float(static_cast<const V*>(in.features.data)[row + d]) * feature;
+          const float v = to_float(static_cast<const T*>(in.features.data)[row + d]) * feature;
           to_student[k] += slope(student) * scale * ((u[k] - v) - u[k] * along_student);
           to_feature = slope(feature) * scale * ((v - u[k]) - v * along_feature);
         }
         if (params.features.data != nullptr && d < size) {
-          Vec<V, 1>::pack({to_feature}).store(static_cast<V*>(params.features.data) + row + d);
+          Vec<T, 1>::pack({to_feature}).store(static_cast<T*>(params.features.data) + row + d);
         }
       }
     }
     if (params.student.data != nullptr) {
-      U* to = static_cast<U*>(params.student.data) + i * in.feature_size;
+      T* to = static_cast<T*>(params.student.data) + i * in.feature_size;
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         if (first + k * kLanes < size) {
-          Vec<U, 1>::pack({to_student[k]}).store(to + first + k * kLanes);
+          Vec<T, 1>::pack({to_student[k]}).store(to + first + k * kLanes);
         }
       }
     }

@@ -159,6 +159,14 @@ __device__ inline uint32_t rectified_word(float2 x, __half) {
 
 #endif
 
+// Whether this is code for sm_100 or later. Another compiler of nvcc's makes it, which takes more registers:
+// there more is read anew.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kIsBlackwell = true;
+#else
+constexpr bool kIsBlackwell = false;
+#endif
+
 constexpr float kMinusLog2E = -1.44269504f;  // exp(-x) = 2^(kMinusLog2E x)
 
 __device__ inline float fast_sigmoid(float x) { return inverse_of_one_plus_power(kMinusLog2E * x); }

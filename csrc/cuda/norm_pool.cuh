@@ -111,9 +111,10 @@ __device__ void sum_over_images(const T* grad, const float* sums, const float* c
   float dshift = 0.0f;
   const int end = channel < channels ? static_cast<int>(images) : 0;
   in_batches<kPoolImages>(thread / kPoolStateChannels, end, lanes, [&](int image, int step, int count, auto is_full) {
-    float g[kPoolImages], deviations[kPoolImages], kept[kPoolImages];
+    constexpr int kMost = kMostOf<kPoolImages, decltype(is_full)>;
+    float g[kMost], deviations[kMost], kept[kMost];
 #pragma unroll
-    for (int j = 0; j < kPoolImages; ++j) {
+    for (int j = 0; j < kMost; ++j) {
       if (is_full || j < count) {
         const int64_t at = (image + j * step) * channels + channel;
         g[j] = to_float(grad[at]) * share;
@@ -122,7 +123,7 @@ __device__ void sum_over_images(const T* grad, const float* sums, const float* c
       }
     }
 #pragma unroll
-    for (int j = 0; j < kPoolImages; ++j) {
+    for (int j = 0; j < kMost; ++j) {
       if (is_full || j < count) {
         dscale += g[j] * deviations[j];
         dshift += g[j] * kept[j];

@@ -13,7 +13,7 @@ namespace mf::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 65535;  // the grid-stride loop covers the rest
+constexpr int64_t kMaxBlocks = 1024;  // the grid-stride loop covers the rest
 
 __global__ void __launch_bounds__(kThreads) null_kernel(const NullParams params) {
   const auto* input = static_cast<const char*>(params.input);

@@ -13,6 +13,10 @@
 #include "api/float_array.h"
 #include "core/half.h"
 
+#if defined(__CUDACC__)
+#define MF_EXPECT_ALIGNED(address, bytes)  // csrc/emulated/cuda_on_cpu.h looks
+#endif
+
 namespace mf::cuda {
 
 template <typename Function>
@@ -60,6 +64,7 @@ struct Vec {
   alignas(Word) uint32_t word[kWords];  // all zero: zeros
 
   __device__ static Vec load(const T* from) {
+    MF_EXPECT_ALIGNED(from, kBytes == 2 ? 2 : sizeof(Word));
     Vec vec;
     if constexpr (kBytes == 2) {
       vec.word[0] = *reinterpret_cast<const uint16_t*>(from);
@@ -86,6 +91,7 @@ struct Vec {
 #endif
   }
   __device__ void store(T* to) const {
+    MF_EXPECT_ALIGNED(to, kBytes == 2 ? 2 : sizeof(Word));
     if constexpr (kBytes == 2) {
       *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(word[0]);
     } else {

@@ -37,6 +37,7 @@
 #include <random>
 #include <vector>
 
+#include "core/check.h"
 #include "emulated/record.h"
 
 #if defined(__has_feature)
@@ -355,6 +356,17 @@ SHIM_RUNTIME inline unsigned ballot(const char* site, bool predicate) {
 
 SHIM_RUNTIME inline unsigned lane_number() { return thread_number() % kWarpSize; }
 
+// The first access of this launch that a card would have refused: its address, and of how many bytes it was.
+inline const void* misaligned = nullptr;
+inline size_t misaligned_bytes = 0;
+
+SHIM_RUNTIME inline void expect_aligned(const void* address, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes != 0 && misaligned == nullptr) {
+    misaligned = address;
+    misaligned_bytes = bytes;
+  }
+}
+
 template <typename T>
 void arrange(std::vector<T>& order, std::mt19937& random) {
   if (schedule == Schedule::kReverse) {
@@ -518,6 +530,10 @@ void launch(dim3 blocks, dim3 threads, size_t shared_bytes, Kernel kernel) {
   acquire(&done_tag);
   hidden.clear();
   check_stacks(count);
+  const void* address = misaligned;
+  misaligned = nullptr;
+  MF_CHECK(address == nullptr, "a kernel accesses ", misaligned_bytes, " bytes at ", address, "; wanted a multiple of ",
+           misaligned_bytes);
 }
 
 // Atomics order memory here, so that a missing __threadfence is not noticed; a missing barrier
@@ -584,6 +600,7 @@ SHIM_RUNTIME inline unsigned char* get_shared_memory() { return shared_memory; }
 #define MF_LAUNCH(...) SHIM_LAUNCH(false, __VA_ARGS__)
 #define MF_LAUNCH_AFTER(...) SHIM_LAUNCH(true, __VA_ARGS__)
 #define MF_DYNAMIC_SHARED(name) unsigned char* name = shim::get_shared_memory()
+#define MF_EXPECT_ALIGNED(address, bytes) shim::expect_aligned(address, bytes)
 
 namespace mf::cuda {
 

@@ -6,8 +6,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
@@ -87,10 +85,7 @@ SHIM_RUNTIME inline void mma_16x8x8_half(float (&d)[4], const uint32_t (&a)[2], 
 }
 
 SHIM_RUNTIME inline void collect_address(Lanes& lanes, const void* row) {
-  if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
-    std::fprintf(stderr, "a matrix's row at %p; wanted a multiple of 16\n", row);
-    std::exit(1);
-  }
+  shim::expect_aligned(row, 16);
   lanes.addresses[shim::lane_number()] = static_cast<const uint16_t*>(row);
 }
 
@@ -123,18 +118,13 @@ inline void load_rows(uint32_t (&r)[4], const void* row) {
 }
 
 inline void store_16_bytes(void* shared, const uint32_t* words) {
-  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0) {
-    std::fprintf(stderr, "store_16_bytes to %p; wanted a multiple of 16\n", shared);
-    std::exit(1);
-  }
+  shim::expect_aligned(shared, 16);
   std::memcpy(shared, words, 16);
 }
 
 inline void copy_16_bytes(void* shared, const void* global) {
-  if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % 16 != 0) {
-    std::fprintf(stderr, "copy_16_bytes from %p to %p; wanted multiples of 16\n", global, shared);
-    std::exit(1);
-  }
+  shim::expect_aligned(shared, 16);
+  shim::expect_aligned(global, 16);
   std::memcpy(shared, global, 16);
 }
 

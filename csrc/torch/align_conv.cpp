@@ -43,7 +43,7 @@ AlignConvInput input_of(const at::Tensor& x, const at::Tensor& depthwise, int64_
   in.x = map_pointer(x, "x", x.sizes(), x);
   in.depthwise = {row_pointer(depthwise, "depthwise", depthwise.scalar_type(), channels * 9, x.device()),
                   float_type(depthwise, "depthwise")};
-  in.prologue = row_pointer<const float>(prologue, "prologue", kNormRows * channels, x.device(), alignof(float2));
+  in.prologue = row_pointer<const float>(prologue, "prologue", kNormRows * channels, x.device(), 16);
   in.gate = gate ? map_pointer(*gate, "gate", {x.size(0), channels, x.size(2) / 2, x.size(3) / 2}, x) : nullptr;
   in.images = x.size(0);
   in.height = x.size(2);
@@ -113,8 +113,8 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> alig
   params.y = map_pointer(y, "y", y.sizes(), y);
   params.grad = grad ? map_pointer(*grad, "grad", y.sizes(), y) : nullptr;
   const int64_t states = kNormRows * params.channels;
-  params.state = row_pointer<const float>(state, "state", states, y.device(), alignof(float2));
-  params.grad_state = row_pointer<const float>(grad_state, "grad_state", states, y.device(), alignof(float2));
+  params.state = row_pointer<const float>(state, "state", states, y.device());
+  params.grad_state = row_pointer<const float>(grad_state, "grad_state", states, y.device());
   params.mean_rest = row_pointer<const float>(mean_rest, "mean_rest", params.channels, y.device());
   params.norm.weight = row_pointer<const float>(weight, "weight", params.channels, y.device());
   params.norm.training = training;

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <type_traits>
 
@@ -34,9 +35,11 @@ inline FloatType float_type(const at::Tensor& tensor, const char* name, bool tak
 }
 
 // The memory of `count` numbers of one type in a row on `device`, from a multiple of `alignment`
-// bytes. Pointers to what is only read are const: tests tell reads from writes by them.
+// bytes: what a kernel reads at once, or 0 for a number. Pointers to what is only read are const: tests
+// tell reads from writes by them.
 inline const void* row_pointer(const at::Tensor& tensor, const char* name, at::ScalarType type, int64_t count,
-                               const at::Device& device, uintptr_t alignment = 1) {
+                               const at::Device& device, uintptr_t alignment = 0) {
+  alignment = std::max<uintptr_t>(alignment, tensor.element_size());
   TORCH_CHECK(tensor.scalar_type() == type && tensor.numel() == count && tensor.is_contiguous() &&
                   tensor.device() == device && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0,
               name, " is ", tensor.scalar_type(), " ", tensor.sizes(), " with strides ", tensor.strides(), " on ",
@@ -47,7 +50,7 @@ inline const void* row_pointer(const at::Tensor& tensor, const char* name, at::S
 
 template <typename T>
 T* row_pointer(const at::Tensor& tensor, const char* name, int64_t count, const at::Device& device,
-               uintptr_t alignment = alignof(T)) {
+               uintptr_t alignment = 0) {
   constexpr at::ScalarType type = c10::CppTypeToScalarType<std::remove_const_t<T>>::value;
   const void* memory = row_pointer(tensor, name, type, count, device, alignment);
   if constexpr (std::is_const_v<T>) {
@@ -60,7 +63,7 @@ T* row_pointer(const at::Tensor& tensor, const char* name, int64_t count, const 
 // Null where there is no tensor.
 template <typename T>
 T* row_pointer(const MaybeTensor& tensor, const char* name, int64_t count, const at::Device& device,
-               uintptr_t alignment = alignof(T)) {
+               uintptr_t alignment = 0) {
   return tensor ? row_pointer<T>(*tensor, name, count, device, alignment) : nullptr;
 }
 

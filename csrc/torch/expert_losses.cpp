@@ -27,8 +27,8 @@ struct WithoutAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-// The inputs as the kernels want them (contiguous; on the CPU all of one type), owned while the
-// kernels run, and their description.
+// The inputs as the kernels want them (contiguous; on the CPU all of one type, on a card features and
+// student), owned while the kernels run, and their description.
 struct Inputs {
   at::Tensor projections, logits, features, student, labels;
   MaybeTensor current_classes;
@@ -62,13 +62,14 @@ struct Inputs {
                   "; wanted one device");
       type = tensor->scalar_type() == at::kDouble ? at::kDouble : type;
     }
-    const auto prepared = [&](const at::Tensor& tensor) {
-      return (on_cpu(device) ? tensor.to(type) : tensor).contiguous();
+    const auto prepared = [&](const at::Tensor& tensor, at::ScalarType on_a_card) {
+      return tensor.to(on_cpu(device) ? type : on_a_card).contiguous();
     };
-    projections = prepared(projections_in);
-    logits = prepared(logits_in);
-    features = prepared(features_in);
-    student = prepared(student_in);
+    const auto of_features = features_in.scalar_type() == student_in.scalar_type() ? student_in.scalar_type() : type;
+    projections = prepared(projections_in, projections_in.scalar_type());
+    logits = prepared(logits_in, logits_in.scalar_type());
+    features = prepared(features_in, of_features);
+    student = prepared(student_in, of_features);
     labels = labels_in.contiguous();
     if (classes_in) {
       current_classes = classes_in->contiguous();

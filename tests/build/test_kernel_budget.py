@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from build_tools.cuda import find_toolkits
-from build_tools.kernel_budget import Budget, Usage, compare, kernel_name, main, parse_budget, parse_ptxas, table
+from build_tools.kernel_budget import ARCHS, Usage, compare, kernel_name, main, parse_budget, parse_ptxas, table
 
 TOOLKITS = find_toolkits(os.environ)[0]
 needs_nvcc = pytest.mark.skipif(not TOOLKITS, reason="there is no CUDA toolkit")
@@ -58,13 +58,23 @@ def test_kernel_name(symbol, name):
     assert kernel_name(symbol) == name
 
 
+def on_all(registers: int, **others: int) -> dict[str, int]:
+    """A kernel's line: the registers on every architecture but for ``others``, as sm_90=64."""
+    return dict.fromkeys(ARCHS, registers) | {name.removeprefix("sm_"): number for name, number in others.items()}
+
+
 def test_parse_budget():
-    assert parse_budget("# all\n\na_kernel 32 0  # why\nb 64 16\n") == {"a_kernel": Budget(32, 0), "b": Budget(64, 16)}
+    text = "# all\n\na_kernel 32 32 32 40 32 32  # why\nb 64 64 64 64 64 72\n"
+    assert parse_budget(text) == {"a_kernel": on_all(32, sm_90=40), "b": on_all(64, sm_120=72)}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a 32", "line 1 is 'a 32'"), ("a 32 -1", "line 1 is"), ("a 8 0\na 9 0", "line 2: a has a line")],
+    [
+        ("a 32", "line 1 is 'a 32'; wanted a kernel's name and its registers on sm_80, sm_86, "),
+        ("a 8 8 8 8 8 -1", "line 1 is"),
+        ("a 8 8 8 8 8 8\na 9 9 9 9 9 9", "line 2: a has a line"),
+    ],
 )
 def test_parse_budget_refuses(text, message):
     with pytest.raises(ValueError, match=message):
@@ -72,19 +82,17 @@ def test_parse_budget_refuses(text, message):
 
 
 def test_compare():
-    good = [Usage("a", "80", 32, 0, 0, ""), Usage("a", "90", 30, 16, 0, "")]
-    assert compare(good, {"a": Budget(32, 16)}) == []
-    assert compare(good, {"a": Budget(31, 16)}) == [
-        "a takes 32 registers and 16 bytes of stack; granted are 31 and 16. Needed: a 32 16"
+    good = [Usage("a", "80", 32, 0, 0, ""), Usage("a", "90", 30, 0, 0, ""), Usage("a", "90", 39, 0, 0, "")]
+    assert compare(good, {"a": on_all(32, sm_90=40)}) == []
+    assert compare(good, {"a": on_all(32)}) == [
+        "a takes 40 registers on sm_90, granted are 32. Needed: a 32 - - 40 - -"
     ]
-    assert compare(good, {"a": Budget(32, 8)}) == [
-        "a takes 32 registers and 16 bytes of stack; granted are 32 and 8. Needed: a 32 16"
-    ]
-    assert compare([Usage("a", "80", 33, 0, 0, "")], {}) == ["a has no line; needed: a 40 0"]
-    assert compare([Usage("a", "90", 8, 0, 4, "")], {"a": Budget(255, 999)}) == [
-        "a spills 4 bytes on sm_90; wanted none"
-    ]
-    assert compare([], {"gone": Budget(8, 0)}) == ["gone has a line, but there is no such kernel"]
+    assert compare(good[:1], {}) == ["a has no line; needed: a 32 - - - - -"]
+    for stack, spills in ((0, 4), (8, 0)):
+        assert compare([Usage("a", "120", 8, stack, spills, "")], {"a": on_all(255)}) == [
+            f"a has a stack of {stack} bytes and spills {spills} on sm_120; wanted none"
+        ]
+    assert compare([], {"gone": on_all(8)}) == ["gone has a line, but there is no such kernel"]
 
 
 def test_table_merges_the_instances_of_a_template():

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <random>
+#include <utility>
 
 #include "api/adam.h"
 #include "core/half.h"
@@ -28,6 +29,7 @@ struct Problem {
   std::vector<mf::Float16> shadow_float16;
   float lr = 0.01f;
   float loss = 1.0f;
+  double beta1 = 0.9, beta2 = 0.999;
   int64_t shift = 0;
 };
 
@@ -114,8 +116,8 @@ void compare(Context& context, Problem wanted, Shadow shadow, bool latched, Step
   mf::AdamParams params{};
   params.tensor_count = static_cast<int64_t>(on_host.size());
   params.parameters = static_cast<int64_t>(parameters);
-  params.beta1 = 0.9;
-  params.beta2 = 0.999;
+  params.beta1 = problem.beta1;
+  params.beta2 = problem.beta2;
   params.eps = 1e-8;
   params.weight_decay = 1e-4;
   const auto type = shadow == Shadow::kFloat16 ? mf::FloatType::kFloat16 : mf::FloatType::kBFloat16;
@@ -190,6 +192,19 @@ KERNEL_CASE(adam_of_unaligned_tensors) {
 
 KERNEL_CASE(adam_of_more_tensors_than_a_launch_takes) {
   compare(context, make_problem(std::vector<int64_t>(300, 5), 3), Shadow::kBFloat16);
+}
+
+// Powers of the decays at their limits, where the device's must be the host's: of none, of a denormal, a negative and
+// an infinite one; after no step, after so many that the power is denormal, and after more than a float counts.
+KERNEL_CASE(adam_of_decays_and_steps_at_their_limits) {
+  for (const auto& [beta1, beta2] :
+       {std::pair{0.0, 0.5}, {0.5, 0.0}, {-0.5, -0.25}, {1e-310, 0.999}, {0.9, 1e-310}, {-INFINITY, INFINITY}}) {
+    Problem problem = make_problem({5, 6, 7, 8, 9}, 0);
+    problem.beta1 = beta1;
+    problem.beta2 = beta2;
+    problem.steps = {0.0f, 3.0f, 1049.0f, 1e30f, INFINITY};
+    compare(context, problem, Shadow::kNone);
+  }
 }
 
 KERNEL_CASE(adam_of_nothing) {

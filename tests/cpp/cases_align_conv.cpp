@@ -38,6 +38,7 @@ struct Setting {
   FloatType type = FloatType::kBFloat16;
   bool prologue = false, gate = false, training = true, parameters = true;
   bool keep_map = true;
+  double leeway = 1;  // times the tolerance of sums over all pixels
   // Where one NaN lies: behind an inner pixel of x, in the scale of a channel of the prologue, in
   // an element of the gate.
   enum Nan { kNowhere, kInX, kInPrologue, kInGate } nan = kNowhere;
@@ -350,9 +351,9 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
       state[2 * O + o] = static_cast<float>((s.parameters ? weight[o] : 1) * inverse);
       state[3 * O + o] = static_cast<float>(s.parameters ? bias[o] : 0);
     }
-    context.expect_close("state", params.state, state, 1e-5);
-    context.expect_close("running mean", params.norm.running_mean, running_mean, 1e-5);
-    context.expect_close("running variance", params.norm.running_var, running_var, 1e-5);
+    context.expect_close("state", params.state, state, 1e-5 * s.leeway);
+    context.expect_close("running mean", params.norm.running_mean, running_mean, 1e-5 * s.leeway);
+    context.expect_close("running variance", params.norm.running_var, running_var, 1e-5 * s.leeway);
     context.expect_equal("batches", params.norm.batches, std::vector<int64_t>{s.training ? 42 : 41});
   }
 
@@ -400,6 +401,20 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   expect(context, "gradient in all", card_total, wanted, s.type, 2 * step);
   context.expect_close("norm's weight's gradient", total.weight, to_weight, 1e-6);
   context.expect_close("norm's bias's gradient", total.bias, to_bias, 1e-6);
+  for (const bool has_grad : {true, false}) {  // one of its two parts alone
+    auto* card_part = poisoned(grad.size());
+    mf::AlignConvGradY part = total;
+    part.total = card_part;
+    part.weight = part.bias = nullptr;
+    part.grad = has_grad ? total.grad : nullptr;
+    part.grad_state = has_grad ? nullptr : total.grad_state;
+    launches.total(part);
+    Doubles of_part = grad;
+    for (size_t i = 0; i < of_part.size(); ++i) {
+      of_part[i] = i >= static_cast<size_t>(count) * C ? 0 : has_grad ? grad[i] : wanted[i] - grad[i];
+    }
+    expect(context, "a part of the gradient", card_part, of_part, s.type, 4 * step);
+  }
   if (s.type != FloatType::kFloat32 && s.channels % 16 == 0) {
     // The first also with the gradient of the weights.
     for (const size_t kIn : {size_t{40}, size_t{72}}) {
@@ -436,17 +451,17 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
           }
         }
         auto* card_beside = poisoned(product.size());
-        auto* card_weights = context.poisoned<float>(C * kIn);
+        auto* card_weights = poisoned(C * kIn);
         mf::AlignConvGradY with_weights = total;
         with_weights.total = nullptr;
         with_weights.map = card_beside;
         with_weights.kept = context.upload(encode(kept, s.type));
-        with_weights.into = {card_weights, FloatType::kFloat32};
+        with_weights.into = {card_weights, s.type};
         with_weights.sums = context.poisoned<float>(static_cast<size_t>(launches.weight_sums(with_weights)) * C * kIn);
         hide_gradient(with_weights);
         launches.total(with_weights);
         expect(context, "product, beside the weights' gradient", card_beside, product, s.type, 2 * step);
-        context.expect_close("weights' gradient", card_weights, Floats(of_weights.begin(), of_weights.end()), 1e-5);
+        expect(context, "weights' gradient", card_weights, of_weights, s.type, step + 1e-5 * s.leeway);
       }
     }
   }
@@ -459,8 +474,9 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   auto* card_gate = poisoned(twin.gate.size());
   back.x = card_x;
   back.gate = s.gate ? card_gate : nullptr;
-  auto* card_depthwise = context.poisoned<float>(C * 9);
-  back.depthwise = {card_depthwise, FloatType::kFloat32};
+  back.depthwise.type = fused ? s.type : FloatType::kFloat32;
+  auto* card_depthwise = context.poisoned<unsigned char>(bytes_of(C * 9, back.depthwise.type));
+  back.depthwise.data = card_depthwise;
   back.prologue = s.prologue ? context.poisoned<float>(4 * C) : nullptr;
   hide_input(in);
   hide(back.grad, bytes_of(grad.size(), s.type));
@@ -469,14 +485,15 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   twin.run_back(grad, to_x, to_gate, to_depthwise, to_prologue);
   expect(context, "x's gradient", card_x, to_x, s.type, 2 * step);
   // Entered values may round to the other side.
-  const double sums = 1e-5 + (s.type == FloatType::kFloat32 ? 0 : step);
-  context.expect_close("depthwise weights' gradient", card_depthwise, Floats(to_depthwise.begin(), to_depthwise.end()),
-                       sums);
+  const double sums = s.leeway * (1e-5 + (s.type == FloatType::kFloat32 ? 0 : step));
+  expect(context, "depthwise weights' gradient", card_depthwise, to_depthwise, back.depthwise.type,
+         sums + (fused ? step : 0));
   if (s.gate) {
     expect(context, "gate's gradient", card_gate, to_gate, s.type, 4 * step);
   }
   if (s.prologue) {
-    context.expect_close("prologue's gradient", back.prologue, Floats(to_prologue.begin(), to_prologue.end()), 1e-5);
+    context.expect_close("prologue's gradient", back.prologue, Floats(to_prologue.begin(), to_prologue.end()),
+                         1e-5 * s.leeway);
   }
 }
 
@@ -581,6 +598,64 @@ KERNEL_CASE(align_conv_of_the_least_maps) {
     compare(context, setting, true);
     compare(context, setting, false);
   }
+}
+
+// Every type, stride, gate and prologue; fused with one, two and four chunks of output channels, and the
+// depthwise convolution alone. Sizes take turns.
+COMPILED_CASE(align_conv_of_every_instance) {
+  unsigned turn = 0;
+  const auto next = [&](std::initializer_list<int64_t> choices) { return choices.begin()[turn % choices.size()]; };
+  for (const FloatType type : {FloatType::kBFloat16, FloatType::kFloat16, FloatType::kFloat32}) {
+    for (unsigned form = 0; form < 8; ++form) {
+      for (const int64_t out_channels : {0, 40, 104, 168}) {
+        if (type == FloatType::kFloat32 && out_channels > 0) {
+          continue;
+        }
+        ++turn;
+        Setting setting;
+        setting.type = type;
+        setting.stride = 1 + form % 2;
+        setting.gate = form / 2 % 2 != 0;
+        setting.prologue = form / 4 != 0;
+        setting.training = turn % 4 != 0;
+        setting.parameters = turn % 5 != 0;
+        setting.keep_map = turn % 3 != 0;
+        setting.images = next({2, 3, 1});
+        setting.valid = setting.images - next({0, 1});
+        const int64_t unit = setting.gate || setting.stride == 2 ? 2 : 1;
+        setting.height = unit * next({5, 9, 2, 7, 1});
+        setting.width = unit * next({3, 1, 9, 8});
+        setting.channels = out_channels > 0 ? next({16, 48, 80}) : next({8, 40, 72, 16});
+        setting.out_channels = out_channels > 0 ? out_channels : 8;
+        setting.leeway = 3;
+        compare(context, setting, out_channels > 0);
+      }
+    }
+  }
+}
+
+// More tiles than blocks run at once, so that blocks take several, and the last ones fewer.
+COMPILED_CASE(align_conv_of_many_tiles) {
+  Setting setting;
+  setting.images = 275;
+  setting.valid = 273;
+  setting.height = setting.width = 8;
+  setting.out_channels = 16;
+  setting.prologue = setting.gate = true;
+  setting.leeway = 10;
+  compare(context, setting, true);
+  setting.images = 205;
+  setting.valid = 204;
+  setting.channels = 72;
+  compare(context, setting, false);
+  setting.type = FloatType::kFloat32;
+  setting.images = 275;
+  setting.valid = 274;
+  setting.channels = 8;
+  setting.stride = 2;
+  setting.height = setting.width = 16;
+  setting.gate = false;
+  compare(context, setting, false);
 }
 
 KERNEL_CASE(align_conv_keeps_what_is_no_number) {

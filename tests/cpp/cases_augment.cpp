@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <random>
 
 #include "api/augment.h"
@@ -18,6 +19,7 @@ struct Step {
   std::vector<int32_t> layout, codes;
   std::vector<float> factors;
   int32_t height, width;
+  float deviation = 0.2f;  // by which views are divided, about
 };
 
 // `views` of 5 stream and 7 memory rows: each orientation and each draw in turn, one padded row,
@@ -74,7 +76,7 @@ mf::AugmentParams make_params(const Step& step, const uint8_t* stream, const uin
   params.channels = channels;
   params.type = type;
   const float mean[] = {0.5f, 0.48f, 0.44f};
-  const float std[] = {0.2f, 0.24f, 0.26f};
+  const float std[] = {step.deviation, 1.2f * step.deviation, 1.3f * step.deviation};
   std::copy_n(mean, 3, params.mean);
   std::copy_n(std, 3, params.std);
   params.jitter_normalised = jitter_normalised;
@@ -119,6 +121,21 @@ KERNEL_CASE(augment_half_precision) {
   compare<mf::BFloat16>(context, make_step(8, 32, 32, 5), mf::FloatType::kBFloat16, 3, false, 1.0 / 256);
   compare<mf::Float16>(context, make_step(8, 32, 32, 6), mf::FloatType::kFloat16, 4, false, 1.0 / 2048);
   compare<mf::Float16>(context, make_step(8, 32, 32, 7), mf::FloatType::kFloat16, 8, false, 1.0 / 2048);
+}
+
+// Of aligned and unaligned rows, of images that are not staged, and what does not exist.
+COMPILED_CASE(augment_of_every_instance) {
+  for (const int32_t channels : {3, 4, 8}) {
+    for (const auto& [views, height, width] : {std::array{24, 20, 20}, {12, 23, 17}, {6, 68, 64}, {2, 80, 80}}) {
+      Step step = make_step(views, height, width, static_cast<uint64_t>(views + channels));
+      step.rows[1] = views == 24 ? 4 : 12;
+      compare<float>(context, step, mf::FloatType::kFloat32, channels, channels == 4, kTolerance);
+      compare<mf::BFloat16>(context, step, mf::FloatType::kBFloat16, channels, channels == 8, 1.0 / 256);
+      compare<mf::Float16>(context, step, mf::FloatType::kFloat16, channels, channels == 3, 1.0 / 2048);
+      step.deviation = 1e5f;  // denormal numbers
+      compare<mf::Float16>(context, step, mf::FloatType::kFloat16, channels, false, 1e-7);
+    }
+  }
 }
 
 KERNEL_CASE(augment_small_images) {

@@ -2,6 +2,7 @@
 // kernel's type holds exactly. There is no twin in csrc/cpu: on the CPU PyTorch's own operations
 // serve.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -36,7 +37,7 @@ struct Setting {
   int64_t images = 5, pixels = 6, channels = 32, valid = 5;
   FloatType type = FloatType::kFloat32;
   bool residual = false, second_norm = false, prologue = false;
-  bool relu = true;
+  bool relu = true, wants_mask = true;
   bool training = true, second_training = true;
   bool parameters = true;  // weight and bias
   int consumers = 1;
@@ -301,12 +302,12 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   }
   const double tolerance = 4 * amplified + step_of(s.type) + 2e-5;
   auto* card_y = context.poisoned<unsigned char>(map_bytes);
-  auto* card_mask = s.relu ? context.poisoned<uint8_t>(mask.size()) : nullptr;
+  auto* card_mask = s.relu && s.wants_mask ? context.poisoned<uint8_t>(mask.size()) : nullptr;
   hide(state, states * sizeof(float));
   launches.forward({shape, s.type, s.processors, card_x, state, card_before, card_residual, s.second_norm, s.relu,
                     card_y, card_mask});
   expect_map(context, "y", card_y, padded(y, size, 0), s.type, tolerance);
-  if (s.relu) {
+  if (card_mask != nullptr) {
     std::vector<uint8_t> bits = context.download(card_mask, mask.size());
     for (size_t i = 0; i < valid; ++i) {  // next to zero either answer will do
       if (std::abs(z[i]) < tolerance) {
@@ -372,6 +373,19 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   }
   if (s.prologue) {
     context.expect_close("gradient of the prologue", back.prologue_grad, floats(to_before), 2e-4);
+  }
+  if (!s.prologue && !s.second_norm) {  // what flows through the statistics alone, as for norm_state
+    Doubles through = to_x;
+    for (size_t i = 0; i < valid; ++i) {
+      const size_t c = i % static_cast<size_t>(channels);
+      through[i] -= norms[0].weight[c] * norms[0].inverse[c] * g[i];
+    }
+    back.grad_count = 0;
+    back.mask = nullptr;
+    auto* card_through = context.poisoned<unsigned char>(map_bytes);
+    back.x_grad = card_through;
+    launches.backward(back);
+    expect_map(context, "gradient of x through the statistics", card_through, padded(through, size, 0), s.type, loose);
   }
   context.expect_equal("tickets after all", tickets,
                        std::vector<uint32_t>(static_cast<size_t>(count * grid.tickets()), 0));
@@ -477,6 +491,30 @@ KERNEL_CASE(batch_norm_act_by_the_launchers) {
         setting.channels = 64;
         setting.processors = 1;
         compare_launchers(context, setting);
+      }
+    }
+  }
+}
+
+// Every type and form; more pixels, and more padding, than a thread takes at a time and more blocks than one
+// waits for; last batches of every size; with several gradients, and without what may be left out.
+COMPILED_CASE(batch_norm_act_of_every_instance) {
+  for (const FloatType type : {FloatType::kFloat32, FloatType::kBFloat16, FloatType::kFloat16}) {
+    for (const int form : {0, 1, 2, 3}) {
+      for (const int turn : {0, 1, 2, 3, 4, 5}) {
+        Setting setting = setting_of(type, form);
+        setting.channels = turn % 2 == 0 ? 64 : 8;
+        setting.images = turn == 0 ? 16 : 8;
+        setting.pixels = std::array{1009, 450, 97, 801, 61, 700}[static_cast<size_t>(turn)];
+        setting.valid = std::array{3, 5, 5, 5, 8, 5}[static_cast<size_t>(turn)];
+        setting.processors = turn == 0 ? 64 : 1;
+        setting.consumers = std::array{1, 8, 3, 1, 2, 7}[static_cast<size_t>(turn)];
+        setting.relu = turn % 4 != 1;
+        setting.wants_mask = turn != 3;
+        setting.keep_sum = turn > 2;
+        setting.training = setting.second_training = turn != 2;
+        setting.parameters = turn != 3;
+        compare(context, setting);
       }
     }
   }

@@ -34,6 +34,7 @@ struct Setting {
   bool training = true;
   bool weight = true;
   bool wants_x = true, wants_residual = true;
+  bool for_backward = true;
   double offset = 0.25;  // added to x
 };
 
@@ -141,6 +142,11 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   auto* mask = context.poisoned<uint8_t>(size / mf::kGroup);
   const double close = 2e-5 + step_of(s.type) + 1e-6 * s.offset;
   hide(state, wanted.state.size() * sizeof(float));
+  if (!s.for_backward) {
+    launches.forward({shape, s.type, x, card(wanted.residual, size), state, pooled, nullptr, nullptr, nullptr});
+    expect("pooled alone", pooled, wanted.pooled, outputs, close);
+    return;
+  }
   launches.forward({shape, s.type, x, card(wanted.residual, size), state, pooled, counts, sums, mask});
   expect("pooled", pooled, wanted.pooled, outputs, close);
   context.expect_close("counts", counts, floats(padded(wanted.counts, outputs, 0)), 0.0);
@@ -215,6 +221,13 @@ KERNEL_CASE(batch_norm_pool_of_odd_shapes) {
   }
 }
 
+KERNEL_CASE(batch_norm_pool_without_backward) {
+  Setting setting;
+  setting.valid = 2;
+  setting.for_backward = false;
+  compare(context, setting);
+}
+
 KERNEL_CASE(batch_norm_pool_of_many_images) {
   Setting setting;
   setting.images = setting.valid = 70;
@@ -222,6 +235,32 @@ KERNEL_CASE(batch_norm_pool_of_many_images) {
   setting.channels = 16;
   setting.type = FloatType::kFloat32;
   compare(context, setting);
+}
+
+// Every type, more pixels and images than a thread takes at a time.
+COMPILED_CASE(batch_norm_pool_of_every_type) {
+  for (const auto type : {FloatType::kBFloat16, FloatType::kFloat16, FloatType::kFloat32}) {
+    Setting setting;
+    setting.type = type;
+    setting.images = 4;
+    for (const size_t pixels : {33, 35, 37, 39, 5}) {
+      setting.pixels = pixels;
+      setting.valid = pixels == 39 ? 1 : 3;
+      for (const int wants : {0, 1, 2, 3}) {
+        setting.wants_x = wants != 1;
+        setting.wants_residual = wants != 2;
+        setting.for_backward = wants != 3;
+        compare(context, setting);
+      }
+    }
+    setting.for_backward = true;
+    setting.pixels = 1;
+    setting.channels = 16;
+    for (const size_t images : {230, 323}) {
+      setting.images = setting.valid = images;
+      compare(context, setting);
+    }
+  }
 }
 
 KERNEL_CASE(batch_norm_pool_with_a_large_mean) {

@@ -305,6 +305,39 @@ KERNEL_CASE(expert_losses_keep_what_is_no_number) {
   }
 }
 
+// Long rows, of every type, so that unrolled loops are entered, and blocks of padding alone.
+COMPILED_CASE(expert_losses_of_long_rows) {
+  for (const FloatType type : {FloatType::kFloat32, FloatType::kBFloat16, FloatType::kFloat16}) {
+    for (const FloatType others : {FloatType::kFloat32, FloatType::kBFloat16, FloatType::kFloat16}) {
+      Setting setting = setting_of(type, others);
+      setting.rows = 40;
+      setting.valid = 21;
+      setting.classes = 200;
+      setting.features = 545;
+      setting.projection = others == FloatType::kFloat32 ? 72 : others == FloatType::kBFloat16 ? 128 : 131;
+      setting.masked = type != FloatType::kBFloat16;
+      compare(context, setting);
+    }
+  }
+}
+
+// More rows than the terms' block has threads, four times.
+COMPILED_CASE(expert_losses_of_many_rows) {
+  for (const bool contrasts : {true, false}) {
+    Setting setting = setting_of(FloatType::kBFloat16, FloatType::kBFloat16);
+    setting.experts = contrasts ? 1 : 2;
+    setting.first_contrastive = contrasts ? 0 : 2;
+    setting.rows = 800;
+    setting.valid = 790;
+    setting.new_rows = 500;
+    setting.projection = 8;
+    setting.classes = setting.features = 5;
+    setting.distillation = mf::Distillation::kForward;
+    setting.reduction = contrasts ? mf::DistanceReduction::kMeanOfNorms : mf::DistanceReduction::kFrobenius;
+    compare(context, setting);
+  }
+}
+
 KERNEL_CASE(expert_losses_of_a_wrong_label_are_nan) {
   Setting setting = setting_of(FloatType::kBFloat16, FloatType::kBFloat16);
   setting.rows = setting.valid = 15;

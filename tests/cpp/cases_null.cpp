@@ -12,3 +12,11 @@ KERNEL_CASE(null_copies) {
     context.expect_equal("output", output, input);
   }
 }
+
+COMPILED_CASE(null_copies_in_several_turns) {
+  std::vector<signed char> input(6 * 256 * 1024 + 100);
+  std::iota(input.begin(), input.end(), static_cast<signed char>(3));
+  auto* output = context.poisoned<signed char>(input.size());
+  mf::cuda::null({context.upload(input), output, static_cast<int64_t>(input.size())}, context.stream());
+  context.expect_equal("output", output, input);
+}

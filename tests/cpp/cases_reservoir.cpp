@@ -122,6 +122,11 @@ KERNEL_CASE(reservoir_insert_of_unaligned_rows) {
   compare_insert(context, 9, 6, 4, 48, 1);
 }
 
+COMPILED_CASE(reservoir_insert_of_many) {
+  compare_insert(context, 400, 1000, 300, 48);
+  compare_insert(context, 400, 1000, 300, 27);
+}
+
 KERNEL_CASE(reservoir_draw_from_5000) {
   compare_draw(context, 5000, 86, mf::SlotFilter::kAll);
   compare_draw(context, 5000, 86, mf::SlotFilter::kOnly);

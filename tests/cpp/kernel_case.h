@@ -19,7 +19,9 @@
 // that a kernel has not written is poisoned with another byte in every other run. Cases named
 // small_... must reach every __syncthreads: the tests take each away in turn and want the schedules
 // and ThreadSanitizer to notice, which needs blocks of few threads. Where MF_KERNELS_ON_CPU is
-// defined, a case may also launch a body of a .cuh with another shape: shim::launch.
+// defined, a case may also launch a body of a .cuh with another shape: shim::launch. Where it is not,
+// there are COMPILED_CASEs as well: they bring every instance and every loop that nvcc has unrolled to
+// run (build_tools/run_ptx.py counts), with more threads than the CPU has time for.
 #pragma once
 
 #include <cmath>
@@ -79,14 +81,15 @@ class Context {
     }
   }
 
-  // |value - wanted| <= tolerance (1 + |wanted|); NaN equals NaN alone.
+  // |value - wanted| <= tolerance (1 + |wanted|); NaN equals NaN alone, and an infinity itself.
   void expect_close(const char* what, const float* memory, const std::vector<float>& wanted, double tolerance) {
     const std::vector<float> values = download(memory, wanted.size());
     remember(values.data(), values.size() * sizeof(float));
     for (size_t i = 0; i < wanted.size(); ++i) {
       const double distance = std::abs(static_cast<double>(values[i]) - static_cast<double>(wanted[i]));
-      const bool both_nan = std::isnan(values[i]) && std::isnan(wanted[i]);
-      if (!both_nan && !(distance <= tolerance * (1.0 + std::abs(static_cast<double>(wanted[i]))))) {
+      const bool same = values[i] == wanted[i] || (std::isnan(values[i]) && std::isnan(wanted[i]));
+      if (!same &&
+          !(std::isfinite(wanted[i]) && distance <= tolerance * (1.0 + std::abs(static_cast<double>(wanted[i]))))) {
         fault(what, i, static_cast<double>(values[i]), static_cast<double>(wanted[i]));
         return;
       }
@@ -146,3 +149,9 @@ inline void hide([[maybe_unused]] const void* memory, [[maybe_unused]] size_t by
   static void case_##name(kernel_case::Context& context);                          \
   static const kernel_case::Registration registration_##name(#name, &case_##name); \
   static void case_##name(kernel_case::Context& context)
+
+#if defined(MF_KERNELS_ON_CPU)
+#define COMPILED_CASE(name) [[maybe_unused]] static void case_##name(kernel_case::Context& context)
+#else
+#define COMPILED_CASE(name) KERNEL_CASE(name)
+#endif

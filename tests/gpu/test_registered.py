@@ -159,26 +159,64 @@ def arguments(name, valid, training):
     }[name]
 
 
+NAMES = (
+    "norm_pool",
+    "norm_pool_backward",
+    "batch_norm_act",
+    "batch_norm_act_backward",
+    "batch_norm_pool",
+    "batch_norm_pool_backward",
+    "norm_state",
+    "norm_state_backward",
+    "align_conv",
+    "align_conv_depthwise",
+    "align_conv_grad_y",
+    "align_conv_backward",
+)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "frozen"])
 @pytest.mark.parametrize("valid", ["all", "tensor"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "norm_pool",
-        "norm_pool_backward",
-        "batch_norm_act",
-        "batch_norm_act_backward",
-        "batch_norm_pool",
-        "batch_norm_pool_backward",
-        "norm_state",
-        "norm_state_backward",
-        "align_conv",
-        "align_conv_depthwise",
-        "align_conv_grad_y",
-        "align_conv_backward",
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name, valid, training):
     op = getattr(torch.ops.mose_fast, name).default
     for call in arguments(name, rows(valid), training):
         assert set(torch.library.opcheck(op, call).values()) == {"SUCCESS"}
+
+
+def moved(x, elements):
+    """``x`` in its layout, that many elements behind an address that any kernel takes."""
+    buffer = torch.empty(x.numel() + 64, dtype=x.dtype, device=x.device)
+    return torch.as_strided(buffer, x.shape, x.stride(), elements).copy_(x)
+
+
+def places(call):
+    """Where the arguments have floats: an index, or one with the index in a list."""
+    for i, value in enumerate(call):
+        for at, x in [((i, j), x) for j, x in enumerate(value)] if isinstance(value, list) else [((i,), value)]:
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                yield at
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_starts_elsewhere_is_refused_or_gives_the_same_bits(name):
+    """An emulated card notices an access that a card would refuse; under torch.compile nothing but
+    the glue looks at addresses.
+    """
+    for number in range(len(arguments(name, None, True))):
+        expected = getattr(_loader.native, name)(*arguments(name, None, True)[number])
+        for at in places(arguments(name, None, True)[number]):
+            for elements in (1, 2, 4):
+                call = list(arguments(name, None, True)[number])  # anew: some arguments are written
+                if len(at) == 2:
+                    call[at[0]] = list(call[at[0]])
+                    call[at[0]][at[1]] = moved(call[at[0]][at[1]], elements)
+                else:
+                    call[at[0]] = moved(call[at[0]], elements)
+                try:
+                    found = getattr(_loader.native, name)(*call)
+                except RuntimeError as refusal:
+                    assert "from a multiple of 16 bytes" in str(refusal), f"argument {at}, {elements} elements further"
+                else:
+                    both = [[x] if isinstance(x, torch.Tensor) else x for x in (expected, found)]
+                    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*both, strict=True))
