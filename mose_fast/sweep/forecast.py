@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mose_fast.sweep.protocol import how_it_died
 from mose_fast.sweep.store import STORE, read_store
 from mose_fast.train.files import RunError
 
-__all__ = ["Forecast", "cost_key", "duration", "estimated_cost", "measured_costs", "stored_costs"]
+__all__ = ["Forecast", "cost_key", "duration", "estimated_cost", "measured_costs", "most_expensive", "stored_costs"]
 
 
 def cost_key(config: RunConfig) -> str:
@@ -107,6 +107,11 @@ def estimated_cost(key: str, known: Mapping[str, Cost]) -> Cost:
     nearest = min(known, key=distance)
     factor = _declared(wanted) / _declared(json.loads(nearest))
     return dataclasses.replace(known[nearest], seconds=factor * known[nearest].seconds, source="estimated")
+
+
+def most_expensive(keys: Iterable[str]) -> str:
+    """The key, of :func:`cost_key`, of the run with the highest declared cost."""
+    return max(keys, key=lambda key: _declared(json.loads(key)))
 
 
 # Declared costs are multiples of this method's. GDumb's are smaller, but it trains outside steps.

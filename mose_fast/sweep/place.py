@@ -62,6 +62,7 @@ class Layout:
         cores: Number of cores that this process may use.
         cards: Names of the cards of this machine that are used; empty on the CPU and with Ray.
         runs: Number of runs at the same time.
+        most_threads: Upper limit of the threads of a run; None: there is none.
     """
 
     place: Place
@@ -69,6 +70,7 @@ class Layout:
     cores: int
     cards: tuple[str, ...]
     runs: int
+    most_threads: int | None = None
 
     @classmethod
     def of(cls, cells: Sequence[Cell], place: Place) -> Layout:
@@ -97,9 +99,11 @@ class Layout:
 
     @property
     def threads(self) -> int:
-        """Number of CPU threads of each run: a share of the cores, at most ``OMP_NUM_THREADS``."""
+        """Number of CPU threads of each run: a share of the cores, at most ``OMP_NUM_THREADS`` and
+        :attr:`most_threads`.
+        """
         share = max(1, self.cores // self.runs)
-        return min(share, thread_limit(os.environ) or share)
+        return min(share, thread_limit(os.environ) or share, self.most_threads or share)
 
     def engine(self, folder: Path, logs: Path, lock: int | None) -> Engine:
         """An engine for the sweep in ``folder``; workers print to ``logs`` and inherit the

@@ -29,7 +29,15 @@ from mose_fast.sweep.cells import CellRecord, CellState, Failure
 from mose_fast.sweep.display import Display
 from mose_fast.sweep.engine import Engine
 from mose_fast.sweep.folder import SweepFolder
-from mose_fast.sweep.forecast import Forecast, cost_key, duration, estimated_cost, measured_costs, stored_costs
+from mose_fast.sweep.forecast import (
+    Forecast,
+    cost_key,
+    duration,
+    estimated_cost,
+    measured_costs,
+    most_expensive,
+    stored_costs,
+)
 from mose_fast.sweep.grid import Cell, Grid, axes_of
 from mose_fast.sweep.loop import CellLoop
 from mose_fast.sweep.measure import Cost
@@ -226,11 +234,14 @@ class _Sweep:
         self.records = {cell.name: CellRecord(cell) for cell in cells}
         stored = folder.stored_plan()
         self.chosen = place.workers is not None
-        # A sweep keeps its number of workers: another number of threads would change the last
-        # digits of the remaining results.
+        # A sweep keeps its numbers of workers and threads: another number of threads would change
+        # the last digits of the remaining results.
         if place.workers is None and stored.get("workers") and place.engine == stored.get("engine"):
             place = dataclasses.replace(place, workers=stored["workers"])
         self.layout = Layout.of(cells, place)
+        self.continued = stored.get("workers") == self.layout.runs and self.layout.device == "cpu"
+        if self.continued:
+            self.layout = dataclasses.replace(self.layout, most_threads=stored["threads"])
         earlier = stored["measured"] if stored.get("threads") == self.layout.threads else {}
         self.measured = {key: Cost(**cost) for key, cost in earlier.items()}
 
@@ -269,6 +280,7 @@ class _Sweep:
         self._find_done()
         engine = self._engine(logs, lock)
         try:
+            engine = self._with_threads_that_help(engine, logs, lock)
             costs = self._costs(engine)
             if any(cost.source == "estimated" for cost in costs.values()):
                 engine.close()  # it may still measure
@@ -290,12 +302,49 @@ class _Sweep:
             raise
         return forecast, engine
 
-    def _costs(self, engine: Engine) -> dict[str, Cost]:
-        """Costs of the waiting cells by name, from the table of runs or measured."""
+    def _with_threads_that_help(self, engine: Engine, logs: Path, lock: int | None) -> Engine:
+        """The engine, or one whose runs have one thread, if that is faster than several: where
+        other programs use the cores, threads wait for each other most of the time.
+
+        Measured at a sweep's start, with the most expensive of its settings.
+        """
+        several, missing = self.layout, self._unknown()[2]
+        if self.continued or several.device != "cpu" or several.place.engine != "local" or several.threads == 1:
+            return engine
+        if not missing:
+            return engine
+        self.say(f"measuring the first steps of a run with {several.threads} threads and with one ...")
+        key = most_expensive(missing)
+        slower = measured_costs({key: missing[key]}, engine)
+        engine.close()
+        self.layout = dataclasses.replace(several, most_threads=1)
+        engine = self._engine(logs, lock)
+        try:
+            faster = measured_costs({key: missing[key]}, engine)
+        except BaseException:
+            engine.close()
+            raise
+        times = slower[key].seconds / faster[key].seconds
+        if times > 1:
+            self.measured |= faster
+            self.say(f"each run has one thread: here that is {times:.1f} times as fast as {several.threads}")
+            return engine
+        engine.close()
+        self.layout, self.measured = several, self.measured | slower
+        return self._engine(logs, lock)
+
+    def _unknown(self) -> tuple[dict[str, Cost], dict[str, str], dict[str, RunConfig]]:
+        """The known costs by :func:`cost_key`; those keys by waiting cell; and the configurations
+        whose costs are not known.
+        """
         known = {**self.measured, **stored_costs(self.folder.path, self.layout.threads)}
         needed = {record.cell.name: record.cell.config for record in self._in_state(CellState.WAITING)}
         keys = {name: cost_key(config) for name, config in needed.items()}
-        missing = {key: needed[name] for name, key in keys.items() if key not in known}
+        return known, keys, {key: needed[name] for name, key in keys.items() if key not in known}
+
+    def _costs(self, engine: Engine) -> dict[str, Cost]:
+        """Costs of the waiting cells by name, from the table of runs or measured."""
+        known, keys, missing = self._unknown()
         if missing:
             some = "one setting" if len(missing) == 1 else f"{len(missing)} settings"
             most = "" if self.measure_for is None else f", for at most {duration(self.measure_for)}"

@@ -20,8 +20,9 @@ SETTINGS = {"stream": {"name": "digits", "limit_per_task": 20}, "width": 1, "mem
 
 
 @pytest.fixture(autouse=True)
-def always_one_thread(one_thread):
-    """Of every test here."""
+def always_one_thread(one_thread, monkeypatch):
+    """Of every test here, and of every run that a sweep starts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -346,6 +346,31 @@ def test_unusable_settings_start_nothing(tmp_path, engine, say, monkeypatch):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize(("alone", "threads"), [(5.0, 1), (15.0, 2)])
+def test_runs_have_several_threads_only_where_these_are_faster(tmp_path, engine, monkeypatch, alone, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("mose_fast.sweep.place.usable_cores", lambda: 2)
+    made, said, measured = engine(), [], []
+
+    def costs(configs, engine, budget=None):
+        measured.append(sorted(config.method for config in configs.values()))
+        seconds = 10.0 if len(measured) == 1 else alone
+        return {key: Cost(seconds, 10**9, None) for key in configs}
+
+    monkeypatch.setattr(scheduler, "measured_costs", costs)
+    grid = Grid({"method": ("er", "mose", "finetune")}, CHANGES)
+    run_grid(grid, tmp_path / "s", Place(workers=1), say=said.append)
+    assert measured == [["mose"], ["mose"], ["er", "finetune"]] and len(made.runs) == 3
+    plan = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert (plan["workers"], plan["threads"]) == (1, threads)
+    assert ("each run has one thread: here that is 2.0 times as fast as 2" in said) == (threads == 1)
+
+    # Continued: the remaining runs have as many threads as the first.
+    run_grid(Grid({"method": ("er", "mose", "gdumb")}, CHANGES), tmp_path / "s", Place(workers=1), say=said.append)
+    assert measured[3:] == [["gdumb"]]
+    assert json.loads((tmp_path / "s" / "sweep.json").read_text())["threads"] == threads
+
+
 def test_unwritable_folder(tmp_path, engine, say):
     engine()
     (tmp_path / "file").touch()
