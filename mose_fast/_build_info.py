@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import sys
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def code_hash() -> str:
 @functools.cache
 def _modules_of_a_run() -> dict[str, Path]:
     """The modules that a run imports, at its start or later, and their files. Import statements are
-    followed, since ``sys.modules`` also has what the caller has imported.
+    followed, since ``sys.modules`` has what the caller happened to import.
     """
     found: dict[str, Path] = {}
     waiting = [_RUN]
@@ -79,11 +80,19 @@ def _modules_of_a_run() -> dict[str, Path]:
         found[name] = path
         waiting.append(name.rpartition(".")[0])
         for package, names, module in _IMPORT.findall(_FOR_TYPES.sub("", path.read_text(encoding="utf-8"))):
-            homes = getattr(getattr(sys.modules.get(package), "__getattr__", None), "homes", {})
             waiting += [package, module]
+            homes = _homes(package)
             for imported in re.findall(r"\w+", names):
                 waiting += [f"{package}.{imported}", homes.get(imported, "")]
     return found
+
+
+def _homes(package: str) -> Mapping[str, str]:
+    """The modules of the names that a package imports when they are first used; else empty."""
+    path = _file_of(package)
+    if path is None or path.name != "__init__.py":
+        return {}
+    return getattr(getattr(import_module(package), "__getattr__", None), "homes", {})
 
 
 def _file_of(module: str) -> Path | None:

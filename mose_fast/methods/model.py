@@ -302,7 +302,12 @@ class Model:
         all_changed = changed or [{}] * len(groups)
         for group, built_with, numbers in zip(groups, self._built_with, all_changed, strict=True):
             group |= built_with | numbers
+        rates = [group["lr"] for group in self.optimiser.param_groups]
         self.optimiser.load_state_dict({"state": moments, "param_groups": groups})
+        for group, rate in zip(self.optimiser.param_groups, rates, strict=True):
+            if isinstance(rate, Tensor):
+                # The same tensor as before, which a captured step reads.
+                group["lr"] = rate.fill_(group["lr"])
         self.latch.open()
 
     def weights_hash(self) -> str:

@@ -115,7 +115,7 @@ def test_a_study_of_a_folder_of_any_name(tmp_path, photos):
     for name in ("/données", "/😀 100%", '/a"b\\c'):
         config = with_changes(None, {**there, "stream.name": name})
         check_writable(config)
-        (tmp_path / "best.toml").write_text(_toml(config, trial, 1, (0,)), encoding="utf-8")
+        (tmp_path / "best.toml").write_text(_toml(config, trial, 1, (0,), ()), encoding="utf-8")
         assert RunConfig.load(tmp_path / "best.toml").stream.name == name
     with pytest.raises(ConfigError, match=r"stream.name is .*, which best.toml cannot hold; wanted a path in UTF-8"):
         check_writable(with_changes(None, {**there, "stream.name": str(photos)}))

@@ -18,18 +18,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from mose_fast.methods import METHODS
+from mose_fast.nn import ExpertNetwork
 
 TASKS, STEPS = 3, 70  # steps in each task
 LR, DECAY, BETAS, EPS = 1e-3, 1e-4, (0.9, 0.999), 1e-8
 
 
-class Small(nn.Module):
+class Small(ExpertNetwork):
     """A network without batch norm and without kinks, in which rounding does not grow."""
 
     experts, feature_size = 1, 16
 
     def __init__(self, learner) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.hidden = nn.Linear(3 * 8 * 8, self.feature_size)
         self.classifier1 = learner.classification_head(nn.Linear(self.feature_size, learner.classes))
         self.projection1 = nn.Identity()

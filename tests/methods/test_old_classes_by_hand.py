@@ -35,6 +35,7 @@ def check_gsa(make, teach, batch, **options):
     """
     own = {"buffer_weight": 3.0, "new_extra": 6, "warm_up": 1, **options}
     learner = make("gsa", options={**SGD, "lr": 0.01, **own})
+    untrained = copy.deepcopy(learner.network.classifier1).double()
     pulled, pushed, weights_met = torch.zeros(6).double(), torch.zeros(6).double(), set()
     for number in range(9):
         task = number // 3
@@ -43,6 +44,7 @@ def check_gsa(make, teach, batch, **options):
             learner.begin_task(task, classes)
         x, y = batch(classes * 5 if number % 3 else classes[:1] * 10, seed=number)
         step = step_of(learner, x, y, task)
+        start_anew(step, untrained, came_now(learner, number, classes))
         given, current, old = step.rows.sizes
         new, known = given + current, 2 * task + (2 if number % 3 else 1)
         share = known - 2 * task  # of the current task's classes among those known
@@ -105,10 +107,17 @@ def course_of(learner: Learner, batch, networks: list[ExpertNetwork]):
         # With the classes that came in this task, from its second batch on, or without them.
         later = o.replay_from == "all" and task > 0 and number % 3 > 0
         assert max(replayed, default=-1) < 2 * task + 2 * later and (set(replayed) > {2 * task - 1, 2 * task}) >= later
-        new = [classes[:], []] if o.current_classes == "task" else [classes[:1], classes[1:]]
-        new = [*new, []][number % 3] if number else []
-        start_anew(step, first, new)
+        start_anew(step, first, came_now(learner, number, classes))
         yield task, classes, came, step
+
+
+def came_now(learner: Learner, number: int, classes: list[int]) -> list[int]:
+    """The classes that the losses have from batch ``number`` on, three of which make a task whose
+    first one has its first class alone; none of the first batch, before which nothing was trained.
+    """
+    if learner.config.options.current_classes == "task":
+        return [classes, [], []][number % 3] if number else []
+    return [classes[:1], classes[1:], []][number % 3] if number else []
 
 
 def start_anew(step: Step, first: torch.nn.Module, new: list[int]) -> None:

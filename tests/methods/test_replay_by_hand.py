@@ -298,9 +298,9 @@ CHECKS = checks_of(globals())
 FAULTS = [
     # What all share.
     ("er", "model.Model.minimise", "self.optimiser.zero_grad(set_to_none=True)", "pass"),
-    ("er", "replay.ReplayLearner.build_optimiser", ", weight_decay=o.weight_decay", ""),
-    ("er", "replay.ReplayLearner.build_optimiser", "lr=o.lr", "lr=1e-2"),
-    ("er", "replay.ReplayLearner.rows", "self.memory.labels[slots]", "self.memory.labels[slots.flip(0)]"),
+    ("er", "replay.ReplayLearner.build_optimiser", '"weight_decay": o.weight_decay', '"weight_decay": 0.0'),
+    ("er", "replay.ReplayLearner.build_optimiser", '"lr": o.lr', '"lr": 1e-2'),
+    ("er", "replay.ReplayLearner.rows", "torch.cat([y, their_labels])", "torch.cat([y, their_labels.flip(0)])"),
     ("er", "replay.ReplayLearner.retrieve", "o.buffer_batch", "o.buffer_batch // 2"),
     ("er_apart", "replay.ReplayLearner.retrieve", 'self.task if o.replay_from == "others" else None', "None"),
     ("er_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
