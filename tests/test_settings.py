@@ -81,9 +81,8 @@ def test_a_departure_from_the_paper_is_another_problem_or_method(name, value):
 
 @pytest.mark.parametrize(("name", "value"), {**BOOKKEEPING, **EXECUTION, **DATA, "seed": 3, **OTHERS}.items())
 def test_a_resumed_run_may_change_bookkeeping_and_device(name, value):
-    wrote, goes_on = (
-        {"config": config.to_dict(), "code": "", "machine": {}} for config in (usual(), changed(name, value))
-    )
+    same = {"code": "", "method_files": {}, "machine": {}}
+    wrote, goes_on = ({"config": config.to_dict(), **same} for config in (usual(), changed(name, value)))
     if name in BOOKKEEPING or name == "device":
         check_identity(wrote, goes_on, Path("run/checkpoints/step-1"))
     else:

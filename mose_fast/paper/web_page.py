@@ -115,7 +115,7 @@ def web_page(sections: Sequence[Section], failures: Sequence[Failure], left_out:
             f"{MARK}<title>The paper's results and ours</title><style>{_STYLE}</style></head><body>",
             "<h1>MOSE: the paper's tables and figures, computed again</h1>",
             "<p>Our numbers beside those of Yan et al., <i>Orchestrate Latent Expertise</i>, CVPR 2024, on test images:"
-            f" {len(runs)} runs, {counted(seeds, 'seed')} for each setting. The paper's are means of"
+            f" {counted(len(runs), 'run')}, {counted(seeds, 'seed')} for each setting. The paper's are means of"
             f" {RUNS} runs. Captions are ours; each names the table or figure of the paper by its LaTeX label.</p>",
             *(f'<p class="box">{html.escape(f"{line[:1].upper()}{line[1:]}.")}</p>' for line in said),
             _legend(judged=not departures, seeds=seeds),

@@ -11,6 +11,7 @@ import pytest
 
 from mose_fast import train
 from mose_fast.cli import main
+from mose_fast.config import RunConfig
 
 # The fifth batch waits for the signal, which arrives in a run that is really training.
 _PROGRAM = """
@@ -68,6 +69,10 @@ def test_interrupt_before_the_first_batch(monkeypatch, tmp_path, capsys, command
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, command[0], interrupted)
+    if command[0] == "resume":
+        (tmp_path / "nowhere").mkdir()
+        (tmp_path / "nowhere" / "config.json").write_text(RunConfig().to_json())
+    before = list(tmp_path.rglob("*"))
     assert main(command) == 130
     assert capsys.readouterr().err == "mose-fast: interrupted before the first batch\n"
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == before

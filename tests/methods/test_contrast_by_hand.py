@@ -280,7 +280,7 @@ def check_co2l_apart(make, teach, batch):
 
 def check_co2l_probe(make, teach, batch):
     """The classifier that an evaluation fits, by an own optimiser on the memory's features."""
-    learner = teach(make("co2l", options={**SGD, "probe_passes": 10, "probe_lr": 0.3}), steps=2)
+    learner = teach(make("co2l", options={**SGD, "lr": 1e-3, "probe_passes": 10, "probe_lr": 0.3}), steps=2)
     learner.end_task()
     filled, steps = learner.memory.filled, learner.steps
     ticks = []
@@ -289,6 +289,7 @@ def check_co2l_probe(make, teach, batch):
     assert len(ticks) == 10 + 1 and learner.steps == steps
     network = copy.deepcopy(learner.network).double().eval()
     features = network.features(normalised(learner.memory.images[:filled]))[0].detach()
+    assert float(features.std(0).max()) > 1e-3  # no collapse: it matters which images are drawn
     labels, sequence = learner.memory.labels[:filled].tolist(), learner.memory.seen << 24
     head = torch.nn.Linear(8, 6).double()
     torch.nn.init.zeros_(head.weight), torch.nn.init.zeros_(head.bias)

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import signal
-import threading
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -87,15 +86,19 @@ class HereEngine:
             return [{"event": "measured", "cell": cell, "cost": cost}, {"event": "done", "cell": cell}]
         if self.break_in is not None and self.break_in in cell:
             return [{"event": "failed", "cell": cell, "error": "broken on purpose"}]
-        stop = threading.Event()
-        if self.interrupt_in == len(self.started):
-            os.kill(os.getpid(), signal.SIGINT)
-            stop.set()
+        interrupted = self.interrupt_in == len(self.started)
+
+        def emit(event):
+            found.append({**event, "cell": cell})
+            if interrupted and "view" not in event:
+                # To the run, after its first batch, and to the sweep, when the run has ended.
+                os.kill(os.getpid(), signal.SIGINT)
+
         if (Path(command["out"]) / "config.json").is_file():
             self.resumed.append(cell)
         self.started.append(cell)
         with open(command["log"], "w") as log, redirect_stderr(log):
-            run_cell(command, lambda event: found.append({**event, "cell": cell}), stop, [])
+            run_cell(command, emit)
         return found
 
     def stop(self):

@@ -4,6 +4,7 @@ disk.
 
 import errno
 import math
+import tempfile
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -275,13 +276,9 @@ def test_events_of_others_in_a_folder_of_ones_own_stay(tmp_path):
 def test_full_disk_while_writing_results_loses_nothing(tmp_path, monkeypatch, plain, name):
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    from mose_fast.train import files
-
-    out, mkstemp = tmp_path / "run", files.tempfile.mkstemp
+    out, mkstemp = tmp_path / "run", tempfile.mkstemp
     with monkeypatch.context() as patched:
-        patched.setattr(
-            files.tempfile, "mkstemp", lambda **named: no_space() if name in named["prefix"] else mkstemp(**named)
-        )
+        patched.setattr(tempfile, "mkstemp", lambda **named: no_space() if name in named["prefix"] else mkstemp(**named))
         patched.setattr(RecordWriter, "close", no_space)
         with (
             pytest.warns(UserWarning, match="cannot write TensorBoard events"),
