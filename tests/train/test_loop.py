@@ -278,7 +278,9 @@ def test_full_disk_while_writing_results_loses_nothing(tmp_path, monkeypatch, pl
 
     out, mkstemp = tmp_path / "run", tempfile.mkstemp
     with monkeypatch.context() as patched:
-        patched.setattr(tempfile, "mkstemp", lambda **named: no_space() if name in named["prefix"] else mkstemp(**named))
+        patched.setattr(
+            tempfile, "mkstemp", lambda **named: no_space() if name in named["prefix"] else mkstemp(**named)
+        )
         patched.setattr(RecordWriter, "close", no_space)
         with (
             pytest.warns(UserWarning, match="cannot write TensorBoard events"),
