@@ -1,4 +1,4 @@
-"""The time of a full step by kernel, beside the bytes that our ops need and the predicted times.
+"""The time of a full step by kernel, beside the bytes that our ops need.
 
     python -m bench.kernel_times --csv build/kernels.csv    # on a card: a step of 384 views in bf16
     python -m bench.kernel_times --device cpu               # small, only shows that it runs
@@ -6,9 +6,8 @@
 A full step of a later task is replayed 20 times from its graph on prepared inputs, with our kernels
 and with PyTorch's, and torch.profiler records each kernel. Rows have the columns :data:`COLUMNS`;
 the kernel ``(all)`` is the sum of an op, the op ``(all)`` that of the step. ``floor_us`` is the
-time to copy the needed bytes at the copy rate measured in the same call; ``predicted_us`` was
-estimated from the machine code for an H200, before anything had run on a card. The table on the
-screen leaves out what takes less than a thousandth of the step.
+time to copy the needed bytes at the copy rate measured in the same call. The table on the screen
+leaves out what takes less than a thousandth of the step.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from mose_fast.train.clock import laps
 
 __all__ = ["COLUMNS", "Measured", "counted_bytes", "measured_step", "op_of", "rows", "table"]
 
-COLUMNS = ("kernels", "op", "kernel", "launches", "us", "needed_mb", "moved_mb", "floor_us", "predicted_us")
+COLUMNS = ("kernels", "op", "kernel", "launches", "us", "needed_mb", "moved_mb", "floor_us")
 
 #: Which op a kernel belongs to, by the first pattern that its name has. Ours first; then the
 #: libraries', whose names are their own.
@@ -62,16 +61,6 @@ _OPS = (
     (r"at::native|multi_tensor_apply", "PyTorch, elementwise and sums"),
     (r"cudnn|conv|wgrad|dgrad|fprop|xmma|cutlass|gemm|nvjet|cublas", "convolutions and products"),
 )
-#: Microseconds a step, by kernel: read off the machine code for an H200 (bf16, N = 384).
-_PREDICTED = {
-    "align_conv_backward_kernel": "530",
-    "align_conv_forward_kernel": "450 with depthwise",
-    "align_conv_product_kernel": "260",
-    "align_conv_finish_kernel": "25",
-    "adam_pieces_kernel": "105-120",
-}
-#: The same for all kernels of an op.
-_PREDICTED_OPS = {"batch_norm_act": "1400-1650"}
 
 #: Settings of the step by device, and how many are profiled.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -239,9 +228,6 @@ def rows(
     def row(op: str, kernel: str, measured: Measured) -> dict[str, str]:
         whole = kernel == "(all)"
         needed, moved = by_op.get(op, (None, None)) if whole else (None, None)
-        predicted = (
-            _PREDICTED_OPS.get(op, "") if whole else next((us for name, us in _PREDICTED.items() if name in kernel), "")
-        )
         values = {
             "kernels": which,
             "op": op,
@@ -251,7 +237,6 @@ def rows(
             "needed_mb": "" if needed is None else f"{needed / 1e6:.1f}",
             "moved_mb": "" if moved is None else f"{moved / 1e6:.1f}",
             "floor_us": "" if needed is None or copied is None else f"{1e6 * needed / copied:.1f}",
-            "predicted_us": predicted if which == "fused" else "",
         }
         return {name: values[name] for name in COLUMNS}
 

@@ -1,15 +1,15 @@
-"""Checks what every kernel takes against budgets, and predicts how long a step's kernels take.
+"""Checks what every kernel takes against budgets.
 
     python -m build_tools.kernel_budget          # compiles each .cu for every card of a release
-    python -m build_tools.kernel_budget --table  # also predicts; needs the emulated card
-    python -m build_tools.kernel_budget --write  # also writes csrc/loop_budget.txt and the table of
-                                                 # docs/performance.md
+    python -m build_tools.kernel_budget --write  # also writes csrc/loop_budget.txt anew
 
 The check compares the registers that ptxas says every kernel takes with csrc/kernel_budget.txt, and
-what the loops of those instances that a step uses issue, by class, with csrc/loop_budget.txt
-(sm_90). It fails if a kernel spills or has a stack, takes more registers than its line grants, or
-has no line, if a line has no kernel, if nvcc warns, if a loop grew by more than 3 %, and if a loop
-does what :func:`build_tools.machine_code.refusals` names. Needs nvcc and nvdisasm, but no card.
+what the loops of the instances in csrc/loop_budget.txt issue, by class, with their lines there
+(sm_90). ``--write`` writes the numbers of the instances that the file names; a new one is a line
+with its name alone. The check fails if a kernel spills or has a stack, takes more registers than
+its line grants, or has no line, if a line has no kernel, if nvcc warns, if a loop grew by more than
+3 %, and if a loop does what :func:`build_tools.machine_code.refusals` names. Needs nvcc and
+nvdisasm, but no card.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import NamedTuple
 from build_tools.cuda import RELEASE_ARCHS, default_archs, find_toolkits
 from build_tools.describe import jobs
 from build_tools.machine_code import CLASSES, Kernel, disassemble, instance_names, parse_code, refusals
-from build_tools.predict import Launch, markdown, parse_record, predict
 from build_tools.sources import read_sources
 
 __all__ = [
@@ -47,11 +46,9 @@ ROOT = Path(__file__).resolve().parent.parent
 ARCHS = tuple(arch.replace(".", "") for arch in RELEASE_ARCHS)
 #: How much a loop may grow before the check fails.
 GROWTH = 1.03
-EMULATED = ROOT / "build" / "emulated" / "mose_fast"
-MARKS = ("<!-- begin: predicted -->\n", "<!-- end: predicted -->")
 HEAD = """# Instructions of the loops of the kernels that a step of MOSE uses (384 views, bf16), by class, on sm_90; a
 # loop in another has its own line. `python -m build_tools.kernel_budget` fails if one grows by more than 3 %; with
-# --write it writes this file. Lines of a kernel are in the order of its code.
+# --write it writes these numbers. Lines of a kernel are in the order of its code.
 """
 
 
@@ -200,22 +197,15 @@ def parse_loops(text: str) -> dict[str, list[list[int]]]:
     for line in text.splitlines():
         words = line.split("#")[0].split()
         if words:
-            budgets.setdefault(words[0], []).append(list(map(int, words[1:])))
+            rows = budgets.setdefault(words[0], [])
+            rows += [list(map(int, words[1:]))] if words[1:] else []
     return budgets
 
 
-def compare_loops(
-    kernels: Mapping[str, Kernel], budgets: Mapping[str, Sequence[Sequence[int]]], used: Iterable[str] = ()
-) -> list[str]:
-    """Returns one complaint for each loop that grew, for each thing that no loop may hold, and for
-    each of the ``used`` kernels whose loops have no lines.
-    """
+def compare_loops(kernels: Mapping[str, Kernel], budgets: Mapping[str, Sequence[Sequence[int]]]) -> list[str]:
+    """Returns one complaint for each loop that grew, and for each thing that no loop may hold."""
     plain = {name.replace(" ", ""): kernel for name, kernel in kernels.items()}
-    complaints = [
-        f"{name} has no lines; wanted those that --write writes"
-        for name in sorted(name.replace(" ", "") for name in used)
-        if name in plain and plain[name].loops and name not in budgets
-    ]
+    complaints = []
     for name, granted in budgets.items():
         if name not in plain:
             complaints.append(f"{name} has lines, but there is no such kernel")
@@ -248,30 +238,10 @@ def _compile(nvcc: Path, flags: list[str], source: Path, arch: str) -> tuple[str
         return done.stderr, disassemble(cubin) if arch == "90" else ""
 
 
-def _record(*options: str) -> list[Launch]:
-    """What a step launches."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "launches"
-        subprocess.run(
-            [sys.executable, "-m", "build_tools.record_step", str(path), *options],
-            check=True,
-            cwd=ROOT,
-            env=os.environ | {"MOSE_FAST_NATIVE": str(EMULATED), "PYTHONPATH": str(ROOT)},
-        )
-        return parse_record(path.read_text())
-
-
-def _enter(page: Path, text: str) -> None:
-    """Puts a text between the marks of a page."""
-    before, rest = page.read_text().split(MARKS[0])
-    page.write_text(before + MARKS[0] + text + "\n" + MARKS[1] + rest.split(MARKS[1])[1])
-
-
 def main(arguments: Sequence[str] = ()) -> int:
     """Compiles, prints the table and the complaints; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", action="store_true", help="also predict how long a step's kernels take")
-    parser.add_argument("--write", action="store_true", help="write the loops' budgets, and the table of predictions")
+    parser.add_argument("--write", action="store_true", help="write the loops' budgets")
     wanted = parser.parse_args(arguments)
     toolkits, looked = find_toolkits(os.environ)
     if not toolkits:
@@ -291,23 +261,15 @@ def main(arguments: Sequence[str] = ()) -> int:
     print(table(usages))
     kernels = dict(zip(instance_names([kernel.symbol for kernel in code]), code, strict=True))
     loop_budget = ROOT / "csrc" / "loop_budget.txt"
-    used: set[str] = set()
-    if wanted.table or wanted.write:
-        whole, backbone = _record(), _record("--backbone")
-        of_symbol = {usage.symbol: usage.registers for usage in usages if usage.arch == "90"}
-        registers = {name: of_symbol[kernel.symbol] for name, kernel in kernels.items()}
-        predicted = markdown(predict(whole, kernels, registers), predict(backbone, kernels, registers))
-        print(predicted)
-        used = {launch.kernel for launch in [*whole, *backbone]}
     if wanted.write:
-        loop_budget.write_text(loop_lines({name: kernel for name, kernel in kernels.items() if name in used}))
-        _enter(ROOT / "docs/performance.md", predicted)
+        listed = parse_loops(loop_budget.read_text())
+        loop_budget.write_text(loop_lines({n: kernel for n, kernel in kernels.items() if n.replace(" ", "") in listed}))
     warnings = {line for output in done for line in output.result()[0].splitlines() if "warning" in line.lower()}
     for warning in sorted(warnings):
         print(f"nvcc: {warning}", file=sys.stderr)
     budgets = {
         "kernel_budget.txt": compare(usages, parse_budget((ROOT / "csrc" / "kernel_budget.txt").read_text())),
-        "loop_budget.txt": compare_loops(kernels, parse_loops(loop_budget.read_text()), used),
+        "loop_budget.txt": compare_loops(kernels, parse_loops(loop_budget.read_text())),
     }
     for name, complaints in budgets.items():
         for complaint in complaints:

@@ -25,7 +25,6 @@ CLASSES = {
     "branch": r"BRA|BSSY|BSYNC|EXIT|CALL|RET|BRX|BAR|WARPSYNC|MEMBAR|DEPBAR|LDGDEPBAR",
     "integer": r"",
 }
-_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
 @dataclass(frozen=True)
@@ -48,37 +47,6 @@ class Loop:
         found = Counter(next(name for name, names in CLASSES.items() if re.match(names, op)) for op in self.operations)
         return {name: found[name] for name in CLASSES}
 
-    def loads_words(self) -> bool:
-        """Whether a pass loads words of 16 bytes from global memory."""
-        return any(re.match(r"LDG(STS)?\b.*\.128", op) for op in self.operations)
-
-    def bytes_moved(self) -> int:
-        """Bytes that a thread's pass loads in words of 16 bytes and stores in words of 8 or 16."""
-        wide = [_width(op) for op in self.operations if re.match(r"LDG(STS)?\b.*\.128|STG\b.*\.(64|128)", op)]
-        return sum(wide)
-
-    def rounds(self) -> int:
-        """How often a pass waits for global memory: loads wait together until the first of their
-        registers is used.
-        """
-        rounds, loaded = 0, set()
-        for text, op in zip(self.instructions, self.operations, strict=True):
-            registers = [int(number) for number in re.findall(r"\bR(\d+)", text)]
-            if op.startswith("LDG") and not op.startswith("LDGDEPBAR"):
-                rounds += not loaded
-                asynchronous = op.startswith("LDGSTS")  # into shared memory
-                loaded |= {-1} if asynchronous else set(range(registers[0], registers[0] + max(1, _width(op) // 4)))
-            elif "DEPBAR" in op or not loaded.isdisjoint(registers):
-                loaded.clear()
-        return rounds
-
-    def operations_of(self, name: str) -> int:
-        """How many instructions of a pass have names that begin so."""
-        return sum(op.startswith(name) for op in self.operations)
-
-    def has(self, name: str) -> bool:
-        return any(op.startswith(name) for op in self.operations)
-
 
 @dataclass(frozen=True)
 class Kernel:
@@ -87,10 +55,6 @@ class Kernel:
     symbol: str
     instructions: tuple[str, ...]
     loops: tuple[Loop, ...]
-
-
-def _width(operation: str) -> int:
-    return next((_BYTES[part] for part in reversed(operation.split(".")) if part in _BYTES), 4)
 
 
 def disassemble(cubin: Path) -> str:
@@ -143,7 +107,7 @@ def _loops(code: Sequence[str], labels: dict[str, int]) -> Iterator[Loop]:
 
 def instance_names(symbols: Sequence[str]) -> list[str]:
     """Instances without namespaces and parameters, such as ``kernel<__nv_bfloat16, 2, false>``,
-    from mangled symbols of nvcc or of what csrc/emulated/record.h writes.
+    from nvcc's mangled symbols.
     """
     told = subprocess.run(["c++filt", "-t", *symbols], check=True, capture_output=True, text=True).stdout.splitlines()
     return [_plain(name) for name in told]

@@ -97,7 +97,6 @@ ENTRIES = {
     "the command line": ["-m", "mose_fast", "doctor"],
     "a worker": ["-m", "mose_fast.sweep.worker", "--threads", "2"],
     "a benchmark": ["-m", "bench.compare_step"],
-    "a record of a step": ["-m", "build_tools.record_step"],
     "the tests": ["-m", "pytest", "-q", "-n", "0", "--collect-only", "tests/ops/test_null.py"],
 }
 

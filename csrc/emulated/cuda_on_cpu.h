@@ -38,7 +38,6 @@
 #include <vector>
 
 #include "core/check.h"
-#include "emulated/record.h"
 
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
@@ -590,15 +589,12 @@ SHIM_RUNTIME inline unsigned char* get_shared_memory() { return shared_memory; }
 #define __expf(x) std::exp(static_cast<float>(x))
 #define __fdividef(x, y) (static_cast<float>(x) / static_cast<float>(y))
 
-#define SHIM_LAUNCH(early, kernel, blocks, threads, shared_bytes, stream, ...)                             \
-  do {                                                                                                     \
-    static_cast<void>(stream);                                                                             \
-    if (!shim::recorded<kernel>(#kernel, early, dim3(blocks), dim3(threads), shared_bytes, __VA_ARGS__)) { \
-      shim::launch(dim3(blocks), dim3(threads), shared_bytes, [&] { kernel(__VA_ARGS__); });               \
-    }                                                                                                      \
+#define MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...)                      \
+  do {                                                                                     \
+    static_cast<void>(stream);                                                             \
+    shim::launch(dim3(blocks), dim3(threads), shared_bytes, [&] { kernel(__VA_ARGS__); }); \
   } while (false)
-#define MF_LAUNCH(...) SHIM_LAUNCH(false, __VA_ARGS__)
-#define MF_LAUNCH_AFTER(...) SHIM_LAUNCH(true, __VA_ARGS__)
+#define MF_LAUNCH_AFTER(...) MF_LAUNCH(__VA_ARGS__)
 #define MF_DYNAMIC_SHARED(name) unsigned char* name = shim::get_shared_memory()
 #define MF_EXPECT_ALIGNED(address, bytes) shim::expect_aligned(address, bytes)
 

@@ -29,16 +29,9 @@ def test_rows_sum_up_by_op():
     ]
     by_kernel = {row["kernel"]: row for row in found if row["kernel"] != "(all)"}
     assert list(by_kernel)[1:3] == list(KERNELS)[:2]  # within an op, the longest first
-    assert by_kernel[next(iter(KERNELS))]["predicted_us"] == "530"
     norms = next(row for row in found if row["op"] == "batch_norm_act")
     # 800 MB at 4 TB/s take 200 us.
-    assert (norms["needed_mb"], norms["moved_mb"], norms["floor_us"], norms["predicted_us"]) == (
-        "800.0",
-        "1000.0",
-        "200.0",
-        "1400-1650",
-    )
-    assert all(row["predicted_us"] == "" for row in rows("torch", KERNELS, {}, None))
+    assert (norms["needed_mb"], norms["moved_mb"], norms["floor_us"]) == ("800.0", "1000.0", "200.0")
     text = table(found)
     assert "sm90_xmma_fprop" in text and "Memcpy" not in text  # below a thousandth of the step
 

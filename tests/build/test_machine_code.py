@@ -53,32 +53,14 @@ def test_loops_and_their_classes():
     assert inner.classes == {"float": 2, "special": 0, "shared": 0, "global": 2, "branch": 1, "integer": 3}
     # The inner loop's instructions are not the outer one's.
     assert outer.classes == {"float": 0, "special": 1, "shared": 1, "global": 0, "branch": 3, "integer": 3}
-    assert inner.rounds() == 1
 
 
-@pytest.mark.parametrize(
-    ("operations", "moved", "rounds"),
-    [
-        (["LDG.E.128", "LDG.E.128", "FFMA", "STG.E.128", "STG.E.U8"], 48, 1),
-        (["LDG.E.128", "MUFU.RCP", "LDG.E", "STG.E.64"], 24, 2),
-        (["LDGSTS.E.BYPASS.128", "LDS", "LDGSTS.E.BYPASS.128", "LDGDEPBAR", "LDG.E"], 32, 2),
-        (["LDG.E.STRONG.SYS", "LDG.E.U16"], 0, 1),
-    ],
-)
-def test_bytes_and_rounds(operations, moved, rounds):
-    found = loop(*operations)
-    assert (found.bytes_moved(), found.rounds()) == (moved, rounds)
-    assert found.loads_words() == (moved > 0)
-
-
-def test_instances_have_one_name_from_nvcc_and_from_the_emulated_card():
+def test_names_of_instances():
     name = "26batch_norm_act_sums_kernelI13__nv_bfloat16LNS0_8NormFormE2EEEvNS_20BatchNormActBackwardEi"
-    emulated = f"PN4shim8InstanceIXadL_ZN2mf4cuda12_GLOBAL__N_1{name.replace('NS0_', 'NS3_')}EEEE"
     assert instance_names([SYMBOL, f"_ZN2mf4cuda9_GLOBAL__{name}"]) == [
         "align_conv_sums_kernel",
         "batch_norm_act_sums_kernel<__nv_bfloat16, (NormForm)2>",
     ]
-    assert "shim" not in instance_names([emulated])[0]
 
 
 @pytest.mark.parametrize(
@@ -121,10 +103,7 @@ def test_a_loop_that_grew_by_more_than_three_percent_is_refused():
 
 def test_other_loops_and_refusals_are_told():
     budgets = {"k": [[8, 8, 0, 0, 0, 0, 0]]}
-    new = {"k": kernel(loop(*["FADD"] * 8)), "l<1, 2>": kernel(loop("FADD")), "unused": kernel(loop("FADD"))}
-    assert compare_loops(new, budgets, ["l<1, 2>", "k", "torch mm"]) == [
-        "l<1,2> has no lines; wanted those that --write writes"
-    ]
+    assert compare_loops({"k": kernel(loop(*["FADD"] * 8)), "not listed": kernel(loop("FADD"))}, budgets) == []
     assert compare_loops({}, budgets) == ["k has lines, but there is no such kernel"]
     assert compare_loops({"k": kernel()}, budgets) == ["k has 0 loops; granted are 1"]
     assert compare_loops({"k": kernel(loop(*["FADD"] * 7, "LDL"))}, budgets) == ["k: 1 x LDL: local memory in a loop"]

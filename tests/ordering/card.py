@@ -32,10 +32,10 @@ from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from build_tools.backward_streams import after_functions
-from build_tools.backward_streams import place as place_in_backward
 from mose_fast import _loader
 from mose_fast.ops import align_conv, batch_norm_act, batch_norm_pool
+from tests.ordering.backward_streams import after_functions
+from tests.ordering.backward_streams import place as place_in_backward
 from tests.ordering.checker import Checker, Memory, Race
 
 __all__ = ["Card"]

@@ -1,5 +1,5 @@
 """Runs the backward pass on the streams of the forward pass where there is no card, as autograd
-does on one: for the stand-in card of tests/ordering, and for the record of a step.
+does on one: for the stand-in card.
 """
 
 from __future__ import annotations
