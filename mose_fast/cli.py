@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from mose_fast import streams
 from mose_fast._version import __version__
-from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig, StreamConfig, upgraded
+from mose_fast.config import MOSE_PRESETS, ConfigError, RunConfig, StreamConfig
 from mose_fast.errors import MoseFastError
 from mose_fast.export.card import read_card
 from mose_fast.knobs import as_text, settings_of, usual_name
@@ -452,7 +452,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     given = vars(arguments)
     values, table = read_file(given["file"]) if "file" in given else ({}, {})
-    base = RunConfig.from_dict(upgraded(values)) if values else None
+    base = RunConfig.from_dict(values) if values else None
     changes = _changes(arguments, base)
     texts = given.get("grid", [])
     varied = {"method": table.get("method", ())} | dict(

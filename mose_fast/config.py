@@ -26,7 +26,6 @@ else:
     import tomli as tomllib
 
 from mose_fast.knobs import (
-    RENAMED,
     SHOWN,
     ConfigError,
     Declared,
@@ -57,14 +56,12 @@ __all__ = [
     "MoseOptions",
     "RunConfig",
     "StreamConfig",
-    "current_names",
     "knob",
     "method_settings",
     "near_matches",
     "read_table",
     "shown",
     "takes_settings",
-    "upgraded",
 ]
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -550,24 +547,6 @@ def method_settings(name: str) -> MethodSettings:
     )
 
 
-def current_names(options: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """Options of a method as a file of an earlier version names them, with the names that the
-    method has for them now.
-    """
-    known = settings_of(method_settings(method).options)
-    return {
-        RENAMED[name] if f"options.{name}" not in known and name in RENAMED else name: value
-        for name, value in options.items()
-    }
-
-
-def upgraded(values: Any) -> Any:
-    """The settings in a file of this or of an earlier version, by the names that they have now."""
-    if not isinstance(values, Mapping) or not isinstance(values.get("options"), Mapping):
-        return values
-    return {**values, "options": current_names(values["options"], values.get("method", RunConfig.method))}
-
-
 @documented
 @dataclass(frozen=True)
 class RunConfig(Declared):
@@ -795,7 +774,7 @@ class RunConfig(Declared):
         path = Path(path)
         values = read_table(path, "the configuration")
         try:
-            return cls.from_dict(upgraded(values))
+            return cls.from_dict(values)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 

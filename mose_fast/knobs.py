@@ -25,7 +25,6 @@ from mose_fast.errors import MoseFastError
 
 __all__ = [
     "MASKED",
-    "RENAMED",
     "ConfigError",
     "Declared",
     "Search",
@@ -51,18 +50,8 @@ class ConfigError(MoseFastError, ValueError):
     """
 
 
-#: Options of MOSE as versions before format 2 of results.json named them, and their names now.
-RENAMED = {
-    "ce": "cross_entropy",
-    "ce_buffer_weight": "buffer_weight",
-    "distil": "distillation",
-    "scl": "contrastive",
-    "separate_ce": "separate_cross_entropy",
-}
-
-# Names of settings elsewhere and in earlier versions, by which people look for ours.
+# Names of settings elsewhere, by which people look for ours.
 _OTHER_NAMES = {
-    **RENAMED,
     "batch_size": "stream.batch",
     "batchsize": "stream.batch",
     "betas": "beta1",

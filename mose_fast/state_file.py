@@ -58,7 +58,7 @@ def read_state(
     path: Path, kind: str, newest: int, *, called: str, instead: str = ""
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The inverse of :func:`state_file`: tensors on the CPU, and values. It checks the hash of the
-    content, if there is one; older versions wrote none.
+    content.
 
     Args:
         path: The file.
@@ -86,12 +86,11 @@ def read_state(
     try:
         found = int(metadata[kind])
         if found <= newest:
-            intact = "sha256" not in metadata or _is_intact(path, metadata["sha256"])
+            intact = _is_intact(path, metadata["sha256"])
             values = json.loads(metadata["values"])
             if not isinstance(values, dict):
                 raise ValueError(f"its values are a {type(values).__name__}")
-            # Versions that wrote no hash wrote no identity either.
-            if not intact or ("identity" in values and "sha256" not in metadata):
+            if not intact:
                 raise StateFileError(
                     f"the {called} {path} is damaged: its content does not have the hash in its header{instead}"
                 )

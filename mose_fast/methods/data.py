@@ -210,8 +210,7 @@ class DataPlane:
     def load(self, values: dict[str, Any], memory: dict[str, Tensor]) -> None:
         """Restores the results of :meth:`values` and ``memory.tensors()``."""
         self.memory.load(memory)
-        # Runs of older versions did not record these; they end their tasks by themselves.
-        self._set({"ended": True, "task_batches": None, "task_start": 0} | values)
+        self._set(values)
         self.ahead = 0
 
     @contextmanager

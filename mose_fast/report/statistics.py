@@ -299,13 +299,7 @@ def check_comparable(
             f"these runs do not belong in one table: {'; '.join(differing)}. "
             "Report them separately, or use --force to see them side by side"
         )
-    return (
-        differing
-        + _unknown_data(rows)
-        + _switched_off(rows)
-        + protocol_warnings(rows, varied)
-        + code_warnings(rows, varied)
-    )
+    return differing + _switched_off(rows) + protocol_warnings(rows, varied) + code_warnings(rows, varied)
 
 
 def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ()) -> list[str]:
@@ -332,16 +326,15 @@ def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ())
 
 def _with_code(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows with the version and the first commit of the code beside its hash, since commits may
-    differ in other files alone. Where a run noted no hash, the commit tells the code.
+    differ in other files alone.
     """
     told: dict[str, str] = {}
     found = []
     for row in rows:
         commit = row["commit_id"] if isinstance(row["commit_id"], str) else "unknown"
         short = commit[:12] + "+dirty" * commit.endswith("+dirty")
-        known = isinstance(row["code"], str)
-        text = f"{row['mose_fast']}, commit {short}" + (f", code {row['code'][:8]}" if known else "")
-        found.append({**row, "code": told.setdefault(row["code"] if known else f"{row['mose_fast']} {commit}", text)})
+        text = f"{row['mose_fast']}, commit {short}, code {row['code'][:8]}"
+        found.append({**row, "code": told.setdefault(row["code"], text)})
     return found
 
 
@@ -358,7 +351,7 @@ def _data_differences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The streams whose runs saw different data under the same name."""
     return [
         f"the data of stream {stream!r} differ: {shown}"
-        for stream, same in _by([row for row in rows if _data(row)], "stream").items()
+        for stream, same in _by(rows, "stream").items()
         if (shown := _values(same, "data"))
     ]
 
@@ -371,14 +364,6 @@ def _by(rows: Iterable[Mapping[str, Any]], column: str) -> dict[Any, list[Mappin
     return found
 
 
-def _unknown_data(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    unknown = sum(not _data(row) for row in rows)
-    known = len(rows) - unknown
-    return [
-        f"{unknown} of {len(rows)} runs recorded no fingerprint of their data, so they may have used other data"
-    ] * bool(unknown and known)
-
-
 def _switched_off(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     concerned = [row for row in rows if row.get("switched_off")]
     what = "; ".join(dict.fromkeys(row["switched_off"] for row in concerned))
@@ -386,12 +371,6 @@ def _switched_off(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"the self-check of the native library had switched something off in {len(concerned)} of {len(rows)} runs:"
         f" {what}"
     ] * bool(concerned)
-
-
-def _data(row: Mapping[str, Any]) -> str | None:
-    """Fingerprint of a run's data; None where the run noted none."""
-    found = row.get("data")
-    return found if isinstance(found, str) else None
 
 
 def _values(rows: Sequence[Mapping[str, Any]], column: str) -> str:

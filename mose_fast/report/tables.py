@@ -219,7 +219,7 @@ def _cost(groups: Sequence[Group]) -> Table:
     table = Table(
         "cost",
         f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds of each phase, in no phase (other)"
-        " and of the whole (wall; both unknown for runs of older versions), training steps per second, how many steps"
+        " and of the whole (wall), training steps per second, how many steps"
         " on a card were not replayed from a CUDA graph (eager), peak memory in MiB of the process and on the card as"
         " torch allocates it.",
         spreads=(*phases, "steps/s", "eager", "host MiB", "card MiB"),

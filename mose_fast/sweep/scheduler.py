@@ -254,7 +254,6 @@ class _Sweep:
         Raises:
             RunError: A cell's folder holds another run.
         """
-        unknown_data = 0
         for record in self.records.values():
             try:
                 found = self.folder.finished(record.cell)
@@ -264,12 +263,6 @@ class _Sweep:
                 continue
             if found is not None:
                 record.state = CellState.DONE
-                unknown_data += found.stream.fingerprint is None
-        if unknown_data:
-            self.say(
-                f"caution: {unknown_data} finished run(s) here are of a version that noted no fingerprint of the data;"
-                " whether the data are still the same is not known"
-            )
 
     def plan(self, logs: Path, lock: int | None) -> tuple[Forecast, Engine]:
         """Finds what is done, forecasts the rest, says the plan, and makes the engine.

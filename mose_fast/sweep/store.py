@@ -20,11 +20,11 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from mose_fast import evaluate
-from mose_fast.config import ConfigError, RunConfig, current_names, upgraded
+from mose_fast.config import ConfigError, RunConfig
 from mose_fast.output import readable
 from mose_fast.streams.kinds import Kind
 from mose_fast.train.files import RunError, RunFolder, check_folders
-from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of, read_results
+from mose_fast.train.results import SCHEMA_VERSION, accuracy_csv, precision_of
 
 if TYPE_CHECKING:
     import pandas
@@ -34,27 +34,8 @@ __all__ = ["COLUMNS", "STORE", "RunDamaged", "Store", "collect", "find_runs", "r
 #: Name of the table's file in a sweep's folder.
 STORE = "runs.sqlite"
 
-#: Version of the table's format, SQLite's ``user_version``. Format 2 had other names for some
-#: options of MOSE, format 3 no ``evaluate_on`` and ``validation``, format 4 no ``kind`` and
-#: ``kind_seed``, format 5 no ``eager_steps`` and nothing of what a method kept, of versions of the
-#: code and of what the self-check switched off; readers refuse others.
-FORMAT = 6
-
-# Columns that earlier formats lack, by the first format that has them.
-_ADDED = {
-    4: ("evaluate_on TEXT NOT NULL DEFAULT 'test'", "validation REAL"),
-    5: ("kind TEXT NOT NULL DEFAULT 'tasks'", "kind_seed INTEGER NOT NULL DEFAULT 0"),
-    6: (
-        "eager_steps INTEGER",
-        "images_kept INTEGER",
-        "bytes_kept INTEGER",
-        "code TEXT",
-        "method_version TEXT",
-        "native_backend TEXT",
-        "kernels TEXT",
-        "switched_off TEXT NOT NULL DEFAULT ''",
-    ),
-}
+#: Version of the table's format, SQLite's ``user_version``; readers refuse others.
+FORMAT = 1
 
 
 class Column(NamedTuple):
@@ -97,7 +78,7 @@ COLUMNS: dict[str, Column] = {
     "preset": Column(str, "preset of the method", "config.preset"),
     "changes": Column(str, "options that differ from the preset", "changes_from_preset"),
     "stream": Column(str, "stream", "config.stream.name", compared="problem"),
-    "data": Column(str | None, "fingerprint of the data, None in runs of older versions", "config.stream.fingerprint"),
+    "data": Column(str | None, "fingerprint of the data", "config.stream.fingerprint"),
     "tasks": Column(int, "number of tasks", compared="problem"),
     "classes": Column(int, "number of classes", compared="problem"),
     "image_size": Column(str, "image size", compared="problem"),
@@ -137,23 +118,21 @@ COLUMNS: dict[str, Column] = {
     "macs": Column(int, "multiply-accumulates per image of the trained model", "macs.trained"),
     "macs_deployed": Column(int, "multiply-accumulates per image of the deployed model", "macs.deployed"),
     "steps": Column(int, "number of training steps"),
-    "eager_steps": Column(
-        int | None, "number of steps not replayed from a graph, None on the CPU and for runs of older versions"
-    ),
+    "eager_steps": Column(int | None, "number of steps not replayed from a graph, None on the CPU"),
     "seconds_train": Column(float, "seconds of training", "seconds.train"),
     "seconds_evaluate": Column(float, "seconds of evaluation", "seconds.evaluate"),
     "seconds_checkpoint": Column(float, "seconds of checkpoints", "seconds.checkpoint"),
     "seconds_capture": Column(float, "seconds of capturing steps as CUDA graphs", "seconds.capture"),
     "seconds_total": Column(float, "sum of the seconds above", "seconds.total"),
-    "seconds_other": Column(float | None, "seconds in no phase, None for runs of older versions", "seconds.other"),
-    "seconds_wall": Column(float | None, "seconds of the whole run, None as above", "seconds.wall"),
+    "seconds_other": Column(float, "seconds in no phase", "seconds.other"),
+    "seconds_wall": Column(float, "seconds of the whole run", "seconds.wall"),
     "resumed": Column(int, "how often the run was continued"),
     "peak_bytes": Column(int, "peak memory of the process on the host", "peak_memory_bytes.host"),
     "peak_bytes_device": Column(
         int | None, "peak memory allocated on the card, None on the CPU", "peak_memory_bytes.device"
     ),
-    "images_kept": Column(int | None, "number of images kept at most, None for runs of older versions", "kept.images"),
-    "bytes_kept": Column(int | None, "bytes of all that was kept beside network and optimiser, None as above"),
+    "images_kept": Column(int, "number of images kept at most", "kept.images"),
+    "bytes_kept": Column(int, "bytes of all that was kept beside network and optimiser"),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
     "card": Column(str | None, "card", compared="made"),
     "switched_off": Column(str, "native code that the self-check switched off, empty: none"),
@@ -163,7 +142,7 @@ COLUMNS: dict[str, Column] = {
     "native_backend": Column(str | None, "back end of the native library, None without one", compared="made"),
     "mose_fast": Column(str, "version of this package", "versions.mose_fast"),
     "commit_id": Column(str | None, "commit of this package, None if unknown", "commit"),
-    "code": Column(str | None, "hash of this package's code, None if unknown"),
+    "code": Column(str, "hash of this package's code"),
     "method_version": Column(str | None, "hash of the files of a method of one's own, None for this package's"),
     "config": Column(str, "the complete configuration"),
     "weights_sha256": Column(str, "hash of the trained weights"),
@@ -213,8 +192,8 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise damaged(files.unfinished)
     try:
         raw = files.results.read_bytes()
-        results = read_results(raw)
-        stored = upgraded(json.loads(files.config.read_text(encoding="utf-8")))
+        results = json.loads(raw)
+        stored = json.loads(files.config.read_text(encoding="utf-8"))
         table = files.accuracy.read_text(encoding="utf-8")
     except OSError as error:
         raise damaged(f"{Path(error.filename or files.path).name} cannot be read ({error.strerror})") from error
@@ -263,12 +242,9 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         c: {e: {m: results[m][c][e] for m in _METRICS} for e in experts} for c, experts in results["acc"].items()
     }
     finished = datetime.fromtimestamp(files.results.stat().st_mtime, timezone.utc)
-    kept = results["kept"] or {"images": None}
     known = {
         **results,
         **metrics[classifier][expert],
-        # Older versions did not measure these three.
-        "seconds": {"capture": 0.0, "other": None, "wall": None, **results["seconds"]},
         "config": config.to_dict(),
         "folder": str(files.path),
         "setting": setting_id(config),
@@ -277,10 +253,9 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "kind": str(Kind.of(config.stream)),
         "mirrored": int(results["resolved"]["mirror"]),
         "precision": precision_of(results),
-        "switched_off": ", ".join(results["resolved"].get("switched_off", {})),
+        "switched_off": ", ".join(results["resolved"]["switched_off"]),
         "metrics": metrics,
-        "kept": kept,
-        "bytes_kept": None if kept["images"] is None else kept["bytes"] + kept["bytes_beside"],
+        "bytes_kept": results["kept"]["bytes"] + results["kept"]["bytes_beside"],
         "method_version": _hash(results["method_files"]) if results["method_files"] else None,
         "untrained_acc": results["untrained"]["acc"][classifier][expert],
         "results_sha256": sha256,
@@ -419,13 +394,9 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
         raise RunError(f"there is no table of runs {path}; build it with: mose-fast collect {path.parent}")
     columns = ", ".join(f"runs.{name}" for name in COLUMNS)
     try:
-        with (
-            closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as database,
-            closing(sqlite3.connect(":memory:")) as copy,
-        ):
-            database.backup(copy)
-            _upgrade(copy, path)
-            rows = copy.execute(
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as database:
+            _check_format(database, path)
+            rows = database.execute(
                 f"SELECT {columns} FROM runs JOIN (SELECT MAX(rowid) AS newest FROM runs GROUP BY folder) ON runs.rowid"
                 " = newest ORDER BY folder"
             ).fetchall()
@@ -456,37 +427,19 @@ def _refuse_foreign(path: Path) -> None:
 
 def _prepare(database: sqlite3.Connection, path: Path) -> None:
     if database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-        _upgrade(database, path)
+        _check_format(database, path)
         return
     database.execute(f"CREATE TABLE runs ({', '.join(f'{name} {column.sql}' for name, column in COLUMNS.items())})")
     database.execute(f"PRAGMA user_version = {FORMAT}")
 
 
-def _upgrade(database: sqlite3.Connection, path: Path) -> None:
-    """Brings a table of an earlier format from 2 on into the current one.
-
-    Raises:
-        RunError: The table has another format.
-    """
+def _check_format(database: sqlite3.Connection, path: Path) -> None:
     found = database.execute("PRAGMA user_version").fetchone()[0]
-    if found == FORMAT:
-        return
-    if not 2 <= found < FORMAT:
+    if found != FORMAT:
         raise RunError(
             f"the table of runs {path} has format {found}; wanted {FORMAT}. Rebuild it with: mose-fast collect"
             f" {path.parent}"
         )
-    for number, columns in _ADDED.items():
-        for column in columns if found < number else ():
-            database.execute(f"ALTER TABLE runs ADD COLUMN {column}")
-    for row, text, changes in database.execute("SELECT rowid, config, changes FROM runs").fetchall():
-        config = RunConfig.from_dict(upgraded(json.loads(text)))
-        changes = json.dumps(current_names(json.loads(changes), config.method), sort_keys=True)
-        database.execute(
-            "UPDATE runs SET setting = ?, config = ?, changes = ? WHERE rowid = ?",
-            (setting_id(config), config.to_json(), changes, row),
-        )
-    database.execute(f"PRAGMA user_version = {FORMAT}")
 
 
 def _insert(database: sqlite3.Connection, row: Mapping[str, Any]) -> None:

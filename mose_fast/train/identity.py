@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from mose_fast.config import RunConfig, upgraded
+from mose_fast.config import RunConfig
 from mose_fast.methods import Learner
 from mose_fast.methods.registry import method_changes
 from mose_fast.methods.saved import machine_changes, made_by, told_code
@@ -26,11 +26,11 @@ def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
     return {"config": config.to_dict(), **made_by(learner)}
 
 
-def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpoint: Path) -> None:
+def check_identity(found: dict[str, Any], wanted: dict[str, Any], checkpoint: Path) -> None:
     """Refuses the checkpoint of another run, and warns if the machine is another one.
 
     Args:
-        found: The identity in the checkpoint; None if an old version stored none.
+        found: The identity in the checkpoint.
         wanted: The identity of the run that continues.
         checkpoint: The checkpoint's file, for messages.
 
@@ -39,13 +39,8 @@ def check_identity(found: dict[str, Any] | None, wanted: dict[str, Any], checkpo
     """
     folder = checkpoint.parent.parent
     afresh = f"start the run again with: mose-fast run --config {folder / 'config.json'} --out {folder} --overwrite"
-    if found is None:
-        raise RunError(
-            f"the checkpoint {checkpoint} was written by a version of mose-fast that did not record which run it"
-            f" belongs to; continue with that version, or {afresh}"
-        )
     # A setting that is newer than the checkpoint has its preset's value.
-    before, now = dotted(RunConfig.from_dict(upgraded(found["config"])).to_dict()), dotted(wanted["config"])
+    before, now = dotted(RunConfig.from_dict(found["config"]).to_dict()), dotted(wanted["config"])
     settings = all_settings(now["method"])
     # The device belongs to the machine, which is compared below.
     free = {"device", *(name for name, setting in settings.items() if setting.role == "bookkeeping")}

@@ -376,7 +376,7 @@ class Loop:
     def restore(self, checkpoint: Path) -> None:
         """Restores the state from a checkpoint of this run."""
         tensors, values = load_checkpoint(checkpoint)
-        check_identity(values.get("identity"), self.identity, checkpoint)
+        check_identity(values["identity"], self.identity, checkpoint)
         try:
             self.learner.load_state(tensors, values["learner"])
             self.position, self.records = values["position"], values["records"]

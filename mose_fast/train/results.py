@@ -19,7 +19,7 @@ import torch
 
 from mose_fast import _loader, evaluate
 from mose_fast._build_info import build_info
-from mose_fast.config import RunConfig, StreamConfig, current_names, upgraded
+from mose_fast.config import RunConfig, StreamConfig
 from mose_fast.device import peak_bytes, processor
 from mose_fast.knobs import Declared, settings_of
 from mose_fast.methods import Learner
@@ -27,19 +27,10 @@ from mose_fast.streams import Stream
 from mose_fast.train.clock import Clock
 from mose_fast.train.files import IN_EVERY_CONFIG, resume_advice, write_atomically
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "AccuracyTable",
-    "accuracy_csv",
-    "build_results",
-    "precision_of",
-    "read_results",
-    "schema",
-    "summary",
-]
+__all__ = ["SCHEMA_VERSION", "AccuracyTable", "accuracy_csv", "build_results", "precision_of", "schema", "summary"]
 
-#: Version of the format of ``results.json``. Version 1 had other names for some options of MOSE.
-SCHEMA_VERSION = 2
+#: Version of the format of ``results.json``.
+SCHEMA_VERSION = 1
 
 #: Accuracies by classifier, expert, after_task: [classifier][expert] -> rows over time, each a list
 #: over the tasks seen.
@@ -67,24 +58,6 @@ def _table(kind: type[Declared], tables: dict[str, Any], required: set[str]) -> 
     """
     properties = {setting.field: setting.schema() for setting in settings_of(kind).values()} | tables
     return {"type": "object", "properties": properties, "required": sorted(required), "additionalProperties": False}
-
-
-def read_results(text: str | bytes) -> Any:
-    """Reads a ``results.json`` of this version or an older one; options get their present names,
-    and what older versions did not measure is None.
-
-    Raises:
-        ValueError: The text is no JSON.
-    """
-    results = json.loads(text)
-    if isinstance(results, dict) and results.get("schema_version") == 1:
-        config = upgraded(results["config"])
-        changes = current_names(results["changes_from_preset"], config["method"])
-        results |= {"schema_version": SCHEMA_VERSION, "config": config, "changes_from_preset": changes}
-    missing = dict.fromkeys(
-        ("held_out", "anytime", "evaluation_points", "kept", "eager_steps", "capture_retries", "code")
-    )
-    return missing | {"method_files": {}} | results if isinstance(results, dict) else results
 
 
 def build_results(

@@ -58,16 +58,6 @@ def test_a_batch_that_is_undone_has_ended_no_task(ended, make, batch):
     assert ended == [0, 0]
 
 
-def test_states_of_older_versions_end_no_task_twice(ended, make, teach):
-    """They do not hold whether the task was ended; their runs ended all tasks by themselves."""
-    learner, successor = teach(make("er"), tasks=(0,), steps=1), make("er")
-    tensors, values = learner.state()
-    del values["ended"]
-    successor.load_state(tensors, values)
-    successor.begin_task(1)
-    assert ended == []
-
-
 @pytest.mark.parametrize("how", ["stopped in the middle", "diverged at the first batch"])
 def test_a_run_that_is_resumed_in_a_task_does_not_begin_it_again(monkeypatch, tmp_path, how):
     """What a method builds there is state: here the number of steps before the task, which decides

@@ -457,22 +457,16 @@ def test_a_file_between_those_of_a_report_stays(make, tmp_path, no_figures):
     assert not list((tmp_path / "out").rglob(".*"))
 
 
-def test_runs_on_different_data_of_one_name_are_refused_and_unknown_data_are_told(make, tmp_path, no_figures):
+def test_runs_on_different_data_of_one_name_are_refused(make, tmp_path, no_figures):
     make(0, stream={"fingerprint": "a" * 16})
-    make(1, stream={"fingerprint": None})
-    page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
-    assert (
-        "1 of 2 runs recorded no fingerprint of their data, so they may have used other data"
-        in page.read_text().lower()
-    )
-    make(2, stream={"fingerprint": "b" * 16})
+    make(1, stream={"fingerprint": "b" * 16})
     with pytest.raises(IncomparableRuns, match=f"the data of stream 'digits' differ: {'a' * 16} .*, {'b' * 16} "):
         write_report([tmp_path / "runs"], tmp_path / "out")
     page, _ = write_report([tmp_path / "runs"], tmp_path / "out", force=True)
     assert "the data of stream &#x27;digits&#x27; differ" in page.read_text().lower()
     # They stay apart, each with rows of its own.
     table = (tmp_path / "out" / "tables" / "main.csv").read_text()
-    assert [f"data={data}" in table for data in ("a" * 16, "b" * 16, "none")] == [True] * 3
+    assert [f"data={data}" in table for data in ("a" * 16, "b" * 16)] == [True] * 2
 
 
 def test_names_are_escaped(make, tmp_path, read_page, no_figures):

@@ -176,7 +176,7 @@ def test_table_of_comparisons():
 
 
 def row(**changes):
-    same = dict.fromkeys([*TASK, *PROTOCOL, *MADE, "commit_id", "code", "mose_fast", "method"], "x")
+    same = dict.fromkeys([*TASK, *PROTOCOL, *MADE, "commit_id", "code", "data", "mose_fast", "method"], "x")
     own = {"folder": "one", "class_order": "[0, 1]", "device": "cpu", "threads": 1, "method_version": None}
     return {**same, **own, **changes}
 
@@ -202,7 +202,7 @@ def test_code_and_machines_that_differ_are_told_with_their_runs():
         assert code_warnings(runs, varied=[column]) == []
 
 
-def test_code_is_told_apart_by_its_hash_and_without_one_by_its_commit():
+def test_code_is_told_apart_by_its_hash():
     def made(folder, commit, code, version="0.1.0"):
         return row(folder=folder, commit_id=commit, code=code, mose_fast=version)
 
@@ -213,8 +213,11 @@ def test_code_is_told_apart_by_its_hash_and_without_one_by_its_commit():
         "the code of mose-fast differs: 0.1.0, commit aaaaaaaaaaaa+dirty, code 11111111 (one), 0.1.0, commit"
         " aaaaaaaaaaaa+dirty, code 22222222 (two)"
     ]
-    (warning,) = code_warnings([made("one", "a" * 40, None), made("two", None, math.nan, "0.2.0")])
-    assert warning == "the code of mose-fast differs: 0.1.0, commit aaaaaaaaaaaa (one), 0.2.0, commit unknown (two)"
+    (warning,) = code_warnings([made("one", "a" * 40, "1" * 16), made("two", None, "2" * 16, "0.2.0")])
+    assert warning == (
+        "the code of mose-fast differs: 0.1.0, commit aaaaaaaaaaaa, code 11111111 (one), 0.2.0, commit unknown, code"
+        " 22222222 (two)"
+    )
 
 
 def test_threads_matter_on_the_cpu_alone():

@@ -250,20 +250,6 @@ def test_a_run_of_another_version_of_its_method_is_given_up(tmp_path, engine, sa
     assert len(outcome.table) == 0 and "(mine.py was absent and is 0000000000000000 now)" in outcome.failures[0].reason
 
 
-def test_finished_cells_that_noted_no_data_are_taken_with_a_caution(tmp_path, engine):
-    engine()
-    run_grid(GRID, tmp_path / "s", say=lambda line: None)
-    for name in ("config.json", "results.json"):
-        file = tmp_path / "s" / "seed-0" / name
-        values = json.loads(file.read_text())
-        del (values["config"] if name == "results.json" else values)["stream"]["fingerprint"]
-        file.write_text(json.dumps(values))
-    made, said = engine(), []
-    run_grid(GRID, tmp_path / "s", say=said.append)
-    assert made.runs == []
-    assert said[0].startswith("caution: 1 finished run(s) here are of a version that noted no fingerprint of the data")
-
-
 @pytest.mark.parametrize("name", ["sweep.json", "configs/seed-0.json"])
 def test_files_that_no_sweep_wrote_are_not_replaced(tmp_path, engine, say, name):
     file = tmp_path / "s" / name

@@ -269,17 +269,6 @@ def test_an_edit_counts_exactly_where_a_run_imports_the_module(tmp_path):
     assert {"tune/run.py", "method_list.py", "cli.py", "sweep/worker.py", "paper/page.py"} <= left
 
 
-def test_a_checkpoint_that_does_not_say_whose_it_is_is_refused(stopped):
-    for path in (stopped / "checkpoints").iterdir():
-        tensors, values = load_checkpoint(path)
-        del values["identity"]
-        save_checkpoint(path.parent, int(path.stem.removeprefix("step-")), tensors, values)
-    with pytest.raises(
-        RunError, match="was written by a version of mose-fast that did not record which run it belongs to"
-    ):
-        resume(stopped)
-
-
 def test_another_number_of_threads_is_told(stopped):
     torch.set_num_threads(2)
     with pytest.warns(UserWarning, match="threads was 1 and is 2 now: the last digits of the results will differ"):
