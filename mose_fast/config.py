@@ -148,7 +148,7 @@ class StreamConfig(Declared):
         choices={
             "tasks": "task by task",
             "imbalanced": "task by task, with fewer and fewer images a class",
-            "blurry": "i-Blurry: without borders; some classes come in one part, of the others some images in all",
+            "blurry": "i-Blurry: no borders; some classes come in one part, the others have images in every part",
             "si_blurry": "Si-Blurry: likewise, in random numbers",
             "task_free": "without borders; the classes' probabilities drift",
         },

@@ -23,7 +23,8 @@ constexpr size_t kSharedOfSystem = 1024;  // for each block
 template <typename T>
 constexpr int kDepthwiseBlocks = sizeof(T) == 2 ? 3 : 2;
 constexpr int kForwardBlocks = 2;
-// Fewer leave fewer sums of the weights' gradient, as many as its operands are large.
+// Fewer blocks write fewer partial sums of the weights' gradient, which are about as many bytes as the
+// operands.
 template <bool kWeights>
 constexpr int kProductBlocks = kWeights ? 2 : 3;
 constexpr int kBackwardBlocks = 2;

@@ -48,8 +48,8 @@ struct alignas(16) NumberedTile : TileAt {
   int number;
 };
 
-// What a block computes: a tile, then the one a step further on; of which channels, and images that
-// count. It lies in shared memory: while a tile is computed no register holds it.
+// What a block computes: its current and its next tile, its channels, and the number of valid images.
+// It is in shared memory, so that it takes no registers while a tile is computed.
 struct BlockAt : NumberedTile {
   NumberedTile step;
   int end_row, end_column;  // of the tiles of an image
@@ -76,8 +76,8 @@ struct BlockAt : NumberedTile {
   }
 };
 
-// Of shared memory, before a tile's, in pixels: where the block is and will be, the prologue's state of
-// its channels, and without a gate what each thread keeps of its eight pixels.
+// The part of shared memory in front of a tile's data, in pixels: the block's current and next tile,
+// the prologue's state of its channels and, without a gate, what each thread keeps of its eight pixels.
 template <typename T, bool kGate, int kThreads>
 constexpr int kPixelsBeforeTile = (sizeof(BlockAt) + kNormRows * BackwardBlock<kThreads>::kChannels * sizeof(float) +
                                    (kGate ? 0 : 8 * kThreads * sizeof(float2)) - 1) /
@@ -133,8 +133,9 @@ struct BackwardRegions {
   int quads_of_image, listed;         // quads of an image's region, and of the list, filled up
   int shares, list;                   // where the quads' shares begin, and the list, in pixels
 
-  // Of tiles of `of_tile` images, `rows` rows and `columns` columns, `before` pixels behind the beginning of
-  // shared memory: if that was a constant, an instruction more would add it to some addresses.
+  // The regions of a tile of `of_tile` images, `rows` rows and `columns` columns. They begin `before` pixels
+  // after the beginning of shared memory. `before` is an argument, since adding a constant would cost some
+  // addresses one more instruction.
   MF_HD static BackwardRegions of(const AlignConvInput& in, int before, int of_tile, int rows, int columns) {
     const int down = even(rows) / 2 + kBorder;
     const int across = even(columns) / 2 + kBorder;
@@ -435,7 +436,7 @@ __device__ Vec<T, 2> rectified_pair(float2 x) {
   return pair;
 }
 
-// Whether the ReLU that made a number, first or second of a pair, has let it through. NaN it has.
+// Whether the gradient passes the ReLU of the first or second number of a pair: it is positive or NaN.
 template <typename T>
 __device__ bool is_positive(const Vec<T, 2>& rectified, int i) {
   if constexpr (sizeof(T) == 2) {
@@ -454,8 +455,8 @@ struct PrologueSums {
 template <typename T, int kStride, bool kGate, bool kPrologue, int kThreads>
 struct LaneQuad {
   static constexpr int kPitch = BackwardBlock<kThreads>::kPitch;
-  // Whether registers for two blocks are so scarce that the list is read again after the products, and
-  // one quad enters after the other.
+  // Whether two blocks on a multiprocessor leave so few registers that the list is read again after the
+  // products, and the quads are added one after the other.
   static constexpr bool kIsScarce = kGate && (kPrologue || kStride == 1);
   QuadAt at;
   T* x;              // of its first pixel

@@ -7,7 +7,7 @@
 //   gradient of what entered: [quads, (tap, channel)] x [(tap, channel), channel], the right one of
 //     diagonal matrices that hold the weights,
 //   gradient of the weights: [(tap, channel), quads] x [quads, channel], of which the diagonal counts.
-// So a gradient that is no number spreads to the pixel's eight channels. Sums are in float32.
+// A NaN or infinity in the gradient therefore spreads to eight channels of its pixel. Sums are in float32.
 #pragma once
 
 #include <type_traits>
@@ -134,8 +134,8 @@ struct Gather {
   // all quads, then the second; or both pixels of quads 0 to 7, then of the others.
   LaneAt<T> by_pixel, by_quad;
 
-  // In which place the sum of a tap is. An instruction adds to a place and the next: of the first two
-  // taps of a row (of two taps, that are both), or of two taps of the column that is left over.
+  // Register of a tap's sum. An instruction adds to one register and to the next: to those of the first
+  // two taps of a row (of both, if the row has two), or of two taps of the remaining column.
   MF_HD static constexpr bool is_single(int column) { return column == (kStride == 1 ? 0 : 1); }
   MF_HD static constexpr int place(int row, int column) {
     if (!is_single(column)) {

@@ -444,9 +444,9 @@ __device__ void convolve_strip(const T* entering, int columns, const Taps<T>& ta
   }
 }
 
-// Stores a tile's convolution in the two channels of this lane: each output in the tile's row
-// left + row * stride with kLeft, and, where map is not null, at its pixel of the map, whose first is
-// that of the tile's first image.
+// Computes and stores a tile's convolution for the two channels of this lane. With kLeft output i of the
+// tile goes to left + i * stride; where map is not null it goes to its pixel of the map, which begins
+// with the tile's first image.
 template <typename T, int kStride, int kThreads, bool kLeft>
 __device__ void convolve_tile(const ForwardTiles& tiles, const TileAt& at, int images, const T* staged, const T* taps,
                               T* left, int stride, T* map) {

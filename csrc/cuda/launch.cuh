@@ -12,10 +12,10 @@
 // A kernel launched by MF_LAUNCH_AFTER (programmatic dependent launch, from sm_90 on) may begin once
 // every block of the kernel before it on the stream has called let_next_begin() or has ended. All its
 // threads call wait_for_previous(), which returns when that kernel has ended and what it wrote can be
-// read. Before that they write nothing, since memory that is theirs may have been the other kernel's,
-// and read nothing that it wrote. A kernel that is launched by MF_LAUNCH_AFTER itself calls
-// wait_for_previous() before let_next_begin(): so whatever came before the kernel before has ended.
-// The kernel before may be anyone's, such as cuDNN's. Where the card is older all of this means nothing.
+// read. Before that they read nothing that it wrote, and write nothing, since it may still use the
+// memory that they write to. A kernel that is launched by MF_LAUNCH_AFTER calls wait_for_previous()
+// before let_next_begin(): when the next kernel begins, all kernels before its predecessor have ended.
+// The kernel before may be from a library, such as cuDNN. Before sm_90 both calls do nothing.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -94,9 +94,8 @@ __device__ inline void copy_16_bytes_or_zeros(void* shared, const void* global, 
 
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
-// The same pointer to global memory, of which the compiler does not know how it was computed. It would else keep the
-// sum of its indices in place of the pointer, and spend five instructions on each address in place
-// of one.
+// Returns the same pointer to global memory, and hides from the compiler how it was computed. Otherwise the compiler
+// keeps the sum of the indices instead of the pointer, and computes each address in five instructions instead of one.
 template <typename T>
 __device__ T* whole(T* pointer) {
   asm("" : "+l"(pointer));

@@ -154,8 +154,8 @@ class Mose(Learner):
         """Rows that a step of this kind has at most, to which a captured step pads; None where it
         cannot be padded.
 
-        Padding wants norms that do not count it, and a batch no larger than the stream's. Rehearsed
-        batches have one size anyway.
+        Padding needs norms that leave the padded rows out, and a batch no larger than the stream's.
+        Steps on rows of the memory alone have one size and need no padding.
         """
         if not plan.composition.incoming:
             return None

@@ -163,8 +163,8 @@ def _section(section: Section) -> str:
     drawn = [panel.part for figure in description.figures for panel in figure.panels]
     shown, folded = [], []
     for part, cells in zip(description.parts, section.measured, strict=True):
-        # What the paper has as a picture, with few numbers or none, is a picture here, too, and the
-        # many tables behind it are out of the way.
+        # A part that the paper shows as a figure, with few or no printed numbers, is a figure here,
+        # and its tables are folded.
         printed = sum(entry.paper is not None for entry in part.entries)
         few = part in drawn and 2 * printed <= len(part.entries) and len(description.parts) > 1
         (folded if few else shown).append(_table(part, cells))
