@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from typing import IO, Any
 import torch
 
 from mose_fast import _loader
+from mose_fast._build_info import code_hash
 from mose_fast._files import replace_file
 from mose_fast._version import file_facts
 from mose_fast.device import processor
@@ -97,7 +97,7 @@ def kind_of(device: torch.device) -> dict[str, str] | None:
     if device.type != _loader.card():
         return None
     facts = (_loader.record or {}).get("library") or file_facts(Path(_loader.native.__file__))
-    kind = {"library": facts["sha256"], "code": _code(), "torch": torch.__version__}
+    kind = {"library": facts["sha256"], "code": code_hash(), "torch": torch.__version__}
     if device.type == "cpu":
         kind["card"] = f"a card emulated by {processor()}"
     else:
@@ -225,18 +225,6 @@ def _locked(kind: dict[str, str]) -> Iterator[None]:
             file = stack.enter_context((_folder() / f"{_key(kind)}.lock").open("ab"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@functools.cache
-def _code() -> str:
-    """A hash of the Python code that calls kernels and checks them."""
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for folder in ("ops", "reference", "self_check", "train/self_check.py", "train/captured.py"):
-        place = package / folder
-        for path in sorted(place.glob("*.py")) if place.is_dir() else [place]:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _driver() -> str:
