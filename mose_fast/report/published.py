@@ -25,6 +25,7 @@ __all__ = [
     "experts",
     "linear",
     "lookup",
+    "method_name",
     "methods",
     "numbers",
     "own_row",
@@ -65,6 +66,8 @@ _NAMES = {
     "mose": "MOSE",
 }
 _MEAN_OF_EXPERTS = "MOE-MOSE"
+# Names in full, and of methods that the paper does not have.
+_OTHER_NAMES = {"er": "experience replay", "finetune": "fine-tuning", "joint": "joint training"}
 
 #: Our names of the paper's baselines, in the order of its main table.
 BASELINES = tuple(name for name in _NAMES if name != "mose")
@@ -116,6 +119,11 @@ def own_row(method: str) -> tuple[str, str]:
     ``linear``.
     """
     return _NAMES[method], "ncm" if method in _NEAREST_CLASS_MEAN else "linear"
+
+
+def method_name(method: str) -> str:
+    """The name of a method in tables and figures; of a file's method ``file.py:Name``."""
+    return _OTHER_NAMES.get(method) or _NAMES.get(method) or Path(method).name
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from mose_fast import evaluate
 from mose_fast.output import readable
+from mose_fast.report import published
 from mose_fast.settings import dotted, telling_apart
 from mose_fast.sweep.store import RunDamaged, find_runs, read_run
 from mose_fast.train.files import RunError, check_folders
@@ -128,8 +130,8 @@ class Group:
     """Runs that differ only in their seed.
 
     Attributes:
-        label: Method, preset and the settings in which it differs from other groups of the report,
-            without the memory size.
+        label: Method, its preset if the report has several of it, and the settings in which it
+            differs from other groups, without the memory size.
         memory: Number of slots of the replay memory.
         runs: The runs in ascending order of seed.
     """
@@ -318,7 +320,9 @@ def _flat(run: Run) -> dict[str, Any]:
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
-    """Labels by key: method, preset, differing settings, and options as changes from the preset."""
+    """Labels by key: method, its preset if it has several, differing settings, and options as
+    changes from the preset.
+    """
     own: dict[str, dict[str, Any]] = {}
     for key, (flat, run) in groups.items():
         plain = {
@@ -327,14 +331,19 @@ def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
         own[key] = {**plain, **{f"options.{name}": value for name, value in run.changes.items()}}
     names = sorted({name for values in own.values() for name in values})
     varying = [name for name in names if len({json.dumps(values.get(name, "preset's")) for values in own.values()}) > 1]
+    presets = defaultdict(set)
+    for flat, _ in groups.values():
+        presets[flat["method"]].add(flat["preset"])
     labels = {}
     for key, (flat, _) in groups.items():
+        method = published.method_name(flat["method"])
+        named = f"{method} {flat['preset']}" if len(presets[flat["method"]]) > 1 else method
         told = [
             f"{name.rpartition('.')[2] if name.startswith('options.') else name}={_plain(own[key][name])}"
             for name in varying
             if name in own[key]
         ]
-        labels[key] = readable(", ".join([f"{Path(flat['method']).name} {flat['preset']}", *told]))
+        labels[key] = readable(", ".join([named, *told]))
     return labels
 
 

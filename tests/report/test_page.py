@@ -189,7 +189,7 @@ def test_one_run_has_no_spread_and_no_interval(make, tmp_path, read_page):
     page, _ = write_report([tmp_path / "runs" / "run-000"])
     tables = read_page(page).tables
     acc, af = (f"{100 * results[m]['ncm']['4']:.1f}" for m in ("acc", "af_paper"))
-    assert tables["main"][1] == ["mose released", "NCM, expert 4", acc, af]
+    assert tables["main"][1] == ["MOSE", "NCM, expert 4", acc, af]
     estimates = dict(zip(*tables["estimates"][:2], strict=True))
     assert estimates["ACC 95 % t"] == estimates["ACC 95 % bootstrap"] == "-"
     assert "comparisons" not in tables
@@ -303,7 +303,7 @@ def test_a_stream_without_borders_has_no_forgetting_and_no_tasks(tmp_path, monke
     found = [run(method="er", seed=seed, out=tmp_path / "runs" / str(seed), **settings) for seed in (0, 1)]
     page = read_page(write_report([tmp_path / "runs"])[0])
     (row,) = page.tables["main"][1:]
-    assert row == ["er table", "linear, expert 1", shown([r["acc"]["linear"]["1"] for r in found]), "-"]
+    assert row == ["experience replay", "linear, expert 1", shown([r["acc"]["linear"]["1"] for r in found]), "-"]
     heading, row = page.tables["estimates"]
     cells = dict(zip(heading, row, strict=True))
     assert cells["AF"] == cells["AF 95 % t"] == cells["AF released"] == "-"
@@ -336,18 +336,18 @@ def test_accuracy_at_any_time_is_drawn_with_the_ends_of_tasks(make, tmp_path, mo
     (axis,) = figure.axes
     lines = {line.get_label(): line for line in axis.lines}
     assert sorted(line.get_xdata()[0] for line in axis.lines if len(set(line.get_xdata())) == 1) == [100, 200]
-    line = lines["mose released"]
+    line = lines["MOSE"]
     assert line.get_xdata().tolist() == [50, 100, 150, 200]
     curves = [run["anytime"]["accuracy"]["ncm"]["4"] for run in results]
     assert line.get_ydata() == pytest.approx(100 * np.mean(curves, axis=0))
-    assert len([label for label in lines if label.startswith("mose")]) == 1
+    assert len([label for label in lines if label.startswith("MOSE")]) == 1
     assert title == "Accuracy at any time" and "on 256 fixed test images" in caption
     (table,) = [table for table in tables(groups) if table.name == "estimates"]
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     by_method = {row["method"]: row["anytime (stream)"] for row in rows if row["classifier"] == "NCM, expert 4"}
-    assert by_method["mose paper"] is None
+    assert by_method["MOSE paper"] is None
     average = [run["anytime"]["average"]["ncm"]["4"] for run in results]
-    assert by_method["mose released"].mean == pytest.approx(100 * np.mean(average))
+    assert by_method["MOSE released"].mean == pytest.approx(100 * np.mean(average))
 
 
 def test_differing_protocols_are_told(make, tmp_path, no_figures):
@@ -355,7 +355,7 @@ def test_differing_protocols_are_told(make, tmp_path, no_figures):
     make(0, changes={"augment": "simclr"})
     page, _ = write_report([tmp_path / "runs"])
     assert "The augmentation differs: " in page.read_text()
-    assert "mose released, augment=simclr" in page.read_text()
+    assert "MOSE, augment=simclr" in page.read_text()
 
 
 def test_precision_is_what_a_run_had_not_what_was_asked_for(make, tmp_path, no_figures):
@@ -368,8 +368,8 @@ def test_precision_is_what_a_run_had_not_what_was_asked_for(make, tmp_path, no_f
     groups, skipped = group_runs(read_folders([tmp_path / "runs"])[0])
     assert skipped == []
     assert {group.label: [run.seed for run in group.runs] for group in groups} == {
-        "mose released, precision=fp32": [0, 1],
-        "mose released, precision=bf16": [0],
+        "MOSE, precision=fp32": [0, 1],
+        "MOSE, precision=bf16": [0],
     }
     page, _ = write_report([tmp_path / "runs"])
     assert "The precision differs: " in page.read_text()
