@@ -41,7 +41,7 @@ def test_main_table_parsed_back_equals_the_inputs(sweep, read_page):
                 for metric in ("acc", "af_paper")
                 for m in (64, 128)
             ]
-            wanted.append([f"mose {preset}", name, *cells])
+            wanted.append([f"MOSE {preset}", name, *cells])
     assert rows == wanted
 
 
@@ -70,7 +70,7 @@ def test_experts_and_tasks_parsed_back_equal_the_inputs(sweep, read_page):
     tasks = {(row[0], row[1], row[3]): row[4:] for row in tables["tasks"][1:]}
     assert tables["tasks"][0] == ["method", "M", "n", "expert", *(f"task {t}" for t in range(1, 6)), "mean"]
     for (preset, memory), runs in sweep.items():
-        place = f"mose {preset}", str(memory)
+        place = f"MOSE {preset}", str(memory)
         views = [("ncm", e) for e in ("1", "2", "3", "4", "mean_distance")] + [
             ("linear", e) for e in ("1", "2", "3", "4", "mean_logit")
         ]
@@ -93,13 +93,13 @@ def test_comparisons_are_paired_and_corrected_over_the_whole_table(sweep, read_p
         }
         best = max(acc, key=lambda preset: acc[preset].mean())
         other = "paper" if best == "released" else "released"
-        assert row[:4] == [str(memory), f"mose {other}", f"mose {best}", "3"]
+        assert row[:4] == [str(memory), f"MOSE {other}", f"MOSE {best}", "3"]
         test = stats.ttest_rel(acc[other], acc[best])
         p.append(test.pvalue)
         assert numbers(row[4]) == pytest.approx([100 * (acc[other] - acc[best]).mean()], abs=0.051)
         assert numbers(row[5]) == pytest.approx([100 * end for end in test.confidence_interval(0.95)], abs=0.051)
         assert numbers(row[6]) == pytest.approx([test.pvalue], abs=1e-4)
-        assert f"M = {memory}: mose {other} against mose {best}: " in page.read_text()
+        assert f"M = {memory}: MOSE {other} against MOSE {best}: " in page.read_text()
     assert "2 of 2 comparisons rest on fewer than 6 common seeds" in page.read_text()
     corrected = [min(1, 2 * p[0]), max(2 * p[0], p[1])] if p[0] < p[1] else [max(2 * p[1], p[0]), min(1, 2 * p[1])]
     assert [numbers(row[8])[0] for row in rows] == pytest.approx([min(1, c) for c in corrected], abs=2e-4)
@@ -193,7 +193,7 @@ def test_one_run_has_no_spread_and_no_interval(make, tmp_path, read_page):
     estimates = dict(zip(*tables["estimates"][:2], strict=True))
     assert estimates["ACC 95 % t"] == estimates["ACC 95 % bootstrap"] == "-"
     assert "comparisons" not in tables
-    assert "One seed alone, without any interval: mose released, M = 64." in page.read_text()
+    assert "One seed alone, without any interval: MOSE, M = 64." in page.read_text()
     assert "so no interval" in page.read_text()
 
 
@@ -336,7 +336,7 @@ def test_accuracy_at_any_time_is_drawn_with_the_ends_of_tasks(make, tmp_path, mo
     (axis,) = figure.axes
     lines = {line.get_label(): line for line in axis.lines}
     assert sorted(line.get_xdata()[0] for line in axis.lines if len(set(line.get_xdata())) == 1) == [100, 200]
-    line = lines["MOSE"]
+    line = lines["MOSE released"]
     assert line.get_xdata().tolist() == [50, 100, 150, 200]
     curves = [run["anytime"]["accuracy"]["ncm"]["4"] for run in results]
     assert line.get_ydata() == pytest.approx(100 * np.mean(curves, axis=0))
@@ -519,5 +519,5 @@ def test_no_difference_to_the_paper_is_drawn_from_another_protocol(make, tmp_pat
     page, _ = write_report([tmp_path / "runs"])
     mine = dict(zip(*read_page(page).tables["estimates"][:2], strict=True))
     assert (mine["paper ACC"], mine["difference"]) == ("35.1 ± 0.4", "-")
-    told = "Not the protocol of the paper's numbers (width 32 instead of 64, augment simclr): mose released, M = 1000."
+    told = "Not the protocol of the paper's numbers (width 32 instead of 64, augment simclr): MOSE, M = 1000."
     assert told in html.unescape(page.read_text())
