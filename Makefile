@@ -36,7 +36,7 @@ train: $(VENV)/package.stamp
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
 test: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10 $(PYTEST_ARGS)
 
 # All runs behind the paper's tables, at width 8 with 20 images a task, and paper-trial.html. Rotating a digit changes its label.
 #   make paper-trial PAPER_STREAM="--data-dir DIR"   on the paper's data sets; tests on all their images take most of the time
