@@ -1,6 +1,9 @@
-"""Imports run one way: a room of the package imports only rooms that come before it here."""
+"""Imports run one way: a room of the package imports only rooms that come before it in
+docs/architecture.md.
+"""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -8,30 +11,11 @@ import pytest
 import mose_fast
 
 PACKAGE = Path(mose_fast.__file__).parent
+ROOT = Path(__file__).parents[1]
 
-# Modules and packages directly below mose_fast; those in one line do not import each other.
-ROOMS = """
-_files _lazy _version errors
-_loader knobs state_file
-_build_info _dali config device output processes signals threads
-reference
-ops
-memory nn optim self_check
-losses
-augment streams
-settings
-methods
-method_list evaluate
-train
-progress
-sweep
-export report
-paper tune
-benchmark
-doctor
-cli
-__main__
-"""
+# Modules and packages directly below mose_fast; those in one row do not import each other.
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+ROOMS = [re.findall(r"`(\w+)`", row) for row in re.findall(r"^\| ((?:`\w+` ?)+) \| .+ \|$", PAGE, re.MULTILINE)]
 
 
 def imported(source: str, room: str) -> set[str]:
@@ -53,7 +37,7 @@ def imported(source: str, room: str) -> set[str]:
 
 def upward(source: str, room: str) -> set[str]:
     """The rooms that a source text of a room imports although they come later, or beside it."""
-    levels = {name: level for level, line in enumerate(ROOMS.split("\n")) for name in line.split()}
+    levels = {name: level for level, row in enumerate(ROOMS) for name in row}
     return {name for name in imported(source, room) if levels[name] >= levels[room]}
 
 
@@ -63,6 +47,14 @@ def test_no_import_runs_upward(path):
     # The face of the package may import from everywhere.
     if room != "__init__":
         assert upward(path.read_text(encoding="utf-8"), room) == set()
+
+
+def test_the_page_names_every_room_and_every_file():
+    there = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert sorted(name for row in ROOMS for name in row) == sorted(there - {"__init__"})
+    named = re.findall(r"`(\w+/\w*(?:\.py)?)`", PAGE)
+    homes = (PACKAGE, ROOT, ROOT / "csrc")
+    assert len(named) > 20 and [name for name in named if not any((home / name).exists() for home in homes)] == []
 
 
 def test_an_upward_import_is_seen():
