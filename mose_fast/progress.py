@@ -18,6 +18,7 @@ from mose_fast.methods import Learner
 from mose_fast.streams import Stream
 from mose_fast.threads import crowding
 from mose_fast.train import Listener
+from mose_fast.train.results import shown_experts
 
 __all__ = ["Progress", "accuracy_table"]
 
@@ -152,7 +153,7 @@ def accuracy_table(
         f"  {'':<6} {'expert':<13}{mean:>6}{columns if what == 'task' else ''}",
     ]
     for classifier, experts in test.items():
-        for expert, row in experts.items():
+        for expert, row in shown_experts(experts, classifier, main):
             mark = "*" if (classifier, expert) == main else " "
             line = f"{mark} {classifier:<6} {expert:<13}{100 * sum(row) / len(row):>6.1f}"
             lines.append(line + (_by_task(row, many) if what == "task" else ""))

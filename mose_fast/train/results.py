@@ -9,10 +9,11 @@ import itertools
 import json
 import math
 import platform
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +28,21 @@ from mose_fast.streams import Stream
 from mose_fast.train.clock import Clock
 from mose_fast.train.files import IN_EVERY_CONFIG, resume_advice, write_atomically
 
-__all__ = ["SCHEMA_VERSION", "AccuracyTable", "accuracy_csv", "build_results", "precision_of", "schema", "summary"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "AccuracyTable",
+    "accuracy_csv",
+    "build_results",
+    "precision_of",
+    "schema",
+    "shown_experts",
+    "summary",
+]
 
 #: Version of the format of ``results.json``.
 SCHEMA_VERSION = 1
+
+T = TypeVar("T")
 
 #: Accuracies by classifier, expert, after_task: [classifier][expert] -> rows over time, each a list
 #: over the tasks seen.
@@ -316,6 +328,15 @@ class AccuracyTable:
         return memoryview(content)
 
 
+def shown_experts(experts: Mapping[str, T], classifier: str, of_predict: tuple[str, str]) -> Iterator[tuple[str, T]]:
+    """The experts of a table for people: of a single expert not the mean, which is the same, unless
+    ``predict()`` uses it.
+    """
+    for expert, value in experts.items():
+        if len(experts) > 2 or not expert.startswith("mean_") or (classifier, expert) == of_predict:
+            yield expert, value
+
+
 def summary(results: dict[str, Any]) -> str:
     """A table for people, in percent: ACC (mean over tasks), sample ACC (mean over images) and
     forgetting.
@@ -329,9 +350,10 @@ def summary(results: dict[str, Any]) -> str:
         f"{'classifier':<11} {'expert':<14} {'ACC':>5} {'sample ACC':>11} {'AF paper':>9} {'AF released':>12}"
         f" {'untrained ACC':>14}   (percent of {images} images)"
     ]
+    of_predict = results["resolved"]["classifier"], results["resolved"]["expert"]
     for classifier, experts in results["acc"].items():
-        for expert, acc in experts.items():
-            main = (classifier, expert) == (results["resolved"]["classifier"], results["resolved"]["expert"])
+        for expert, acc in shown_experts(experts, classifier, of_predict):
+            main = (classifier, expert) == of_predict
             lines.append(
                 f"{classifier:<11} {expert:<14} {percent(acc)} {percent(results['sample_acc'][classifier][expert]):>11}"
                 f" {percent(results['af_paper'][classifier][expert]):>9}"
