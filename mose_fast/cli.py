@@ -588,7 +588,7 @@ def _follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     seconds = results["seconds"]
     folder = RunFolder(out)
     print(f"\n{summary(results)}\n")
-    parts = ", ".join(f"{part} {seconds[part]:.1f}" for part in (*PHASES, "other"))
+    parts = ", ".join(f"{part} {seconds[part]:.1f}" for part in (*PHASES, "other") if seconds[part] > 0)
     since = "the process started" if seconds["wall_since"] == "process" else "the call"
     print(f"time      {seconds['wall']:.1f} s since {since}: {parts}")
     peak = results["peak_memory_bytes"]

@@ -13,6 +13,7 @@ from mose_fast.cli import main
 from mose_fast.export import CARD
 from mose_fast.methods import METHODS
 from mose_fast.progress import Progress
+from mose_fast.report.published import method_name
 from tests.test_kills import CONTEXT, result
 
 #: Flags that keep a test short.
@@ -46,7 +47,7 @@ def test_a_sweep_and_its_report(settings, tmp_path, monkeypatch):
     assert {json.loads(path.read_text())["config"]["method"] for path in out.rglob("results.json")} == set(SWEPT)
     assert main(["report", str(out)]) == 0
     page = (out / "report" / "report.html").read_text()
-    assert all(f">{name}" in page for name in SWEPT)
+    assert all(f">{method_name(name)}" in page for name in SWEPT)
 
 
 def killed(arguments, last):

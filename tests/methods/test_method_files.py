@@ -171,7 +171,7 @@ def test_a_report_keeps_versions_apart_and_says_so(write, tmp_path):
     assert [len(group.runs) for group in groups] in ([2, 1], [1, 2]) and not skipped
     versions = [run.row["method_version"] for run in runs]
     assert versions[0] == versions[1] != versions[2]
-    assert {group.label for group in groups} == {f"mine.py:Mine table, method_version={v}" for v in versions}
+    assert {group.label for group in groups} == {f"mine.py:Mine, method_version={v}" for v in versions}
     (warning,) = check_comparable([run.row for run in runs])
     folders = [str(tmp_path / "runs" / str(number)) for number in range(3)]
     assert warning == (
