@@ -198,7 +198,8 @@ def parse_loops(text: str) -> dict[str, list[list[int]]]:
         words = line.split("#")[0].split()
         if words:
             rows = budgets.setdefault(words[0], [])
-            rows += [list(map(int, words[1:]))] if words[1:] else []
+            if words[1:]:  # else a new instance, whose numbers --write adds
+                rows.append(list(map(int, words[1:])))
     return budgets
 
 

@@ -87,6 +87,7 @@ def _modules_of_a_run() -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def _homes(package: str) -> Mapping[str, str]:
     """The modules of the names that a package imports when they are first used; else empty."""
     path = _file_of(package)

@@ -269,8 +269,8 @@ def _times(groups: Sequence[Group]) -> Picture:
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     caption = (
         f"Wall-clock seconds of a run by phase, mean over {seeds(groups)}: training steps, capturing them as graphs,"
-        " evaluations, writing checkpoints, and what is in no phase: imports, data, listeners, files."
-        f"{left_out}"
+        " evaluations, writing checkpoints, and what is in no phase: imports, data, listeners,"
+        f" files.{left_out}"
     )
     return _picture("time", "Where the time goes", caption, figure)
 
