@@ -19,8 +19,8 @@ import torch
 
 from mose_fast.device import own_stream
 from mose_fast.methods import METHODS, create_learner
+from mose_fast.runs.clock import laps
 from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.clock import laps
 
 #: Shape of the comparison: Split CIFAR-100 with its batches and a memory of 1,000.
 CLASSES, SIZE, MEMORY, BATCH = 100, 32, 1000, 10

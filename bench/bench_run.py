@@ -18,9 +18,9 @@ import torch
 
 from bench.common import HEADLINE, Case
 from mose_fast import _dali, run
-from mose_fast.benchmark import in_the_loop, random_stream
-from mose_fast.config import RunConfig
-from mose_fast.train.clock import PHASES
+from mose_fast.app.bench import in_the_loop, random_stream
+from mose_fast.runs.clock import PHASES
+from mose_fast.settings.run import RunConfig
 
 IMPLEMENTATIONS = ("reference", "native")
 FEEDS = ("fused", "dali", "torch")

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from mose_fast import _loader
-from mose_fast.benchmark import quantiles
+from mose_fast.app.bench import quantiles
+from mose_fast.runs.clock import laps
 from mose_fast.train.captured import capture
-from mose_fast.train.clock import laps
 
 __all__ = [
     "BEYOND_CACHES",

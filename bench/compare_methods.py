@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from mose_fast import streams
-from mose_fast.config import RunConfig, StreamConfig
 from mose_fast.methods import METHODS
+from mose_fast.settings.run import RunConfig, StreamConfig
 from mose_fast.streams import Stream, from_arrays
 from mose_fast.train import run
 

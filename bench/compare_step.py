@@ -42,8 +42,8 @@ from mose_fast.device import device_name
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 from mose_fast.processes import python
+from mose_fast.runs.clock import laps
 from mose_fast.train.captured import capture
-from mose_fast.train.clock import laps
 
 Call = Callable[[], object]
 

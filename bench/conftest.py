@@ -21,7 +21,7 @@ from bench import store
 from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, in_microseconds, repetitions, time_on_card
 from mose_fast import _loader
 from mose_fast._version import git_commit
-from mose_fast.benchmark import copy_rate
+from mose_fast.app.bench import copy_rate
 from mose_fast.device import processor
 
 ROOT = Path(__file__).resolve().parent.parent

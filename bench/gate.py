@@ -19,7 +19,7 @@ import torch
 
 from bench import bench_augment, bench_expert_losses
 from bench.common import CLASSES, HEADLINE, Case
-from mose_fast.train.clock import laps
+from mose_fast.runs.clock import laps
 
 __all__ = ["GATES", "check", "ratio"]
 

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 from bench.smoke import GRAPHS, IMAGES, SETTINGS, two_tasks
-from mose_fast.config import RunConfig
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import run
 
 

@@ -34,13 +34,13 @@ from torch.profiler import ProfilerActivity, profile
 from bench.bench_align_conv import elements_moved
 from bench.bench_batch_norm_act import bytes_moved
 from bench.bench_batch_norm_pool import bytes_moved as last_bytes
-from mose_fast.benchmark import copy_rate, random_stream
-from mose_fast.config import RunConfig
+from mose_fast.app.bench import copy_rate, random_stream
 from mose_fast.device import device_name, own_stream
 from mose_fast.methods import Mose, Prepared, create_learner
 from mose_fast.nn import alignment, backbone
+from mose_fast.runs.clock import laps
+from mose_fast.settings.run import RunConfig
 from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.clock import laps
 
 __all__ = ["COLUMNS", "Measured", "counted_bytes", "measured_step", "op_of", "rows", "table"]
 

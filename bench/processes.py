@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from mose_fast import _dali
-from mose_fast.config import RunConfig
-from mose_fast.sweep.engine import LocalEngine
-from mose_fast.sweep.folder import SweepFolder
-from mose_fast.sweep.mps import PROGRAM
-from mose_fast.sweep.protocol import ENDS
+from mose_fast.experiments.engine import LocalEngine
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.mps import PROGRAM
+from mose_fast.experiments.protocol import ENDS
+from mose_fast.settings.run import RunConfig
 from mose_fast.threads import usable_cores
 
 #: Settings of the runs by device, and training images of both tasks.

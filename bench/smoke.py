@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import mose_fast
-from mose_fast.config import RunConfig
+from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream, from_arrays
 from mose_fast.train import Listener
 from mose_fast.train.captured import CapturedSteps

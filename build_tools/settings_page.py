@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from mose_fast.config import METHOD_SETTINGS, RunConfig, StreamConfig
-from mose_fast.knobs import as_text, settings_of
+from mose_fast.learner.replay import TABLE
 from mose_fast.methods import METHODS, BaselineOptions
-from mose_fast.methods.replay import TABLE
+from mose_fast.settings.knob import as_text, settings_of
+from mose_fast.settings.run import METHOD_SETTINGS, RunConfig, StreamConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 _HEAD = """# Settings
 
 Every setting of a run. `python -m build_tools.settings_page` writes this page from the declarations
-in `mose_fast/config.py` and `mose_fast/methods/`; [adding_a_setting.md](adding_a_setting.md) says
+in `mose_fast/settings/run.py` and `mose_fast/methods/`; [adding_a_setting.md](adding_a_setting.md) says
 how to declare one.
 
 A setting is given by its flag, where it has one, by `--set NAME=VALUE` (a method's switches also

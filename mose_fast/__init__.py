@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 
 from mose_fast._lazy import lazy_names
 from mose_fast._version import __version__
-from mose_fast.config import METHOD_FINDERS, ConfigError, MethodSettings, MoseOptions, RunConfig, StreamConfig
 from mose_fast.errors import MoseFastError
+from mose_fast.settings.run import METHOD_FINDERS, ConfigError, MethodSettings, MoseOptions, RunConfig, StreamConfig
 from mose_fast.threads import settle_spinning
 
 if TYPE_CHECKING:
     from mose_fast import streams
     from mose_fast._build_info import build_info
+    from mose_fast.experiments.sweep import run_sweep
+    from mose_fast.experiments.tune.tuning import tune
     from mose_fast.methods import METHODS, Learner, create_learner, load_learner
     from mose_fast.streams import StreamError
-    from mose_fast.sweep.scheduler import run_sweep
     from mose_fast.train import Listener, RunError, resume, run
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "run",
     "run_sweep",
     "streams",
+    "tune",
 ]
 
 # Here, because every process that computes imports this package, and in most of them before torch.
@@ -60,8 +62,9 @@ __getattr__ = lazy_names(
         "load_learner": "mose_fast.methods",
         "resume": "mose_fast.train",
         "run": "mose_fast.train",
-        "run_sweep": "mose_fast.sweep.scheduler",
+        "run_sweep": "mose_fast.experiments.sweep",
         "streams": "mose_fast.streams",
+        "tune": "mose_fast.experiments.tune.tuning",
     },
 )
 
@@ -72,7 +75,7 @@ def __dir__() -> list[str]:
 
 def _settings_of(method: str) -> MethodSettings | None:
     """The options and presets of any method but MOSE, whose own are part of the settings."""
-    from mose_fast.methods.registry import find_settings
+    from mose_fast.learner.registry import find_settings
 
     return find_settings(method)
 

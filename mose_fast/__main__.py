@@ -2,7 +2,7 @@
 
 import sys
 
-from mose_fast.cli import main
+from mose_fast.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

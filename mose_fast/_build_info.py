@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
-from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +14,8 @@ from mose_fast._version import __version__, git_commit
 
 __all__ = ["build_info", "code_hash"]
 
-# The module that runs.
-_RUN = "mose_fast.train.start"
-
-# An import of this package's modules, at any depth; and those that only type checkers see.
-_IMPORT = re.compile(
-    r"^[ \t]*(?:from (mose_fast[\w.]*) import (\([^)]*\)|.*)|import (mose_fast[\w.]*))", flags=re.MULTILINE
-)
-_FOR_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t]+.*\n|\n)*", flags=re.MULTILINE)
+# Rooms of the package that work on finished runs or start others; what they do changes no run.
+_NOT_OF_A_RUN = ("app", "experiments", "export", "present")
 
 
 def build_info() -> dict[str, Any]:
@@ -54,50 +45,18 @@ def build_info() -> dict[str, Any]:
 
 
 def code_hash() -> str:
-    """A hash of the code of this package that computes a run: the modules that a run imports and
-    the native library's sources. 16 hex digits.
+    """A hash of the code of this package that computes a run: all modules but those of rooms that
+    only start runs or read finished ones, and the native library's sources. 16 hex digits.
     """
-    files = sorted(_modules_of_a_run().values())
     digest = hashlib.sha256(str((_loader.record or {}).get("sources") if _loader.native is not None else None).encode())
-    for path in files:
+    for name, path in sorted(_modules_of_a_run().items()):
         content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)} ".encode() + content)
+        digest.update(f"{name} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]
 
 
 @functools.cache
 def _modules_of_a_run() -> dict[str, Path]:
-    """The modules that a run imports, at its start or later, and their files. Import statements are
-    followed, since ``sys.modules`` has what the caller happened to import.
-    """
-    found: dict[str, Path] = {}
-    waiting = [_RUN]
-    while waiting:
-        name = waiting.pop()
-        path = _file_of(name)
-        if path is None or name in found:
-            continue
-        found[name] = path
-        waiting.append(name.rpartition(".")[0])
-        for package, names, module in _IMPORT.findall(_FOR_TYPES.sub("", path.read_text(encoding="utf-8"))):
-            waiting += [package, module]
-            homes = _homes(package)
-            for imported in re.findall(r"\w+", names):
-                waiting += [f"{package}.{imported}", homes.get(imported, "")]
-    return found
-
-
-@functools.cache
-def _homes(package: str) -> Mapping[str, str]:
-    """The modules of the names that a package imports when they are first used; else empty."""
-    path = _file_of(package)
-    if path is None or path.name != "__init__.py":
-        return {}
-    return getattr(getattr(import_module(package), "__getattr__", None), "homes", {})
-
-
-def _file_of(module: str) -> Path | None:
-    """The file of a module of this package, without importing it; None: there is no such module."""
-    path = Path(__file__).parent.parent.joinpath(*module.split("."))
-    files = path / "__init__.py", path.with_suffix(".py")
-    return next((file for file in files if module and file.is_file()), None)
+    package = Path(__file__).parent
+    paths = {path.relative_to(package): path for path in package.rglob("*.py")}
+    return {name.as_posix(): path for name, path in paths.items() if name.parts[0] not in _NOT_OF_A_RUN}

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mose_fast.config import ENTRY_POINTS
+from mose_fast.settings.run import ENTRY_POINTS
 
 __all__ = ["ListedMethod", "listed_methods"]
 

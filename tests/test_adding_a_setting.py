@@ -21,13 +21,13 @@ import contextlib, io, json, sys, warnings
 import torch
 import mose_fast
 from build_tools.settings_page import page
-from mose_fast.cli import main
-from mose_fast.config import ConfigError, RunConfig
-from mose_fast.paper.plan import _departures
-from mose_fast.settings import telling_apart
-from mose_fast.sweep.forecast import cost_key
-from mose_fast.sweep.grid import Grid, read_axes
-from mose_fast.train.results import schema
+from mose_fast.app.cli import main
+from mose_fast.settings.run import ConfigError, RunConfig
+from mose_fast.experiments.paper.plan import _departures
+from mose_fast.learner.named_settings import telling_apart
+from mose_fast.experiments.forecast import cost_key
+from mose_fast.experiments.grid import Grid, read_axes
+from mose_fast.runs.results import schema
 
 warnings.simplefilter("ignore")
 name, value, other, wrong = json.loads(sys.argv[1])

@@ -13,10 +13,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from bench.common import in_microseconds
 from mose_fast import _dali, _loader
-from mose_fast import benchmark as benchmark_module
-from mose_fast.benchmark import Ceilings, Report, Row, Variant, benchmark, quantiles, random_stream, variants
-from mose_fast.cli import main
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.app import bench as benchmark_module
+from mose_fast.app.bench import Ceilings, Report, Row, Variant, benchmark, quantiles, random_stream, variants
+from mose_fast.app.cli import main
+from mose_fast.settings.run import ConfigError, RunConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

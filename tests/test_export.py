@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 
 from mose_fast import streams, train
-from mose_fast.cli import main
-from mose_fast.config import RunConfig
+from mose_fast.app.cli import main
 from mose_fast.export import Classifier, DeployedNetwork, ExportError, classify_files, export_run
-from mose_fast.export.run import restore
+from mose_fast.export.from_run import restore
+from mose_fast.runs.files import LOCK
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import Listener
-from mose_fast.train.files import LOCK
 
 
 class Keep(Listener):

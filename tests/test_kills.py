@@ -20,12 +20,12 @@ import psutil
 import pytest
 import torch
 
-from mose_fast.cli import main
+from mose_fast.app.cli import main
+from mose_fast.experiments.engine import LocalEngine
 from mose_fast.export import CARD
-from mose_fast.progress import Progress
-from mose_fast.sweep.engine import LocalEngine
-from mose_fast.sweep.store import read_store
-from mose_fast.train.files import LOCK
+from mose_fast.runs.files import LOCK
+from mose_fast.runs.progress import Progress
+from mose_fast.runs.store import read_store
 
 POINTS = int(os.environ.get("MOSE_FAST_KILL_POINTS", "12"))
 # Few in sweeps, whose workers import torch each time.
@@ -39,7 +39,7 @@ CONTEXT.set_forkserver_preload(
     [
         "mose_fast.train",
         "mose_fast.export",
-        "mose_fast.sweep.scheduler",
+        "mose_fast.experiments.sweep",
         "torch._dynamo",
         "torch.utils.tensorboard",
         "matplotlib.figure",

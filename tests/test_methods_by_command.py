@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.cli import main
+from mose_fast.app.cli import main
 from mose_fast.export import CARD
 from mose_fast.methods import METHODS
-from mose_fast.progress import Progress
-from mose_fast.report.published import method_name
+from mose_fast.present.published import method_name
+from mose_fast.runs.progress import Progress
 from tests.test_kills import CONTEXT, result
 
 #: Flags that keep a test short.
@@ -42,7 +42,7 @@ def settings(tmp_path_factory):
 def test_a_sweep_and_its_report(settings, tmp_path, monkeypatch):
     out = tmp_path / "sweep"
     # One worker would give its run a thread for each core, and other tests share them.
-    monkeypatch.setattr("mose_fast.sweep.place.usable_cores", lambda: 1)
+    monkeypatch.setattr("mose_fast.experiments.place.usable_cores", lambda: 1)
     assert main(["sweep", *settings, "--grid", f"method={','.join(SWEPT)}", "--workers", "1", "--out", str(out)]) == 0
     assert {json.loads(path.read_text())["config"]["method"] for path in out.rglob("results.json")} == set(SWEPT)
     assert main(["report", str(out)]) == 0

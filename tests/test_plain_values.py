@@ -16,16 +16,16 @@ import pytest
 import torch
 
 import mose_fast
-from mose_fast.config import METHOD_SETTINGS, ConfigError, RunConfig, StreamConfig
 from mose_fast.evaluate import evaluate_learner
+from mose_fast.experiments import sweep as scheduler
+from mose_fast.experiments.place import Place
+from mose_fast.experiments.tune import tuning as tuning
 from mose_fast.export import export_run
+from mose_fast.learner.named_settings import all_settings, dotted, with_changes
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods import Er, create_learner, method_names, resolve_device
-from mose_fast.settings import all_settings, dotted, with_changes
+from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import from_arrays, from_batches, locate
-from mose_fast.sweep import scheduler
-from mose_fast.sweep.place import Place
-from mose_fast.tune import run as tuning
 
 METHODS = method_names()
 SETTINGS = {str(s): s for method in METHODS for s in all_settings(method).values()}.values()

@@ -10,14 +10,14 @@ from typing import get_type_hints
 import pytest
 
 import mose_fast
-from mose_fast.config import ConfigError, MethodOptions, RunConfig, knob
-from mose_fast.knobs import settings_of
-from mose_fast.paper.plan import _departures
-from mose_fast.settings import all_settings, dotted, with_changes
-from mose_fast.sweep.forecast import cost_key
-from mose_fast.sweep.grid import Grid
+from mose_fast.experiments.forecast import cost_key
+from mose_fast.experiments.grid import Grid
+from mose_fast.experiments.paper.plan import _departures
+from mose_fast.learner.named_settings import all_settings, dotted, with_changes
+from mose_fast.runs.identity import check_identity
+from mose_fast.settings.knob import settings_of
+from mose_fast.settings.run import ConfigError, MethodOptions, RunConfig, knob
 from mose_fast.train import RunError
-from mose_fast.train.identity import check_identity
 
 # Another value of every setting that neither problem nor method needs to be what it is.
 BOOKKEEPING = {"stream.data_dir": "/data", "stream.decoder": "pil", "checkpoint_every": 3, "tuned": "by hand"}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401
 
-from mose_fast import doctor
-from mose_fast.sweep.place import Layout, Place
+from mose_fast.app import doctor
+from mose_fast.experiments.place import Layout, Place
 from mose_fast.threads import SPIN_COUNT, crowding, settle_spinning, settle_threads, thread_limit, usable_cores, waiting
 
 
@@ -72,7 +72,8 @@ def test_threads_without_free_cores_are_warned_of(threads, cores, load, said, mo
 def test_commands_settle_it_before_torch_is_imported():
     program = """
 import os, sys
-from mose_fast import cli, threads
+from mose_fast.app import cli
+from mose_fast import threads
 threads.usable_cores = lambda: 0
 def settled(arguments):
     print(os.environ["OMP_NUM_THREADS"], "torch" in sys.modules)
@@ -95,7 +96,7 @@ def without_openmp(**changes):
 ENTRIES = {
     "the package": ["-c", "import mose_fast.device"],
     "the command line": ["-m", "mose_fast", "doctor"],
-    "a worker": ["-m", "mose_fast.sweep.worker", "--threads", "2"],
+    "a worker": ["-m", "mose_fast.experiments.worker", "--threads", "2"],
     "a benchmark": ["-m", "bench.compare_step"],
     "the tests": ["-m", "pytest", "-q", "-n", "0", "--collect-only", "tests/ops/test_null.py"],
 }
@@ -143,7 +144,7 @@ def test_how_threads_wait_is_the_users_where_it_is_set(given, settled, monkeypat
 
 
 def test_doctor_says_that_torch_came_first():
-    program = "import torch, mose_fast; from mose_fast.doctor import _torch; print(_torch().found)"
+    program = "import torch, mose_fast; from mose_fast.app.doctor import _torch; print(_torch().found)"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=without_openmp(), capture_output=True, text=True, check=True)
     assert "torch was imported before mose_fast" in done.stdout

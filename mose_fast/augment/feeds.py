@@ -7,9 +7,9 @@ from __future__ import annotations
 import torch
 
 from mose_fast import _dali
-from mose_fast.config import ConfigError
 from mose_fast.device import Choice
 from mose_fast.ops.augment_parameters import Recipe
+from mose_fast.settings.run import ConfigError
 
 __all__ = ["choose_feed"]
 

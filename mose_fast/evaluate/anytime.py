@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.config import RunConfig
 from mose_fast.device import upload
 from mose_fast.evaluate.one_pass import accuracy_of, on_host
 from mose_fast.methods import Learner
 from mose_fast.nn import ClassMeans, classify
+from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 from mose_fast.streams.stream import draw_order
 

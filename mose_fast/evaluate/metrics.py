@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mose_fast.knobs import MASKED, is_masked
+from mose_fast.settings.knob import MASKED, is_masked
 
 __all__ = [
     "average_accuracy",

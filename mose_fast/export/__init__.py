@@ -7,8 +7,8 @@ from mose_fast.export.card import CARD, FORMAT, MODELS, ExportError
 
 if TYPE_CHECKING:
     from mose_fast.export.classifier import Classifier, DeployedNetwork, Predictions
+    from mose_fast.export.from_run import export_run
     from mose_fast.export.predict import classify_files
-    from mose_fast.export.run import export_run
 
 __all__ = [
     "CARD",
@@ -26,5 +26,5 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     dict.fromkeys(("Classifier", "DeployedNetwork", "Predictions"), "mose_fast.export.classifier")
-    | {"classify_files": "mose_fast.export.predict", "export_run": "mose_fast.export.run"},
+    | {"classify_files": "mose_fast.export.predict", "export_run": "mose_fast.export.from_run"},
 )

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mose_fast.train.files import RunError, RunFolder, is_configuration
+from mose_fast.runs.files import RunError, RunFolder, is_configuration
 
 __all__ = ["CARD", "FORMAT", "MODELS", "USUAL", "ExportError", "read_card", "stored_card"]
 

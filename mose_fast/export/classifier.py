@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.export.card import CARD, MODELS, ExportError, read_card
-from mose_fast.methods.data import plain_tensor
-from mose_fast.methods.model import first_difference
+from mose_fast.learner.data import plain_tensor
+from mose_fast.learner.model import first_difference
 from mose_fast.nn import CosineClassifier, ExpertNetwork
 
 __all__ = ["BATCH", "Classifier", "DeployedNetwork", "Predictions"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mose_fast.config import MoseOptions
 from mose_fast.nn import ExpertOutputs
 from mose_fast.ops.expert_losses import expert_losses
+from mose_fast.settings.run import MoseOptions
 
 __all__ = ["ExpertLosses"]
 

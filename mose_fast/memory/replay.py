@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mose_fast.device import upload
-from mose_fast.knobs import plain
 from mose_fast.memory.twin import HostTwin, decide
 from mose_fast.ops.reservoir import SlotFilter, draw, insert
+from mose_fast.settings.knob import plain
 
 __all__ = ["MemoryRecord", "ReplayMemory"]
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mose_fast.config import ConfigError, RunConfig, takes_settings
+from mose_fast.learner.base import Learner, Planning, resolve_device
+from mose_fast.learner.data import IMAGE_SIZE, check_stream
+from mose_fast.learner.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.learner.prepared import PlannedBatch, PlannedStep, Prepared, ViewsToCome, WholeBatch
+from mose_fast.learner.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
+from mose_fast.learner.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
+from mose_fast.learner.room import check_room
+from mose_fast.learner.saved import load_learner
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
-from mose_fast.methods.base import Learner, Planning, resolve_device
 from mose_fast.methods.bic import Bic
 from mose_fast.methods.ccil import Ccil
 from mose_fast.methods.co2l import Co2l
-from mose_fast.methods.data import IMAGE_SIZE, check_stream
 from mose_fast.methods.derpp import Derpp
 from mose_fast.methods.er import Er
 from mose_fast.methods.er_ace import ErAce
 from mose_fast.methods.er_aml import ErAml
-from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
 from mose_fast.methods.finetune import Finetune
 from mose_fast.methods.gdumb import Gdumb
 from mose_fast.methods.gsa import Gsa
@@ -29,13 +33,9 @@ from mose_fast.methods.mir import Mir
 from mose_fast.methods.mose import Mose
 from mose_fast.methods.ocm import Ocm
 from mose_fast.methods.onpro import OnPro
-from mose_fast.methods.prepared import PlannedBatch, PlannedStep, Prepared, ViewsToCome, WholeBatch
-from mose_fast.methods.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
-from mose_fast.methods.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
-from mose_fast.methods.room import check_room
-from mose_fast.methods.saved import load_learner
 from mose_fast.methods.scr import Scr
 from mose_fast.methods.ssil import Ssil
+from mose_fast.settings.run import ConfigError, RunConfig, takes_settings
 
 __all__ = [
     "METHODS",

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mose_fast.config import knob
-from mose_fast.methods.base import Learner
-from mose_fast.methods.gradients import flat_gradient, project, write_gradient
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Inputs, ReplayLearner, cross_entropy, sources_preset, table_preset
+from mose_fast.learner.base import Learner
+from mose_fast.learner.gradients import flat_gradient, project, write_gradient
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import BaselineOptions, Inputs, ReplayLearner, cross_entropy, sources_preset, table_preset
+from mose_fast.settings.run import knob
 
 __all__ = ["Agem", "AgemOptions"]
 

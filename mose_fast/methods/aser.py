@@ -9,12 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mose_fast.config import knob
-from mose_fast.knobs import Search
-from mose_fast.memory.shapley import ShapleyMemory
-from mose_fast.methods.base import Planning
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import (
+from mose_fast.learner.base import Planning
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import (
     BaselineOptions,
     Inputs,
     Outputs,
@@ -23,6 +20,9 @@ from mose_fast.methods.replay import (
     sources_preset,
     table_preset,
 )
+from mose_fast.memory.shapley import ShapleyMemory
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import knob
 
 __all__ = ["Aser", "AserOptions"]
 

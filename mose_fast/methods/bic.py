@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mose_fast.config import ConfigError, RunConfig, knob
 from mose_fast.device import upload
-from mose_fast.methods.exemplars import (
+from mose_fast.learner.exemplars import (
     REPLAY_LOSS_SOURCE,
     REPLAY_LOSSES,
     TEMPERATURES,
@@ -21,9 +20,10 @@ from mose_fast.methods.exemplars import (
     ExemplarOptions,
     log_softmax_within,
 )
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.nn.corrected import CorrectedLinear, fit_correction
+from mose_fast.settings.run import ConfigError, RunConfig, knob
 
 __all__ = ["Bic", "BicOptions"]
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mose_fast.config import ConfigError, RunConfig, knob
 from mose_fast.device import upload
-from mose_fast.knobs import Search
+from mose_fast.learner.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.memory.exemplars import SELECTIONS
-from mose_fast.methods.exemplars import ExemplarLearner, ExemplarOptions
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.nn import ExpertNetwork
 from mose_fast.nn.heads import projection_mlp
 from mose_fast.nn.probe import fit_probe
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import ConfigError, RunConfig, knob
 
 __all__ = ["Co2l", "Co2lOptions", "asymmetric_contrastive_loss", "relation_distillation"]
 

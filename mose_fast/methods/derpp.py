@@ -10,11 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.config import RECIPES, knob
-from mose_fast.knobs import Search
-from mose_fast.memory import ReplayMemory
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import (
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import (
     BaselineOptions,
     Inputs,
     Outputs,
@@ -24,6 +21,9 @@ from mose_fast.methods.replay import (
     sources_preset,
     table_preset,
 )
+from mose_fast.memory import ReplayMemory
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import RECIPES, knob
 
 __all__ = ["Derpp", "DerppOptions"]
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mose_fast.config import knob
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import (
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import (
     BaselineOptions,
     Inputs,
     Outputs,
@@ -19,6 +18,7 @@ from mose_fast.methods.replay import (
     sources_preset,
     table_preset,
 )
+from mose_fast.settings.run import knob
 
 __all__ = ["Er", "ErOptions"]
 

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mose_fast.config import knob
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import (
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import (
     BaselineOptions,
     Inputs,
     Outputs,
@@ -23,6 +22,7 @@ from mose_fast.methods.replay import (
 )
 from mose_fast.nn.cosine import CosineClassifier
 from mose_fast.ops.expert_losses import masked_cross_entropy
+from mose_fast.settings.run import knob
 
 __all__ = ["ErAce", "ErAceOptions"]
 

@@ -12,12 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mose_fast.config import knob
 from mose_fast.device import upload
-from mose_fast.knobs import Search
-from mose_fast.memory import draw_pairs
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import (
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import (
     BaselineOptions,
     Inputs,
     Outputs,
@@ -27,7 +24,10 @@ from mose_fast.methods.replay import (
     sources_preset,
     table_preset,
 )
+from mose_fast.memory import draw_pairs
 from mose_fast.nn.cosine import CosineClassifier, directions
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import knob
 
 __all__ = ["ErAml", "ErAmlOptions", "metric_loss"]
 

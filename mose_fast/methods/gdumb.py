@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.cutmix import cutmix
-from mose_fast.config import RECIPES, MethodOptions, RunConfig, knob
-from mose_fast.knobs import Search
-from mose_fast.methods.base import Planning
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import Inputs, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
+from mose_fast.learner.base import Planning
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import Inputs, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import RECIPES, MethodOptions, RunConfig, knob
 
 __all__ = ["Gdumb", "GdumbOptions", "learning_rate"]
 

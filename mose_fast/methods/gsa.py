@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.config import knob
-from mose_fast.knobs import Search
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, sources_preset, table_preset
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, sources_preset, table_preset
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import knob
 
 __all__ = ["Gsa", "GsaOptions", "class_weights", "two_sets"]
 

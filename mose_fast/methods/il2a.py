@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.class_mixing import Mixes, draw_mixes
-from mose_fast.config import ConfigError, RunConfig, knob
 from mose_fast.device import upload
-from mose_fast.knobs import Search
+from mose_fast.learner.exemplars import REPLAY_FROM, ExemplarLearner, ExemplarOptions
+from mose_fast.learner.model import Model
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.losses.semantic_augmentation import class_statistics, semantic_augmentation
 from mose_fast.memory.exemplars import SELECTIONS
-from mose_fast.methods.exemplars import REPLAY_FROM, ExemplarLearner, ExemplarOptions
-from mose_fast.methods.model import Model
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32
 from mose_fast.ops.expert_losses import masked_cross_entropy
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import ConfigError, RunConfig, knob
 
 __all__ = ["Il2a", "Il2aOptions"]
 

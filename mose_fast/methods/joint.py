@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from mose_fast.learner.registry import method
+from mose_fast.learner.replay import table_preset
 from mose_fast.methods.er import Er, ErOptions
-from mose_fast.methods.registry import method
-from mose_fast.methods.replay import table_preset
 
 __all__ = ["Joint"]
 

@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mose_fast.config import knob
 from mose_fast.device import upload
-from mose_fast.knobs import Search
+from mose_fast.learner.exemplars import REPLAY_LOSS_SOURCE, REPLAY_LOSSES, ExemplarLearner, ExemplarOptions
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.memory.exemplars import SELECTIONS
-from mose_fast.methods.exemplars import REPLAY_LOSS_SOURCE, REPLAY_LOSSES, ExemplarLearner, ExemplarOptions
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.nn.cosine import CosineClassifier, directions
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import knob
 
 __all__ = ["Lucir", "LucirOptions", "feature_distillation", "margin_ranking"]
 

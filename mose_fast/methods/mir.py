@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from mose_fast.config import ConfigError, knob
-from mose_fast.knobs import Search
+from mose_fast.learner.base import Planning
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import BaselineOptions, ReplayLearner, cross_entropy, sources_preset, table_preset
 from mose_fast.memory.retrieval import highest
-from mose_fast.methods.base import Planning
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import BaselineOptions, ReplayLearner, cross_entropy, sources_preset, table_preset
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import ConfigError, knob
 
 __all__ = ["Mir", "MirOptions"]
 

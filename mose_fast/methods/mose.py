@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from mose_fast.augment.views import padded
-from mose_fast.config import MOSE_PRESETS, MoseOptions, RunConfig
 from mose_fast.device import upload
+from mose_fast.learner.base import Learner, Planning, class_mask
+from mose_fast.learner.prepared import ViewsToCome
+from mose_fast.learner.registry import Preset, method
 from mose_fast.losses import ExpertLosses
-from mose_fast.methods.base import Learner, Planning, class_mask
 from mose_fast.methods.mose_rows import Composition, StepPlan, StepRows, StepViews, Targets
-from mose_fast.methods.prepared import ViewsToCome
-from mose_fast.methods.registry import Preset, method
 from mose_fast.nn import ExpertNetwork
+from mose_fast.settings.run import MOSE_PRESETS, MoseOptions, RunConfig
 
 __all__ = ["Mose"]
 

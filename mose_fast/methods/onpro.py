@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.config import ConfigError, knob
-from mose_fast.knobs import Search
+from mose_fast.learner.base import Planning
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.learner.rotated import RotatedLearner, RotatedOptions
 from mose_fast.losses.information import class_information, view_information
 from mose_fast.losses.prototypes import class_means, prototype_loss
 from mose_fast.memory.feedback import feedback
-from mose_fast.methods.base import Planning
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import Inputs, Outputs, Rows, sources_preset, table_preset
-from mose_fast.methods.rotated import RotatedLearner, RotatedOptions
 from mose_fast.nn import ExpertNetwork
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import ConfigError, knob
 
 __all__ = ["OnPro", "OnProOptions"]
 

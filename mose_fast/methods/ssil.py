@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mose_fast.config import knob
 from mose_fast.device import upload
-from mose_fast.methods.exemplars import REPLAY_LOSSES, TEMPERATURES, ExemplarLearner, ExemplarOptions
-from mose_fast.methods.registry import Preset, method
-from mose_fast.methods.replay import Inputs, Outputs, sources_preset, table_preset
+from mose_fast.learner.exemplars import REPLAY_LOSSES, TEMPERATURES, ExemplarLearner, ExemplarOptions
+from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.replay import Inputs, Outputs, sources_preset, table_preset
 from mose_fast.ops.expert_losses import masked_cross_entropy
+from mose_fast.settings.run import knob
 
 __all__ = ["Ssil", "SsilOptions", "task_wise_distillation"]
 

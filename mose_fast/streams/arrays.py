@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.config import WITHOUT_BORDERS, ConfigError, StreamConfig, near_matches, shown
-from mose_fast.knobs import MASKED, is_masked, plain, whole_number
 from mose_fast.output import readable
+from mose_fast.settings.knob import MASKED, is_masked, plain, whole_number
+from mose_fast.settings.run import WITHOUT_BORDERS, ConfigError, StreamConfig, near_matches, shown
 from mose_fast.streams.kinds import Kind, arrival_order, long_tail
 from mose_fast.streams.stream import (
     CLASS_ORDER,
@@ -158,7 +158,7 @@ def from_arrays(
         kind: ``tasks``, ``imbalanced``, ``blurry``, ``si_blurry`` or ``task_free``; see
             docs/streams.md. A kind without borders is drawn on the classes of the first tasks.
         kind_seed, disjoint, blur, imbalance, drift: Settings of the kind; see
-            :class:`mose_fast.config.StreamConfig`.
+            :class:`mose_fast.settings.run.StreamConfig`.
         labels: All labels of the data set, sorted; None: those in ``y_train``.
         class_names: Names in the order of the sorted labels; None: the labels as text.
         source: The file that the arrays come from, for messages.

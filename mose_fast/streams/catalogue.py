@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mose_fast.config import near_matches
+from mose_fast.settings.run import near_matches
 
 __all__ = ["names", "summary"]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mose_fast.config import StreamConfig
-from mose_fast.knobs import settings_of
+from mose_fast.settings.knob import settings_of
+from mose_fast.settings.run import StreamConfig
 from mose_fast.streams.stream import StreamError, draw_order, draw_words
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings of :class:`mose_fast.config.StreamConfig` that say what kind of stream it is.
+    """The settings of :class:`StreamConfig` that say what kind of stream it is.
 
     Raises:
         ConfigError: A value is out of range.

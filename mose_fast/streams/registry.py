@@ -1,4 +1,4 @@
-"""Streams by name: makes the stream that a :class:`mose_fast.config.StreamConfig` describes."""
+"""Streams by name: makes the stream that a :class:`StreamConfig` describes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mose_fast.config import StreamConfig, near_matches
+from mose_fast.settings.run import StreamConfig, near_matches
 from mose_fast.streams import datasets, tiny_imagenet
 from mose_fast.streams.arrays import from_arrays
 from mose_fast.streams.catalogue import names, summary

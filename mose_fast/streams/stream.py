@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mose_fast.errors import MoseFastError
-from mose_fast.knobs import plain, shown
+from mose_fast.settings.knob import plain, shown
 
 if TYPE_CHECKING:
     from mose_fast.streams.kinds import Kind

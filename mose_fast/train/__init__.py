@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 from mose_fast._lazy import lazy_names
+from mose_fast.runs.files import RunError
 from mose_fast.signals import Interrupted
-from mose_fast.train.files import RunError
 
 if TYPE_CHECKING:
-    from mose_fast.train.checkpoint import CheckpointError
-    from mose_fast.train.listeners import Listener, TensorBoard
+    from mose_fast.runs.checkpoint import CheckpointError
+    from mose_fast.runs.listeners import Listener, TensorBoard
     from mose_fast.train.loop import TrainingDiverged
     from mose_fast.train.start import resume, run
 
@@ -18,9 +18,9 @@ __all__ = ["CheckpointError", "Interrupted", "Listener", "RunError", "TensorBoar
 __getattr__ = lazy_names(
     __name__,
     {
-        "CheckpointError": "mose_fast.train.checkpoint",
-        "Listener": "mose_fast.train.listeners",
-        "TensorBoard": "mose_fast.train.listeners",
+        "CheckpointError": "mose_fast.runs.checkpoint",
+        "Listener": "mose_fast.runs.listeners",
+        "TensorBoard": "mose_fast.runs.listeners",
         "TrainingDiverged": "mose_fast.train.loop",
         "resume": "mose_fast.train.start",
         "run": "mose_fast.train.start",

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mose_fast.config import RunConfig
 from mose_fast.device import deterministic, own_stream, upload
 from mose_fast.evaluate import AnytimeSample, TaskAccuracy, evaluate_learner
 from mose_fast.methods import Learner
+from mose_fast.runs.checkpoint import CheckpointWriter, Snapshot, load_checkpoint
+from mose_fast.runs.clock import Clock
+from mose_fast.runs.figure import accuracy_figure
+from mose_fast.runs.files import RunError, RunFolder
+from mose_fast.runs.identity import check_identity, identity
+from mose_fast.runs.listeners import Listener, TensorBoard
+from mose_fast.runs.results import AccuracyTable, build_results
+from mose_fast.settings.run import RunConfig
 from mose_fast.signals import Interrupted, StopRequest, stop_request
 from mose_fast.streams import Stream
 from mose_fast.streams.stream import draw_order
-from mose_fast.train.checkpoint import CheckpointWriter, Snapshot, load_checkpoint
-from mose_fast.train.clock import Clock
-from mose_fast.train.figure import accuracy_figure
-from mose_fast.train.files import RunError, RunFolder
-from mose_fast.train.identity import check_identity, identity
-from mose_fast.train.listeners import Listener, TensorBoard
 from mose_fast.train.losses import Taken
 from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
-from mose_fast.train.results import AccuracyTable, build_results
 
 __all__ = ["Loop", "TrainingDiverged"]
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mose_fast.device import upload
 from mose_fast.methods import Learner, Prepared
+from mose_fast.runs.clock import Clock
 from mose_fast.streams import Stream
 from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.clock import Clock
 from mose_fast.train.losses import LossReader, Taken
 from mose_fast.train.ring import Ring
 

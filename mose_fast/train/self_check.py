@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from mose_fast import _loader
-from mose_fast.config import RunConfig
 from mose_fast.device import deterministic, own_stream
+from mose_fast.learner.model import set_precision
 from mose_fast.methods import create_learner
-from mose_fast.methods.model import set_precision
 from mose_fast.self_check.rows import OPS, Row, rows_of, table
 from mose_fast.self_check.verdict import RESTART, kind_of, switched_off
+from mose_fast.settings.run import RunConfig
 from mose_fast.train.captured import CapturedSteps
 
 __all__ = ["captured_rows", "main", "step_rows"]

@@ -13,16 +13,16 @@ from typing import Any
 
 from mose_fast import streams
 from mose_fast.augment import choose_feed
-from mose_fast.config import RunConfig, StreamConfig, takes_settings
 from mose_fast.methods import Learner, create_learner, resolve_device, warn_of_other_protocol
+from mose_fast.runs.checkpoint import latest
+from mose_fast.runs.clock import Clock
+from mose_fast.runs.files import RunError, RunFolder, write_atomically
+from mose_fast.runs.listeners import Listener
+from mose_fast.runs.lock import FolderLock
+from mose_fast.settings.run import RunConfig, StreamConfig, takes_settings
 from mose_fast.streams import Stream, StreamError
 from mose_fast.streams.kinds import Kind
 from mose_fast.streams.registry import check_fingerprint
-from mose_fast.train.checkpoint import latest
-from mose_fast.train.clock import Clock
-from mose_fast.train.files import RunError, RunFolder, write_atomically
-from mose_fast.train.listeners import Listener
-from mose_fast.train.lock import FolderLock
 from mose_fast.train.loop import Loop
 
 __all__ = ["resume", "run"]

@@ -16,11 +16,11 @@ import torch
 
 from mose_fast import _dali
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
-from mose_fast.config import ConfigError
 from mose_fast.methods import create_learner
 from mose_fast.ops.augment import augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 from mose_fast.reference import augment as reference
+from mose_fast.settings.run import ConfigError
 
 MEAN, STD = (0.5, 0.48, 0.44), (0.2, 0.24, 0.26)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -18,7 +18,7 @@ import torch
 import mose_fast
 from mose_fast import _loader
 from mose_fast._version import file_facts, source_hash
-from mose_fast.cli import main
+from mose_fast.app.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 USE = """

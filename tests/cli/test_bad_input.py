@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 
 from mose_fast import create_learner
-from mose_fast.config import ConfigError, RunConfig
-from mose_fast.methods.room import least_bytes
+from mose_fast.learner.room import least_bytes
 from mose_fast.nn.backbone import backbone_parameters
-from mose_fast.train.checkpoint import latest, load_checkpoint, save_checkpoint
+from mose_fast.runs.checkpoint import latest, load_checkpoint, save_checkpoint
+from mose_fast.settings.run import ConfigError, RunConfig
 
 DIGITS = "9" * 400
 
@@ -500,7 +500,7 @@ def test_diverged_training_is_said(call, tiny, tmp_path):
 
 def test_unexpected_error_keeps_its_traceback(tiny, tmp_path):
     code = (
-        "import sys, mose_fast.train as t, mose_fast.cli as c\n"
+        "import sys, mose_fast.train as t, mose_fast.app.cli as c\n"
         "def broken(*a, **k): raise ZeroDivisionError('a bug')\n"
         "t.run = broken\n"
         "sys.exit(c.main(sys.argv[1:]))"

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast import _dali, _loader, doctor, streams
-from mose_fast.doctor import Finding, diagnose, report, serves_card
+from mose_fast import _dali, _loader, streams
+from mose_fast.app import doctor
+from mose_fast.app.doctor import Finding, diagnose, report, serves_card
 
 
 def by_thing(findings):
@@ -104,7 +105,7 @@ def test_missing_package_makes_a_run_impossible(call, monkeypatch):
 def test_doctor_works_where_a_package_is_missing():
     # None in sys.modules makes an import fail as a package that is not installed does.
     code = (
-        "import sys; sys.modules.update(sklearn=None, tensorboard=None); from mose_fast.cli import main;"
+        "import sys; sys.modules.update(sklearn=None, tensorboard=None); from mose_fast.app.cli import main;"
         " sys.exit(main(['doctor']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -20,11 +20,11 @@ import torch
 from PIL import Image
 
 import mose_fast
-from mose_fast.cli import main
-from mose_fast.config import RunConfig
+from mose_fast.app.cli import main
 from mose_fast.errors import MoseFastError
 from mose_fast.export import Classifier
-from mose_fast.settings import all_settings
+from mose_fast.learner.named_settings import all_settings
+from mose_fast.settings.run import RunConfig
 from mose_fast.streams import from_arrays
 
 TINY = ("--stream", "digits", "--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu")
@@ -187,8 +187,8 @@ def case(house, tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(f"mose_fast.{place}", accept)
     # The same on every machine, and small, so that valid networks are small, too.
-    monkeypatch.setattr("mose_fast.methods.room._ALWAYS", 0)
-    monkeypatch.setattr("mose_fast.methods.room.available_bytes", lambda: 10**8)
+    monkeypatch.setattr("mose_fast.learner.room._ALWAYS", 0)
+    monkeypatch.setattr("mose_fast.learner.room.available_bytes", lambda: 10**8)
     monkeypatch.chdir(tmp_path)
     before = contents(house)
 

@@ -17,7 +17,7 @@ _HEAVY = ("torch", "pandas", "scipy", "sklearn", "matplotlib", "tensorboard")
 
 _SCRIPT = f"""
 import sys
-from mose_fast.cli import main
+from mose_fast.app.cli import main
 try:
     main(sys.argv[1:])
 except SystemExit:
@@ -73,6 +73,6 @@ def test_every_public_name_is_found_and_an_unknown_one_is_an_attribute_error():
 
 
 def test_sweep_is_the_package():
-    from mose_fast.sweep import store
+    from mose_fast.runs import store
 
-    assert mose_fast.sweep.store is store
+    assert mose_fast.runs.store is store

@@ -9,13 +9,14 @@ import sys
 import pytest
 
 from mose_fast import train
-from mose_fast.cli import main
-from mose_fast.config import RunConfig
+from mose_fast.app.cli import main
+from mose_fast.settings.run import RunConfig
 
 # The fifth batch waits for the signal, which arrives in a run that is really training.
 _PROGRAM = """
 import os, signal, sys
-from mose_fast import cli, progress
+from mose_fast.app import cli
+from mose_fast.runs import progress
 
 class Waiting(progress.Progress):
     def on_batch(self, batch, losses):

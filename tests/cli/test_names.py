@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mose_fast.config import ConfigError, RunConfig, StreamConfig
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.tune.outcome import _toml, check_writable
+from mose_fast.experiments.tune.study import Study
+from mose_fast.learner.named_settings import with_changes
 from mose_fast.output import readable
-from mose_fast.settings import with_changes
+from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import create
-from mose_fast.sweep.folder import SweepFolder
-from mose_fast.tune.outcome import _toml, check_writable
-from mose_fast.tune.study import Study
 
 # What Python takes file names and standard output for: UTF-8, or ASCII.
 LOCALES = {"utf-8": {"PYTHONUTF8": "1"}, "ascii": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}}
@@ -46,7 +46,7 @@ def photos(tmp_path):
 
 _SCRIPT = """
 import json, os, sys
-from mose_fast.cli import main
+from mose_fast.app.cli import main
 data, out = map(os.fsdecode, (sys.argv[1], sys.argv[2]))
 sizes = "--width 1 --memory 8 --set buffer_batch=4 --set stream.tasks=2 --device cpu".split()
 commands = {

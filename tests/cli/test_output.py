@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from mose_fast.cli import main
+from mose_fast.app.cli import main
 from mose_fast.output import Guarded
 
 
@@ -132,7 +132,7 @@ def test_closed_descriptors_are_not_handed_to_files(data, tmp_path):
     """What a library prints would go into the file that got the number."""
     program = (
         "import os, sys\n"
-        "from mose_fast import cli, progress\n"
+        "from mose_fast.app import cli\nfrom mose_fast.runs import progress\n"
         "class Printing(progress.Progress):\n"
         "    def on_batch(self, batch, losses):\n"
         "        for number in (1, 2):\n"

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from mose_fast.progress import Progress, accuracy_table
+from mose_fast.runs.progress import Progress, accuracy_table
 
 
 def accuracies(tasks, experts=4):

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from mose_fast.evaluate import evaluate_learner
+from mose_fast.learner.model import padded_size
 from mose_fast.methods import create_learner
-from mose_fast.methods.model import padded_size
 from mose_fast.streams import from_arrays
 
 CLASSES, TASKS = 6, 3

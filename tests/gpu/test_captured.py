@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from mose_fast import _dali
-from mose_fast.config import ConfigError, RunConfig
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods import METHODS, Mose, Planning, create_learner
+from mose_fast.runs.checkpoint import CheckpointWriter, Snapshot, latest, load_checkpoint
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.checkpoint import CheckpointWriter, Snapshot, latest, load_checkpoint
 from mose_fast.train.losses import LossReader, Taken
 from mose_fast.train.ring import Ring
 

@@ -9,8 +9,8 @@ import torch
 
 from mose_fast import _dali, _loader
 from mose_fast.augment import ViewMaker
-from mose_fast.config import RunConfig
 from mose_fast.methods import create_learner
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import Listener, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.feeder import Feeder

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from mose_fast.learner.replay import Rows
 from mose_fast.methods import Learner
-from mose_fast.methods.replay import Rows
 from mose_fast.nn import ExpertNetwork
 
 LR, DECAY = 0.05, 0.1

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch.nn import functional as F
 
-from mose_fast.config import METHOD_SETTINGS
 from mose_fast.methods import METHODS, BaselineOptions, Preset, ReplayLearner, cross_entropy, method
+from mose_fast.settings.run import METHOD_SETTINGS
 
 
 class Ema(ReplayLearner):

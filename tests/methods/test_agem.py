@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mose_fast.methods.gradients import flat_gradient, flatten, project, write_gradient
+from mose_fast.learner.gradients import flat_gradient, flatten, project, write_gradient
 
 
 def random_vectors(seed: int, size: int = 1000) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mose_fast import _loader
-from mose_fast.config import ConfigError
+from mose_fast.learner.latch import RunningStatistics
 from mose_fast.methods import METHODS, PlannedBatch, Planning, create_learner
-from mose_fast.methods.latch import RunningStatistics
+from mose_fast.settings.run import ConfigError
 
 AHEAD = 4
 OPTIONS = [

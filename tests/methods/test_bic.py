@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from mose_fast.config import ConfigError, RunConfig
 from mose_fast.evaluate import evaluate_learner
 from mose_fast.methods import create_learner
 from mose_fast.nn.corrected import fit_correction
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import from_arrays
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods.co2l import asymmetric_contrastive_loss, learning_rate, relation_distillation
 from mose_fast.ops.expert_losses import contrastive_loss
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
 from tests.methods.by_hand import flat

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mose_fast import _dali
-from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.device import choose_precision
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods import METHODS, Learner, Planning, find_method
+from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import create
 from mose_fast.train.pipeline import resident
 

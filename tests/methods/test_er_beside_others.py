@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast import streams
-from mose_fast.config import StreamConfig
 from mose_fast.methods import create_learner
+from mose_fast.settings.run import StreamConfig
 from mose_fast.streams import Stream, from_arrays
 
 SEEDS = range(5)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import METHOD_SETTINGS, ConfigError, ReplayOptions, RunConfig
-from mose_fast.knobs import settings_of
 from mose_fast.methods import METHODS, BaselineOptions, Planning
+from mose_fast.runs.results import schema
+from mose_fast.settings.knob import settings_of
+from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, ReplayOptions, RunConfig
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
-from mose_fast.train.results import schema
 
 NAMES = tuple(METHODS)
 PRESETS = [(name, preset) for name in NAMES for preset in METHODS[name].about.presets]

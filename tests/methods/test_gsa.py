@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mose_fast.config import ConfigError
 from mose_fast.methods.gsa import class_weights
+from mose_fast.settings.run import ConfigError
 
 
 def test_weights_are_one_at_balance_and_stay_between_their_bounds():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.learner.hooks import are_plain, are_scalars, are_slots, are_views
+from mose_fast.learner.registry import check_learner
 from mose_fast.methods import Er, Planning
-from mose_fast.methods.hooks import are_plain, are_scalars, are_slots, are_views
-from mose_fast.methods.registry import check_learner
+from mose_fast.settings.run import ConfigError, RunConfig
 
 
 class Mine(Er):

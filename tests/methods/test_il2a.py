@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mose_fast.config import ConfigError
 from mose_fast.losses.semantic_augmentation import class_statistics, semantic_augmentation
+from mose_fast.settings.run import ConfigError
 
 
 def test_augmented_means_bound_the_loss_over_features_drawn_around_them():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mose_fast.config import RunConfig
+from mose_fast.learner.exemplars import ExemplarLearner
 from mose_fast.methods import METHODS
-from mose_fast.methods.exemplars import ExemplarLearner
+from mose_fast.settings.run import RunConfig
 
 EXEMPLARS = [name for name, learner in METHODS.items() if issubclass(learner, ExemplarLearner)]
 

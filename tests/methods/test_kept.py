@@ -11,12 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.learner.kept import unsaved
 from mose_fast.methods import METHODS, Er
-from mose_fast.methods.kept import unsaved
+from mose_fast.runs.checkpoint import latest, load_checkpoint
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import from_arrays
 from mose_fast.train import Interrupted, resume, run
-from mose_fast.train.checkpoint import latest, load_checkpoint
 from tests.methods.ema import Ema, entered
 from tests.train.stop_at import StopAt
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from mose_fast.config import StreamConfig
 from mose_fast.methods import METHODS, create_learner
 from mose_fast.optim import FlatAdam
+from mose_fast.settings.run import StreamConfig
 from mose_fast.streams import create as create_stream
 
 

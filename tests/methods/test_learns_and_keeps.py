@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import RunConfig
 from mose_fast.methods import METHODS
 from mose_fast.methods.ccil import Ccil
 from mose_fast.methods.gsa import Gsa
+from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream, from_arrays
 from mose_fast.train import run
 

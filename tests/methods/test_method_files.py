@@ -13,17 +13,17 @@ import warnings
 
 import pytest
 
-from mose_fast.config import METHOD_SETTINGS, ConfigError, RunConfig
+from mose_fast.experiments import sweep as scheduler
+from mose_fast.experiments.grid import Grid
+from mose_fast.experiments.sweep import run_grid
+from mose_fast.experiments.tune import tuning as tune_module
 from mose_fast.export import export_run
+from mose_fast.learner.registry import method_files
 from mose_fast.methods import METHODS, Er, find_method
-from mose_fast.methods.registry import method_files
-from mose_fast.report.runs import group_runs, read_folders
-from mose_fast.report.statistics import check_comparable
-from mose_fast.sweep import scheduler
-from mose_fast.sweep.grid import Grid
-from mose_fast.sweep.scheduler import run_grid
+from mose_fast.present.report_runs import group_runs, read_folders
+from mose_fast.present.statistics import check_comparable
+from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, RunConfig
 from mose_fast.train import Interrupted, RunError, resume, run
-from mose_fast.tune import run as tune_module
 from tests.train.stop_at import StopAt
 
 FILE = """

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.config import METHOD_SETTINGS, ReplayOptions, RunConfig
-from mose_fast.knobs import settings_of
+from mose_fast.learner.replay import TABLE
 from mose_fast.methods import METHODS, BaselineOptions, Learner, Planning
-from mose_fast.methods.replay import TABLE
+from mose_fast.settings.knob import settings_of
+from mose_fast.settings.run import METHOD_SETTINGS, ReplayOptions, RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 SETTINGS = PAGE.with_name("settings.md")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.settings.run import ConfigError, RunConfig
 
 
 def bits(learner) -> dict[str, bytes]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import ConfigError, RunConfig, StreamConfig
 from mose_fast.methods import Mose, PlannedBatch, create_learner
 from mose_fast.methods.mose_rows import Composition, StepPlan
+from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import create
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "released.npz"

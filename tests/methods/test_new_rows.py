@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from mose_fast.config import METHOD_SETTINGS, ReplayOptions
 from mose_fast.methods import METHODS
+from mose_fast.settings.run import METHOD_SETTINGS, ReplayOptions
 
 # Co2L's losses do not use the classifier, so that nothing moves it.
 MASKED = [name for name, learner in METHODS.items() if learner.hides_unseen and name != "co2l"]

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.learner.room import least_bytes
 from mose_fast.methods import check_room, create_learner
-from mose_fast.methods.room import least_bytes
+from mose_fast.settings.run import ConfigError, RunConfig
 
 
 def test_it_starts_from_the_weights_of_er(make):
@@ -106,7 +106,7 @@ def test_the_room_for_the_views_is_what_a_step_keeps(make, teach, batch):
 
 
 def test_a_machine_too_small_for_the_views_is_named(monkeypatch):
-    monkeypatch.setattr("mose_fast.methods.room.available_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr("mose_fast.learner.room.available_bytes", lambda: 8 * 10**9)
     with pytest.raises(ConfigError, match=r"options.buffer_batch is 64, .* the views of a step at least 11.1 GB"):
         check_room(RunConfig.create(method="ocm", device="cpu"), (32, 32), 100)
     check_room(RunConfig.create(method="ocm", device="cpu", precision="bf16"), (32, 32), 100)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mose_fast.config import ConfigError
+from mose_fast.settings.run import ConfigError
 
 
 def test_it_starts_from_the_weights_of_er(make):

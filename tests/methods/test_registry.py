@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.cli import main
-from mose_fast.config import ENTRY_POINTS, METHOD_SETTINGS, ConfigError, RunConfig
-from mose_fast.methods import METHODS, create_learner, find_method, method_names, registry
+from mose_fast.app.cli import main
+from mose_fast.learner import registry
+from mose_fast.methods import METHODS, create_learner, find_method, method_names
+from mose_fast.settings.run import ENTRY_POINTS, METHOD_SETTINGS, ConfigError, RunConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_method.md"
 
@@ -85,7 +86,7 @@ def test_the_decorators_name_works_once_the_file_was_imported(outside):
 
 
 LACKS = """
-from mose_fast.config import MethodOptions
+from mose_fast.settings.run import MethodOptions
 from mose_fast.methods import Learner, Preset, method
 
 

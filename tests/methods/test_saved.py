@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import mose_fast
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.learner.saved import parts
 from mose_fast.methods import METHODS, Er, create_learner
-from mose_fast.methods.saved import parts
+from mose_fast.runs.checkpoint import save_checkpoint
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.state_file import StateFileError, state_file
-from mose_fast.train.checkpoint import save_checkpoint
 from tests.methods.ema import Ema, entered
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +194,7 @@ def test_a_path_from_another_folder_and_another_device(make, tmp_path, monkeypat
 def test_other_code_and_another_machine_are_told(make, tmp_path, monkeypatch):
     path = tmp_path / "learner.safetensors"
     make("er").save(path)
-    monkeypatch.setattr("mose_fast.methods.saved.code_hash", lambda: "other")
+    monkeypatch.setattr("mose_fast.learner.saved.code_hash", lambda: "other")
     torch.set_num_threads(2)
     with pytest.warns(UserWarning, match=r"mose-fast was .* and is .*, code other now; threads was 1 and is 2 now"):
         mose_fast.load_learner(path)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mose_fast.config import ConfigError
 from mose_fast.methods.ssil import task_wise_distillation
+from mose_fast.settings.run import ConfigError
 
 
 def test_the_distillation_is_a_sum_over_tasks_of_any_classes():

@@ -8,8 +8,8 @@ from functools import partialmethod
 import pytest
 import torch
 
-from mose_fast.config import RunConfig
 from mose_fast.methods import METHODS, Er, Learner
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 
 

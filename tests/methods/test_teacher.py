@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mose_fast.config import ConfigError
 from mose_fast.device import Choice
+from mose_fast.learner.teacher import Teacher
 from mose_fast.methods import Er
-from mose_fast.methods.teacher import Teacher
+from mose_fast.settings.run import ConfigError
 
 
 @pytest.fixture(params=["eval", "train"])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from mose_fast import _loader
 from mose_fast.nn import ExpertNetwork
 from mose_fast.optim import FlatAdam
-from mose_fast.train.checkpoint import load_checkpoint, save_checkpoint
+from mose_fast.runs.checkpoint import load_checkpoint, save_checkpoint
 
 needs_library = pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
 

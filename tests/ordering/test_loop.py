@@ -23,12 +23,12 @@ import mose_fast.augment.dali as dali_module
 import mose_fast.device as device_module
 from mose_fast import _loader
 from mose_fast.augment.dali import DaliLayout, DaliViews
-from mose_fast.config import RunConfig
 from mose_fast.methods import Mose, Prepared, create_learner
 from mose_fast.nn.side_streams import SideStreams, _Fork, _hand_over, _Join
+from mose_fast.runs.checkpoint import CheckpointWriter, Snapshot
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import Listener, TrainingDiverged, resume, run
 from mose_fast.train.captured import CapturedSteps, capture, copied_into, layout_of
-from mose_fast.train.checkpoint import CheckpointWriter, Snapshot
 from mose_fast.train.feeder import Feeder
 from mose_fast.train.loop import Loop
 from mose_fast.train.losses import LossReader

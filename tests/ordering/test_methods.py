@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from mose_fast import _loader
-from mose_fast.config import METHOD_SETTINGS, RunConfig
+from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.methods import METHODS, Er, Mose, Planning, ReplayLearner
-from mose_fast.methods.prepared import ViewsToCome
 from mose_fast.nn.kernels import KERNELS
+from mose_fast.runs.checkpoint import latest, load_checkpoint
+from mose_fast.settings.run import METHOD_SETTINGS, RunConfig
 from mose_fast.train import TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.checkpoint import latest, load_checkpoint
 from tests.methods.ema import entered
 from tests.ordering.card import Card
 from tests.ordering.losses import Losses

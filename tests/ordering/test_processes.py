@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mose_fast import _loader, processes
-from mose_fast.sweep import engine as engine_module
-from mose_fast.sweep.engine import LocalEngine
-from mose_fast.sweep.folder import SweepFolder
+from mose_fast.experiments import engine as engine_module
+from mose_fast.experiments.engine import LocalEngine
+from mose_fast.experiments.folder import SweepFolder
 from mose_fast.train import Listener, RunError, run
 from tests.ordering.card import Card
 from tests.ordering.test_loop import settings

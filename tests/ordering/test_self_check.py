@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mose_fast import _loader
-from mose_fast.config import RunConfig
 from mose_fast.methods import create_learner
 from mose_fast.methods.mose import Mose
 from mose_fast.self_check.verdict import switched_off
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import captured as captured_module
 from mose_fast.train import self_check
 from tests.ordering.card import Card

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from mose_fast.sweep import worker
+from mose_fast.experiments import worker
 from tests.ordering.card import Card
 
 run_cell = worker.run_cell
 
 
 def main() -> None:
-    """In place of ``mose_fast.sweep.worker.main``."""
+    """In place of ``mose_fast.experiments.worker.main``."""
     worker._import_what_runs_need()  # which the stand-in's modes need not see
     with Card() as card:
 

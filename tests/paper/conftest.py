@@ -15,11 +15,11 @@ import pytest
 from sklearn.datasets import load_digits
 
 from mose_fast import evaluate
-from mose_fast.sweep import scheduler
-from mose_fast.sweep.measure import Cost
-from mose_fast.sweep.worker import run_cell
+from mose_fast.experiments import sweep as scheduler
+from mose_fast.experiments.step_cost import Cost
+from mose_fast.experiments.worker import run_cell
+from mose_fast.runs.results import accuracy_csv
 from mose_fast.train import run
-from mose_fast.train.results import accuracy_csv
 
 PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper" / "mose_cvpr2024.tex"
 

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from mose_fast.cli import main
-from mose_fast.paper.all_tables import all_plans
-from mose_fast.paper.description import judge
-from mose_fast.paper.measure import Measured
-from mose_fast.paper.rows import CIFAR, TINY, Presets
-from mose_fast.paper.run import _Pages
-from mose_fast.paper.tables import TABLES, describe
-from mose_fast.paper.web_page import Section, web_page
-from mose_fast.report.statistics import summarise
+from mose_fast.app.cli import main
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.paper.all_tables import all_plans
+from mose_fast.experiments.paper.description import judge
+from mose_fast.experiments.paper.measured import Measured
+from mose_fast.experiments.paper.reproduce import _Pages
+from mose_fast.experiments.paper.rows import CIFAR, TINY, Presets
+from mose_fast.experiments.paper.tables import TABLES, describe
+from mose_fast.experiments.paper.web_page import Section, web_page
+from mose_fast.present.statistics import summarise
 from mose_fast.streams import StreamError
-from mose_fast.sweep.folder import SweepFolder
 from mose_fast.train import RunError
 
 from .test_command import cells
@@ -133,8 +133,8 @@ def test_a_run_that_fails(tmp_path, engine, trial, capsys):
 
 
 def test_a_table_is_written_as_results_come(tmp_path, engine, trial, monkeypatch):
-    monkeypatch.setattr("mose_fast.paper.run._EVERY", 0.0)
-    monkeypatch.setattr("mose_fast.paper.run._SHARE", 0.0)
+    monkeypatch.setattr("mose_fast.experiments.paper.reproduce._EVERY", 0.0)
+    monkeypatch.setattr("mose_fast.experiments.paper.reproduce._SHARE", 0.0)
     here, seen, page = engine(), [], tmp_path / "taskwise-trial.md"
     start = here.start
 
@@ -155,7 +155,7 @@ def test_a_table_is_written_as_results_come(tmp_path, engine, trial, monkeypatch
 
 def test_writing_the_page_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
     now, written = [1000.0], []
-    monkeypatch.setattr("mose_fast.paper.run.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("mose_fast.experiments.paper.reproduce.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def write(failures):
         written.append(now[0])

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.cli import main
-from mose_fast.config import RunConfig
-from mose_fast.paper.page import overview
-from mose_fast.paper.plan import Plan
-from mose_fast.paper.run import run_table
-from mose_fast.paper.tables import TABLES
-from mose_fast.sweep.store import read_run
+from mose_fast.app.cli import main
+from mose_fast.experiments.paper.plan import Plan
+from mose_fast.experiments.paper.reproduce import run_table
+from mose_fast.experiments.paper.tables import TABLES
+from mose_fast.experiments.paper.text_page import overview
+from mose_fast.runs.store import read_run
+from mose_fast.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = {name: ROOT / "docs" / name for name in ("paper.md", "command_line.md", "paper/README.md")}
@@ -141,7 +141,7 @@ def test_verdicts(tmp_path, digits, monkeypatch, engine):
     place of the paper's, runs are judged.
     """
     engine()
-    monkeypatch.setattr("mose_fast.paper.plan._departures", lambda config, wanted: [])
+    monkeypatch.setattr("mose_fast.experiments.paper.plan._departures", lambda config, wanted: [])
     changes = {"stream.name": str(digits), "stream.tasks": 2, "width": 1, "stream.limit_per_task": 20, "device": "cpu"}
     page, failures = run_table("taskwise", tmp_path, seeds=[0, 1], changes=changes, say=lambda line: None)
     assert (page, failures) == (tmp_path / "taskwise.md", ())

@@ -8,13 +8,13 @@ import pytest
 from matplotlib import rc_context
 from PIL import Image
 
-from mose_fast.paper.figures import KINDS, PRINT_STYLE, draw, write_figures
-from mose_fast.paper.measure import measure
-from mose_fast.paper.plan import Plan
-from mose_fast.paper.tables import TABLES, describe
-from mose_fast.report.published import numbers
-from mose_fast.sweep.cells import Failure
-from mose_fast.sweep.folder import SweepFolder
+from mose_fast.experiments.cells import Failure
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.paper.measured import measure
+from mose_fast.experiments.paper.paper_figures import KINDS, PRINT_STYLE, draw, write_figures
+from mose_fast.experiments.paper.plan import Plan
+from mose_fast.experiments.paper.tables import TABLES, describe
+from mose_fast.present.published import numbers
 
 # Half the 95 % interval of the mean of three values a point apart: 4.303 / sqrt(3).
 HALF = 4.30265 / 3**0.5

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mose_fast.paper import metrics
+from mose_fast.experiments.paper import measures as metrics
 
 
 def results(ncm1, ncm2, mean, stored, seconds):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mose_fast.paper.description import judge, target
-from mose_fast.paper.metrics import Metric
-from mose_fast.report.published import Published
-from mose_fast.report.statistics import summarise
+from mose_fast.experiments.paper.description import judge, target
+from mose_fast.experiments.paper.measures import Metric
+from mose_fast.present.published import Published
+from mose_fast.present.statistics import summarise
 
 ACCURACY, FORGETTING, SIZE, FREE = (Metric(kind, kind, list) for kind in ("accuracy", "forgetting", "size", "free"))
 # Of 54.0, 54.2 and 54.4: mean 54.2, deviation 0.2, half the interval 4.303 * 0.2 / sqrt(3) = 0.497.

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from mose_fast.config import ConfigError, RunConfig
-from mose_fast.paper.description import target
-from mose_fast.paper.measure import Measured, ranked
-from mose_fast.paper.plan import Plan
-from mose_fast.paper.rows import BASELINE_PRESETS, Presets
-from mose_fast.paper.tables import TABLES, describe
-from mose_fast.report import published
-from mose_fast.report.published import numbers
+from mose_fast.experiments.paper.description import target
+from mose_fast.experiments.paper.measured import Measured, ranked
+from mose_fast.experiments.paper.plan import Plan
+from mose_fast.experiments.paper.rows import BASELINE_PRESETS, Presets
+from mose_fast.experiments.paper.tables import TABLES, describe
+from mose_fast.present import published
+from mose_fast.present.published import numbers
+from mose_fast.settings.run import ConfigError, RunConfig
 
 NAMES = [
     "table1-cifar",

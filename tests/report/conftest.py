@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mose_fast import evaluate
-from mose_fast.report.page import write_report
+from mose_fast.present.report import write_report
+from mose_fast.runs.results import accuracy_csv
 from mose_fast.train import run
-from mose_fast.train.results import accuracy_csv
 
 EXPERTS = {"ncm": ("1", "2", "3", "4", "mean_distance"), "linear": ("1", "2", "3", "4", "mean_logit")}
 
@@ -110,7 +110,7 @@ def make(template, tmp_path):
 @pytest.fixture
 def no_figures(monkeypatch):
     """For tests of words and tables: drawing takes seconds."""
-    monkeypatch.setattr("mose_fast.report.page.figures", lambda groups: [])
+    monkeypatch.setattr("mose_fast.present.report.figures", lambda groups: [])
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from mose_fast.report import published
+from mose_fast.present import published
 
 CONFIG = {
     "method": "mose",

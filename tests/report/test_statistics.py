@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mose_fast.report.statistics import (
+from mose_fast.present.statistics import (
     MADE,
     PROTOCOL,
     TASK,

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from mose_fast.report.table import Interval, Number, Spread, Table
+from mose_fast.present.table import Interval, Number, Spread, Table
 
 
 def table():

@@ -14,18 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast import _loader, doctor
-from mose_fast.cli import main
-from mose_fast.methods import base
-from mose_fast.progress import Progress
-from mose_fast.report.statistics import check_comparable
+from mose_fast import _loader
+from mose_fast.app import doctor
+from mose_fast.app.cli import main
+from mose_fast.learner import base
+from mose_fast.present.statistics import check_comparable
+from mose_fast.runs.progress import Progress
+from mose_fast.runs.results import schema
+from mose_fast.runs.store import read_run
 from mose_fast.self_check import SWITCH
 from mose_fast.self_check.rows import Row
 from mose_fast.self_check.verdict import Verdict
 from mose_fast.streams import from_arrays
-from mose_fast.sweep.store import read_run
 from mose_fast.train import Interrupted, resume, run
-from mose_fast.train.results import schema
 from tests.train.stop_at import StopAt
 
 PASSED = Verdict("passed", (Row("null", "some", 0.5, 1.0, "y"),), at="2026-11-29T12:00:00+00:00")

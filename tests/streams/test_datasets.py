@@ -19,7 +19,7 @@ import torchvision
 from PIL import Image
 
 from build_tools import tiny_imagenet as tiny_stand_in
-from mose_fast.config import StreamConfig
+from mose_fast.settings.run import StreamConfig
 from mose_fast.streams import (
     NORMALISATIONS,
     StreamError,

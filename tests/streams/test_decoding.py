@@ -16,7 +16,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, resize
 
 from mose_fast import _dali
-from mose_fast.config import ConfigError, StreamConfig
+from mose_fast.settings.run import ConfigError, StreamConfig
 from mose_fast.streams import StreamError, create, decoding
 from mose_fast.streams.decoding import Decoding, centre_square, decode_image, decode_images
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mose_fast.config import ConfigError, StreamConfig
+from mose_fast.settings.run import ConfigError, StreamConfig
 from mose_fast.streams import StreamError, create, decoding
 from mose_fast.streams.decoding import centre_square
 

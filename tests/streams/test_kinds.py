@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import ConfigError, RunConfig, StreamConfig
+from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import StreamError, create, from_arrays
 from mose_fast.streams.stream import draw_order, draw_words
 

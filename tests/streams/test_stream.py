@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import RunConfig
 from mose_fast.methods import create_learner
+from mose_fast.settings.run import RunConfig
 from mose_fast.streams import NORMALISATIONS, Normalisation, StreamError, from_arrays, from_batches
 from mose_fast.streams.stream import draw_order
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mose_fast.config import ConfigError, RunConfig, StreamConfig
+from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import StreamError, create, from_arrays
 from mose_fast.train import Listener, run
 

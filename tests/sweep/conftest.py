@@ -10,10 +10,10 @@ import shutil
 import pytest
 import torch
 
-from mose_fast.config import RunConfig
-from mose_fast.sweep import scheduler
-from mose_fast.sweep.folder import SweepFolder
-from mose_fast.sweep.measure import Cost
+from mose_fast.experiments import sweep as scheduler
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.step_cost import Cost
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import run
 
 SETTINGS = {"stream": {"name": "digits", "limit_per_task": 20}, "width": 1, "memory": 64, "device": "cpu"}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.cli import main
-from mose_fast.config import RunConfig
-from mose_fast.sweep.grid import Grid, axes_of, read_file
-from mose_fast.sweep.store import read_store
+from mose_fast.app.cli import main
+from mose_fast.experiments.grid import Grid, axes_of, read_file
+from mose_fast.runs.store import read_store
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
@@ -78,7 +78,7 @@ def test_exit_codes(tmp_path, engine, capsys, monkeypatch):
     def interrupted(*args, **settings):
         raise Interrupted
 
-    monkeypatch.setattr("mose_fast.sweep.scheduler.run_grid", interrupted)
+    monkeypatch.setattr("mose_fast.experiments.sweep.run_grid", interrupted)
     assert main([*RUN, "--seeds", "0", "--out", str(tmp_path / "c")]) == 130
     assert "; to continue, run the same command again" in capsys.readouterr().err
 

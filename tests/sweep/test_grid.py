@@ -2,8 +2,8 @@
 
 import pytest
 
-from mose_fast.config import ConfigError, RunConfig
-from mose_fast.sweep.grid import Grid, axes_of, read_axes, read_file, read_seeds
+from mose_fast.experiments.grid import Grid, axes_of, read_axes, read_file, read_seeds
+from mose_fast.settings.run import ConfigError, RunConfig
 
 
 def cells(axes, changes=None, base=None):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mose_fast.config import RunConfig
+from mose_fast.experiments import step_cost as measure
 from mose_fast.methods import METHODS
-from mose_fast.sweep import measure
+from mose_fast.settings.run import RunConfig
 
 
 @pytest.fixture

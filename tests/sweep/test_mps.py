@@ -14,12 +14,12 @@ import time
 import psutil
 import pytest
 
-from mose_fast.config import ConfigError, RunConfig
-from mose_fast.sweep import place as place_module
-from mose_fast.sweep.engine import LocalEngine
-from mose_fast.sweep.grid import Cell
-from mose_fast.sweep.mps import PROGRAM, MpsServer
-from mose_fast.sweep.place import Layout, Place
+from mose_fast.experiments import place as place_module
+from mose_fast.experiments.engine import LocalEngine
+from mose_fast.experiments.grid import Cell
+from mose_fast.experiments.mps import PROGRAM, MpsServer
+from mose_fast.experiments.place import Layout, Place
+from mose_fast.settings.run import ConfigError, RunConfig
 
 pytestmark = pytest.mark.skipif(not shutil.which("sh"), reason="needs a POSIX shell")
 
@@ -80,7 +80,7 @@ def test_workers_of_one_card_share_a_server_that_ends_with_them(calls):
     assert "CUDA_MPS_PIPE_DIRECTORY" not in LocalEngine(["1"], threads=1)._environment("1")
 
 
-KILLED = "import sys; from mose_fast.sweep.mps import MpsServer; server = MpsServer(); print('up', flush=True); input()"
+KILLED = "from mose_fast.experiments.mps import MpsServer; server = MpsServer(); print('up', flush=True); input()"
 
 
 @pytest.mark.parametrize("whole_job", [False, True])

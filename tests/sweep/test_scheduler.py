@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 import mose_fast
-from mose_fast.config import ConfigError, RunConfig
+from mose_fast.experiments import display
+from mose_fast.experiments import sweep as scheduler
+from mose_fast.experiments.cells import CellRecord, CellState
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.forecast import Forecast, cost_key
+from mose_fast.experiments.grid import Grid, axes_of
+from mose_fast.experiments.place import Place
+from mose_fast.experiments.step_cost import Cost
+from mose_fast.experiments.sweep import run_grid
 from mose_fast.methods import find_method
-from mose_fast.sweep import display, scheduler
-from mose_fast.sweep.cells import CellRecord, CellState
-from mose_fast.sweep.folder import SweepFolder
-from mose_fast.sweep.forecast import Forecast, cost_key
-from mose_fast.sweep.grid import Grid, axes_of
-from mose_fast.sweep.measure import Cost
-from mose_fast.sweep.place import Place
-from mose_fast.sweep.scheduler import run_grid
-from mose_fast.sweep.store import STORE
+from mose_fast.runs.store import STORE
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.train import Interrupted, RunError
 
 CHANGES = {"stream.limit_per_task": 20, "width": 1, "memory": 64, "device": "cpu"}
@@ -245,7 +246,7 @@ def test_changed_data_are_refused_by_name(tmp_path, engine, say):
 def test_a_run_of_another_version_of_its_method_is_given_up(tmp_path, engine, say, monkeypatch):
     """As if the method's file had been edited while the sweep ran."""
     engine()
-    monkeypatch.setattr("mose_fast.sweep.folder.method_files", lambda learner: {"mine.py": "0" * 16})
+    monkeypatch.setattr("mose_fast.experiments.folder.method_files", lambda learner: {"mine.py": "0" * 16})
     outcome = run_grid(Grid({"seed": (0,)}, CHANGES), tmp_path / "s", say=say)
     assert len(outcome.table) == 0 and "(mine.py was absent and is 0000000000000000 now)" in outcome.failures[0].reason
 
@@ -335,7 +336,7 @@ def test_unusable_settings_start_nothing(tmp_path, engine, say, monkeypatch):
 @pytest.mark.parametrize(("alone", "threads"), [(5.0, 1), (15.0, 2)])
 def test_runs_have_several_threads_only_where_these_are_faster(tmp_path, engine, monkeypatch, alone, threads):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("mose_fast.sweep.place.usable_cores", lambda: 2)
+    monkeypatch.setattr("mose_fast.experiments.place.usable_cores", lambda: 2)
     made, said, measured = engine(), [], []
 
     def costs(configs, engine, budget=None):

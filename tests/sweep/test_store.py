@@ -11,9 +11,9 @@ from contextlib import closing
 
 import pytest
 
-from mose_fast.config import RunConfig
-from mose_fast.sweep import store
-from mose_fast.sweep.store import COLUMNS, STORE, RunDamaged, Store, collect, read_run, read_store, setting_id
+from mose_fast.runs import store
+from mose_fast.runs.store import COLUMNS, STORE, RunDamaged, Store, collect, read_run, read_store, setting_id
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import RunError
 
 

@@ -22,19 +22,19 @@ import torch
 
 import mose_fast
 from mose_fast._build_info import build_info
-from mose_fast.config import RunConfig
-from mose_fast.sweep import engine as engine_module
-from mose_fast.sweep.engine import LocalEngine
-from mose_fast.sweep.folder import SweepFolder
-from mose_fast.sweep.grid import Grid
-from mose_fast.sweep.place import Place
-from mose_fast.sweep.protocol import ENDS
-from mose_fast.sweep.ray_engine import RayEngine
-from mose_fast.sweep.scheduler import run_grid
-from mose_fast.sweep.store import read_store
+from mose_fast.experiments import engine as engine_module
+from mose_fast.experiments.engine import LocalEngine
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.grid import Grid
+from mose_fast.experiments.place import Place
+from mose_fast.experiments.protocol import ENDS
+from mose_fast.experiments.ray_engine import RayEngine
+from mose_fast.experiments.sweep import run_grid
+from mose_fast.runs.files import LOCK
+from mose_fast.runs.lock import FolderLock, FolderLocked
+from mose_fast.runs.store import read_store
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import RunError, run
-from mose_fast.train.files import LOCK
-from mose_fast.train.lock import FolderLock, FolderLocked
 
 PACKAGE = Path(mose_fast.__file__).parent
 SEEDS = (0, 1)
@@ -228,7 +228,7 @@ def test_a_worker_that_is_told_to_end_lets_its_run_write_a_checkpoint(tmp_path):
 
 _RAY_TASK = """
 import json, signal, sys
-from mose_fast.sweep.ray_engine import _run_on_this_machine
+from mose_fast.experiments.ray_engine import _run_on_this_machine
 
 class Queue:
     put = staticmethod(lambda event: print(json.dumps(event), flush=True))
@@ -300,7 +300,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
 
 def test_a_worker_that_has_used_cuda_forks_no_run(tmp_path, monkeypatch):
     """Whoever asks PyTorch for cards, even in vain, has."""
-    used = "import sys, torch; torch.cuda.is_available(); from mose_fast.sweep.worker import main; main()"
+    used = "import sys, torch; torch.cuda.is_available(); from mose_fast.experiments.worker import main; main()"
     monkeypatch.setattr(engine_module, "python", lambda module, *arguments: [sys.executable, "-c", used, *arguments])
     event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})
     assert event["error"] == "its worker had used CUDA before it forked, after which no run can"
@@ -320,7 +320,7 @@ def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, more
         (clone / f"{name}.py").write_text(f"raise ImportError('this is not {name}')\n")
     # As pip's script.
     script = tmp_path / "mose-fast"
-    script.write_text("import sys\nfrom mose_fast.cli import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom mose_fast.app.cli import main\nsys.exit(main())\n")
     command = [sys.executable, script, "sweep", "--width", "1", "--memory", "64", "--limit-per-task", "4"]
     command += ["--device", "cpu", "--seeds", "0-3", "--workers", "2", "--out", tmp_path / "s", *more]
     done = subprocess.run(

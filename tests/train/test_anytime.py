@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.config import ConfigError, RunConfig
 from mose_fast.evaluate import AnytimeSample
 from mose_fast.methods import METHODS
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import from_arrays
 from mose_fast.train import Interrupted, Listener, resume, run
 

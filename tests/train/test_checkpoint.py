@@ -15,12 +15,8 @@ import torch
 from safetensors.torch import load, save, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mose_fast.config import RunConfig
-from mose_fast.state_file import serialised
-from mose_fast.train import checkpoint as checkpoint_module
-from mose_fast.train import loop as loop_module
-from mose_fast.train import run
-from mose_fast.train.checkpoint import (
+from mose_fast.runs import checkpoint as checkpoint_module
+from mose_fast.runs.checkpoint import (
     CheckpointError,
     CheckpointWriter,
     Snapshot,
@@ -28,7 +24,11 @@ from mose_fast.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from mose_fast.train.files import RunError, write_atomically
+from mose_fast.runs.files import RunError, write_atomically
+from mose_fast.settings.run import RunConfig
+from mose_fast.state_file import serialised
+from mose_fast.train import loop as loop_module
+from mose_fast.train import run
 
 TENSORS = {
     "network/weight": torch.arange(24, dtype=torch.float32).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last),
@@ -237,7 +237,7 @@ def test_real_write_failure_leaves_the_old_file(tmp_path):
     script = "\n".join(
         [
             "from pathlib import Path",
-            "from mose_fast.train.files import write_atomically",
+            "from mose_fast.runs.files import write_atomically",
             f"write_atomically(Path({str(path)!r}), 'x' * 10**6)",
         ]
     )

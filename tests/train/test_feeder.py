@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mose_fast import _dali
 from mose_fast.augment import ViewMaker
-from mose_fast.config import RunConfig
 from mose_fast.methods import Mose, PlannedBatch, create_learner
+from mose_fast.runs.checkpoint import latest, load_checkpoint
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
-from mose_fast.train.checkpoint import latest, load_checkpoint
 from mose_fast.train.feeder import Feeder
 from mose_fast.train.ring import DEPTH, Ring
 

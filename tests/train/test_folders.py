@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.config import RunConfig
+from mose_fast.runs.files import LOCK
+from mose_fast.runs.lock import FolderLock, FolderLocked
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, Listener, RunError, resume, run
-from mose_fast.train.files import LOCK
-from mose_fast.train.lock import FolderLock, FolderLocked
 
 CONFIG = RunConfig.create(stream={"name": "digits", "limit_per_task": 2}, width=1, memory=64, device="cpu")
 
@@ -73,7 +73,7 @@ def test_overwrite_refuses_a_folder_whose_files_no_run_wrote(tmp_path, files):
 def test_a_run_killed_while_it_wrote_its_configuration_begins_again(tmp_path):
     code = """
 import os, signal, sys
-from mose_fast.config import RunConfig
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import run
 def kill(event, arguments):
     if event == "os.rename" and "config.json" in str(arguments[0]):
@@ -189,7 +189,7 @@ def test_a_failed_run_lets_go(tmp_path):
 def in_another_process(code, folder):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     code = (
-        "import os, sys; from pathlib import Path; from mose_fast.train.lock import FolderLock; folder ="
+        "import os, sys; from pathlib import Path; from mose_fast.runs.lock import FolderLock; folder ="
         f" Path(sys.argv[1]); {code}"
     )
     return subprocess.Popen(

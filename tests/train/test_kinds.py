@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 import torch
 
-from mose_fast.config import WITHOUT_BORDERS, ConfigError, RunConfig
 from mose_fast.methods import METHODS
+from mose_fast.runs.results import schema, summary
+from mose_fast.settings.run import WITHOUT_BORDERS, ConfigError, RunConfig
 from mose_fast.streams import StreamError, create, from_arrays
 from mose_fast.train import Interrupted, Listener, resume, run
-from mose_fast.train.results import schema, summary
 from tests.train.stop_at import StopAt
 
 # 80 images in 12 batches of 7, three a part.

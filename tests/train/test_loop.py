@@ -14,11 +14,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from mose_fast.config import ConfigError, RunConfig
 from mose_fast.methods import Mose
+from mose_fast.runs.checkpoint import latest, load_checkpoint
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import StreamError, from_arrays
 from mose_fast.train import Listener, RunError, TensorBoard, TrainingDiverged, resume, run
-from mose_fast.train.checkpoint import latest, load_checkpoint
 
 # Two tasks of four batches.
 SETTINGS = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mose_fast.evaluate.one_pass import _by_task
+from mose_fast.runs.results import AccuracyTable, accuracy_csv
 from mose_fast.streams import from_arrays
 from mose_fast.train import loop, run
-from mose_fast.train.results import AccuracyTable, accuracy_csv
 
 TASKS = 30
 

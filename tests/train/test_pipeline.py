@@ -7,13 +7,13 @@ import torch
 
 from bench import bench_run
 from bench.common import Case
-from mose_fast import benchmark as benchmark_module
-from mose_fast.config import RunConfig
+from mose_fast.app import bench as benchmark_module
 from mose_fast.methods import create_learner
+from mose_fast.runs.clock import Stopwatch
+from mose_fast.settings.run import RunConfig
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, run
 from mose_fast.train import pipeline as pipeline_module
-from mose_fast.train.clock import Stopwatch
 from mose_fast.train.pipeline import Batch, Pipeline, incoming
 
 SETTINGS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mose_fast.config import RunConfig
 from mose_fast.device import Choice
 from mose_fast.methods import create_learner
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, Listener, resume, run
 
 SETTINGS = {
@@ -32,7 +32,7 @@ def _on_a_card(wanted: str, device: torch.device) -> Choice:
 @pytest.fixture
 def card(monkeypatch):
     """A machine on which auto is bf16; a function that goes back to one on which it is fp32."""
-    monkeypatch.setattr("mose_fast.methods.base.choose_precision", _on_a_card)
+    monkeypatch.setattr("mose_fast.learner.base.choose_precision", _on_a_card)
     return monkeypatch.undo
 
 

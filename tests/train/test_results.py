@@ -16,13 +16,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mose_fast import streams
-from mose_fast.config import MoseOptions, RunConfig, StreamConfig
+from mose_fast.runs import clock as clock_module
+from mose_fast.runs.clock import Clock
+from mose_fast.runs.files import RunFolder
+from mose_fast.runs.results import schema, summary
+from mose_fast.settings.run import MoseOptions, RunConfig, StreamConfig
 from mose_fast.train import Interrupted, Listener, resume, run
-from mose_fast.train import clock as clock_module
 from mose_fast.train import loop as loop_module
-from mose_fast.train.clock import Clock
-from mose_fast.train.files import RunFolder
-from mose_fast.train.results import schema, summary
 
 SETTINGS = {
     "stream": {"name": "digits", "limit_per_task": 20},
@@ -356,7 +356,7 @@ def test_a_resumed_run_adds_what_it_took_before(tmp_path):
 
 def test_a_process_knows_when_it_started():
     script = (
-        "import time; time.sleep(0.5); from mose_fast.train.clock import Clock, process_start; "
+        "import time; time.sleep(0.5); from mose_fast.runs.clock import Clock, process_start; "
         "print(time.perf_counter() - process_start(), Clock(whole_process=True).wall, Clock().wall)"
     )
     start = time.perf_counter()

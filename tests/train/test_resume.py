@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mose_fast import _dali
-from mose_fast.config import RunConfig
+from mose_fast.runs.checkpoint import latest
+from mose_fast.runs.files import LOCK
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import CheckpointError, Interrupted, Listener, RunError, resume, run
-from mose_fast.train.checkpoint import latest
-from mose_fast.train.files import LOCK
 
 # Two tasks of six batches. Steps are small, but wider than one channel: with one, all memory
 # formats are the same.

@@ -11,11 +11,11 @@ from functools import partialmethod
 import pytest
 import torch
 
-from mose_fast.config import RunConfig
 from mose_fast.methods import METHODS, Mose, Planning
+from mose_fast.runs.checkpoint import latest, load_checkpoint
+from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
-from mose_fast.train.checkpoint import latest, load_checkpoint
 from mose_fast.train.losses import LossReader
 from mose_fast.train.ring import DEPTH, Ring
 

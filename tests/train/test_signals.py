@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from mose_fast.config import RunConfig
+from mose_fast.settings.run import RunConfig
 from mose_fast.signals import Interrupted, raised_at_once, stop_request
 from mose_fast.train import Listener, resume, run
 

@@ -5,10 +5,10 @@ import types
 
 import pytest
 
-from mose_fast.config import RunConfig
+from mose_fast.runs.weights_and_biases import WeightsAndBiases
+from mose_fast.settings.run import RunConfig
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, RunError, resume, run
-from mose_fast.train.weights_and_biases import WeightsAndBiases
 
 CONFIG = RunConfig.create(stream={"name": "digits", "tasks": 2, "limit_per_task": 30}, width=1, memory=64, device="cpu")
 

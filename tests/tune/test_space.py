@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from mose_fast.cli import main
-from mose_fast.config import METHOD_SETTINGS, ConfigError, RunConfig
-from mose_fast.knobs import Search
+from mose_fast.app.cli import main
+from mose_fast.experiments.tune.space import Axis, check_values, declared_space, read_space
+from mose_fast.learner.named_settings import all_settings, with_changes
 from mose_fast.methods import METHODS, BaselineOptions
-from mose_fast.settings import all_settings, with_changes
-from mose_fast.tune.space import Axis, check_values, declared_space, read_space
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, RunConfig
 
 SMALL = ("--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu")
 

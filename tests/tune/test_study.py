@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 
-from mose_fast.knobs import Search
-from mose_fast.settings import all_settings
-from mose_fast.train.files import RunError
-from mose_fast.tune.space import Axis
-from mose_fast.tune.study import Study
+from mose_fast.experiments.tune.space import Axis
+from mose_fast.experiments.tune.study import Study
+from mose_fast.learner.named_settings import all_settings
+from mose_fast.runs.files import RunError
+from mose_fast.settings.knob import Search
 
 KNOWN = all_settings("er")
 AXES = {

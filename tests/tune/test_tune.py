@@ -15,11 +15,11 @@ import time
 import numpy as np
 import pytest
 
-from mose_fast.cli import main
-from mose_fast.config import RunConfig
-from mose_fast.report.page import write_report
-from mose_fast.sweep.store import read_run
-from mose_fast.tune import tune
+from mose_fast.app.cli import main
+from mose_fast.experiments.tune import tune
+from mose_fast.present.report import write_report
+from mose_fast.runs.store import read_run
+from mose_fast.settings.run import RunConfig
 
 #: Runs of twelve batches in three tasks.
 CHANGES = {"stream.tasks": 3, "stream.validation": 0.25, "width": 1, "memory": 20, "buffer_batch": 8, "device": "cpu"}
@@ -93,7 +93,7 @@ def test_the_best_settings_run_on_all_images_and_are_marked_in_a_report(study, d
         np.savez(whole, **arrays, x_test=arrays["x_train"], y_test=arrays["y_train"])
     out = tmp_path / "runs" / "best"
     assert main(["run", "--config", str(tuned.config), "--stream", str(whole), "--out", str(out)]) == 0
-    monkeypatch.setattr("mose_fast.report.page.figures", lambda groups: [])
+    monkeypatch.setattr("mose_fast.present.report.figures", lambda groups: [])
     page = write_report([tmp_path / "runs"])[0].read_text()
     assert "Tuned by mose-fast tune (6 trials of 2 seeds on 25 % of the training images of train_only.npz)" in page
 

@@ -1,0 +1,171 @@
+"""What the scheduler needs of a place to compute, and worker processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from mose_fast.experiments.mps import MpsServer
+from mose_fast.experiments.protocol import ENDS, Command, Event, Reader, died, how_it_died, send
+from mose_fast.processes import python
+
+__all__ = ["Engine", "LocalEngine"]
+
+
+class Engine(Protocol):
+    """What the scheduler needs of a place to compute; messages: :mod:`.protocol`."""
+
+    def free(self) -> int:
+        """How many more commands can start now."""
+
+    def start(self, command: Command) -> None:
+        """Starts ``run`` or ``measure``."""
+
+    def events(self, timeout: float) -> list[Event]:
+        """The events of cells since the last call; waits for at most ``timeout`` seconds."""
+
+    def stop(self, cell: str | None = None) -> None:
+        """Makes the run of a cell, or every run, write a checkpoint and stop."""
+
+    def close(self) -> None:
+        """Ends all processes at once."""
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen
+    events: Reader
+    began_at: int  # where its part of the log begins
+    cell: str | None = None
+    ready: bool = False
+
+
+class LocalEngine:
+    """Worker processes on this machine, each of which computes one run at a time. Each is started
+    for its first command, and replaced when it dies.
+
+    Args:
+        cards: The card of each worker process, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
+        threads: Number of CPU threads of each run.
+        logs: Folder for what workers print outside of runs; None: it is not kept.
+        lock: File descriptor of the sweep's lock, which the workers inherit, so that they hold the
+            lock as long as they live; None: no lock.
+        mps: Whether the runs share cards by a server of CUDA's Multi-Process Service.
+
+    Raises:
+        ConfigError: There is no such server, or it does not start.
+    """
+
+    def __init__(
+        self,
+        cards: Sequence[str | None],
+        threads: int,
+        logs: Path | None = None,
+        lock: int | None = None,
+        *,
+        mps: bool = False,
+    ) -> None:
+        self.cards, self.threads, self.lock = list(cards), threads, lock
+        self._temporary = tempfile.TemporaryDirectory() if logs is None else None
+        self.log = (Path(self._temporary.name) if logs is None else logs) / "workers.log"
+        self.workers: list[_Worker | None] = [None] * len(self.cards)
+        self.selector = selectors.DefaultSelector()
+        self.mps = MpsServer() if mps else None
+
+    def free(self) -> int:
+        return sum(worker is None or worker.cell is None for worker in self.workers)
+
+    def start(self, command: Command) -> None:
+        number = next(n for n, worker in enumerate(self.workers) if worker is None or worker.cell is None)
+        worker = self.workers[number] = self.workers[number] or self._launch(self.cards[number])
+        worker.cell = command["cell"]
+        self._send(worker, command)
+
+    def events(self, timeout: float) -> list[Event]:
+        found: list[Event] = []
+        for key, _ in self.selector.select(timeout) if self.selector.get_map() else []:
+            worker: _Worker = key.data
+            for event in worker.events.read():
+                if event["event"] == "ready":
+                    worker.ready = True
+                    continue
+                if event["event"] in ENDS:
+                    worker.cell = None
+                found.append(event)
+            if worker.events.closed:
+                found += self._on_death(worker)
+        return found
+
+    def stop(self, cell: str | None = None) -> None:
+        for worker in filter(None, self.workers):
+            if cell in (None, worker.cell):
+                self._send(worker, {"do": "stop", "cell": cell})
+
+    def close(self) -> None:
+        for worker in filter(None, self.workers):
+            self.selector.unregister(worker.process.stdout)
+            worker.process.stdin.close()  # then the worker kills its child and ends
+        for worker in filter(None, self.workers):
+            try:
+                worker.process.wait(10)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+            worker.process.stdout.close()
+        self.workers = [None] * len(self.cards)
+        self.selector.close()
+        if self.mps is not None:
+            self.mps.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _launch(self, card: str | None) -> _Worker:
+        with open(self.log, "ab") as log:
+            began_at = log.tell()
+            process = subprocess.Popen(
+                python("mose_fast.experiments.worker", "--threads", str(self.threads)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environment(card),
+                pass_fds=() if self.lock is None else (self.lock,),
+                start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
+            )
+        worker = _Worker(process, Reader(process.stdout.fileno()), began_at)
+        self.selector.register(process.stdout, selectors.EVENT_READ, worker)
+        return worker
+
+    def _environment(self, card: str | None) -> dict[str, str]:
+        """A worker's environment: its threads are known before torch is imported."""
+        threads = str(self.threads)
+        # The threads of NumPy's matrix products, which no run needs, would make it unsafe to fork.
+        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": "1"}
+        if card is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = card
+        return {**os.environ, **environment, **({} if self.mps is None else self.mps.environment)}
+
+    def _send(self, worker: _Worker, command: Command) -> None:
+        with suppress(BrokenPipeError):  # it has died, which events() will report
+            send(worker.process.stdin.fileno(), command)
+
+    def _on_death(self, worker: _Worker) -> list[Event]:
+        """A worker has ended by itself, and its run with it. The next command starts another."""
+        self.selector.unregister(worker.process.stdout)
+        worker.process.stdout.close()
+        status = worker.process.wait()
+        self.workers[self.workers.index(worker)] = None
+        signal = -status if status < 0 else None
+        if worker.cell is None:
+            return []
+        if worker.ready:
+            return [died(worker.cell, signal)]
+        said = self.log.read_bytes()[worker.began_at :].decode(errors="replace").splitlines()
+        reason = f"said: {said[-1]}" if said and signal is None else how_it_died(signal)
+        return [{"event": "failed", "cell": worker.cell, "error": f"a worker process {reason}, when it started"}]

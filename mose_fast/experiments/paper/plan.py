@@ -1,0 +1,271 @@
+"""Which runs stand behind a table of the paper, and whether they follow its protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.grid import Cell, folder_name
+from mose_fast.experiments.paper.description import Entry, PaperTable, Part
+from mose_fast.experiments.paper.rows import DATA_SETS, DEFAULT_PRESETS, Presets
+from mose_fast.experiments.paper.tables import describe
+from mose_fast.learner.named_settings import all_settings, dotted, telling_apart, with_absolute_paths, with_changes
+from mose_fast.runs.files import RunFolder
+from mose_fast.runs.store import read_run
+from mose_fast.settings.knob import as_text, plain
+from mose_fast.settings.run import WITHOUT_BORDERS, ConfigError, RunConfig, method_settings, near_matches
+
+__all__ = ["Plan", "data_sets", "departure_lines", "methods_of", "settings_key", "state_lines", "stem_of"]
+
+
+class Plan:
+    """The runs behind a table of the paper.
+
+    Args:
+        name: The table's name, a key of :data:`mose_fast.experiments.paper.tables.TABLES`.
+        seeds: The runs' seeds.
+        presets: The presets of MOSE and of the baselines.
+        changes: Settings by dotted name that all runs get, whatever the paper says; those that a
+            method does not have are left out for its runs.
+        methods: The methods whose rows the table shall have; None: all.
+        without: The data sets whose rows the table shall not have.
+
+    Attributes:
+        description: The table's description.
+        left_out: Those of ``without`` that the table would have rows of.
+        departures: How the runs differ from the paper's protocol, each ``name value instead of
+            value``; only without any are numbers judged.
+        command: The command line that makes this plan, without the folder.
+        stem: The name of its files without ending, see :func:`stem_of`.
+        used: The settings of ``changes`` that at least one run has.
+
+    Raises:
+        ConfigError: The name is unknown, a setting is unusable, or no row remains.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        seeds: Sequence[int],
+        presets: Presets = DEFAULT_PRESETS,
+        changes: Mapping[str, Any] | None = None,
+        methods: Sequence[str] | None = None,
+        without: Collection[str] = (),
+    ) -> None:
+        self.name, self.seeds = name, tuple(map(plain, seeds))
+        changes = {setting: plain(value) for setting, value in (changes or {}).items()}
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"seeds are {list(self.seeds)}; wanted at least one, and each once")
+        for setting in ("method", "preset", "seed"):
+            if setting in changes:
+                raise ConfigError(
+                    f"{setting} is set to {changes[setting]!r} for all runs of {name}, whose description says it"
+                )
+        if changes.get("evaluate_on", "test") != "test":
+            raise ConfigError(
+                f"evaluate_on is {changes['evaluate_on']!r}, but the numbers of the paper's {name} are of test images;"
+                " wanted 'test'"
+            )
+        if changes.get("stream.kind") in WITHOUT_BORDERS:
+            raise ConfigError(
+                f"stream.kind is {changes['stream.kind']!r}, but the numbers of the paper's {name} are by task; wanted"
+                " a kind with borders"
+            )
+        self.description: PaperTable = describe(name, presets)
+        there = list(dict.fromkeys(map(_data_set, self.description.entries)))
+        self.left_out = [data_set for data_set in there if data_set in without]
+        if self.left_out == there:
+            raise ConfigError(f"without is {','.join(without)}, but {name} has no other data set")
+        if self.left_out:
+            self.description = _only(self.description, lambda entry: _data_set(entry) not in without)
+        if methods is not None:
+            _check_methods(name, methods, there := methods_of(self.description))
+            self.description = _only(self.description, lambda entry: _method(entry) in methods)
+            if set(methods) == set(there):
+                methods = None
+        departures: dict[str, None] = {}
+        self.used: set[str] = set()
+        self._cells: dict[str, list[Cell]] = {}
+        settings = [runs for e in self.description.entries for runs in (e.runs, e.over) if runs is not None]
+        for runs in {settings_key(runs): runs for runs in settings}.values():
+            wanted = with_changes(None, runs)
+            known = all_settings(wanted.method)
+            self.used |= changes.keys() & known.keys()
+            config = with_absolute_paths(
+                with_changes(None, {**runs, **{n: value for n, value in changes.items() if n in known}})
+            )
+            departures |= dict.fromkeys(_departures(config, wanted))
+            # A run is named by how it differs from the method's preset, so that tables share
+            # their common runs.
+            values = {"stream.name": config.stream.name, "memory": config.memory, **_differences(config)}
+            for seed in self.seeds:
+                of_run = {**values, "seed": seed}
+                cell = Cell(folder_name(of_run), dataclasses.replace(config, seed=seed), of_run)
+                self._cells.setdefault(settings_key(runs), []).append(cell)
+        self.departures = list(departures)
+        if methods_of(self.description) == [RunConfig.method]:
+            presets = presets._replace(baselines=DEFAULT_PRESETS.baselines)  # there is none
+        self.stem = stem_of(name, presets, methods, self.left_out, trial=bool(departures))
+        self.command = shlex.join(
+            ["mose-fast", "paper", name, "--seeds", ",".join(map(str, self.seeds)), "--preset", presets.mose]
+            + (["--baselines", presets.baselines] if presets.baselines != DEFAULT_PRESETS.baselines else [])
+            + (["--methods", ",".join(methods)] if methods else [])
+            + (["--without", ",".join(self.left_out)] if self.left_out else [])
+            + [part for setting, value in changes.items() for part in ("--set", f"{setting}={as_text(value)}")]
+        )
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All runs, each once. The seed varies slowest, so that every setting is run early."""
+        return list(
+            {cells[i].name: cells[i] for i in range(len(self.seeds)) for cells in self._cells.values()}.values()
+        )
+
+    def cells_of(self, runs: Mapping[str, Any]) -> list[Cell]:
+        """The runs behind an entry with these settings, by seed."""
+        return self._cells[settings_key(runs)]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Replaces the runs' names by those of their folders.
+
+        Args:
+            names: The new name by the present one.
+        """
+        self._cells = {
+            key: [dataclasses.replace(cell, name=names[cell.name]) for cell in cells]
+            for key, cells in self._cells.items()
+        }
+
+    def finished(
+        self, runs: Mapping[str, Any], folder: SweepFolder, without: Collection[str]
+    ) -> list[tuple[Cell, dict[str, Any], dict[str, Any]]]:
+        """The finished runs of :meth:`cells_of`, their rows of the store and their results.
+
+        Args:
+            runs: The entry's settings.
+            folder: The folder of all runs.
+            without: Names of runs to leave out.
+        """
+        there = [
+            c for c in self.cells_of(runs) if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()
+        ]
+        return [(cell, *read_run(folder.run(cell.name))) for cell in there]
+
+
+def departure_lines(plans: Sequence[Plan]) -> list[str]:
+    """One line if runs of the plans depart from the paper's protocol, else none."""
+    found = dict.fromkeys(departure for plan in plans for departure in plan.departures)
+    return [f"departs from the protocol: {', '.join(found)}; there is no pass or fail"] if found else []
+
+
+def state_lines(runs: int, ended: int, left_out: Collection[str]) -> list[str]:
+    """What is missing on a page: runs that have not ended yet, and data sets.
+
+    Args:
+        runs: Number of all runs.
+        ended: Number of those that have ended, finished or given up.
+        left_out: Names of data sets.
+    """
+    lines = [] if ended >= runs else [f"unfinished: {ended} of {runs} runs have ended so far"]
+    return lines + ([f"without {', '.join(left_out)}"] if left_out else [])
+
+
+def stem_of(name: str, presets: Presets, methods: Sequence[str] | None, left_out: Sequence[str], *, trial: bool) -> str:
+    """The name of the files of a table without ending.
+
+    Args:
+        name: The table's name.
+        presets: Its presets, named unless they are the defaults.
+        methods: The methods to which it is restricted, which are named then.
+        left_out: The data sets that are left out, which are named then.
+        trial: Its runs depart from the paper's protocol.
+    """
+    chosen = [given for given, usual in zip(presets, DEFAULT_PRESETS, strict=True) if given != usual]
+    without = ["without", *left_out] if left_out else []
+    return "-".join([name, *chosen, *(methods or ()), *without, *(["trial"] if trial else [])])
+
+
+def data_sets(names: Sequence[str]) -> list[str]:
+    """The data sets of the paper's tables that are meant by names or parts of them.
+
+    Raises:
+        ConfigError: There is none of the name, or several.
+    """
+    found = {name: [known for known in DATA_SETS if name and name in known] for name in names}
+    for name, meant in found.items():
+        if len(meant) != 1:
+            raise ConfigError(f"without has {name!r}; wanted some of {', '.join(DATA_SETS)}, or a part of a name")
+    return list(dict.fromkeys(meant[0] for meant in found.values()))
+
+
+def methods_of(description: PaperTable, without: Collection[str] = ()) -> list[str]:
+    """The methods that have rows in a table on other data sets than those of ``without``."""
+    return list(dict.fromkeys(_method(entry) for entry in description.entries if _data_set(entry) not in without))
+
+
+def _method(entry: Entry) -> str:
+    return entry.runs.get("method", RunConfig.method)
+
+
+def _data_set(entry: Entry) -> str:
+    return entry.runs["stream.name"]
+
+
+def _check_methods(name: str, methods: Sequence[str], there: Sequence[str]) -> None:
+    """Refuses a method without a row in the table, and one that is named twice."""
+    for method in methods:
+        if method not in there:
+            raise ConfigError(f"methods has {method!r}, of which {name} has no row{near_matches(method, there)}")
+    if not methods or len(set(methods)) < len(methods):
+        raise ConfigError(f"methods are {','.join(methods)!r}; wanted at least one, and each once")
+
+
+def _only(description: PaperTable, wanted: Callable[[Entry], bool]) -> PaperTable:
+    """Some of the cells of a table alone."""
+
+    def kept(part: Part) -> Part:
+        return dataclasses.replace(part, entries=tuple(filter(wanted, part.entries)))
+
+    figures = []
+    for figure in description.figures:
+        panels = [dataclasses.replace(panel, part=kept(panel.part)) for panel in figure.panels]
+        figures.append(dataclasses.replace(figure, panels=tuple(panel for panel in panels if panel.part.entries)))
+    methods = {_method(entry) for entry in filter(wanted, description.entries)}
+    return dataclasses.replace(
+        description,
+        parts=tuple(part for part in map(kept, description.parts) if part.entries),
+        figures=tuple(figure for figure in figures if figure.panels),
+        notes=tuple(note for note in description.notes if methods.intersection(description.about.get(note, methods))),
+    )
+
+
+def settings_key(runs: Mapping[str, Any]) -> str:
+    """A text that is equal for equal settings."""
+    return json.dumps(runs, sort_keys=True)
+
+
+def _differences(config: RunConfig) -> dict[str, Any]:
+    """Differences from the method's preset, from the default method, and from its first preset."""
+    usual = dotted(RunConfig.create(config.preset, method=config.method).to_dict())
+    usual |= {"method": RunConfig.method, "preset": method_settings(config.method).preset(None)}
+    return {name: value for name, value in _protocol(config).items() if value != usual[name]}
+
+
+def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:
+    found, planned = _protocol(config), _protocol(wanted)
+    differing = [name for name in planned if found[name] != planned[name]]
+    return [f"{name} {as_text(found[name])} instead of {as_text(planned[name])}" for name in differing]
+
+
+def _protocol(config: RunConfig) -> dict[str, Any]:
+    """What is learned and how, by dotted name: all but the seed, the place and the speed."""
+    settings, apart = all_settings(config.method), telling_apart(config.method)
+    return {
+        name: value
+        for name, value in dotted(config.to_dict()).items()
+        if name in apart and settings[name].role != "execution"
+    }

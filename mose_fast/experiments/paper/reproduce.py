@@ -1,0 +1,236 @@
+"""Runs the experiments behind tables of the paper, and writes our numbers beside the paper's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mose_fast import streams
+from mose_fast.experiments.cells import Failure
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.grid import Cell
+from mose_fast.experiments.paper.all_tables import all_plans, listing
+from mose_fast.experiments.paper.measured import measure
+from mose_fast.experiments.paper.paper_figures import figure_files, write_figures
+from mose_fast.experiments.paper.plan import Plan, data_sets, departure_lines, stem_of
+from mose_fast.experiments.paper.rows import DATA_SETS, DEFAULT_PRESETS, Presets
+from mose_fast.experiments.paper.text_page import cautions, overview, render
+from mose_fast.experiments.paper.web_page import MARK, Section, web_page
+from mose_fast.experiments.place import Place
+from mose_fast.experiments.sweep import run_grid
+from mose_fast.runs.files import RunError, write_atomically
+from mose_fast.settings.knob import plain
+from mose_fast.settings.run import ConfigError
+from mose_fast.streams import StreamError
+
+__all__ = ["ALL", "run_table"]
+
+#: The name that stands for all tables.
+ALL = "all"
+
+# Seconds for measuring the first steps of runs, before them and in a dry run. All tables have some
+# two hundred settings, and expensive ones take minutes on a CPU.
+_MEASURE_FOR = {False: 60.0, True: 300.0}
+
+# Seconds between two times that the files are written while runs go on, and how many times as long
+# as the writing took.
+_EVERY, _SHARE = 60.0, 50.0
+
+
+def run_table(
+    name: str,
+    out: str | Path,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    preset: str = DEFAULT_PRESETS.mose,
+    baselines: str = DEFAULT_PRESETS.baselines,
+    methods: Sequence[str] | None = None,
+    without: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+    place: Place | None = None,
+    dry_run: bool = False,
+    wandb: str | None = None,
+    say: Callable[[str], None] = print,
+) -> tuple[Path | None, tuple[Failure, ...]]:
+    """Runs the experiments behind a table of the paper that are not finished yet, and writes
+    ``NAME.md``, ``NAME.csv`` and the figures that the table has: with what there is as runs finish,
+    and when all have ended.
+
+    Runs that depart from the paper's protocol are not judged, and the files are called
+    ``NAME-trial``. With other presets than the defaults, or for some methods alone, the files'
+    names contain them.
+
+    Args:
+        name: The table's name, a key of :data:`.tables.TABLES`; or ``all``: all
+            tables, and ``paper.html``, which shows them on one page.
+        out: Folder of the tables and of the runs, as in a sweep. Tables in the same folder share
+            their common runs.
+        seeds: The runs' seeds; the paper has 15.
+        preset: The preset of MOSE.
+        baselines: The preset of all other methods, ``table`` or ``sources``.
+        methods: The methods whose rows the table shall have; None: all. Of all tables, those
+            without any are left out.
+        without: The data sets whose rows the table shall not have, by names or parts of names:
+            ``tiny``.
+        changes: Settings by dotted name for all runs. If one differs from the paper's protocol,
+            there is no pass or fail.
+        place: Where to compute.
+        dry_run: Only report the paper's cells and the forecast; nothing is written.
+        wandb: The W&B project to log to, if any.
+        say: Called with the plan and the final lines.
+
+    Returns:
+        The path of ``NAME.md`` or ``paper.html``, None after a dry run; and the runs that could not
+        be finished, which the tables then lack.
+
+    Raises:
+        ConfigError: The name or a setting is unusable; nothing has started.
+        StreamError: The data are missing. The message names all data sets that are absent.
+        RunError: The folder is in use, holds other runs, or cannot be written.
+        Interrupted: Ctrl-C; the same call continues.
+    """
+    presets, changes = Presets(plain(preset), plain(baselines)), changes or {}
+    left_out, methods = data_sets(without), None if methods is None else [*map(plain, methods)]
+    if name == ALL:
+        plans = all_plans(seeds, presets, changes, methods, left_out)
+    else:
+        plans = [Plan(name, seeds, presets, changes, methods, left_out)]
+    if unused := [setting for setting in changes if not any(setting in plan.used for plan in plans)]:
+        raise ConfigError(f"{', '.join(unused)} is set, but no run of {name} has this setting")
+    departures = departure_lines(plans)
+    if not dry_run:
+        for line in departures:
+            say(line)
+    elif name != ALL:
+        say(f"{overview(plans[0])}\n")
+    folder = SweepFolder(out)
+    page = None
+    if name == ALL:
+        page = folder.path / f"{stem_of('paper', presets, methods, left_out, trial=bool(departures))}.html"
+        _refuse_foreign_page(page)
+    for plan in plans:
+        _refuse_foreign(folder.path / f"{plan.stem}.md", plan, figure_files(plan, folder))
+    pages = _Pages(plans, folder, page, left_out, say)
+    # The seed varies slowest, so that every setting is run early.
+    cells = {cell.name: cell for plan in plans for cell in plan.cells}.values()
+    ordered = sorted(cells, key=lambda cell: plans[0].seeds.index(cell.config.seed))
+    options = {"dry_run": dry_run, "measure_for": _MEASURE_FOR[dry_run], "wandb": wandb, "say": say}
+    try:
+        outcome = run_grid(ordered, out, place, **options, on_done=pages.update)
+    except StreamError as error:
+        raise _with_absent(error, ordered) from error
+    pages.rename(outcome.folders)
+    if dry_run:
+        if name == ALL:
+            say(listing(plans, outcome.forecast))
+        return None, ()
+    sections = pages.write(outcome.failures)
+    for line in cautions([run for section in sections for _, run in section.runs]):
+        say(line)
+    return pages.path, outcome.failures
+
+
+class _Pages:
+    """The files of the tables, and the page of all tables.
+
+    Args:
+        plans: The tables' runs.
+        folder: Their folder.
+        page: The page of all tables; None: none is written.
+        left_out: The data sets that are left out.
+        say: Called with a line where a file cannot be written.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        folder: SweepFolder,
+        page: Path | None,
+        left_out: Sequence[str],
+        say: Callable[[str], None],
+    ) -> None:
+        self.plans, self.folder, self.page, self.left_out, self.say = plans, folder, page, left_out, say
+        self.renamed, self.next = False, 0.0
+
+    def rename(self, folders: Mapping[str, str]) -> None:
+        """Notes the names that the cells have in the folder."""
+        if not self.renamed:
+            for plan in self.plans:
+                plan.rename(folders)
+            self.renamed = True
+
+    def update(self, folders: Mapping[str, str]) -> None:
+        """Writes the files after a run, unless they were just written: this waits for the next
+        results, and may take minutes where there are thousands of runs.
+        """
+        began = time.monotonic()
+        if began < self.next:
+            return
+        self.rename(folders)
+        try:
+            self.write(())
+        except RunError as error:
+            self.say(f"warning: {error}")
+        ended = time.monotonic()
+        self.next = ended + max(_EVERY, _SHARE * (ended - began))
+
+    @property
+    def path(self) -> Path:
+        """The page of all tables, or else the table's file."""
+        return self.folder.path / f"{self.plans[0].stem}.md" if self.page is None else self.page
+
+    def write(self, failures: Sequence[Failure]) -> list[Section]:
+        """Writes the files; returns what they show.
+
+        Args:
+            failures: The runs that could not be finished.
+        """
+        sections = [_write(plan, self.folder, failures) for plan in self.plans]
+        if self.page is not None:
+            write_atomically(self.page, web_page(sections, failures, self.left_out))
+        return sections
+
+
+def _with_absent(error: StreamError, cells: Sequence[Cell]) -> StreamError:
+    """The error, with the names of all data sets of the runs that are absent."""
+    configs = [cell.config.stream for cell in cells]
+    used = {(config.name, config.data_dir) for config in configs if config.name in DATA_SETS}
+    absent = sorted(name for name, data_dir in used if not streams.locate(name, data_dir)[0])
+    if not absent:
+        return error
+    without = f"; to do without: --without {','.join(absent)}" if len(absent) < len(used) else ""
+    return StreamError(f"{error}. Absent here: {', '.join(absent)}{without}")
+
+
+def _write(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> Section:
+    """Writes the files of a table; returns what the page of all tables shows of it."""
+    names = {cell.name for cell in plan.cells}
+    failures = [failure for failure in failures if failure.name in names]
+    measured, runs = measure(plan, folder, failures)
+    page, table = render(plan, measured, runs, failures)
+    path = folder.path / f"{plan.stem}.md"
+    write_atomically(path, page)
+    write_atomically(path.with_suffix(".csv"), table)
+    return Section(plan, measured, runs, write_figures(plan, folder, measured))
+
+
+def _refuse_foreign(page: Path, plan: Plan, figures: Sequence[Path]) -> None:
+    """Refuses to replace files that ``mose-fast paper`` did not write."""
+    others = [page.with_suffix(".csv"), *figures]
+    try:
+        ours = page.read_text(encoding="utf-8", errors="replace").startswith(f"# {plan.name}: ")
+    except (FileNotFoundError, NotADirectoryError):
+        ours = not any(path.exists() for path in others)
+    if not ours:
+        raise RunError(
+            f"{page} or one of {', '.join(path.name for path in others)} beside it was not written by mose-fast paper"
+            f" {plan.name}, and would be replaced; choose another --out"
+        )
+
+
+def _refuse_foreign_page(page: Path) -> None:
+    """Refuses to replace a page that ``mose-fast paper all`` did not write."""
+    if page.exists() and MARK not in page.read_text(encoding="utf-8", errors="replace"):
+        raise RunError(f"{page} was not written by mose-fast paper {ALL}, and would be replaced; choose another --out")

@@ -1,0 +1,142 @@
+"""Where a sweep computes, and how its runs share the cores and cards there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mose_fast.augment import choose_feed
+from mose_fast.experiments.engine import Engine, LocalEngine
+from mose_fast.experiments.grid import Cell
+from mose_fast.experiments.ray_engine import RayEngine
+from mose_fast.methods import resolve_device
+from mose_fast.settings.knob import plain, whole_number
+from mose_fast.settings.run import ConfigError
+from mose_fast.threads import thread_limit, usable_cores
+
+__all__ = ["Layout", "Place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sweep computes.
+
+    Attributes:
+        workers: Number of runs at the same time on the CPU; with Ray, the largest number anywhere.
+            None: as many as cores, memory and cluster allow.
+        per_gpu: Number of runs at the same time on each card, each a process; None: 1.
+        gpus: Names of the cards to use, as in CUDA_VISIBLE_DEVICES; None: all.
+        engine: ``local`` or ``ray``.
+        address: Address of the Ray cluster: ``HOST:PORT``, ``auto`` or ``local``.
+        mps: Whether runs on one card compute at the same time, by a server of CUDA's Multi-Process
+            Service that the sweep starts and ends; otherwise they take turns.
+    """
+
+    workers: int | None = None
+    per_gpu: int | None = None
+    gpus: tuple[str, ...] | None = None
+    engine: str = "local"
+    address: str = "auto"
+    mps: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "per_gpu"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), none="not given"))
+        if self.gpus is not None:
+            object.__setattr__(self, "gpus", tuple(str(plain(card)) for card in self.gpus))
+        if self.engine not in ("local", "ray"):
+            raise ConfigError(f"engine is {self.engine!r}; wanted 'local' or 'ray'")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the runs of a sweep share its place.
+
+    Attributes:
+        place: Where they compute.
+        device: ``cpu`` or ``cuda``.
+        cores: Number of cores that this process may use.
+        cards: Names of the cards of this machine that are used; empty on the CPU and with Ray.
+        runs: Number of runs at the same time.
+        most_threads: Upper limit of the threads of a run; None: there is none.
+    """
+
+    place: Place
+    device: str
+    cores: int
+    cards: tuple[str, ...]
+    runs: int
+    most_threads: int | None = None
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell], place: Place) -> Layout:
+        """The layout for some cells.
+
+        Raises:
+            ConfigError: The cells cannot compute there.
+        """
+        device, cores = _device(cells[0], place), usable_cores()
+        if place.mps and (device == "cpu" or place.engine != "local"):
+            raise ConfigError(
+                f"mps is on, but the runs compute {'on the CPU' if device == 'cpu' else 'with Ray'}; wanted it off"
+            )
+        if device == "cuda" and place.engine == "local":
+            if place.workers is not None:
+                raise ConfigError(
+                    f"workers is {place.workers}, which is for the CPU; wanted --per-gpu for runs on a card"
+                )
+            cards = _cards(place)
+            return cls(place, device, cores, cards, len(cards) * (place.per_gpu or 1))
+        if place.per_gpu is not None and device == "cpu":
+            raise ConfigError(f"per_gpu is {place.per_gpu}, but the runs compute on the CPU; wanted --workers")
+        if place.workers is not None and place.workers > cores and place.engine == "local":
+            raise ConfigError(f"workers is {place.workers}; wanted at most {cores}, the number of cores here")
+        return cls(place, device, cores, (), place.workers or min(cores, len(cells)))
+
+    @property
+    def threads(self) -> int:
+        """Number of CPU threads of each run: a share of the cores, at most ``OMP_NUM_THREADS`` and
+        :attr:`most_threads`.
+        """
+        share = max(1, self.cores // self.runs)
+        return min(share, thread_limit(os.environ) or share, self.most_threads or share)
+
+    def engine(self, folder: Path, logs: Path, lock: int | None) -> Engine:
+        """An engine for the sweep in ``folder``; workers print to ``logs`` and inherit the
+        descriptor ``lock`` of the sweep's lock.
+
+        Raises:
+            ConfigError: Ray is not installed.
+            RunError: There is no such Ray cluster, or it has no room.
+        """
+        if self.place.engine == "ray":
+            share = 1 / (self.place.per_gpu or 1) if self.device == "cuda" else 0.0
+            return RayEngine(self.place.address, self.place.workers, self.threads, share, folder)
+        # Cards are filled evenly.
+        cards = [self.cards[n % len(self.cards)] if self.cards else None for n in range(self.runs)]
+        return LocalEngine(cards, self.threads, logs, lock, mps=self.place.mps)
+
+
+def _device(cell: Cell, place: Place) -> str:
+    """``cpu`` or ``cuda``. Refuses a feed that is not available there."""
+    device = cell.config.device
+    if device.startswith("cuda:"):
+        raise ConfigError(f"device is {device!r}; wanted cuda in a sweep, and --gpus to choose cards")
+    if place.engine == "ray" and device == "cuda":
+        return "cuda"  # the machines of the cluster have cards; this one may have none
+    found = resolve_device(device)
+    choose_feed(cell.config.feed, found, None)
+    return found.type
+
+
+def _cards(place: Place) -> tuple[str, ...]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    for card in place.gpus or ():
+        if card not in names:
+            raise ConfigError(f"gpus has {card!r}; wanted some of {', '.join(names)}")
+    return tuple(place.gpus or names)

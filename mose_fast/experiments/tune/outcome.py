@@ -1,0 +1,271 @@
+"""What a study leaves: the best settings, the table of its trials, plots, and how sure it is."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.learner.named_settings import dotted, with_changes
+from mose_fast.output import readable
+from mose_fast.present.statistics import code_warnings, compare, summarise
+from mose_fast.present.table import Interval, Number, Spread, Table
+from mose_fast.runs.files import RunError, write_atomically
+from mose_fast.runs.store import read_run
+from mose_fast.settings.knob import as_text, shown
+from mose_fast.settings.run import ConfigError, RunConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from optuna.trial import FrozenTrial
+
+__all__ = ["NothingTuned", "Tuned", "check_writable", "conclude"]
+
+# Of a study alone: the run that measures on test images has all tasks and images.
+_OF_STUDY = {
+    "evaluate_on",
+    "seed",
+    "stream.fingerprint",
+    "stream.first_tasks",
+    "stream.validation",
+    "stream.validation_seed",
+    "tuned",
+}
+
+_STATES = {"COMPLETE": "complete", "PRUNED": "stopped", "FAIL": "failed", "RUNNING": "unfinished"}
+_COLOUR, _BEST = "#0072B2", "#D55E00"
+
+
+class NothingTuned(RunError):
+    """No trial of a study came to its end."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a study found.
+
+    Attributes:
+        best: The best trial's settings, by dotted name.
+        accuracy: Its ACC on the held-out images, mean over the seeds, in [0, 1].
+        trials: Number of trials.
+        config: The file ``best.toml``, for ``mose-fast run --config``.
+        sure: What the trials say about the best one, a sentence each.
+        cautions: What differs in the code and the machines that computed the trials, a sentence
+            each.
+    """
+
+    best: Mapping[str, Any]
+    accuracy: float
+    trials: int
+    config: Path
+    sure: tuple[str, ...]
+    cautions: tuple[str, ...]
+
+
+def check_writable(config: RunConfig) -> None:
+    """Refuses a setting that ``best.toml`` could not hold.
+
+    Raises:
+        ConfigError: It is null, which TOML does not have, and by itself is not; or a path that is
+            no UTF-8.
+    """
+    for name, value in _changes(config).items():
+        if value is None:
+            raise ConfigError(f"{name} is null, which best.toml cannot hold; wanted a value")
+        if isinstance(value, str) and readable(value).encode() != value.encode(errors="surrogateescape"):
+            raise ConfigError(f"{name} is {shown(value)}, which best.toml cannot hold; wanted a path in UTF-8")
+
+
+def conclude(
+    trials: Sequence[FrozenTrial],
+    base: RunConfig,
+    seeds: Sequence[int],
+    folder: SweepFolder,
+    say: Callable[[str], None],
+) -> Tuned:
+    """Writes ``best.toml``, ``trials.csv``, ``trials.md`` and the plots, and says what was found.
+
+    Raises:
+        NothingTuned: No trial came to its end.
+    """
+    rows = {trial.number: _rows(trial, seeds, folder) for trial in trials if _state(trial) == "complete"}
+    values = {number: {row["seed"]: row["acc"] for row in runs} for number, runs in rows.items()}
+    if not values:
+        raise NothingTuned(
+            f"none of the {len(trials)} trials came to its end ({_counts(trials)}), so nothing was tuned; the logs are"
+            f" in {folder.logs}"
+        )
+    order = sorted(values, key=lambda number: (-trials[number].value, number))
+    best = trials[order[0]]
+    cautions = [f"caution: {warning}" for warning in code_warnings(row for runs in rows.values() for row in runs)]
+    table = _table(trials, values, base, cautions)
+    write_atomically(folder.path / "trials.csv", table.csv())
+    write_atomically(folder.path / "trials.md", table.markdown())
+    config = folder.path / "best.toml"
+    write_atomically(config, _toml(base, best, len(trials), seeds, cautions))
+    for name, figure in _plots(trials).items():
+        file = io.BytesIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        write_atomically(folder.path / f"{name}.svg", file.getvalue())
+    sure = []
+    for other, what in ((order[1:2], "the second best"), ([0] if 0 in values else [], "the method's own settings")):
+        for number in other:
+            if number != best.number:
+                found = compare(values[best.number], values[number])
+                sure.append(f"trial {best.number}, the best, against trial {number}, {what}: {found.sentence()}")
+    say(f"{len(trials)} trials: {_counts(trials)}")
+    say(f"best: trial {best.number}, ACC {100 * best.value:.1f} on held-out images: {_told(best.params)}")
+    for line in (*sure, *cautions):
+        say(line)
+    say("It was chosen as the best of these trials on these images, so its accuracy there is a little too good.")
+    say(f"measure it on test images with: mose-fast run --config {config}")
+    return Tuned(best.params, best.value, len(trials), config, tuple(sure), tuple(cautions))
+
+
+def _state(trial: FrozenTrial) -> str:
+    return _STATES[trial.state.name]
+
+
+def _counts(trials: Sequence[FrozenTrial]) -> str:
+    states = [_state(trial) for trial in trials]
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(_STATES.values()) if state in states)
+
+
+def _told(params: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {as_text(value)}" for name, value in params.items())
+
+
+def _rows(trial: FrozenTrial, seeds: Sequence[int], folder: SweepFolder) -> list[dict[str, Any]]:
+    """The rows of the store of a trial's runs."""
+    names = [f"trial-{trial.number:03d}_seed-{seed}" for seed in seeds]
+    return [read_run(folder.run(name))[0] | {"folder": name} for name in names]
+
+
+def _changes(config: RunConfig) -> dict[str, Any]:
+    """What a configuration sets otherwise than its method's preset, for a run on test images."""
+    usual = dotted(RunConfig.create(config.preset, method=config.method).to_dict())
+    found = dotted(config.to_dict())
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in _OF_STUDY and (value != usual[name] or name in ("method", "preset", "stream.name"))
+    }
+
+
+def _toml(base: RunConfig, best: FrozenTrial, trials: int, seeds: Sequence[int], cautions: Sequence[str]) -> str:
+    stream = base.stream
+    kind = "" if stream.kind == "tasks" else f", {stream.kind}"
+    first = "" if stream.first_tasks is None else f", first {stream.first_tasks} tasks"
+    tuned = (
+        f"{trials} trials of {len(seeds)} seeds on {100 * stream.validation:g} % of the training images of"
+        f" {Path(stream.name).name}{kind}{first}"
+    )
+    lines = [
+        f"# Chosen by mose-fast tune: {tuned}.",
+        f"# ACC on these held-out images: {100 * best.value:.1f} %. Not measured on test images.",
+        *(f"# {caution}" for caution in cautions),
+    ]
+    tables: dict[str, list[str]] = {"": [], "stream": [], "options": []}
+    values = {**_changes(with_changes(base, best.params)), "tuned": tuned}
+    for name, value in values.items():
+        owner, _, field = name.rpartition(".")
+        # TOML has no pairs of surrogates, by which JSON writes what is not ASCII.
+        tables[owner].append(f"{field} = {json.dumps(value, ensure_ascii=False)}")
+    lines += tables.pop("")
+    for owner, settings in tables.items():
+        lines += ["", f"[{owner}]", *settings] if settings else []
+    return "\n".join(lines) + "\n"
+
+
+def _table(
+    trials: Sequence[FrozenTrial], values: Mapping[int, Mapping[int, float]], base: RunConfig, cautions: Sequence[str]
+) -> Table:
+    table = Table(
+        "trials",
+        "Every trial: ACC in percent of held-out training images, mean ± standard deviation over the seeds, and its 95"
+        " % interval by Student's t; the tasks after which accuracies were compared; the settings. The best seed"
+        " of a stopped trial was worse than the median of earlier trials after its last task."
+        + "".join(f" {caution[:1].upper()}{caution[1:]}." for caution in cautions),
+        spreads=("ACC",),
+        intervals=("95 % interval",),
+    )
+    for trial in trials:
+        s = summarise(values[trial.number].values(), resamples=0) if trial.number in values else None
+        several = s is not None and s.n > 1
+        table.add(
+            {
+                "trial": trial.number,
+                "state": _state(trial),
+                "ACC": s and Spread(100 * s.mean, 100 * s.sd if several else None),
+                "95 % interval": Interval(*(100 * end for end in s.t_interval)) if several else None,
+                "tasks": len(trial.intermediate_values),
+                **{name: _cell(value) for name, value in trial.params.items()},
+            }
+        )
+    return table
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return as_text(value)
+    return (
+        Number(value, max(1, 3 - math.floor(math.log10(abs(value))))) if isinstance(value, float) and value else value
+    )
+
+
+def _plots(trials: Sequence[FrozenTrial]) -> dict[str, Figure]:
+    """The history of the trials, accuracy against each setting, and how much each matters."""
+    # Imported here, because it takes half a second.
+    from matplotlib.figure import Figure
+
+    done = [trial for trial in trials if _state(trial) == "complete"]
+    accuracy = [100 * trial.value for trial in done]
+    names = list(done[0].params)
+    best = accuracy.index(max(accuracy))
+
+    history = Figure(figsize=(6, 3.2), layout="constrained")
+    axis = history.subplots()
+    numbers = [trial.number for trial in done]
+    axis.plot(numbers, accuracy, "o", color=_COLOUR, label="trial")
+    highest = [max(accuracy[: i + 1]) for i in range(len(accuracy))]
+    axis.step(numbers, highest, where="post", color=_BEST, label="best so far")
+    axis.set(xlabel="trial", ylabel="ACC on held-out images (%)")
+    axis.legend(fontsize=8, frameon=False)
+
+    slices = Figure(figsize=(3 * len(names) + 0.5, 3.2), layout="constrained")
+    for i, name in enumerate(names):
+        axis = slices.add_subplot(1, len(names), i + 1)
+        values = [trial.params[name] for trial in done]
+        numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        values = values if numeric else [as_text(value) for value in values]
+        axis.plot(values, accuracy, "o", color=_COLOUR)
+        axis.plot(values[best : best + 1], accuracy[best : best + 1], "D", color=_BEST)
+        distribution = done[0].distributions[name]
+        if hasattr(distribution, "low"):
+            axis.set(xscale="log" if distribution.log else "linear", xlim=(distribution.low, distribution.high))
+        axis.set(xlabel=name, ylabel="" if i else "ACC on held-out images (%)")
+    figures = {"history": history, "slices": slices}
+    if importance := _importance(done):
+        figures["importance"] = Figure(figsize=(6, 0.8 + 0.4 * len(names)), layout="constrained")
+        axis = figures["importance"].subplots()
+        axis.barh(list(importance)[::-1], list(importance.values())[::-1], color=_COLOUR)
+        axis.set(xlabel="share of the variance of ACC (fANOVA)", xlim=(0, 1))
+    return figures
+
+
+def _importance(done: Sequence[FrozenTrial]) -> dict[str, float]:
+    """Share of the variance of ACC that each setting explains; empty where that is not defined."""
+    if len(done) < 3 or len({trial.value for trial in done}) < 2:
+        return {}
+    import optuna
+
+    study = optuna.create_study(direction="maximize")
+    study.add_trials(done)
+    return optuna.importance.get_param_importances(study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0))

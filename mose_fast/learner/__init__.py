@@ -1,0 +1,1 @@
+"""What every method stands on: the learner, its model, memory, planning and registry."""

@@ -1,0 +1,203 @@
+"""What the methods share that were made for offline streams: exemplars of earlier tasks, chosen
+when a task ends, and a teacher (docs/specification/baselines.md section 0.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mose_fast.learner.base import Learner
+from mose_fast.learner.replay import BaselineOptions, Inputs, Outputs, ReplayLearner
+from mose_fast.memory.exemplars import HERDINGS, SELECTIONS, ExemplarMemory
+from mose_fast.ops.expert_losses import masked_cross_entropy
+from mose_fast.settings.knob import Search
+from mose_fast.settings.run import RunConfig, knob
+
+__all__ = [
+    "REPLAY_FROM",
+    "REPLAY_LOSSES",
+    "REPLAY_LOSS_SOURCE",
+    "TEMPERATURES",
+    "ExemplarLearner",
+    "ExemplarOptions",
+    "log_softmax_within",
+]
+
+#: The range of the distillation's temperature.
+TEMPERATURES = Search(1, 8, log=True, source="choice: around the 2 that BiC, CCIL and SS-IL have")
+
+
+#: The tasks that replayed rows come from.
+REPLAY_FROM = {
+    "others": "earlier ones",
+    "all": "the current one too: of each of its classes as many images as it would have exemplars",
+}
+
+#: How the cross-entropy of a method whose repository has new and old images in one batch is
+#: averaged, and where that comes from.
+REPLAY_LOSSES = {
+    "two_means": "a mean over incoming rows plus one over replayed rows",
+    "one_mean": "one mean over all rows",
+}
+REPLAY_LOSS_SOURCE = (
+    "choice, as ER: of 10 new and 64 old rows one mean is almost all replay; repository: one_mean, of batches that"
+    " are mostly new"
+)
+
+
+@dataclass(frozen=True)
+class ExemplarOptions(BaselineOptions):
+    """Switches of methods with exemplars. They replay earlier tasks only, since those of a task are
+    chosen when it is over.
+    """
+
+    memory_policy: str = knob(
+        "exemplars",
+        "what the memory keeps",
+        "the methods' own papers",
+        choices={"exemplars": "equally many of each class, chosen when its task ends"},
+    )
+    replay_from: str = knob(
+        "others",
+        "tasks that replayed rows come from",
+        "the methods' own repositories; docs/specification/baselines.md section 0.3",
+        choices=REPLAY_FROM,
+    )
+    selection: str = knob(
+        "first", "which images of a class become exemplars", "the methods' own repositories", choices=SELECTIONS
+    )
+    current_classes: str = knob(
+        "seen",
+        "classes of the current task",
+        "the methods' own repositories: task; for table a choice, since a method need not know classes beforehand",
+        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
+    )
+    task_images: str = knob(
+        "beside",
+        "where images of the current task wait until exemplars are chosen",
+        "choice (docs/specification/baselines.md section 0.3)",
+        choices={
+            "beside": "beside the memory, as many as the method needs",
+            "within": "in slots of the memory, which old classes give up",
+        },
+    )
+
+
+def log_softmax_within(logits: Tensor, classes: Tensor, temperature: float) -> Tensor:
+    """The log of the softmax over the classes of a mask.
+
+    Args:
+        logits: [N, K].
+        classes: bool [K], at least one of them True.
+        temperature: What logits are divided by.
+
+    Returns:
+        [N, K]; 0 for classes outside the mask.
+    """
+    logits = (logits / temperature).masked_fill(~classes, -torch.inf)
+    return logits.log_softmax(1).masked_fill(~classes, 0)
+
+
+class ExemplarLearner(ReplayLearner):
+    """A learner that replays exemplars of earlier tasks and has a teacher in evaluation mode.
+
+    When a task ends, its exemplars are chosen, then the teacher is taken.
+    """
+
+    teacher_mode: ClassVar[str | None] = "eval"
+    hides_unseen: ClassVar[bool] = True
+    needs_boundaries: ClassVar[str] = "chooses its exemplars and its teacher when a task ends"
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = Learner.without_boundaries
+    memory: ExemplarMemory
+
+    #: Share of a class's exemplars that is held out for validation, if the stream is trained on.
+    validation: ClassVar[float] = 0.0
+
+    #: Whether the method needs every image of a task when it ends.
+    needs_task: ClassVar[bool] = False
+
+    @classmethod
+    def images_kept(cls, config: RunConfig, tasks: Sequence[tuple[int, int]]) -> int:
+        o, slots, most, before, came = config.options, config.memory, 0, 0, 0
+        for classes, images in tasks:
+            share, more = divmod(slots, before + classes)  # the first classes seen have one more
+            room = classes * share + min(max(more - before, 0), classes)
+            waiting = images if cls.needs_task or o.selection in HERDINGS else min(images, room)
+            most, before, came = max(most, min(slots, came) + waiting), before + classes, came + images
+        return most if o.task_images == "beside" else min(slots, came)
+
+    def build_memory(self) -> ExemplarMemory:
+        config, o = self.config, self.config.options
+        return ExemplarMemory(
+            config.memory,
+            self.image_size,
+            selection=o.selection,
+            validation=self.validation if config.train_on == "stream" else 0.0,
+            whole=self.needs_task,
+            within=o.task_images == "within",
+            classes=self.classes,
+            seed=config.seed,
+            device=self.device,
+        )
+
+    def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
+        super().begin_task(task, classes)
+        self.data.own["old"] = len(self.seen)
+
+    @property
+    def old(self) -> list[int]:
+        """The classes that were seen before the current task."""
+        return self.seen[: self.data.own["old"]]
+
+    def current(self) -> list[int]:
+        """The classes of the current task, by the option ``current_classes``."""
+        return self.data.current_classes(self.config.options.current_classes)
+
+    def known(self) -> list[int]:
+        """The classes that share the memory, in order: those seen, and those of the current task
+        that are known to come.
+        """
+        return self.data.known_classes(self.config.options.current_classes)
+
+    def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
+        o = self.config.options
+        # In the first task there is nothing to keep: its rows are told apart as they come.
+        if o.replay_from == "all" and self.old:
+            return self.memory.draw_all(o.buffer_batch, self.known())
+        return super().retrieve(x, y)
+
+    def held_out(self) -> list[bool] | None:
+        """Whether each image of the batch that came last is kept from training; None: none is."""
+        return None
+
+    def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        classes, held = torch.tensor(self.data.incoming), self.held_out()
+        return self.memory.insert(
+            x,
+            y,
+            self.task,
+            index,
+            known=self.known(),
+            classes=classes,
+            held_out=None if held is None else torch.tensor(held),
+        )
+
+    def cross_entropies(self, outputs: Outputs, rows: Inputs, classes: Tensor) -> dict[str, Tensor]:
+        """The cross-entropy over some classes, bool [K], by the option ``replay_loss``."""
+        if self.config.options.replay_loss == "one_mean":
+            return {"cross_entropy": masked_cross_entropy(outputs.logits, rows.labels, classes)}
+        names = ("incoming", "replayed")
+        parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
+        return {name: masked_cross_entropy(logits, labels, classes) for name, logits, labels in parts if len(labels)}
+
+    def on_task_end(self) -> None:
+        buffer, features = self.memory.buffer, None
+        if self.memory.selection in HERDINGS:
+            features = self.outputs(buffer.images)[0][-1]
+        self.memory.rebuild(self.seen, self.task, features)
+        super().on_task_end()

@@ -1,0 +1,173 @@
+"""Batches between being prepared and their step: each can be taken, and undone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from mose_fast.learner.data import DataRecord
+
+if TYPE_CHECKING:
+    from mose_fast.learner.base import Learner
+
+__all__ = ["PlannedBatch", "PlannedStep", "Prepared", "StoredBatch", "ViewsToCome", "WholeBatch"]
+
+
+class ViewsToCome(NamedTuple):
+    """Inputs of a step whose views may be made on another thread before the step.
+
+    Attributes:
+        make: Gives the views. It reads nothing but the plan and what never changes.
+        kind: Makes of views and ``targets`` the inputs as ``train_on`` wants them.
+        targets: What the step reads beside its views, a tuple.
+    """
+
+    make: Callable[[], Tensor]
+    kind: Callable[[Tensor, Any], Any]
+    targets: Any
+
+    def complete(self, views: Tensor) -> Any:
+        """The inputs with their views."""
+        return self.kind(views, self.targets)
+
+
+@dataclass(eq=False)
+class PlannedStep:
+    """A step that is planned.
+
+    Attributes:
+        plan: From the learner's ``plan``.
+        inputs: From the learner's ``inputs``; whoever makes views ahead puts the inputs with their
+            views here.
+    """
+
+    plan: Any
+    inputs: Any
+
+
+@dataclass(eq=False)
+class Prepared(ABC):
+    """A batch that a learner was given and whose step is still to be taken.
+
+    Attributes:
+        learner: The learner.
+        before: Its data plane before the batch came.
+        steps: Its planned steps, in order.
+    """
+
+    learner: Learner
+    before: DataRecord
+    steps: Sequence[PlannedStep] = field(default=(), kw_only=True)
+    _taken: bool = field(default=False, init=False)
+
+    def take(self, train_on: Callable[[Any], Any] | None = None) -> dict[str, Tensor] | None:
+        """Does the rest of :meth:`mose_fast.methods.Learner.observe`; of several batches, the
+        oldest first.
+
+        Args:
+            train_on: Takes planned steps in place of the learner's ``train_on``.
+
+        Returns:
+            The losses of its last step by name, as scalars on the learner's device; None where
+            nothing was trained.
+        """
+        self._taken = True
+        return self._take(train_on)
+
+    def undo(self) -> bool:
+        """Undoes the batch; of several, the newest first.
+
+        Returns:
+            Whether all is as before the batch. After its steps that is so only if they changed
+            nothing: the first one's loss was not finite, and this was seen before any weight
+            changed.
+        """
+        exact = not self._taken or self._changed_nothing()
+        self.learner.undo(self.before)
+        return exact
+
+    def _changed_nothing(self) -> bool:
+        learner = self.learner
+        return learner.diverged and (learner.reads_losses_late or learner.steps == self.before.sequence)
+
+    @property
+    def reads(self) -> Sequence:
+        """The tensors that were made with the plan and that :meth:`take` reads, in sequences."""
+        return [(step.plan, step.inputs) for step in self.steps]
+
+    @abstractmethod
+    def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor] | None: ...
+
+    @abstractmethod
+    def describe(self) -> str:
+        """How large its step is, for messages."""
+
+
+@dataclass(eq=False)
+class WholeBatch(Prepared):
+    """A batch, or slots of the final memory, of a learner that does not plan ahead: all of it is
+    still to do. ``do`` does it; ``size`` describes it.
+    """
+
+    do: Callable[[], dict[str, Tensor] | None]
+    size: str
+
+    def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor] | None:
+        return self.do()
+
+    def describe(self) -> str:
+        return self.size
+
+
+@dataclass(eq=False)
+class StoredBatch(Prepared):
+    """A batch that trains nothing.
+
+    Attributes:
+        x: Its images.
+        slots: Where they were stored, from the learner's ``store``; None if they were not offered.
+    """
+
+    x: Tensor
+    slots: Tensor | None
+    _wrote: bool = field(default=False, init=False)
+
+    @property
+    def reads(self) -> Sequence:
+        return self.x, self.slots
+
+    def _take(self, train_on: Callable[[Any], Any] | None) -> None:
+        self._wrote = self.slots is not None and self.learner.on_stored(self.x, self.slots)
+
+    def _changed_nothing(self) -> bool:
+        return not self._wrote or self.learner.diverged
+
+    def describe(self) -> str:
+        return "nothing to train on"
+
+
+@dataclass(eq=False)
+class PlannedBatch(Prepared):
+    """A batch whose steps are planned: only the steps themselves are still to do."""
+
+    #: Whether the model was frozen after the first of several steps, where the host does not ask.
+    _froze_first: Tensor | None = field(default=None, init=False)
+
+    def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor]:
+        learner = self.learner
+        for step in self.steps:
+            learner.data.ahead -= 1
+            losses = learner.step(step.inputs, train_on)
+            if self._froze_first is None and learner.reads_losses_late and len(self.steps) > 1:
+                self._froze_first = learner.model.latch.closed.clone()
+        return losses
+
+    def _changed_nothing(self) -> bool:
+        return super()._changed_nothing() and (self._froze_first is None or bool(self._froze_first))
+
+    def describe(self) -> str:
+        return self.learner.describe(self.steps[0].plan)

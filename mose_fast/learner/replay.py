@@ -1,0 +1,386 @@
+"""What the baselines share: one network, incoming rows and rows replayed from memory in one forward
+pass (docs/specification/baselines.md sections 0.2 and 0.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mose_fast.augment.pad_crop import pad_crop
+from mose_fast.learner.base import Learner, Planning
+from mose_fast.learner.hooks import are_plain, are_scalars, are_slots, are_views, check_returned
+from mose_fast.learner.model import Model
+from mose_fast.learner.prepared import ViewsToCome
+from mose_fast.learner.registry import Preset
+from mose_fast.learner.teacher import Outputs, Teacher
+from mose_fast.nn import ExpertNetwork
+from mose_fast.settings.run import LEARNING_RATES, RECIPES, WEIGHT_DECAYS, ConfigError, ReplayOptions, knob, shown
+
+__all__ = [
+    "TABLE",
+    "BaselineOptions",
+    "Inputs",
+    "Outputs",
+    "ReplayLearner",
+    "Rows",
+    "cross_entropy",
+    "sources_preset",
+    "table_preset",
+]
+
+#: Source of the preset ``table``.
+TABLE = (
+    "MOSE, section 5.1: one protocol for all baselines; what it leaves open as recommended in the method's file (a"
+    " choice)"
+)
+
+
+def table_preset(note: str = "") -> Preset:
+    """The preset ``table`` of a baseline: the shared protocol, which is the options' defaults.
+
+    Args:
+        note: What a reader of its results must know about this method, for its source.
+    """
+    return Preset(f"{TABLE}; {note}" if note else TABLE)
+
+
+def sources_preset(source: str, **changes: Any) -> Preset:
+    """The preset ``sources`` of a baseline: the paper's appendix taken literally, which has each
+    method by the defaults of its source code, but with the optimiser, the number of replayed rows
+    and the augmentation of the shared protocol.
+
+    Args:
+        source: The source of each value in ``changes``, which it names with its switch.
+        **changes: Switches that differ from the options' defaults.
+    """
+    return Preset(
+        f"MOSE, appendix: the defaults of the method's source code, in the shared protocol; {source}", changes
+    )
+
+
+@dataclass(frozen=True)
+class BaselineOptions(ReplayOptions):
+    """Switches that all baselines have.
+
+    The defaults are the shared protocol of the MOSE comparison.
+    """
+
+    augment: str = knob(
+        "simclr", "recipe of the views", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
+    )
+    lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0, search=LEARNING_RATES)
+    weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0, search=WEIGHT_DECAYS)
+    classifier: str = knob(
+        "linear",
+        "what predict() classifies by",
+        "the methods' own papers",
+        choices={"linear": "", "ncm": "nearest class mean"},
+    )
+    optimiser: str = knob(
+        "adam", "optimiser", "paper 5.1: Adam for all; repositories: SGD", choices={"adam": "", "sgd": ""}
+    )
+    momentum: float = knob(0.0, "momentum of SGD", "paper 5.1: Adam; repositories: most have none", low=0, below=1)
+    passes: str = knob(
+        "joint",
+        "how sets of rows pass the network",
+        "choice (docs/specification/baselines.md section 2), as the MOSE repository; the methods' repositories:"
+        " separate",
+        choices={"joint": "batch norm sees all of them", "separate": "one set after the other"},
+    )
+    replay_from: str = knob(
+        "all",
+        "tasks that replayed rows come from",
+        "choice (docs/specification/baselines.md section 2); the repositories differ",
+        choices={"all": "", "others": "every task but the current"},
+    )
+
+
+class Rows(NamedTuple):
+    """The plan of a step: its rows, copied from the memory.
+
+    Attributes:
+        images: uint8 [R, H, W, 3], raw: the incoming batch, then one set of replayed rows after the
+            other.
+        labels: int64 [R].
+        sizes: Rows of each set; R is their sum.
+        slots: int64 [R - sizes[0]], the memory slots of the replayed rows.
+        sequence: Number of the step, which decides its random views.
+        extras: What :meth:`ReplayLearner.extras` returned.
+    """
+
+    images: Tensor
+    labels: Tensor
+    sizes: tuple[int, ...]
+    slots: Tensor
+    sequence: int
+    extras: dict[str, Any]
+
+
+class Inputs(NamedTuple):
+    """All that a step reads beside the model. Steps with equal sizes and plain values are one
+    layout and share a graph.
+
+    Attributes:
+        views: float32 [V, 3, H, W], from :meth:`ReplayLearner.make_views`.
+        labels, sizes, slots, extras: Those of the plan, :class:`Rows`.
+        stored: int64 [B], the slot that each incoming row was stored in, -1 if in none; None if the
+            rows were not offered to the memory before the step.
+    """
+
+    views: Tensor | None
+    labels: Tensor
+    sizes: tuple[int, ...]
+    slots: Tensor
+    stored: Tensor | None
+    extras: dict[str, Any]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy over all classes in float32, whatever precision the network ran in."""
+    return F.cross_entropy(logits.float(), labels)
+
+
+def _with_views(views: Tensor, inputs: Inputs) -> Inputs:
+    return inputs._replace(views=views)
+
+
+class ReplayLearner(Learner):
+    """A learner that trains on the incoming batch and on rows drawn from memory, each seen in one
+    augmented view.
+
+    A method overrides what it does differently: :meth:`retrieve` chooses the replayed rows, and
+    :meth:`losses` computes what is minimised. Others are :meth:`plan` (the sets of rows),
+    :meth:`make_views`, :meth:`extras`, :meth:`projection_head`, :meth:`classification_head` and
+    :meth:`train_on`. All of them start from the same weights for the same seed.
+
+    Rows are chosen and views made before the step, several batches ahead, and on a card the step is
+    a CUDA graph. So :meth:`train_on` and all that it calls read only their arguments, the model,
+    the configuration, and tensors that are changed in place; and they never ask a tensor for a
+    value or for the places where it is true, which would wait for the card.
+    """
+
+    planning: ClassVar[Planning] = Planning.CAPTURED
+    uses_shadows: ClassVar[bool] = True
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
+        ("replay_from", "others"): "replays nothing",
+        **Learner.without_boundaries,
+    }
+
+    #: Sets of rows in a step, including the incoming rows; the last one is replayed with labels.
+    sets: ClassVar[int] = 2
+
+    #: The mode of batch norm in the teacher, the network as it was at the end of the last task:
+    #: ``eval`` or ``train``; None: there is no teacher.
+    teacher_mode: ClassVar[str | None] = None
+
+    #: The teacher, if there is one; see :class:`mose_fast.learner.teacher.Teacher`.
+    teacher: Teacher | None
+
+    def build_model(self) -> Model:
+        model = super().build_model()
+        head = model.network.classifier1.parameters()
+        model.first_rows = {p: p.detach().clone() for p in head if p.dim() and len(p) == self.classes}
+        if self.teacher_mode is None:
+            self.teacher = None
+            return model
+        if self.teacher_mode not in ("eval", "train"):
+            raise ConfigError(
+                f"{type(self).__qualname__}.teacher_mode is {shown(self.teacher_mode)}; wanted 'eval', 'train' or None"
+            )
+        how = {"training": self.teacher_mode == "train", "precision": self.precision, "shadowed": self.shadowed}
+        self.keep("teacher", Teacher(model.network, **how), written="tasks")
+        return model
+
+    def build_network(self) -> ExpertNetwork:
+        o = self.config.options
+        network = ExpertNetwork(
+            self.classes, width=self.config.width, experts=1, attention=False, adapter=False, init=o.init
+        )
+        network.classifier1 = self.classification_head(network.classifier1)
+        network.projection1 = self.projection_head(network.feature_size)
+        return network
+
+    def classification_head(self, linear: nn.Linear) -> nn.Module:
+        """The classifier; ``linear`` is the network's own."""
+        return linear
+
+    def projection_head(self, feature_size: int) -> nn.Module:
+        """The layer that maps features to the projections of a contrastive loss; None for methods
+        without such a loss.
+        """
+        return nn.Identity()
+
+    def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
+        o = self.config.options
+        if o.optimiser == "adam":
+            return super().build_optimiser(network)
+        # As with Adam, PyTorch's fused one can skip a step without the host knowing.
+        fused = True if self.reads_losses_late else None
+        settings = {"lr": o.lr, "momentum": o.momentum, "weight_decay": o.weight_decay}
+        optimiser = torch.optim.SGD(network.parameters(), **settings, fused=fused)
+        if o.momentum:
+            # Zero is where the first step starts from, and no later step makes tensors.
+            for parameter in network.parameters():
+                optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimiser
+
+    # Rows
+
+    def plan(self, x: Tensor, y: Tensor) -> Rows | None:
+        return self.rows(x, y, self.retrieve(x, y))
+
+    def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
+        """The slots of the rows to replay with an incoming batch, int64 [at most ``buffer_batch``];
+        by default drawn uniformly without replacement.
+        """
+        o = self.config.options
+        return self.memory.draw(o.buffer_batch, others=self.task if o.replay_from == "others" else None)
+
+    def rows(self, x: Tensor, y: Tensor, *sets: Tensor) -> Rows:
+        """The rows of a step: incoming rows and sets of memory slots."""
+        end, hook = self.memory.slots_end, "retrieve" if type(self).plan is ReplayLearner.plan else "plan"
+        for chosen in sets:
+            fits = are_slots(chosen, 0, end)
+            check_returned(self, hook, chosen, fits, f"filled slots of the memory, int64 [n] in 0 ... {end - 1}")
+        slots = torch.cat(sets)
+        replayed, their_labels = self.memory.gather(slots)
+        images, labels = torch.cat([x, replayed]), torch.cat([y, their_labels])
+        sizes = (len(x), *map(len, sets))
+        extras = self.extras(labels, sizes)
+        check_returned(self, "extras", extras, are_plain(extras), "tensors and plain values by name")
+        new = self.new_classes() if self.hides_unseen and len(x) else []
+        if new:
+            extras["new"] = self.mask(new)
+        return Rows(images, labels, sizes, slots, self.data.sequence, extras)
+
+    def new_classes(self) -> list[int]:
+        """The classes that losses may use from this plan on, and that no earlier plan had."""
+        had = self.data.own.get("had", [])
+        known = self.data.known_classes(getattr(self.config.options, "current_classes", "seen"))
+        new = [c for c in known if c not in had]
+        self.data.own["had"] = had + new
+        # Before the first plan nothing was trained, so that nothing need start anew.
+        return new if had else []
+
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """What :meth:`losses` reads beside rows and outputs, by name, as ``rows.extras``: tensors
+        that no later plan changes, and plain values (bool, int, float, str, None). It is made with
+        the plan, before the batch is stored.
+
+        A value that changes often must be a tensor, since each plain value has its own graph; a
+        plain value says for example whether a term is present.
+
+        Args:
+            labels, sizes: Those of the rows of the step, see :class:`Rows`.
+        """
+        return {}
+
+    def rehearsal(self, slots: Tensor) -> Rows:
+        """The rows of a step on memory slots only: they are the last set, all others are empty."""
+        none = slots[:0]
+        empty = [none] * (self.sets - 2)
+        return self.rows(self.memory.images[none], self.memory.labels[none], *empty, slots)
+
+    def inputs(self, plan: Rows, stored: Tensor | None = None) -> Inputs | ViewsToCome:
+        wanted = "Rows, as self.rows(x, y, slots) makes them, or None"
+        check_returned(self, "plan or rehearsal", plan, isinstance(plan, Rows), wanted)
+        inputs = Inputs(None, plan.labels, plan.sizes, plan.slots, stored, plan.extras)
+        if self.views.apart:
+            return ViewsToCome(partial(self._made_views, plan), _with_views, inputs)
+        return _with_views(self._made_views(plan), inputs)
+
+    def _made_views(self, plan: Rows) -> Tensor:
+        views = self.make_views(plan)
+        check_returned(self, "make_views", views, are_views(views), "normalised views, float [V, 3, H, W]")
+        return views
+
+    def describe(self, plan: Rows) -> str:
+        incoming, *replayed = plan.sizes
+        return f"{incoming} incoming and {sum(replayed)} replayed rows"
+
+    # A step
+
+    def train_on(self, rows: Inputs) -> dict[str, Tensor]:
+        separate = self.config.options.passes == "separate"
+        with self.new_rows(rows), self.model.step():
+            sizes = self.view_sizes(rows)
+            enough = sum(sizes) <= len(rows.views)
+            check_returned(self, "make_views", rows.views, enough, f"the {sum(sizes)} views of view_sizes, {sizes}")
+            views = rows.views[: sum(sizes)]
+            parts = views.split(sizes) if separate else [views]
+            outputs = [self.forward(part) for part in parts if len(part)]
+            joined = outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
+            terms = self.losses(joined, rows)
+            fits = are_scalars(terms) and any(term.requires_grad for term in terms.values())
+            check_returned(self, "losses", terms, fits, "floating-point scalars of the outputs by name, at least one")
+            loss = self.model.minimise(torch.stack(list(terms.values())).sum())
+        self.after_update(joined, rows)
+        return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
+
+    def new_rows(self, rows: Inputs) -> AbstractContextManager:
+        """A context of the step, at whose start the classifier's rows of new classes start anew.
+
+        No loss has moved them so far, but weight decay has: Adam divides it by the root of its own
+        second moment, and so takes them to zero within fifty steps.
+        """
+        new = rows.extras.get("new")
+        return nullcontext() if new is None else self.model.renewed(new)
+
+    def after_update(self, outputs: Outputs, rows: Inputs) -> None:
+        """Called after the update, with the outputs before it, for what a step changes beside the
+        model. What is not kept (:meth:`keep`) it must leave alone where
+        ``self.model.latch.closed``.
+        """
+
+    def make_views(self, rows: Rows) -> Tensor:
+        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W].
+
+        It reads only the plan and what never changes: it is called ahead of the step, possibly on
+        another thread.
+        """
+        seed = self.config.seed
+        if self.config.options.augment == "pad_crop":
+            brightness = getattr(self.config.options, "brightness", 0.0)
+            cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored, brightness=brightness)
+            return self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
+        return self.views.augmented(rows.images, seed, rows.sequence)
+
+    def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
+        """The numbers of views that pass the network together if ``passes`` is ``separate``; by
+        default those of each set. Views beyond their sum do not pass it.
+        """
+        return rows.sizes
+
+    def forward(self, views: Tensor) -> Outputs:
+        """The forward pass in training mode and in the run's precision."""
+        self.network.train()
+        count = len(views)
+        if count == 1:
+            # Batch norm in training refuses a single value a channel, which one 8x8 image leaves in
+            # the last stage.
+            views = torch.cat([views, views])
+        outputs = self.model.forward(views.contiguous(memory_format=torch.channels_last))
+        return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
+
+    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
+        """The terms whose sum is minimised, float32 scalars by name: a mean cross-entropy for every
+        set of rows that is not empty. Which terms there are depends on plain values alone.
+        """
+        names = ("incoming", "replayed")
+        parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
+        return {name: cross_entropy(logits, labels) for name, logits, labels in parts if len(labels)}
+
+    # The end of a task
+
+    def on_task_end(self) -> None:
+        super().on_task_end()
+        if self.teacher is not None and not self.diverged:
+            self.teacher.take(self.network)

@@ -1,0 +1,181 @@
+"""A learner as a file or a pickle: what makes it again, and what it continues from."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mose_fast import _loader
+from mose_fast._build_info import build_info, code_hash
+from mose_fast._files import replace_file
+from mose_fast.learner.named_settings import with_absolute_paths
+from mose_fast.learner.registry import check_unchanged, find_method, method_changes, method_files
+from mose_fast.learner.room import check_room
+from mose_fast.settings.run import ConfigError, RunConfig
+from mose_fast.state_file import StateFileError, read_state, state_file
+
+if TYPE_CHECKING:
+    from mose_fast.learner.base import Learner
+
+__all__ = ["class_of", "load_learner", "machine_changes", "made_by", "parts", "rebuilt", "save_learner", "told_code"]
+
+_KIND, _FORMAT = "mose_fast_learner", 1
+
+
+def made_by(learner: Learner) -> dict[str, Any]:
+    """The code and the machine that computed a learner, as plain values.
+
+    Raises:
+        ConfigError: The method's files were edited after they had been imported.
+    """
+    check_unchanged(type(learner))
+    build = build_info()
+    off = [] if learner.self_check is None else sorted(_loader.off)
+    return {
+        "code": code_hash(),
+        "method_files": dict(method_files(type(learner))),
+        "version": build["version"],
+        "commit": build["commit"],
+        "machine": {
+            "torch": torch.__version__,
+            "device": learner.device.type,
+            "threads": torch.get_num_threads(),
+            "native code that the self-check switched off": ", ".join(off) or "none",
+        },
+    }
+
+
+def machine_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs between two machines of :func:`made_by`, in words; empty if nothing does."""
+    return "; ".join(f"{name} was {before[name]} and is {now[name]} now" for name in now if before[name] != now[name])
+
+
+def told_code(made: dict[str, Any]) -> str:
+    """The version of this package in a result of :func:`made_by`, in words."""
+    return f"{made['version']}, commit {made['commit'] or 'unknown'}, code {made['code']}"
+
+
+def parts(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What makes a learner again: the tensors of its state, and values for JSON.
+
+    Raises:
+        ConfigError: It has planned steps that were not taken, or holds what is not part of its
+            state.
+    """
+    if learner.data.ahead:
+        raise ConfigError(
+            f"the learner has {learner.data.ahead} planned steps that were not taken; wanted take() or undo() of each"
+            " prepared batch before it is saved"
+        )
+    learner.check_kept()
+    tensors, values = learner.state()
+    config = with_absolute_paths(learner.config)
+    stream = {
+        "classes": int(learner.classes),
+        "image_size": list(map(int, learner.image_size)),
+        "mean": list(map(float, learner.mean)),
+        "std": list(map(float, learner.std)),
+        "mirror_safe": bool(learner.mirrored),
+    }
+    return tensors, {"config": config.to_dict(), "stream": stream, "learner": values}
+
+
+def class_of(learner: Learner) -> type[Learner] | None:
+    """The class for :func:`rebuilt`; None for a class from a file, which is of no module that
+    another process could import.
+    """
+    name, kind = learner.config.method, type(learner)
+    return None if name.rpartition(":")[0].endswith(".py") and find_method(name) is kind else kind
+
+
+def rebuilt(kind: type[Learner] | None, tensors: dict[str, Tensor], values: dict[str, Any]) -> Learner:
+    """The inverse of :func:`parts`.
+
+    Args:
+        kind: The learner's class; None finds it by its name.
+        tensors, values: The result of :func:`parts`.
+
+    Raises:
+        ConfigError: There is no such method here, or it has other options.
+        ValueError: The state belongs to another version of the method.
+    """
+    config = RunConfig.from_dict(values["config"])
+    learner = (find_method(config.method) if kind is None else kind)(config, **values["stream"])
+    learner.load_state(tensors, values["learner"])
+    return learner
+
+
+def save_learner(learner: Learner, path: str | Path) -> None:
+    """See :meth:`mose_fast.methods.Learner.save`."""
+    name = learner.config.method
+    if find_method(name) is not type(learner):
+        raise ConfigError(
+            f"{type(learner).__qualname__} is not the class of method {name!r}, by which it would be loaded; wanted the"
+            " decorator @mose_fast.methods.method(...) on it, and its name as the configuration's method"
+        )
+    tensors, values = parts(learner)
+    values["identity"] = made_by(learner)
+    content = state_file(_KIND, _FORMAT, {key: tensor.cpu() for key, tensor in tensors.items()}, values)
+    try:
+        replace_file(Path(path), content)
+    except OSError as error:
+        raise StateFileError(f"cannot write {path} ({len(content):,} bytes): {error.strerror}") from error
+
+
+def load_learner(path: str | Path, *, device: str | None = None, method: str | None = None) -> Learner:
+    """Reads a learner that :meth:`mose_fast.methods.Learner.save` wrote. It continues bit for bit
+    on the same kind of machine.
+
+    Args:
+        path: The file.
+        device: Where to compute now, for example ``cpu``; None: where the configuration says. With
+            a device, ``step`` and ``feed`` become ``auto``.
+        method: Where the file of a method of your own is now, ``path/to/file.py:Name``; None: where
+            it was.
+
+    Raises:
+        StateFileError: The file is missing, damaged, of something else, or of a newer version.
+        ConfigError: The method is not found, the device does not exist, or the memory is too small.
+    """
+    path = Path(path)
+    tensors, values = read_state(path, _KIND, _FORMAT, called="saved learner")
+    name = values["config"]["method"] if method is None else method
+    try:
+        found = find_method(name)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; wanted load_learner(..., method='path/to/file.py:Name')") from error
+    if found is None:
+        raise ConfigError(
+            f"{path} holds a learner of method {name!r}, which is unknown here; import the module that defines it first"
+        )
+    values["config"]["method"] = name
+    if device is not None:
+        values["config"] |= {"device": device, "step": "auto", "feed": "auto"}
+    config = RunConfig.from_dict(values["config"])
+    check_room(config, tuple(values["stream"]["image_size"]), values["stream"]["classes"])
+    try:
+        learner = rebuilt(found, tensors, values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise StateFileError(f"{path} belongs to another version of method {name!r}: {error}") from error
+    _warn_of_changes(path, values["identity"], made_by(learner))
+    return learner
+
+
+def _warn_of_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Warns if other code or another machine saved a learner."""
+    changes = [method_changes(before["method_files"], now["method_files"])]
+    if before["code"] != now["code"]:
+        changes.append(f"mose-fast was {told_code(before)} and is {told_code(now)} now")
+    changes.append(machine_changes(before["machine"], now["machine"]))
+    if any(changes):
+        warnings.warn(
+            f"{path} was saved by other code or on another machine, so the learner may continue otherwise than it would"
+            f" have there: {'; '.join(filter(None, changes))}",
+            stacklevel=3,
+        )

@@ -1,0 +1,101 @@
+"""A frozen copy of a network that a method distils from, and what networks give a step."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mose_fast.device import Choice
+from mose_fast.learner.latch import RunningStatistics
+from mose_fast.nn import ExpertNetwork
+from mose_fast.settings.knob import settings_of
+from mose_fast.settings.run import ConfigError, RunConfig, shown
+
+__all__ = ["Outputs", "Teacher"]
+
+
+class Outputs(NamedTuple):
+    """A network's outputs for the V views of a step: ``logits`` [V, K], ``features`` [V, D],
+    ``projections`` [V, P].
+    """
+
+    logits: Tensor
+    features: Tensor
+    projections: Tensor
+
+
+class Teacher(nn.Module):
+    """A frozen copy of a learner's network. Its tensors never move, so that a captured step may
+    read them.
+
+    Args:
+        network: The learner's network, on its device, in channels_last, with its kernels.
+        training: Whether batch norm uses the statistics of the batch, as in training. The copy's
+            running statistics stay as they are.
+        precision: The run's precision, or the learner's choice of one; ``bf16`` runs under autocast
+            as the learner's network does.
+        shadowed: Whether weights of more than one dimension are kept in bf16, as the learner's
+            optimiser keeps copies of them.
+
+    Attributes:
+        network: The copy.
+        present: Whether a network was taken; until then the copy means nothing.
+
+    Raises:
+        ConfigError: There is no such precision.
+    """
+
+    def __init__(
+        self,
+        network: ExpertNetwork,
+        *,
+        training: bool = False,
+        precision: str | Choice = "fp32",
+        shadowed: bool = False,
+    ) -> None:
+        super().__init__()
+        name = precision.name if isinstance(precision, Choice) else precision
+        known = [choice for choice in settings_of(RunConfig)["precision"].choices if choice != "auto"]
+        if name not in known:
+            raise ConfigError(f"precision is {shown(name)}; wanted one of {', '.join(known)}")
+        self.network = copy.deepcopy(network).requires_grad_(False).train(training)
+        self._half = name == "bf16"
+        self._statistics = RunningStatistics(self.network)
+        self._undone = torch.ones((), dtype=torch.bool, device=next(network.parameters()).device)
+        self.present = False
+        if shadowed:
+            for parameter in self.network.parameters():
+                if parameter.dim() > 1:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+
+    @torch.no_grad()
+    def take(self, network: ExpertNetwork) -> None:
+        """Copies the parameters and buffers of a network of the same kind, in place."""
+        for own, given in zip(self.network.state_dict().values(), network.state_dict().values(), strict=True):
+            own.copy_(given)
+        self.present = True
+
+    @torch.no_grad()
+    def outputs(self, views: Tensor) -> Outputs:
+        """The copy's outputs for normalised views float [V, 3, H, W], without gradients."""
+        count = len(views)
+        if count == 1:
+            # Batch norm in training refuses a single value a channel.
+            views = torch.cat([views, views])
+        autocast = torch.autocast(views.device.type, torch.bfloat16, enabled=self._half)
+        # Nothing reads them, but they are state, which a step that is refused must not change.
+        unchanged = self._statistics.undone_if(self._undone) if self.network.training else nullcontext()
+        with autocast, unchanged:
+            outputs = self.network(views.contiguous(memory_format=torch.channels_last))
+        return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
+
+    def get_extra_state(self) -> Tensor:
+        """``present``, for the ``state_dict``."""
+        return torch.tensor(self.present)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.present = bool(state)

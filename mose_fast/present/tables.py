@@ -1,0 +1,428 @@
+"""The tables of a report: accuracies and forgetting in percent, statistics over the seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mose_fast.present import published
+from mose_fast.present.report_runs import Group, View
+from mose_fast.present.statistics import Comparison, Summary, compare_all, holm, summarise
+from mose_fast.present.table import Cell, Interval, Number, Spread, Table
+
+__all__ = [
+    "WIDE",
+    "comparison_table",
+    "comparisons",
+    "counted",
+    "deviations",
+    "images",
+    "part_name",
+    "seeds",
+    "sentence",
+    "streams",
+    "tables",
+]
+
+#: Up to this many tasks, the table by task has one column per task, as the paper's; otherwise one
+#: row per task.
+WIDE = 20
+
+_METRICS = {"acc": "ACC", "af_paper": "AF"}
+_NO_METRICS = (
+    "A dash marks values that a run without an evaluation after every task, or a stream without borders, does not have,"
+    " or that the paper lacks."
+)
+
+
+def tables(groups: Sequence[Group]) -> list[Table]:
+    """All tables but the comparisons, in the order of the page."""
+    makers = (_main, _estimates, _experts, _tasks, _cost, _size, _runs)
+    return [make(groups) for make in makers]
+
+
+def _main(groups: Sequence[Group]) -> Table:
+    """ACC and AF by method and memory in the paper's form, any of its rows for the stream below."""
+    data = _paper_data(groups)
+    sizes = sorted({g.memory for g in groups})
+    table = Table(
+        "main",
+        f"ACC and AF (the paper's definition) in percent by memory M, mean ± standard deviation over {seeds(groups)}. "
+        + (
+            "Rows 'paper' are the paper's numbers, means of 15 runs"
+            if data
+            else f"The paper has no numbers for {images(groups)} images of {streams(groups)}"
+        )
+        + (
+            "; its MOSE is the NCM classifier of the last expert, its MOE-MOSE that of the mean of experts. "
+            if any(g.runs[0].config["method"] == "mose" for g in groups)
+            else ". "
+        )
+        + _NO_METRICS,
+        ["method", "classifier", *(f"{name} M={m}" for name in _METRICS.values() for m in sizes)],
+    )
+    table.spreads = table.columns[2:]
+    by_label: dict[str, dict[int, Group]] = {}
+    for g in groups:
+        by_label.setdefault(g.label, {})[g.memory] = g
+    for label, by_memory in by_label.items():
+        views = dict.fromkeys(v for g in by_memory.values() for v in g.shown_views())
+        for view in views:
+            cells = [
+                _spread(by_memory[m], metric, view) if m in by_memory else None for metric in _METRICS for m in sizes
+            ]
+            table.rows.append([label, str(view), *cells])
+    if data:
+        for name, by_size in published.methods(data).items():
+            row = [by_size.get(m, (None, None))[i] for i in range(2) for m in sizes]
+            if any(row):
+                table.rows.append([name, "paper", *map(_published, row)])
+    return table
+
+
+def _estimates(groups: Sequence[Group]) -> Table:
+    data = _paper_data(groups)
+    theirs = "Paper: its numbers for the same data set and memory; difference: our ACC minus the paper's, where "
+    table = Table(
+        "estimates",
+        f"Each mean with its 95 % intervals by Student's t and by bootstrap over n seeds ({seeds(groups)}), in percent."
+        " AF released: over all T tasks with the last included, as the released code counts. Anytime: ACC averaged"
+        f" over the ends of {part_name(groups)}s, and accuracy on the classes seen averaged over the stream where it"
+        " was measured every few batches (evaluate_every). Untrained: ACC of the network before training, with the same"
+        " memory. " + (f"{theirs}protocols agree. " if data else "") + _NO_METRICS,
+        spreads=(
+            "ACC",
+            "AF",
+            "AF released",
+            "anytime (task ends)",
+            "anytime (stream)",
+            "untrained",
+            "paper ACC",
+            "paper AF",
+        ),
+        intervals=("ACC 95 % t", "ACC 95 % bootstrap", "AF 95 % t"),
+    )
+    for g in groups:
+        for view in g.shown_views():
+            acc = g.values("acc", view).values()
+            t_interval, bootstrap_interval = _intervals(acc)
+            row: dict[str, Cell] = {
+                "method": g.label,
+                "classifier": str(view),
+                "M": g.memory,
+                "n": g.n,
+                "ACC": _spread(g, "acc", view),
+                "ACC 95 % t": t_interval,
+                "ACC 95 % bootstrap": bootstrap_interval,
+                "AF": _spread(g, "af_paper", view),
+                "AF 95 % t": _intervals(g.values("af_paper", view).values())[0],
+                "AF released": _spread(g, "af_released", view),
+                "anytime (task ends)": _spread(g, "average_anytime_accuracy", view),
+                "anytime (stream)": _spread_of(run.anytime.average[view] for run in g.runs if run.anytime is not None),
+                "untrained": _spread_of(run.untrained[view] for run in g.runs),
+            }
+            if data:
+                _, their_acc, their_af = _lookup(g, view) or (None, None, None)
+                fair = their_acc is not None and not deviations(g)
+                difference = Number(100 * _summary(acc).mean - their_acc.mean) if fair else None
+                row |= {"paper ACC": _published(their_acc), "paper AF": _published(their_af), "difference": difference}
+            table.add(row)
+    return table
+
+
+def _experts(groups: Sequence[Group]) -> Table:
+    names = [str(e + 1) for e in range(max(g.experts for g in groups))]
+    views: dict[str, View] = {}
+    for kind, classifier, mean in (("NCM", "ncm", "mean_distance"), ("linear", "linear", "mean_logit")):
+        views |= {f"{kind} E{e}": View(classifier, e) for e in names} | {f"{kind} MOE": View(classifier, mean)}
+    table = Table(
+        "experts",
+        "ACC in percent of every single expert (E1 is the shallowest) and of the mean of experts (MOE), for"
+        f" nearest-class-mean (NCM) and linear classifiers; mean ± standard deviation over {seeds(groups)}. A dash"
+        " marks experts that the method does not have.",
+        ["method", "M", "n", *views],
+        spreads=tuple(views),
+    )
+    theirs: dict[int, list[Cell]] = {}
+    for g in groups:
+        cells = [_spread(g, "acc", view) if view in g.runs[0].views else None for view in views.values()]
+        table.rows.append([g.label, g.memory, g.n, *cells])
+        if paper := _paper_experts(g, names):
+            theirs[g.memory] = paper
+    table.rows += [["MOSE, paper", memory, published.RUNS, *cells] for memory, cells in sorted(theirs.items())]
+    return table
+
+
+def _paper_experts(g: Group, names: Sequence[str]) -> list[Cell]:
+    data = published.dataset(g.runs[0].config)
+    if data is None or g.runs[0].config["method"] != "mose":
+        return []
+    ncm, linear = published.experts(data, g.memory) or {}, published.linear(data, g.memory) or {}
+    if not ncm and not linear:
+        return []
+    linear = {**linear, "4": linear.get("last")}
+    values = [*(ncm.get(e) for e in names), ncm.get("mean"), *(linear.get(e) for e in names), linear.get("mean")]
+    return [None if v is None else Number(v) for v in values]
+
+
+def _tasks(groups: Sequence[Group]) -> Table:
+    """Accuracy by task of every expert, their best and their mean: the paper's task-wise table."""
+    rows: dict[str, dict[str, np.ndarray]] = {g.name: _by_task(g) for g in groups}
+    most = max(g.runs[0].tasks for g in groups)
+    table = Table(
+        "tasks",
+        "Accuracy in percent on each task after the last one"
+        + ("" if part_name(groups) == "task" else "; a stream without borders is one task")
+        + f", means over {seeds(groups)}, classifiers of the kind that predict() uses. E: each single expert; MAX: the"
+        " best single expert of each task and seed; MOE: the mean of experts; new: the classifier of predict() just"
+        " after the task was learned.",
+        ["method", "M", "n"],
+    )
+    if most <= WIDE:
+        table.columns = [*table.columns, "expert", *(f"task {t + 1}" for t in range(most)), "mean"]
+        for g in groups:
+            for expert, values in rows[g.name].items():
+                cells = [Number(float(v)) for v in values]
+                table.rows.append(
+                    [g.label, g.memory, g.n, expert, *cells[:-1], *[None] * (most + 1 - len(cells)), cells[-1]]
+                )
+    else:
+        experts = list(dict.fromkeys(expert for by_expert in rows.values() for expert in by_expert))
+        table.columns = [*table.columns, "task", *experts]
+        for g in groups:
+            for i, task in enumerate([*map(str, range(1, g.runs[0].tasks + 1)), "mean"]):
+                cells = [Number(float(rows[g.name][e][i])) if e in rows[g.name] else None for e in experts]
+                table.rows.append([g.label, g.memory, g.n, task, *cells])
+    return table
+
+
+def _by_task(g: Group) -> dict[str, np.ndarray]:
+    """Means over the seeds in percent by expert, each [T + 1] with the mean over tasks last."""
+    kind = g.view.classifier
+    single = [v for v in g.runs[0].views if v.classifier == kind and not v.expert.startswith("mean")]
+    columns = {f"E{v.expert}": np.array([run.final[v] for run in g.runs]) for v in single}
+    if g.mean:
+        columns["MAX"] = np.max(list(columns.values()), axis=0)
+        columns["MOE"] = np.array([run.final[View(kind, g.mean)] for run in g.runs])
+    if all(run.complete for run in g.runs):
+        columns["new"] = np.array([np.diagonal(run.matrix) for run in g.runs])
+    return {name: 100 * np.append(values.mean(0), values.mean()) for name, values in columns.items()}
+
+
+def _cost(groups: Sequence[Group]) -> Table:
+    phases = {
+        f"{part} s": f"seconds_{part}" for part in ("train", "capture", "evaluate", "checkpoint", "other", "wall")
+    }
+    table = Table(
+        "cost",
+        f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds of each phase, in no phase (other)"
+        " and of the whole (wall), training steps per second, how many steps"
+        " on a card were not replayed from a CUDA graph (eager), peak memory in MiB of the process and on the card as"
+        " torch allocates it.",
+        spreads=(*phases, "steps/s", "eager", "host MiB", "card MiB"),
+    )
+    for g in groups:
+        rows = [run.row for run in g.runs]
+        on_card = [row["peak_bytes_device"] for row in rows if row["peak_bytes_device"] is not None]
+        where = (row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
+        table.add(
+            {
+                "method": g.label,
+                "M": g.memory,
+                "n": g.n,
+                **{
+                    heading: _plain(row[column] for row in rows if row[column] is not None)
+                    for heading, column in phases.items()
+                },
+                "steps/s": _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0),
+                "eager": _plain(row["eager_steps"] for row in rows if row["eager_steps"] is not None),
+                "host MiB": _plain(row["peak_bytes"] / 2**20 for row in rows),
+                "card MiB": _plain(peak / 2**20 for peak in on_card),
+                "computed on": ", ".join(dict.fromkeys(where)),
+            }
+        )
+    return table
+
+
+def _size(groups: Sequence[Group]) -> Table:
+    table = Table(
+        "size",
+        f"What a method keeps and trains, over {seeds(groups)}: the most images that it kept, MiB of all that it kept"
+        " beside network and optimiser (mean ± standard deviation), parameters of the trained and of the deployed"
+        " model, multiply-accumulates per image in training.",
+        spreads=("kept MiB",),
+    )
+    for g in groups:
+        row = g.runs[0].row
+        kept = [run.row["bytes_kept"] for run in g.runs]
+        table.add(
+            {
+                "method": g.label,
+                "M": g.memory,
+                "images kept": row["images_kept"],
+                "kept MiB": _plain(number / 2**20 for number in kept if number is not None),
+                "parameters": row["parameters"],
+                "deployed": row["parameters_deployed"],
+                "MACs": row["macs"],
+            }
+        )
+    return table
+
+
+def _runs(groups: Sequence[Group]) -> Table:
+    table = Table(
+        "runs",
+        f"The {sum(g.n for g in groups)} runs behind this page: ACC and AF in percent of the classifier of predict(),"
+        " folders as given.",
+    )
+    for g in groups:
+        for run in g.runs:
+            row = run.row
+            table.add(
+                {
+                    "method": g.label,
+                    "M": g.memory,
+                    "seed": str(run.seed),
+                    "ACC": Number(100 * row["acc"]),
+                    "AF": None if row["af_paper"] is None else Number(100 * row["af_paper"]),
+                    "seconds": Number(row["seconds_wall"] or row["seconds_total"]),
+                    "resumed": row["resumed"],
+                    "torch": row["torch"],
+                    "mose-fast": row["mose_fast"],
+                    "commit": (row["commit_id"] or "")[:12] or None,
+                    "folder": str(run.folder),
+                }
+            )
+    return table
+
+
+def comparisons(groups: Sequence[Group]) -> list[tuple[int, Comparison]]:
+    """Compares, at each memory size, every setting with the one that has the highest mean ACC, over
+    common seeds and with the classifier of predict().
+
+    Holm's correction covers all comparisons, since they stand in one table.
+    """
+    found: list[tuple[int, Comparison]] = []
+    for memory in sorted({g.memory for g in groups}):
+        values = {g.label: g.values("acc", g.view) for g in groups if g.memory == memory}
+        best = max(values, key=lambda label: _summary(values[label].values()).mean)
+        found += [(memory, c) for c in compare_all(values, best)]
+    corrected = holm([c.t_p for _, c in found])
+    return [(memory, replace(c, holm_p=p)) for (memory, c), p in zip(found, corrected, strict=True)]
+
+
+def sentence(memory: int, comparison: Comparison) -> str:
+    """A comparison as a plain sentence."""
+    return f"M = {memory}: {comparison.a} against {comparison.b}: {comparison.sentence()}."
+
+
+def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
+    """The result of :func:`comparisons` as a table."""
+    table = Table(
+        "comparisons",
+        "At each memory, every setting against the one with the highest mean ACC: difference in points over the common"
+        " seeds (n), its 95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t"
+        " test after Holm's correction over this table; effect size: Cohen's d of the paired differences, from three"
+        " seeds on. The best setting was chosen by these same runs, so a small lead means little.",
+        intervals=("95 % interval",),
+    )
+    for memory, c in found:
+        several = len(c.seeds) > 1
+        table.add(
+            {
+                "M": memory,
+                "setting": c.a,
+                "against": c.b,
+                "n": len(c.seeds),
+                "difference": Number(100 * c.difference) if c.seeds else None,
+                "95 % interval": Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
+                "p (t)": Number(c.t_p, 4) if several else None,
+                "p (Wilcoxon)": Number(c.wilcoxon_p, 4) if several else None,
+                "p (Holm)": Number(c.holm_p, 4) if several else None,
+                "effect size": None if math.isnan(c.effect_size) else Number(c.effect_size, 2),
+            }
+        )
+    return table
+
+
+def deviations(g: Group) -> list[str]:
+    """How protocol and options differ from the paper's; empty if it has no numbers for the data."""
+    run = g.runs[0]
+    if published.dataset(run.config) is None:
+        return []
+    return [*published.deviations(run.config, run.tasks), *(f"{name} {value}" for name, value in run.changes.items())]
+
+
+def counted(n: int, noun: str) -> str:
+    """``3 seeds``."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def seeds(groups: Iterable[Group]) -> str:
+    """The number of seeds behind each number: ``3 seeds`` or ``2 to 15 seeds``."""
+    numbers = sorted({g.n for g in groups})
+    return counted(numbers[0], "seed") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} seeds"
+
+
+def streams(groups: Iterable[Group]) -> str:
+    """The names of the streams."""
+    return ", ".join(sorted({g.runs[0].stream for g in groups}))
+
+
+def images(groups: Iterable[Group]) -> str:
+    """What accuracies are of: ``test`` or ``validation`` images, or both in a forced report."""
+    return " or ".join(sorted({run.row["evaluate_on"] for g in groups for run in g.runs}))
+
+
+def part_name(groups: Iterable[Group]) -> str:
+    """What runs were evaluated after: a ``task``, or a ``part`` of a stream without borders."""
+    return "task" if all(run.borders for g in groups for run in g.runs) else "part"
+
+
+def _paper_data(groups: Sequence[Group]) -> str | None:
+    """The data set of all groups, if it is the same and the paper has numbers for it."""
+    data = {published.dataset(g.runs[0].config) for g in groups}
+    return data.pop() if len(data) == 1 else None
+
+
+def _lookup(g: Group, view: View) -> tuple[str, published.Published | None, published.Published | None] | None:
+    expert = "mean" if view.expert == g.mean else "last" if view.expert == g.last else None
+    data = published.dataset(g.runs[0].config)
+    if expert is None or data is None:
+        return None
+    return published.lookup(g.runs[0].config["method"], view.classifier, expert, data, g.memory)
+
+
+def _published(value: published.Published | None) -> Cell:
+    return None if value is None else Spread(value.mean, value.sd)
+
+
+def _spread(g: Group, metric: str, view: View) -> Cell:
+    return _spread_of(g.values(metric, view).values())
+
+
+def _spread_of(values: Iterable[float]) -> Cell:
+    return _plain(100 * v for v in values)
+
+
+def _plain(values: Iterable[float]) -> Cell:
+    values = list(values)
+    if not values:
+        return None
+    s = _summary(values)
+    return Spread(s.mean, s.sd if s.n > 1 else None)
+
+
+def _summary(values: Iterable[float]) -> Summary:
+    return summarise(values, resamples=0)
+
+
+def _intervals(values: Iterable[float]) -> tuple[Cell, Cell]:
+    values = [100 * v for v in values]
+    if len(values) < 2:
+        return None, None
+    s = summarise(values)
+    return Interval(*s.t_interval), Interval(*s.bootstrap_interval)

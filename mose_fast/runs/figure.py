@@ -1,0 +1,79 @@
+"""The figure of a run: accuracy against task."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+
+from mose_fast.evaluate import running_accuracy
+from mose_fast.output import readable
+from mose_fast.runs.lettering import lettering
+
+__all__ = ["accuracy_figure"]
+
+# Okabe-Ito colours can be distinguished by colour-blind readers, markers in print.
+_COLOURS = ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#F0E442", "#999999")
+_MARKERS = "osD^vP*X"
+
+
+def accuracy_figure(results: dict[str, Any]) -> bytes:
+    """Draws, as a PNG, the mean accuracy over the tasks seen so far against the tasks, for every
+    expert and their mean, with one panel for each classifier. Without borders, it is the accuracy
+    on the classes seen against the images seen.
+
+    Args:
+        results: The results of :func:`mose_fast.runs.results.build_results`.
+    """
+    config = results["config"]
+    kind = config["stream"]["kind"]
+    title = (
+        f"{config['method']} ({config['preset']}) on {config['stream']['name']}"
+        f"{'' if kind == 'tasks' else f' ({kind})'}, "
+        f"M = {config['memory']}, width {config['width']}, seed {config['seed']}, {config['evaluate_on']} images"
+    )
+    title = readable(title)
+    with lettering([title]):
+        return _drawn(results, title)
+
+
+def _drawn(results: dict[str, Any], title: str) -> bytes:
+    # Imported here, because it takes half a second that a run without a figure does not need.
+    from matplotlib.figure import Figure
+
+    evaluated = results["evaluated_after"]
+    points = results["evaluation_points"]
+    ticks = np.array(evaluated) + 1 if points is None else np.array(points["images_seen"])
+    figure = Figure(figsize=(10.2, 3.8), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, (classifier, panel) in zip(axes, (("ncm", "nearest class mean"), ("linear", "linear")), strict=True):
+        for i, (expert, matrix) in enumerate(results["accuracy"][classifier].items()):
+            mean = expert.startswith("mean")
+            axis.plot(
+                ticks,
+                100 * running_accuracy(matrix)[evaluated],
+                label="mean of experts" if mean else f"expert {expert}",
+                color="black" if mean else _COLOURS[i % len(_COLOURS)],
+                linestyle="--" if mean else "-",
+                marker=_MARKERS[i % len(_MARKERS)],
+                markersize=4,
+                linewidth=1.5,
+            )
+        seen = np.cumsum([len(t) for t in results["tasks"]])[evaluated] if points is None else points["classes_seen"]
+        axis.plot(ticks, 100 / np.array(seen), color="0.6", linewidth=1, linestyle=":", label="chance")
+        axis.set(title=panel, xlabel="tasks seen" if points is None else "images seen")
+        if len(ticks) <= 20 and points is None:
+            axis.set_xticks(ticks)
+        axis.grid(alpha=0.3, linewidth=0.5)
+    # The axis begins at 0 and leaves room above the highest curve, which may be low (100 classes,
+    # a small network).
+    highest = max(axis.dataLim.ymax for axis in axes)
+    axes[0].set_ylim(0, min(100, 1.1 * highest) if highest > 0 else 100)
+    axes[0].set_ylabel(f"accuracy on the {'tasks' if points is None else 'classes'} seen (%)")
+    # The legend is beside the panels, since curves may run anywhere inside them.
+    figure.legend(*axes[1].get_legend_handles_labels(), fontsize=8, loc="outside right center")
+    figure.suptitle(title, fontsize=10, parse_math=False)  # a dollar may be part of a file's name
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    return png.getvalue()

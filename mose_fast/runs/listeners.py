@@ -1,0 +1,200 @@
+"""Listeners are notified of what happens in a run: their base class, and TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from mose_fast.evaluate import TaskAccuracy
+from mose_fast.methods import Learner
+from mose_fast.settings.run import RunConfig
+from mose_fast.streams import Stream
+
+__all__ = ["Listener", "TensorBoard"]
+
+
+class Listener:
+    """Base class. Its methods do nothing; override those that you need."""
+
+    def on_decode(self, done: int, images: int) -> None:
+        """Before the start: ``done`` of ``images`` image files are decoded.
+
+        It is called only if the data are image files that are not decoded yet.
+        """
+
+    def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        """The run starts or continues.
+
+        Args:
+            config: The run's settings.
+            stream: The run's stream.
+            learner: The learner, ready to observe.
+            batch: Number of batches already done; more than 0 for a resumed run.
+            batches: Number of batches in all.
+        """
+
+    def on_task_start(self, task: int) -> None:
+        """The next batch is the first of a task, or of a part of a stream without borders."""
+
+    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
+        """Batch number ``batch`` (from 1) is done; ``losses`` is None if nothing was trained.
+
+        Raise :class:`mose_fast.train.Interrupted` to stop here as Ctrl-C does: the run writes a
+        checkpoint and can be resumed.
+        """
+
+    def on_step(self) -> None:
+        """A step is done that belongs to no batch of the stream: part of an evaluation, of the
+        training before one (GDumb), or of a review (SCR).
+
+        Like :meth:`on_batch` it may raise :class:`mose_fast.train.Interrupted`; the resumed run
+        then repeats the end of the task.
+        """
+
+    def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
+        """The accuracy at any time was measured, every ``evaluate_every`` batches and at task ends.
+
+        Args:
+            batch: Number of batches done.
+            images: Number of images that have arrived, each pass counted.
+            accuracy: Accuracy on the sample in [0, 1] by classifier and expert.
+        """
+
+    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        """A task, or a part of a stream without borders, is over; ``accuracy`` is None if it was
+        not evaluated.
+        """
+
+    def on_end(self, results: dict[str, Any]) -> None:
+        """The run is over; its files are written."""
+
+    def close(self) -> None:
+        """The run is over or has failed."""
+
+
+class TensorBoard(Listener):
+    """Writes TensorBoard events: losses every ``every`` batches, accuracies after every task.
+
+    If events cannot be written (a full disk), there is one warning, and the run continues without
+    them. PyTorch's ``SummaryWriter`` is not used, because its thread would show a traceback then.
+
+    Args:
+        folder: Folder of the event files.
+        every: Batches between two points of the loss curves.
+        own: Whether the folder has events of this run alone. Then a run that continues drops those
+            of the batches that it repeats.
+    """
+
+    def __init__(self, folder: Path, every: int = 10, *, own: bool = False) -> None:
+        self.folder, self.every, self.own = folder, every, own
+        self._writer: Any = None
+        self._there: set[tuple[str, int]] = set()
+
+    def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        # Imported here, because not every run needs it.
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._borders = stream.borders
+        with self._or_give_up():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.own:
+                self._drop_after(batch)
+            name = f"events.out.tfevents.{time.time_ns() / 1e9:.9f}.{socket.gethostname()}.{os.getpid()}"
+            # Unbuffered, so that nothing is left to fail when the file is closed.
+            self._writer = RecordWriter((self.folder / name).open("xb", buffering=0))
+        # TensorBoard itself drops what lies after such a start, in a folder of several runs, too.
+        self._write(step=batch + 1, file_version="brain.Event:2")
+        self._write(step=batch + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
+        if losses is not None and batch % self.every == 0:
+            for name, value in losses.items():
+                self._add(f"loss/{name}", value, batch)
+
+    def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
+        for classifier, experts in accuracy.items():
+            for expert, value in experts.items():
+                self._add(f"anytime_accuracy_{classifier}/{expert}", value, batch)
+
+    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        if accuracy is None:
+            return
+        for classifier, experts in accuracy.test.items():
+            for expert, row in experts.items():
+                self._add(f"accuracy_{classifier}/{expert}", sum(row) / len(row), batch)
+                if self._borders:
+                    self._add(f"new_task_accuracy_{classifier}/{expert}", row[-1], batch)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with self._or_give_up():
+                self._writer.close()
+            self._writer = None
+
+    def _drop_after(self, batch: int) -> None:
+        """Cuts off what a killed run wrote after its last checkpoint, at batch ``batch``."""
+        for path in self.folder.glob("events.out.tfevents.*"):
+            kept = 0
+            for event, end in _events(path):
+                if event.step > batch and event.HasField("summary"):
+                    break
+                kept = end
+                # An evaluation after the checkpoint's batch is repeated, its losses are not.
+                self._there |= {(value.tag, batch) for value in event.summary.value if event.step == batch}
+            if kept:
+                os.truncate(path, kept)
+
+    def _add(self, name: str, value: float, batch: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if (name, batch) in self._there:
+            return
+        self._write(step=batch, summary=Summary(value=[Summary.Value(tag=name, simple_value=value)]))
+
+    def _write(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        if self._writer is not None:
+            with self._or_give_up():
+                self._writer.write(Event(wall_time=time.time(), **content).SerializeToString())
+
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with suppress(AttributeError, OSError):
+                self._writer.close()
+            self._writer = None
+            warnings.warn(
+                f"cannot write TensorBoard events into {self.folder} ({error.strerror}); the run goes on without them",
+                stacklevel=4,
+            )
+
+
+def _events(path: Path) -> Iterator[tuple[Any, int]]:
+    """The whole events of a file, and where each ends in it: records of length, checksum, content
+    and checksum.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    content, position = path.read_bytes(), 0
+    while position + 12 <= len(content):
+        start = position + 12
+        end = start + int.from_bytes(content[position : position + 8], "little")
+        position = end + 4
+        if position > len(content):
+            return
+        try:
+            event = Event.FromString(content[start:end])
+        except DecodeError:  # it is not ours
+            return
+        yield event, position

@@ -1,0 +1,120 @@
+"""Logs to Weights & Biases (``pip install mose-fast[wandb]``); off unless asked for."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mose_fast.evaluate import TaskAccuracy
+from mose_fast.methods import Learner
+from mose_fast.runs.files import RunError, RunFolder, write_atomically
+from mose_fast.runs.listeners import Listener
+from mose_fast.settings.run import RunConfig
+from mose_fast.streams import Stream
+
+__all__ = ["WeightsAndBiases"]
+
+
+class WeightsAndBiases(Listener):
+    """Logs a run to Weights & Biases: losses every ``every`` batches, accuracies after every task,
+    ACC and forgetting at the end.
+
+    A run never depends on it: whatever fails there (no network, no account, a full disk) is one
+    warning, and the run continues. Without WANDB_MODE and without an API key it works offline;
+    ``wandb sync`` uploads later. A resumed run continues the same W&B run, whose id is in the run's
+    folder.
+
+    Args:
+        project: The project's name at Weights & Biases.
+        folder: The run's folder, after which the W&B run is named; wandb writes to its ``wandb/``.
+        every: Batches between two points of the loss curves.
+
+    Raises:
+        RunError: wandb is not installed.
+    """
+
+    def __init__(self, project: str, folder: str | Path, every: int = 10) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise RunError(
+                "Weights & Biases is asked for, but wandb is not installed. First: pip install 'mose-fast[wandb]'"
+            ) from error
+        self.wandb = wandb
+        self.project, self.folder, self.every = project, Path(folder), every
+        self._run: Any = None
+
+    def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        self._borders = stream.borders
+        folder = self.folder.absolute()
+        mode = os.environ.get("WANDB_MODE") or ("online" if self._has_key() else "offline")
+
+        def begin() -> None:
+            self._run = self.wandb.init(
+                project=self.project,
+                name=folder.name,
+                id=self._id(),
+                resume="allow",
+                dir=str(folder),
+                mode=mode,
+                config=config.to_dict(),
+            )
+
+        self._or_give_up(begin)
+
+    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
+        if losses is not None and batch % self.every == 0:
+            self._log({f"loss/{name}": value for name, value in losses.items()}, batch)
+
+    def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
+        values = {f"anytime_accuracy_{c}/{e}": value for c, experts in accuracy.items() for e, value in experts.items()}
+        self._log(values, batch)
+
+    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        if accuracy is not None:
+            values = {}
+            for classifier, experts in accuracy.test.items():
+                for expert, row in experts.items():
+                    values[f"accuracy_{classifier}/{expert}"] = sum(row) / len(row)
+                    if self._borders:
+                        values[f"new_task_accuracy_{classifier}/{expert}"] = row[-1]
+            self._log(values, batch)
+
+    def on_end(self, results: dict[str, Any]) -> None:
+        if self._run is not None:
+            metrics = ("acc", "af_paper", "af_released")
+            self._or_give_up(lambda: self._run.summary.update({name: results[name] for name in metrics}))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._or_give_up(lambda: self._run.finish())
+            self._run = None
+
+    def _has_key(self) -> bool:
+        return bool(os.environ.get("WANDB_API_KEY") or getattr(getattr(self.wandb, "api", None), "api_key", None))
+
+    def _id(self) -> str:
+        """The id of the folder's W&B run; a new one if there is none, as after ``--overwrite``."""
+        file = RunFolder(self.folder).wandb
+        if not file.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, secrets.token_hex(8))
+        return file.read_text(encoding="ascii")
+
+    def _log(self, values: dict[str, float], batch: int) -> None:
+        if self._run is not None:
+            self._or_give_up(lambda: self._run.log(values, step=batch))
+
+    def _or_give_up(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._run = None
+            warnings.warn(
+                f"Weights & Biases does not work ({type(error).__name__}: {error}); the run continues without it",
+                stacklevel=4,
+            )
