@@ -18,9 +18,9 @@ from torch.func import functional_call
 
 from bench.common import HEADLINE, Case, choose
 from mose_fast.losses import ExpertLosses
+from mose_fast.methods.mose import MoseOptions
 from mose_fast.nn import ExpertNetwork
 from mose_fast.optim import FlatAdam
-from mose_fast.settings.run import MoseOptions
 
 #: The target for a whole step in bf16 on a Hopper card, in microseconds.
 TARGET = 6000.0

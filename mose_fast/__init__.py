@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mose_fast._lazy import lazy_names
 from mose_fast._version import __version__
 from mose_fast.errors import MoseFastError
-from mose_fast.settings.run import METHOD_FINDERS, ConfigError, MethodSettings, MoseOptions, RunConfig, StreamConfig
+from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.threads import settle_spinning
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mose_fast.experiments.sweep import run_sweep
     from mose_fast.experiments.tune.tuning import tune
     from mose_fast.methods import METHODS, Learner, create_learner, load_learner
+    from mose_fast.methods.mose import MoseOptions
     from mose_fast.streams import StreamError
     from mose_fast.train import Listener, RunError, resume, run
 
@@ -53,6 +54,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "METHODS": "mose_fast.methods",
+        "MoseOptions": "mose_fast.methods.mose",
         "Learner": "mose_fast.methods",
         "Listener": "mose_fast.train",
         "RunError": "mose_fast.train",
@@ -71,13 +73,3 @@ __getattr__ = lazy_names(
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _settings_of(method: str) -> MethodSettings | None:
-    """The options and presets of any method but MOSE, whose own are part of the settings."""
-    from mose_fast.learner.registry import find_settings
-
-    return find_settings(method)
-
-
-METHOD_FINDERS.append(_settings_of)

@@ -11,8 +11,9 @@ import pytest
 
 import mose_fast
 from build_tools.settings_page import PAGE, page
+from mose_fast.methods.mose import MOSE_PRESETS, MoseOptions
 from mose_fast.settings.knob import as_text, settings_of
-from mose_fast.settings.run import MOSE_PRESETS, ConfigError, MoseOptions, RunConfig, StreamConfig
+from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 
 
 def test_presets_differ_where_paper_and_released_code_do():

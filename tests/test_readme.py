@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import mose_fast
-from mose_fast.settings.run import MoseOptions, RunConfig
+from mose_fast.methods.mose import MoseOptions
+from mose_fast.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mose_fast.methods import METHODS
-from mose_fast.settings.run import MOSE_PRESETS, MoseOptions
+from mose_fast.methods.mose import MOSE_PRESETS, MoseOptions
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "specification"

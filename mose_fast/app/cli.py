@@ -32,11 +32,10 @@ from mose_fast.learner.named_settings import (
     with_absolute_paths,
     with_changes,
 )
-from mose_fast.method_list import listed_methods
 from mose_fast.output import Guarded, guarded_output
 from mose_fast.runs.files import RunError, RunFolder, check_folders
 from mose_fast.settings.knob import as_text, settings_of, usual_name
-from mose_fast.settings.run import MOSE_PRESETS, ConfigError, RunConfig, StreamConfig
+from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.signals import raised_at_once
 
 # Commands import the rest when they need it: torch, pandas and scipy take seconds to import, and
@@ -69,18 +68,18 @@ class _Parser(argparse.ArgumentParser):
         """A hint at what was probably meant: a flag of this command or a setting for ``--set``."""
         given = flag.partition("=")[0].lstrip("-").replace("-", "_")
         flags = {option for action in self._actions for option in action.option_strings}
-        of_setting = {name: f"--{known.flag}" for name, known in _FLAGS.items() if f"--{known.flag}" in flags}
-        settings = (
-            {name.removeprefix("options."): name for name in all_settings(RunConfig.method)} if "--set" in flags else {}
-        )
-        names = [*settings, *(option.lstrip("-").replace("-", "_") for option in flags)]
-        for name in (usual_name(given), *get_close_matches(given, names, n=1)):
-            meant = of_setting.get(settings.get(name, name), f"--{name.replace('_', '-')}")
-            if meant in flags:
-                return f"; did you mean {meant}?"
-            if name in settings:
-                return f"; wanted --set {name}=VALUE"
-        return ""
+        named = {option.lstrip("-").replace("-", "_"): option for option in flags}
+        named |= {name: f"--{known.flag}" for name, known in _FLAGS.items() if f"--{known.flag}" in flags}
+        usual = usual_name(given)
+        for name in (usual, *get_close_matches(given, named, n=1, cutoff=0.75)):
+            if name in named:
+                return f"; did you mean {named[name]}?"
+        if "--set" not in flags:
+            return ""
+        # Only now, since the switches of a method need torch.
+        settings = [name.removeprefix("options.") for name in all_settings(RunConfig.method)]
+        found = [name for name in (usual, *get_close_matches(given, settings, n=1)) if name in settings]
+        return f"; wanted --set {found[0]}=VALUE" if found else ""
 
 
 # Titles of the groups of flags, by the role of the settings.
@@ -249,8 +248,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     table.add_argument("name", metavar="NAME", help="a table of `mose-fast list paper`, or all")
     table.add_argument("--seeds", metavar="0-14", help="numbers and ranges, 0-4 or 0,1,5-9; the paper uses 15 [0-2]")
-    presets = " or ".join(MOSE_PRESETS)
-    table.add_argument("--preset", metavar="NAME", help=f"MOSE's preset: {presets} [{RunConfig.preset}]")
+    table.add_argument("--preset", metavar="NAME", help=f"MOSE's preset: released or paper [{RunConfig.preset}]")
     table.add_argument(
         "--baselines", metavar="NAME", help="the other methods' preset: table or sources, their own values [table]"
     )
@@ -413,7 +411,7 @@ def _changes(
     one that is run.
     """
     given = vars(arguments)
-    changes = {name: given[name] for name in _FLAGS if name in given}
+    changes = {name: setting.check(given[name]) for name, setting in _FLAGS.items() if name in given}
     assigned = [assignment(text, "--set") for text in given.get("set", [])]
     method = dict(assigned).get("method", changes.get("method", base.method if base else RunConfig.method))
     known = {name: setting for one in methods or [method] for name, setting in all_settings(one).items()}
@@ -670,9 +668,12 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     if arguments.what == "methods":
+        from mose_fast.methods import find_method, method_names
+
+        abouts = {name: find_method(name).about for name in sorted(method_names())}
         rows = [
-            (m.name, f"{m.year}  {m.cost:5.2f}x  {m.reference} (presets {', '.join(m.presets)})")
-            for m in listed_methods()
+            (name, f"{a.year}  {a.cost:5.2f}x  {a.reference} (presets {', '.join(a.presets)})")
+            for name, a in abouts.items()
         ]
         rows.append(
             ("file.py:Name", "a method of your own: docs/adding_a_method.md; 2x: a step costs twice as much as ER's")

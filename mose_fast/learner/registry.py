@@ -145,6 +145,11 @@ def check_learner(learner: Any, owner: str) -> None:
         )
 
 
+def import_own_methods() -> None:
+    """Enters this package's methods, whose files import this module."""
+    importlib.import_module("mose_fast.methods")
+
+
 def find_method(name: str) -> type[Learner] | None:
     """The learner with this name, of an entry point with this name, or of ``path/to/file.py:Name``;
     None if there is none.
@@ -152,6 +157,7 @@ def find_method(name: str) -> type[Learner] | None:
     Raises:
         ConfigError: The file or entry point cannot be used.
     """
+    import_own_methods()
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = (name, "", "") if name.endswith(".py") else name.rpartition(":")
@@ -249,13 +255,8 @@ def _named_by(file: Path, root: Path) -> list[Path]:
 
 def method_names() -> list[str]:
     """The names of all methods of this package and of installed packages."""
+    import_own_methods()
     return [*dict.fromkeys([*METHODS, *(entry.name for entry in entry_points(group=ENTRY_POINTS))])]
-
-
-def find_settings(name: str) -> MethodSettings | None:
-    """The settings of a method that is not in the table of ``method_settings``."""
-    learner = find_method(name)
-    return None if learner is None else METHOD_SETTINGS[name]
 
 
 def warn_of_other_protocol(config: RunConfig) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mose_fast.nn import ExpertOutputs
 from mose_fast.ops.expert_losses import expert_losses
-from mose_fast.settings.run import MoseOptions
+from mose_fast.settings.run import MethodOptions
 
 __all__ = ["ExpertLosses"]
 
@@ -17,12 +17,12 @@ class ExpertLosses(nn.Module):
     section 5.4).
 
     Args:
-        options: MOSE's options; read are ``temperature``, ``cross_entropy``, ``contrastive``,
+        options: MOSE's; read are ``temperature``, ``cross_entropy``, ``contrastive``,
             ``distillation``, ``rsd_reduction``, ``student``, ``separate_cross_entropy`` and
             ``buffer_weight``.
     """
 
-    def __init__(self, options: MoseOptions) -> None:
+    def __init__(self, options: MethodOptions) -> None:
         super().__init__()
         self.options = options
 

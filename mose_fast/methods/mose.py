@@ -3,25 +3,271 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mose_fast.augment import ViewInputs
 from mose_fast.augment.views import padded
 from mose_fast.device import upload
 from mose_fast.learner.base import Learner, Planning, class_mask
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.registry import Preset, method
 from mose_fast.losses import ExpertLosses
-from mose_fast.methods.mose_rows import Composition, StepPlan, StepRows, StepViews, Targets
 from mose_fast.nn import ExpertNetwork
-from mose_fast.settings.run import MOSE_PRESETS, MoseOptions, RunConfig
+from mose_fast.settings.knob import Search, documented
+from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES, ConfigError, ReplayOptions, RunConfig, knob
 
-__all__ = ["Mose"]
+__all__ = ["MOSE_PRESETS", "Composition", "Mose", "MoseOptions", "StepPlan", "StepRows", "StepViews", "Targets"]
 
 _PARTS = ("contrastive", "cross_entropy", "distillation")
+
+
+@documented
+@dataclass(frozen=True)
+class MoseOptions(ReplayOptions):
+    """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in
+    :data:`MOSE_PRESETS`.
+    """
+
+    # The network
+    experts: int = knob(
+        4, "branch points, 1 to 8; 4: after each residual stage", "paper 4.1; released; code's history", low=1, below=9
+    )
+    attention: bool = knob(
+        True, "attention gate before the alignment of every expert but the last", "only in the released code"
+    )
+    adapter: bool = knob(True, "Linear(D, D) on the student's feature before distillation", "only in the released code")
+    projection: int = knob(128, "width of the contrastive projection", "paper, appendix; released", low=1)
+
+    # The losses
+    cross_entropy: str = knob(
+        "all", "experts with cross-entropy", "paper, ablation table", choices=("off", "last", "all")
+    )
+    contrastive: str = knob(
+        "all", "experts with supervised contrastive loss", "paper, ablation table", choices=("off", "last", "all")
+    )
+    distillation: str = knob(
+        "rsd",
+        "distillation between experts",
+        "paper 4.2 and table SD vs. RSD",
+        choices={"rsd": "the experts teach the student", "sd": "the student teaches them", "off": ""},
+    )
+    student: int | None = knob(
+        None,
+        "expert that is distilled into, from 1",
+        "paper, appendix on RSD variations",
+        low=1,
+        below=9,
+        none="the deepest",
+    )
+    rsd_reduction: str = knob(
+        "frobenius",
+        "norm of the distillation's differences",
+        "released: one norm; paper: eq. RSD averages",
+        choices={"frobenius": "one norm of the whole batch's difference", "mean_of_norms": "per image, averaged"},
+    )
+    separate_cross_entropy: bool = knob(
+        True,
+        "new rows use only the current task's classes; false: one cross-entropy over all rows and classes",
+        "paper, eq. new CE; released",
+    )
+    buffer_weight: float = knob(
+        2.0,
+        "weight of the buffer rows' cross-entropy",
+        "released: 2; paper: 1",
+        low=0,
+        search=Search(0.5, 8, log=True, source="choice: around the paper's 1 and the released 2"),
+    )
+    temperature: float = knob(
+        0.07, "temperature of the contrastive loss", "released; SCR", above=0, search=CONTRASTIVE_TEMPERATURES
+    )
+
+    # The composition of a step
+    new_extra: int = knob(
+        22,
+        "rows of the current task drawn from memory into the new set, at most",
+        "released: 64 / 2 - 10; paper: none",
+        low=0,
+    )
+    incoming_copies: bool = knob(
+        True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only"
+    )
+    replay_from: str = knob(
+        "others",
+        "tasks that buffer rows come from",
+        "released: others; paper: the memory",
+        choices={"others": "every task but the current", "all": ""},
+    )
+    per_class_cap: int | None = knob(
+        7, "old rows for each class seen so far, at most", "released: 7; paper: none", low=1, none="no cap"
+    )
+    first_task: str = knob(
+        "joint",
+        "task 0",
+        "released: joint; paper: same",
+        choices={
+            "joint": "memory rows join the new set and one cross-entropy covers all classes",
+            "same": "as later tasks",
+        },
+    )
+    skip_first_batch: bool = knob(
+        True,
+        "the first batch of the stream only enters the memory",
+        "released (its memory is empty then); paper: trained on",
+    )
+    current_classes: str = knob(
+        "seen",
+        "classes of the current task",
+        "released: seen; paper: C^t",
+        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
+    )
+    inner_views: int = knob(
+        2,
+        "fixed copies of every row",
+        "released: 2; the paper describes 4 and doubles: 2",
+        choices={1: "", 2: "mirror", 4: "each half mirrored or not", 16: "and quarter turns"},
+    )
+
+    # The classifier of predict()
+    expert: str = knob(
+        "last",
+        "expert that predict() uses: last | 1 ... experts | mean (over all experts)",
+        "paper: MOSE is the last expert, MOE-MOSE the mean",
+        pattern="last|mean|[1-8]",
+        wanted="last, mean, or an expert from 1 to 8",
+        cost=False,
+    )
+    mean_of_experts: str = knob(
+        "distance",
+        "what the mean of experts averages",
+        "released: distance; paper 4.2: logits",
+        choices={"distance": "squared, to class means", "logit": ""},
+        cost=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("student", "expert"):
+            value = getattr(self, name)
+            if str(value).isdigit() and int(value) > self.experts:
+                raise ConfigError(f"options.{name} is {value!r}; wanted at most options.experts, {self.experts}")
+        if self.cross_entropy == "off" and self.contrastive == "off":
+            raise ConfigError(
+                "options.cross_entropy and options.contrastive are both 'off'; wanted at least one loss to train with"
+            )
+
+    @property
+    def student_index(self) -> int:
+        """The student's position among the experts, from 0."""
+        return (self.student or self.experts) - 1
+
+
+#: What each preset sets differently from :class:`MoseOptions`' defaults. ``released`` is the
+#: default itself.
+MOSE_PRESETS: dict[str, dict[str, Any]] = {
+    "released": {},
+    "paper": {
+        "attention": False,
+        "adapter": False,
+        "rsd_reduction": "mean_of_norms",
+        "buffer_weight": 1.0,
+        "new_extra": 0,
+        "incoming_copies": False,
+        "replay_from": "all",
+        "per_class_cap": None,
+        "first_task": "same",
+        "skip_first_batch": False,
+        "current_classes": "task",
+        "augment": "simclr",
+        "mean_of_experts": "logit",
+    },
+}
+
+
+class Composition(NamedTuple):
+    """Numbers of rows of a step by their origin: the new set is ``incoming`` and ``current``, the
+    buffer set ``copies`` and ``old``.
+    """
+
+    incoming: int
+    current: int
+    copies: int
+    old: int
+
+
+class StepPlan(NamedTuple):
+    """A step's data, chosen without looking at the model.
+
+    It contains copies of the rows, never slots of the memory, which later plans may overwrite
+    before the step is taken.
+
+    Attributes:
+        images: uint8 [R, H, W, 3]: the rows of the new set, then those of the buffer set.
+        labels: int64 [R].
+        composition: Numbers of rows by origin; R is their sum.
+        current_classes: bool [K], the current task's classes; None: one cross-entropy over all rows
+        and classes.
+        sequence: Number of the step among those that draw views.
+    """
+
+    images: Tensor
+    labels: Tensor
+    composition: Composition
+    current_classes: Tensor | None
+    sequence: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of rows of the new set and of the buffer set."""
+        return self.composition.incoming + self.composition.current, self.composition.copies + self.composition.old
+
+
+class Targets(NamedTuple):
+    """What the losses of a step compare its views with: tensors of one shape for every step of a
+    kind, once they are padded.
+
+    Attributes:
+        labels: int64 [V], by view; 0 for padding.
+        new_views: Views of the new set, which come first; an int32 scalar on the device where the
+            inputs are padded.
+        current_classes: See :class:`StepPlan`.
+        valid_views: Views that are not padding, likewise; None where none is.
+    """
+
+    labels: Tensor
+    new_views: int | Tensor
+    current_classes: Tensor | None
+    valid_views: Tensor | None
+
+
+class StepRows(NamedTuple):
+    """The inputs of a step that makes its views itself.
+
+    Attributes:
+        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding.
+        views: What decides the views; those of padding come last.
+        targets: See :class:`Targets`.
+    """
+
+    images: Tensor
+    views: ViewInputs
+    targets: Targets
+
+
+class StepViews(NamedTuple):
+    """The inputs of a step whose views were made before.
+
+    Attributes:
+        views: float32 [V, 3, H, W].
+        targets: See :class:`Targets`.
+    """
+
+    views: Tensor
+    targets: Targets
 
 
 @method(

@@ -2,8 +2,8 @@
 
 Each is declared once, by :func:`.knob.knob`; docs/settings.md lists them all. Sources are
 abbreviated: *paper* is the CVPR 2024 text taken literally, *released* is the authors' public code
-(AnAppleCore/MOSE, commit c24a0e6), *choice* is ours where neither decides. :data:`MOSE_PRESETS`
-pins every switch of :class:`MoseOptions` for both presets.
+(AnAppleCore/MOSE, commit c24a0e6), *choice* is ours where neither decides. A method's own options
+and presets are in its file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
@@ -44,16 +45,13 @@ __all__ = [
     "CONTRASTIVE_TEMPERATURES",
     "ENTRY_POINTS",
     "LEARNING_RATES",
-    "METHOD_FINDERS",
     "METHOD_SETTINGS",
-    "MOSE_PRESETS",
     "RECIPES",
     "WEIGHT_DECAYS",
     "WITHOUT_BORDERS",
     "ConfigError",
     "MethodOptions",
     "MethodSettings",
-    "MoseOptions",
     "RunConfig",
     "StreamConfig",
     "knob",
@@ -329,168 +327,6 @@ class ReplayOptions(MethodOptions):
     )
 
 
-@documented
-@dataclass(frozen=True)
-class MoseOptions(ReplayOptions):
-    """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in
-    :data:`MOSE_PRESETS`.
-    """
-
-    # The network
-    experts: int = knob(
-        4, "branch points, 1 to 8; 4: after each residual stage", "paper 4.1; released; code's history", low=1, below=9
-    )
-    attention: bool = knob(
-        True, "attention gate before the alignment of every expert but the last", "only in the released code"
-    )
-    adapter: bool = knob(True, "Linear(D, D) on the student's feature before distillation", "only in the released code")
-    projection: int = knob(128, "width of the contrastive projection", "paper, appendix; released", low=1)
-
-    # The losses
-    cross_entropy: str = knob(
-        "all", "experts with cross-entropy", "paper, ablation table", choices=("off", "last", "all")
-    )
-    contrastive: str = knob(
-        "all", "experts with supervised contrastive loss", "paper, ablation table", choices=("off", "last", "all")
-    )
-    distillation: str = knob(
-        "rsd",
-        "distillation between experts",
-        "paper 4.2 and table SD vs. RSD",
-        choices={"rsd": "the experts teach the student", "sd": "the student teaches them", "off": ""},
-    )
-    student: int | None = knob(
-        None,
-        "expert that is distilled into, from 1",
-        "paper, appendix on RSD variations",
-        low=1,
-        below=9,
-        none="the deepest",
-    )
-    rsd_reduction: str = knob(
-        "frobenius",
-        "norm of the distillation's differences",
-        "released: one norm; paper: eq. RSD averages",
-        choices={"frobenius": "one norm of the whole batch's difference", "mean_of_norms": "per image, averaged"},
-    )
-    separate_cross_entropy: bool = knob(
-        True,
-        "new rows use only the current task's classes; false: one cross-entropy over all rows and classes",
-        "paper, eq. new CE; released",
-    )
-    buffer_weight: float = knob(
-        2.0,
-        "weight of the buffer rows' cross-entropy",
-        "released: 2; paper: 1",
-        low=0,
-        search=Search(0.5, 8, log=True, source="choice: around the paper's 1 and the released 2"),
-    )
-    temperature: float = knob(
-        0.07, "temperature of the contrastive loss", "released; SCR", above=0, search=CONTRASTIVE_TEMPERATURES
-    )
-
-    # The composition of a step
-    new_extra: int = knob(
-        22,
-        "rows of the current task drawn from memory into the new set, at most",
-        "released: 64 / 2 - 10; paper: none",
-        low=0,
-    )
-    incoming_copies: bool = knob(
-        True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only"
-    )
-    replay_from: str = knob(
-        "others",
-        "tasks that buffer rows come from",
-        "released: others; paper: the memory",
-        choices={"others": "every task but the current", "all": ""},
-    )
-    per_class_cap: int | None = knob(
-        7, "old rows for each class seen so far, at most", "released: 7; paper: none", low=1, none="no cap"
-    )
-    first_task: str = knob(
-        "joint",
-        "task 0",
-        "released: joint; paper: same",
-        choices={
-            "joint": "memory rows join the new set and one cross-entropy covers all classes",
-            "same": "as later tasks",
-        },
-    )
-    skip_first_batch: bool = knob(
-        True,
-        "the first batch of the stream only enters the memory",
-        "released (its memory is empty then); paper: trained on",
-    )
-    current_classes: str = knob(
-        "seen",
-        "classes of the current task",
-        "released: seen; paper: C^t",
-        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
-    )
-    inner_views: int = knob(
-        2,
-        "fixed copies of every row",
-        "released: 2; the paper describes 4 and doubles: 2",
-        choices={1: "", 2: "mirror", 4: "each half mirrored or not", 16: "and quarter turns"},
-    )
-
-    # The classifier of predict()
-    expert: str = knob(
-        "last",
-        "expert that predict() uses: last | 1 ... experts | mean (over all experts)",
-        "paper: MOSE is the last expert, MOE-MOSE the mean",
-        pattern="last|mean|[1-8]",
-        wanted="last, mean, or an expert from 1 to 8",
-        cost=False,
-    )
-    mean_of_experts: str = knob(
-        "distance",
-        "what the mean of experts averages",
-        "released: distance; paper 4.2: logits",
-        choices={"distance": "squared, to class means", "logit": ""},
-        cost=False,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("student", "expert"):
-            value = getattr(self, name)
-            if str(value).isdigit() and int(value) > self.experts:
-                raise ConfigError(f"options.{name} is {value!r}; wanted at most options.experts, {self.experts}")
-        if self.cross_entropy == "off" and self.contrastive == "off":
-            raise ConfigError(
-                "options.cross_entropy and options.contrastive are both 'off'; wanted at least one loss to train with"
-            )
-
-    @property
-    def student_index(self) -> int:
-        """The student's position among the experts, from 0."""
-        return (self.student or self.experts) - 1
-
-
-#: What each preset sets differently from :class:`MoseOptions`' defaults. ``released`` is the
-#: default itself.
-MOSE_PRESETS: dict[str, dict[str, Any]] = {
-    "released": {},
-    "paper": {
-        "attention": False,
-        "adapter": False,
-        "rsd_reduction": "mean_of_norms",
-        "buffer_weight": 1.0,
-        "new_extra": 0,
-        "incoming_copies": False,
-        "replay_from": "all",
-        "per_class_cap": None,
-        "first_task": "same",
-        "skip_first_batch": False,
-        "current_classes": "task",
-        "augment": "simclr",
-        "mean_of_experts": "logit",
-    },
-}
-
-
 class MethodSettings(NamedTuple):
     """What a configuration must know of a method: the type of its options, and by preset what
     differs from their defaults.
@@ -515,16 +351,13 @@ class MethodSettings(NamedTuple):
         return name
 
 
-#: Settings of every method by name; the modules in :mod:`mose_fast.methods` enter theirs.
-METHOD_SETTINGS: dict[str, MethodSettings] = {"mose": MethodSettings(MoseOptions, MOSE_PRESETS)}
+#: Settings of every method that was found, by name; the decorator
+#: :func:`mose_fast.methods.method` enters them.
+METHOD_SETTINGS: dict[str, MethodSettings] = {}
 
 #: Group of entry points with which an installed package provides methods:
 #: ``name = "package.module:Class"``.
 ENTRY_POINTS = "mose_fast.methods"
-
-#: Asked in turn for a name that is not in the table; ``mose_fast`` adds the one that imports the
-#: methods and knows outside files.
-METHOD_FINDERS: list[Callable[[str], MethodSettings | None]] = []
 
 
 def method_settings(name: str) -> MethodSettings:
@@ -535,12 +368,10 @@ def method_settings(name: str) -> MethodSettings:
     """
     name = plain(name)
     if isinstance(name, str) and usable_path(name):
-        if name in METHOD_SETTINGS:
+        # By its name and late: methods need torch, and no other setting does.
+        registry = import_module("mose_fast.learner.registry")
+        if registry.find_method(name) is not None:
             return METHOD_SETTINGS[name]
-        for find in METHOD_FINDERS:
-            settings = find(name)
-            if settings is not None:
-                return settings
     raise ConfigError(
         f"method is {shown(name)}, which is unknown (one in a file of yours: path/to/file.py:Name)"
         f"{near_matches(str(name), list(METHOD_SETTINGS))}"
@@ -561,7 +392,9 @@ class RunConfig(Declared):
         cost=False,  # `options` holds what it expands to
     )
     stream: StreamConfig = field(default_factory=StreamConfig, metadata={"table": "what arrives"})
-    options: MethodOptions = field(default_factory=MoseOptions, metadata={"table": "the method's switches"})
+    options: MethodOptions = field(
+        default_factory=lambda: method_settings("mose").options(), metadata={"table": "the method's switches"}
+    )
     memory: int = _problem(1000, "images that the replay memory holds", "paper 5.1", low=1, flag=True)
     evaluate_on: str = _problem(
         "test",

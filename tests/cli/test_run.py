@@ -11,7 +11,8 @@ import pytest
 from mose_fast import _dali, streams, train
 from mose_fast.app.cli import build_parser, read_settings
 from mose_fast.methods import METHODS
-from mose_fast.settings.run import MOSE_PRESETS, ConfigError, RunConfig
+from mose_fast.methods.mose import MOSE_PRESETS
+from mose_fast.settings.run import ConfigError, RunConfig
 
 JITTER = "not dali, whose colour jitter gives other pixels"
 

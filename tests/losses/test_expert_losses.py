@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from mose_fast.losses import ExpertLosses
+from mose_fast.methods.mose import MoseOptions
 from mose_fast.nn import ExpertNetwork
 from mose_fast.reference.expert_losses import contrastive_loss, expert_losses, masked_cross_entropy, self_distillation
-from mose_fast.settings.run import MoseOptions
 
 
 def double(*shape: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mose_fast.methods import Mose, PlannedBatch, create_learner
-from mose_fast.methods.mose_rows import Composition, StepPlan
+from mose_fast.methods.mose import Composition, StepPlan
 from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import create
 

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mose_fast.methods.mose import MOSE_PRESETS, MoseOptions
 from mose_fast.nn import BRANCH_POINTS, ClassMeans, ExpertNetwork, classify, count_cost
 from mose_fast.nn.backbone import PointwiseConv2d
-from mose_fast.settings.run import MOSE_PRESETS, MoseOptions
 
 
 def parameters(module: torch.nn.Module) -> int:

@@ -16,11 +16,12 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mose_fast import streams
+from mose_fast.methods.mose import MoseOptions
 from mose_fast.runs import clock as clock_module
 from mose_fast.runs.clock import Clock
 from mose_fast.runs.files import RunFolder
 from mose_fast.runs.results import schema, summary
-from mose_fast.settings.run import MoseOptions, RunConfig, StreamConfig
+from mose_fast.settings.run import RunConfig, StreamConfig
 from mose_fast.train import Interrupted, Listener, resume, run
 from mose_fast.train import loop as loop_module
 
