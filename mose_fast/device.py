@@ -17,6 +17,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from mose_fast.settings.knob import ConfigError, plain
+
 __all__ = [
     "CAPTURING",
     "Choice",
@@ -27,6 +29,7 @@ __all__ = [
     "own_stream",
     "peak_bytes",
     "processor",
+    "resolve_device",
     "upload",
 ]
 
@@ -152,3 +155,30 @@ def peak_bytes() -> int:
     """The largest resident memory that this process has had, in bytes."""
     # psutil tells the peak on Windows only. Linux counts in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resolve_device(name: str | torch.device) -> torch.device:
+    """The device that a configuration's ``device`` means on this machine.
+
+    Raises:
+        ConfigError: The card that is asked for does not exist.
+    """
+    name = plain(name)
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            why = (
+                "this torch was built without CUDA"
+                if torch.version.cuda is None
+                else "torch sees no GPU (is there a driver?)"
+            )
+            raise ConfigError(
+                f"device is {name!r}, but {why}; wanted a machine with an NVIDIA GPU, or cpu", instead=("device", "cpu")
+            )
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device is {name!r}, but this machine has {torch.cuda.device_count()} GPU(s); wanted a lower number"
+            )
+    return device

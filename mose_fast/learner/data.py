@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from mose_fast.nn import check_image_size
 from mose_fast.settings.knob import MASKED, is_masked, plain
 from mose_fast.settings.run import ConfigError, shown
 
-__all__ = ["IMAGE_SIZE", "DataPlane", "DataRecord", "check_stream", "plain_tensor"]
+__all__ = ["IMAGE_SIZE", "DataPlane", "DataRecord", "check_stream", "class_mask", "plain_tensor"]
 
 #: (H, W) of images, where nothing else is said: CIFAR's.
 IMAGE_SIZE = (32, 32)
@@ -77,6 +77,13 @@ def plain_tensor(values: Any, what: str) -> Tensor:
     if is_masked(values):
         raise ValueError(f"{what} is {MASKED}")
     return torch.as_tensor(values)
+
+
+def class_mask(count: int, device: torch.device, classes: Iterable[int]) -> Tensor:
+    """bool [count] on a device, True for some classes."""
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[list(classes)] = True
+    return upload(mask, device)
 
 
 class DataRecord(NamedTuple):

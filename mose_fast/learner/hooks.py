@@ -1,71 +1,245 @@
-"""Checks of what a method's own functions return. Each refusal is one line that names the function,
-its class, what came and what was wanted.
-"""
+"""What a method defines: how its rows are chosen, its network and its step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from mose_fast.settings.run import ConfigError, shown
+from mose_fast.learner.data import DataPlane, class_mask
+from mose_fast.memory import BalancedMemory, ReplayMemory
+from mose_fast.nn import ExpertNetwork
+from mose_fast.optim import FlatAdam
+from mose_fast.settings.run import RunConfig
 
-__all__ = ["are_plain", "are_scalars", "are_slots", "are_views", "check_returned"]
+if TYPE_CHECKING:
+    from mose_fast.learner.registry import About
+
+__all__ = ["MethodHooks", "Planning"]
 
 
-def check_returned(learner: object, hook: str, found: Any, fits: bool, wanted: str) -> None:
-    """Refuses what the function ``hook`` of a learner's class returned unless it ``fits``."""
-    if not fits:
-        raise ConfigError(f"{type(learner).__qualname__}.{hook} returned {_told(found)}; wanted {wanted}")
+class Planning(IntEnum):
+    """How far ahead of training batches can be planned. Each value allows more than the last."""
+
+    #: The rows to replay or to store are chosen by looking at the network.
+    LOOKS_AT_MODEL = 0
+    #: Rows are chosen without the network, but one batch at a time.
+    BATCH_BY_BATCH = 1
+    #: Neither ``plan`` nor ``store`` looks at the model or at what training changes: several
+    #: batches are planned, and the memory filled, before the first of their steps is taken.
+    AHEAD = 2
+    #: In addition, ``train_on`` can be captured as a CUDA graph: it reads only its inputs and
+    #: tensors with fixed addresses, and never waits for the card. On a card, losses are read only
+    #: after later steps were launched.
+    CAPTURED = 3
 
 
-def are_slots(found: Any, low: int, below: int, count: int | None = None) -> bool:
-    """Whether ``found`` is int64 [count], or of any length, in ``low`` ... ``below`` - 1.
-
-    On a card its values are not looked at, since the host would wait.
+class MethodHooks(ABC):
+    """What a method overrides of :class:`mose_fast.methods.Learner`, its subclass. Four functions
+    have no default; :class:`mose_fast.methods.ReplayLearner` defines these for one network and
+    replayed rows.
     """
-    if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.dim() != 1:
+
+    config: RunConfig
+    classes: int
+    device: torch.device
+    data: DataPlane
+    kernels: str
+
+    #: How far ahead of training batches can be planned.
+    planning: ClassVar[Planning] = Planning.BATCH_BY_BATCH
+
+    #: Why steps are not captured, after "it", where ``planning`` is not ``CAPTURED``.
+    not_captured: ClassVar[str] = "does not say that its steps can be captured"
+
+    #: True for the upper bound: the loop presents the stream as a single, shuffled task.
+    joint_stream: ClassVar[bool] = False
+
+    #: True if every forward pass in training goes through :meth:`Model.forward`, so that the
+    #: optimiser may keep bf16 copies of the weights for it.
+    uses_shadows: ClassVar[bool] = False
+
+    #: Why the method cannot do without task boundaries, as the end of a sentence about it; empty if
+    #: it can. Such a method refuses a stream of one task.
+    needs_boundaries: ClassVar[str] = ""
+
+    #: Whether predictions leave out classes that have not come yet; for methods whose losses never
+    #: push the logits of such classes down.
+    hides_unseen: ClassVar[bool] = False
+
+    #: What the method does if the whole stream is one task, as the end of a sentence about it; the
+    #: key is a switch and its value that needs task boundaries. docs/methods.md lists these, and a
+    #: learner whose options have such a value warns.
+    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
+        ("review", True): "reviews the memory once, at the end of the whole stream",
+        ("optimiser_per_task", True): "keeps its moments to the end",
+    }
+
+    #: Year, reference, cost and presets; the decorator :func:`mose_fast.methods.method` sets it.
+    about: ClassVar[About]
+
+    # What the functions below find here
+
+    @property
+    def memory(self) -> ReplayMemory:
+        """The replay memory."""
+        return self.data.memory
+
+    @property
+    def task(self) -> int | None:
+        """The current task; None before the first."""
+        return self.data.task
+
+    @property
+    def seen(self) -> list[int]:
+        """All labels seen so far, in order of appearance."""
+        return self.data.seen
+
+    def mask(self, classes: Iterable[int]) -> Tensor:
+        """bool [K] on the device, True for these classes."""
+        return class_mask(self.classes, self.device, classes)
+
+    # The data
+
+    def build_memory(self) -> ReplayMemory:
+        """Builds the empty replay memory. Methods override it for another policy, or to store more
+        for each slot.
+        """
+        config = self.config
+        balanced = config.options.memory_policy == "balanced"
+        kind = partial(BalancedMemory, classes=self.classes) if balanced else ReplayMemory
+        return kind(config.memory, self.image_size, seed=config.seed, device=self.device)
+
+    @abstractmethod
+    def plan(self, x: Tensor, y: Tensor) -> Any:
+        """Chooses the rows of the step for an incoming batch; None if the batch trains nothing.
+
+        Args:
+            x: uint8 [B, H, W, 3] on the learner's device.
+            y: int64 [B] on the learner's device, registered in ``seen`` and ``current``. The memory
+                does not contain the batch yet.
+        """
+
+    @abstractmethod
+    def rehearsal(self, slots: Tensor) -> Any:
+        """The plan of a step on memory slots only."""
+
+    def inputs(self, plan: Any, stored: Tensor | None = None) -> Any:
+        """The inputs of a plan's step, made when the plan is made; by default the plan itself.
+
+        If steps are captured, they are a tuple of tensors, plain values and such tuples or
+        dictionaries. Steps whose tensors have equal shapes and whose plain values are equal share a
+        graph.
+
+        Args:
+            plan: The result of :meth:`plan` or :meth:`rehearsal`.
+            stored: int64 [B], the result of :meth:`store` if the batch was stored before its last
+                step, which this is.
+        """
+        return plan
+
+    def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        """Offers a batch to the memory after its training step. The arguments are those of
+        :meth:`observe`, checked and on the device.
+
+        Returns:
+            int64 [B]: the slot of each item now, -1 if it was not stored.
+        """
+        return self.memory.insert(x, y, self.task, index)
+
+    def on_stored(self, x: Tensor, slots: Tensor) -> bool:
+        """Called for a batch that was stored and trains nothing, in its turn among the steps.
+
+        Args:
+            x: uint8 [B, H, W, 3], the images.
+            slots: int64 [B], the result of :meth:`store`.
+
+        Returns:
+            Whether anything has changed.
+        """
         return False
-    if count is not None and len(found) != count:
-        return False
-    return found.is_cuda or not len(found) or (int(found.min()) >= low and int(found.max()) < below)
 
+    def describe(self, plan: Any) -> str:
+        """Describes the size of a plan's step, for messages."""
+        return "a plan of its own"
 
-def are_views(found: Any) -> bool:
-    """Whether ``found`` is float [V, 3, H, W]."""
-    return isinstance(found, Tensor) and found.is_floating_point() and found.dim() == 4 and found.shape[1] == 3
+    # The model
 
+    @abstractmethod
+    def build_network(self) -> ExpertNetwork:
+        """Builds the untrained network; PyTorch's random state was set from the weights' seed."""
 
-def are_plain(found: Any) -> bool:
-    """Whether ``found`` is a dictionary with names for tensors, plain values and tuples of them."""
-    return _by_name(found) and all(isinstance(leaf, Tensor | int | float | str | None) for leaf in tree_leaves(found))
+    def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
+        """Builds the optimiser of all parameters of the network."""
+        o = self.config.options
+        settings = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": o.weight_decay}
+        if self.kernels == "fused":
+            shadow_dtype = torch.bfloat16 if self.shadowed else None
+            return FlatAdam(network.parameters(), **settings, shadow_dtype=shadow_dtype)
+        # PyTorch's fused optimisers can skip a step without the host knowing.
+        how = {"fused": True, "capturable": True} if self.reads_losses_late else {}
+        return torch.optim.Adam(network.parameters(), **settings, **how)
 
+    def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
+        """Takes one of the ``iterations`` on a batch, which is given as for :meth:`plan`: one step,
+        unless a method takes several.
+        """
+        plan = self.plan(x, y)
+        return None if plan is None else self.step(self.inputs(plan))
 
-def are_scalars(found: Any) -> bool:
-    """Whether ``found`` is a dictionary with names for floating-point scalars, at least one."""
-    return (
-        _by_name(found)
-        and bool(found)
-        and all(
-            isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 0 for value in found.values()
-        )
-    )
+    @abstractmethod
+    def train_on(self, inputs: Any) -> dict[str, Tensor]:
+        """Takes one training step: views, forward pass, losses, backward pass and optimiser. It
+        does not count the step.
 
+        Args:
+            inputs: The result of :meth:`inputs`.
 
-def _by_name(found: Any) -> bool:
-    return isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
+        Returns:
+            The step's losses by name, as scalars on the learner's device; the first is the
+            minimised loss, as :meth:`Model.minimise` returns it.
+        """
 
+    def on_task_end(self) -> None:
+        """Called at the end of a task, when all planned steps were taken; by default the review,
+        where the options have it. Methods that train here call :meth:`after_step` after every step.
+        """
+        if self.config.options.review and self.config.train_on != "final_memory":
+            self.review()
 
-def _told(found: Any) -> str:
-    """What a value is, in a few words."""
-    if isinstance(found, Tensor):
-        ends = ""
-        if found.device.type == "cpu" and found.numel() and found.dtype == torch.int64:
-            ends = f" from {int(found.min())} to {int(found.max())}"
-        return f"a tensor of {found.dtype} {list(found.shape)}{ends}"
-    if isinstance(found, Mapping):
-        return f"{{{', '.join(f'{shown(name)}: {_told(value)}' for name, value in found.items())}}}"
-    return shown(found) if isinstance(found, int | float | str | None) else f"a {type(found).__qualname__}"
+    def prepare_evaluation(self) -> None:  # noqa: B027 - most methods are ready at any time
+        """Called before every evaluation and prediction; methods that train only when asked do it
+        here, and call :meth:`after_step` after every step. Calling it again changes nothing.
+        """
+
+    # What fits, asked before there is a learner
+
+    @classmethod
+    def views_at_once(cls, config: RunConfig) -> int:
+        """The views in the largest forward pass of training, for an estimate of what fits; 0 where
+        they are few.
+        """
+        return 0
+
+    @classmethod
+    def statistics_bytes(cls, config: RunConfig, classes: int) -> int:
+        """The bytes of what a learner keeps of each class beside images, for an estimate of what
+        fits; 0 where they are few.
+        """
+        return 0
+
+    @classmethod
+    def images_kept(cls, config: RunConfig, tasks: Sequence[tuple[int, int]]) -> int:
+        """The most images that a learner keeps from one batch to the next.
+
+        Args:
+            config: The run's settings.
+            tasks: Number of classes and of images of each task; the classes of a task have equally
+                many, and no two tasks have one in common.
+        """
+        return min(config.memory, sum(images for _, images in tasks))

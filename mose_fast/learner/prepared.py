@@ -12,7 +12,7 @@ from torch import Tensor
 from mose_fast.learner.data import DataRecord
 
 if TYPE_CHECKING:
-    from mose_fast.learner.base import Learner
+    from mose_fast.learner.learner import Learner
 
 __all__ = ["PlannedBatch", "PlannedStep", "Prepared", "StoredBatch", "ViewsToCome", "WholeBatch"]
 

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mose_fast.learner.base import Learner
+from mose_fast.learner.learner import Learner
 from mose_fast.settings.run import (
     ENTRY_POINTS,
     METHOD_SETTINGS,

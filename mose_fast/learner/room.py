@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mose_fast.device import available_bytes, choose_precision
-from mose_fast.learner.base import resolve_device
+from mose_fast.device import available_bytes, choose_precision, resolve_device
 from mose_fast.learner.registry import find_method
 from mose_fast.nn.backbone import backbone_activations, backbone_parameters
 from mose_fast.settings.run import ConfigError, RunConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.rotations import rotations
-from mose_fast.learner.replay import BaselineOptions, Outputs, ReplayLearner, Rows
+from mose_fast.learner.replay_learner import BaselineOptions, Outputs, ReplayLearner, Rows
 from mose_fast.losses.information import mixed_similarities
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32
 from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES, ConfigError, RunConfig, knob

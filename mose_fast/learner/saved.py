@@ -19,7 +19,7 @@ from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.state_file import StateFileError, read_state, state_file
 
 if TYPE_CHECKING:
-    from mose_fast.learner.base import Learner
+    from mose_fast.learner.learner import Learner
 
 __all__ = ["class_of", "load_learner", "machine_changes", "made_by", "parts", "rebuilt", "save_learner", "told_code"]
 

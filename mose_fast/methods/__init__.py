@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mose_fast.learner.base import Learner, Planning, resolve_device
+from mose_fast.device import resolve_device
 from mose_fast.learner.data import IMAGE_SIZE, check_stream
-from mose_fast.learner.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
+from mose_fast.learner.hooks import Planning
+from mose_fast.learner.learner import Learner
 from mose_fast.learner.prepared import PlannedBatch, PlannedStep, Prepared, ViewsToCome, WholeBatch
 from mose_fast.learner.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
-from mose_fast.learner.replay import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
+from mose_fast.learner.replay_learner import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.learner.room import check_room
 from mose_fast.learner.saved import load_learner
 from mose_fast.methods.agem import Agem
@@ -35,7 +37,7 @@ from mose_fast.methods.ocm import Ocm
 from mose_fast.methods.onpro import OnPro
 from mose_fast.methods.scr import Scr
 from mose_fast.methods.ssil import Ssil
-from mose_fast.settings.run import ConfigError, RunConfig, takes_settings
+from mose_fast.settings.run import ConfigError, RunConfig, knob, takes_settings
 
 __all__ = [
     "METHODS",
@@ -80,6 +82,7 @@ __all__ = [
     "create_learner",
     "cross_entropy",
     "find_method",
+    "knob",
     "load_learner",
     "method",
     "method_names",

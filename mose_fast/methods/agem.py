@@ -10,10 +10,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mose_fast.learner.base import Learner
 from mose_fast.learner.gradients import flat_gradient, project, write_gradient
+from mose_fast.learner.learner import Learner
 from mose_fast.learner.registry import Preset, method
-from mose_fast.learner.replay import BaselineOptions, Inputs, ReplayLearner, cross_entropy, sources_preset, table_preset
+from mose_fast.learner.replay_learner import (
+    BaselineOptions,
+    Inputs,
+    ReplayLearner,
+    cross_entropy,
+    sources_preset,
+    table_preset,
+)
 from mose_fast.settings.run import knob
 
 __all__ = ["Agem", "AgemOptions"]

@@ -11,9 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
-from mose_fast.learner.exemplars import REPLAY_FROM, TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
+from mose_fast.learner.exemplar_learner import (
+    REPLAY_FROM,
+    TEMPERATURES,
+    ExemplarLearner,
+    ExemplarOptions,
+    log_softmax_within,
+)
 from mose_fast.learner.registry import Preset, method
-from mose_fast.learner.replay import Inputs, Outputs, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, Outputs, sources_preset, table_preset
 from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.nn.cosine import CosineClassifier
 from mose_fast.ops.expert_losses import masked_cross_entropy

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.device import upload
-from mose_fast.learner.exemplars import ExemplarLearner, ExemplarOptions
+from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import Preset, method
-from mose_fast.learner.replay import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.nn import ExpertNetwork
 from mose_fast.nn.heads import projection_mlp

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mose_fast.learner.registry import Preset, method
-from mose_fast.learner.replay import (
+from mose_fast.learner.replay_learner import (
     BaselineOptions,
     Inputs,
     Outputs,

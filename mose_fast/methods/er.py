@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mose_fast.learner.registry import Preset, method
-from mose_fast.learner.replay import (
+from mose_fast.learner.replay_learner import (
     BaselineOptions,
     Inputs,
     Outputs,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from mose_fast.learner.registry import Preset, method
-from mose_fast.learner.replay import (
+from mose_fast.learner.replay_learner import (
     BaselineOptions,
     Inputs,
     Outputs,

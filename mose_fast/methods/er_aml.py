@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mose_fast.device import upload
 from mose_fast.learner.registry import Preset, method
-from mose_fast.learner.replay import (
+from mose_fast.learner.replay_learner import (
     BaselineOptions,
     Inputs,
     Outputs,

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mose_fast.learner.base import Learner
+from mose_fast.learner.learner import Learner
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay import BaselineOptions, ReplayLearner, table_preset
+from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, table_preset
 
 __all__ = ["Finetune"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay import table_preset
+from mose_fast.learner.replay_learner import table_preset
 from mose_fast.methods.er import Er, ErOptions
 
 __all__ = ["Joint"]

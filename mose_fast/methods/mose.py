@@ -13,7 +13,9 @@ from torch import Tensor
 from mose_fast.augment import ViewInputs
 from mose_fast.augment.views import padded
 from mose_fast.device import upload
-from mose_fast.learner.base import Learner, Planning, class_mask
+from mose_fast.learner.data import class_mask
+from mose_fast.learner.hooks import Planning
+from mose_fast.learner.learner import Learner
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.registry import Preset, method
 from mose_fast.losses import ExpertLosses

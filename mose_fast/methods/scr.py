@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.learner.registry import Preset, method
-from mose_fast.learner.replay import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, sources_preset, table_preset
+from mose_fast.learner.replay_learner import (
+    BaselineOptions,
+    Inputs,
+    Outputs,
+    ReplayLearner,
+    Rows,
+    sources_preset,
+    table_preset,
+)
 from mose_fast.nn.heads import projection_mlp
 from mose_fast.ops.expert_losses import contrastive_loss
 from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES, RECIPES, knob

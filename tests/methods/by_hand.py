@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mose_fast.learner.replay import Rows
+from mose_fast.learner.replay_learner import Rows
 from mose_fast.methods import Learner
 from mose_fast.nn import ExpertNetwork
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mose_fast.learner.replay import Rows
+from mose_fast.learner.replay_learner import Rows
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, run
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mose_fast.learner.replay import Rows
+from mose_fast.learner.replay_learner import Rows
 from mose_fast.nn import ExpertNetwork
 from tests.methods.by_hand import normalised
 

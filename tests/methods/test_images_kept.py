@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mose_fast.learner.exemplars import ExemplarLearner
+from mose_fast.learner.exemplar_learner import ExemplarLearner
 from mose_fast.methods import METHODS
 from mose_fast.settings.run import RunConfig
 

@@ -129,7 +129,9 @@ def test_a_file_without_the_class_is_refused_with_the_form_that_works(outside, c
 
 def test_an_unknown_name_is_refused_with_the_form_for_a_file():
     """It may be the name by which a file registers its method."""
-    with pytest.raises(ConfigError, match=r"'my-method', which is unknown \(.*: path/to/file\.py:Name\); known: mose"):
+    with pytest.raises(
+        ConfigError, match=r"'my-method', which is unknown \(.*: path/to/file\.py:Name\); known: agem, aser"
+    ):
         RunConfig.create(method="my-method")
 
 

@@ -17,7 +17,7 @@ import torch
 from mose_fast import _loader
 from mose_fast.app import doctor
 from mose_fast.app.cli import main
-from mose_fast.learner import base
+from mose_fast.learner import learner
 from mose_fast.present.statistics import check_comparable
 from mose_fast.runs.progress import Progress
 from mose_fast.runs.results import schema
@@ -58,7 +58,7 @@ def obeyed(monkeypatch):
             return verdict
 
         monkeypatch.setattr(_loader, "off", {})
-        monkeypatch.setattr(base, "settle", settle)
+        monkeypatch.setattr(learner, "settle", settle)
 
     return obey
 

@@ -32,7 +32,7 @@ def _on_a_card(wanted: str, device: torch.device) -> Choice:
 @pytest.fixture
 def card(monkeypatch):
     """A machine on which auto is bf16; a function that goes back to one on which it is fp32."""
-    monkeypatch.setattr("mose_fast.learner.base.choose_precision", _on_a_card)
+    monkeypatch.setattr("mose_fast.learner.learner.choose_precision", _on_a_card)
     return monkeypatch.undo
 
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mose_fast.learner.base import Learner
-from mose_fast.learner.replay import BaselineOptions, Inputs, Outputs, ReplayLearner
+from mose_fast.learner.learner import Learner
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner
 from mose_fast.memory.exemplars import HERDINGS, SELECTIONS, ExemplarMemory
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.knob import Search
