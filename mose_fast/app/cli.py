@@ -298,6 +298,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     listing = command("list", _list, help="list the methods, the streams or the paper's tables")
     listing.add_argument("what", choices=("methods", "streams", "paper"))
+    listing.add_argument("name", nargs="?", metavar="METHOD", help="a method, also FILE.py:NAME: list its switches")
+
+    check = command(
+        "check",
+        _check,
+        help="check whether a method of your own keeps the rules",
+        description=(
+            "Trains the method for a few seconds on made-up images, on the CPU: state, undoing, planning ahead, random"
+            " numbers, and whether a GPU would have to wait (docs/adding_a_method.md)."
+        ),
+        epilog="example: mose-fast check smooth_er.py:SmoothEr",
+    )
+    check.add_argument("method", metavar="METHOD", help="path/to/file.py:Name, or the name of an installed method")
 
     speed = command(
         "bench",
@@ -666,8 +679,26 @@ def _predict(arguments: argparse.Namespace) -> int:
     return 2 if failures else 0
 
 
+def _check(arguments: argparse.Namespace) -> int:
+    from mose_fast.app.check import check_method
+
+    broken = 0
+    for rule, problem in check_method(arguments.method):
+        broken += problem is not None
+        print(
+            f"{'ok    ' if problem is None else 'broken'}  {rule}{'' if problem is None else f': {problem}'}",
+            flush=True,
+        )
+    return 1 if broken else 0
+
+
 def _list(arguments: argparse.Namespace) -> int:
-    if arguments.what == "methods":
+    if arguments.name is not None:
+        if arguments.what != "methods":
+            raise ConfigError(f"list {arguments.what} has no names; wanted list methods {arguments.name}")
+        own = {name: s for name, s in all_settings(arguments.name).items() if name.startswith("options.")}
+        rows = [(n.removeprefix("options."), f"{as_text(s.default)}  {s.full_meaning}") for n, s in own.items()]
+    elif arguments.what == "methods":
         from mose_fast.methods import find_method, method_names
 
         abouts = {name: find_method(name).about for name in sorted(method_names())}

@@ -1,0 +1,224 @@
+"""``mose-fast check``: whether a method keeps the rules of docs/adding_a_method.md."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mose_fast.errors import MoseFastError
+from mose_fast.methods import Learner, Planning, create_learner, load_learner
+
+__all__ = ["Finding", "check_method"]
+
+_CLASSES, _TASKS, _BATCHES, _BATCH = 6, 3, 4, 10
+
+# What brings a value of a tensor to the host, or makes a tensor whose size depends on values.
+_WAITS = (
+    *("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"),
+    *("nonzero", "argwhere", "masked_select", "unique", "equal", "allclose"),
+)
+
+
+class Finding(NamedTuple):
+    """A rule, and how a method breaks it.
+
+    Attributes:
+        rule: What holds if nothing was found, in words.
+        problem: What was found; None: nothing.
+    """
+
+    rule: str
+    problem: str | None
+
+
+def check_method(name: str, seed: int = 0) -> Iterator[Finding]:
+    """Checks a method on the CPU, on a made-up stream of three tasks of two classes: 12 batches of
+    ten images of 8x8 pixels, with a network of width 1.
+
+    Args:
+        name: The method, as ``RunConfig.method`` has it: ``path/to/file.py:Name``.
+        seed: Seed of weights and images.
+
+    Yields:
+        A finding for each rule, as soon as it is checked.
+
+    Raises:
+        ConfigError: There is no such method, or it cannot be built.
+    """
+    batches = _stream(seed)
+    checks: tuple[tuple[str, Callable[[str, list], str | None]], ...] = (
+        ("it learns, its losses are finite, and it predicts", _learns),
+        ("its results depend on the seed alone, not on PyTorch's random numbers", _repeats),
+        ("saved in the middle of a task, it continues with the same bits", _continues),
+        ("a batch can be undone", _undoes),
+        ("planned ahead, its steps have the same bits", _plans_ahead),
+        ("its steps can be captured as CUDA graphs", _never_waits),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _learner(name)  # refuses what is no method at all
+        for rule, check in checks:
+            try:
+                yield Finding(rule, check(name, batches))
+            except MoseFastError as error:
+                yield Finding(rule, str(error))
+            except Exception as error:
+                yield Finding(rule, f"{type(error).__name__}: {error} ({_place(error)})")
+
+
+def _stream(seed: int) -> list[tuple[Tensor, Tensor, int]]:
+    """Batches of images that tell their classes by brightness, with their tasks."""
+    random = torch.Generator().manual_seed(seed)
+    found = []
+    for task in range(_TASKS):
+        for _ in range(_BATCHES):
+            labels = 2 * task + torch.randint(2, (_BATCH,), generator=random)
+            noise = torch.randint(90, (_BATCH, 8, 8, 3), generator=random)
+            found.append(((noise + 30 * labels[:, None, None, None]).to(torch.uint8), labels, task))
+    return found
+
+
+def _learner(name: str) -> Learner:
+    return create_learner(
+        method=name, classes=_CLASSES, image_size=(8, 8), width=1, memory=24, device="cpu", options={"buffer_batch": 8}
+    )
+
+
+def _bits(learner: Learner) -> dict[str, bytes]:
+    tensors, values = learner.state()
+    bits = {name: t.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
+    return bits | {"plain values": repr(values).encode()}
+
+
+def _difference(found: Learner, wanted: Learner) -> str | None:
+    """The parts of the state that differ between two learners, in words."""
+    now, before = _bits(found), _bits(wanted)
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"these differ: {', '.join(names[:3])}{more}" if names else None
+
+
+def _teach(learner: Learner, batches: list) -> Learner:
+    for batch in batches:
+        learner.observe(*batch)
+    return learner
+
+
+def _learns(name: str, batches: list) -> str | None:
+    learner = _learner(name)
+    before = learner.weights_hash()
+    for number, batch in enumerate(batches):
+        losses = learner.observe(*batch)
+        for loss, value in (losses or {}).items():
+            if not value.isfinite():
+                return f"the loss {loss!r} of batch {number} is {value.item()}"
+    learner.end_task()
+    labels = learner.predict(batches[0][0])  # methods that train when asked do it here
+    if learner.weights_hash() == before:
+        return "no weight has changed"
+    return None if len(labels) == _BATCH else f"predict() gave {len(labels)} labels for {_BATCH} images"
+
+
+def _repeats(name: str, batches: list) -> str | None:
+    learners = []
+    for other in (1, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(other)
+            before = torch.get_rng_state()
+            learners.append(_teach(_learner(name), batches))
+            drawn = not torch.equal(torch.get_rng_state(), before)
+    if difference := _difference(*learners):
+        return f"with another seed of PyTorch {difference}; wanted random numbers of mose_fast.ops.draws"
+    return "it draws from PyTorch's global generator; wanted mose_fast.ops.draws" if drawn else None
+
+
+def _continues(name: str, batches: list) -> str | None:
+    half = len(batches) // 2
+    learner = _teach(_learner(name), batches[:half])
+    with tempfile.TemporaryDirectory() as folder:
+        learner.save(Path(folder) / "learner")
+        loaded = load_learner(Path(folder) / "learner")
+    return _difference(_teach(loaded, batches[half:]), _teach(learner, batches[half:]))
+
+
+def _undoes(name: str, batches: list) -> str | None:
+    half = len(batches) // 2
+    learner, never = _teach(_learner(name), batches[:half]), _teach(_learner(name), batches[:half])
+    ahead = [learner.prepare(*batch) for batch in batches[half : half + (2 if _ahead(learner) else 1)]]
+    for prepared in reversed(ahead):
+        prepared.undo()
+    return _difference(_teach(learner, batches[half:]), _teach(never, batches[half:]))
+
+
+def _ahead(learner: Learner) -> bool:
+    return learner.planning >= Planning.AHEAD
+
+
+def _plans_ahead(name: str, batches: list) -> str | None:
+    ahead, beside = _learner(name), _teach(_learner(name), batches)
+    if not _ahead(ahead):
+        return None
+    for task in range(_TASKS):
+        mine = [batch for batch in batches if batch[2] == task]
+        for prepared in [ahead.prepare(*batch) for batch in mine]:
+            prepared.take()
+    return _difference(ahead, beside)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes where a method's own files ask for a value of a tensor."""
+
+    def __init__(self, files: set[str]) -> None:
+        super().__init__()
+        self.files, self.found = files, []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        by_mask = name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
+        if name in _WAITS or by_mask:
+            frame = sys._getframe(1)
+            while frame is not None and "/torch/" in frame.f_code.co_filename:
+                frame = frame.f_back
+            if frame is not None and frame.f_code.co_filename in self.files:
+                what = "indexing by a mask" if by_mask else f"{name}()"
+                self.found.append(f"{what} in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}")
+        return function(*args, **(kwargs or {}))
+
+
+def _never_waits(name: str, batches: list) -> str | None:
+    learner = _learner(name)
+    if learner.planning < Planning.CAPTURED:
+        return None
+    own = [kind.__module__ for kind in type(learner).__mro__]
+    own = [module for module in own if not module.startswith(("mose_fast.learner.", "abc", "builtins"))]
+    watch = _Watch({sys.modules[module].__file__ for module in own})
+    train_on = learner.train_on
+
+    def watched(inputs: Any) -> Any:
+        with watch:
+            return train_on(inputs)
+
+    learner.train_on = watched
+    _teach(learner, batches)
+    if not watch.found:
+        return None
+    return (
+        f"a step asks for values of tensors, so that a GPU would have to wait: {'; '.join(dict.fromkeys(watch.found))}."
+        " Wanted tensors throughout (docs/adding_a_method.md), or planning = Planning.AHEAD"
+    )
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of an error."""
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
