@@ -60,3 +60,24 @@ def test_an_upward_import_is_seen():
     assert upward("import mose_fast.app.cli", "train") == {"app"}
     assert upward("from mose_fast import ops", "reference") == {"ops"}
     assert upward("if TYPE_CHECKING:\n    from mose_fast.train import run", "methods") == {"train"}
+
+
+def imported_modules(path: Path) -> set[Path]:
+    """The files of this package's modules that a file imports anywhere, for types too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mose_fast":
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name.startswith("mose_fast.")}
+    files = (PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py") for name in names)
+    return {file for file in files if file.exists()}
+
+
+def test_no_modules_import_each_other():
+    imports = {path: imported_modules(path) - {path} for path in PACKAGE.rglob("*.py")}
+    while leaves := [path for path, others in imports.items() if not others & imports.keys()]:
+        for path in leaves:
+            del imports[path]
+    # What is left imports, perhaps through others, itself.
+    assert [str(path.relative_to(PACKAGE)) for path in imports] == []

@@ -6,19 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mose_fast.learner.about import About
 from mose_fast.learner.data import DataPlane, class_mask
 from mose_fast.memory import BalancedMemory, ReplayMemory
 from mose_fast.nn import ExpertNetwork
 from mose_fast.optim import FlatAdam
 from mose_fast.settings.run import RunConfig
-
-if TYPE_CHECKING:
-    from mose_fast.learner.registry import About
 
 __all__ = ["MethodHooks", "Planning"]
 

@@ -22,6 +22,7 @@ from mose_fast.learner.kept import WRITTEN, KeptValues, survives_json, unsaved
 from mose_fast.learner.model import Model
 from mose_fast.learner.planner import Planner
 from mose_fast.learner.returned import check_returned
+from mose_fast.learner.saved import class_of, parts, rebuilt, save_learner
 from mose_fast.memory import ReplayMemory
 from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork, classify
 from mose_fast.nn.kernels import choose_kernels
@@ -103,6 +104,13 @@ class Learner(Planner):
         self._means: ClassMeans | None = None
         self._warned_missing = False
         self._warned_boundaries = False
+
+    def __init_subclass__(cls) -> None:
+        if "state" in vars(cls):
+            raise ConfigError(
+                f"{cls.__qualname__} defines state(), which only copies; wanted self.keep(NAME, TENSOR OR MODULE) in"
+                f" {cls.__qualname__}.__init__ for what else a checkpoint must hold"
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_kept", ()) and value is not self.__dict__[name]:
@@ -340,14 +348,10 @@ class Learner(Planner):
                 state (:meth:`keep`), or it could not be found by its name.
             StateFileError: The file cannot be written.
         """
-        from mose_fast.learner.saved import save_learner  # which finds methods, and so imports this
-
         save_learner(self, path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle and copy: as if saved and loaded."""
-        from mose_fast.learner.saved import class_of, parts, rebuilt
-
         return rebuilt, (class_of(self), *parts(self))
 
     def tensors(self) -> dict[str, Tensor]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from mose_fast.learner.data import DataRecord
-
-if TYPE_CHECKING:
-    from mose_fast.learner.learner import Learner
+from mose_fast.learner.data import DataPlane, DataRecord
+from mose_fast.learner.model import Model
 
 __all__ = ["PlannedBatch", "PlannedStep", "Prepared", "StoredBatch", "ViewsToCome", "WholeBatch"]
 
@@ -33,6 +31,21 @@ class ViewsToCome(NamedTuple):
     def complete(self, views: Tensor) -> Any:
         """The inputs with their views."""
         return self.kind(views, self.targets)
+
+
+class Taker(Protocol):
+    """What a prepared batch needs of its learner."""
+
+    data: DataPlane
+    model: Model
+    diverged: bool
+    reads_losses_late: bool
+    steps: int
+
+    def step(self, inputs: Any, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor]: ...
+    def undo(self, record: DataRecord) -> None: ...
+    def on_stored(self, x: Tensor, slots: Tensor) -> bool: ...
+    def describe(self, plan: Any) -> str: ...
 
 
 @dataclass(eq=False)
@@ -59,7 +72,7 @@ class Prepared(ABC):
         steps: Its planned steps, in order.
     """
 
-    learner: Learner
+    learner: Taker
     before: DataRecord
     steps: Sequence[PlannedStep] = field(default=(), kw_only=True)
     _taken: bool = field(default=False, init=False)

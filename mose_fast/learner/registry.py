@@ -11,12 +11,12 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mose_fast.learner.learner import Learner
+from mose_fast.learner.about import About, Preset
+from mose_fast.learner.hooks import MethodHooks
 from mose_fast.settings.run import (
     ENTRY_POINTS,
     METHOD_SETTINGS,
@@ -29,8 +29,6 @@ from mose_fast.settings.run import (
 
 __all__ = [
     "METHODS",
-    "About",
-    "Preset",
     "check_unchanged",
     "find_method",
     "method",
@@ -46,45 +44,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _FROM_FILE = "mose_fast_outside_"
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A named set of values for a method's options, and the protocol that it is meant for.
-
-    Attributes:
-        source: Source of the values in ``changes``.
-        changes: Values that differ from the options' defaults.
-        batch: Incoming images a step.
-        epochs: Passes over each task.
-    """
-
-    source: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    batch: int = 10
-    epochs: int = 1
-
-
-@dataclass(frozen=True)
-class About:
-    """Facts about a method for lists of methods.
-
-    Attributes:
-        year: Year of publication.
-        reference: The paper's title or the method's name, and where it appeared.
-        cost: Cost of a step relative to ER's, which is 74 images forward and backward; a forward
-            pass alone counts a third.
-        presets: Presets by name; the first is the default.
-        files: Hashes of the method's own files as they were imported, see :func:`method_files`.
-    """
-
-    year: int
-    reference: str
-    cost: float
-    presets: Mapping[str, Preset]
-    files: Mapping[str, str] = field(default_factory=dict)
-
-
 #: Every method by name.
-METHODS: dict[str, type[Learner]] = {}
+METHODS: dict[str, type[MethodHooks]] = {}
 
 T = TypeVar("T", bound=type)
 
@@ -92,7 +53,7 @@ T = TypeVar("T", bound=type)
 def method(
     name: str, *, options: type[MethodOptions], presets: Mapping[str, Preset], year: int, reference: str, cost: float
 ) -> Callable[[T], T]:
-    """Class decorator that registers a :class:`Learner` under a name.
+    """Class decorator that registers a :class:`mose_fast.methods.Learner` under a name.
 
     Args:
         name: The value of ``RunConfig.method``.
@@ -127,16 +88,11 @@ def check_learner(learner: Any, owner: str) -> None:
     Raises:
         ConfigError: Functions are missing; the message names them.
     """
-    if not isinstance(learner, type) or not issubclass(learner, Learner):
-        lacking = [name for name in sorted(Learner.__abstractmethods__) if not hasattr(learner, name)]
+    if not isinstance(learner, type) or not issubclass(learner, MethodHooks):
+        lacking = [name for name in sorted(MethodHooks.__abstractmethods__) if not hasattr(learner, name)]
         lacks = f", which lacks {', '.join(lacking)}" if lacking else ""
         raise ConfigError(
             f"{owner} is {learner!r}{lacks}; wanted a subclass of mose_fast.methods.Learner or of one of its subclasses"
-        )
-    if learner.state is not Learner.state:
-        raise ConfigError(
-            f"{owner} defines state(), which only copies; wanted self.keep(NAME, TENSOR OR MODULE) in"
-            f" {learner.__qualname__}.__init__ for what else a checkpoint must hold"
         )
     if inspect.isabstract(learner):
         raise ConfigError(
@@ -150,7 +106,7 @@ def import_own_methods() -> None:
     importlib.import_module("mose_fast.methods")
 
 
-def find_method(name: str) -> type[Learner] | None:
+def find_method(name: str) -> type[MethodHooks] | None:
     """The learner with this name, of an entry point with this name, or of ``path/to/file.py:Name``;
     None if there is none.
 
@@ -168,7 +124,7 @@ def find_method(name: str) -> type[Learner] | None:
     return None
 
 
-def method_files(learner: type[Learner]) -> Mapping[str, str]:
+def method_files(learner: type[MethodHooks]) -> Mapping[str, str]:
     """The files outside this package that a method is made of: those of its class and its base
     classes, and what these import from their own folder.
 
@@ -180,7 +136,7 @@ def method_files(learner: type[Learner]) -> Mapping[str, str]:
     return _files_now(learner) if about is None else about.files
 
 
-def check_unchanged(learner: type[Learner]) -> None:
+def check_unchanged(learner: type[MethodHooks]) -> None:
     """Refuses a method whose files were edited since this process imported them: the old code would
     run.
 
@@ -203,7 +159,7 @@ def method_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     )
 
 
-def _files_now(learner: type[Learner]) -> dict[str, str]:
+def _files_now(learner: type[MethodHooks]) -> dict[str, str]:
     found: dict[Path, str] = {}
     for kind in learner.__mro__:
         module = sys.modules.get(kind.__module__)
@@ -274,7 +230,7 @@ def warn_of_other_protocol(config: RunConfig) -> None:
         )
 
 
-def _from_file(name: str, path: Path, attribute: str) -> type[Learner]:
+def _from_file(name: str, path: Path, attribute: str) -> type[MethodHooks]:
     if not path.is_file():
         raise ConfigError(
             f"method is {name!r}, but there is no file {path}; put it there, or name it where it is:"
@@ -301,7 +257,7 @@ def _from_file(name: str, path: Path, attribute: str) -> type[Learner]:
             for key, value in vars(module).items()
             if isinstance(value, type) and value.__module__ == module_name
         }
-        classes = [key for key, value in own.items() if issubclass(value, Learner)] or [*own]
+        classes = [key for key, value in own.items() if issubclass(value, MethodHooks)] or [*own]
         if not attribute:
             wanted = " or ".join(f"{path}:{key}" for key in classes or ["Name"])
             raise ConfigError(f"method is {name!r}, without the name of its class; wanted {wanted}")
@@ -309,7 +265,7 @@ def _from_file(name: str, path: Path, attribute: str) -> type[Learner]:
     return _under_another_name(name, getattr(module, attribute))
 
 
-def _from_entry_point(entry: EntryPoint) -> type[Learner]:
+def _from_entry_point(entry: EntryPoint) -> type[MethodHooks]:
     try:
         learner = entry.load()
     except ConfigError:
@@ -320,7 +276,7 @@ def _from_entry_point(entry: EntryPoint) -> type[Learner]:
     return _under_another_name(entry.name, learner)
 
 
-def _under_another_name(name: str, learner: Any) -> type[Learner]:
+def _under_another_name(name: str, learner: Any) -> type[MethodHooks]:
     """Registers a learner also under the name by which it was found."""
     check_learner(learner, f"method {name!r}")
     own = next((known for known, entered in METHODS.items() if entered is learner), None)

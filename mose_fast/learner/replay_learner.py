@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.augment.pad_crop import pad_crop
+from mose_fast.learner.about import Preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.model import Model
 from mose_fast.learner.prepared import ViewsToCome
-from mose_fast.learner.registry import Preset
 from mose_fast.learner.returned import are_plain, are_scalars, are_slots, are_views, check_returned
 from mose_fast.learner.teacher import Outputs, Teacher
 from mose_fast.nn import ExpertNetwork

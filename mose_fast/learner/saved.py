@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,21 +11,19 @@ from torch import Tensor
 from mose_fast import _loader
 from mose_fast._build_info import build_info, code_hash
 from mose_fast._files import replace_file
+from mose_fast.learner.hooks import MethodHooks
 from mose_fast.learner.named_settings import with_absolute_paths
-from mose_fast.learner.registry import check_unchanged, find_method, method_changes, method_files
-from mose_fast.learner.room import check_room
+from mose_fast.learner.registry import check_unchanged, find_method, method_files
 from mose_fast.settings.run import ConfigError, RunConfig
-from mose_fast.state_file import StateFileError, read_state, state_file
+from mose_fast.state_file import StateFileError, state_file
 
-if TYPE_CHECKING:
-    from mose_fast.learner.learner import Learner
+__all__ = ["FORMAT", "KIND", "class_of", "machine_changes", "made_by", "parts", "rebuilt", "save_learner", "told_code"]
 
-__all__ = ["class_of", "load_learner", "machine_changes", "made_by", "parts", "rebuilt", "save_learner", "told_code"]
-
-_KIND, _FORMAT = "mose_fast_learner", 1
+#: The kind of file, and the number of its format.
+KIND, FORMAT = "mose_fast_learner", 1
 
 
-def made_by(learner: Learner) -> dict[str, Any]:
+def made_by(learner: MethodHooks) -> dict[str, Any]:
     """The code and the machine that computed a learner, as plain values.
 
     Raises:
@@ -59,7 +56,7 @@ def told_code(made: dict[str, Any]) -> str:
     return f"{made['version']}, commit {made['commit'] or 'unknown'}, code {made['code']}"
 
 
-def parts(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def parts(learner: MethodHooks) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What makes a learner again: the tensors of its state, and values for JSON.
 
     Raises:
@@ -84,7 +81,7 @@ def parts(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {"config": config.to_dict(), "stream": stream, "learner": values}
 
 
-def class_of(learner: Learner) -> type[Learner] | None:
+def class_of(learner: MethodHooks) -> type[MethodHooks] | None:
     """The class for :func:`rebuilt`; None for a class from a file, which is of no module that
     another process could import.
     """
@@ -92,7 +89,7 @@ def class_of(learner: Learner) -> type[Learner] | None:
     return None if name.rpartition(":")[0].endswith(".py") and find_method(name) is kind else kind
 
 
-def rebuilt(kind: type[Learner] | None, tensors: dict[str, Tensor], values: dict[str, Any]) -> Learner:
+def rebuilt(kind: type[MethodHooks] | None, tensors: dict[str, Tensor], values: dict[str, Any]) -> MethodHooks:
     """The inverse of :func:`parts`.
 
     Args:
@@ -109,7 +106,7 @@ def rebuilt(kind: type[Learner] | None, tensors: dict[str, Tensor], values: dict
     return learner
 
 
-def save_learner(learner: Learner, path: str | Path) -> None:
+def save_learner(learner: MethodHooks, path: str | Path) -> None:
     """See :meth:`mose_fast.methods.Learner.save`."""
     name = learner.config.method
     if find_method(name) is not type(learner):
@@ -119,63 +116,8 @@ def save_learner(learner: Learner, path: str | Path) -> None:
         )
     tensors, values = parts(learner)
     values["identity"] = made_by(learner)
-    content = state_file(_KIND, _FORMAT, {key: tensor.cpu() for key, tensor in tensors.items()}, values)
+    content = state_file(KIND, FORMAT, {key: tensor.cpu() for key, tensor in tensors.items()}, values)
     try:
         replace_file(Path(path), content)
     except OSError as error:
         raise StateFileError(f"cannot write {path} ({len(content):,} bytes): {error.strerror}") from error
-
-
-def load_learner(path: str | Path, *, device: str | None = None, method: str | None = None) -> Learner:
-    """Reads a learner that :meth:`mose_fast.methods.Learner.save` wrote. It continues bit for bit
-    on the same kind of machine.
-
-    Args:
-        path: The file.
-        device: Where to compute now, for example ``cpu``; None: where the configuration says. With
-            a device, ``step`` and ``feed`` become ``auto``.
-        method: Where the file of a method of your own is now, ``path/to/file.py:Name``; None: where
-            it was.
-
-    Raises:
-        StateFileError: The file is missing, damaged, of something else, or of a newer version.
-        ConfigError: The method is not found, the device does not exist, or the memory is too small.
-    """
-    path = Path(path)
-    tensors, values = read_state(path, _KIND, _FORMAT, called="saved learner")
-    name = values["config"]["method"] if method is None else method
-    try:
-        found = find_method(name)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; wanted load_learner(..., method='path/to/file.py:Name')") from error
-    if found is None:
-        raise ConfigError(
-            f"{path} holds a learner of method {name!r}, which is unknown here; import the module that defines it first"
-        )
-    values["config"]["method"] = name
-    if device is not None:
-        values["config"] |= {"device": device, "step": "auto", "feed": "auto"}
-    config = RunConfig.from_dict(values["config"])
-    check_room(config, tuple(values["stream"]["image_size"]), values["stream"]["classes"])
-    try:
-        learner = rebuilt(found, tensors, values)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise StateFileError(f"{path} belongs to another version of method {name!r}: {error}") from error
-    _warn_of_changes(path, values["identity"], made_by(learner))
-    return learner
-
-
-def _warn_of_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Warns if other code or another machine saved a learner."""
-    changes = [method_changes(before["method_files"], now["method_files"])]
-    if before["code"] != now["code"]:
-        changes.append(f"mose-fast was {told_code(before)} and is {told_code(now)} now")
-    changes.append(machine_changes(before["machine"], now["machine"]))
-    if any(changes):
-        warnings.warn(
-            f"{path} was saved by other code or on another machine, so the learner may continue otherwise than it would"
-            f" have there: {'; '.join(filter(None, changes))}",
-            stacklevel=3,
-        )

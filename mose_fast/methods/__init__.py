@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from mose_fast.device import resolve_device
+from mose_fast.learner.about import About, Preset
 from mose_fast.learner.data import IMAGE_SIZE, check_stream
 from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
+from mose_fast.learner.loading import load_learner
 from mose_fast.learner.prepared import PlannedBatch, PlannedStep, Prepared, ViewsToCome, WholeBatch
-from mose_fast.learner.registry import METHODS, About, Preset, find_method, method, method_names, warn_of_other_protocol
+from mose_fast.learner.registry import METHODS, find_method, method, method_names, warn_of_other_protocol
 from mose_fast.learner.replay_learner import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.learner.room import check_room
-from mose_fast.learner.saved import load_learner
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
 from mose_fast.methods.bic import Bic

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from mose_fast.learner.about import Preset
 from mose_fast.learner.gradients import flat_gradient, project, write_gradient
 from mose_fast.learner.learner import Learner
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import (
     BaselineOptions,
     Inputs,

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from mose_fast.learner.about import Preset
 from mose_fast.learner.hooks import Planning
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import (
     BaselineOptions,
     Inputs,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
+from mose_fast.learner.about import Preset
 from mose_fast.learner.exemplar_learner import (
     REPLAY_LOSS_SOURCE,
     REPLAY_LOSSES,
@@ -20,7 +21,7 @@ from mose_fast.learner.exemplar_learner import (
     ExemplarOptions,
     log_softmax_within,
 )
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.nn.corrected import CorrectedLinear, fit_correction
 from mose_fast.settings.run import ConfigError, RunConfig, knob

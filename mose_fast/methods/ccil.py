@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
+from mose_fast.learner.about import Preset
 from mose_fast.learner.exemplar_learner import (
     REPLAY_FROM,
     TEMPERATURES,
@@ -18,7 +19,7 @@ from mose_fast.learner.exemplar_learner import (
     ExemplarOptions,
     log_softmax_within,
 )
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs, sources_preset, table_preset
 from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.nn.cosine import CosineClassifier

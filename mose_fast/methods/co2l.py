@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.device import upload
+from mose_fast.learner.about import Preset
 from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.nn import ExpertNetwork

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.about import Preset
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import (
     BaselineOptions,
     Inputs,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.about import Preset
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import (
     BaselineOptions,
     Inputs,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.cutmix import cutmix
+from mose_fast.learner.about import Preset
 from mose_fast.learner.hooks import Planning
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation

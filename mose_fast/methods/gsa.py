@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.about import Preset
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import (
     BaselineOptions,
     Inputs,

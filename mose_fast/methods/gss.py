@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
+from mose_fast.learner.about import Preset
 from mose_fast.learner.hooks import Planning
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy, sources_preset, table_preset
 from mose_fast.memory.gradient import GradientMemory
 from mose_fast.settings.knob import Search

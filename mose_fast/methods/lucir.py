@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
+from mose_fast.learner.about import Preset
 from mose_fast.learner.exemplar_learner import REPLAY_LOSS_SOURCE, REPLAY_LOSSES, ExemplarLearner, ExemplarOptions
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
 from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.nn.cosine import CosineClassifier, directions

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from mose_fast.learner.about import Preset
 from mose_fast.learner.hooks import Planning
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy, sources_preset, table_preset
 from mose_fast.memory.retrieval import highest
 from mose_fast.settings.knob import Search

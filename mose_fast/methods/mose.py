@@ -13,11 +13,12 @@ from torch import Tensor
 from mose_fast.augment import ViewInputs
 from mose_fast.augment.views import padded
 from mose_fast.device import upload
+from mose_fast.learner.about import Preset
 from mose_fast.learner.data import class_mask
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.prepared import ViewsToCome
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.losses import ExpertLosses
 from mose_fast.nn import ExpertNetwork
 from mose_fast.settings.knob import Search, documented

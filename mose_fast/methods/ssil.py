@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mose_fast.device import upload
+from mose_fast.learner.about import Preset
 from mose_fast.learner.exemplar_learner import REPLAY_LOSSES, TEMPERATURES, ExemplarLearner, ExemplarOptions
-from mose_fast.learner.registry import Preset, method
+from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs, sources_preset, table_preset
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import knob
