@@ -2,11 +2,12 @@
 
 import pytest
 
+from mose_fast.methods import METHODS
+from mose_fast.settings.run import METHOD_SETTINGS
+
 FILE = """
 import torch
-from mose_fast.methods import METHODS, BaselineOptions, Planning, Preset, ReplayLearner, cross_entropy, method
-
-METHODS.pop("mine", None)
+from mose_fast.methods import BaselineOptions, Planning, Preset, ReplayLearner, cross_entropy, method
 
 @method("mine", options=BaselineOptions, presets={{"table": Preset("")}}, year=2026, reference="a test", cost=1.0)
 class Mine(ReplayLearner):
@@ -50,8 +51,12 @@ RULES = {
 
 
 @pytest.fixture
-def check(call, tmp_path):
+def check(call, tmp_path, request):
     """What is told of a class with this body: the exit code, and what is broken by rule."""
+
+    for table in (METHODS, METHOD_SETTINGS):
+        known = dict(table)
+        request.addfinalizer(lambda table=table, known=known: (table.clear(), table.update(known)))
 
     def told(body):
         (tmp_path / "mine.py").write_text(FILE.format(body=body))
@@ -71,8 +76,8 @@ def check(call, tmp_path):
         (NOISY, "seed", "wanted random numbers of mose_fast.ops.draws"),
         (UNSAVED, "saved", " in self.mean, which is not part of its state"),
         (FORGETS, "saved", "these differ: "),
-        (WAITS, "captured", "item() in mine.py, line 12"),
-        (MASKED, "captured", "indexing by a mask in mine.py, line 12"),
+        (WAITS, "captured", "item() in mine.py, line 10"),
+        (MASKED, "captured", "indexing by a mask in mine.py, line 10"),
         (INFINITE, "learns", "the loss 'loss' of batch 0 is "),
     ],
 )

@@ -5,7 +5,8 @@ that they have.
 import re
 from pathlib import Path
 
-from mose_fast.app.cli import build_parser, read_settings
+from mose_fast.app.cli import build_parser
+from mose_fast.app.flags import read_settings
 from mose_fast.settings.knob import as_text
 
 DOCS = Path(__file__).parents[2] / "docs"

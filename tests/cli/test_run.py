@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from mose_fast import _dali, streams, train
-from mose_fast.app.cli import build_parser, read_settings
+from mose_fast.app.cli import build_parser
+from mose_fast.app.flags import read_settings
 from mose_fast.methods import METHODS
 from mose_fast.methods.mose import MOSE_PRESETS
 from mose_fast.settings.run import ConfigError, RunConfig

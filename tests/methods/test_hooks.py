@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.learner.registry import check_learner
 from mose_fast.learner.returned import are_plain, are_scalars, are_slots, are_views
 from mose_fast.methods import Er, Planning
 from mose_fast.settings.run import ConfigError, RunConfig
