@@ -54,12 +54,13 @@ class PlannedStep:
 
     Attributes:
         plan: From the learner's ``plan``.
-        inputs: From the learner's ``inputs``; whoever makes views ahead puts the inputs with their
-            views here.
+        inputs: From the learner's ``inputs``.
+        views: The views of inputs that have none yet, where they were made ahead.
     """
 
     plan: Any
     inputs: Any
+    views: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -174,7 +175,8 @@ class PlannedBatch(Prepared):
         learner = self.learner
         for step in self.steps:
             learner.data.ahead -= 1
-            losses = learner.step(step.inputs, train_on)
+            inputs = step.inputs if step.views is None else step.inputs.complete(step.views)
+            losses = learner.step(inputs, train_on)
             if self._froze_first is None and learner.reads_losses_late and len(self.steps) > 1:
                 self._froze_first = learner.model.latch.closed.clone()
         return losses

@@ -37,7 +37,7 @@ class Taken(NamedTuple):
     retries: int = 0
 
 
-class _Waiting(NamedTuple):
+class _Unread(NamedTuple):
     taken: Taken
     names: tuple[str, ...]
     values: Tensor | dict[str, float] | None
@@ -56,7 +56,7 @@ class LossReader:
 
     def __init__(self, learner: Learner) -> None:
         self._device = learner.device if learner.reads_losses_late else None
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_Unread] = deque()
         if self._device is not None:
             self._host = torch.empty(OUTSTANDING, _WIDTH, pin_memory=True)
             self._row = 0
@@ -67,15 +67,15 @@ class LossReader:
     def add(self, taken: Taken, losses: dict[str, Tensor] | None) -> None:
         """Adds a step and its losses; None if nothing was trained."""
         if losses is None:
-            self._waiting.append(_Waiting(taken, (), None, None))
+            self._waiting.append(_Unread(taken, (), None, None))
         elif self._device is None:
-            self._waiting.append(_Waiting(taken, (), {name: float(value) for name, value in losses.items()}, None))
+            self._waiting.append(_Unread(taken, (), {name: float(value) for name, value in losses.items()}, None))
         else:
             values = self._host[self._row][: len(losses)]
             self._row = (self._row + 1) % OUTSTANDING
             values.copy_(torch.stack(list(losses.values())), non_blocking=True)
             self._waiting.append(
-                _Waiting(taken, tuple(losses), values, torch.cuda.current_stream(self._device).record_event())
+                _Unread(taken, tuple(losses), values, torch.cuda.current_stream(self._device).record_event())
             )
 
     def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:

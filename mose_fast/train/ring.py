@@ -22,7 +22,7 @@ __all__ = ["DEPTH", "Ring"]
 DEPTH = 4
 
 
-class _Waiting(NamedTuple):
+class _Planned(NamedTuple):
     prepared: Prepared
     ready: torch.cuda.Event | None
     views: list[Future[Views] | None]
@@ -48,7 +48,7 @@ class Ring:
     def __init__(self, learner: Learner, depth: int = DEPTH) -> None:
         self.learner = learner
         self.depth = depth
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_Planned] = deque()
         self._feeder = Feeder(learner.device)
         self._stream = torch.cuda.Stream(learner.device) if learner.reads_losses_late else None
         # Whether the stream runs independently, or first waits for what the current stream has
@@ -84,7 +84,7 @@ class Ring:
                 else None
                 for step in prepared.steps
             ]
-        self._waiting.append(_Waiting(prepared, ready, views))
+        self._waiting.append(_Planned(prepared, ready, views))
 
     def take(self) -> Prepared:
         """Removes and returns the oldest batch, ready for use on the current stream."""
@@ -97,7 +97,7 @@ class Ring:
                 tensor.record_stream(stream)
         for step, coming in zip(prepared.steps, views, strict=True):
             if coming is not None:
-                step.inputs = step.inputs.complete(self._feeder.take(coming))
+                step.views = self._feeder.take(coming)
         return prepared
 
     def roll_back(self) -> None:

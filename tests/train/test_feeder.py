@@ -113,7 +113,7 @@ def test_views_are_made_ahead_on_another_thread_and_are_those_of_their_step(lear
     assert not isinstance(taken[0], PlannedBatch)
     steps = [step for prepared in taken for step in prepared.steps]
     assert len(steps) == count
-    assert all(torch.equal(step.inputs.views, learner.make_views(step.plan)) for step in steps)
+    assert all(torch.equal(step.views, learner.make_views(step.plan)) for step in steps)
     assert set(made_on[:count]) == {f"{NAME}_0"}
     ring.close()
 
@@ -130,7 +130,7 @@ def test_what_was_rolled_back_is_never_handed_out(learner):
     prepared = ring.take()
     for step in prepared.steps:
         assert torch.equal(step.plan.images[:10], noise(10, 8))
-        assert torch.equal(step.inputs.views, learner.make_views(step.plan))
+        assert torch.equal(step.views, learner.make_views(step.plan))
     ring.close()
 
 
