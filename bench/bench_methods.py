@@ -2,10 +2,9 @@
 docs/specification/baselines.md section 0.1.
 
     python -m bench.bench_methods --width 20 --rounds 10
-    python -m bench.bench_methods --growth --methods er derpp      # step 4,900 against step 100
 
 Methods alternate step by step, so that other load on the machine affects all of them; the medians
-are compared. On a card, steps are captured where a run captures them, and a time includes planning,
+are compared. On a GPU, steps are captured where a run captures them, and a time includes planning,
 which a run does while earlier steps are taken.
 """
 
@@ -77,33 +76,15 @@ def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) ->
         print(f"{name:<10} {1e3 * median:>10.1f} {measured:>6.2f} {estimate:>9.2f} {ratio}")
 
 
-def growth(names: Sequence[str], width: int, device: str) -> None:
-    """Prints how much longer the steps around 4,900 of a run of ten tasks take than those around
-    100.
-    """
-    print(f"{'method':<10} {'step 100':>9} {'step 4,900':>11} {'ratio':>6}   (ms)")
-    for name in names:
-        stepper = Stepper(name, width, device)
-        times = [stepper.seconds(step // 500, step % 500) for step in range(5000)]
-        early, late = (statistics.median(times[middle - 50 : middle + 50]) for middle in (100, 4900))
-        print(f"{name:<10} {1e3 * early:>9.1f} {1e3 * late:>11.1f} {late / early:>6.3f}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="NAME")
     parser.add_argument("--width", type=int, default=20, help="channels of the first stage [20]")
     parser.add_argument("--rounds", type=int, default=10, help="steps timed of every method [10]")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--growth", action="store_true", help="5,000 steps of every method, late ones against early ones"
-    )
     arguments = parser.parse_args()
     with own_stream(torch.device(arguments.device)):
-        if arguments.growth:
-            growth(arguments.methods, arguments.width, arguments.device)
-        else:
-            relative_cost(arguments.methods, arguments.width, arguments.rounds, arguments.device)
+        relative_cost(arguments.methods, arguments.width, arguments.rounds, arguments.device)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 network and for its backbone alone.
 
 ``reference`` is PyTorch's own modules under autocast with its Adam, ``compiled`` the same with
-network and losses compiled, ``native`` the fused ops, on a card with bf16 copies of the float32
+network and losses compiled, ``native`` the fused ops, on a GPU with bf16 copies of the float32
 weights. The row ``backbone`` is the network without alignment modules, gates and the first three
 experts; the difference is the cost of what MOSE adds.
 """
@@ -22,7 +22,7 @@ from mose_fast.nn import ExpertNetwork
 from mose_fast.optim import FlatAdam
 from mose_fast.settings.run import MoseOptions
 
-#: The target for a whole step in bf16 on a Hopper card, in microseconds.
+#: The target for a whole step in bf16 on a Hopper GPU, in microseconds.
 TARGET = 6000.0
 
 

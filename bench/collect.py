@@ -1,11 +1,11 @@
-"""Lists every test and benchmark that bench/gpu_check.sh runs on a card, and fails if an op with a
+"""Lists every test and benchmark that bench/gpu_check.sh runs on a GPU, and fails if an op with a
 CUDA kernel lacks one.
 
     python -m bench.collect
 
 An op, named by its stem in csrc/sources.cmake, must have cases for kernel_check
 (tests/cpp/cases_<stem>.cpp), a test in tests/gpu that imports mose_fast.ops.<stem>, and benchmarks
-on a card (bench/bench_<stem>.py). Works without a card.
+on a GPU (bench/bench_<stem>.py). Works without a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def missing(root: Path, stems: Iterable[str], tests: Sequence[str], benchmarks: 
         ):
             complaints.append(f"{stem}: no test in tests/gpu imports mose_fast.ops.{stem}")
         if not any(test.startswith(f"bench/bench_{stem}.py::") and "cuda" in test for test in benchmarks):
-            complaints.append(f"{stem}: no benchmark on a card; wanted bench/bench_{stem}.py")
+            complaints.append(f"{stem}: no benchmark on a GPU; wanted bench/bench_{stem}.py")
     return complaints
 
 

@@ -18,8 +18,16 @@ import pytest
 import torch
 
 from bench import store
-from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, in_microseconds, repetitions, time_on_card
-from mose_fast import _loader
+from bench.common import (
+    CLASSES,
+    HEADLINE,
+    IMPLEMENTATIONS,
+    Case,
+    in_microseconds,
+    no_native_code,
+    repetitions,
+    time_on_card,
+)
 from mose_fast._version import git_commit
 from mose_fast.app.bench import copy_rate
 from mose_fast.device import processor
@@ -62,7 +70,7 @@ def commit() -> str:
 
 @pytest.fixture(scope="session")
 def copied() -> float:
-    """Bytes a second that a copy moves on the card."""
+    """Bytes a second that a copy moves on the GPU."""
     return copy_rate(torch.device("cuda"))
 
 
@@ -99,13 +107,10 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             store.append([store.row_of(benchmark.extra_info)], folder)
 
     def skip_without(case: Case) -> None:
-        on_card = case.device == "cuda"
-        if on_card and not torch.cuda.is_available():
-            pytest.skip("there is no CUDA card")
-        if case.impl == "native" and not _loader.has_code(case.device):
-            pytest.skip(
-                f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}"
-            )
+        if case.device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("there is no CUDA GPU")
+        if case.impl == "native" and (obstacle := no_native_code(case.device)):
+            pytest.skip(obstacle)
         if case.impl == "compiled" and request.config.getoption("--compiled") == "headline" and not case.headline:
             pytest.skip(
                 f"torch.compile is measured at N={HEADLINE} only, K={CLASSES[0]} (--compiled=all for every size)"

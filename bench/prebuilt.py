@@ -1,7 +1,7 @@
 """Checks whether a library that bench/prebuild.sh built elsewhere belongs to this tree and is
 undamaged: python -m bench.prebuilt DIR
 
-It needs no torch and no card: it compares the sources. The versions that the library was built for
+It needs no torch and no GPU: it compares the sources. The versions that the library was built for
 are compared when it is loaded. ``--seal`` first records the library's size and hash, which have
 changed when it was stripped after the build.
 """

@@ -1,7 +1,7 @@
-"""The shortest run that shows whether training works on a card: captured steps against eager ones,
+"""The shortest run that shows whether training works on a GPU: captured steps against eager ones,
 our kernels beside PyTorch's.
 
-    python -m bench.smoke                   # on a card: full width, bf16
+    python -m bench.smoke                   # on a GPU: full width, bf16
     python -m bench.smoke --device cpu      # small, float32, eager: only shows that it runs
 
 Captured and eager runs are deterministic: every loss must be equal, there must be two graphs, and
@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-import numpy as np
 import torch
 
 import mose_fast
+from bench.common import SMALL_RUN, gpu_is_missing, random_images
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream, from_arrays
 from mose_fast.train import Listener
@@ -38,14 +38,7 @@ NEAR = {"bf16": 0.03, "fp32": 1e-4}
 #: Settings of the runs by device, and training images of both tasks.
 SETTINGS: dict[str, dict[str, Any]] = {
     "cuda": {"device": "cuda", "precision": "bf16", "feed": "fused", "memory": 200},
-    "cpu": {
-        "device": "cpu",
-        "precision": "fp32",
-        "feed": "fused",
-        "memory": 60,
-        "width": 2,
-        "options": {"buffer_batch": 8, "new_extra": 2},
-    },
+    "cpu": {**SMALL_RUN, "feed": "fused"},
 }
 IMAGES = {"cuda": 1200, "cpu": 60}
 #: Graphs of a run with two tasks: one for the first task's steps, one for later ones.
@@ -53,8 +46,8 @@ GRAPHS = 2
 
 
 class Trained(NamedTuple):
-    """What one run left: losses of its trained batches, its captured steps (None without a card),
-    seconds, peak bytes on the card.
+    """What one run left: losses of its trained batches, its captured steps (None without a GPU),
+    seconds, peak bytes on the GPU.
     """
 
     losses: list[dict[str, float]]
@@ -88,33 +81,26 @@ def _remembered() -> Iterator[list[CapturedSteps]]:
 
 def two_tasks(images: int) -> Stream:
     """A stream of ``images`` random training images in two tasks of ten classes."""
-    random = np.random.default_rng(0)
-    x = random.integers(0, 256, (images + 100, 32, 32, 3), dtype=np.uint8)
-    y = np.arange(len(x)) % 20
-    return from_arrays(x[:images], y[:images], x[images:], y[images:], tasks=2)
+    return from_arrays(*random_images(images), tasks=2)
 
 
 def train(config: RunConfig, stream: Stream) -> Trained:
     """Runs the training once and records what :class:`Trained` holds."""
     listener = _Losses()
-    on_card = torch.device(config.device).type == "cuda"
-    if on_card:
+    on_gpu = torch.device(config.device).type == "cuda"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     with _remembered() as made:
         mose_fast.run(config, stream=stream, listeners=[listener])
-    peak = torch.cuda.max_memory_allocated() if on_card else 0
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     return Trained(listener.taken, made[0] if made else None, time.perf_counter() - began, peak)
 
 
 def complaints(captured: Trained, eager: Trained, plain: Trained | None, near: float) -> list[str]:
-    """What is wrong with these runs, one line each.
-
-    Args:
-        captured: The run with captured steps and our kernels.
-        eager: The run with eager steps and our kernels.
-        plain: The run with PyTorch's kernels; None if it failed.
-        near: The relative difference allowed between the first losses of ``eager`` and ``plain``.
+    """What is wrong with these runs, one line each. Two have our kernels, in captured and in eager
+    steps, ``plain`` has PyTorch's (None if it failed); its first loss may differ from that of
+    ``eager`` by the share ``near``.
     """
     found = []
     if captured.steps is not None:
@@ -150,10 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.smoke", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA card; wanted one, or --device cpu", file=sys.stderr)
+    if gpu_is_missing(given.device):
         return 2
-    on_card = given.device == "cuda"
+    on_gpu = given.device == "cuda"
     settings = SETTINGS[given.device]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic; read when CUDA starts
 
@@ -173,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return trained
 
-    how = "captured" if on_card else "eager"
+    how = "captured" if on_gpu else "eager"
     eager = attempt("our kernels, eager", kernels="fused", step="eager", deterministic=True)
     captured = attempt(f"our kernels, {how}", kernels="fused", step=how, deterministic=True)
     plain = attempt("PyTorch's kernels, eager", kernels="torch", step="eager")
