@@ -38,11 +38,7 @@ def announce(
     took.
 
     Args:
-        what: What the command does, such as ``installing torch``.
-        detail: What the user should expect; may be empty.
-        command: Program and arguments.
         progress: Called for each line in between; returns how far the command is, or an empty text.
-        interval: Seconds between two lines.
 
     Returns:
         The command's exit status. If it is not 0, the end of the output has been printed.
@@ -68,13 +64,7 @@ def announce(
 
 
 def native_build(csrc: Path, build: Build, has_driver: bool) -> tuple[str, int]:
-    """Describes the native build: what to expect, as a text, and the number of files to compile.
-
-    Args:
-        csrc: Folder of the native sources.
-        build: What is built and why.
-        has_driver: Whether this machine has a working NVIDIA driver.
-    """
+    """Describes the native build: what to expect, as a text, and the number of files to compile."""
     lists = read_sources(csrc)
     files = lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"]
     reason = build.reason.partition(". Looked in:")[0]

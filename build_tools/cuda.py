@@ -71,10 +71,8 @@ def find_toolkits(
     standard folders.
 
     Args:
-        environment: The process environment.
         standard: Folders to look into last; None means ``/usr/local/cuda``, ``/usr/local/cuda-*``
         (newest first) and ``/opt/cuda``.
-        run: Runs a command and returns its output.
 
     Returns:
         The toolkits in order of preference, and one line for each place that was looked into,
@@ -118,14 +116,8 @@ def find_toolkits(
 
 def ignored_variables(looked: Sequence[str], major: int) -> str:
     """Says which of ``CUDA_HOME`` and ``CUDA_PATH`` hold no toolkit that serves, though others may:
-    who sets one wants that one.
-
-    Args:
-        looked: As :func:`find_toolkits` returns it.
-        major: The major version that torch needs.
-
-    Returns:
-        Text to put behind a sentence; empty where there is nothing to say.
+    who sets one wants that one. Returns text to put behind a sentence; empty where there is nothing
+    to say.
     """
     set_here = [line for line in looked if re.match(r"CUDA_(HOME|PATH)=", line)]
     # Between two releases of one major version, the order of the places decides.
@@ -142,10 +134,7 @@ def default_archs(version: tuple[int, int]) -> list[str]:
 
 def parse_archs(text: str) -> list[str]:
     """Splits a ``TORCH_CUDA_ARCH_LIST`` at semicolons, commas or blanks, for example ``"8.0;9.0a
-    12.0+PTX"``.
-
-    Raises:
-        ValueError: The list is empty or an item is not a compute capability.
+    12.0+PTX"``. Raises ValueError if the list is empty or an item is not a compute capability.
     """
     archs = [item for item in re.split(r"[;,\s]+", text) if item]
     wrong = [arch for arch in archs if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch)]
@@ -161,18 +150,9 @@ def supported_archs(
     archs: Sequence[str], toolkit: Toolkit, run: Callable[[Sequence[str]], str] = run_text
 ) -> tuple[list[str], str]:
     """Leaves out the compute capabilities that the kernels cannot be compiled for. Lists that were
-    set for other packages often have some, such as 7.5; ptxas would say so after minutes.
-
-    Args:
-        archs: As :func:`parse_archs` returns them.
-        toolkit: The toolkit to compile with. Its nvcc says what it knows.
-        run: Runs a command and returns its output.
-
-    Returns:
-        Those that remain, and a text to put behind a sentence that names the others.
-
-    Raises:
-        ValueError: None remains.
+    set for other packages often have some, such as 7.5; ptxas would say so after minutes. Returns
+    those that remain, and a text to put behind a sentence that names the others. Raises ValueError
+    if none remains.
     """
     too_old = [arch for arch in archs if _number(arch) < _number(OLDEST_ARCH)]
     nvcc = [str(toolkit.root / "bin" / "nvcc"), "--dryrun", "-x", "cu", "-c", "probe.cu"]

@@ -36,7 +36,6 @@ class Build:
         backend: ``cpu``, ``cuda`` or ``emulated``.
         toolkit: None for ``cpu``; an emulated build takes its headers alone.
         archs: Compute capabilities to compile for; none unless ``backend`` is ``cuda``.
-        reason: One sentence on why it was decided so.
         record: The content of ``_build.json``.
     """
 

@@ -58,11 +58,7 @@ class Kernel:
 
 
 def disassemble(cubin: Path) -> str:
-    """The machine code of a cubin as text.
-
-    Raises:
-        SystemExit: There is no nvdisasm.
-    """
+    """The machine code of a cubin as text. Raises SystemExit if there is no nvdisasm."""
     folders = [Path(folder) / "nvidia" for folder in sys.path]
     found = shutil.which("nvdisasm") or next((str(p) for d in folders for p in d.glob("cu1*/bin/nvdisasm")), None)
     if found is None:

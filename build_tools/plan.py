@@ -48,8 +48,6 @@ def choose_backend(
         the kernels for the CPU.
         torch_cuda: ``torch.version.cuda`` of the torch compiled against, None for a CPU build of
         torch.
-        toolkits: Toolkits found, in order of preference.
-        looked: What :func:`build_tools.cuda.find_toolkits` says of each place.
         clang: Path of :data:`EMULATOR`, None where there is none.
 
     Returns:
@@ -106,7 +104,6 @@ def job_count(cores: int, free: float, max_jobs: str | None = None) -> int:
     allow, at least one.
 
     Args:
-        cores: Processors this process may use.
         free: Memory available, GiB.
         max_jobs: ``MAX_JOBS``; the user's own number is taken as it is.
 
@@ -165,10 +162,8 @@ def torch_requirement(version: str | None, *, exact: bool) -> str:
 
 def check_same_torch(compiled: tuple[str, str | None], target: tuple[str, str | None] | None) -> None:
     """Compares the torch compiled against with the one installed where the package will run, each
-    (version, CUDA version).
-
-    Raises:
-        BuildError: They differ in minor release or CUDA major, so that the library would not load.
+    (version, CUDA version). Raises BuildError if they differ in minor release or CUDA major, so
+    that the library would not load.
     """
     if target is None:
         return

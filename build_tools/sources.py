@@ -12,11 +12,9 @@ __all__ = ["emulated_sources", "parse_lists", "read_sources"]
 
 
 def parse_lists(text: str) -> dict[str, list[str]]:
-    """Returns the items of every ``set(NAME item ...)`` in ``text`` by name.
-
-    Raises:
-        ValueError: An item holds a variable, a quote or a generator expression, which only CMake
-            could evaluate.
+    """Returns the items of every ``set(NAME item ...)`` in ``text`` by name. Raises ValueError
+    if an item holds a variable, a quote or a generator expression, which only CMake could
+    evaluate.
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     lists = {name: items.split() for name, items in re.findall(r"\bset\(\s*(\w+)([^)]*)\)", "\n".join(lines))}
@@ -30,10 +28,8 @@ def parse_lists(text: str) -> dict[str, list[str]]:
 
 
 def read_sources(csrc: Path) -> dict[str, list[str]]:
-    """Returns the lists of ``csrc/sources.cmake``; source paths stay relative to ``csrc``.
-
-    Raises:
-        FileNotFoundError: A listed source does not exist.
+    """Returns the lists of ``csrc/sources.cmake``; source paths stay relative to ``csrc``. Raises
+    FileNotFoundError if a listed source does not exist.
     """
     lists = parse_lists((csrc / "sources.cmake").read_text())
     for name, items in lists.items():
@@ -49,10 +45,7 @@ def emulated_sources(root: Path, names: Sequence[str]) -> list[str]:
 
     A plain C++ compiler takes a .cu file for one of another language; included, it needs no flags
     of its own. A file that says the right thing already is left alone, so that nothing is compiled
-    twice.
-
-    Returns:
-        Their paths, relative to ``root``: ``build/emulated_sources/<stem>.cpp``.
+    twice. Returns their paths, relative to ``root``: ``build/emulated_sources/<stem>.cpp``.
     """
     folder = root / "build" / "emulated_sources"
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,6 @@ def write_zip(folder: Path, *, classes: int = 200, train: int = 500, val: int = 
     classes can be learned, and files are as large as photos'.
 
     Args:
-        folder: An existing folder.
         classes: Number of classes.
         train: Training images a class.
         val: Validation images a class.

@@ -34,10 +34,8 @@ _NOT_BUILT = {"cpu": ("cuda", "emulated"), "cuda": ("emulated",), "emulated": ()
 
 def source_hash(folder: Path, backend: str) -> str | None:
     """Returns a hash of the sources in ``folder / "csrc"`` that a library of this back end is built
-    from; None if there are none, as for an installed package.
-
-    Raises:
-        KeyError: ``backend`` is none of cpu, cuda and emulated.
+    from; None if there are none, as for an installed package. Raises KeyError if ``backend`` is
+    none of cpu, cuda and emulated.
     """
     csrc = folder / "csrc"
     files = sorted(

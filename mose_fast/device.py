@@ -56,10 +56,6 @@ def choose_precision(wanted: str, device: torch.device) -> Choice:
 
     ``auto`` is ``bf16`` on cards that multiply matrices in it (compute capability 8.0 and later),
     else ``fp32``.
-
-    Args:
-        wanted: The configuration's value.
-        device: The network's device.
     """
     if wanted != "auto":
         return Choice(wanted)

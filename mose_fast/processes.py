@@ -13,10 +13,6 @@ def python(module: str, *arguments: str) -> list[str]:
 
     ``python -m`` would look into the current folder first, where another copy of the package or a
     file named like a module of it may lie. The new process has the import path of this one instead.
-
-    Args:
-        module: The module's full name.
-        arguments: Arguments of the command line.
     """
     # An empty entry means the current folder.
     path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]

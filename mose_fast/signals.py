@@ -38,10 +38,8 @@ class StopRequest:
         return self.number is not None
 
     def check(self) -> None:
-        """Stops the work here if a signal has asked for it.
-
-        Raises:
-            Interrupted: A signal has asked to stop.
+        """Stops the work here if a signal has asked for it. Raises Interrupted if a signal has
+        asked to stop.
         """
         if self.number is not None:
             raise Interrupted(self.number)

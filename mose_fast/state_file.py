@@ -47,7 +47,6 @@ def state_file(kind: str, number: int, tensors: Mapping[str, Tensor], values: Ma
         kind: What it holds, a name in its header.
         number: Version of this kind's format.
         tensors: Tensors by name, on the host.
-        values: Plain values that JSON can hold.
     """
     file = serialised(tensors, {kind: str(number), "values": json.dumps(values), "sha256": _UNSIGNED})
     _sign(file)
@@ -61,9 +60,7 @@ def read_state(
     content.
 
     Args:
-        path: The file.
         kind: What it must hold.
-        newest: The newest version of the format that is known.
         called: What such a file is called in messages.
         instead: What to do about a damaged file, for the end of messages.
 

@@ -74,8 +74,6 @@ def crowding(threads: int, cores: int | None = None, load: float | None = None) 
     """A warning if there are more threads than other programs leave cores free; else an empty text.
 
     Args:
-        threads: Number of threads that compute.
-        cores: Number of cores that may be used; None means :func:`usable_cores`.
         load: Mean number of programs that ran or waited for a core in the last minute; None asks
             the system.
     """

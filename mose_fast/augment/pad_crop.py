@@ -16,21 +16,13 @@ __all__ = ["pad_crop"]
 def pad_crop(
     images: Tensor, seed: int, sequence: int, *, mirror: bool, padding: int = 4, brightness: float = 0.0
 ) -> Tensor:
-    """Surrounds each image by black pixels and cuts out a window of its own size at a uniformly
-    drawn place.
+    """Surrounds each image of uint8 [N, H, W, 3] by ``padding`` black pixels on every side and cuts
+    out a window of its own size at a uniformly drawn place.
 
     Args:
-        images: uint8 [N, H, W, 3].
-        seed: The run's seed.
-        sequence: Number of the step; the same (seed, sequence) gives the same views on every
-        device.
         mirror: Whether to mirror each image with probability 1/2.
-        padding: Pixels on every side.
         brightness: Each view's values are multiplied by a number drawn uniformly between 1 minus
             and 1 plus this one, then cut to 0 to 255 and rounded down.
-
-    Returns:
-        uint8 [N, H, W, 3].
     """
     count, height, width, _ = images.shape
     device = images.device

@@ -30,10 +30,6 @@ class AnytimeSample:
     All images that the stream is evaluated on are put in a random order by the run's seed. An
     evaluation takes the first ones whose classes have been seen. So runs with the same seed are
     evaluated on the same images at the same time, whatever their method.
-
-    Args:
-        config: The run's settings.
-        stream: The run's stream.
     """
 
     def __init__(self, config: RunConfig, stream: Stream) -> None:

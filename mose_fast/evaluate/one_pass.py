@@ -48,8 +48,6 @@ def evaluate_learner(
     The memory's features serve both the class means and the buffer accuracy.
 
     Args:
-        learner: The learner, with at least one stored sample.
-        stream: The stream it was trained on.
         part: The part; in a stream with borders, later ones may have been seen, too.
         prepare: False evaluates the network as it stands, even where the method trains it only for
             evaluations.

@@ -14,10 +14,6 @@ class HostTwin:
     """The tasks of all slots and the state of a reservoir memory, kept on the host by the same
     decisions as on the card.
 
-    Args:
-        capacity: Slots M.
-        seed: The run's seed.
-
     Attributes:
         tasks: int64 [M], as :attr:`mose_fast.memory.ReplayMemory.tasks`.
         labels: int64 [M], as :attr:`mose_fast.memory.ReplayMemory.labels`; only a memory of

@@ -14,12 +14,8 @@ class BatchNormAct2d(nn.BatchNorm2d):
     buffers and state_dict are the same.
 
     Args:
-        channels: The number of channels C.
-        relu: Whether to rectify.
-        eps: The term added to the variance.
         momentum: The share of a batch's statistics in the running ones; a cumulative average (None)
             is refused.
-        affine: Whether there are a weight and a bias.
         track_running_stats: Whether there are running statistics; without, evaluation uses the
             batch's too.
 

@@ -29,18 +29,9 @@ _TRIALS = 10
 @dataclass(frozen=True)
 class Recipe:
     """Probabilities and ranges from which views are drawn (docs/specification/mose.md section 5.3;
-    SCR's and SimCLR's augmentations).
-
-    Attributes:
-        mirror_p: Probability of a horizontal mirror.
-        gray_p: Probability of grayscale.
-        area_low: Smallest share of the image's area that a crop covers; 1 means no crop.
-        area_high: Largest share.
-        jitter_p: Probability of colour jitter.
-        brightness: Half width of the brightness (value) factor around 1.
-        contrast: Half width of the contrast factor around 1.
-        saturation: Half width of the saturation factor around 1.
-        hue: Half width of the hue shift around 0.
+    SCR's and SimCLR's augmentations): ``_p`` are probabilities, ``area_`` the smallest and largest
+    share of the image's area that a crop covers (1: no crop), the others half widths of jitter
+    factors around 1, of the hue's shift around 0.
     """
 
     mirror_p: float = 0.0
@@ -66,14 +57,7 @@ def exponential(x: Tensor) -> Tensor:
 
 def _draw_crops(recipe: Recipe, seed: Tensor, sequence: Tensor, items: Tensor, height: int, width: int) -> Tensor:
     """int64 [4, count]: width, height, offset_x, offset_y of each crop, in pixels."""
-    crops = torch.stack(
-        [
-            torch.full_like(items, width),
-            torch.full_like(items, height),
-            torch.zeros_like(items),
-            torch.zeros_like(items),
-        ]
-    )
+    crops = torch.tensor([width, height, 0, 0], device=items.device)[:, None].repeat(1, len(items))
     if recipe.area_low >= 1:
         return crops
     found = torch.zeros_like(items, dtype=torch.bool)

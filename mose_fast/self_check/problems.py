@@ -72,12 +72,9 @@ class Problem(ABC):
 
     Args:
         dtype: Of maps and other inputs.
-        device: Where the tensors are.
-        seed: Of the draws.
         valid: Images or rows that are no padding; None: all.
 
     Attributes:
-        op: The op.
         form: PyTorch's form of it.
         rounded: How many maps are rounded to ``dtype`` between inputs and results; 0 where all is
             computed in float32 and rounded once.
@@ -255,7 +252,6 @@ class BatchNormAct(Problem):
     Args:
         form_of_op: One of :data:`FORMS`.
         shape: [N, C, H, W].
-        dtype, device, seed, valid: See :class:`Problem`.
         consumers: Gradients that are added up.
         offset: Mean of the maps.
         deviation: Their standard deviation.

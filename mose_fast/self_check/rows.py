@@ -93,9 +93,7 @@ def table(device: str, *, small: bool, seed: int = 0) -> Iterator[Case]:
     """The problems of all ops.
 
     Args:
-        device: The card's, as tensors name it.
         small: Of sizes that an emulated card computes in a second.
-        seed: Of the inputs.
     """
     images = 3 if small else 37
     valid = images - 1

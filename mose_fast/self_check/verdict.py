@@ -57,9 +57,7 @@ class Verdict:
 
     Attributes:
         state: ``passed``; ``failed``; ``unknown``: it could not run; ``skipped``.
-        rows: All rows of the check.
         note: Why it could not run, or not to its end; then it is not kept.
-        seconds: How long it took.
         at: When it was, ISO 8601 in UTC.
         unkept: The folder in which its file could not be written, and why.
     """
@@ -109,10 +107,8 @@ def kind_of(device: torch.device) -> dict[str, str] | None:
 
 def settle(device: torch.device) -> Verdict | None:
     """Makes the process obey the verdict on a device's kind of card, which is asked for first if
-    there is none: what failed is switched off, with one warning.
-
-    Returns:
-        The verdict; None where no kernels run.
+    there is none: what failed is switched off, with one warning. Returns the verdict; None where no
+    kernels run.
     """
     if device.type != _loader.card():
         return None
@@ -258,10 +254,7 @@ def _new(device: torch.device, kind: dict[str, str]) -> Verdict:
 
 def _in_processes(device: torch.device, kind: dict[str, str], rows: list[Row]) -> str:
     """Adds the rows of a check; a part in which a process dies fails, and the others go on in a new
-    one.
-
-    Returns:
-        Why the rest could not be checked; empty if all was.
+    one. Returns why the rest could not be checked; empty if all was.
     """
     done: list[str] = []
     while True:

@@ -33,7 +33,6 @@ def check_images(x: Any, what: str) -> np.ndarray:
     """Returns ``x`` as uint8 [N, H, W, 3]; grey images [N, H, W] are repeated to three channels.
 
     Args:
-        x: numpy array or tensor.
         what: Its name in messages, for example ``x_train`` or a file.
 
     Raises:
@@ -75,10 +74,8 @@ def check_images(x: Any, what: str) -> np.ndarray:
 
 
 def check_labels(y: Any, what: str) -> np.ndarray:
-    """Returns labels as int64 [N].
-
-    Raises:
-        StreamError: They are no integers, do not fit into int64, or have more than one axis.
+    """Returns labels as int64 [N]. Raises StreamError if they are no integers, do not fit into
+    int64, or have more than one axis.
     """
     _refuse_masked(y, what)
     try:
@@ -142,7 +139,6 @@ def from_arrays(
             tasks).
         first_tasks: The stream ends after this many of the tasks, and has their classes alone;
             None: all.
-        name: The stream's name.
         batch: Incoming images a step.
         class_order_seed: Seed of the order of classes; None: the natural order.
         normalisation: A name in :data:`NORMALISATIONS` or your own constants; None: ``half``.
@@ -298,10 +294,7 @@ def from_batches(
         test: Test images and labels ``(x, y)``, or an iterable of such batches.
         class_tasks: The labels of each task. A batch belongs to the task with its labels; the tasks
             follow one another even if their batches alternate.
-        name: The stream's name.
-        normalisation: A name in :data:`NORMALISATIONS` or your own constants; None: ``half``.
-        mirror_safe: Whether a mirrored image keeps its label.
-        class_names: Names in the order of the sorted labels; None: the labels as text.
+        name, normalisation, mirror_safe, class_names: See :func:`from_arrays`.
 
     Raises:
         StreamError: A batch cannot be used, mixes tasks, or a task has no images; the message
@@ -550,9 +543,6 @@ def _hold_out(y: np.ndarray, known: np.ndarray, share: float, seed: int) -> Held
 
     Args:
         y: Position of each training image's label among the sorted labels, int64 [N].
-        known: The sorted labels.
-        share: Share of each class's images.
-        seed: The seed.
 
     Raises:
         StreamError: A class would have no image to train on, or none held out.

@@ -76,8 +76,6 @@ def decode_resumably(images: np.ndarray, decode: Callable[[int], Iterator[np.nda
 
     Args:
         images: uint8 [N, H, W, 3], contiguous.
-        decode: The images from a given one on.
-        unfinished: The file.
 
     Returns:
         ``images``.

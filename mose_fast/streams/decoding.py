@@ -77,11 +77,8 @@ def decode_image(data: bytes, what: str) -> np.ndarray:
     """Decodes an image file to uint8 [H, W, 3]; grey and palette images become RGB, without alpha.
     Of an animation, or of several pages, the first image is read.
 
-    Warnings of Pillow are passed on with the file's name.
-
-    Raises:
-        StreamError: The file is damaged, no image of a kind that is read, too large, or holds more
-            than 8 bits a channel.
+    Warnings of Pillow are passed on with the file's name. Raises StreamError if the file is
+    damaged, no image of a kind that is read, too large, or holds more than 8 bits a channel.
     """
     with _reading(what), _opened(data, what) as image:
         if image.mode == "P" and "transparency" in image.info:
@@ -142,8 +139,6 @@ def decode_images(
 
     Args:
         files: The name of each file, for messages, and a function that reads its bytes.
-        decoding: The decoder, the size of the images, and the callback for progress.
-        start: Number of the first file that is decoded.
 
     Raises:
         StreamError: A file is damaged; DALI is required and cannot be used, or decodes a file

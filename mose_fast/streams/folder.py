@@ -33,8 +33,6 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) 
     :func:`mose_fast.streams.cache.decoded_once`, since photos take long to decode.
 
     Args:
-        root: The folder.
-        decoding: How the images are decoded, and to what size.
         splits: The parts to read; the folders of others are not opened.
 
     Returns:
@@ -154,11 +152,7 @@ def _image_files(folder: Path) -> list[Path]:
 
 
 def read_file(file: Path) -> bytes:
-    """The file's bytes.
-
-    Raises:
-        StreamError: It cannot be read.
-    """
+    """The file's bytes. Raises StreamError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:

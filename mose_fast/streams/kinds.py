@@ -41,10 +41,8 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings of :class:`StreamConfig` that say what kind of stream it is.
-
-    Raises:
-        ConfigError: A value is out of range.
+    """The settings of :class:`StreamConfig` that say what kind of stream it is. Raises ConfigError
+    if a value is out of range.
     """
 
     kind: str
@@ -80,7 +78,6 @@ def long_tail(y: np.ndarray, labels: np.ndarray, known: np.ndarray, kind: Kind) 
         labels: The label of each head index.
         known: All labels of the data set, sorted. Those of later tasks count, so that the first
             tasks of a stream are the same however many there are.
-        kind: The settings.
 
     Returns:
         The rows that are kept, ascending.
@@ -110,7 +107,6 @@ def arrival_order(y: np.ndarray, tasks: int, kind: Kind) -> Callable[[int], np.n
     Args:
         y: Head index of each image, int64 [N]; every class occurs.
         tasks: Number of parts that the classes are split into, equally and in class order.
-        kind: The settings.
 
     Returns:
         A function from the seed of a run to the order, int64 [N], which holds every row once.
@@ -176,11 +172,7 @@ def _cut(count: int, parts: int, seed: int, purpose: int) -> np.ndarray:
 
 
 def _whole(share: float, count: int, what: str) -> int:
-    """A share of some classes as a number.
-
-    Raises:
-        StreamError: It is not whole.
-    """
+    """A share of some classes as a number. Raises StreamError if it is not whole."""
     number = share * count
     if abs(number - round(number)) > 1e-6:
         raise StreamError(

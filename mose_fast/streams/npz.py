@@ -30,8 +30,6 @@ def read_npz(
     """Reads the named arrays. Pickled contents are refused, never executed.
 
     Args:
-        path: The archive.
-        names: Arrays it must hold.
         remedy: What to do about a damaged file, for the message.
 
     Raises:

@@ -90,7 +90,6 @@ def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
     is read or downloaded.
 
     Args:
-        name: A registered stream.
         data_dir: Folder that holds the data set's files; None is ``~/.cache/mose_fast``.
 
     Raises:
@@ -117,7 +116,6 @@ def create(config: StreamConfig, watch: Watch | None = None, *, evaluate_on: str
     ``half`` and are safe to mirror; ``tasks`` None splits them like :func:`from_arrays`.
 
     Args:
-        config: The stream's settings.
         watch: Called with the number of image files decoded so far, and of all.
         evaluate_on: ``test``, or ``validation``: then no test image is read.
 
@@ -131,10 +129,8 @@ def create(config: StreamConfig, watch: Watch | None = None, *, evaluate_on: str
 
 
 def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
-    """Refuses other data than those that a configuration was written for.
-
-    Raises:
-        StreamError: The configuration has a fingerprint, and the stream another one.
+    """Refuses other data than those that a configuration was written for. Raises StreamError if
+    the configuration has a fingerprint, and the stream another one.
     """
     if config.fingerprint not in (None, stream.fingerprint):
         raise StreamError(

@@ -72,10 +72,8 @@ def draw_words(n: int, seed: int, purpose: int) -> np.ndarray:
 
     They are the raw words of the counter-based generator Philox4x64-10 with key (seed, purpose).
     numpy keeps the raw words of its bit generators across versions, which it does not promise for
-    ``Generator.permutation``.
-
-    Raises:
-        StreamError: The seed is no integer, or does not fit into 64 bits.
+    ``Generator.permutation``. Raises StreamError if the seed is no integer, or does not fit into
+    64 bits.
     """
     given, seed = seed, plain(seed)
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
@@ -94,7 +92,6 @@ def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
 
     Args:
         arrays: Images and labels; their types and shapes count, too.
-        names: The names of the classes.
     """
     digest = hashlib.sha256("\n".join(names).encode())
     for array in arrays:
@@ -108,7 +105,6 @@ class HeldOut(NamedTuple):
 
     Attributes:
         share: Share of each class's training images.
-        seed: The seed that they were drawn from.
         rows: Which of the data set's training images they are, in data order: int64 [n], of all
             classes of the data set.
     """
@@ -130,7 +126,6 @@ class Stream:
     where one ends.
 
     Attributes:
-        name: The name that the user gave.
         x_train: Training images, uint8 [N, H, W, 3].
         y_train: Head index of each training image, int64 [N].
         x_test: Images that the learner is evaluated on, uint8 [N', H, W, 3]: the test images, or
@@ -139,7 +134,6 @@ class Stream:
         tasks: The head indices of each task's classes; a stream without borders is one task.
         class_order: ``class_order[head index]`` is the label in the data set.
         class_names: Readable names, by head index.
-        normalisation: Constants for the network's input.
         mirror_safe: Whether a mirrored image keeps its label (digits do not).
         batch: Incoming images a step.
         fingerprint: 16 hex digits, see :func:`fingerprint`, of the data from which the stream was
@@ -228,18 +222,14 @@ class Stream:
         return dataclasses.replace(self, tasks=(tuple(range(self.classes)),), arrival=None, order=None)
 
     def train_rows(self, task: int) -> Tensor:
-        """Indices into ``x_train`` of the task's images, in data order: int64 [n].
-
-        Raises:
-            IndexError: There is no such task.
+        """Indices into ``x_train`` of the task's images, in data order: int64 [n]. Raises
+        IndexError if there is no such task.
         """
         return self._of_task(self._train_rows, task)
 
     def test_rows(self, task: int) -> Tensor:
-        """Indices into ``x_test`` of the task's images, in data order: int64 [n].
-
-        Raises:
-            IndexError: There is no such task.
+        """Indices into ``x_test`` of the task's images, in data order: int64 [n]. Raises IndexError
+        if there is no such task.
         """
         return self._of_task(self._test_rows, task)
 
@@ -266,10 +256,8 @@ class Stream:
         return list(rows[torch.from_numpy(order)].split(self.batch))
 
     def count_batches(self, part: int) -> int:
-        """How many batches :meth:`batches` gives, without drawing their order.
-
-        Raises:
-            IndexError: There is no such part.
+        """How many batches :meth:`batches` gives, without drawing their order. Raises IndexError
+        if there is no such part.
         """
         if not self.borders:
             first, last = self._ends(part)
@@ -282,10 +270,8 @@ class Stream:
         return sum(self.count_batches(part) for part in range(self.parts) if self.task_of(part) == task)
 
     def count_images(self, part: int, batches: int | None = None) -> int:
-        """How many images the first batches of a pass over a part hold; None: all of them.
-
-        Raises:
-            IndexError: There is no such part.
+        """How many images the first batches of a pass over a part hold; None: all of them. Raises
+        IndexError if there is no such part.
         """
         batches = self.count_batches(part) if batches is None else batches
         if self.arrival is not None:
@@ -299,9 +285,7 @@ class Stream:
 
     def original_label(self, y: Tensor | int) -> Tensor | int:
         """The data set's label of a head index, for an int or an integer tensor of any shape.
-
-        Raises:
-            StreamError: A head index is outside the classes.
+        Raises StreamError if a head index is outside the classes.
         """
         if not isinstance(y, Tensor):
             if not 0 <= y < self.classes:

@@ -64,7 +64,6 @@ def read(data_dir: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) -> 
 
     Args:
         data_dir: Folder of the data; see :func:`find`.
-        decoding: How the images are decoded.
         splits: The parts to read; of others, no image is opened.
 
     Returns:
