@@ -18,8 +18,6 @@ from pathlib import Path
 
 from build_tools.sources import read_sources
 
-__all__ = ["collect", "missing", "parse_ids"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -25,27 +25,6 @@ from mose_fast.app.bench import quantiles
 from mose_fast.runs.clock import laps
 from mose_fast.train.captured import capture
 
-__all__ = [
-    "CLASSES",
-    "DIRECTIONS",
-    "HEADLINE",
-    "IMPLEMENTATIONS",
-    "SIZES",
-    "SMALL_RUN",
-    "Case",
-    "choose",
-    "gpu_is_missing",
-    "in_microseconds",
-    "new_map",
-    "no_native_code",
-    "random_images",
-    "repetitions",
-    "skip_on_cpu",
-    "target_us",
-    "time_on_card",
-    "with_gradients",
-]
-
 #: Rows of a step: the least and the most in the first task, the most later, and a large batch
 #: (docs/specification/mose.md section 5).
 SIZES = (40, 296, 384, 1024)

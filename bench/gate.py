@@ -21,8 +21,6 @@ from bench import bench_augment, bench_expert_losses
 from bench.common import CLASSES, HEADLINE, Case
 from mose_fast.runs.clock import laps
 
-__all__ = ["GATES", "check", "ratio"]
-
 _LOSSES = Case(
     "expert_losses",
     "native",

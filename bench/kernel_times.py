@@ -36,8 +36,6 @@ from mose_fast.runs.clock import laps
 from mose_fast.settings.run import RunConfig
 from mose_fast.train.captured import CapturedSteps
 
-__all__ = ["COLUMNS", "Measured", "measured_step", "op_of", "rows", "table"]
-
 COLUMNS = ("kernels", "op", "kernel", "launches", "us")
 
 #: Which op a kernel belongs to, by the first pattern that its name has. Ours first; then the

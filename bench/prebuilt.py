@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["obstacle", "seal"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -20,8 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "append", "file_name", "read_csv", "row_of", "table"]
-
 RESULTS = Path(__file__).resolve().parent / "results"
 #: From ``graph`` to ``copy_bytes_per_us`` for GPUs only. Peak memory is that of one call in bytes,
 #: outputs included, inputs not; the three after the target are there where an op is bound by bytes,

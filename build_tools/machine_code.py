@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-__all__ = ["CLASSES", "Kernel", "Loop", "disassemble", "instance_names", "parse_code", "refusals"]
-
 #: Classes of instructions by the beginnings of their names; what fits none is an integer one.
 CLASSES = {
     "float": r"FFMA|FADD|FMUL|FSEL|FSETP|FMNMX|H(FMA|ADD|MUL|MNMX)2|DFMA|DADD|DMUL|F2FP|FCHK|HMMA|F2F",
@@ -29,10 +27,8 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop without those inside it.
-
-    Attributes:
-        instructions: In their order, without predicates: ``LDG.E.128 R4, desc[UR4][R2.64]``.
+    """A loop without those inside it: its instructions in their order, without predicates:
+    ``LDG.E.128 R4, desc[UR4][R2.64]``.
     """
 
     instructions: tuple[str, ...]

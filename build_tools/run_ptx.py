@@ -24,8 +24,6 @@ from pathlib import Path
 from build_tools.machine_code import instance_names
 from build_tools.sources import read_sources
 
-__all__ = ["ARCHS", "LEAST_RUN", "complaints"]
-
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETER = ROOT.parent / "shared" / "tools" / "ptx_on_cpu"
 ARCHS = ("80", "90")

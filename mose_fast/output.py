@@ -26,14 +26,8 @@ def readable(text: str) -> str:
 
 
 class Guarded:
-    """A text stream that records its failures instead of raising them.
-
-    Args:
-        stream: The stream to write to. None drops everything; Python gives None if the process was
-            started with the stream closed.
-
-    Attributes:
-        failure: The first failure; None if there was none.
+    """A text stream that records its first failure instead of raising. None, which Python gives if
+    the process was started with the stream closed, drops everything.
     """
 
     def __init__(self, stream: TextIO | None) -> None:

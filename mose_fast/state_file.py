@@ -41,12 +41,8 @@ class StateFileError(MoseFastError):
 
 
 def state_file(kind: str, number: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> memoryview:
-    """The content of a file.
-
-    Args:
-        kind: What it holds, a name in its header.
-        number: Version of this kind's format.
-        tensors: Tensors by name, on the host.
+    """The content of a file of this kind, with the number of its format, tensors on the host by
+    name, and plain values that JSON can hold.
     """
     file = serialised(tensors, {kind: str(number), "values": json.dumps(values), "sha256": _UNSIGNED})
     _sign(file)
@@ -56,11 +52,11 @@ def state_file(kind: str, number: int, tensors: Mapping[str, Tensor], values: Ma
 def read_state(
     path: Path, kind: str, newest: int, *, called: str, instead: str = ""
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of :func:`state_file`: tensors on the CPU, and values. It checks the hash of the
+    """The inverse of :func:`state_file`: tensors on the CPU, and values; it checks the hash of the
     content.
 
     Args:
-        kind: What it must hold.
+        kind: What it must hold, in a format of at most ``newest``.
         called: What such a file is called in messages.
         instead: What to do about a damaged file, for the end of messages.
 

@@ -39,10 +39,8 @@ class AnytimeSample:
         self.labels = stream.y_test[self.order]
 
     def rows(self, seen: Collection[int]) -> Tensor:
-        """The images, as int64 rows of ``stream.x_test``.
-
-        Args:
-            seen: Head indices of the classes seen so far.
+        """The images, as int64 rows of ``stream.x_test``; ``seen`` are the head indices of the
+        classes seen.
         """
         return self.order[torch.isin(self.labels, torch.tensor(sorted(seen)))][: self.images]
 

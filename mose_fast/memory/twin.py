@@ -1,4 +1,4 @@
-"""A copy on the host of a card memory's decisions, which depend on seed and counters only."""
+"""A copy on the host of the decisions of a memory on a GPU, which depend on seed and counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HostTwin"]
 
 class HostTwin:
     """The tasks of all slots and the state of a reservoir memory, kept on the host by the same
-    decisions as on the card.
+    decisions as on the GPU.
 
     Attributes:
         tasks: int64 [M], as :attr:`mose_fast.memory.ReplayMemory.tasks`.

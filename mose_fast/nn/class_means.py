@@ -32,11 +32,11 @@ class ClassMeans:
         counts = torch.bincount(labels, minlength=classes)
         if len(counts) > classes:
             raise ValueError(f"labels reach {len(counts) - 1}; wanted labels below classes, {classes}")
-        # A product, whose bits are always the same: on a card, index_add_ adds in any order.
+        # A product, whose bits are always the same: on a GPU, index_add_ adds in any order.
         of_class = labels == torch.arange(classes, device=labels.device).unsqueeze(1)
         sums = of_class.to(features.dtype) @ features
         self.known = counts > 0
-        # Asked once, since on a card each question waits.
+        # Asked once, since on a GPU each question waits.
         self._any_known = bool(self.known.any())
         self.means = F.normalize(sums / counts.clamp_min(1).unsqueeze(-1), dim=-1)
 

@@ -1,5 +1,5 @@
 """Inputs of the native ops, drawn from a seed, and every result of an op by name: what the
-self-check and the tests of kernels on a card compare.
+self-check and the tests of kernels on a GPU compare.
 
 Results whose name begins with ``gradient`` are those of the backward pass. Padding holds NaN, which
 no op may read.
@@ -68,14 +68,10 @@ _EDGE = {torch.float32: 1e-3, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 
 
 class Problem(ABC):
-    """Inputs of one op.
-
-    Args:
-        dtype: Of maps and other inputs.
-        valid: Images or rows that are no padding; None: all.
+    """Inputs of one op, ``valid`` of whose images or rows are no padding (None: all).
 
     Attributes:
-        form: PyTorch's form of it.
+        op: The op, and ``form``, PyTorch's form of it.
         rounded: How many maps are rounded to ``dtype`` between inputs and results; 0 where all is
             computed in float32 and rounded once.
         floor: What another order of sums may cost, of the largest number of a result: 64 roundings
@@ -247,15 +243,9 @@ FORMS = ("plain", "residual", "two norms", "prologue")
 
 
 class BatchNormAct(Problem):
-    """Results: y, gradients, running statistics.
-
-    Args:
-        form_of_op: One of :data:`FORMS`.
-        shape: [N, C, H, W].
-        consumers: Gradients that are added up.
-        offset: Mean of the maps.
-        deviation: Their standard deviation.
-        training: False: the norms use their running statistics.
+    """Results: y, gradients, running statistics. ``form_of_op`` is one of :data:`FORMS`,
+    ``consumers`` the number of gradients that are added up, ``offset`` and ``deviation`` are those
+    of the maps. Without ``training`` the norms use their running statistics.
     """
 
     op, form = staticmethod(batch_norm_act), staticmethod(reference_act.batch_norm_act)

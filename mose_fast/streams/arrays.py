@@ -30,14 +30,9 @@ __all__ = ["check_images", "check_labels", "from_arrays", "from_batches"]
 
 
 def check_images(x: Any, what: str) -> np.ndarray:
-    """Returns ``x`` as uint8 [N, H, W, 3]; grey images [N, H, W] are repeated to three channels.
-
-    Args:
-        what: Its name in messages, for example ``x_train`` or a file.
-
-    Raises:
-        StreamError: The type, number of channels or size cannot be used; the message says how to
-            convert.
+    """Returns images ``x``, a numpy array or tensor called ``what`` in messages, as uint8 [N, H, W,
+    3]; grey images [N, H, W] are repeated to three channels. Raises StreamError, which says how to
+    convert, if type, number of channels or size cannot be used.
     """
     if isinstance(x, Tensor):
         x = _numpy(x)
@@ -132,8 +127,7 @@ def from_arrays(
     Args:
         x_train: Images, uint8 [N, H, W, 3] or grey [N, H, W], numpy or torch; sides divisible by 8.
         y_train: Labels, any integers [N]. Sorted, they are the natural class order.
-        x_test: Test images of the same size; None with ``evaluate_on`` ``validation``, which never
-            looks at them.
+        x_test: Test images of the same size; None with ``evaluate_on`` ``validation``.
         y_test: Their labels, all of which occur in ``y_train``.
         tasks: Number of equal tasks; None: as many as give each at least two classes (10 classes: 5
             tasks).
@@ -146,13 +140,13 @@ def from_arrays(
         limit_per_task: Keep at most this many training images a task, balanced over its classes:
             the first of every class, then the second, and so on in data order, whatever the seeds;
             held-out images do not count.
-        validation: Share of each class's training images that are held out: never trained on,
-            never in the memory. Rounded to whole images, a half upwards. None: none.
-        validation_seed: Seed that they are drawn from, class by class and independently of
-            everything else.
+        validation: Share of each class's training images that are held out: never trained on, never
+            in the memory. Rounded to whole images, a half upwards. None: none.
+        validation_seed: Seed that they are drawn from, class by class, independently of all else.
         evaluate_on: ``test``, or ``validation`` for the held-out images.
         kind: ``tasks``, ``imbalanced``, ``blurry``, ``si_blurry`` or ``task_free``; see
-            docs/streams.md. A kind without borders is drawn on the classes of the first tasks.
+            docs/streams.md. A kind without task boundaries is drawn on the classes of the first
+            tasks.
         kind_seed, disjoint, blur, imbalance, drift: Settings of the kind; see
             :class:`mose_fast.settings.run.StreamConfig`.
         labels: All labels of the data set, sorted; None: those in ``y_train``.
@@ -539,13 +533,9 @@ def _limit(y: np.ndarray, classes_per_task: int, limit: int) -> np.ndarray:
 
 
 def _hold_out(y: np.ndarray, known: np.ndarray, share: float, seed: int) -> HeldOut:
-    """Draws the held-out images of each class.
-
-    Args:
-        y: Position of each training image's label among the sorted labels, int64 [N].
-
-    Raises:
-        StreamError: A class would have no image to train on, or none held out.
+    """Draws the held-out images of each class; ``y`` are positions among the sorted labels
+    ``known``, int64 [N]. Raises StreamError if a class would have no image to train on, or none
+    held out.
     """
     share, seed = plain(share), plain(seed)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:

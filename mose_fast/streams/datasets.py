@@ -54,11 +54,10 @@ def default_data_dir() -> Path:
 
 def digits(splits: Sequence[str] = SPLITS) -> dict[str, np.ndarray]:
     """scikit-learn's 1,797 handwritten digits as 32x32 RGB; every fifth image of each digit is a
-    test image.
+    test image. Returns the arrays of these parts, images uint8 [N, 32, 32, 3], labels int64.
 
     The 8x8 pictures (values 0 to 16) are enlarged bilinearly with pixel centres aligned, in
-    integers: exact on every machine. Returns their arrays, images uint8 [N, 32, 32, 3], labels
-    int64.
+    integers: exact on every machine.
     """
     from sklearn.datasets import load_digits  # slow to import, and needed by this stream alone
 

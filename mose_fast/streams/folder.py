@@ -26,22 +26,17 @@ _NAMED = 5
 
 
 def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) -> Decoded:
-    """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``.
+    """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``, only the parts
+    ``splits``; the folders of others are not opened.
 
     Files of other types and in other places are not read, and a warning says so. Names that begin
     with a point are ignored. Resized images are kept in the folder, see
     :func:`mose_fast.streams.cache.decoded_once`, since photos take long to decode.
 
-    Args:
-        splits: The parts to read; the folders of others are not opened.
-
-    Returns:
-        The arrays of these parts, labels numbering the class folders of ``train`` in sorted
-        order, and the names of these folders as :func:`mose_fast.output.readable` text.
-
-    Raises:
-        StreamError: A folder is missing or empty, a file is damaged, or sizes differ or cannot be
-            used.
+    Returns the arrays of these parts, labels numbering the class folders of ``train`` in sorted
+    order, and the names of these folders as :func:`mose_fast.output.readable` text. Raises
+    StreamError if a folder is missing or empty, a file is damaged, or sizes differ or cannot be
+    used.
     """
     for part in splits:
         if not (root / part).is_dir():
