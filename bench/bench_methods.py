@@ -60,9 +60,7 @@ def prepare(name: str, width: int, device: str) -> Stepper:
 
 
 def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) -> None:
-    """Prints a row for every method: milliseconds of a step, the cost relative to ER, the estimate
-    of it, and their ratio.
-    """
+    """Prints of every method the time of a step, its cost relative to ER, and the estimate."""
     steppers = {name: prepare(name, width, device) for name in dict.fromkeys(["er", *names])}
     times: dict[str, list[float]] = {name: [] for name in steppers}
     for step in range(rounds):

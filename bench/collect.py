@@ -27,9 +27,7 @@ def parse_ids(text: str) -> list[str]:
 
 
 def collect(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """Returns the ids that pytest collects for ``arguments``, and what it printed where collecting
-    failed, else an empty text.
-    """
+    """The ids that pytest collects, and what it printed if collecting failed, else nothing."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return parse_ids(done.stdout), "" if done.returncode == 0 else done.stdout + done.stderr

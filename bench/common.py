@@ -167,9 +167,7 @@ def random_images(images: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 
 
 def with_gradients(function: Callable[[], Tensor], inputs: Iterable[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-    """Returns a call that runs ``function`` and computes the gradient of the sum of its result with
-    respect to ``inputs``.
-    """
+    """A call that runs ``function`` and computes its sum's gradients."""
     inputs = tuple(inputs)
     return lambda: torch.autograd.grad(function().sum(), inputs)
 

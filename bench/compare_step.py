@@ -82,9 +82,7 @@ def steps(
 
 
 def searched(candidates: int, width: int, device: str, rounds: int) -> dict[str, float]:
-    """The step with cuDNN's search among so many candidates a convolution (0: all), in a process of
-    its own.
-    """
+    """The step with cuDNN's search among so many candidates (0: all), in its own process."""
     sizes = ("--device", device, "--width", str(width), "--rounds", str(rounds))
     command = python("bench.compare_step", *sizes, "--search", str(candidates))
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)

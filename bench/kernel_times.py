@@ -143,9 +143,7 @@ def rows(which: str, kernels: dict[str, Measured]) -> list[dict[str, str]]:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """The rows as text, without those below a thousandth of the step; kernels' names are cut off at
-    100 characters.
-    """
+    """The rows as text, without those below a thousandth of the step."""
     lines = [f"{'launches':>12}  {'us':>12}  op or kernel"]
     for row in rows:
         if float(row["us"]) >= float(rows[0]["us"]) / 1000:

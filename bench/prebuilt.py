@@ -23,9 +23,7 @@ OF_TREE: dict[str, Any] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py")
 
 
 def seal(folder: Path) -> None:
-    """Records size and hash of the library in ``folder`` in its ``_build.json``, so that a damaged
-    library is not loaded.
-    """
+    """Records size and hash of the library, so that a damaged one is not loaded."""
     record = folder / "_build.json"
     (library,) = folder.glob("_C*.so")
     record.write_text(

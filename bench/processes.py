@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import SMALL_RUN, gpu_is_missing, random_images
-from bench.smoke import GRAPHS
+from bench.smoke import not_captured
 from mose_fast import _dali
 from mose_fast.experiments.engine import LocalEngine
 from mose_fast.experiments.folder import SweepFolder
@@ -75,20 +75,6 @@ def results_of(config: dict[str, Any], runs: int, at_a_time: int, *, mps: bool =
         return [json.loads((folder.run(str(seed)) / "results.json").read_text()) for seed in range(runs)]
 
 
-def complaints(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong with runs on a GPU, one line each."""
-    found = []
-    for run in results:
-        resolved = run["resolved"]
-        if run["card"] is not None and (resolved["step"] != "captured" or run["eager_steps"] > GRAPHS):
-            found.append(
-                f"WRONG: seed {run['seed']}, feed {resolved['feed']}: step {resolved['step']}"
-                f" ({resolved['reasons'].get('step', 'no reason')}), {run['eager_steps']} of {run['steps']} steps"
-                f" eager; wanted captured and {GRAPHS}"
-            )
-    return found
-
-
 def retries(results: Sequence[dict[str, Any]]) -> int:
     return sum(run["capture_retries"] or 0 for run in results)
 
@@ -116,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for feed in feeds:
                 runs = results_of({**config, "feed": feed}, given.retries, 1)
                 print(f"{len(runs)} runs with {feed}: {retries(runs)} captures were tried once more")
-                found += complaints(runs)
+                found += [f"WRONG: {what}" for run in runs for what in not_captured(run)]
         else:
             print("feed    at a time  by MPS  steps a second  against one  retries")
             by_mps = [(2, True)] if given.device == "cuda" and shutil.which(PROGRAM) else []
@@ -131,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         f"  {retries(runs):>7}",
                         flush=True,
                     )
-                    found += complaints(runs)
+                    found += [f"WRONG: {what}" for run in runs for what in not_captured(run)]
     print("\n".join(found) or "every run has finished")
     return 1 if found else 0
 

@@ -134,9 +134,7 @@ def _bytes(row: Row) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Appends the rows of the given files to the store and prints their table; returns the exit
-    status.
-    """
+    """Appends rows to the store and prints their table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.store", description=__doc__.partition("\n\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="CSV that pytest --rows wrote")
     parser.add_argument(

@@ -71,9 +71,7 @@ def native_build(csrc: Path, build: Build, has_driver: bool) -> tuple[str, int]:
 
 
 def compiled(objects: Path, since: float) -> int:
-    """Counts the object files below a folder written after ``since``, in seconds of the file
-    system's clock.
-    """
+    """Counts the object files below a folder written after ``since``, by the files' clock."""
     return sum(path.stat().st_mtime >= since for path in objects.glob("objects-*/**/*.o"))
 
 

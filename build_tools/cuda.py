@@ -98,9 +98,7 @@ def ignored_variables(looked: Sequence[str], major: int) -> str:
 
 
 def default_archs(version: tuple[int, int]) -> list[str]:
-    """The release architectures that a toolkit of this ``version`` knows, the newest also as
-    PTX.
-    """
+    """The release architectures that a toolkit knows, the newest also as PTX."""
     known = [arch for arch in RELEASE_ARCHS if version >= (12, 8) or float(arch) < 10]  # Blackwell came with CUDA 12.8
     return [*known[:-1], known[-1] + "+PTX"]
 
@@ -151,9 +149,7 @@ def _number(arch: str) -> tuple[int, ...]:
 
 
 def gencode_flags(archs: Sequence[str]) -> list[str]:
-    """Compute capabilities as flags of nvcc. torch, which would do the same, knows no ``8.8`` and
-    no ``10.0f``.
-    """
+    """Flags of nvcc. torch, which would do the same, knows no ``8.8`` and no ``10.0f``."""
     flags = []
     for arch in archs:
         number = arch.removesuffix("+PTX").replace(".", "")
@@ -163,7 +159,5 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
 
 
 def cmake_archs(archs: Sequence[str]) -> list[str]:
-    """Compute capabilities as ``CMAKE_CUDA_ARCHITECTURES``: ``9.0`` is ``90-real``, ``12.0+PTX`` is
-    ``120``.
-    """
+    """``CMAKE_CUDA_ARCHITECTURES``: ``9.0`` is ``90-real``, ``12.0+PTX`` is ``120``."""
     return [arch.removesuffix("+PTX").replace(".", "") + ("" if arch.endswith("+PTX") else "-real") for arch in archs]

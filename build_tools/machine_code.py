@@ -27,9 +27,7 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop without those inside it: its instructions in their order, without predicates:
-    ``LDG.E.128 R4, desc[UR4][R2.64]``.
-    """
+    """A loop without those inside it: ``LDG.E.128 R4, desc[UR4][R2.64]``, without predicates."""
 
     instructions: tuple[str, ...]
 
@@ -63,9 +61,7 @@ def disassemble(cubin: Path) -> str:
 
 
 def parse_code(text: str) -> list[Kernel]:
-    """The kernels in what nvdisasm printed, with the loops that have at least eight instructions of
-    their own.
-    """
+    """The kernels in what nvdisasm printed, with their loops of at least eight instructions."""
     kernels = []
     for part in re.split(r"^\.text\.", text, flags=re.MULTILINE)[1:]:
         symbol, _, body = part.partition(":")
@@ -98,9 +94,7 @@ def _loops(code: Sequence[str], labels: dict[str, int]) -> Iterator[Loop]:
 
 
 def instance_names(symbols: Sequence[str]) -> list[str]:
-    """Instances without namespaces and parameters, such as ``kernel<__nv_bfloat16, 2, false>``,
-    from nvcc's mangled symbols.
-    """
+    """Instances from mangled symbols, such as ``kernel<__nv_bfloat16, 2, false>``."""
     told = subprocess.run(["c++filt", "-t", *symbols], check=True, capture_output=True, text=True).stdout.splitlines()
     return [_plain(name) for name in told]
 

@@ -18,9 +18,7 @@ GIB_RESERVED = 2.0
 
 
 class BuildError(Exception):
-    """The build cannot go on; the message says what is missing, where it was looked for and what to
-    do.
-    """
+    """The build cannot go on; the message says what is missing and what to do."""
 
 
 def choose_backend(
@@ -156,9 +154,7 @@ def build_record(
     toolkit: Toolkit | None,
     archs: Sequence[str],
 ) -> dict[str, Any]:
-    """What ``_build.json`` beside the library says of it; ``mose_fast._loader`` reads it before
-    loading anything.
-    """
+    """What ``_build.json`` beside the library says of it, before it is loaded."""
     return {
         "commit": commit,
         "sources": sources,

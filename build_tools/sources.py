@@ -25,9 +25,7 @@ def parse_lists(text: str) -> dict[str, list[str]]:
 
 
 def read_sources(csrc: Path) -> dict[str, list[str]]:
-    """The lists of ``csrc/sources.cmake``, paths relative to ``csrc``. Raises FileNotFoundError if
-    one does not exist.
-    """
+    """The lists of ``csrc/sources.cmake``. Raises FileNotFoundError if a file does not exist."""
     lists = parse_lists((csrc / "sources.cmake").read_text())
     for name, items in lists.items():
         for item in items:

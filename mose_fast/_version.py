@@ -12,9 +12,7 @@ __version__ = "0.1.0"
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the commit checked out in ``folder``, ending in ``+dirty`` if tracked files differ;
-    None outside a git checkout.
-    """
+    """The commit of a checkout, with ``+dirty`` if tracked files differ; None outside of one."""
     if not (folder / ".git").exists():
         return None
     try:

@@ -37,8 +37,8 @@ CAPTURING = threading.RLock()
 
 
 class Choice(NamedTuple):
-    """The value that a setting has on this machine, and the reason, unless it is what was asked for
-    or the first choice; else empty.
+    """The value that a setting has on this machine, and the reason if it is not the first
+    choice.
     """
 
     name: str
@@ -114,18 +114,14 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copies a tensor to a device; from the host to a GPU through pinned memory, without
-    waiting.
-    """
+    """Copies a tensor to a device; to a GPU through pinned memory, without waiting."""
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def available_bytes() -> int:
-    """Bytes of memory that new processes can take on this machine, within the limit of the control
-    group (container), if there is one.
-    """
+    """Bytes of memory that new processes can take, within the container's limit."""
     free = psutil.virtual_memory().available
     # psutil does not read control groups.
     for limit, used in (

@@ -16,9 +16,7 @@ _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal, by default Ctrl-C, stopped the work. If there is a run folder, it contains the
-    state after the last finished batch.
-    """
+    """A signal stopped the work; a run folder has the state after the last finished batch."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(signal.Signals(number).name)

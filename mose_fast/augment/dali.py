@@ -203,9 +203,7 @@ def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
 def _fill_parameters(
     target: NDArray[np.float32], layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int
 ) -> None:
-    """Where the pixels of each view come from, a 2x3 matrix, and whether it is grey: float32 [V,
-    7].
-    """
+    """Where the pixels of each view come from, a 2x3 matrix, and if it is grey: float32 [V, 7]."""
     # In a window of w pixels with its centre at x = (W + offset) / 2, pixel x' of the view comes
     # from position w / W x' + (W + offset - w) / 2, where corners count from 0; in a mirrored image
     # it comes from W minus that. Views without drawn parameters show the whole image.

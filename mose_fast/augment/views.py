@@ -144,23 +144,17 @@ class ViewMaker:
 
     @property
     def views_per_row(self) -> int:
-        """Fixed copies of each row, doubled by the random augmentation unless the recipe is
-        ``none``.
-        """
+        """Fixed copies of each row, doubled by the random augmentation if there is one."""
         return len(self.orientations) * (1 if self.recipe is None else 2)
 
     @property
     def apart(self) -> bool:
-        """Whether only :meth:`views` makes views, from what the host knows, so that they can be
-        made ahead on a thread of their own.
-        """
+        """Whether :meth:`views` makes the views, ahead and on a thread of its own."""
         return self._dali is not None
 
     @property
     def capturable(self) -> bool:
-        """Whether :meth:`apply` can be captured in a CUDA graph. DALI runs outside graphs, and
-        plain PyTorch waits for the host.
-        """
+        """Whether a CUDA graph can hold :meth:`apply`; plain PyTorch waits for the host."""
         return self.feed == "fused" and _loader.card() == "cuda" and "augment" not in _loader.off
 
     def close(self) -> None:
@@ -189,9 +183,7 @@ class ViewMaker:
         return self.views(images, sizes, seed, sequence), self.shown(sizes, len(images), images.device).clone()
 
     def views(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int, rows: int | None = None) -> Tensor:
-        """Only the views of :meth:`make`, and zero views until there are as many as ``rows`` rows
-        have.
-        """
+        """The views of :meth:`make` alone, and zero views up to those of ``rows`` rows."""
         rows = len(images) if rows is None else rows
         if self._dali is None:
             images = padded(images, rows)
@@ -201,9 +193,7 @@ class ViewMaker:
         return self._dali(images, layout, codes)
 
     def shown(self, sizes: Sequence[int], rows: int, device: torch.device) -> Tensor:
-        """int64 [V], the row that each view of a step shows; rows beyond the sets are padding.
-        Cached, so never write to it.
-        """
+        """int64 [V], the row that each view shows. Cached, so never write to it."""
         return self._layout(tuple(sizes), self.orientations, self.recipe is not None, rows, device)[2]
 
     def inputs(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> ViewInputs:

@@ -39,9 +39,7 @@ class AnytimeSample:
         self.labels = stream.y_test[self.order]
 
     def rows(self, seen: Collection[int]) -> Tensor:
-        """The images, as int64 rows of ``stream.x_test``; ``seen`` are the head indices of the
-        classes seen.
-        """
+        """Images of the classes ``seen`` (head indices), as int64 rows of ``stream.x_test``."""
         return self.order[torch.isin(self.labels, torch.tensor(sorted(seen)))][: self.images]
 
     def evaluate(self, learner: Learner) -> dict[str, dict[str, float]]:

@@ -13,9 +13,7 @@ __all__ = ["ExpertLosses"]
 
 
 class ExpertLosses(nn.Module):
-    """All losses of one MOSE step with a run's options (paper eq. for L_MOSE;
-    docs/specification/mose.md section 5.4).
-    """
+    """All losses of one MOSE step (paper eq. for L_MOSE; docs/specification/mose.md 5.4)."""
 
     def __init__(self, options: MoseOptions) -> None:
         super().__init__()

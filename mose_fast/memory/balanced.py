@@ -53,9 +53,7 @@ class BalancedMemory(ReplayMemory):
         return new | ((counts[y] + earlier) * classes_before < self.capacity)
 
     def _keep_smallest(self, stored: Tensor, y: Tensor, accepted: Tensor) -> Tensor:
-        """Chooses M of the stored samples and the accepted items, bool [filled + B], by removing
-        random samples of the largest classes.
-        """
+        """M of the stored samples and accepted items, fewer of large classes: bool [filled + B]."""
         labels = torch.cat([stored, torch.where(accepted, y, self.classes)])
         # The samples of each class get ranks in random order. Those with the highest ranks are
         # removed, in random order among equal ranks.

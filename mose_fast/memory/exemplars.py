@@ -147,9 +147,7 @@ class ExemplarMemory(ReplayMemory):
         return slice(self.drawable, self.filled)
 
     def quota(self, number: int, classes: int) -> tuple[int, int]:
-        """The slots of a class, for training and held out: ``number`` classes were seen before it,
-        ``classes`` in all.
-        """
+        """The slots of a class, for training and held out; ``number`` classes came before it."""
         slots = self.capacity // classes + (number < self.capacity % classes)
         held = max(1, int(self.validation * slots)) if self.validation and slots > 1 else 0
         return slots - held, held
@@ -245,7 +243,8 @@ class ExemplarMemory(ReplayMemory):
         number[list(known)], quotas[list(known)] = torch.arange(len(known)), torch.tensor(shares)
         # Samples of earlier tasks come first, in the order in which they were chosen.
         order = torch.cat([torch.arange(before), before + torch.argsort(ranks, stable=True)])
-        labels = torch.cat([self._labels_on_host()[:before], buffer.classes])[order]
+        stored = self.labels if self.twin is None else self.twin.labels
+        labels = torch.cat([stored[:before], buffer.classes])[order]
         held = torch.cat([torch.arange(before) >= self.drawable, buffer.held_out])[order]
         groups = held * self.classes + number[labels]
         kept = (positions_in_group(groups) < quotas[labels, held.long()]).nonzero().flatten()
@@ -286,9 +285,6 @@ class ExemplarMemory(ReplayMemory):
                 tensor[:now] = torch.cat([tensor[:before], added])[samples]
                 tensor[now:before] = -1
         self.filled = now
-
-    def _labels_on_host(self) -> Tensor:
-        return self.labels if self.twin is None else self.twin.labels
 
     # Undoing and state
 

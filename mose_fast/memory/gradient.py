@@ -43,14 +43,14 @@ class GradientMemory(ReplayMemory):
         their score above the lowest score. An item takes its slot with probability P_slot / (P_item
         + P_slot), where P = (score + 1) / 2.
         """
-        slots = self._free(len(y)) if self.filled < self.capacity else self._challenge(scores)
+        if self.filled < self.capacity:
+            slots = torch.arange(self.filled, self.filled + len(y), device=self.images.device)
+            slots = torch.where(slots < self.capacity, slots, -1)
+        else:
+            slots = self._challenge(scores)
         self.write(slots, x, y, task, index)
         self.write_extra("scores", slots, scores)
         return slots
-
-    def _free(self, count: int) -> Tensor:
-        slots = torch.arange(self.filled, self.filled + count, device=self.images.device)
-        return torch.where(slots < self.capacity, slots, -1)
 
     def _challenge(self, scores: Tensor) -> Tensor:
         device = self.images.device

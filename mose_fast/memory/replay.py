@@ -100,7 +100,7 @@ class ReplayMemory:
             self._note_old(upload(slots[slots >= 0], self.images.device))
         slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, plain(task), index)
         if self.twin is not None:
-            self.twin.insert(len(x), task)
+            decide(self.twin.tasks, self.twin.state, len(x), task)
         self.seen += len(x)
         self.filled = min(self.filled + len(x), self.capacity)
         return slots
@@ -223,9 +223,7 @@ class ReplayMemory:
         return self._by_slot() | {"state": self.state}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Copies tensors from :meth:`tensors` into this memory. Raises ValueError if one has
-        another shape.
-        """
+        """Copies what :meth:`tensors` returned. Raises ValueError for another shape."""
         for name, own in (self._by_slot() | {"state": self.state}).items():
             if name not in tensors:
                 raise ValueError(f"memory.{name} is missing; wanted the state of a memory that keeps it")

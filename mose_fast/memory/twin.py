@@ -25,10 +25,6 @@ class HostTwin:
         self.tasks, self.labels = (torch.full((capacity,), -1, dtype=torch.int64) for _ in range(2))
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64)
 
-    def insert(self, count: int, task: int) -> Tensor:
-        """Places ``count`` items of a task; returns int64 [count] like the memory's ``insert``."""
-        return decide(self.tasks, self.state, count, task)
-
 
 def decide(tasks: Tensor, state: Tensor, count: int, task: int) -> Tensor:
     """Offers ``count`` items without images to slots: writes ``tasks`` int64 [M] and ``state``;

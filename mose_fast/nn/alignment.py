@@ -121,8 +121,6 @@ class AttentionGate(nn.Module):
         return x * gate.sigmoid()
 
     def fused(self, x: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
-        """The gate [N, C, H / 2, W / 2] before up-sampling and sigmoid, which are applied where it
-        is read.
-        """
+        """The gate [N, C, H / 2, W / 2]; up-sampling and sigmoid are applied where it is read."""
         aligned = self.down.fused(x, valid_rows=valid_rows)
         return batch_norm_act(aligned.y, Norm.of(self.norm), prologue=aligned.state, valid_rows=valid_rows)

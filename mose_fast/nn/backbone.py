@@ -19,9 +19,7 @@ STAGE_STRIDES = (1, 2, 2, 2)
 
 
 def backbone_parameters(width: int) -> int:
-    """The number of parameters of the backbone with ``width`` channels in the first stage:
-    11,168,832 at 64.
-    """
+    """The number of parameters; ``width`` channels in the first stage: 11,168,832 at 64."""
     count, channels = 3 * 9 * width + 2 * width, width
     for stage in range(len(STAGE_STRIDES)):
         out = width << stage
@@ -33,9 +31,7 @@ def backbone_parameters(width: int) -> int:
 
 
 def backbone_activations(width: int, image_size: tuple[int, int]) -> int:
-    """How many values training keeps of each view for its gradients: the inputs of all convolutions
-    and norms.
-    """
+    """How many values training keeps of each view: inputs of all convolutions and norms."""
     pixels = image_size[0] * image_size[1]
     count = (3 + 2 * width) * pixels
     for stage, stride in enumerate(STAGE_STRIDES):

@@ -195,9 +195,7 @@ class ExpertNetwork(nn.Module):
         return getattr(self, f"gate{expert}", None), getattr(self, f"align{expert}", pooled)
 
     def deepest_feature(self, x: Tensor) -> Tensor:
-        """Computes the last expert's feature [N, D] alone: the deployed network, without alignment
-        modules and heads.
-        """
+        """The last expert's feature [N, D]: the deployed network, without alignment and heads."""
         check_image_size(*x.shape[2:])
         h = self.stem(x)
         for stage in range(1, 5):
@@ -224,9 +222,7 @@ class ExpertNetwork(nn.Module):
         return [getattr(self, f"{name}{e + 1}") for e in range(self.experts)]
 
     def _batched(self, heads: list[nn.Module]) -> bool:
-        """Whether batched products serve: methods put other heads here, such as a cosine
-        classifier.
-        """
+        """Whether batched products serve. Methods put other heads here, such as cosine ones."""
         return self.kernels == "fused" and all(type(head) is nn.Linear for head in heads)
 
     def forward(self, x: Tensor, detach_student: bool = False, valid_rows: int | Tensor | None = None) -> ExpertOutputs:

@@ -81,9 +81,7 @@ class _LinearMaps(torch.autograd.Function):
 def _products(
     layout: Sequence[tuple[int, int, bool]], x: Tensor, parameters: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], Tensor, list[Tensor]]:
-    """The products, and what they were computed from: ``x`` in their dtype, each group's
-    weights.
-    """
+    """The products, the ``x`` in their dtype and each group's weights."""
     place, counts = x.device.type, [count for count, _, _ in layout]
     dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else x.dtype
     with torch.autocast(place, enabled=False):

@@ -218,17 +218,13 @@ class FlatAdam(torch.optim.Optimizer):
             group["lr"] = self._lr
 
     def _keep_moments(self, position: int) -> None:
-        """Puts a parameter's moments into ``state``, from its first gradient on, as torch's Adam
-        does.
-        """
+        """Puts a parameter's moments into ``state``, from its first gradient on."""
         parameter = self._parameters[position]
         if parameter not in self.state:
             self.state[parameter] = self._moments[position]
 
     def state_dict(self) -> dict[str, Any]:
-        """A state that ``torch.optim.Adam`` can load: the learning rate is a number, tensors are
-        views of the buffers, not copies.
-        """
+        """A state that ``torch.optim.Adam`` can load; tensors are views of the buffers."""
         self._take_over_lr()
         state = super().state_dict()
         state["param_groups"][0]["lr"] = self._lr.item()

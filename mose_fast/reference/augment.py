@@ -63,9 +63,7 @@ def grayscale(images: Tensor) -> Tensor:
 
 
 def _to_hsv(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Hue in turns, saturation, value. The hue is the angle in the chromaticity plane (as
-    released), not the piecewise linear one.
-    """
+    """Hue (the angle in the chromaticity plane, as released) in turns, saturation, value."""
     red, green, blue = images.unbind(1)
     value, low = images.amax(1), images.amin(1)
     turns = torch.atan2(math.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * math.pi)

@@ -46,9 +46,7 @@ class Recipe:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """exp(x) for |x| <= 0.3, within 2 ulp: the Taylor polynomial of degree 13 by Horner's rule,
-    float64 [...].
-    """
+    """exp(x) for |x| <= 0.3, float64, within 2 ulp: Taylor polynomial of degree 13 by Horner."""
     p = torch.full_like(x, 1.0 / math.factorial(13))
     for k in range(12, -1, -1):
         p = p * x + 1.0 / math.factorial(k)
@@ -79,9 +77,7 @@ def _draw_crops(recipe: Recipe, seed: Tensor, sequence: Tensor, items: Tensor, h
 def draw_augment_parameters(
     recipe: Recipe, seed: int, sequence: int | Tensor, count: int, height: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Draws one view's parameters for each of ``count`` images; see
-    :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`.
-    """
+    """See :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`."""
     key = torch.tensor(seed, device=device)
     step = torch.as_tensor(sequence, device=device).reshape(())
     items = torch.arange(count, device=device)

@@ -104,9 +104,7 @@ def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
 
 
 def normalised(y: Tensor, state: Tensor, *, relu: bool = True) -> Tensor:
-    """Computes norm(y), rectified if ``relu``, in the state's dtype (float32 or float64), not
-    rounded to that of ``y``.
-    """
+    """norm(y), rectified if ``relu``, in the state's dtype (float32 or float64)."""
     mean, _, scale, shift = (row.view(1, -1, 1, 1) for row in state)
     z = (y.to(state.dtype) - mean) * scale + shift
     return F.relu(z) if relu else z

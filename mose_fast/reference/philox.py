@@ -19,9 +19,7 @@ _MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw; no two purposes ever share a counter. Saved runs depend on these
-    numbers.
-    """
+    """The purpose of a draw; no two share a counter. Saved runs depend on these numbers."""
 
     RESERVOIR = 1
     DRAW = 2
@@ -81,9 +79,7 @@ def uniform_below(high: Tensor, low: Tensor, n: Tensor) -> Tensor:
 
 
 def uniform_below32(word: Tensor, n: Tensor | int) -> Tensor:
-    """Draws uniform integers in ``[0, n)`` from one word, for small ``n`` (an int or int64, at most
-    ``2**31``): ``word * n >> 32``.
-    """
+    """Uniform integers in ``[0, n)`` from one word, n at most ``2**31``: ``word * n >> 32``."""
     return word * n >> 32
 
 

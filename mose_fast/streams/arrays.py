@@ -192,7 +192,8 @@ def from_arrays(
     # Before class order and limit are applied: they are settings, not properties of the data.
     of_data = fingerprint((x_train, y_train, *((x_test, y_test) if tested else ())), names)
 
-    tasks = _default_tasks(len(known)) if tasks is None else tasks
+    if tasks is None:
+        tasks = next((t for t in range(len(known) // 2, 1, -1) if len(known) % t == 0), 1)
     if len(known) % tasks:
         possible = ", ".join(str(t) for t in range(1, len(known) + 1) if len(known) % t == 0)
         raise StreamError(
@@ -483,10 +484,6 @@ def _name(given: Any) -> str:
     if not isinstance(name, str | int | float) or isinstance(name, bool):
         raise StreamError(f"class_names holds {shown(given)}; wanted texts")
     return readable(str(name))
-
-
-def _default_tasks(classes: int) -> int:
-    return next((t for t in range(classes // 2, 1, -1) if classes % t == 0), 1)
 
 
 def _normalisation(value: str | Normalisation) -> Normalisation:

@@ -145,7 +145,7 @@ def _remove_leftovers(cache: Path, kept: set[Path]) -> None:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Locks a file for as long as it is open. Raises BlockingIOError if another process holds it,
-    OSError if the file system has no locks.
+    """Locks an open file. BlockingIOError: another process holds it; OSError: there are no
+    locks.
     """
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,9 +41,7 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings of :class:`StreamConfig` that say what kind of stream it is. Raises ConfigError
-    if a value is out of range.
-    """
+    """The settings of a stream that say what kind it is. ConfigError: one is out of range."""
 
     kind: str
     kind_seed: int

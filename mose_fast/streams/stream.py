@@ -183,9 +183,7 @@ class Stream:
 
     @property
     def no_boundaries(self) -> str:
-        """Why the learner meets no boundary between tasks, as the end of a sentence; empty if it
-        does.
-        """
+        """Why the learner meets no boundary between tasks, to end a sentence; may be empty."""
         if not self.borders:
             return f"a stream of kind {self.kind.kind!r} has none"
         return "the stream has one" if len(self.tasks) == 1 else ""
@@ -220,16 +218,12 @@ class Stream:
         return dataclasses.replace(self, tasks=(tuple(range(self.classes)),), arrival=None, order=None)
 
     def train_rows(self, task: int) -> Tensor:
-        """Indices into ``x_train`` of the task's images, in data order: int64 [n]. IndexError: no
-        such task.
-        """
-        return self._of_task(self._train_rows, task)
+        """Indices into ``x_train`` of a task, in data order: int64 [n], or IndexError."""
+        return self._of_task("train", task)
 
     def test_rows(self, task: int) -> Tensor:
-        """Indices into ``x_test`` of the task's images, in data order: int64 [n]. IndexError: no
-        such task.
-        """
-        return self._of_task(self._test_rows, task)
+        """Indices into ``x_test`` of a task, in data order: int64 [n], or IndexError."""
+        return self._of_task("test", task)
 
     def batches(self, part: int, *, seed: int, epoch: int = 0) -> list[Tensor]:
         """The batches of a part in the order of their arrival, as int64 indices into ``x_train``;
@@ -339,17 +333,12 @@ class Stream:
         return part * batches // self.points, (part + 1) * batches // self.points
 
     @cached_property
-    def _train_rows(self) -> list[Tensor]:
-        return self._rows(self.y_train)
+    def _rows(self) -> dict[str, list[Tensor]]:
+        heads = [torch.tensor(classes) for classes in self.tasks]
+        labels = {"train": self.y_train, "test": self.y_test}
+        return {split: [torch.isin(y, own).nonzero().flatten() for own in heads] for split, y in labels.items()}
 
-    @cached_property
-    def _test_rows(self) -> list[Tensor]:
-        return self._rows(self.y_test)
-
-    def _rows(self, y: Tensor) -> list[Tensor]:
-        return [torch.isin(y, torch.tensor(heads)).nonzero().flatten() for heads in self.tasks]
-
-    def _of_task(self, rows: list[Tensor], task: int) -> Tensor:
+    def _of_task(self, split: str, task: int) -> Tensor:
         if not 0 <= task < len(self.tasks):
             raise IndexError(f"task is {task}; {self.name} has tasks 0 to {len(self.tasks) - 1}")
-        return rows[task]
+        return self._rows[split][task]

@@ -52,9 +52,3 @@ def test_retries_are_counted(on_card, capsys):
     assert processes.main(["--retries", "3"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "3 runs with dali: 3 captures were tried once more"
     assert on_card == [("dali", 3, 1, False)]
-
-
-def test_a_run_with_eager_steps_is_a_complaint():
-    (line,) = processes.complaints([results(), results(1, step="eager", eager=300)])
-    assert "seed 1, feed fused: step eager (no graph could be captured: broken), 300 of 300 steps eager" in line
-    assert len(processes.complaints([results(eager=3)])) == 1
