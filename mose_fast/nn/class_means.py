@@ -51,9 +51,9 @@ class ClassMeans:
         return (squares - 2 * features @ means.transpose(1, 2)).masked_fill(~self.known, float("inf"))
 
     def predict(self, features: Tensor) -> Tensor:
-        """The labels that every expert predicts for ``features`` [E, N, D], and in a last row the
-        mean of their squared distances: int64 [E + 1, N]. Raises ValueError if no class has a
-        prototype.
+        """The labels that every expert predicts for ``features`` [E, N, D], and in a last row those
+        by the mean of their squared distances: int64 [E + 1, N]. Raises ValueError if no class has
+        a prototype.
         """
         if not self._any_known:
             raise ValueError(

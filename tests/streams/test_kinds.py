@@ -381,9 +381,9 @@ def test_settings_come_from_the_configuration():
 
 def test_describe_names_parts_and_classes():
     lines = stream_of(kind="task_free", batch=7).describe().splitlines()
-    assert (
-        lines[0]
-        == "arrays, task_free (drift 0.05): 4 parts without task boundaries, 8 classes, 320 training and 320 test images of 8x8"
+    assert lines[0] == (
+        "arrays, task_free (drift 0.05): 4 parts without task boundaries, 8 classes, 320 training and 320 test images"
+        " of 8x8"
     )
     assert [line.split() for line in lines[2:7]] == [
         ["part", "train", "steps"],
