@@ -45,6 +45,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--devices", default="cpu,cuda", help="devices to measure on, for example cuda (default: cpu,cuda)"
     )
+    parser.addoption(
+        "--cudnn-search", type=int, metavar="CANDIDATES", help="bench_step.py: with cuDNN's search; 0: among all"
+    )
 
 
 def pytest_make_parametrize_id(config, val, argname):

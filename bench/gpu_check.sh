@@ -70,7 +70,8 @@ steps() {
   step norms 40 100 "${bench[@]}" bench/bench_batch_norm_act.py -k "384 and native and $dtype"
   step alignment 30 100 "${bench[@]}" bench/bench_align_conv.py -k "384 and native and $dtype"
   step memcheck 45 120 compute-sanitizer --tool memcheck --error-exitcode 9 "$checker"
-  step compare_step 90 200 "$python" -m bench.compare_step --device "$device" "${small[@]}"
+  step search 40 90 "${bench[@]}" bench/bench_step.py -k "$dtype and native and whole" --cudnn-search=3
+  step search_all 50 110 "${bench[@]}" bench/bench_step.py -k "$dtype and native and whole" --cudnn-search=0
   later
   local file name
   for file in bench/bench_*.py; do

@@ -38,7 +38,7 @@ FIRST = [
     "norms",
     "alignment",
 ]
-FIRST += ["memcheck", "compare_step"]
+FIRST += ["memcheck", "search", "search_all"]
 LATER = ["bench_a", "bench_b", "bench", "compiled", "racecheck", "initcheck"]
 
 # Each stand-in notes its call; FAIL and SLEEP hold words, and a call that contains one fails or
@@ -154,7 +154,8 @@ def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
             "bench/bench_batch_norm_act.py",
             "bench/bench_align_conv.py",
             "--tool memcheck",
-            "bench.compare_step",
+            "--cudnn-search=3",
+            "--cudnn-search=0",
             "bench/bench_a.py",
             "bench/bench_b.py",
             "mose_fast bench",
