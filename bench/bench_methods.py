@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -33,39 +34,31 @@ def batch(task: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Stepper:
-    """Takes the steps of a new learner as a run takes them, captured where they can be."""
+    """A learner with a full memory of nine tasks, in the middle of its tenth; it takes steps as in
+    a run, captured where they can be.
+    """
 
     def __init__(self, name: str, width: int, device: str) -> None:
         self.learner = create_learner(classes=CLASSES, method=name, width=width, memory=MEMORY, device=device)
         captured = self.learner.stepping.name == "captured"
         self._steps = CapturedSteps(self.learner, capture=captured) if self.learner.reads_losses_late else None
+        for task in range(9):
+            for step in range(20):
+                self.observe(task, step, train=False)
+        for step in range(3):
+            self.observe(9, step)
 
     def observe(self, task: int, step: int, **how: bool) -> None:
         self.learner.prepare(*batch(task, step), task, **how).take(self._steps)
 
-    def seconds(self, task: int, step: int) -> float:
-        """Seconds of planning and taking one step."""
-        return laps(self.learner.device, lambda: self.observe(task, step), 1)[0]
-
-
-def prepare(name: str, width: int, device: str) -> Stepper:
-    """A learner with a full memory of nine tasks, in the middle of its tenth."""
-    stepper = Stepper(name, width, device)
-    for task in range(9):
-        for step in range(20):
-            stepper.observe(task, step, train=False)
-    for step in range(3):
-        stepper.observe(9, step)
-    return stepper
-
 
 def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) -> None:
     """Prints of every method the time of a step, its cost relative to ER, and the estimate."""
-    steppers = {name: prepare(name, width, device) for name in dict.fromkeys(["er", *names])}
+    steppers = {name: Stepper(name, width, device) for name in dict.fromkeys(["er", *names])}
     times: dict[str, list[float]] = {name: [] for name in steppers}
     for step in range(rounds):
         for name, stepper in steppers.items():
-            times[name].append(stepper.seconds(9, 100 + step))
+            times[name] += laps(stepper.learner.device, partial(stepper.observe, 9, 100 + step), 1)
     medians = {name: statistics.median(values) for name, values in times.items()}
     print(f"{'method':<10} {'ms a step':>10} {'x ER':>6} {'estimate':>9} {'ratio':>6}")
     for name, median in medians.items():

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse_ids(text: str) -> list[str]:
-    """Returns the test ids in the output of ``pytest --collect-only -q``."""
+    """The test ids in the output of ``pytest --collect-only -q``."""
     return [line.strip() for line in text.splitlines() if re.match(r"\S+\.py::", line)]
 
 
@@ -34,13 +34,8 @@ def collect(arguments: Sequence[str]) -> tuple[list[str], str]:
 
 
 def missing(root: Path, stems: Iterable[str], tests: Sequence[str], benchmarks: Sequence[str]) -> list[str]:
-    """Returns one complaint for each thing that a stem lacks.
-
-    Args:
-        root: The source folder; test ids are relative to it.
-        stems: Ops with a CUDA kernel.
-        tests: Ids collected from tests/gpu.
-        benchmarks: Ids collected from bench.
+    """A complaint for each thing that an op with a CUDA kernel lacks; ids of tests are relative to
+    ``root``.
     """
     files = {test.split("::")[0] for test in tests}
     texts = {file: (root / file).read_text() for file in sorted(files)}

@@ -55,10 +55,8 @@ class Case:
     """One benchmark.
 
     Attributes:
-        op: The op's stem.
         impl: ``reference`` (pure PyTorch, eager), ``compiled`` (the same with torch.compile) or
             ``native``.
-        device: ``cpu`` or ``cuda``.
         dtype: Of the floating-point inputs, or of the output if there are none.
         direction: ``forward`` or ``forward+backward``.
         shape: Sizes by the letter that the op's docstring uses.
@@ -120,10 +118,8 @@ def no_native_code(device: str) -> str:
 
 def choose(case: Case, reference: Callable, native: Callable) -> Callable:
     """The function that ``case.impl`` names; ``native`` is the public one of ``mose_fast.ops``.
-
-    Raises:
-        RuntimeError: Native code is wanted, and the library has none for the case's device: the
-            public function would run the reference without saying so.
+    Raises RuntimeError if the library has no code for the device: it would run the reference
+    without saying so.
     """
     if case.impl == "native":
         if obstacle := no_native_code(case.device):
@@ -191,13 +187,11 @@ def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, i
 
 def time_on_card(calls: Sequence[Callable[[], object]], captured: bool) -> tuple[list[float], int, int]:
     """Times ``calls``, which do the same on different inputs and alternate, by CUDA events: inside
-    a captured graph as in a captured training step, or eagerly.
+    a captured graph as in a captured training step, or eagerly. A round is about 20 calls, so that
+    the gap between two graph launches does not count.
 
-    A round is about 20 calls, so that the gap between two graph launches does not count.
-
-    Returns:
-        Seconds per call, one value for each round; device launches of one call (kernels, copies,
-        fills); peak memory in bytes that one call adds, outputs and gradients included.
+    Returns seconds per call, one value for each round; device launches of one call (kernels,
+    copies, fills); peak memory in bytes that one call adds, outputs and gradients included.
     """
     side = torch.cuda.Stream()  # warm-up and capture on one stream: autograd remembers the stream that it first ran on
     side.wait_stream(torch.cuda.current_stream())

@@ -80,10 +80,8 @@ def copied() -> float:
 @pytest.fixture
 def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Callable[[], object]]], None]:
     """A function ``measure(case, make_call)`` that times one case and records what bench/store.py
-    needs in ``extra_info``.
-
-    ``measure.given(case, take)`` records the seconds of single calls that ``take()`` has timed
-    itself and returns.
+    needs in ``extra_info``; ``measure.given(case, take)`` records the seconds of single calls that
+    ``take()`` returns.
     """
 
     def describe(case: Case) -> dict[str, object]:

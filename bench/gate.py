@@ -21,14 +21,8 @@ from bench import bench_augment, bench_expert_losses
 from bench.common import CLASSES, HEADLINE, Case
 from mose_fast.runs.clock import laps
 
-_LOSSES = Case(
-    "expert_losses",
-    "native",
-    "cpu",
-    torch.float32,
-    "forward+backward",
-    {"E": 4, "N": HEADLINE, "P": 128, "K": CLASSES[0], "D": 512},
-)
+_SHAPE = {"E": 4, "N": HEADLINE, "P": 128, "K": CLASSES[0], "D": 512}
+_LOSSES = Case("expert_losses", "native", "cpu", torch.float32, "forward+backward", _SHAPE)
 _VIEWS = Case("augment", "native", "cpu", torch.float32, shape={"N": HEADLINE, "H": 32})
 
 #: What is timed, the function that makes its calls, and the least ratio.

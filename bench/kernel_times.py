@@ -75,14 +75,9 @@ def op_of(kernel: str) -> str:
 
 
 def measured_step(config: RunConfig, steps: int) -> tuple[dict[str, Measured], float, int]:
-    """Measures a full step of a later task.
-
-    Returns:
-        The kernels by name; microseconds of a step by events, without the profiler; the number of
-        views.
-
-    Raises:
-        RuntimeError: The step could not be captured on a GPU.
+    """Measures a full step of a later task: the kernels by name, microseconds of a step by events,
+    without the profiler, and the number of views. Raises RuntimeError if it could not be captured
+    on a GPU.
     """
     stream = random_stream(config, classes=100, images=60 * config.stream.batch)
     learner: Mose = create_learner(config, **stream.spec)

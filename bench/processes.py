@@ -43,10 +43,8 @@ SHORT = {"cuda": 1000, "cpu": 40}
 
 
 def results_of(config: dict[str, Any], runs: int, at_a_time: int, *, mps: bool = False) -> list[dict[str, Any]]:
-    """The results of runs that differ in their seed, in processes of one GPU.
-
-    Raises:
-        RuntimeError: A run has failed.
+    """The results of runs that differ in their seed, in processes of one GPU. Raises RuntimeError
+    if one has failed.
     """
     with tempfile.TemporaryDirectory() as out:
         folder = SweepFolder(out)

@@ -39,10 +39,8 @@ def row_of(info: Mapping[str, Any]) -> Row:
 
 
 def read_csv(text: str) -> list[Row]:
-    """Returns the rows of a CSV file of the store; a last line that was cut off is left out.
-
-    Raises:
-        ValueError: The text has other columns.
+    """The rows of a CSV file of the store; a last line that was cut off is left out. Raises
+    ValueError if the text has other columns.
     """
     lines = text.splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
@@ -58,13 +56,8 @@ def file_name(row: Row) -> str:
 
 
 def append(rows: Iterable[Row], folder: Path) -> list[Path]:
-    """Appends rows to their files in ``folder``; a new file gets a header.
-
-    Returns:
-        The files, each once.
-
-    Raises:
-        ValueError: A file has other columns; nothing is written.
+    """Appends rows to their files in ``folder``, which it returns; a new file gets a header. Raises
+    ValueError, and writes nothing, if a file has other columns.
     """
     by_file: dict[Path, list[Row]] = {}
     for row in rows:
