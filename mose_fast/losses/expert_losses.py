@@ -13,7 +13,9 @@ __all__ = ["ExpertLosses"]
 
 
 class ExpertLosses(nn.Module):
-    """All losses of one MOSE step (paper eq. for L_MOSE; docs/specification/mose.md 5.4)."""
+    """The losses of one MOSE step (paper eq. for L_MOSE; docs/specification/mose.md section
+    5.4).
+    """
 
     def __init__(self, options: MoseOptions) -> None:
         super().__init__()

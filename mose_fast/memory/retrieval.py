@@ -1,4 +1,4 @@
-"""The candidates most worth replaying (MIR, ASER; docs/specification/baselines.md sections 3,
+"""The candidates most worth replaying (MIR, ASER; docs/specification/baselines.md sections 3 and
 5).
 """
 
