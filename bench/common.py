@@ -140,9 +140,7 @@ def target_us(launches: int, moved: float) -> float:
 
 
 def skip_on_cpu(device: str, dtype: torch.dtype, impl: str | None = None) -> None:
-    """Rows on the CPU are float32; without native ones where ``impl`` is given, for ops that there
-    are PyTorch's operations.
-    """
+    """CPU rows are float32, and where ``impl`` is given not native."""
     if device == "cpu" and (dtype != torch.float32 or impl == "native"):
         pytest.skip("CPU rows are float32" + (", of PyTorch's operations" if impl else ""))
 

@@ -30,9 +30,7 @@ GATES = ((_LOSSES, bench_expert_losses.make_call, 1.5), (_VIEWS, bench_augment.m
 
 
 def ratio(slow: Callable[[], object], fast: Callable[[], object], rounds: int = 15, shortest: float = 0.02) -> float:
-    """How many times longer ``slow`` takes than ``fast``: the ratio of the medians of ``rounds``
-    rounds of at least ``shortest`` seconds each.
-    """
+    """How many times longer ``slow`` takes than ``fast``: of the medians of so many rounds."""
 
     def time_calls(call: Callable[[], object], calls: int) -> float:
         return statistics.fmean(laps(torch.device("cpu"), call, calls))

@@ -68,9 +68,7 @@ def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: s
 
 
 def _damage(library: Path, facts: dict[str, Any] | None) -> str | None:
-    """How a library differs from what was built, or None (also if the build did not record it).
-    Loading a truncated library would kill Python.
-    """
+    """How a library differs from what was recorded, or None. A truncated one would kill Python."""
     if facts is None:
         return None
     size = library.stat().st_size
@@ -175,7 +173,5 @@ def serves(op: str, *tensors: torch.Tensor) -> bool:
 
 
 def on_card(op: str, *tensors: torch.Tensor) -> bool:
-    """Whether the CUDA kernels of the native library compute an op of these tensors. Always ask
-    this function; the device's type does not tell.
-    """
+    """Whether CUDA kernels compute an op of these tensors; the device's type does not tell."""
     return serves(op, *tensors) and tensors[0].device.type == card()

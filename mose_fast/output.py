@@ -26,9 +26,7 @@ def readable(text: str) -> str:
 
 
 class Guarded:
-    """A text stream that records its first failure instead of raising. None, which Python gives if
-    the process was started with the stream closed, drops everything.
-    """
+    """A text stream (None where it is closed) that records its first failure and never raises."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream

@@ -41,9 +41,7 @@ class StateFileError(MoseFastError):
 
 
 def state_file(kind: str, number: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> memoryview:
-    """The content of a file of this kind, with the number of its format, tensors on the host by
-    name, and plain values that JSON can hold.
-    """
+    """The content of a file: tensors on the host, and plain values for JSON."""
     file = serialised(tensors, {kind: str(number), "values": json.dumps(values), "sha256": _UNSIGNED})
     _sign(file)
     return file.data

@@ -51,9 +51,7 @@ class DaliLayout(NamedTuple):
 
     @classmethod
     def of(cls, layout: Tensor, padding: int = 0) -> DaliLayout:
-        """Converts a layout int32 [V, 3] on the host, as :func:`mose_fast.ops.augment.augment`
-        takes it; its last ``padding`` views are zero.
-        """
+        """Converts :func:`mose_fast.ops.augment.augment`'s layout, on the host."""
         rows, orientations, draws = np.ascontiguousarray(layout[: len(layout) - padding].numpy().T)
         ends = [*(np.flatnonzero(np.diff(orientations)) + 1).tolist(), len(orientations)]
         runs = zip([0, *ends[:-1]], ends, strict=True)
@@ -183,9 +181,7 @@ class DaliViews:
 
 
 def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
-    """uint8 [V, H * W * 3 + 28] on the images' device: the oriented pixels that each view shows,
-    then its matrix and whether it is grey.
-    """
+    """uint8 [V, H * W * 3 + 28]: the pixels that each view shows, then its parameters."""
     _, height, width, channels = images.shape
     # One upload: the parameters, then the row as int32.
     host = np.empty((len(layout.rows), _PARAMETERS // 4 + 1), np.float32)

@@ -57,9 +57,7 @@ class ViewInputs(NamedTuple):
 def _layout_on_host(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int
 ) -> tuple[Tensor, DaliLayout]:
-    """``layout`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows, and
-    the same for DALI. Cached, so never write to it.
-    """
+    """``layout`` of :class:`ViewInputs`, padded to ``capacity`` rows, and DALI's; cached."""
     entries: list[tuple[int, int, int]] = []
     first, draw = 0, 0
     for size in sizes:
@@ -79,9 +77,7 @@ def _layout_on_host(
 def _layout(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to
-    ``capacity`` rows. Cached, so never write to them.
-    """
+    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs`; cached, so never write to them."""
     layout, _ = _layout_on_host(sizes, orientations, augmented, capacity)
     rows = torch.arange(capacity)
     rows[sum(sizes) :] = -1

@@ -62,9 +62,7 @@ class AnytimeSample:
         return accuracy_of(on_host([classify(*learner.outputs(images), means)]), self.stream.y_test[rows])
 
     def _slots(self, labels: Tensor) -> Tensor:
-        """Slots of the memory, at most ``stored`` of each class, in a random order that the seed
-        gives; ``labels`` are those of the filled slots.
-        """
+        """Slots with at most ``stored`` samples of each class, in the seed's random order."""
         if self.stored is None:
             return torch.arange(len(labels))
         order = draw_order(len(labels), self.seed, _SLOTS)

@@ -25,9 +25,7 @@ def mixed_similarities(projections: Tensor, features: Tensor, offset: Tensor | i
 
 
 def _surprise(similarities: Tensor, temperature: float, itself: Tensor | None = None) -> Tensor:
-    """-log of each entry's share in the softmax of its row, [N, N]; where ``itself``, the share is
-    0: a constant of 18.4 without gradient.
-    """
+    """-log of the shares in the softmax of each row, [N, N]; 18.4 for a share of 0 (``itself``)."""
     q = ((similarities - similarities.detach().amax(1, keepdim=True)) / temperature).exp()
     q = q if itself is None else torch.where(itself, 0, q)
     return -(q / (q.sum(1, keepdim=True) + _EPS) + _EPS).log()

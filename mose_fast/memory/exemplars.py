@@ -252,9 +252,7 @@ class ExemplarMemory(ReplayMemory):
         return order[kept], held[kept]
 
     def _trim(self, known: Sequence[int]) -> None:
-        """Removes images of the buffer that cannot become exemplars, and ``within`` old exemplars
-        whose slots they need.
-        """
+        """Removes images, and ``within`` old exemplars, that have no slot now."""
         samples, held = self._exemplars(known, self.buffer.priorities)
         old = samples < self.filled
         waiting = (samples[~old] - self.filled).sort().values
@@ -264,9 +262,7 @@ class ExemplarMemory(ReplayMemory):
         self.buffer.keep(waiting)
 
     def _fill(self, samples: Tensor, task: int) -> None:
-        """Writes samples, int64 [n] on the host, numbers in [slots; buffer], into the first slots;
-        those of the buffer belong to ``task``.
-        """
+        """Writes samples (int64 [n] on the host, numbers in [slots; buffer]) into the slots."""
         before, now, buffer = self.filled, len(samples), self.buffer
         order = upload(samples, self.images.device)
         self._note_old(torch.arange(max(before, now), device=order.device))

@@ -121,8 +121,6 @@ class BasicBlock(nn.Module):
         )
 
     def pooled(self, x: Sequence[Tensor], valid_rows: int | Tensor | None) -> Tensor:
-        """The averages [N, C] of the result over its pixels; for a block that keeps the shape,
-        whose result has no other reader.
-        """
+        """The averages [N, C] of the result, for a block that keeps the shape."""
         y = batch_norm_act(self.conv1(x[0]), Norm.of(self.norm1), valid_rows=valid_rows)
         return batch_norm_pool(self.conv2(y), Norm.of(self.norm2), self.shortcut(x[1]), valid_rows)

@@ -53,9 +53,7 @@ def fork(stream: torch.cuda.Stream | None, maps: Sequence[Tensor], valid_rows: i
 
 
 def join(stream: torch.cuda.Stream | None, result: Tensor) -> Tensor:
-    """Gives a branch's result on ``stream`` to the current stream, which waits for it; in the
-    backward pass the branch waits for its gradient.
-    """
+    """Gives the result of a branch to the current stream, and its gradient back; each waits."""
     return result if stream is None else _Join.apply(stream, result)
 
 

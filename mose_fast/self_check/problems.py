@@ -465,9 +465,7 @@ class Adam(Problem):
 
 
 def make_step(views: int, size: tuple[int, int], recipe: Recipe, seed: int) -> dict[str, Any]:
-    """Arguments of :func:`augment` on the CPU: views of 14 images in two sources, in all
-    orientations; every third is not augmented, and some show padding.
-    """
+    """Arguments of :func:`augment` on the CPU; every third view is not augmented."""
     generator = torch.Generator().manual_seed(seed)
     sources = [torch.randint(0, 256, (n, *size, 3), dtype=torch.uint8, generator=generator) for n in (5, 9)]
     rows = torch.randperm(14, generator=generator)[:11]
