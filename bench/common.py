@@ -140,7 +140,7 @@ def target_us(launches: int, moved: float) -> float:
 
 
 def skip_on_cpu(device: str, dtype: torch.dtype, impl: str | None = None) -> None:
-    """CPU rows are float32, and where ``impl`` is given not native."""
+    """CPU rows are float32, not native where the op is PyTorch's operations (``impl``)."""
     if device == "cpu" and (dtype != torch.float32 or impl == "native"):
         pytest.skip("CPU rows are float32" + (", of PyTorch's operations" if impl else ""))
 

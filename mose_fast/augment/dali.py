@@ -51,7 +51,7 @@ class DaliLayout(NamedTuple):
 
     @classmethod
     def of(cls, layout: Tensor, padding: int = 0) -> DaliLayout:
-        """Converts :func:`mose_fast.ops.augment.augment`'s layout, on the host."""
+        """From a layout int32 [V, 3] on the host, whose last ``padding`` views are zero."""
         rows, orientations, draws = np.ascontiguousarray(layout[: len(layout) - padding].numpy().T)
         ends = [*(np.flatnonzero(np.diff(orientations)) + 1).tolist(), len(orientations)]
         runs = zip([0, *ends[:-1]], ends, strict=True)

@@ -57,7 +57,7 @@ class ViewInputs(NamedTuple):
 def _layout_on_host(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int
 ) -> tuple[Tensor, DaliLayout]:
-    """``layout`` of :class:`ViewInputs`, padded to ``capacity`` rows, and DALI's; cached."""
+    """``layout`` of :class:`ViewInputs`, padded, and DALI's; cached, so never write to it."""
     entries: list[tuple[int, int, int]] = []
     first, draw = 0, 0
     for size in sizes:
@@ -179,7 +179,9 @@ class ViewMaker:
         return self.views(images, sizes, seed, sequence), self.shown(sizes, len(images), images.device).clone()
 
     def views(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int, rows: int | None = None) -> Tensor:
-        """The views of :meth:`make` alone, and zero views up to those of ``rows`` rows."""
+        """The views of :meth:`make` alone, then zero views, as many as ``rows`` rows have in
+        all.
+        """
         rows = len(images) if rows is None else rows
         if self._dali is None:
             images = padded(images, rows)

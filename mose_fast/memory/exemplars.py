@@ -262,7 +262,9 @@ class ExemplarMemory(ReplayMemory):
         self.buffer.keep(waiting)
 
     def _fill(self, samples: Tensor, task: int) -> None:
-        """Writes samples (int64 [n] on the host, numbers in [slots; buffer]) into the slots."""
+        """Writes samples (int64 [n] on the host, numbers in [slots; buffer]) into the first
+        slots.
+        """
         before, now, buffer = self.filled, len(samples), self.buffer
         order = upload(samples, self.images.device)
         self._note_old(torch.arange(max(before, now), device=order.device))

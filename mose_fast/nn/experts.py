@@ -42,7 +42,7 @@ class ExpertOutputs(NamedTuple):
 
 
 def check_image_size(height: int, width: int) -> None:
-    """Raises ValueError unless both sides are multiples of 8, as three halvings want."""
+    """Raises ValueError unless both sides are multiples of 8: they are halved three times."""
     if height % 8 or width % 8 or min(height, width) < 8:
         raise ValueError(
             f"image size is {height}x{width}; wanted sides that are multiples of 8 (pad or resize, for example 28x28 to"
