@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.common import DIRECTIONS, HEADLINE, SIZES, Case, choose
+from bench.common import DIRECTIONS, HEADLINE, SIZES, Case, choose, new_map, skip_on_cpu, target_us
 from mose_fast.ops.align_conv import Norm, align_conv, align_conv_serves
 from mose_fast.reference.align_conv import align_conv as reference
 
@@ -28,43 +28,22 @@ SHAPES = {
     "deep": (256, 256, 8, 2, True, False),
     "deep_second": (256, 512, 4, 1, True, False),
 }
-#: Bytes a microsecond: three quarters of what a copy reached on an H200, and microseconds a launch.
-BANDWIDTH, LAUNCH = 0.75 * 4.17e6, 3.0
 
 
-def elements_moved(
-    images: int,
-    channels: int,
-    out_channels: int,
-    side: int,
-    stride: int,
-    *,
-    gate: bool,
-    dtype: torch.dtype,
-    backward: bool,
-) -> tuple[int, int]:
+def elements_moved(case: Case) -> tuple[int, int]:
     """The number of elements that the op needs to move, and that its launches move.
 
     Needed: forward x and the gate read, y written; backward x, the gate, y and its gradient read,
     those of x and of the gate written. On top of these the op writes and reads the depthwise map
     and its gradient, and the gradient of y in all.
-
-    Args:
-        images: The number of maps.
-        channels: The channels read.
-        out_channels: The channels written.
-        side: The sides of a map read, in pixels.
-        stride: The depthwise convolution's stride.
-        gate: Whether a gate is read.
-        dtype: The maps' dtype.
-        backward: Count the backward pass too.
     """
-    served = align_conv_serves(dtype, channels, out_channels)
-    entering = images * channels * side**2 * (5 if gate else 4) // 4
+    images, channels, out_channels, side, stride = (case.shape[name] for name in "NCOHs")
+    served = align_conv_serves(case.dtype, channels, out_channels)
+    entering = images * channels * side**2 * (5 if case.shape["gate"] else 4) // 4
     between = images * channels * (side // stride) ** 2
     leaving = images * out_channels * (side // stride) ** 2
     needed, done = entering + leaving, entering + leaving + (0 if served.fused_forward else 2 * between + leaving)
-    if backward:
+    if case.backward:
         done += between if served.fused_forward else 0  # kept for backward
         needed += 2 * entering + 2 * leaving
         # Gradient of y in all: two reads; where it is kept one write, and one read for each product
@@ -74,44 +53,21 @@ def elements_moved(
     return needed, done
 
 
-def moved(case: Case) -> tuple[int, int]:
-    """:func:`elements_moved` of a case."""
-    return elements_moved(
-        *(case.shape[name] for name in "NCOHs"),
-        gate=bool(case.shape["gate"]),
-        dtype=case.dtype,
-        backward=case.direction != "forward",
-    )
-
-
-def target(case: Case) -> float:
-    """Microseconds for the bytes that the op needs to move, one launch each way and one for each of
-    two small sums.
-    """
-    launches = 2 if case.direction == "forward" else 4
-    return round(launches * LAUNCH + moved(case)[0] * case.dtype.itemsize / BANDWIDTH, 1)
-
-
 def make_call(case: Case) -> Callable[[], object]:
     function = choose(case, reference, align_conv)
     images, channels, out_channels, side, stride = (case.shape[name] for name in "NCOHs")
-    trains = case.direction != "forward"
-
-    def new_map(channels: int, side: int) -> torch.Tensor:
-        x = torch.randn(images, channels, side, side, device=case.device, dtype=case.dtype)
-        return x.contiguous(memory_format=torch.channels_last)
-
+    trains = case.backward
     norm = nn.BatchNorm2d(out_channels, device=case.device).requires_grad_(trains)
     depthwise, pointwise = (
         torch.randn(shape, device=case.device, dtype=case.dtype)
         for shape in ((channels, 1, 3, 3), (out_channels, channels, 1, 1))
     )
-    inputs = [new_map(channels, side), depthwise, pointwise]
+    inputs = [new_map(case, images, channels, side), depthwise, pointwise]
     options = {}
     if case.shape["prologue"]:
         options["prologue"] = torch.rand(4, channels, device=case.device)
     if case.shape["gate"]:
-        options["gate"] = new_map(channels, side // 2).relu()
+        options["gate"] = new_map(case, images, channels, side // 2).relu()
     leaves = [leaf.requires_grad_(trains) for leaf in (*inputs, *options.values())]
     params = Norm.of(norm)
 
@@ -120,7 +76,7 @@ def make_call(case: Case) -> Callable[[], object]:
 
     if not trains:
         return forward
-    grads = new_map(out_channels, side // stride), torch.rand(4, out_channels, device=case.device)
+    grads = new_map(case, images, out_channels, side // stride), torch.rand(4, out_channels, device=case.device)
     return lambda: torch.autograd.grad(forward(), [*leaves, *norm.parameters()], grads)
 
 
@@ -133,23 +89,16 @@ def bench_align_conv(measure, impl, device, dtype, direction, rows, name):
         pytest.skip("other sizes than a full step: the largest convolution alone")
     if impl == "compiled" and name != "gated":
         pytest.skip("torch.compile takes seconds a shape: the largest convolution alone")
-    if device == "cpu" and (dtype != torch.float32 or impl == "native"):
-        pytest.skip("CPU rows are float32, of PyTorch's operations")
+    skip_on_cpu(device, dtype, impl)
     if device == "cuda" and dtype == torch.float32 and name not in ("gated", "second"):
-        pytest.skip("float32 on a card: the first module's convolutions alone")
+        pytest.skip("float32 on a GPU: the first module's convolutions alone")
     channels, out_channels, side, stride, prologue, gate = SHAPES[name]
-    shape = {
-        "N": rows,
-        "C": channels,
-        "O": out_channels,
-        "H": side,
-        "s": stride,
-        "prologue": int(prologue),
-        "gate": int(gate),
-    }
+    shape = {"N": rows, "C": channels, "O": out_channels, "H": side, "s": stride}
+    shape |= {"prologue": int(prologue), "gate": int(gate)}
     case = Case("align_conv", impl, device, dtype, direction, shape)
-    needed, done = (elements * dtype.itemsize for elements in moved(case))
+    needed, done = (elements * dtype.itemsize for elements in elements_moved(case))
     case = replace(case, bytes_needed=needed, bytes_moved=done)
     if dtype == torch.bfloat16 and rows == HEADLINE:
-        case = replace(case, target_us=target(case))
+        # One launch each way, and one for each of two small sums.
+        case = replace(case, target_us=target_us(4 if case.backward else 2, needed))
     measure(case, make_call)

@@ -2,10 +2,9 @@
 docs/specification/baselines.md section 0.1.
 
     python -m bench.bench_methods --width 20 --rounds 10
-    python -m bench.bench_methods --growth --methods er derpp      # step 4,900 against step 100
 
 Methods alternate step by step, so that other load on the machine affects all of them; the medians
-are compared. On a card, steps are captured where a run captures them, and a time includes planning,
+are compared. On a GPU, steps are captured where a run captures them, and a time includes planning,
 which a run does while earlier steps are taken.
 """
 
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -34,41 +34,31 @@ def batch(task: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Stepper:
-    """Takes the steps of a new learner as a run takes them, captured where they can be."""
+    """A learner with a full memory of nine tasks, in the middle of its tenth; it takes steps as in
+    a run, captured where they can be.
+    """
 
     def __init__(self, name: str, width: int, device: str) -> None:
         self.learner = create_learner(classes=CLASSES, method=name, width=width, memory=MEMORY, device=device)
         captured = self.learner.stepping.name == "captured"
         self._steps = CapturedSteps(self.learner, capture=captured) if self.learner.reads_losses_late else None
+        for task in range(9):
+            for step in range(20):
+                self.observe(task, step, train=False)
+        for step in range(3):
+            self.observe(9, step)
 
     def observe(self, task: int, step: int, **how: bool) -> None:
         self.learner.prepare(*batch(task, step), task, **how).take(self._steps)
 
-    def seconds(self, task: int, step: int) -> float:
-        """Seconds of planning and taking one step."""
-        return laps(self.learner.device, lambda: self.observe(task, step), 1)[0]
-
-
-def prepare(name: str, width: int, device: str) -> Stepper:
-    """A learner with a full memory of nine tasks, in the middle of its tenth."""
-    stepper = Stepper(name, width, device)
-    for task in range(9):
-        for step in range(20):
-            stepper.observe(task, step, train=False)
-    for step in range(3):
-        stepper.observe(9, step)
-    return stepper
-
 
 def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) -> None:
-    """Prints a row for every method: milliseconds of a step, the cost relative to ER, the estimate
-    of it, and their ratio.
-    """
-    steppers = {name: prepare(name, width, device) for name in dict.fromkeys(["er", *names])}
+    """Prints of every method the time of a step, its cost relative to ER, and the estimate."""
+    steppers = {name: Stepper(name, width, device) for name in dict.fromkeys(["er", *names])}
     times: dict[str, list[float]] = {name: [] for name in steppers}
     for step in range(rounds):
         for name, stepper in steppers.items():
-            times[name].append(stepper.seconds(9, 100 + step))
+            times[name] += laps(stepper.learner.device, partial(stepper.observe, 9, 100 + step), 1)
     medians = {name: statistics.median(values) for name, values in times.items()}
     print(f"{'method':<10} {'ms a step':>10} {'x ER':>6} {'estimate':>9} {'ratio':>6}")
     for name, median in medians.items():
@@ -77,33 +67,15 @@ def relative_cost(names: Sequence[str], width: int, rounds: int, device: str) ->
         print(f"{name:<10} {1e3 * median:>10.1f} {measured:>6.2f} {estimate:>9.2f} {ratio}")
 
 
-def growth(names: Sequence[str], width: int, device: str) -> None:
-    """Prints how much longer the steps around 4,900 of a run of ten tasks take than those around
-    100.
-    """
-    print(f"{'method':<10} {'step 100':>9} {'step 4,900':>11} {'ratio':>6}   (ms)")
-    for name in names:
-        stepper = Stepper(name, width, device)
-        times = [stepper.seconds(step // 500, step % 500) for step in range(5000)]
-        early, late = (statistics.median(times[middle - 50 : middle + 50]) for middle in (100, 4900))
-        print(f"{name:<10} {1e3 * early:>9.1f} {1e3 * late:>11.1f} {late / early:>6.3f}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="NAME")
     parser.add_argument("--width", type=int, default=20, help="channels of the first stage [20]")
     parser.add_argument("--rounds", type=int, default=10, help="steps timed of every method [10]")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--growth", action="store_true", help="5,000 steps of every method, late ones against early ones"
-    )
     arguments = parser.parse_args()
     with own_stream(torch.device(arguments.device)):
-        if arguments.growth:
-            growth(arguments.methods, arguments.width, arguments.device)
-        else:
-            relative_cost(arguments.methods, arguments.width, arguments.rounds, arguments.device)
+        relative_cost(arguments.methods, arguments.width, arguments.rounds, arguments.device)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bench.common import DIRECTIONS, HEADLINE, SIZES, Case, choose
+from bench.common import DIRECTIONS, HEADLINE, SIZES, Case, choose, new_map, skip_on_cpu
 from mose_fast.ops.norm_pool import norm_pool
 from mose_fast.reference.norm_pool import norm_pool as reference
 
-#: Microseconds wanted on a Hopper card for forward and backward at N = 384, 4x4: the map read twice
+#: Microseconds wanted on a Hopper GPU for forward and backward at N = 384, 4x4: the map read twice
 #: and written once, two launches.
 TARGETS = {torch.bfloat16: 14.0, torch.float32: 22.0}
 
@@ -21,12 +21,10 @@ TARGETS = {torch.bfloat16: 14.0, torch.float32: 22.0}
 def make_call(case: Case) -> Callable[[], object]:
     function = choose(case, reference, norm_pool)
     rows, channels, side = (case.shape[name] for name in "NCH")
-    backward = case.direction != "forward"
-    x = torch.randn(rows, channels, side, side, device=case.device, dtype=case.dtype)
-    x = x.contiguous(memory_format=torch.channels_last).requires_grad_(backward)
-    state = torch.randn(4, channels, device=case.device).requires_grad_(backward)
+    x = new_map(case, rows, channels, side).requires_grad_(case.backward)
+    state = torch.randn(4, channels, device=case.device).requires_grad_(case.backward)
     grad = torch.randn(rows, channels, device=case.device, dtype=case.dtype)
-    if not backward:
+    if not case.backward:
         return lambda: function(x, state)
     return lambda: torch.autograd.grad(function(x, state), [x, state], grad)
 
@@ -36,8 +34,7 @@ def make_call(case: Case) -> Callable[[], object]:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def bench_norm_pool(measure, impl, device, dtype, direction, rows, side):
-    if device == "cpu" and dtype != torch.float32:
-        pytest.skip("CPU rows are float32")
+    skip_on_cpu(device, dtype)
     if impl == "compiled" and side != 4:
         pytest.skip("torch.compile is measured at 4x4 alone")
     target = TARGETS[dtype] if (direction, rows, side) == (DIRECTIONS[1], HEADLINE, 4) else None

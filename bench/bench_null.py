@@ -14,16 +14,9 @@ from mose_fast.reference.null import null as reference
 
 def make_call(case: Case) -> Callable[[], object]:
     function = choose(case, reference, null)
-    x = torch.randn(
-        case.shape["N"],
-        case.shape["P"],
-        device=case.device,
-        dtype=case.dtype,
-        requires_grad=case.direction != "forward",
-    )
-    if case.direction == "forward":
-        return lambda: function(x)
-    return with_gradients(lambda: function(x), [x])
+    shape = case.shape["N"], case.shape["P"]
+    x = torch.randn(shape, device=case.device, dtype=case.dtype, requires_grad=case.backward)
+    return with_gradients(lambda: function(x), [x]) if case.backward else lambda: function(x)
 
 
 @pytest.mark.parametrize("rows", SIZES)

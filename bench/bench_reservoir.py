@@ -42,13 +42,6 @@ def make_call(case: Case) -> Callable[[], object]:
 @pytest.mark.parametrize(("slots", "side"), [(1000, 32), (5000, 32), (5000, 64)])
 def bench_reservoir(measure, impl, device, slots, side):
     target = 15.0 if (slots, side) == (5000, 32) else None
-    case = Case(
-        "reservoir",
-        impl,
-        device,
-        torch.uint8,
-        shape={"M": slots, "H": side},
-        target_us=target,
-        captured=impl == "native",
-    )
+    shape, captured = {"M": slots, "H": side}, impl == "native"
+    case = Case("reservoir", impl, device, torch.uint8, shape=shape, target_us=target, captured=captured)
     measure(case, make_call)

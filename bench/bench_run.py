@@ -1,5 +1,5 @@
 """Training as in a run: a step inside the loop (planning, feed, step, reading of losses) by feed,
-and on a card a whole run.
+and on a GPU a whole run.
 
 ``reference`` and ``native`` differ in the network's kernels; the op's name gives the feed. The row
 ``run`` is one pass over 50,000 random images in ten tasks with an evaluation after each task, like
@@ -24,7 +24,7 @@ from mose_fast.settings.run import RunConfig
 
 IMPLEMENTATIONS = ("reference", "native")
 FEEDS = ("fused", "dali", "torch")
-#: Target times on a Hopper card in microseconds: a step in the loop, a whole run, its evaluations.
+#: Target times on a Hopper GPU in microseconds: a step in the loop, a whole run, its evaluations.
 TARGETS = {"loop": 6e3, "run": 33e6, "run_evaluate": 1.65e6}
 
 
@@ -42,20 +42,20 @@ def config_for(case: Case, feed: str) -> RunConfig:
 @pytest.mark.parametrize("feed", FEEDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def bench_loop(measure, impl, device, dtype, feed):
-    on_card = device == "cuda"
-    if not on_card and dtype != torch.float32:
+    on_gpu = device == "cuda"
+    if not on_gpu and dtype != torch.float32:
         pytest.skip("CPU rows are float32")
     if feed == "dali" and _dali.obstacle():
         pytest.skip(_dali.obstacle())
     # The CPU shows the same code at a size that takes a second, not a minute.
-    shape = {"N": HEADLINE, "K": 100, "W": 64 if on_card else 2, "M": 5000 if on_card else 200}
+    shape = {"N": HEADLINE, "K": 100, "W": 64 if on_gpu else 2, "M": 5000 if on_gpu else 200}
     target = TARGETS["loop"] if impl == "native" and dtype == torch.bfloat16 and feed != "torch" else None
     case = Case(f"loop_{feed}", impl, device, dtype, "forward+backward", shape, target, captured=False)
 
     def take() -> list[float]:
         config = config_for(case, feed)
         stream = random_stream(config, shape["K"], 2000 * config.stream.batch)
-        return in_the_loop(config, stream, seconds=2.0 if on_card else 1.0)[1]
+        return in_the_loop(config, stream, seconds=2.0 if on_gpu else 1.0)[1]
 
     measure.given(case, take)
 
@@ -63,7 +63,7 @@ def bench_loop(measure, impl, device, dtype, feed):
 @pytest.mark.parametrize("part", ["run", *(f"run_{phase}" for phase in (*PHASES, "other"))])
 def bench_run(measure, device, part, whole_run):
     if device != "cuda" or not torch.cuda.is_available():
-        pytest.skip("a whole run at full size is measured on a card only")
+        pytest.skip("a whole run at full size is measured on a GPU only")
     case = Case(
         part, "native", device, torch.bfloat16, "run", {"N": HEADLINE, "K": 100, "W": 64, "M": 5000}, TARGETS.get(part)
     )

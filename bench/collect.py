@@ -1,11 +1,11 @@
-"""Lists every test and benchmark that bench/gpu_check.sh runs on a card, and fails if an op with a
+"""Lists every test and benchmark that bench/gpu_check.sh runs on a GPU, and fails if an op with a
 CUDA kernel lacks one.
 
     python -m bench.collect
 
 An op, named by its stem in csrc/sources.cmake, must have cases for kernel_check
 (tests/cpp/cases_<stem>.cpp), a test in tests/gpu that imports mose_fast.ops.<stem>, and benchmarks
-on a card (bench/bench_<stem>.py). Works without a card.
+on a GPU (bench/bench_<stem>.py). Works without a GPU.
 """
 
 from __future__ import annotations
@@ -18,33 +18,24 @@ from pathlib import Path
 
 from build_tools.sources import read_sources
 
-__all__ = ["collect", "missing", "parse_ids"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse_ids(text: str) -> list[str]:
-    """Returns the test ids in the output of ``pytest --collect-only -q``."""
+    """The test ids in the output of ``pytest --collect-only -q``."""
     return [line.strip() for line in text.splitlines() if re.match(r"\S+\.py::", line)]
 
 
 def collect(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """Returns the ids that pytest collects for ``arguments``, and what it printed where collecting
-    failed, else an empty text.
-    """
+    """The ids that pytest collects, and what it printed if collecting failed, else nothing."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return parse_ids(done.stdout), "" if done.returncode == 0 else done.stdout + done.stderr
 
 
 def missing(root: Path, stems: Iterable[str], tests: Sequence[str], benchmarks: Sequence[str]) -> list[str]:
-    """Returns one complaint for each thing that a stem lacks.
-
-    Args:
-        root: The source folder; test ids are relative to it.
-        stems: Ops with a CUDA kernel.
-        tests: Ids collected from tests/gpu.
-        benchmarks: Ids collected from bench.
+    """A complaint for each thing that an op with a CUDA kernel lacks; ids of tests are relative to
+    ``root``.
     """
     files = {test.split("::")[0] for test in tests}
     texts = {file: (root / file).read_text() for file in sorted(files)}
@@ -58,7 +49,7 @@ def missing(root: Path, stems: Iterable[str], tests: Sequence[str], benchmarks: 
         ):
             complaints.append(f"{stem}: no test in tests/gpu imports mose_fast.ops.{stem}")
         if not any(test.startswith(f"bench/bench_{stem}.py::") and "cuda" in test for test in benchmarks):
-            complaints.append(f"{stem}: no benchmark on a card; wanted bench/bench_{stem}.py")
+            complaints.append(f"{stem}: no benchmark on a GPU; wanted bench/bench_{stem}.py")
     return complaints
 
 

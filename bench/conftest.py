@@ -18,8 +18,16 @@ import pytest
 import torch
 
 from bench import store
-from bench.common import CLASSES, HEADLINE, IMPLEMENTATIONS, Case, in_microseconds, repetitions, time_on_card
-from mose_fast import _loader
+from bench.common import (
+    CLASSES,
+    HEADLINE,
+    IMPLEMENTATIONS,
+    Case,
+    in_microseconds,
+    no_native_code,
+    repetitions,
+    time_on_card,
+)
 from mose_fast._version import git_commit
 from mose_fast.app.bench import copy_rate
 from mose_fast.device import processor
@@ -36,6 +44,9 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--devices", default="cpu,cuda", help="devices to measure on, for example cuda (default: cpu,cuda)"
+    )
+    parser.addoption(
+        "--cudnn-search", type=int, metavar="CANDIDATES", help="bench_step.py: with cuDNN's search; 0: among all"
     )
 
 
@@ -62,17 +73,15 @@ def commit() -> str:
 
 @pytest.fixture(scope="session")
 def copied() -> float:
-    """Bytes a second that a copy moves on the card."""
+    """Bytes a second that a copy moves on the GPU."""
     return copy_rate(torch.device("cuda"))
 
 
 @pytest.fixture
 def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Callable[[], object]]], None]:
     """A function ``measure(case, make_call)`` that times one case and records what bench/store.py
-    needs in ``extra_info``.
-
-    ``measure.given(case, take)`` records the seconds of single calls that ``take()`` has timed
-    itself and returns.
+    needs in ``extra_info``; ``measure.given(case, take)`` records the seconds of single calls that
+    ``take()`` returns.
     """
 
     def describe(case: Case) -> dict[str, object]:
@@ -99,13 +108,10 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             store.append([store.row_of(benchmark.extra_info)], folder)
 
     def skip_without(case: Case) -> None:
-        on_card = case.device == "cuda"
-        if on_card and not torch.cuda.is_available():
-            pytest.skip("there is no CUDA card")
-        if case.impl == "native" and not _loader.has_code(case.device):
-            pytest.skip(
-                f"no native code for {case.device}: {_loader.obstacle or 'the library was built for the CPU only'}"
-            )
+        if case.device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("there is no CUDA GPU")
+        if case.impl == "native" and (obstacle := no_native_code(case.device)):
+            pytest.skip(obstacle)
         if case.impl == "compiled" and request.config.getoption("--compiled") == "headline" and not case.headline:
             pytest.skip(
                 f"torch.compile is measured at N={HEADLINE} only, K={CLASSES[0]} (--compiled=all for every size)"
@@ -145,13 +151,8 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
                     info.update(bytes_moved=case.bytes_moved)
             info.update(in_microseconds(seconds), launches=launches, peak_bytes=peak, target_us=case.target_us)
             info.update(graph="yes" if case.captured else "no")
-
-            def once() -> None:  # the host's view of an eager call; it stays in pytest-benchmark's JSON
-                call()
-                torch.cuda.synchronize()
-
             keep()
-            benchmark.pedantic(once, rounds=10)
+            benchmark.pedantic(call)  # pytest-benchmark wants to be used; what it measures is not kept
             return
         rounds, iterations = repetitions(call)
         benchmark.pedantic(call, rounds=rounds, iterations=iterations)

@@ -21,16 +21,8 @@ from bench import bench_augment, bench_expert_losses
 from bench.common import CLASSES, HEADLINE, Case
 from mose_fast.runs.clock import laps
 
-__all__ = ["GATES", "check", "ratio"]
-
-_LOSSES = Case(
-    "expert_losses",
-    "native",
-    "cpu",
-    torch.float32,
-    "forward+backward",
-    {"E": 4, "N": HEADLINE, "P": 128, "K": CLASSES[0], "D": 512},
-)
+_SHAPE = {"E": 4, "N": HEADLINE, "P": 128, "K": CLASSES[0], "D": 512}
+_LOSSES = Case("expert_losses", "native", "cpu", torch.float32, "forward+backward", _SHAPE)
 _VIEWS = Case("augment", "native", "cpu", torch.float32, shape={"N": HEADLINE, "H": 32})
 
 #: What is timed, the function that makes its calls, and the least ratio.
@@ -38,9 +30,7 @@ GATES = ((_LOSSES, bench_expert_losses.make_call, 1.5), (_VIEWS, bench_augment.m
 
 
 def ratio(slow: Callable[[], object], fast: Callable[[], object], rounds: int = 15, shortest: float = 0.02) -> float:
-    """How many times longer ``slow`` takes than ``fast``: the ratio of the medians of ``rounds``
-    rounds of at least ``shortest`` seconds each.
-    """
+    """How many times longer ``slow`` takes than ``fast``: of the medians of so many rounds."""
 
     def time_calls(call: Callable[[], object], calls: int) -> float:
         return statistics.fmean(laps(torch.device("cpu"), call, calls))

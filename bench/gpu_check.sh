@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Checks and measures everything on a machine with a card, the most important first. Each result is in OUT as soon as there is one.
+# Checks and measures everything on a machine with a GPU, the most important first. Each result is in OUT as soon as there is one.
 #
 #   bench/gpu_check.sh                      all steps in order, as many as fit into LIMIT; prints the command for the others
 #   bench/gpu_check.sh --only smoke,step    these steps          --after smoke    the steps after this one
 #   bench/gpu_check.sh --prebuilt DIR       compiles nothing: library and kernel_check are in DIR, from bench/prebuild.sh
 #   bench/gpu_check.sh --data DIR           trains on DIR/cifar100.npz; without it, on random images, which shows only the time
-#   bench/gpu_check.sh --dry-run            without a card: prints the plan of each call and every test. Fails if a call exceeds LIMIT, if the
+#   bench/gpu_check.sh --dry-run            without a GPU: prints the plan of each call and every test. Fails if a call exceeds LIMIT, if the
 #                                           steps before the later visit need more than two calls, if a prebuilt library does not
 #                                           belong to this tree, or if an op has no test
-#   bench/gpu_check.sh --device cpu         every step at small sizes without a card, which only shows that the steps run
+#   bench/gpu_check.sh --device cpu         every step at small sizes without a GPU, which only shows that the steps run
 #
 # PYTHON is the interpreter (python3). PYTHONPATH is kept, for packages brought along. LIMIT is the time for this call in seconds (540);
 # a step starts only if its expected time is left. OUT is the folder for results (build/gpu_check), at most eight files. After a failed
@@ -47,8 +47,8 @@ cores=$(getconf _NPROCESSORS_ONLN) # nproc would heed OMP_NUM_THREADS
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TEARDOWN_CUPTI=0
 export python device out work data cores
 
-# ---- the steps: `step NAME EXPECTED MOST COMMAND...`, seconds on one Hopper card with 16 cores; EXPECTED are estimates as long as
-# ---- docs/benchmarks.md says that no step has run on a card.
+# ---- the steps: `step NAME EXPECTED MOST COMMAND...`, seconds on one Hopper GPU with 16 cores; EXPECTED are estimates as long as
+# ---- docs/benchmarks.md says that no step has run on a GPU.
 
 steps() {
   if [[ -n $prebuilt ]]; then checker=$prebuilt/kernel_check; else checker=build/card/kernel_check; fi
@@ -60,7 +60,6 @@ steps() {
   step processes 90 180 "$python" -m bench.processes --device "$device"
   step retries 80 160 "$python" -m bench.processes --device "$device" --retries "$retries"
   step captured 50 150 "$python" -m pytest tests/gpu/test_captured.py -v -rs --maxfail=5 -p no:cacheprovider
-  step edges 15 60 "$python" -m bench.graph_edges --device "$device"
   step conflicts 40 120 ncu --kernel-name regex:align_conv --metrics "$conflicts" "$checker"
   step kernel_check 15 60 "$checker"
   step smoke 45 90 "$python" -m bench.smoke --device "$device"
@@ -71,7 +70,8 @@ steps() {
   step norms 40 100 "${bench[@]}" bench/bench_batch_norm_act.py -k "384 and native and $dtype"
   step alignment 30 100 "${bench[@]}" bench/bench_align_conv.py -k "384 and native and $dtype"
   step memcheck 45 120 compute-sanitizer --tool memcheck --error-exitcode 9 "$checker"
-  step compare_step 90 200 "$python" -m bench.compare_step --device "$device" "${small[@]}"
+  step search 40 90 "${bench[@]}" bench/bench_step.py -k "$dtype and native and whole" --cudnn-search=3
+  step search_all 50 110 "${bench[@]}" bench/bench_step.py -k "$dtype and native and whole" --cudnn-search=0
   later
   local file name
   for file in bench/bench_*.py; do
@@ -131,7 +131,7 @@ info = mose_fast.build_info()
 print(info)
 if sys.argv[1] == "cuda":
     if not torch.cuda.is_available():
-        raise SystemExit(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no card")
+        raise SystemExit(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU")
     print(torch.cuda.get_device_name())
     if info["backend"] != "cuda":
         raise SystemExit(f"the library's back end is {info['backend']}; wanted cuda")
@@ -264,7 +264,7 @@ fi
 
 mkdir -p "$out" "$work"
 if ! found=$(nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | head -n 1) || [[ $found != *,* ]]; then
-  echo "nvidia-smi finds no card; bench/gpu_check.sh --dry-run works without one" >&2
+  echo "nvidia-smi finds no GPU; bench/gpu_check.sh --dry-run works without one" >&2
   exit 1
 fi
 export archs=${found%%,*}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the paper's main table on a card, and the two tables that share its runs: three seeds, three memory sizes. The pages go to docs/paper.
+# Runs the paper's main table on a GPU, and the two tables that share its runs: three seeds, three memory sizes. The pages go to docs/paper.
 #
 #   bench/paper.sh DATA_DIR                    table1-cifar, taskwise and classifier
 #   bench/paper.sh DATA_DIR ablation cost ...  tables of `mose-fast list paper`

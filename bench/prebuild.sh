@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the library and kernel_check, stripped, for bench/gpu_check.sh --prebuilt on another machine. This machine needs no card.
+# Builds the library and kernel_check, stripped, for bench/gpu_check.sh --prebuilt on another machine. This machine needs no GPU.
 #
 #   PYTHON=venv/bin/python bench/prebuild.sh DIR [ARCHS]
 #

@@ -1,7 +1,7 @@
 """Checks whether a library that bench/prebuild.sh built elsewhere belongs to this tree and is
 undamaged: python -m bench.prebuilt DIR
 
-It needs no torch and no card: it compares the sources. The versions that the library was built for
+It needs no torch and no GPU: it compares the sources. The versions that the library was built for
 are compared when it is loaded. ``--seal`` first records the library's size and hash, which have
 changed when it was stripped after the build.
 """
@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["obstacle", "seal"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -25,9 +23,7 @@ OF_TREE: dict[str, Any] = runpy.run_path(str(ROOT / "mose_fast" / "_version.py")
 
 
 def seal(folder: Path) -> None:
-    """Records size and hash of the library in ``folder`` in its ``_build.json``, so that a damaged
-    library is not loaded.
-    """
+    """Records size and hash of the library, so that a damaged one is not loaded."""
     record = folder / "_build.json"
     (library,) = folder.glob("_C*.so")
     record.write_text(

@@ -1,12 +1,12 @@
-"""Runs on one card as processes of a sweep: what two at a time gain, and how often a capture had to
+"""Runs on one GPU as processes of a sweep: what two at a time gain, and how often a capture had to
 be tried again.
 
     python -m bench.processes               # feeds fused and dali: one run, two in turn, two by MPS
     python -m bench.processes --retries 20  # as many short runs with DALI, one after the other
-    python -m bench.processes --device cpu  # small, without a card: only shows that it runs
+    python -m bench.processes --device cpu  # small, without a GPU: only shows that it runs
 
 The measure is training steps a second of all runs together, against one alone. Exit status: 0 only
-if every run has finished, and on a card was captured: without eager steps but the first of each
+if every run has finished, and on a GPU was captured: without eager steps but the first of each
 graph.
 """
 
@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from bench.common import SMALL_RUN, gpu_is_missing, random_images
+from bench.smoke import not_captured
 from mose_fast import _dali
 from mose_fast.experiments.engine import LocalEngine
 from mose_fast.experiments.folder import SweepFolder
@@ -35,27 +36,15 @@ from mose_fast.threads import usable_cores
 #: Settings of the runs by device, and training images of both tasks.
 SETTINGS: dict[str, dict[str, Any]] = {
     "cuda": {"device": "cuda", "precision": "bf16", "memory": 1000},
-    "cpu": {"device": "cpu", "memory": 60, "width": 1, "options": {"buffer_batch": 8, "new_extra": 2}},
+    "cpu": SMALL_RUN,
 }
 IMAGES = {"cuda": 4000, "cpu": 60}
 SHORT = {"cuda": 1000, "cpu": 40}
-#: Graphs of a run with two tasks, whose first step is eager.
-GRAPHS = 2
-
-
-def random_images(path: Path, images: int) -> str:
-    """Writes a stream of random images of 20 classes; returns its name."""
-    random = np.random.default_rng(0)
-    x, y = random.integers(0, 256, (images + 100, 32, 32, 3), dtype=np.uint8), np.arange(images + 100) % 20
-    np.savez(path, x_train=x[:images], y_train=y[:images], x_test=x[images:], y_test=y[images:])
-    return str(path)
 
 
 def results_of(config: dict[str, Any], runs: int, at_a_time: int, *, mps: bool = False) -> list[dict[str, Any]]:
-    """The results of runs that differ in their seed, in processes of one card.
-
-    Raises:
-        RuntimeError: A run has failed.
+    """The results of runs that differ in their seed, in processes of one GPU. Raises RuntimeError
+    if one has failed.
     """
     with tempfile.TemporaryDirectory() as out:
         folder = SweepFolder(out)
@@ -84,20 +73,6 @@ def results_of(config: dict[str, Any], runs: int, at_a_time: int, *, mps: bool =
         return [json.loads((folder.run(str(seed)) / "results.json").read_text()) for seed in range(runs)]
 
 
-def complaints(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong with runs on a card, one line each."""
-    found = []
-    for run in results:
-        resolved = run["resolved"]
-        if run["card"] is not None and (resolved["step"] != "captured" or run["eager_steps"] > GRAPHS):
-            found.append(
-                f"WRONG: seed {run['seed']}, feed {resolved['feed']}: step {resolved['step']}"
-                f" ({resolved['reasons'].get('step', 'no reason')}), {run['eager_steps']} of {run['steps']} steps"
-                f" eager; wanted captured and {GRAPHS}"
-            )
-    return found
-
-
 def retries(results: Sequence[dict[str, Any]]) -> int:
     return sum(run["capture_retries"] or 0 for run in results)
 
@@ -109,14 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--retries", type=int, metavar="RUNS", help="count the captures of so many short runs with DALI"
     )
     given = parser.parse_args(arguments)
-    on_card = given.device == "cuda"
-    if on_card and not torch.cuda.is_available():
-        print("there is no CUDA card; wanted one, or --device cpu", file=sys.stderr)
+    if gpu_is_missing(given.device):
         return 2
     found: list[str] = []
     with tempfile.TemporaryDirectory() as data:
         images = (SHORT if given.retries else IMAGES)[given.device]
-        stream = {"name": random_images(Path(data) / "random.npz", images), "tasks": 2}
+        path = Path(data) / "random.npz"
+        np.savez(path, **dict(zip(("x_train", "y_train", "x_test", "y_test"), random_images(images), strict=True)))
+        stream = {"name": str(path), "tasks": 2}
         config = {**SETTINGS[given.device], "stream": stream}
         feeds = ["dali"] if _dali.obstacle() is None else []
         if not feeds:
@@ -125,10 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for feed in feeds:
                 runs = results_of({**config, "feed": feed}, given.retries, 1)
                 print(f"{len(runs)} runs with {feed}: {retries(runs)} captures were tried once more")
-                found += complaints(runs)
+                found += [f"WRONG: {what}" for run in runs for what in not_captured(run)]
         else:
             print("feed    at a time  by MPS  steps a second  against one  retries")
-            by_mps = [(2, True)] if on_card and shutil.which(PROGRAM) else []
+            by_mps = [(2, True)] if given.device == "cuda" and shutil.which(PROGRAM) else []
             for feed in ["fused", *feeds]:
                 alone = None
                 for at_a_time, mps in [(1, False), (2, False), *by_mps]:
@@ -140,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         f"  {retries(runs):>7}",
                         flush=True,
                     )
-                    found += complaints(runs)
+                    found += [f"WRONG: {what}" for run in runs for what in not_captured(run)]
     print("\n".join(found) or "every run has finished")
     return 1 if found else 0
 

@@ -1,13 +1,13 @@
-"""The shortest run that shows whether training works on a card: captured steps against eager ones,
+"""The shortest run that shows whether training works on a GPU: captured steps against eager ones,
 our kernels beside PyTorch's.
 
-    python -m bench.smoke                   # on a card: full width, bf16
+    python -m bench.smoke                   # on a GPU: full width, bf16
     python -m bench.smoke --device cpu      # small, float32, eager: only shows that it runs
 
 Captured and eager runs are deterministic: every loss must be equal, there must be two graphs, and
 no capture may have failed. PyTorch's kernels start from the same weights and views, so that their
-first loss must be close to ours. Every failure is printed with its whole traceback, also that of a
-capture, which a run survives. Exit status: 0 if everything is as wanted.
+first loss must be close to ours. Every failure is printed with its whole traceback; that of a
+capture, which a run survives, is in the run's warning. Exit status: 0 if everything is as wanted.
 """
 
 from __future__ import annotations
@@ -16,21 +16,17 @@ import argparse
 import math
 import os
 import sys
-import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
-import numpy as np
 import torch
 
 import mose_fast
+from bench.common import SMALL_RUN, gpu_is_missing, random_images
 from mose_fast.settings.run import RunConfig
-from mose_fast.streams import Stream, from_arrays
+from mose_fast.streams import from_arrays
 from mose_fast.train import Listener
-from mose_fast.train.captured import CapturedSteps
 
 #: Relative difference that is granted between the first losses of our kernels and PyTorch's;
 #: gradients do not enter it yet.
@@ -38,14 +34,7 @@ NEAR = {"bf16": 0.03, "fp32": 1e-4}
 #: Settings of the runs by device, and training images of both tasks.
 SETTINGS: dict[str, dict[str, Any]] = {
     "cuda": {"device": "cuda", "precision": "bf16", "feed": "fused", "memory": 200},
-    "cpu": {
-        "device": "cpu",
-        "precision": "fp32",
-        "feed": "fused",
-        "memory": 60,
-        "width": 2,
-        "options": {"buffer_batch": 8, "new_extra": 2},
-    },
+    "cpu": {**SMALL_RUN, "feed": "fused"},
 }
 IMAGES = {"cuda": 1200, "cpu": 60}
 #: Graphs of a run with two tasks: one for the first task's steps, one for later ones.
@@ -53,14 +42,10 @@ GRAPHS = 2
 
 
 class Trained(NamedTuple):
-    """What one run left: losses of its trained batches, its captured steps (None without a card),
-    seconds, peak bytes on the card.
-    """
+    """Losses of a run, and its results.json."""
 
     losses: list[dict[str, float]]
-    steps: CapturedSteps | None
-    seconds: float
-    peak: int
+    results: dict[str, Any]
 
 
 class _Losses(Listener):
@@ -72,56 +57,24 @@ class _Losses(Listener):
             self.taken.append(losses)
 
 
-@contextmanager
-def _remembered() -> Iterator[list[CapturedSteps]]:
-    """Collects the steppers of all runs made while the context is open."""
-    made: list[CapturedSteps] = []
-    initialise = CapturedSteps.__init__
-
-    def remember(stepper: CapturedSteps, *arguments: Any, **options: Any) -> None:
-        made.append(stepper)
-        initialise(stepper, *arguments, **options)
-
-    with mock.patch.object(CapturedSteps, "__init__", remember):
-        yield made
-
-
-def two_tasks(images: int) -> Stream:
-    """A stream of ``images`` random training images in two tasks of ten classes."""
-    random = np.random.default_rng(0)
-    x = random.integers(0, 256, (images + 100, 32, 32, 3), dtype=np.uint8)
-    y = np.arange(len(x)) % 20
-    return from_arrays(x[:images], y[:images], x[images:], y[images:], tasks=2)
-
-
-def train(config: RunConfig, stream: Stream) -> Trained:
-    """Runs the training once and records what :class:`Trained` holds."""
-    listener = _Losses()
-    on_card = torch.device(config.device).type == "cuda"
-    if on_card:
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    with _remembered() as made:
-        mose_fast.run(config, stream=stream, listeners=[listener])
-    peak = torch.cuda.max_memory_allocated() if on_card else 0
-    return Trained(listener.taken, made[0] if made else None, time.perf_counter() - began, peak)
+def not_captured(results: dict[str, Any]) -> list[str]:
+    """What is wrong with the steps of a run of two tasks on a GPU that should be captured."""
+    resolved = results["resolved"]
+    if results["card"] is None or (resolved["step"] == "captured" and results["eager_steps"] <= GRAPHS):
+        return []
+    return [
+        f"seed {results['seed']}, feed {resolved['feed']}: step {resolved['step']}"
+        f" ({resolved['reasons'].get('step', 'no reason')}), {results['eager_steps']} of {results['steps']} steps"
+        f" eager; wanted captured and {GRAPHS}"
+    ]
 
 
 def complaints(captured: Trained, eager: Trained, plain: Trained | None, near: float) -> list[str]:
-    """What is wrong with these runs, one line each.
-
-    Args:
-        captured: The run with captured steps and our kernels.
-        eager: The run with eager steps and our kernels.
-        plain: The run with PyTorch's kernels; None if it failed.
-        near: The relative difference allowed between the first losses of ``eager`` and ``plain``.
+    """What is wrong with these runs, one line each. Two have our kernels, in captured and in eager
+    steps, ``plain`` has PyTorch's (None if it failed); its first loss may differ from that of
+    ``eager`` by the share ``near``.
     """
-    found = []
-    if captured.steps is not None:
-        if captured.steps.obstacle:
-            found.append(f"steps were not captured: {captured.steps.obstacle}\n{captured.steps.traceback}")
-        if captured.steps.graphs != GRAPHS:
-            found.append(f"{captured.steps.graphs} graphs served the run; wanted {GRAPHS}")
+    found = not_captured(captured.results)
     if not eager.losses or len(captured.losses) != len(eager.losses):
         found.append(
             f"{len(captured.losses)} captured and {len(eager.losses)} eager steps were told; wanted equally many, at"
@@ -150,30 +103,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.smoke", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA card; wanted one, or --device cpu", file=sys.stderr)
+    if gpu_is_missing(given.device):
         return 2
-    on_card = given.device == "cuda"
     settings = SETTINGS[given.device]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic; read when CUDA starts
 
     def attempt(name: str, **changes: Any) -> Trained | None:
+        if given.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        losses = _Losses()
+        stream = from_arrays(*random_images(IMAGES[given.device]), tasks=2)
         try:
-            trained = train(RunConfig.create(**settings, **changes), two_tasks(IMAGES[given.device]))
+            results = mose_fast.run(RunConfig.create(**settings, **changes), stream=stream, listeners=[losses])
         except Exception:  # the other runs can still say something
             print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
             return None
-        steps = trained.steps
-        graphs = "" if steps is None else f", {steps.graphs} graphs made in {steps.seconds:.2f} s"
-        first = trained.losses[0]["loss"] if trained.losses else math.nan
+        first = losses.taken[0]["loss"] if losses.taken else math.nan
+        seconds, peak = results["seconds"], results["peak_memory_bytes"]["device"] or 0
         print(
-            f"{name}: {len(trained.losses)} steps, {trained.seconds:.1f} s, first loss {first:.4f}, "
-            f"peak {trained.peak / 1e6:,.0f} MB{graphs}",
+            f"{name}: {len(losses.taken)} steps, {seconds['wall']:.1f} s, first loss {first:.4f}, "
+            f"peak {peak / 1e6:,.0f} MB, capture {seconds['capture']:.2f} s",
             flush=True,
         )
-        return trained
+        return Trained(losses.taken, results)
 
-    how = "captured" if on_card else "eager"
+    how = "captured" if given.device == "cuda" else "eager"
     eager = attempt("our kernels, eager", kernels="fused", step="eager", deterministic=True)
     captured = attempt(f"our kernels, {how}", kernels="fused", step=how, deterministic=True)
     plain = attempt("PyTorch's kernels, eager", kernels="torch", step="eager")

@@ -1,13 +1,12 @@
-"""Keeps benchmark results: appends what pytest-benchmark measured to one CSV file per card, and
-prints a table.
+"""Keeps benchmark results: appends the rows of ``pytest bench --rows`` to one CSV file per GPU or
+CPU, and prints a table.
 
-    python -m pytest bench --benchmark-json=build/bench.json
-    python -m bench.store build/bench.json
-    python -m bench.store build/gpu_check/CARD.csv      # rows of `pytest bench --rows FOLDER`
+    python -m pytest bench --rows=build/rows
+    python -m bench.store build/rows/cpu.csv
 
-Results on the CPU go to bench/results/cpu.csv, those on a card to bench/results/<card>.csv. A row
-is one benchmark; rows are only ever added. Columns: :data:`COLUMNS`; times are microseconds per
-call; on a card they are taken by CUDA events, inside a captured graph if ``graph`` is yes.
+Results on the CPU go to bench/results/cpu.csv, those on a GPU to bench/results/<its name>.csv. A
+row is one benchmark; rows are only ever added. Columns: :data:`COLUMNS`; times are microseconds per
+call; on a GPU they are taken by CUDA events, inside a captured graph if ``graph`` is yes.
 """
 
 from __future__ import annotations
@@ -15,74 +14,23 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "append", "file_name", "read_csv", "read_rows", "row_of", "table"]
-
 RESULTS = Path(__file__).resolve().parent / "results"
-#: From ``graph`` to ``copy_bytes_per_us`` for cards only. Peak memory is that of one call in bytes,
-#: outputs included, inputs not; the last three are there where an op is bound by bytes, and its
-#: inputs then were not in the card's cache.
+#: From ``graph`` to ``copy_bytes_per_us`` for GPUs only. Peak memory is that of one call in bytes,
+#: outputs included, inputs not; the three after the target are there where an op is bound by bytes,
+#: and its inputs then were not in the GPU's cache. ``card`` names the GPU or the processor.
 COLUMNS = (
-    "op",
-    "impl",
-    "direction",
-    "shape",
-    "dtype",
-    "device",
-    "median_us",
-    "p20_us",
-    "p80_us",
-    "graph",
-    "peak_bytes",
-    "launches",
-    "target_us",
-    "bytes_needed",
-    "bytes_moved",
-    "copy_bytes_per_us",
-    "card",
-    "torch",
-    "cuda",
-    "python",
-    "threads",
-    "commit",
-    "date",
+    *("op", "impl", "direction", "shape", "dtype", "device", "median_us", "p20_us", "p80_us"),
+    *("graph", "peak_bytes", "launches", "target_us", "bytes_needed", "bytes_moved", "copy_bytes_per_us"),
+    *("card", "torch", "cuda", "python", "threads", "commit", "date"),
 )
-_OPTIONAL = ("graph", "peak_bytes", "launches", "target_us", "bytes_needed", "bytes_moved", "copy_bytes_per_us")
 
 Row = dict[str, str]
-
-
-def read_rows(text: str) -> list[Row]:
-    """Returns a row for each benchmark in the JSON ``text`` that pytest-benchmark wrote; one that
-    was interrupted gives none.
-
-    Raises:
-        ValueError: The text is no such JSON, or a benchmark lacks what the fixture ``measure``
-            records.
-    """
-    try:
-        benchmarks = json.loads(text)["benchmarks"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"not the JSON of pytest-benchmark ({type(error).__name__}: {error})") from None
-    rows = []
-    for benchmark in benchmarks:
-        info: Mapping[str, Any] = benchmark["extra_info"]
-        if "op" in info and "median_us" not in info:
-            continue
-        missing = [name for name in COLUMNS if name not in info and name not in _OPTIONAL]
-        if missing:
-            raise ValueError(
-                f"{benchmark['name']} has no {', '.join(missing)} in extra_info; wanted a benchmark that calls"
-                " `measure`"
-            )
-        rows.append(row_of(info))
-    return rows
 
 
 def row_of(info: Mapping[str, Any]) -> Row:
@@ -91,10 +39,8 @@ def row_of(info: Mapping[str, Any]) -> Row:
 
 
 def read_csv(text: str) -> list[Row]:
-    """Returns the rows of a CSV file of the store; a last line that was cut off is left out.
-
-    Raises:
-        ValueError: The text has other columns.
+    """The rows of a CSV file of the store; a last line that was cut off is left out. Raises
+    ValueError if the text has other columns.
     """
     lines = text.splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
@@ -105,18 +51,13 @@ def read_csv(text: str) -> list[Row]:
 
 
 def file_name(row: Row) -> str:
-    """The name of a row's file: ``cpu.csv``, or the card's name in lower case with hyphens."""
+    """The name of a row's file: ``cpu.csv``, or the GPU's name in lower case with hyphens."""
     return "cpu.csv" if row["device"] == "cpu" else re.sub(r"[^a-z0-9]+", "-", row["card"].lower()).strip("-") + ".csv"
 
 
 def append(rows: Iterable[Row], folder: Path) -> list[Path]:
-    """Appends rows to their files in ``folder``; a new file gets a header.
-
-    Returns:
-        The files, each once.
-
-    Raises:
-        ValueError: A file has other columns; nothing is written.
+    """Appends rows to their files in ``folder``, which it returns; a new file gets a header. Raises
+    ValueError, and writes nothing, if a file has other columns.
     """
     by_file: dict[Path, list[Row]] = {}
     for row in rows:
@@ -150,20 +91,8 @@ def table(rows: Sequence[Row]) -> str:
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         lines.setdefault(tuple(row[name] for name in names), {})[row["impl"]] = row
-    cells = [
-        (
-            *names,
-            "reference us",
-            "compiled us",
-            "native us",
-            "speedup",
-            "target us",
-            "launches",
-            "peak KiB",
-            "MB",
-            "of copy",
-        )
-    ]
+    head = ("reference us", "compiled us", "native us", "speedup", "target us", "launches", "peak KiB", "MB", "of copy")
+    cells = [(*names, *head)]
     for key, by_impl in lines.items():
         median = {impl: float(row["median_us"]) for impl, row in by_impl.items()}
         native = by_impl.get("native", {})
@@ -198,13 +127,9 @@ def _bytes(row: Row) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Appends the given JSON files to the store and prints their table; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.store", description="Append benchmark results to the store, print their table."
-    )
-    parser.add_argument(
-        "files", nargs="+", type=Path, help="JSON that pytest --benchmark-json wrote, or CSV of pytest --rows"
-    )
+    """Appends rows to the store and prints their table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.store", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, help="CSV that pytest --rows wrote")
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder of the CSV files (default: bench/results)"
     )
@@ -213,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for path in options.files:
         try:
-            rows += (read_csv if path.suffix == ".csv" else read_rows)(path.read_text())
+            rows += read_csv(path.read_text())
         except (OSError, ValueError) as error:
             parser.error(f"{path}: {error}")
     if not rows:

@@ -21,8 +21,6 @@ from build_tools.describe import Build, decide
 from build_tools.plan import BuildError, installed_torch
 from build_tools.sources import read_sources
 
-__all__ = ["announce", "compiled", "native_build"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Seconds between two lines about a step that is still running.
@@ -34,18 +32,9 @@ _TAIL = 40
 def announce(
     what: str, detail: str, command: Sequence[str], progress: Callable[[], str] = str, interval: float = INTERVAL
 ) -> int:
-    """Runs a command without showing its output; prints what it does and, at the end, how long it
-    took.
-
-    Args:
-        what: What the command does, such as ``installing torch``.
-        detail: What the user should expect; may be empty.
-        command: Program and arguments.
-        progress: Called for each line in between; returns how far the command is, or an empty text.
-        interval: Seconds between two lines.
-
-    Returns:
-        The command's exit status. If it is not 0, the end of the output has been printed.
+    """Runs a command without showing its output; prints what it does, with a ``detail`` to expect,
+    every ``interval`` seconds how long it has taken and what ``progress`` says, and how long it
+    took. Returns its exit status; if it is not 0, the end of the output has been printed.
     """
     began = time.monotonic()
     print(f"{what}{f' ({detail})' if detail else ''} ...", file=sys.stderr, flush=True)
@@ -68,13 +57,7 @@ def announce(
 
 
 def native_build(csrc: Path, build: Build, has_driver: bool) -> tuple[str, int]:
-    """Describes the native build: what to expect, as a text, and the number of files to compile.
-
-    Args:
-        csrc: Folder of the native sources.
-        build: What is built and why.
-        has_driver: Whether this machine has a working NVIDIA driver.
-    """
+    """Describes the native build: what to expect, as a text, and the number of files to compile."""
     lists = read_sources(csrc)
     files = lists["MOSE_FAST_CPU_SOURCES"] + lists["MOSE_FAST_TORCH_SOURCES"]
     reason = build.reason.partition(". Looked in:")[0]
@@ -88,9 +71,7 @@ def native_build(csrc: Path, build: Build, has_driver: bool) -> tuple[str, int]:
 
 
 def compiled(objects: Path, since: float) -> int:
-    """Counts the object files below a folder that were written after the time ``since``, in seconds
-    of the file system's clock.
-    """
+    """Counts the object files below a folder written after ``since``, by the files' clock."""
     return sum(path.stat().st_mtime >= since for path in objects.glob("objects-*/**/*.o"))
 
 

@@ -28,5 +28,5 @@ def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    """setuptools' requirements, ninja and torch."""
+    """The same."""
     return [*build_meta.get_requires_for_build_editable(config_settings), "ninja", _torch()]

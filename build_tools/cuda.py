@@ -9,43 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "OLDEST_ARCH",
-    "RELEASE_ARCHS",
-    "Toolkit",
-    "cmake_archs",
-    "default_archs",
-    "find_toolkits",
-    "gencode_flags",
-    "ignored_variables",
-    "parse_archs",
-    "run_text",
-    "supported_archs",
-]
-
+#: Compute capabilities of a release build, oldest first.
 RELEASE_ARCHS = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
-"""Compute capabilities of a release build, oldest first."""
-
+#: The first compute capability with what the kernels use: the tensor cores' bfloat16 products, and
+#: asynchronous copies to shared memory.
 OLDEST_ARCH = "8.0"
-"""The first compute capability with what the kernels use: the tensor cores' bfloat16 products, and
-asynchronous copies to shared memory.
-"""
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A folder that holds ``bin/nvcc`` and ``include/cuda_runtime.h``, and the version its nvcc
-    tells, such as ``(13, 0)``.
-    """
+    """A folder that holds ``bin/nvcc`` and ``include/cuda_runtime.h``, and its nvcc's version."""
 
     root: Path
     version: tuple[int, int]
 
 
 def run_text(command: Sequence[str]) -> str:
-    """Returns what ``command`` prints on stdout and stderr together, or an empty text if it cannot
-    run.
-    """
+    """What ``command`` prints on stdout and stderr together; empty if it cannot run."""
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
@@ -68,17 +48,9 @@ def find_toolkits(
     run: Callable[[Sequence[str]], str] = run_text,
 ) -> tuple[list[Toolkit], list[str]]:
     """Looks for CUDA toolkits: ``CUDA_HOME``, ``CUDA_PATH``, the nvcc on ``PATH``, then the
-    standard folders.
-
-    Args:
-        environment: The process environment.
-        standard: Folders to look into last; None means ``/usr/local/cuda``, ``/usr/local/cuda-*``
-        (newest first) and ``/opt/cuda``.
-        run: Runs a command and returns its output.
-
-    Returns:
-        The toolkits in order of preference, and one line for each place that was looked into,
-        saying what was there.
+    standard folders; None means ``/usr/local/cuda``, ``/usr/local/cuda-*`` (newest first) and
+    ``/opt/cuda``. Returns the toolkits in order of preference, and one line for each place that was
+    looked into, saying what was there.
     """
     places: list[tuple[str, Path]] = []
     looked: list[str] = []
@@ -117,15 +89,8 @@ def find_toolkits(
 
 
 def ignored_variables(looked: Sequence[str], major: int) -> str:
-    """Says which of ``CUDA_HOME`` and ``CUDA_PATH`` hold no toolkit that serves, though others may:
-    who sets one wants that one.
-
-    Args:
-        looked: As :func:`find_toolkits` returns it.
-        major: The major version that torch needs.
-
-    Returns:
-        Text to put behind a sentence; empty where there is nothing to say.
+    """Which of ``CUDA_HOME`` and ``CUDA_PATH`` hold no toolkit of torch's ``major`` version, though
+    others may: who sets one wants that one. Text to put behind a sentence; may be empty.
     """
     set_here = [line for line in looked if re.match(r"CUDA_(HOME|PATH)=", line)]
     # Between two releases of one major version, the order of the places decides.
@@ -133,19 +98,14 @@ def ignored_variables(looked: Sequence[str], major: int) -> str:
 
 
 def default_archs(version: tuple[int, int]) -> list[str]:
-    """Returns the release architectures that a toolkit of this ``version`` knows, the newest also
-    as PTX.
-    """
+    """The release architectures that a toolkit knows, the newest also as PTX."""
     known = [arch for arch in RELEASE_ARCHS if version >= (12, 8) or float(arch) < 10]  # Blackwell came with CUDA 12.8
     return [*known[:-1], known[-1] + "+PTX"]
 
 
 def parse_archs(text: str) -> list[str]:
     """Splits a ``TORCH_CUDA_ARCH_LIST`` at semicolons, commas or blanks, for example ``"8.0;9.0a
-    12.0+PTX"``.
-
-    Raises:
-        ValueError: The list is empty or an item is not a compute capability.
+    12.0+PTX"``. Raises ValueError if the list is empty or an item is not a compute capability.
     """
     archs = [item for item in re.split(r"[;,\s]+", text) if item]
     wrong = [arch for arch in archs if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch)]
@@ -161,18 +121,9 @@ def supported_archs(
     archs: Sequence[str], toolkit: Toolkit, run: Callable[[Sequence[str]], str] = run_text
 ) -> tuple[list[str], str]:
     """Leaves out the compute capabilities that the kernels cannot be compiled for. Lists that were
-    set for other packages often have some, such as 7.5; ptxas would say so after minutes.
-
-    Args:
-        archs: As :func:`parse_archs` returns them.
-        toolkit: The toolkit to compile with. Its nvcc says what it knows.
-        run: Runs a command and returns its output.
-
-    Returns:
-        Those that remain, and a text to put behind a sentence that names the others.
-
-    Raises:
-        ValueError: None remains.
+    set for other packages often have some, such as 7.5; ptxas would say so after minutes. Returns
+    those that remain, and text to put behind a sentence that names the others. Raises ValueError if
+    none remains.
     """
     too_old = [arch for arch in archs if _number(arch) < _number(OLDEST_ARCH)]
     nvcc = [str(toolkit.root / "bin" / "nvcc"), "--dryrun", "-x", "cu", "-c", "probe.cu"]
@@ -188,7 +139,7 @@ def supported_archs(
     if not kept:
         raise ValueError(
             f"TORCH_CUDA_ARCH_LIST is {';'.join(archs)!r}; wanted compute capabilities of at least {OLDEST_ARCH} that"
-            f" nvcc {version} knows, such as '9.0', or MOSE_FAST_BACKEND=cpu for a build without kernels for a card"
+            f" nvcc {version} knows, such as '9.0', or MOSE_FAST_BACKEND=cpu for a build without kernels for a GPU"
         )
     return kept, f"; TORCH_CUDA_ARCH_LIST without {' and '.join(why)}" if why else ""
 
@@ -198,9 +149,7 @@ def _number(arch: str) -> tuple[int, ...]:
 
 
 def gencode_flags(archs: Sequence[str]) -> list[str]:
-    """Translates compute capabilities to flags of nvcc. torch, which would do the same, knows no
-    ``8.8`` and no ``10.0f``.
-    """
+    """Flags of nvcc. torch, which would do the same, knows no ``8.8`` and no ``10.0f``."""
     flags = []
     for arch in archs:
         number = arch.removesuffix("+PTX").replace(".", "")
@@ -210,7 +159,5 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
 
 
 def cmake_archs(archs: Sequence[str]) -> list[str]:
-    """Translates compute capabilities to ``CMAKE_CUDA_ARCHITECTURES``: ``9.0`` is ``90-real``,
-    ``12.0+PTX`` is ``120``.
-    """
+    """``CMAKE_CUDA_ARCHITECTURES``: ``9.0`` is ``90-real``, ``12.0+PTX`` is ``120``."""
     return [arch.removesuffix("+PTX").replace(".", "") + ("" if arch.endswith("+PTX") else "-real") for arch in archs]

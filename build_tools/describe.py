@@ -20,8 +20,6 @@ from typing import Any
 
 from build_tools import cuda, plan
 
-__all__ = ["Build", "cmake_lines", "decide", "jobs"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 #: What the package knows of itself without being imported.
@@ -30,14 +28,9 @@ OF_TREE: dict[str, Callable[[Path], Any]] = runpy.run_path(str(ROOT / "mose_fast
 
 @dataclass(frozen=True)
 class Build:
-    """A decided build.
-
-    Attributes:
-        backend: ``cpu``, ``cuda`` or ``emulated``.
-        toolkit: None for ``cpu``; an emulated build takes its headers alone.
-        archs: Compute capabilities to compile for; none unless ``backend`` is ``cuda``.
-        reason: One sentence on why it was decided so.
-        record: The content of ``_build.json``.
+    """A decided build: ``backend`` (``cpu``, ``cuda`` or ``emulated``), the toolkit (None for
+    ``cpu``; an emulated build takes its headers alone), the compute capabilities to compile for
+    (none unless ``cuda``), a sentence on why, and the content of ``_build.json``.
     """
 
     backend: str
@@ -52,9 +45,7 @@ def _text(path: str) -> str:
 
 
 def jobs() -> int:
-    """Returns how many compilers this machine may run at once; ``MAX_JOBS`` decides where it is
-    set.
-    """
+    """How many compilers this machine may run at once; ``MAX_JOBS`` decides where it is set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     group = "/sys/fs/cgroup/memory."
     free = plan.available_gib(_text("/proc/meminfo"), _text(group + "max"), _text(group + "current"))
@@ -62,8 +53,8 @@ def jobs() -> int:
 
 
 def archs_for(toolkit: cuda.Toolkit | None) -> tuple[list[str], str]:
-    """Returns ``TORCH_CUDA_ARCH_LIST``, else the release list of this toolkit, without what cannot
-    be compiled; and a text that says what that was. Neither without a toolkit.
+    """``TORCH_CUDA_ARCH_LIST``, else the release list of this toolkit, without what cannot be
+    compiled; and a text that says what that was. Neither without a toolkit.
     """
     if toolkit is None:
         return [], ""
@@ -72,11 +63,9 @@ def archs_for(toolkit: cuda.Toolkit | None) -> tuple[list[str], str]:
 
 
 def decide(torch_version: str, torch_cuda: str | None) -> Build:
-    """Decides the build against this torch; ``torch_cuda`` is its ``torch.version.cuda``.
-
-    Raises:
-        build_tools.plan.BuildError: The build cannot give a library that loads; see there.
-        ValueError: ``TORCH_CUDA_ARCH_LIST`` is malformed, or names nothing that can be compiled.
+    """Decides the build against this torch; ``torch_cuda`` is its ``torch.version.cuda``. Raises
+    BuildError if it cannot give a library that loads, ValueError if ``TORCH_CUDA_ARCH_LIST`` is
+    malformed, or names nothing that can be compiled.
     """
     here = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
     plan.check_same_torch((torch_version, torch_cuda), plan.installed_torch(here))
@@ -89,9 +78,7 @@ def decide(torch_version: str, torch_cuda: str | None) -> Build:
 
 
 def cmake_lines(values: dict[str, str | list[str]]) -> str:
-    """Returns one ``set(NAME [[value]])`` a value; lists are joined by semicolons, as CMake wants
-    them.
-    """
+    """One ``set(NAME [[value]])`` a value; lists are joined by semicolons, as CMake wants them."""
     return "".join(
         f"set({name} [[{value if isinstance(value, str) else ';'.join(value)}]])\n" for name, value in values.items()
     )

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-__all__ = ["CLASSES", "Kernel", "Loop", "disassemble", "instance_names", "parse_code", "refusals"]
-
 #: Classes of instructions by the beginnings of their names; what fits none is an integer one.
 CLASSES = {
     "float": r"FFMA|FADD|FMUL|FSEL|FSETP|FMNMX|H(FMA|ADD|MUL|MNMX)2|DFMA|DADD|DMUL|F2FP|FCHK|HMMA|F2F",
@@ -29,11 +27,7 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop without those inside it.
-
-    Attributes:
-        instructions: In their order, without predicates: ``LDG.E.128 R4, desc[UR4][R2.64]``.
-    """
+    """A loop without those inside it: ``LDG.E.128 R4, desc[UR4][R2.64]``, without predicates."""
 
     instructions: tuple[str, ...]
 
@@ -58,11 +52,7 @@ class Kernel:
 
 
 def disassemble(cubin: Path) -> str:
-    """The machine code of a cubin as text.
-
-    Raises:
-        SystemExit: There is no nvdisasm.
-    """
+    """The machine code of a cubin as text. Raises SystemExit if there is no nvdisasm."""
     folders = [Path(folder) / "nvidia" for folder in sys.path]
     found = shutil.which("nvdisasm") or next((str(p) for d in folders for p in d.glob("cu1*/bin/nvdisasm")), None)
     if found is None:
@@ -71,9 +61,7 @@ def disassemble(cubin: Path) -> str:
 
 
 def parse_code(text: str) -> list[Kernel]:
-    """The kernels in what nvdisasm printed, with the loops that have at least eight instructions of
-    their own.
-    """
+    """The kernels in what nvdisasm printed, with their loops of at least eight instructions."""
     kernels = []
     for part in re.split(r"^\.text\.", text, flags=re.MULTILINE)[1:]:
         symbol, _, body = part.partition(":")
@@ -106,9 +94,7 @@ def _loops(code: Sequence[str], labels: dict[str, int]) -> Iterator[Loop]:
 
 
 def instance_names(symbols: Sequence[str]) -> list[str]:
-    """Instances without namespaces and parameters, such as ``kernel<__nv_bfloat16, 2, false>``,
-    from nvcc's mangled symbols.
-    """
+    """Instances from mangled symbols, such as ``kernel<__nv_bfloat16, 2, false>``."""
     told = subprocess.run(["c++filt", "-t", *symbols], check=True, capture_output=True, text=True).stdout.splitlines()
     return [_plain(name) for name in told]
 

@@ -11,30 +11,14 @@ from typing import Any
 
 from build_tools.cuda import Toolkit, ignored_variables
 
-__all__ = [
-    "EMULATOR",
-    "MINIMUM_TORCH",
-    "BuildError",
-    "available_gib",
-    "build_record",
-    "check_same_torch",
-    "choose_backend",
-    "installed_torch",
-    "job_count",
-    "torch_requirement",
-]
-
 MINIMUM_TORCH = "torch>=2.11"
-EMULATOR = "clang++-19"
-"""The compiler of an emulated build."""
+EMULATOR = "clang++-19"  # the compiler of an emulated build
 GIB_PER_JOB = 1.5  # a translation unit of the glue takes 1.0 GiB in g++; the rest is margin
 GIB_RESERVED = 2.0
 
 
 class BuildError(Exception):
-    """The build cannot go on; the message says what is missing, where it was looked for and what to
-    do.
-    """
+    """The build cannot go on; the message says what is missing and what to do."""
 
 
 def choose_backend(
@@ -45,16 +29,14 @@ def choose_backend(
 
     Args:
         wanted: ``MOSE_FAST_BACKEND``: ``auto``, ``cpu``, ``cuda``, or ``emulated``, which compiles
-        the kernels for the CPU.
-        torch_cuda: ``torch.version.cuda`` of the torch compiled against, None for a CPU build of
-        torch.
-        toolkits: Toolkits found, in order of preference.
-        looked: What :func:`build_tools.cuda.find_toolkits` says of each place.
+            the kernels for the CPU.
+        torch_cuda: ``torch.version.cuda`` of the torch compiled against, None for a CPU build.
+        toolkits, looked: As :func:`build_tools.cuda.find_toolkits` returns them.
         clang: Path of :data:`EMULATOR`, None where there is none.
 
     Returns:
-        The back end, ``cpu``, ``cuda`` or ``emulated``; the toolkit to build with (an emulated
-        build takes its headers alone), None for a CPU-only build; and one sentence that says why.
+        The back end; the toolkit to build with (an emulated build takes its headers alone), None
+        for a CPU-only build; and one sentence that says why.
 
     Raises:
         BuildError: ``wanted`` is unknown; or it is ``cuda`` and there is no toolkit of torch's CUDA
@@ -102,16 +84,8 @@ def choose_backend(
 
 
 def job_count(cores: int, free: float, max_jobs: str | None = None) -> int:
-    """Returns how many compilers may run at once: as many as ``cores`` and ``free`` memory (GiB)
-    allow, at least one.
-
-    Args:
-        cores: Processors this process may use.
-        free: Memory available, GiB.
-        max_jobs: ``MAX_JOBS``; the user's own number is taken as it is.
-
-    Raises:
-        BuildError: ``max_jobs`` is not a positive integer.
+    """How many compilers may run at once: as many as ``cores`` and ``free`` memory (GiB) allow, at
+    least one, or the user's own ``MAX_JOBS``. Raises BuildError if that is not a positive integer.
     """
     if max_jobs:
         if not re.fullmatch(r"0*[1-9]\d*", max_jobs):
@@ -121,13 +95,9 @@ def job_count(cores: int, free: float, max_jobs: str | None = None) -> int:
 
 
 def available_gib(meminfo: str, limit: str = "max", used: str = "0") -> float:
-    """Returns the memory that may still be used, GiB: the machine's, or the container's where that
-    is less.
-
-    Args:
-        meminfo: Text of ``/proc/meminfo``; 4 GiB are assumed where it does not say.
-        limit: Text of the control group's ``memory.max``, bytes or ``max``.
-        used: Text of its ``memory.current``, bytes.
+    """The memory that may still be used, GiB: the machine's (``/proc/meminfo``; 4 GiB where it does
+    not say), or the container's where that is less (its control group's ``memory.max``, bytes or
+    ``max``, and ``memory.current``).
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
     machine = int(found.group(1)) / 2**20 if found else 4.0
@@ -135,10 +105,8 @@ def available_gib(meminfo: str, limit: str = "max", used: str = "0") -> float:
 
 
 def installed_torch(site_packages: Sequence[str]) -> tuple[str, str | None] | None:
-    """Returns (version, CUDA version or None) of the torch installed in these folders, or None;
-    torch is not imported.
-
-    An isolated build hides the environment it installs into, but not its folders.
+    """(version, CUDA version or None) of the torch installed in these folders, or None; torch is
+    not imported. An isolated build hides the environment it installs into, but not its folders.
     """
     for distribution in distributions(name="torch", path=list(site_packages)):
         text = distribution.locate_file("torch/version.py").read_text()
@@ -149,13 +117,9 @@ def installed_torch(site_packages: Sequence[str]) -> tuple[str, str | None] | No
 
 
 def torch_requirement(version: str | None, *, exact: bool) -> str:
-    """Returns the requirement on torch that goes with ``version``; any supported torch if it is
-    None.
-
-    Args:
-        version: A torch version such as ``2.14.1+cu130``.
-        exact: True for the build requirement (the very release that will run), False for the
-            package's own (same minor release, since torch keeps its C++ interface within one).
+    """The requirement on torch that goes with a version such as ``2.14.1+cu130``; any supported
+    torch if it is None. ``exact`` is for building (the very release that will run), else it is the
+    package's own (the same minor release, within which torch keeps its C++ interface).
     """
     if version is None:
         return MINIMUM_TORCH
@@ -164,11 +128,9 @@ def torch_requirement(version: str | None, *, exact: bool) -> str:
 
 
 def check_same_torch(compiled: tuple[str, str | None], target: tuple[str, str | None] | None) -> None:
-    """Compares the torch compiled against with the one installed where the package will run, each
-    (version, CUDA version).
-
-    Raises:
-        BuildError: They differ in minor release or CUDA major, so that the library would not load.
+    """Raises BuildError if the torch compiled against and the one installed where the package will
+    run, each (version, CUDA version), differ in minor release or CUDA major: the library would not
+    load.
     """
     if target is None:
         return
@@ -192,9 +154,7 @@ def build_record(
     toolkit: Toolkit | None,
     archs: Sequence[str],
 ) -> dict[str, Any]:
-    """Returns what ``_build.json`` beside the library says of it; ``mose_fast._loader`` reads it
-    before loading anything.
-    """
+    """What ``_build.json`` beside the library says of it, before it is loaded."""
     return {
         "commit": commit,
         "sources": sources,

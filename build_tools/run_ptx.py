@@ -24,8 +24,6 @@ from pathlib import Path
 from build_tools.machine_code import instance_names
 from build_tools.sources import read_sources
 
-__all__ = ["ARCHS", "LEAST_RUN", "complaints"]
-
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETER = ROOT.parent / "shared" / "tools" / "ptx_on_cpu"
 ARCHS = ("80", "90")
@@ -34,9 +32,7 @@ LEAST_RUN = 0.9
 
 
 def complaints(report: str) -> list[str]:
-    """What a program's report (``PTX_REPORT=1``) says of instances that are not launched and of
-    those that run less than :data:`LEAST_RUN` of their instructions.
-    """
+    """What a report (``PTX_REPORT=1``) says of instances that run too little, or never."""
     launched = re.findall(r"^ran +(\d+) of +(\d+)  (\S+)$", report, re.MULTILINE)
     missing = re.findall(r"^never launched +(\S+)$", report, re.MULTILINE)
     if not launched:
@@ -50,9 +46,7 @@ def complaints(report: str) -> list[str]:
 
 
 def _link(folder: Path) -> Path:
-    """Links kernel_check's objects with the interpreter in place of CUDA's run time; and puts each
-    architecture's PTX into a folder ``sm_<arch>`` beside the program.
-    """
+    """Links kernel_check with the interpreter, and puts PTX into a folder for each architecture."""
     to = folder / "ptx"
     for arch in ARCHS:
         (to / f"sm_{arch}").mkdir(exist_ok=True)

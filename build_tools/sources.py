@@ -8,15 +8,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["emulated_sources", "parse_lists", "read_sources"]
-
 
 def parse_lists(text: str) -> dict[str, list[str]]:
-    """Returns the items of every ``set(NAME item ...)`` in ``text`` by name.
-
-    Raises:
-        ValueError: An item holds a variable, a quote or a generator expression, which only CMake
-            could evaluate.
+    """The items of every ``set(NAME item ...)`` in ``text`` by name. Raises ValueError if one holds
+    a variable, a quote or a generator expression, which only CMake could evaluate.
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     lists = {name: items.split() for name, items in re.findall(r"\bset\(\s*(\w+)([^)]*)\)", "\n".join(lines))}
@@ -30,11 +25,7 @@ def parse_lists(text: str) -> dict[str, list[str]]:
 
 
 def read_sources(csrc: Path) -> dict[str, list[str]]:
-    """Returns the lists of ``csrc/sources.cmake``; source paths stay relative to ``csrc``.
-
-    Raises:
-        FileNotFoundError: A listed source does not exist.
-    """
+    """The lists of ``csrc/sources.cmake``. Raises FileNotFoundError if a file does not exist."""
     lists = parse_lists((csrc / "sources.cmake").read_text())
     for name, items in lists.items():
         for item in items:
@@ -45,14 +36,12 @@ def read_sources(csrc: Path) -> dict[str, list[str]]:
 
 def emulated_sources(root: Path, names: Sequence[str]) -> list[str]:
     """Writes, for every .cu file of ``names`` (relative to ``root / "csrc"``), a C++ file that runs
-    its kernels on the CPU.
+    its kernels on the CPU; returns their paths, relative to ``root``:
+    ``build/emulated_sources/<stem>.cpp``.
 
     A plain C++ compiler takes a .cu file for one of another language; included, it needs no flags
     of its own. A file that says the right thing already is left alone, so that nothing is compiled
     twice.
-
-    Returns:
-        Their paths, relative to ``root``: ``build/emulated_sources/<stem>.cpp``.
     """
     folder = root / "build" / "emulated_sources"
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,19 +20,11 @@ _ROOT = "tiny-imagenet-200"
 
 
 def write_zip(folder: Path, *, classes: int = 200, train: int = 500, val: int = 50) -> Path:
-    """Writes ``folder/tiny-imagenet-200.zip``; the same arguments give the same pictures.
+    """Writes and returns ``folder/tiny-imagenet-200.zip`` with so many classes, and training and
+    validation images a class; the same arguments give the same pictures.
 
     Each class has colours of its own, on a coarse grid, and each picture adds other ones: so that
     classes can be learned, and files are as large as photos'.
-
-    Args:
-        folder: An existing folder.
-        classes: Number of classes.
-        train: Training images a class.
-        val: Validation images a class.
-
-    Returns:
-        The zip.
     """
     random = np.random.default_rng(0)
     wnids = [f"n{1_000_000 + 17 * number:08d}" for number in range(classes)]

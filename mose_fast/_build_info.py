@@ -19,16 +19,13 @@ _NOT_OF_A_RUN = ("app", "experiments", "export", "present")
 
 
 def build_info() -> dict[str, Any]:
-    """Describes what was built and what is running.
-
-    Returns:
-        ``version`` of the package; ``commit`` of the running code (ending in ``+dirty`` if files
-        differ from it): the checkout's, or the one recorded when the package was built, None if
-        neither is known; ``backend`` of the library, ``"cpu"``, ``"cuda"`` or ``"emulated"`` (the
-        CUDA kernels, compiled for the CPU), None if there is no library and pure PyTorch is used;
-        ``archs``, the compute capabilities compiled for; ``torch`` and ``cuda``, the versions
-        compiled against, None without a library; ``torch_running`` and ``cuda_running``, the
-        versions of the torch that runs now.
+    """Describes what was built and what is running: ``version`` of the package; ``commit`` of the
+    running code (ending in ``+dirty`` if files differ from it): the checkout's, or the one recorded
+    when the package was built, None if neither is known; ``backend`` of the library, ``"cpu"``,
+    ``"cuda"`` or ``"emulated"`` (the CUDA kernels, compiled for the CPU), None if there is no
+    library and pure PyTorch is used; ``archs``, the compute capabilities compiled for; ``torch``
+    and ``cuda``, the versions compiled against, None without a library; ``torch_running`` and
+    ``cuda_running``, those of the torch that runs now.
     """
     record = _loader.record or {}
     library = record if _loader.native is not None else {}
@@ -45,8 +42,8 @@ def build_info() -> dict[str, Any]:
 
 
 def code_hash() -> str:
-    """A hash of the code of this package that computes a run: all modules but those of rooms that
-    only start runs or read finished ones, and the native library's sources. 16 hex digits.
+    """16 hex digits of the code of this package that computes a run: all modules but those of rooms
+    that only start runs or read finished ones, and the native library's sources.
     """
     digest = hashlib.sha256(str((_loader.record or {}).get("sources") if _loader.native is not None else None).encode())
     for name, path in sorted(_modules_of_a_run().items()):

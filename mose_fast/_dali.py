@@ -8,7 +8,7 @@ __all__ = ["INSTALL", "obstacle", "version"]
 
 INSTALL = "pip install 'mose-fast[dali]' (or nvidia-dali-cuda130; Linux only)"
 
-# Before, a result that was handed to another stream waited for the card when it was freed (2.1.0:
+# Before, a result that was handed to another stream waited for the GPU when it was freed (2.1.0:
 # "Improved deletion order handling"), and a thread of DALI's broke captures by waiting, too.
 _OLDEST = (2, 1)
 

@@ -12,9 +12,7 @@ __all__ = ["replace_file"]
 
 def replace_file(path: Path, content: bytes | memoryview) -> None:
     """Replaces ``path`` by ``content`` in one move; the content is on disk before the name changes.
-
-    Raises:
-        OSError: The disk is full or the folder unwritable; ``path`` is unchanged.
+    Raises OSError if the disk is full or the folder unwritable; ``path`` is unchanged.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

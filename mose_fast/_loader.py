@@ -50,8 +50,8 @@ def _library(folder: Path) -> Path | None:
 
 
 def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: str | None) -> str | None:
-    """Returns why a library with this ``record`` must not be loaded by torch ``version`` with
-    ``cuda`` beside these sources, or None.
+    """Why a library with this ``record`` must not be loaded by torch ``version`` with ``cuda``
+    beside these sources, or None.
 
     torch changes its C++ interface with every minor release, and CUDA its run-time library with
     every major one. In a checkout that was updated but not rebuilt, the library may lack what the
@@ -68,11 +68,7 @@ def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: s
 
 
 def _damage(library: Path, facts: dict[str, Any] | None) -> str | None:
-    """Returns how a library differs from what was built, or None. Loading a truncated library would
-    kill Python.
-
-    ``facts`` is None in records of builds that did not store them; then there is no check.
-    """
+    """How a library differs from what was recorded, or None. A truncated one would kill Python."""
     if facts is None:
         return None
     size = library.stat().st_size
@@ -84,7 +80,7 @@ def _damage(library: Path, facts: dict[str, Any] | None) -> str | None:
 
 
 def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
-    """Returns the module or None, its record, and why it is None."""
+    """The module or None, its record, and why it is None."""
     library = _library(folder)
     if library is None:
         return None, None, f"there is no native library in {folder}"
@@ -136,18 +132,19 @@ def ops() -> Any:
 
 
 def card() -> str | None:
-    """Returns the type of the devices whose tensors the library's CUDA kernels take: ``"cuda"``, or
-    ``"cpu"`` if the library emulates a card; None if there are no kernels."""
+    """The type of the devices whose tensors the library's CUDA kernels take: ``"cuda"``, or
+    ``"cpu"`` if the library emulates a GPU; None if there are no kernels.
+    """
     return None if native is None else {"cuda": "cuda", "emulated": "cpu"}.get(record["backend"])
 
 
 def has_code(device: str) -> bool:
-    """Tells whether the native library has code for devices of this type."""
+    """Whether the native library has code for devices of this type."""
     return native is not None and device in ("cpu", card())
 
 
 off: dict[str, str] = {}
-"""What this process does not use on a card, and why: ops by name; ``step``, all of them;
+"""What this process does not use on a GPU, and why: ops by name; ``step``, all of them;
 ``captured``, captured steps.
 """
 
@@ -159,8 +156,8 @@ def switch_off(reasons: Mapping[str, str]) -> None:
 
 
 def serves(op: str, *tensors: torch.Tensor) -> bool:
-    """Tells whether the native library computes an op of these tensors: all on the CPU, or all on
-    one card in a CUDA build where the op is not switched off.
+    """Whether the native library computes an op of these tensors: all on the CPU, or all on one GPU
+    in a CUDA build where the op is not switched off.
 
     It has no code for tensors inside a transform of ``torch.func`` (vmap, grad), which have no
     memory that native code could read.
@@ -176,8 +173,5 @@ def serves(op: str, *tensors: torch.Tensor) -> bool:
 
 
 def on_card(op: str, *tensors: torch.Tensor) -> bool:
-    """Tells whether the CUDA kernels of the native library compute an op of these tensors.
-
-    Always ask this function; the device's type does not tell.
-    """
+    """Whether CUDA kernels compute an op of these tensors; the device's type does not tell."""
     return serves(op, *tensors) and tensors[0].device.type == card()

@@ -12,9 +12,7 @@ __version__ = "0.1.0"
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the commit checked out in ``folder``, ending in ``+dirty`` if tracked files differ;
-    None outside a git checkout.
-    """
+    """The commit of a checkout, with ``+dirty`` if tracked files differ; None outside of one."""
     if not (folder / ".git").exists():
         return None
     try:
@@ -34,10 +32,8 @@ _NOT_BUILT = {"cpu": ("cuda", "emulated"), "cuda": ("emulated",), "emulated": ()
 
 def source_hash(folder: Path, backend: str) -> str | None:
     """Returns a hash of the sources in ``folder / "csrc"`` that a library of this back end is built
-    from; None if there are none, as for an installed package.
-
-    Raises:
-        KeyError: ``backend`` is none of cpu, cuda and emulated.
+    from; None if there are none, as for an installed package. Raises KeyError if ``backend`` is
+    none of cpu, cuda and emulated.
     """
     csrc = folder / "csrc"
     files = sorted(

@@ -1,5 +1,5 @@
-"""The device and precision that a run computes with, names of cards and processors, and uploads
-that do not wait for a card.
+"""The device and precision that a run computes with, names of GPUs and processors, and uploads
+that do not wait for a GPU.
 """
 
 from __future__ import annotations
@@ -34,17 +34,14 @@ __all__ = [
 ]
 
 
-#: Held while a graph is captured, and by work of other threads that may wait for the whole card,
+#: Held while a graph is captured, and by work of other threads that may wait for the whole GPU,
 #: which would break the capture.
 CAPTURING = threading.RLock()
 
 
 class Choice(NamedTuple):
-    """The value that a setting has on this machine.
-
-    Attributes:
-        name: The value that is used.
-        reason: Why, unless it is what was asked for or the first choice; else empty.
+    """The value that a setting has on this machine, and the reason if it is not the first
+    choice.
     """
 
     name: str
@@ -55,14 +52,8 @@ class Choice(NamedTuple):
 
 
 def choose_precision(wanted: str, device: torch.device) -> Choice:
-    """The precision of the network that a configuration's ``precision`` means on a device.
-
-    ``auto`` is ``bf16`` on cards that multiply matrices in it (compute capability 8.0 and later),
-    else ``fp32``.
-
-    Args:
-        wanted: The configuration's value.
-        device: The network's device.
+    """The precision that the setting ``precision`` means on the network's device: ``auto`` is
+    ``bf16`` on GPUs that multiply matrices in it (compute capability 8.0 and later), else ``fp32``.
     """
     if wanted != "auto":
         return Choice(wanted)
@@ -84,7 +75,7 @@ def processor() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the card, or of the processor with the number of torch's threads."""
+    """Name of the GPU, or of the processor with the number of torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()}, {torch.get_num_threads()} thread{'' if torch.get_num_threads() == 1 else 's'}"
@@ -111,10 +102,9 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """A context with one stream for all steps and evaluations on a card; empty on the CPU.
-
-    After a step on the default stream, no step could be captured: the accumulation of gradients
-    stays on the stream where it first ran.
+    """A context with one stream for all steps and evaluations on a GPU; empty on the CPU. After a
+    step on the default stream, no step could be captured: the accumulation of gradients stays on
+    the stream where it first ran.
     """
     if device.type != "cuda":
         yield
@@ -127,18 +117,14 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copies a tensor to a device. From the host to a card it goes through pinned memory, so that
-    the host does not wait for the card.
-    """
+    """Copies a tensor to a device; to a GPU through pinned memory, without waiting."""
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def available_bytes() -> int:
-    """Bytes of memory that new processes can take on this machine, within the limit of the control
-    group (container), if there is one.
-    """
+    """Bytes of memory that new processes can take, within the container's limit."""
     free = psutil.virtual_memory().available
     # psutil does not read control groups.
     for limit, used in (

@@ -10,17 +10,9 @@ __all__ = ["MoseFastError"]
 
 
 class MoseFastError(Exception):
-    """Something that the user gave cannot be used: a setting, data, a folder.
-
-    The command line prints only its message, without a traceback.
-
-    Args:
-        message: What was given, and what is wanted.
-        instead: The name and the value of a setting that may be meant; the command line says how
-            to give it.
-
-    Attributes:
-        exit_code: The exit code of the command line.
+    """Something that the user gave cannot be used: a setting, data, a folder. ``instead`` is the
+    name and the value of a setting that may be meant; the command line says how to give it, prints
+    only the message, without a traceback, and exits with ``exit_code``.
     """
 
     exit_code = 2

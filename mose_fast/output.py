@@ -26,15 +26,7 @@ def readable(text: str) -> str:
 
 
 class Guarded:
-    """A text stream that records its failures instead of raising them.
-
-    Args:
-        stream: The stream to write to. None drops everything; Python gives None if the process was
-            started with the stream closed.
-
-    Attributes:
-        failure: The first failure; None if there was none.
-    """
+    """A text stream (None where it is closed) that records its first failure and never raises."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream

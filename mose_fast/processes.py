@@ -9,14 +9,10 @@ __all__ = ["python"]
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """The command for a new process that runs ``main()`` of a module.
+    """The command for a new process that runs ``main()`` of a module, by its full name.
 
     ``python -m`` would look into the current folder first, where another copy of the package or a
     file named like a module of it may lie. The new process has the import path of this one instead.
-
-    Args:
-        module: The module's full name.
-        arguments: Arguments of the command line.
     """
     # An empty entry means the current folder.
     path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]

@@ -16,12 +16,7 @@ _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped the work. If there is a run folder, it contains the state after the last
-    finished batch.
-
-    Attributes:
-        number: The signal's number; by default that of Ctrl-C.
-    """
+    """A signal stopped the work; a run folder has the state after the last finished batch."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(signal.Signals(number).name)
@@ -38,11 +33,7 @@ class StopRequest:
         return self.number is not None
 
     def check(self) -> None:
-        """Stops the work here if a signal has asked for it.
-
-        Raises:
-            Interrupted: A signal has asked to stop.
-        """
+        """Raises :class:`Interrupted` if a signal has asked to stop."""
         if self.number is not None:
             raise Interrupted(self.number)
 

@@ -41,14 +41,7 @@ class StateFileError(MoseFastError):
 
 
 def state_file(kind: str, number: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> memoryview:
-    """The content of a file.
-
-    Args:
-        kind: What it holds, a name in its header.
-        number: Version of this kind's format.
-        tensors: Tensors by name, on the host.
-        values: Plain values that JSON can hold.
-    """
+    """The content of a file: tensors on the host, and plain values for JSON."""
     file = serialised(tensors, {kind: str(number), "values": json.dumps(values), "sha256": _UNSIGNED})
     _sign(file)
     return file.data
@@ -57,13 +50,11 @@ def state_file(kind: str, number: int, tensors: Mapping[str, Tensor], values: Ma
 def read_state(
     path: Path, kind: str, newest: int, *, called: str, instead: str = ""
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of :func:`state_file`: tensors on the CPU, and values. It checks the hash of the
+    """The inverse of :func:`state_file`: tensors on the CPU, and values; it checks the hash of the
     content.
 
     Args:
-        path: The file.
-        kind: What it must hold.
-        newest: The newest version of the format that is known.
+        kind: What it must hold, in a format of at most ``newest``.
         called: What such a file is called in messages.
         instead: What to do about a damaged file, for the end of messages.
 

@@ -21,18 +21,13 @@ def usable_cores() -> int:
 
 
 def settle_spinning(environment: MutableMapping[str, str]) -> None:
-    """Sets for how long threads of OpenMP spin before they sleep, unless the user has set it.
+    """Sets in the environment for how long threads of OpenMP spin before they sleep, unless the
+    user has set it, or torch is loaded already: libgomp reads it then.
 
     GNU's libgomp spins 300,000 times, several milliseconds: on a core that other programs use, too,
     a thread keeps spinning while the one that it waits for does not run, and a run takes 3 to 100
     times as long. Sleeping at once (``OMP_WAIT_POLICY=PASSIVE``) costs a fifth of the speed of an
     idle machine, :data:`SPIN_COUNT` about nothing (docs/command_line.md has the figures).
-
-    libgomp reads the environment when torch loads it. Where torch is loaded already, nothing is
-    changed.
-
-    Args:
-        environment: Environment variables of the process; changed in place.
     """
     if "torch" not in sys.modules and not waiting(environment):
         environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
@@ -45,14 +40,9 @@ def waiting(environment: Mapping[str, str]) -> str:
 
 
 def settle_threads(environment: MutableMapping[str, str], cores: int | None = None) -> None:
-    """Sets the number of OpenMP threads before torch is imported, unless the user has set it.
-
-    There is one thread for each core that a container grants; torch alone would count the cores of
-    the whole machine.
-
-    Args:
-        environment: Environment variables of the process; changed in place.
-        cores: Number of cores that may be used; None means :func:`usable_cores`.
+    """Sets the number of OpenMP threads before torch is imported, unless the user has set it: one
+    for each core that a container grants (None: :func:`usable_cores`); torch alone would count the
+    cores of the whole machine.
     """
     cores = usable_cores() if cores is None else cores
     if cores < (os.cpu_count() or 1):
@@ -60,11 +50,8 @@ def settle_threads(environment: MutableMapping[str, str], cores: int | None = No
 
 
 def thread_limit(environment: Mapping[str, str]) -> int | None:
-    """The number of threads that ``OMP_NUM_THREADS`` allows; None: it is not set, or unusable.
-
-    Args:
-        environment: Environment variables of the process. A list such as ``4,2`` is for nested
-            regions; its first number counts.
+    """The number of threads that ``OMP_NUM_THREADS`` allows; None: it is not set, or unusable. Of a
+    list such as ``4,2``, for nested regions, the first number counts.
     """
     found = re.match(r"\s*0*([1-9]\d*)\s*(,|$)", environment.get("OMP_NUM_THREADS", ""))
     return int(found[1]) if found else None
@@ -72,12 +59,8 @@ def thread_limit(environment: Mapping[str, str]) -> int | None:
 
 def crowding(threads: int, cores: int | None = None, load: float | None = None) -> str:
     """A warning if there are more threads than other programs leave cores free; else an empty text.
-
-    Args:
-        threads: Number of threads that compute.
-        cores: Number of cores that may be used; None means :func:`usable_cores`.
-        load: Mean number of programs that ran or waited for a core in the last minute; None asks
-            the system.
+    ``load`` is the mean number of programs that ran or waited for a core in the last minute; None
+    asks the system, as for ``cores``.
     """
     cores = usable_cores() if cores is None else cores
     load = os.getloadavg()[0] if load is None else load

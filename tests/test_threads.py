@@ -97,7 +97,7 @@ ENTRIES = {
     "the package": ["-c", "import mose_fast.device"],
     "the command line": ["-m", "mose_fast", "doctor"],
     "a worker": ["-m", "mose_fast.experiments.worker", "--threads", "2"],
-    "a benchmark": ["-m", "bench.compare_step"],
+    "a benchmark": ["-m", "bench.kernel_times"],
     "the tests": ["-m", "pytest", "-q", "-n", "0", "--collect-only", "tests/ops/test_null.py"],
 }
 

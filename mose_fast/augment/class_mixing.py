@@ -18,13 +18,9 @@ _BETA = 20
 
 
 class Mixes(NamedTuple):
-    """P mixed images.
-
-    Attributes:
-        firsts, seconds: int64 [P], the rows of the images that are mixed.
-        share: float32 [P], the share of the first one.
-        pairs: int64 [P], the number of the pair of classes; the pair of classes i < j has number
-            j (j - 1) / 2 + i.
+    """P mixed images: ``firsts`` and ``seconds`` int64 [P], the rows that are mixed; ``share``
+    float32 [P] of the first one; ``pairs`` int64 [P], the number of the pair of classes, j (j - 1)
+    / 2 + i for classes i < j.
     """
 
     firsts: Tensor
@@ -40,14 +36,8 @@ class Mixes(NamedTuple):
 
 def draw_mixes(labels: Sequence[int], seed: int, sequence: int, *, rounds: int, least: float) -> Mixes:
     """Draws mixtures on the host: in each round every row is paired with another in random order,
-    and pairs of different classes are mixed.
-
-    Args:
-        labels: The class of each row, counted from 0.
-        seed: The run's seed.
-        sequence: Number of the step.
-        rounds: Number of rounds.
-        least: See :func:`mixing_shares`.
+    and pairs of different classes are mixed. ``labels`` are the class of each row, counted from 0;
+    for ``least`` see :func:`mixing_shares`.
     """
     orders = (permutation(seed, sequence * rounds + n, len(labels), Purpose.MIX).tolist() for n in range(rounds))
     drawn = [(a, b) for order in orders for a, b in enumerate(order) if labels[a] != labels[b]]

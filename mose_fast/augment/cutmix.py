@@ -15,20 +15,10 @@ def cutmix(views: Tensor, probability: float, seed: int, sequence: int) -> tuple
     probability ``1 - probability`` the box is empty.
 
     The box has the images' shape and a uniformly drawn share of their area (Beta(1, 1)) around a
-    uniformly drawn centre, and is cut off at the border.
+    uniformly drawn centre, and is cut off at the edge.
 
-    Args:
-        views: float [N, C, H, W].
-        probability: Probability that the batch is mixed at all.
-        seed: The run's seed.
-        sequence: Number of the step; the same (seed, sequence) gives the same boxes on every
-            device.
-
-    Returns:
-        views: [N, C, H, W].
-        partners: int64 [N].
-        share: float32 scalar, the share of its own pixels that each image keeps: the weight of its
-            own label.
+    Returns the views float [N, C, H, W], the partners int64 [N], and the share of its own pixels
+    that each image keeps, a float32 scalar: the weight of its own label.
     """
     count, _, height, width = views.shape
     device = views.device

@@ -51,9 +51,7 @@ class DaliLayout(NamedTuple):
 
     @classmethod
     def of(cls, layout: Tensor, padding: int = 0) -> DaliLayout:
-        """Converts a layout int32 [V, 3] on the host, in the form that
-        :func:`mose_fast.ops.augment.augment` takes; its last ``padding`` views are zero.
-        """
+        """From a layout int32 [V, 3] on the host, whose last ``padding`` views are zero."""
         rows, orientations, draws = np.ascontiguousarray(layout[: len(layout) - padding].numpy().T)
         ends = [*(np.flatnonzero(np.diff(orientations)) + 1).tolist(), len(orientations)]
         runs = zip([0, *ends[:-1]], ends, strict=True)
@@ -72,9 +70,9 @@ class DaliViews:
     The host has everything that decides the views, and computes the matrices. The pipeline takes
     one array a call: the pixels of every view's row, followed by its matrix. It samples the drawn
     window bilinearly (a mirror is a negative width), normalises and makes grey. Half mirrors and
-    quarter turns are done before, by moving pixels. Every call makes the views of its own
-    arguments and nothing is prefetched, so nothing is left over at an evaluation, a checkpoint or a
-    resumed run.
+    quarter turns are done before, by moving pixels. Every call makes the views of its own arguments
+    and nothing is prefetched, so nothing is left over at an evaluation, a checkpoint or a resumed
+    run.
 
     On CUDA everything runs in the order of torch's current stream: DALI copies its input on that
     stream, hands its result to that stream and copies it there into a tensor of PyTorch's. (DALI
@@ -83,16 +81,12 @@ class DaliViews:
     own, :class:`mose_fast.train.feeder.Feeder`; DALI lets other Python threads run meanwhile.
 
     Nothing here disturbs the capture of a graph on another thread. Results do not leave DALI by
-    DLPack, whose tensors a thread of DALI's frees after it has waited for the whole card. They are
+    DLPack, whose tensors a thread of DALI's frees after it has waited for the whole GPU. They are
     kept until their copy is done, and everything that builds, runs, frees or ends waits until no
     graph is being captured.
 
     The pipeline is built at the first call. One object handles one image size at a time, and one
     call at a time, from any thread.
-
-    Args:
-        mean: Mean of each channel of images in [0, 1].
-        std: Standard deviation of each channel.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -107,11 +101,10 @@ class DaliViews:
         """Makes the views of rows.
 
         Args:
-            images: uint8 [R, H, W, 3], on the CPU or on a card.
+            images: uint8 [R, H, W, 3], on the CPU or on a GPU.
             layout: What the V views show of them. Quarter turns need square images.
             codes: int32 [D, 6] on the host, from
-                :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`; no flag may
-                ask for jitter.
+                :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`, without jitter.
 
         Returns:
             float32 [V + padding, 3, H, W], normalised, contiguous in channels_last order; within
@@ -188,9 +181,7 @@ class DaliViews:
 
 
 def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
-    """uint8 [V, H * W * 3 + 28] on the images' device: the oriented pixels that each view shows,
-    followed by its matrix and whether it is grey.
-    """
+    """uint8 [V, H * W * 3 + 28]: the pixels that each view shows, then its parameters."""
     _, height, width, channels = images.shape
     # One upload: the parameters, then the row as int32.
     host = np.empty((len(layout.rows), _PARAMETERS // 4 + 1), np.float32)
@@ -208,13 +199,10 @@ def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
 def _fill_parameters(
     target: NDArray[np.float32], layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int
 ) -> None:
-    """Where the pixels of each view come from, a 2x3 matrix, and whether it is grey, 0 or 1:
-    float32 [V, 7].
-
-    In a window of w pixels with its centre at x = (W + offset) / 2, pixel x' of the view comes from
-    position w / W x' + (W + offset - w) / 2, where corners count from 0; in a mirrored image it
-    comes from W minus that. Views without drawn parameters show the whole image.
-    """
+    """Where the pixels of each view come from, a 2x3 matrix, and if it is grey: float32 [V, 7]."""
+    # In a window of w pixels with its centre at x = (W + offset) / 2, pixel x' of the view comes
+    # from position w / W x' + (W + offset - w) / 2, where corners count from 0; in a mirrored image
+    # it comes from W minus that. Views without drawn parameters show the whole image.
     whole = np.array([[0, width, height, 0, 0, 0]], np.int32)
     drawn = np.concatenate([whole, codes])[layout.draws + 1]
     mirror, flags = drawn[:, 0], drawn[:, 5]

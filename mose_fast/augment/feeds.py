@@ -15,19 +15,12 @@ __all__ = ["choose_feed"]
 
 
 def choose_feed(wanted: str, device: torch.device, recipe: Recipe | None) -> Choice:
-    """The back end that a configuration's ``feed`` means on a device.
+    """The back end that the setting ``feed`` (``auto``, ``dali``, ``fused`` or ``torch``) means on
+    a device. Raises ConfigError if DALI is asked for and cannot be used.
 
     ``auto`` is ``dali`` on CUDA if DALI can be imported, else ``fused``. For recipes with colour
     jitter ``fused`` replaces ``dali``: DALI rotates hues in another colour space (YIQ, not HSV), so
     its pixels would differ.
-
-    Args:
-        wanted: ``auto``, ``dali``, ``fused`` or ``torch``.
-        device: The images' device.
-        recipe: The recipe of the views; None draws no parameters.
-
-    Raises:
-        ConfigError: DALI is asked for and cannot be used.
     """
     if wanted == "auto" and device.type != "cuda":
         return Choice("fused")

@@ -13,34 +13,28 @@ from mose_fast.ops.draws import Purpose, random_words, uniform_below32, unit
 __all__ = ["pad_crop"]
 
 
-def pad_crop(
-    images: Tensor, seed: int, sequence: int, *, mirror: bool, padding: int = 4, brightness: float = 0.0
-) -> Tensor:
-    """Surrounds each image by black pixels and cuts out a window of its own size at a uniformly
-    drawn place.
+# Black pixels on every side.
+_PADDING = 4
+
+
+def pad_crop(images: Tensor, seed: int, sequence: int, *, mirror: bool, brightness: float = 0.0) -> Tensor:
+    """Surrounds each image of uint8 [N, H, W, 3] by four black pixels on every side and cuts
+    out a window of its own size at a uniformly drawn place.
 
     Args:
-        images: uint8 [N, H, W, 3].
-        seed: The run's seed.
-        sequence: Number of the step; the same (seed, sequence) gives the same views on every
-        device.
         mirror: Whether to mirror each image with probability 1/2.
-        padding: Pixels on every side.
         brightness: Each view's values are multiplied by a number drawn uniformly between 1 minus
             and 1 plus this one, then cut to 0 to 255 and rounded down.
-
-    Returns:
-        uint8 [N, H, W, 3].
     """
     count, height, width, _ = images.shape
     device = images.device
     right, down, side, light = random_words(seed, sequence, count, Purpose.SHIFT, device)
-    places = 2 * padding + 1
+    places = 2 * _PADDING + 1
     columns = uniform_below32(right, places)[:, None] + torch.arange(width, device=device)
     if mirror:
         columns = torch.where((side >= 2**31)[:, None], columns.flip(1), columns)
     rows = uniform_below32(down, places)[:, None] + torch.arange(height, device=device)
-    padded = F.pad(images, (0, 0, padding, padding, padding, padding))
+    padded = F.pad(images, (0, 0, *[_PADDING] * 4))
     views = padded[torch.arange(count, device=device)[:, None, None], rows[:, :, None], columns[:, None, :]]
     if brightness:
         factors = 1 + brightness * (2 * unit(light) - 1)

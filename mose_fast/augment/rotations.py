@@ -9,20 +9,13 @@ __all__ = ["rotations"]
 
 
 def rotations(images: Tensor, count: int = 16) -> Tensor:
-    """Rotates images: neither, one or both of the left and right halves by 180 degrees in place,
-    and the result by 0, 90, 180 and 270 degrees.
+    """Rotates images [R, H, W, 3], W even: neither, one or both of the left and right halves by 180
+    degrees in place, and the result by 0, 90, 180 and 270 degrees. Only natural images keep their
+    labels.
 
-    Only natural images keep their labels.
-
-    Args:
-        images: [R, H, W, 3] of any dtype, W even.
-        count: 16; 4: without the second rotation; 1: the images alone.
-
-    Returns:
-        [count * R, H, W, 3]: all images in one rotation after the other, the first without change.
-
-    Raises:
-        ValueError: The images are not square and ``count`` is 16, or ``count`` has another value.
+    Returns [count * R, H, W, 3]: all images in one rotation after the other, the first without
+    change. ``count`` is 16; 4: without the second rotation; 1: the images alone. Raises ValueError
+    if the images are not square and ``count`` is 16, or ``count`` has another value.
     """
     if count == 1:
         return images

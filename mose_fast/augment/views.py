@@ -57,9 +57,7 @@ class ViewInputs(NamedTuple):
 def _layout_on_host(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int
 ) -> tuple[Tensor, DaliLayout]:
-    """``layout`` of :class:`ViewInputs` for sets of these sizes, padded to ``capacity`` rows, and
-    the same for DALI. Cached, so never write to it.
-    """
+    """``layout`` of :class:`ViewInputs`, padded, and DALI's; cached, so never write to it."""
     entries: list[tuple[int, int, int]] = []
     first, draw = 0, 0
     for size in sizes:
@@ -79,9 +77,7 @@ def _layout_on_host(
 def _layout(
     sizes: tuple[int, ...], orientations: tuple[int, ...], augmented: bool, capacity: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs` for sets of these sizes, padded to
-    ``capacity`` rows. Cached, so never write to them.
-    """
+    """``rows``, ``layout`` and ``shown`` of :class:`ViewInputs`; cached, so never write to them."""
     layout, _ = _layout_on_host(sizes, orientations, augmented, capacity)
     rows = torch.arange(capacity)
     rows[sum(sizes) :] = -1
@@ -105,13 +101,8 @@ class ViewMaker:
         mean: Mean of each channel of images in [0, 1].
         std: Standard deviation of each channel.
         jitter_normalised: Whether colour jitter acts on normalised images, as in the released code.
-        feed: ``fused``, ``torch`` or ``dali`` (see :func:`mose_fast.augment.choose_feed`).
-
-    Attributes:
-        feed: The feed that was given.
-
-    Raises:
-        ValueError: ``feed`` is ``dali`` and the recipe has colour jitter.
+        feed: ``fused``, ``torch``, or ``dali``, which raises ValueError for a recipe with colour
+            jitter.
     """
 
     def __init__(
@@ -149,29 +140,21 @@ class ViewMaker:
 
     @property
     def views_per_row(self) -> int:
-        """Views made of each row: fixed copies, doubled by the random augmentation unless the
-        recipe is ``none``.
-        """
+        """Fixed copies of each row, doubled by the random augmentation if there is one."""
         return len(self.orientations) * (1 if self.recipe is None else 2)
 
     @property
     def apart(self) -> bool:
-        """Whether only :meth:`views` makes views, from what the host knows, so that they can be
-        made ahead on a thread of their own.
-        """
+        """Whether :meth:`views` makes the views, ahead and on a thread of its own."""
         return self._dali is not None
 
     @property
     def capturable(self) -> bool:
-        """Whether :meth:`apply` can be captured in a CUDA graph. DALI runs outside graphs, and
-        plain PyTorch waits for the host.
-        """
+        """Whether a CUDA graph can hold :meth:`apply`; plain PyTorch waits for the host."""
         return self.feed == "fused" and _loader.card() == "cuda" and "augment" not in _loader.off
 
     def close(self) -> None:
-        """Frees what the feed holds apart from tensors (DALI's threads and buffers); the next call
-        builds it again.
-        """
+        """Frees DALI's threads and buffers; the next call builds them again."""
         if self._dali is not None:
             self._dali.close()
 
@@ -181,30 +164,23 @@ class ViewMaker:
         return self._op(images, rows, _plain_layout(len(images), images.device), *_nothing_drawn(images.device))
 
     def make(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> tuple[Tensor, Tensor]:
-        """Makes all views of a step.
+        """Makes all views of a step; the same (seed, sequence) gives the same views on every
+        device.
 
         Args:
             images: uint8 [R, H, W, 3], the rows of all sets, one set after the other.
             sizes: Rows of each set; their sum is R.
-            seed: The run's seed.
-            sequence: Number of this step; the same (seed, sequence) gives the same views on every
-                device.
 
         Returns:
-            views: [V, 3, H, W] in :attr:`dtype` (DALI's are float32) with V = R * views_per_row,
-                normalised. Sets follow each other in order; a set's views are its fixed copies,
-                orientation by orientation, then their augmented copies.
-            rows: int64 [V], the row that each view shows.
+            The views [V, 3, H, W] in :attr:`dtype` (DALI's are float32) with V = R * views_per_row,
+            normalised, set by set: its fixed copies, orientation by orientation, then their
+            augmented copies; and the row that each view shows, int64 [V].
         """
         return self.views(images, sizes, seed, sequence), self.shown(sizes, len(images), images.device).clone()
 
     def views(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int, rows: int | None = None) -> Tensor:
-        """Makes only the views of :meth:`make`, not their rows.
-
-        Args:
-            images, sizes, seed, sequence: The arguments of :meth:`make`.
-            rows: Append zero views until there are as many as this many rows have; None appends
-                none.
+        """The views of :meth:`make` alone, then zero views, as many as ``rows`` rows have in
+        all.
         """
         rows = len(images) if rows is None else rows
         if self._dali is None:
@@ -215,17 +191,13 @@ class ViewMaker:
         return self._dali(images, layout, codes)
 
     def shown(self, sizes: Sequence[int], rows: int, device: torch.device) -> Tensor:
-        """int64 [V], the row that each view of a step shows; rows beyond the sets are padding.
-        Cached, so never write to it.
-        """
+        """int64 [V], the row that each view shows. Cached, so never write to it."""
         return self._layout(tuple(sizes), self.orientations, self.recipe is not None, rows, device)[2]
 
     def inputs(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> ViewInputs:
-        """Everything that :meth:`apply` needs apart from the images. The arguments are those of
-        :meth:`make`, but the sets may have fewer rows than there are images.
-
-        The remaining rows are padding: they are never read, and their views, which come last, are
-        zero. The other views are the same as without padding.
+        """Everything that :meth:`apply` needs apart from the images, which may be more than the
+        sets have rows. The remaining rows are padding: they are never read, and their views, which
+        come last, are zero. The other views are the same as without padding.
         """
         rows, layout, shown = self._layout(
             tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device
@@ -237,26 +209,15 @@ class ViewMaker:
         """Makes the normalised views [V, 3, H, W] in :attr:`dtype` that ``inputs`` describes;
         values are computed in float32 and rounded once. Nothing is drawn, so if the feed is
         :attr:`capturable`, a captured graph makes other views when other inputs are copied into the
-        same tensors.
-
-        Raises:
-            ValueError: This feed makes views :attr:`apart`.
+        same tensors. Raises ValueError if this feed makes views :attr:`apart`.
         """
         if self.apart:
             raise ValueError(f"feed is {self.feed!r}, which makes views apart from the step; wanted them from views()")
         return self._op(images, inputs.rows, inputs.layout, inputs.codes, inputs.factors, dtype=self.dtype)
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
-        """Makes one randomly augmented view of every image; for the recipe ``none`` the image
-        itself.
-
-        Args:
-            images: uint8 [R, H, W, 3].
-            seed: The run's seed.
-            sequence: Number of this step.
-
-        Returns:
-            float32 [R, 3, H, W], normalised.
+        """Makes one randomly augmented view of every image, uint8 [R, H, W, 3]; for the recipe
+        ``none`` the image itself. Returns float32 [R, 3, H, W], normalised.
         """
         device = torch.device("cpu") if self.apart else images.device
         layout = _plain_layout(len(images), device)

@@ -30,10 +30,6 @@ class AnytimeSample:
     All images that the stream is evaluated on are put in a random order by the run's seed. An
     evaluation takes the first ones whose classes have been seen. So runs with the same seed are
     evaluated on the same images at the same time, whatever their method.
-
-    Args:
-        config: The run's settings.
-        stream: The run's stream.
     """
 
     def __init__(self, config: RunConfig, stream: Stream) -> None:
@@ -43,11 +39,7 @@ class AnytimeSample:
         self.labels = stream.y_test[self.order]
 
     def rows(self, seen: Collection[int]) -> Tensor:
-        """The images, as int64 rows of ``stream.x_test``.
-
-        Args:
-            seen: Head indices of the classes seen so far.
-        """
+        """Images of the classes ``seen`` (head indices), as int64 rows of ``stream.x_test``."""
         return self.order[torch.isin(self.labels, torch.tensor(sorted(seen)))][: self.images]
 
     def evaluate(self, learner: Learner) -> dict[str, dict[str, float]]:
@@ -70,9 +62,7 @@ class AnytimeSample:
         return accuracy_of(on_host([classify(*learner.outputs(images), means)]), self.stream.y_test[rows])
 
     def _slots(self, labels: Tensor) -> Tensor:
-        """Slots of the memory, at most ``stored`` of each class, in a random order that the seed
-        gives; ``labels`` are those of the filled slots.
-        """
+        """Slots with at most ``stored`` samples of each class, in the seed's random order."""
         if self.stored is None:
             return torch.arange(len(labels))
         order = draw_order(len(labels), self.seed, _SLOTS)

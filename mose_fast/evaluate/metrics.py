@@ -2,9 +2,9 @@
 evaluation metrics).
 
 A matrix is float [T, T] with ``matrix[k, j]`` the accuracy on task j after task k, in [0, 1];
-entries with j > k are 0. For a stream without borders it is [P, 1], the accuracy on the classes
-seen after each of P parts, and only the mean and the running accuracy are defined. All functions
-take whatever NumPy can convert to such a matrix, and do not change it.
+entries with j > k are 0. For a stream without task boundaries it is [P, 1], the accuracy on the
+classes seen after each of P parts, and only the mean and the running accuracy are defined. All
+functions take whatever NumPy can convert to such a matrix, and do not change it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _matrix(values: ArrayLike, *, borders: bool = True) -> NDArray[np.float64]:
     matrix = _numbers(values, "an accuracy matrix")
     column = not borders and matrix.shape[1:] == (1,)
     if matrix.ndim != 2 or (matrix.shape[0] != matrix.shape[1] and not column) or matrix.size == 0:
-        wanted = "[T, T]" if borders else "[T, T], or [P, 1] without borders,"
+        wanted = "[T, T]" if borders else "[T, T], or [P, 1] without task boundaries,"
         raise ValueError(f"an accuracy matrix has shape {matrix.shape}; wanted {wanted} with T of at least 1")
     return matrix
 
@@ -76,8 +76,8 @@ def new_task_accuracy(matrix: ArrayLike) -> NDArray[np.float64]:
 
 
 def running_accuracy(matrix: ArrayLike) -> NDArray[np.float64]:
-    """Mean accuracy over the tasks seen so far, after each task, [T]; without borders, accuracy on
-    the classes seen after each part, [P].
+    """Mean accuracy over the tasks seen so far, after each task, [T]; without task boundaries,
+    accuracy on the classes seen after each part, [P].
     """
     a = _matrix(matrix, borders=False)
     return np.array([a[k, : k + 1].mean() for k in range(len(a))])
@@ -89,15 +89,9 @@ def average_anytime_accuracy(matrix: ArrayLike) -> float:
 
 
 def buffer_overfitting(buffer: ArrayLike, test: ArrayLike) -> NDArray[np.float64]:
-    """BOF of each task: (accuracy on its memory samples - accuracy on its test images) / accuracy
-    on its test images (paper eq. BOF).
-
-    Args:
-        buffer: [T], NaN for a task without samples in the memory.
-        test: [T].
-
-    Returns:
-        [T]; NaN where the test accuracy is 0 or there are no samples.
+    """BOF of each task, [T]: (accuracy on its memory samples - accuracy on its test images) /
+    accuracy on its test images (paper eq. BOF); NaN where the test accuracy is 0, or ``buffer`` [T]
+    is NaN since the memory has no samples of the task.
     """
     buffer, test = _numbers(buffer, "buffer"), _numbers(test, "test")
     return np.divide(buffer - test, test, out=np.full(test.shape, np.nan), where=test != 0)

@@ -20,7 +20,7 @@ __all__ = ["TaskAccuracy", "accuracy_of", "evaluate_learner", "on_host"]
 
 class TaskAccuracy(NamedTuple):
     """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far, and
-    confusion counts. A stream without borders is one task, of which the classes seen count.
+    confusion counts. A stream without task boundaries is one task, of which the classes seen count.
 
     Attributes:
         test: Accuracy on each task's images that the stream is evaluated on.
@@ -42,19 +42,15 @@ class TaskAccuracy(NamedTuple):
 def evaluate_learner(
     learner: Learner, stream: Stream, part: int, *, prepare: bool = True, sample: Tensor | None = None
 ) -> TaskAccuracy:
-    """Evaluates after a part of a stream: on the tasks 0 ... ``part``, or, in a stream without
-    borders, on the classes seen so far, as one task.
-
-    The memory's features serve both the class means and the buffer accuracy.
+    """Evaluates after a part of a stream: on the tasks 0 ... ``part``, or, in a stream without task
+    boundaries, on the classes seen so far, as one task. The memory, of at least one sample, serves
+    both the class means and the buffer accuracy.
 
     Args:
-        learner: The learner, with at least one stored sample.
-        stream: The stream it was trained on.
-        part: The part; in a stream with borders, later ones may have been seen, too.
         prepare: False evaluates the network as it stands, even where the method trains it only for
             evaluations.
-        sample: Some of the images evaluated on, as int64 rows of ``stream.x_test``, whose
-            accuracy is given by itself, too.
+        sample: Some of the images evaluated on, as int64 rows of ``stream.x_test``, whose accuracy
+            is given by itself, too.
     """
     if prepare:
         learner.prepare_evaluation()
@@ -96,7 +92,7 @@ def evaluate_learner(
 
 
 def accuracy_of(predictions: dict[str, dict[str, Tensor]], labels: Tensor) -> dict[str, dict[str, float]]:
-    """Share of the predictions that are right, by classifier and expert; labels: int64 [n]."""
+    """Share of the predictions that are right, by classifier and expert; labels are int64 [n]."""
     return {
         c: {e: float((predicted == labels).double().mean()) for e, predicted in experts.items()}
         for c, experts in predictions.items()

@@ -13,13 +13,8 @@ __all__ = ["ExpertLosses"]
 
 
 class ExpertLosses(nn.Module):
-    """Computes all losses of one MOSE step (paper eq. for L_MOSE; docs/specification/mose.md
-    section 5.4).
-
-    Args:
-        options: MOSE's; read are ``temperature``, ``cross_entropy``, ``contrastive``,
-            ``distillation``, ``rsd_reduction``, ``student``, ``separate_cross_entropy`` and
-            ``buffer_weight``.
+    """The losses of one MOSE step (paper eq. for L_MOSE; docs/specification/mose.md section
+    5.4); ``options`` are MOSE's.
     """
 
     def __init__(self, options: MethodOptions) -> None:
@@ -34,11 +29,10 @@ class ExpertLosses(nn.Module):
         current_classes: Tensor | None,
         valid_rows: Tensor | None = None,
     ) -> Tensor:
-        """Computes a row (supervised contrastive, cross-entropy, distillation) per expert; training
-        minimises their sum.
+        """Computes a row (supervised contrastive, cross-entropy, distillation) per expert, float32
+        [E, 3]; training minimises their sum.
 
         Args:
-            outputs: The network's outputs for N views.
             labels: int64 [N].
             new_rows: The number of new rows, which come first; the others are the buffer rows. An
                 int, or an int32 scalar on the device.
@@ -46,9 +40,6 @@ class ExpertLosses(nn.Module):
                 rows and classes.
             valid_rows: The number of valid rows, an int32 scalar on the device; the rows after them
                 are padding. None: every row is valid.
-
-        Returns:
-            float32 [E, 3].
         """
         o = self.options
         # Similarities, softmaxes and norms are float32, whatever precision the network ran in.

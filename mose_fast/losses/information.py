@@ -16,26 +16,16 @@ _EPS = 1e-8
 
 
 def mixed_similarities(projections: Tensor, features: Tensor, offset: Tensor | int) -> Tensor:
-    """Similarities of projections to projections and to a piece of the features.
-
-    Args:
-        projections: [N, P].
-        features: [N, D], D at least P.
-        offset: int64 scalar, where the piece of P of the D features begins, 0 to D - P.
-
-    Returns:
-        [N, N]: p_i . p_j + p_i . v_j[offset : offset + P], where p and v have length 1 and the
-        piece is not scaled again.
+    """Similarities [N, N] of projections [N, P] to projections and to a piece of the features [N,
+    D]: p_i . p_j + p_i . v_j[offset : offset + P], where p and v have length 1 and the piece is not
+    scaled again. ``offset`` is an int64 scalar, 0 to D - P.
     """
     p, v = directions(projections, _EPS), directions(features, _EPS)
     return p @ (p + v.index_select(1, offset + torch.arange(p.shape[1], device=p.device))).T
 
 
 def _surprise(similarities: Tensor, temperature: float, itself: Tensor | None = None) -> Tensor:
-    """-log of each entry's share in the softmax of its row, [N, N].
-
-    Where ``itself``, the share is 0: a constant of 18.4 without gradient.
-    """
+    """-log of the shares in the softmax of each row, [N, N]; 18.4 for a share of 0 (``itself``)."""
     q = ((similarities - similarities.detach().amax(1, keepdim=True)) / temperature).exp()
     q = q if itself is None else torch.where(itself, 0, q)
     return -(q / (q.sum(1, keepdim=True) + _EPS) + _EPS).log()
@@ -48,24 +38,15 @@ def _mean_of_class(surprise: Tensor, labels: Tensor) -> Tensor:
 
 def class_information(similarities: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """The mean over rows of the mean surprise of the entries with the row's label, its own place
-    included.
-
-    Args:
-        similarities: [N, N].
-        labels: [N], any numbers.
-        temperature: tau.
+    included. ``similarities`` are [N, N], ``labels`` [N], any numbers.
     """
     return _mean_of_class(_surprise(similarities, temperature), labels)
 
 
 def view_information(similarities: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Twice :func:`class_information`, but without a share for each row's own place, and the mean
-    surprise of each row's other view.
-
-    Args:
-        similarities: [2N, 2N], of N rows in a first view, then in a second.
-        labels: [2N], any numbers.
-        temperature: tau.
+    surprise of each row's other view. ``similarities`` are [2N, 2N], of N rows in a first view,
+    then in a second; ``labels`` [2N].
     """
     count = len(similarities)
     surprise = _surprise(similarities, temperature, torch.eye(count, dtype=torch.bool, device=labels.device))

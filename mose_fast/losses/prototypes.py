@@ -15,12 +15,8 @@ _EPS = 1e-12
 
 
 def class_means(projections: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """The means of each class's directions in float32 at least, [2, K, P]; zero for absent classes.
-
-    Args:
-        projections: [2, n, P], of two views of n rows.
-        labels: int64 [n].
-        classes: K.
+    """The means of each class's directions in float32 at least, [2, K, P], zero for absent classes;
+    of ``projections`` [2, n, P], two views of n rows with ``labels`` int64 [n].
     """
     own = labels == torch.arange(classes, device=labels.device)[:, None]
     z = directions(projections, _EPS)
@@ -28,12 +24,9 @@ def class_means(projections: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def prototype_loss(means: Tensor, temperature: float) -> Tensor:
-    """NT-Xent between the prototypes of two views: the mean over both views of all classes that are
-    present of -log of the same class's share in the softmax over all other prototypes.
-
-    Args:
-        means: [2, K, P], zero for absent classes.
-        temperature: tau.
+    """NT-Xent between the prototypes of two views, ``means`` [2, K, P], zero for absent classes:
+    the mean over both views of all classes that are present of -log of the same class's share in
+    the softmax over all other prototypes.
     """
     p = directions(means, _EPS).flatten(0, 1)
     present = (means != 0).any(2).flatten()

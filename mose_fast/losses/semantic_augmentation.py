@@ -41,8 +41,6 @@ def semantic_augmentation(
         means, covariances: float32 [K, D] and [K, D, D], of each class's features.
         drawn: int64 [n], the classes k whose means are used.
         known: bool [K], the classes of the softmax.
-        ratio: How far means are augmented.
-        temperature: What logits are divided by.
 
     Returns:
         The mean over k of the cross-entropy of (w_j . mean_k + b_j + ratio / 2 (w_j - w_k)^T

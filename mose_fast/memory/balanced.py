@@ -18,13 +18,6 @@ class BalancedMemory(ReplayMemory):
     The share of a class is M / (number of stored classes), a fraction as in the paper: if it were
     rounded down, the first classes could keep several slots more than the last. A batch is decided
     as a whole; the counts are the same as item by item, up to ties between classes.
-
-    Args:
-        capacity: Slots M.
-        image_size: (H, W) of the images.
-        classes: Number of classes K of the stream.
-        seed: The run's seed.
-        device: Device of the slots.
     """
 
     def __init__(
@@ -60,13 +53,10 @@ class BalancedMemory(ReplayMemory):
         return new | ((counts[y] + earlier) * classes_before < self.capacity)
 
     def _keep_smallest(self, stored: Tensor, y: Tensor, accepted: Tensor) -> Tensor:
-        """Chooses M of the stored samples and the accepted items, bool [filled + B], by removing
-        random samples of the largest classes.
-
-        The samples of each class get ranks in random order. Those with the highest ranks are
-        removed, in random order among equal ranks.
-        """
+        """M of the stored samples and accepted items, fewer of large classes: bool [filled + B]."""
         labels = torch.cat([stored, torch.where(accepted, y, self.classes)])
+        # The samples of each class get ranks in random order. Those with the highest ranks are
+        # removed, in random order among equal ranks.
         within, between, _, _ = random_words(self.seed, self.seen, len(labels), Purpose.BALANCE, labels.device)
         order = torch.argsort((labels << 32) | within, stable=True)
         sizes = torch.bincount(labels, minlength=self.classes + 1)

@@ -53,23 +53,16 @@ def positions_in_group(groups: Tensor) -> Tensor:
 
 
 def herding_ranks(features: Tensor, labels: Tensor, count: int, selection: str = "herding") -> Tensor:
-    """The order in which herding chooses the images of each class: each is the one that draws the
-    sum of those chosen nearest to as many times the class's mean (Rebuffi et al., iCaRL, CVPR
+    """The order in which herding chooses ``count`` images of each class: each is the one that draws
+    the sum of those chosen nearest to as many times the class's mean (Rebuffi et al., iCaRL, CVPR
     2017).
 
     ``herding`` compares directions and may choose an image again, which then counts once more in
     the sum and is no further exemplar; a class has no more than 1,000 choices. ``greedy`` compares
     features and chooses each image once.
 
-    Args:
-        features: float [N, D].
-        labels: int64 [N].
-        count: Number of images to choose in each class.
-        selection: One of :data:`HERDINGS`.
-
-    Returns:
-        int64 [N]: the number of images of its class that were chosen before it; ``count`` if it is
-        not chosen.
+    ``features`` are float [N, D], ``labels`` int64 [N]. Returns int64 [N]: the number of images of
+    its class that were chosen before it; ``count`` if it is not chosen.
     """
     again = selection == "herding"
     features = features.double()
@@ -98,30 +91,22 @@ def herding_ranks(features: Tensor, labels: Tensor, count: int, selection: str =
 
 
 class ExemplarMemory(ReplayMemory):
-    """A memory that is filled when a task ends, from a buffer of the task's images: a class has
-    M / (classes seen) slots, and loses some as further classes come.
+    """A memory that is filled when a task ends, from a buffer of the task's images: a class has M /
+    (classes seen) slots, and loses some as further classes come.
 
     Until then the images of the current task are in the buffer, so :meth:`draw` gives rows of
     earlier tasks only; :meth:`draw_all` gives rows of all classes. A class keeps its exemplars in
-    the order in which they were chosen and loses the last ones first. A share of each class's slots
-    may be held out for validation: these samples lie behind all others, where neither reaches them.
-
-    The buffer has no image that could not become an exemplar, unless ``whole``. All decisions are
-    made on the host.
+    the order in which they were chosen and loses the last ones first. The buffer has no image that
+    could not become an exemplar, unless ``whole``. All decisions are made on the host.
 
     Args:
-        capacity: Slots M.
-        image_size: (H, W) of the images.
         selection: One of :data:`SELECTIONS`.
-        validation: Share of a class's slots that is held out; at least one slot if it is not 0 and
-            the class has two.
+        validation: Share of a class's slots that is held out for validation, behind all others,
+            where no draw reaches them; at least one slot if it is not 0 and the class has two.
         whole: Whether the buffer keeps every image of the task, which the selections of
             :data:`HERDINGS` do in any case unless ``within``.
         within: Whether the images of the buffer take slots of the memory: old classes give them up
             when a new one comes, not when its task ends.
-        classes: Number of classes K of the stream.
-        seed: The run's seed.
-        device: Device of the slots and the buffer.
 
     Attributes:
         buffer: The images of the current task.
@@ -162,12 +147,7 @@ class ExemplarMemory(ReplayMemory):
         return slice(self.drawable, self.filled)
 
     def quota(self, number: int, classes: int) -> tuple[int, int]:
-        """The slots of a class: for training, and held out.
-
-        Args:
-            number: Number of classes seen before it.
-            classes: Number of classes seen.
-        """
+        """The slots of a class, for training and held out; ``number`` classes came before it."""
         slots = self.capacity // classes + (number < self.capacity % classes)
         held = max(1, int(self.validation * slots)) if self.validation and slots > 1 else 0
         return slots - held, held
@@ -187,7 +167,6 @@ class ExemplarMemory(ReplayMemory):
         is -1 everywhere.
 
         Args:
-            x, y, task, index: See :meth:`ReplayMemory.insert`.
             known: The classes seen, and those that are known to come in this task, in order.
             classes: int64 [B], the labels on the host; None: asked of the device.
             held_out: bool [B] on the host, the images to hold out; None: none.
@@ -209,16 +188,10 @@ class ExemplarMemory(ReplayMemory):
         return torch.full_like(y, -1)
 
     def draw_all(self, count: int, known: Sequence[int]) -> Tensor:
-        """Draws uniformly without replacement from what would be the exemplars if the task ended
-        now with these classes, but for those that are held out.
-
-        Args:
-            count: Number of samples wanted.
-            known: The classes that share the slots, in order.
-
-        Returns:
-            int64 [at most ``count``], for :meth:`gather`: slots, and M plus the number of an image
-            in the buffer.
+        """Draws at most ``count`` samples uniformly without replacement from what would be the
+        exemplars if the task ended now with the ``known`` classes, in order, but for those that are
+        held out. Returns int64 for :meth:`gather`: slots, and M plus the number of an image in the
+        buffer.
         """
         samples, held = self._exemplars(known, self.buffer.priorities)
         samples = samples[~held]
@@ -243,13 +216,9 @@ class ExemplarMemory(ReplayMemory):
         return images, torch.where(inside, labels, self.buffer.labels[places])
 
     def rebuild(self, seen: Sequence[int], task: int, features: Tensor | None = None) -> None:
-        """Ends a task: every class gets its share of the slots, and the buffer is emptied.
-
-        Args:
-            seen: All classes seen, in order of appearance.
-            task: The task of the images in the buffer.
-            features: float [buffer.filled, D] of the images in the buffer, for :data:`HERDINGS`;
-                the host waits for them.
+        """Ends a task: every class seen, in order of appearance, gets its share of the slots, and
+        the buffer is emptied. ``features`` float [buffer.filled, D] are those of the buffer's
+        images, for :data:`HERDINGS`; the host waits for them.
         """
         ranks = self.buffer.priorities
         trained = ~self.buffer.held_out
@@ -265,15 +234,8 @@ class ExemplarMemory(ReplayMemory):
 
     def _exemplars(self, known: Sequence[int], ranks: Tensor) -> tuple[Tensor, Tensor]:
         """The samples that the known classes have slots for, class by class in the order of choice,
-        those that are held out last.
-
-        Args:
-            known: The classes that share the slots, in order.
-            ranks: int64 [buffer.filled]; the lower ones are chosen before the higher ones.
-
-        Returns:
-            int64 [n], numbers in [slots; buffer], and bool [n], whether each is held out; on the
-            host.
+        those that are held out last: int64 [n], numbers in [slots; buffer], and bool [n], whether
+        each is held out; on the host. Of the buffer, lower ``ranks`` are chosen before higher ones.
         """
         before, buffer = self.filled, self.buffer
         number, quotas = torch.zeros(self.classes, dtype=torch.int64), torch.zeros(self.classes, 2, dtype=torch.int64)
@@ -281,7 +243,8 @@ class ExemplarMemory(ReplayMemory):
         number[list(known)], quotas[list(known)] = torch.arange(len(known)), torch.tensor(shares)
         # Samples of earlier tasks come first, in the order in which they were chosen.
         order = torch.cat([torch.arange(before), before + torch.argsort(ranks, stable=True)])
-        labels = torch.cat([self._labels_on_host()[:before], buffer.classes])[order]
+        stored = self.labels if self.twin is None else self.twin.labels
+        labels = torch.cat([stored[:before], buffer.classes])[order]
         held = torch.cat([torch.arange(before) >= self.drawable, buffer.held_out])[order]
         groups = held * self.classes + number[labels]
         kept = (positions_in_group(groups) < quotas[labels, held.long()]).nonzero().flatten()
@@ -289,9 +252,7 @@ class ExemplarMemory(ReplayMemory):
         return order[kept], held[kept]
 
     def _trim(self, known: Sequence[int]) -> None:
-        """Removes images of the buffer that cannot become exemplars, and ``within`` old exemplars
-        whose slots they need.
-        """
+        """Removes images, and ``within`` old exemplars, that have no slot now."""
         samples, held = self._exemplars(known, self.buffer.priorities)
         old = samples < self.filled
         waiting = (samples[~old] - self.filled).sort().values
@@ -301,8 +262,8 @@ class ExemplarMemory(ReplayMemory):
         self.buffer.keep(waiting)
 
     def _fill(self, samples: Tensor, task: int) -> None:
-        """Writes samples into the first slots: int64 [n] on the host, numbers in [slots; buffer];
-        those of the buffer belong to ``task``.
+        """Writes samples (int64 [n] on the host, numbers in [slots; buffer]) into the first
+        slots.
         """
         before, now, buffer = self.filled, len(samples), self.buffer
         order = upload(samples, self.images.device)
@@ -322,9 +283,6 @@ class ExemplarMemory(ReplayMemory):
                 tensor[:now] = torch.cat([tensor[:before], added])[samples]
                 tensor[now:before] = -1
         self.filled = now
-
-    def _labels_on_host(self) -> Tensor:
-        return self.labels if self.twin is None else self.twin.labels
 
     # Undoing and state
 

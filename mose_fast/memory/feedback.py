@@ -25,11 +25,8 @@ _TRIALS = 8
 
 
 class Mixture(NamedTuple):
-    """Rows to mix: (1 - share) times ``slots`` plus share times ``partners``.
-
-    Attributes:
-        slots, partners: int64 [n], slots of the memory.
-        shares: float32 [n], in [0, 1); 0: the first alone.
+    """Rows to mix: (1 - share) times ``slots`` plus share times ``partners``, int64 [n] each;
+    ``shares`` are float32 [n], in [0, 1); 0: the first alone.
     """
 
     slots: Tensor
@@ -52,19 +49,13 @@ def symmetric_beta(parameter: float, seed: int, sequence: int, count: int, lane:
 
 
 def close_pairs(prototypes: Tensor, count: int, seed: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """Draws pairs of classes, close ones more often: each pair's number is ``count`` times its
-    softmax over 1 / distance, rounded, and one more or one less for random pairs until there are
-    ``count``.
+    """Draws ``count`` pairs of classes, close ones more often: each pair's number is ``count``
+    times its softmax over 1 / distance, rounded, and one more or one less for random pairs until
+    there are ``count``. ``prototypes`` are float [K, P], zero for classes without one; at least two
+    have one.
 
-    Args:
-        prototypes: float [K, P]; zero for classes without one. At least two have one.
-        count: Number of pairs wanted.
-        seed: The run's seed.
-        sequence: Number of the step.
-
-    Returns:
-        pairs: int64 [2, count], the two classes, the smaller first; equal pairs follow each other.
-        numbers: int64 [count], the number of each pair among all pairs.
+    Returns the pairs, int64 [2, count], the smaller class first, equal pairs after each other, and
+    the number of each pair among all pairs, int64 [count].
     """
     present = prototypes.any(1).nonzero().flatten()
     pairs = present[torch.triu_indices(len(present), len(present), 1, device=present.device)]
@@ -92,8 +83,6 @@ def feedback(
         share: Share of the rows that are those drawn; the others are chosen by pairs of classes.
         probability: Probability that the drawn rows are mixed at all, that each of them then is,
             and that the rows of a pair are.
-        seed: The run's seed.
-        sequence: Number of the step.
     """
     device, count = drawn.device, int(share * len(drawn))
     keep, size, whole, _ = random_words(seed, sequence, max(count, 1), Purpose.MIX, device, lane=1)

@@ -15,10 +15,8 @@ __all__ = ["GradientMemory"]
 
 class GradientMemory(ReplayMemory):
     """A memory with a score for each slot: the largest cosine similarity of the sample's gradient
-    to those of other samples when it was stored. Low scores are good.
-
-    The memory decides where samples are stored; its user computes their scores and calls
-    :meth:`offer`. The arguments are those of :class:`ReplayMemory`.
+    to those of other samples when it was stored. Low scores are good. Its user computes the scores
+    of samples and calls :meth:`offer`.
     """
 
     def __init__(
@@ -28,15 +26,8 @@ class GradientMemory(ReplayMemory):
         self.scores = self.keep("scores")
 
     def reference(self, count: int, size: int) -> Tensor:
-        """Draws disjoint batches of slots; the next offered batch is compared with their gradients.
-
-        Args:
-            count: Number of batches wanted.
-            size: Number of slots in a batch.
-
-        Returns:
-            int64 [n, s] with s = min(size, filled) and n the number of full batches, at most
-            ``count``.
+        """Draws disjoint batches of slots, with whose gradients the next offered batch is compared:
+        int64 [n, s] with s = min(size, filled) and n the number of full batches, at most ``count``.
         """
         size = min(size, self.filled)
         count = min(count, self.filled // size) if size else 0
@@ -44,29 +35,22 @@ class GradientMemory(ReplayMemory):
         return order[: count * size].view(count, size)
 
     def offer(self, x: Tensor, y: Tensor, task: int, index: Tensor, scores: Tensor) -> Tensor:
-        """Stores a batch with its scores. Free slots are filled in order; in a full memory each
-        item competes with one stored sample.
+        """Stores a batch with its scores, float32 [B] in [-1, 1]; returns int64 [B], the slot of
+        each item now, -1 if it was not stored. Free slots are filled in order, and items beyond
+        them are dropped; in a full memory each item competes with one stored sample.
 
-        If some slots are free, items beyond them are dropped. The slots to compete for are drawn
-        without replacement, with probability proportional to their score above the lowest score.
-        An item takes its slot with probability P_slot / (P_item + P_slot), where P = (score + 1) /
-        2.
-
-        Args:
-            x, y, task, index: The arguments of :meth:`ReplayMemory.insert`.
-            scores: float32 [B] in [-1, 1].
-
-        Returns:
-            int64 [B]: the slot of each item now, -1 if it was not stored.
+        The slots to compete for are drawn without replacement, with probability proportional to
+        their score above the lowest score. An item takes its slot with probability P_slot / (P_item
+        + P_slot), where P = (score + 1) / 2.
         """
-        slots = self._free(len(y)) if self.filled < self.capacity else self._challenge(scores)
+        if self.filled < self.capacity:
+            slots = torch.arange(self.filled, self.filled + len(y), device=self.images.device)
+            slots = torch.where(slots < self.capacity, slots, -1)
+        else:
+            slots = self._challenge(scores)
         self.write(slots, x, y, task, index)
         self.write_extra("scores", slots, scores)
         return slots
-
-    def _free(self, count: int) -> Tensor:
-        slots = torch.arange(self.filled, self.filled + count, device=self.images.device)
-        return torch.where(slots < self.capacity, slots, -1)
 
     def _challenge(self, scores: Tensor) -> Tensor:
         device = self.images.device

@@ -15,23 +15,17 @@ __all__ = ["choose", "draw_pairs"]
 def draw_pairs(
     labels: Tensor, stored: Tensor, negatives: Tensor, seed: int, sequence: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws for each anchor one item of its own label and one of another, uniformly from the stored
-    samples and all anchors.
-
-    An anchor is never its own positive.
+    """Draws for each anchor one item of its own label, never itself, and one of another, uniformly
+    from the stored samples and all anchors.
 
     Args:
         labels: int64 [B], labels of the anchors.
         stored: int64 [F], labels of the samples in memory.
         negatives: bool [K], the labels that a negative may have.
-        seed: The run's seed.
-        sequence: Number of the step; the same (seed, sequence) gives the same draws on every
-            device.
 
     Returns:
-        anchors: int64 [n], the anchors that have a positive and a negative, n <= B.
-        positives: int64 [n], positions in [stored samples; anchors].
-        negatives: int64 [n], positions in the same list.
+        int64 [n] each: the anchors that have a positive and a negative, n <= B; their positives and
+        their negatives, positions in [stored samples; anchors].
     """
     pool = torch.cat([stored, labels])
     same = labels[:, None] == pool

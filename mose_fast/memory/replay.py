@@ -25,7 +25,6 @@ class MemoryRecord(NamedTuple):
 
     Attributes:
         state: The memory's state on the host: seed, draws, items seen.
-        filled: Number of filled slots.
         overwritten: For each write, in order, its slots (int64 [n]) and their old contents by name,
             on the memory's device.
     """
@@ -40,19 +39,17 @@ class ReplayMemory:
     item is kept with equal probability.
 
     Random decisions are counter-based: they depend only on (seed, counters), so that every device
-    makes the same ones and a restored memory continues as if it had never stopped. On a card,
-    neither :meth:`insert` nor :meth:`draw` waits for the card: the host makes the same decisions
-    and so knows how many slots qualify.
+    makes the same ones and a restored memory continues as if it had never stopped. On a GPU,
+    neither :meth:`insert` nor :meth:`draw` waits for it: the host makes the same decisions and so
+    knows how many slots qualify.
 
     Args:
         capacity: Slots M.
         image_size: (H, W) of the images.
-        seed: The run's seed.
-        device: Device of the slots.
 
     Attributes:
         images: uint8 [M, H, W, 3]; labels, tasks, indices: int64 [M], -1 in a slot without a
-        sample.
+            sample.
         filled: Number of slots that hold samples: the first ones.
         state: int64 [3]: seed, number of draws so far, number of items seen.
         extras: Tensors [M, ...] that a method keeps beside each sample, by name; see :meth:`keep`.
@@ -93,15 +90,9 @@ class ReplayMemory:
         return sum(tensor.nbytes for tensor in self._by_slot().values()) // self.capacity
 
     def insert(self, x: Tensor, y: Tensor, task: int, index: Tensor) -> Tensor:
-        """Offers a batch, item by item.
-
-        Args:
-            x: uint8 [B, H, W, 3]; y: int64 [B]; index: int64 [B], positions in the original stream;
-            all on the memory's device.
-            task: The task that they belong to.
-
-        Returns:
-            int64 [B]: the slot of each item now, -1 if it was not stored.
+        """Offers a batch, item by item: ``x`` uint8 [B, H, W, 3], ``y`` int64 [B], ``index`` int64
+        [B], positions in the original stream; all on the memory's device. Returns int64 [B]: the
+        slot of each item now, -1 if it was not stored.
         """
         if self._record is not None:
             tasks, state = self._on_host()
@@ -109,21 +100,18 @@ class ReplayMemory:
             self._note_old(upload(slots[slots >= 0], self.images.device))
         slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, plain(task), index)
         if self.twin is not None:
-            self.twin.insert(len(x), task)
+            decide(self.twin.tasks, self.twin.state, len(x), task)
         self.seen += len(x)
         self.filled = min(self.filled + len(x), self.capacity)
         return slots
 
     def write(self, slots: Tensor, x: Tensor, y: Tensor, task: int, index: Tensor) -> None:
-        """Stores a batch in slots that a policy has chosen; the counterpart of :meth:`insert` for
-        policies other than reservoir sampling.
+        """Stores a batch in slots that a policy has chosen, int64 [B], each at most once, -1 if an
+        item is not stored; the counterpart of :meth:`insert` for policies other than reservoir
+        sampling.
 
         A policy must fill the slots in order: exactly the first ``filled`` slots hold samples. On a
-        card this waits for the card.
-
-        Args:
-            slots: int64 [B], each slot at most once; -1 if an item is not stored.
-            x, y, task, index: The arguments of :meth:`insert`.
+        GPU this waits for it.
         """
         kept = slots >= 0
         written = slots[kept]
@@ -141,16 +129,11 @@ class ReplayMemory:
     def keep(
         self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32, *, by_steps: bool = False
     ) -> Tensor:
-        """Adds a tensor of zeros [M, *shape], a row for each slot, to :meth:`tensors`.
+        """Adds a tensor of zeros [M, *shape], a row for each slot, to :meth:`tensors`. The caller
+        of :meth:`insert` must also write it, with :meth:`write_extra`.
 
-        The caller of :meth:`insert` must also write it, with :meth:`write_extra`.
-
-        Args:
-            name: Its name.
-            shape: Shape of a row.
-            dtype: Its dtype.
-            by_steps: Whether training steps write it, in their order, and not the plans that store
-                samples. Undoing a plan then leaves it as it is: the plan has not written it.
+        ``by_steps`` says that training steps write it, in their order, and not the plans that store
+        samples: undoing a plan then leaves it as it is.
         """
         # The last row takes what is not stored, so that nobody need ask which samples are.
         rows = torch.zeros(self.capacity + 1, *shape, dtype=dtype, device=self.images.device)
@@ -161,11 +144,8 @@ class ReplayMemory:
 
     def write_extra(self, name: str, slots: Tensor, values: Tensor, *, unless: Tensor | None = None) -> None:
         """Writes ``values`` [B, ...] beside the samples that :meth:`insert` put into ``slots``
-        (int64 [B], -1: not stored). The host never waits for a card.
-
-        Args:
-            name, slots, values: What is written, and where.
-            unless: bool scalar; where it is True, nothing changes.
+        (int64 [B], -1: not stored), unless the bool scalar ``unless`` is True. The host never waits
+        for a GPU.
         """
         kept = self.extras[name]
         rows = kept.as_strided((self.capacity + 1, *kept.shape[1:]), kept.stride())
@@ -173,15 +153,8 @@ class ReplayMemory:
         rows.index_copy_(0, places, values if unless is None else torch.where(unless, rows[places], values))
 
     def draw(self, count: int, *, only: int | None = None, others: int | None = None) -> Tensor:
-        """Draws slots uniformly without replacement.
-
-        Args:
-            count: Number of slots wanted.
-            only: Draw only from this task.
-            others: Draw only from the other tasks.
-
-        Returns:
-            int64 [n], n = min(count, slots that qualify), in random order.
+        """Draws slots uniformly without replacement, ``only`` from this task, or from all
+        ``others`` but this: int64 [n], n = min(count, slots that qualify), in random order.
         """
         count, only, others = plain(count), plain(only), plain(others)
         if only is not None and others is not None:
@@ -210,9 +183,7 @@ class ReplayMemory:
 
     @contextmanager
     def record(self) -> Iterator[MemoryRecord]:
-        """A context that records what :meth:`restore` needs to undo all draws and writes inside,
-        whatever the policy.
-        """
+        """A context that records what :meth:`restore` needs to undo all draws and writes inside."""
         self._record = MemoryRecord(tuple(self._on_host()[1].tolist()), self.filled, [])
         try:
             yield self._record
@@ -252,11 +223,7 @@ class ReplayMemory:
         return self._by_slot() | {"state": self.state}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Copies tensors from :meth:`tensors` into this memory.
-
-        Raises:
-            ValueError: A tensor has another shape than this memory's.
-        """
+        """Copies what :meth:`tensors` returned. Raises ValueError for another shape."""
         for name, own in (self._by_slot() | {"state": self.state}).items():
             if name not in tensors:
                 raise ValueError(f"memory.{name} is missing; wanted the state of a memory that keeps it")

@@ -19,21 +19,16 @@ def knn_shapley(
     candidates: Tensor, candidate_labels: Tensor, points: Tensor, point_labels: Tensor, neighbours: int
 ) -> Tensor:
     """Shapley values of candidates for k-nearest-neighbour classification of evaluation points (Jia
-    et al., VLDB 2019, theorem 1).
+    et al., VLDB 2019, theorem 1): float32 [E, N], the contribution of each candidate to each point;
+    a row's sum is the value of all candidates for its point.
 
     The value of a set of candidates for a point is the number of its k nearest candidates that have
     the point's label, divided by k. The recursion is exact, also for fewer than k candidates.
 
     Args:
-        candidates: float32 [N, D], features.
-        candidate_labels: int64 [N].
-        points: float32 [E, D], features.
-        point_labels: int64 [E].
+        candidates: float32 [N, D], features; candidate_labels: int64 [N].
+        points: float32 [E, D], features; point_labels: int64 [E].
         neighbours: k.
-
-    Returns:
-        float32 [E, N]: the contribution of each candidate to each point; a row's sum is the value
-        of all candidates for its point.
     """
     count = len(candidates)
     if count == 0:
@@ -46,23 +41,20 @@ def knn_shapley(
     gains = (matches[:, :-1] - matches[:, 1:]) / neighbours * (rank.clamp_max(neighbours) / rank)
     steps = torch.cat([gains, matches[:, -1:] / max(count, neighbours)], 1)
     # Each value is the sum of its own step and all later ones. A matrix product computes it, since
-    # cumsum has no deterministic kernel on a card.
+    # cumsum has no deterministic kernel on a GPU.
     values = steps @ torch.ones(count, count, device=points.device).tril()
     return torch.empty_like(values).scatter_(1, order, values)
 
 
 def adversarial_scores(cooperative: Tensor, adversarial: Tensor, kind: str) -> Tensor:
-    """The value of replaying candidates: high for those that represent the memory and are close to
-    incoming rows of other classes.
+    """The value of replaying candidates, float32 [N]: high for those that represent the memory and
+    are close to incoming rows of other classes. A term without any point is 0.
 
     Args:
         cooperative: float32 [C, N], Shapley values of candidates for points from memory.
         adversarial: float32 [A, N], Shapley values of candidates for the incoming rows.
         kind: ``asvm`` (mean of the first minus mean of the second) | ``asv`` (maximum minus
             minimum) | ``neg_sv`` (minus the second's sum).
-
-    Returns:
-        float32 [N]; a term without any point is 0.
     """
     if kind == "neg_sv":
         return -adversarial.sum(0)
@@ -76,12 +68,8 @@ class ShapleyMemory(ReplayMemory):
     """A memory that replays and keeps samples by their Shapley values in feature space. Until it is
     full, it stores every item.
 
-    Args:
-        capacity, image_size, seed, device: The arguments of :class:`ReplayMemory`.
-        classes: Number of classes of the whole stream.
-        neighbours: k of the nearest neighbours.
-        per_class: Number of samples drawn from each class, rounded down; only the number of
-            candidates of an update, ``per_class`` x ``classes``, uses the exact value.
+    ``per_class`` samples are drawn from each class, rounded down; only the number of candidates of
+    an update, ``per_class`` x ``classes``, uses the exact value.
     """
 
     def __init__(
@@ -109,18 +97,14 @@ class ShapleyMemory(ReplayMemory):
         *,
         others: int | None = None,
     ) -> Tensor:
-        """The slots that are most worth replaying with an incoming batch.
+        """The slots that are most worth replaying with an incoming batch: int64, at most min(count,
+        ``per_class`` x classes in the memory).
 
         Args:
             x: uint8 [B, H, W, 3]; y: int64 [B].
-            count: Number of slots wanted.
             kind: See :func:`adversarial_scores`.
             features: Maps uint8 [N, H, W, 3] to float32 [N, D].
-            sequence: Number of the step.
-            others: Choose only from the other tasks.
-
-        Returns:
-            int64 [at most min(count, ``per_class`` x classes in the memory)].
+            others: Choose only from the tasks other than this.
         """
         order, _ = self._orders(Purpose.RETRIEVAL, sequence)
         if others is not None:
@@ -142,19 +126,12 @@ class ShapleyMemory(ReplayMemory):
 
     def offer(self, x: Tensor, y: Tensor, task: int, index: Tensor, features: Callable[[Tensor], Tensor]) -> Tensor:
         """Stores a batch: free slots are filled in order; further items compete with samples drawn
-        from memory.
+        from memory. Returns int64 [B]: the slot of each item now, -1 if it was not stored.
 
         Values are computed for a class-balanced draw from memory and for incoming items of minority
-        classes, whose share of the memory is below a threshold drawn uniformly from
-        [0, 1 / classes). Of the items and the drawn samples, the best are kept; each item among
-        them replaces a sample that is not.
-
-        Args:
-            x, y, task, index: The arguments of :meth:`ReplayMemory.insert`.
-            features: Maps uint8 [N, H, W, 3] to float32 [N, D].
-
-        Returns:
-            int64 [B]: the slot of each item now, -1 if it was not stored.
+        classes, whose share of the memory is below a threshold drawn uniformly from [0, 1 /
+        classes). Of the items and the drawn samples, the best are kept; each item among them
+        replaces a sample that is not. ``features`` maps uint8 [N, H, W, 3] to float32 [N, D].
         """
         free = min(self.capacity - self.filled, len(x))
         sequence = self.seen

@@ -21,53 +21,21 @@ class BufferRecord(NamedTuple):
 
 class TaskBuffer:
     """Images of the current task in the order in which they came. It grows as needed; 5,000 images
-    of CIFAR-100 take 15 MB.
-
-    What decisions are made by is on the host, so that making them never waits for a card.
-
-    Args:
-        image_size: (H, W) of the images.
-        device: Device of the images.
-
-    Attributes:
-        filled: Number of images.
+    of CIFAR-100 take 15 MB. What decisions are made by is on the host, so that making them never
+    waits for a GPU.
     """
 
     def __init__(self, image_size: tuple[int, int], device: torch.device | str = "cpu") -> None:
         self._image_size, self._device = tuple(image_size), device
         self.clear()
 
-    @property
-    def images(self) -> Tensor:
-        """uint8 [filled, H, W, 3]."""
-        return self._rows["images"][: self.filled]
-
-    @property
-    def labels(self) -> Tensor:
-        """int64 [filled], on the device."""
-        return self._rows["labels"][: self.filled]
-
-    @property
-    def indices(self) -> Tensor:
-        """int64 [filled], positions in the original stream."""
-        return self._rows["indices"][: self.filled]
-
-    @property
-    def classes(self) -> Tensor:
-        """int64 [filled], the labels, on the host."""
-        return self._rows["classes"][: self.filled]
-
-    @property
-    def held_out(self) -> Tensor:
-        """bool [filled], whether an image is kept from training, for validation; on the host."""
-        return self._rows["held_out"][: self.filled]
-
-    @property
-    def priorities(self) -> Tensor:
-        """int64 [filled]: of two images of a class, the one with the lower number is kept; on the
-        host.
-        """
-        return self._rows["priorities"][: self.filled]
+    # Of each image, [filled, ...]: images uint8 [H, W, 3], labels and indices (in the original
+    # stream) int64; on the host classes, the labels again, held_out, bool, for validation, and
+    # priorities, int64: of two images of a class, the one with the lower number is kept.
+    images, labels, indices, classes, held_out, priorities = (
+        property(lambda self, name=name: self._rows[name][: self.filled])
+        for name in ("images", "labels", "indices", "classes", "held_out", "priorities")
+    )
 
     def clear(self) -> None:
         """Removes all images."""

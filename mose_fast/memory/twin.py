@@ -1,4 +1,4 @@
-"""A copy on the host of a card memory's decisions, which depend on seed and counters only."""
+"""A copy on the host of the decisions of a memory on a GPU, which depend on seed and counters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ __all__ = ["HostTwin"]
 
 class HostTwin:
     """The tasks of all slots and the state of a reservoir memory, kept on the host by the same
-    decisions as on the card.
-
-    Args:
-        capacity: Slots M.
-        seed: The run's seed.
+    decisions as on the GPU.
 
     Attributes:
         tasks: int64 [M], as :attr:`mose_fast.memory.ReplayMemory.tasks`.
@@ -28,10 +24,6 @@ class HostTwin:
     def __init__(self, capacity: int, seed: int) -> None:
         self.tasks, self.labels = (torch.full((capacity,), -1, dtype=torch.int64) for _ in range(2))
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64)
-
-    def insert(self, count: int, task: int) -> Tensor:
-        """Places ``count`` items of a task; returns int64 [count] like the memory's ``insert``."""
-        return decide(self.tasks, self.state, count, task)
 
 
 def decide(tasks: Tensor, state: Tensor, count: int, task: int) -> Tensor:

@@ -4,7 +4,6 @@ nearest-class-mean classifier.
 
 from mose_fast.nn.alignment import AlignmentModule, AttentionGate, DownBlock
 from mose_fast.nn.backbone import BasicBlock, Stem
-from mose_fast.nn.batch_norm_act import BatchNormAct2d
 from mose_fast.nn.class_means import ClassMeans
 from mose_fast.nn.classify import CLASSIFIERS, MEAN_OF_EXPERTS, classify
 from mose_fast.nn.cosine import CosineClassifier
@@ -18,7 +17,6 @@ __all__ = [
     "AlignmentModule",
     "AttentionGate",
     "BasicBlock",
-    "BatchNormAct2d",
     "ClassMeans",
     "CosineClassifier",
     "Cost",

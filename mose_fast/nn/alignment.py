@@ -41,16 +41,11 @@ class DownBlock(nn.Module):
     def fused(
         self, x: Tensor, state: Tensor | None = None, gate: Tensor | None = None, valid_rows: int | Tensor | None = None
     ) -> AlignedMap:
-        """Computes the same by fused ops; a norm and its ReLU are applied where the map is read.
+        """The block by fused ops: its map before ``norm2`` and the ReLU, which are applied where
+        the map is read, and the state of ``norm2``.
 
-        Args:
-            x: [N, C, H, W]; with ``state`` a map whose norm and ReLU are still to come.
-            state: [4, C], the state of that norm.
-            gate: [N, C, H / 2, W / 2], the result of :meth:`AttentionGate.fused`.
-            valid_rows: The number of valid images; the images after them are padding.
-
-        Returns:
-            The block's map before ``norm2`` and its ReLU, and the state of ``norm2``.
+        ``x`` [N, C, H, W] is, with ``state`` [4, C], a map whose norm and ReLU are still to come;
+        ``gate`` [N, C, H / 2, W / 2] comes from :meth:`AttentionGate.fused`.
         """
         aligned = align_conv(
             x,
@@ -74,17 +69,11 @@ class DownBlock(nn.Module):
 
 class AlignmentModule(nn.Sequential):
     """The paper's a_i (section 4.1): down blocks ``down1``, ``down2``, ... until the deepest
-    stage's width is reached.
+    stage's width is reached, then the average pool; with no blocks the pool alone.
 
-    Maps [N, C, H, W] to [N, D] with D = C * 2**blocks; the average pool comes last, so every entry
-    is at least 0. With no blocks it is the average pool alone.
-
-    Args:
-        channels: The number of channels C.
-        blocks: The number of down blocks; each halves the map and doubles its channels.
-        kernels: ``torch``: PyTorch's modules one by one. ``fused``: the ops of
-            :mod:`mose_fast.ops`, native where there is a library; the same values up to rounding,
-            the same ``state_dict``.
+    Maps [N, C, H, W] to [N, D], D = C * 2**blocks, every entry at least 0. ``kernels`` is
+    ``torch``, PyTorch's modules one by one, or ``fused``, the ops of :mod:`mose_fast.ops`: the same
+    values up to rounding, the same ``state_dict``.
     """
 
     def __init__(self, channels: int, blocks: int, *, kernels: str = "torch") -> None:
@@ -94,10 +83,9 @@ class AlignmentModule(nn.Sequential):
         self.kernels = check_kernels(kernels)
 
     def forward(self, x: Tensor, *, gate: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
-        """Computes features [N, D].
+        """Computes features [N, D] of maps [N, C, H, W].
 
         Args:
-            x: [N, C, H, W].
             gate: [N, C, H / 2, W / 2], the result of :meth:`AttentionGate.fused`; multiplies ``x``
                 by sigmoid(its up-sampling). Fused only.
             valid_rows: The number of valid images; the images after them are padding: zero in the
@@ -133,8 +121,6 @@ class AttentionGate(nn.Module):
         return x * gate.sigmoid()
 
     def fused(self, x: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
-        """Computes the gate [N, C, H / 2, W / 2] before up-sampling and sigmoid, which are applied
-        where the gate is read.
-        """
+        """The gate [N, C, H / 2, W / 2]; up-sampling and sigmoid are applied where it is read."""
         aligned = self.down.fused(x, valid_rows=valid_rows)
         return batch_norm_act(aligned.y, Norm.of(self.norm), prologue=aligned.state, valid_rows=valid_rows)

@@ -19,9 +19,7 @@ STAGE_STRIDES = (1, 2, 2, 2)
 
 
 def backbone_parameters(width: int) -> int:
-    """Returns the number of parameters of the backbone whose first stage has ``width`` channels:
-    11,168,832 at width 64.
-    """
+    """The number of parameters; ``width`` channels in the first stage: 11,168,832 at 64."""
     count, channels = 3 * 9 * width + 2 * width, width
     for stage in range(len(STAGE_STRIDES)):
         out = width << stage
@@ -33,9 +31,7 @@ def backbone_parameters(width: int) -> int:
 
 
 def backbone_activations(width: int, image_size: tuple[int, int]) -> int:
-    """Returns the number of values that training keeps of each view for its gradients: the inputs
-    of all convolutions and batch norms.
-    """
+    """How many values training keeps of each view: inputs of all convolutions and norms."""
     pixels = image_size[0] * image_size[1]
     count = (3 + 2 * width) * pixels
     for stage, stride in enumerate(STAGE_STRIDES):
@@ -56,7 +52,7 @@ class Stem(nn.Module):
         return F.relu(self.norm(self.conv(x)))
 
     def fused(self, x: Tensor, consumers: int, valid_rows: int | Tensor | None) -> Tensor | tuple[Tensor, ...]:
-        """Computes the same by fused ops, one result for each of the ``consumers`` that read it."""
+        """The same by fused ops, one result for each of the ``consumers`` that read it."""
         return batch_norm_act(self.conv(x), Norm.of(self.norm), consumers=consumers, valid_rows=valid_rows)
 
 
@@ -108,13 +104,8 @@ class BasicBlock(nn.Module):
     def fused(
         self, x: Sequence[Tensor], consumers: int, valid_rows: int | Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Computes the same by fused ops.
-
-        Args:
-            x: The input twice, each with a gradient of its own: for the first convolution and for
-                the residual path.
-            consumers: The number of results, one for each module that reads one.
-            valid_rows: The number of valid images; the images after them are padding.
+        """The same by fused ops, one result for each of the ``consumers``; ``x`` is the input
+        twice, each with a gradient of its own: for the first convolution and for the residual path.
         """
         y = batch_norm_act(self.conv1(x[0]), Norm.of(self.norm1), valid_rows=valid_rows)
         residual, residual_norm = x[1], None
@@ -130,8 +121,6 @@ class BasicBlock(nn.Module):
         )
 
     def pooled(self, x: Sequence[Tensor], valid_rows: int | Tensor | None) -> Tensor:
-        """Computes the averages [N, C] of the result over its pixels by fused ops; for a block that
-        keeps the shape, whose result has no other reader. Arguments as for :meth:`fused`.
-        """
+        """The averages [N, C] of the result, for a block that keeps the shape."""
         y = batch_norm_act(self.conv1(x[0]), Norm.of(self.norm1), valid_rows=valid_rows)
         return batch_norm_pool(self.conv2(y), Norm.of(self.norm2), self.shortcut(x[1]), valid_rows)

@@ -21,7 +21,6 @@ class ClassMeans:
         features: float [E, N, D], the experts' aligned features of the replay memory, in evaluation
             mode.
         labels: int64 [N].
-        classes: Number of classes K.
 
     Attributes:
         means: float32 [E, K, D]; rows of classes without samples are zero.
@@ -33,20 +32,17 @@ class ClassMeans:
         counts = torch.bincount(labels, minlength=classes)
         if len(counts) > classes:
             raise ValueError(f"labels reach {len(counts) - 1}; wanted labels below classes, {classes}")
-        # A product, whose bits are always the same: on a card, index_add_ adds in any order.
+        # A product, whose bits are always the same: on a GPU, index_add_ adds in any order.
         of_class = labels == torch.arange(classes, device=labels.device).unsqueeze(1)
         sums = of_class.to(features.dtype) @ features
         self.known = counts > 0
-        # Asked once, since on a card each question waits.
+        # Asked once, since on a GPU each question waits.
         self._any_known = bool(self.known.any())
         self.means = F.normalize(sums / counts.clamp_min(1).unsqueeze(-1), dim=-1)
 
     def distances(self, features: Tensor) -> Tensor:
-        """Computes squared Euclidean distances between normalised ``features`` [E, N, D] and the
-        prototypes.
-
-        Returns:
-            float64 [E, N, K]; infinite for classes without a prototype.
+        """Squared Euclidean distances between normalised ``features`` [E, N, D] and the prototypes:
+        float64 [E, N, K], infinite for classes without a prototype.
         """
         # In float64, since prototypes of an untrained network lie within 1e-4 of each other: |a|^2
         # + |m|^2 - 2am would cancel.
@@ -55,16 +51,9 @@ class ClassMeans:
         return (squares - 2 * features @ means.transpose(1, 2)).masked_fill(~self.known, float("inf"))
 
     def predict(self, features: Tensor) -> Tensor:
-        """Predicts labels by every expert and by the mean of experts.
-
-        Args:
-            features: float [E, N, D].
-
-        Returns:
-            int64 [E + 1, N]: a row per expert, then the row of the mean of their squared distances.
-
-        Raises:
-            ValueError: No class has a prototype.
+        """The labels that every expert predicts for ``features`` [E, N, D], and in a last row those
+        by the mean of their squared distances: int64 [E + 1, N]. Raises ValueError if no class has
+        a prototype.
         """
         if not self._any_known:
             raise ValueError(

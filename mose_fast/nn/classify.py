@@ -16,16 +16,11 @@ CLASSIFIERS = tuple(MEAN_OF_EXPERTS)
 
 
 def classify(features: Tensor, logits: Tensor, means: ClassMeans | None) -> dict[str, dict[str, Tensor]]:
-    """Predicts labels by every classifier and expert.
+    """Predicts labels by every classifier and expert: ``{"ncm": {"1": ..., "mean_distance": ...},
+    "linear": {"1": ..., "mean_logit": ...}}``, int64 [N] each.
 
-    Args:
-        features: float [E, N, D]; logits: float [E, N, K].
-        means: The class means of the replay memory; None while it is empty: ``ncm`` then predicts
-            -1, no class.
-
-    Returns:
-        ``{"ncm": {"1": ..., "mean_distance": ...}, "linear": {"1": ..., "mean_logit": ...}}`` with
-        int64 [N] each.
+    ``features`` are float [E, N, D], ``logits`` float [E, N, K]. ``means`` is None while the memory
+    is empty: ``ncm`` then predicts -1, no class.
     """
     experts = [str(e + 1) for e in range(len(features))]
     logits = logits.float()

@@ -14,14 +14,9 @@ _FIT_STEPS = 100
 
 def fit_correction(logits: Tensor, labels: Tensor, newest: Tensor, shift_penalty: float) -> tuple[float, float]:
     """Scale and shift of the newest classes' logits that minimise the mean cross-entropy plus half
-    of ``shift_penalty`` times the squared shift, a convex function of both (BiC). They are found by
-    L-BFGS in float64.
-
-    Args:
-        logits: float [N, K].
-        labels: int64 [N].
-        newest: bool [K].
-        shift_penalty: At least 0.
+    of ``shift_penalty`` (at least 0) times the squared shift, a convex function of both (BiC). They
+    are found by L-BFGS in float64. ``logits`` are float [N, K], ``labels`` int64 [N], ``newest``
+    bool [K].
     """
     logits, numbers = logits.double(), torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS([numbers], max_iter=_FIT_STEPS, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
@@ -38,14 +33,9 @@ def fit_correction(logits: Tensor, labels: Tensor, newest: Tensor, shift_penalty
 
 
 class CorrectedLinear(nn.Linear):
-    """A linear classifier that, in evaluation mode, multiplies each class's logit by a scale and
-    adds a shift (BiC, docs/specification/baselines.md section 17). In training mode it is linear.
-
-    Args:
-        linear: The classifier whose parameters it takes over.
-
-    Attributes:
-        scale, shift: Buffers float32 [K]; at first 1 and 0.
+    """Takes over a linear classifier's parameters; in evaluation mode multiplies each class's logit
+    by ``scale`` and adds ``shift``, buffers float32 [K] (BiC, docs/specification/baselines.md
+    section 17). In training mode it is linear.
     """
 
     scale: Tensor

@@ -15,13 +15,9 @@ def directions(vectors: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 class CosineClassifier(nn.Module):
-    """Logits are the cosines between a feature and each class's weight vector, times a scale
-    (docs/specification/baselines.md sections 6 and 15).
-
-    Args:
-        weight: [K, D], the initial weight vectors, which become a parameter.
-        scale: The factor of the cosines, or its initial value.
-        learned_scale: Whether the scale is a parameter too (LUCIR, CCIL), or fixed (ER-AML).
+    """Logits are the cosines between a feature and each class's weight vector ([K, D], a
+    parameter), times ``scale``, which is a parameter too if ``learned_scale`` (LUCIR, CCIL), else
+    fixed (ER-AML). See docs/specification/baselines.md sections 6 and 15.
     """
 
     def __init__(self, weight: Tensor, scale: float = 10.0, *, learned_scale: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,16 +23,11 @@ class Cost(NamedTuple):
 
 
 def count_cost(network: nn.Module, forward: Callable[[Tensor], object], image_size: tuple[int, int]) -> Cost:
-    """Counts the parameters and multiply-accumulates that ``forward`` uses for one image [1, 3, H,
-    W].
+    """Counts the parameters and multiply-accumulates that ``forward``, a method of ``network``,
+    uses for one normalised image of ``image_size`` (H, W).
 
-    Norms, of maps or vectors, activations, pooling and up-sampling count no multiply-accumulates.
-    The network's state does not change.
-
-    Args:
-        network: The network that owns the modules.
-        forward: A method of ``network`` that takes a batch of normalised images.
-        image_size: (H, W).
+    Norms, activations, pooling and up-sampling count no multiply-accumulates. The network's state
+    does not change.
     """
     parameters: set[nn.Parameter] = set()
     macs = 0
@@ -47,7 +42,8 @@ def count_cost(network: nn.Module, forward: Callable[[Tensor], object], image_si
 
     was_training = network.training
     network.eval()
-    handles = [module.register_forward_hook(on_forward) for module in _leaves(network.modules())]
+    own = [module for module in network.modules() if next(module.parameters(recurse=False), None) is not None]
+    handles = [module.register_forward_hook(on_forward) for module in own]
     try:
         with torch.no_grad():
             forward(torch.zeros(1, 3, *image_size, device=next(network.parameters()).device))
@@ -56,7 +52,3 @@ def count_cost(network: nn.Module, forward: Callable[[Tensor], object], image_si
             handle.remove()
         network.train(was_training)
     return Cost(sum(p.numel() for p in parameters), macs)
-
-
-def _leaves(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    return [module for module in modules if next(module.parameters(recurse=False), None) is not None]

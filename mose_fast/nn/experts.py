@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mose_fast.nn.alignment import AlignmentModule, AttentionGate
 from mose_fast.nn.backbone import STAGE_STRIDES, BasicBlock, Stem
-from mose_fast.nn.heads import LinearMaps, linear_maps, linears
+from mose_fast.nn.heads import LinearMaps, linear_maps
 from mose_fast.nn.kernels import check_kernels
 from mose_fast.nn.side_streams import SideStreams, fork, join, on_stream
 
@@ -42,9 +42,7 @@ class ExpertOutputs(NamedTuple):
 
 
 def check_image_size(height: int, width: int) -> None:
-    """Raises ValueError unless both sides are multiples of 8: the network halves them three times,
-    and gates double them again.
-    """
+    """Raises ValueError unless both sides are multiples of 8: they are halved three times."""
     if height % 8 or width % 8 or min(height, width) < 8:
         raise ValueError(
             f"image size is {height}x{width}; wanted sides that are multiples of 8 (pad or resize, for example 28x28 to"
@@ -60,18 +58,16 @@ class ExpertNetwork(nn.Module):
     first.
 
     Args:
-        classes: Number of classes K.
         width: Channels of the first stage; the last has D = 8 * width.
         experts: Number of branch points, 1 to 8; 4 are the ends of the four stages.
         attention: Attention gates before the alignment modules of the first three stages (released
-        code only).
+            code only).
         adapter: ``Linear(D, D)`` on the student's feature before distillation (released code only).
         projection: Width P of the contrastive projections.
         student: Position of the expert that is distilled into, from 0; None: the deepest.
         init: ``kaiming_fan_out`` (released) or ``default`` (PyTorch's), for convolutions only.
-        kernels: ``torch``: PyTorch's modules one by one, the reference. ``fused``: norms, alignment
-            path, pools and heads by the ops of :mod:`mose_fast.ops`, native where there is a
-            library; the same ``state_dict``, the same values up to rounding.
+        kernels: ``torch`` or ``fused``, see :data:`mose_fast.nn.kernels.KERNELS`; the same
+            ``state_dict``, the same values up to rounding.
     """
 
     def __init__(
@@ -129,9 +125,7 @@ class ExpertNetwork(nn.Module):
         self.use_kernels(kernels)
 
     def use_kernels(self, kernels: str) -> None:
-        """Switches the network, and the alignment modules in it, to other ``kernels``; weights stay
-        as they are.
-        """
+        """Switches the network, and the alignment modules in it, to other ``kernels``."""
         self.kernels = check_kernels(kernels)
         for module in self.modules():
             if isinstance(module, AlignmentModule):
@@ -190,18 +184,16 @@ class ExpertNetwork(nn.Module):
         return torch.stack([join(stream, feature) for stream, feature in features])
 
     def _blocks(self) -> list[tuple[int, BasicBlock]]:
-        """Returns number, from 1, and module of every residual block in order."""
+        """Number, from 1, and module of every residual block in order."""
         stages = (getattr(self, f"stage{stage + 1}") for stage in range(4))
         return list(enumerate((block for stage in stages for block in (stage.block0, stage.block1)), start=1))
 
     def _branch(self, expert: int, pooled: AlignmentModule) -> tuple[AttentionGate | None, AlignmentModule]:
-        """Returns an expert's gate, if any, and its alignment module, else ``pooled``."""
+        """An expert's gate, if any, and its alignment module, else ``pooled``."""
         return getattr(self, f"gate{expert}", None), getattr(self, f"align{expert}", pooled)
 
     def deepest_feature(self, x: Tensor) -> Tensor:
-        """Computes the last expert's feature [N, D] alone: the deployed network, without alignment
-        modules and heads.
-        """
+        """The last expert's feature [N, D]: the deployed network, without alignment and heads."""
         check_image_size(*x.shape[2:])
         h = self.stem(x)
         for stage in range(1, 5):
@@ -220,7 +212,7 @@ class ExpertNetwork(nn.Module):
     def _heads(self, name: str, features: Tensor) -> Tensor:
         heads = self._modules_of(name)
         if self._batched(heads):
-            return linears(heads, features)
+            return linear_maps(features, [LinearMaps.of(heads)])[0]
         with _mixed(features):
             return torch.stack([head(feature) for head, feature in zip(heads, features, strict=True)])
 
@@ -228,9 +220,7 @@ class ExpertNetwork(nn.Module):
         return [getattr(self, f"{name}{e + 1}") for e in range(self.experts)]
 
     def _batched(self, heads: list[nn.Module]) -> bool:
-        """Whether batched products serve these heads. Methods put other modules here, such as a
-        cosine classifier.
-        """
+        """Whether batched products serve. Methods put other heads here, such as cosine ones."""
         return self.kernels == "fused" and all(type(head) is nn.Linear for head in heads)
 
     def forward(self, x: Tensor, detach_student: bool = False, valid_rows: int | Tensor | None = None) -> ExpertOutputs:

@@ -9,17 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["LinearMaps", "batched_linear", "linear_maps", "linears", "projection_mlp"]
+__all__ = ["LinearMaps", "linear_maps", "projection_mlp"]
 
 
 class LinearMaps(NamedTuple):
-    """Linear maps of one size, each of an expert's feature.
-
-    Attributes:
-        weights: n tensors [K, D].
-        biases: n tensors [K].
-        first: The position of the first map's expert; the others follow it.
-        detached: Whether the features receive no gradient from these maps.
+    """Linear maps of one size: weights n x [K, D] and biases n x [K], of the features of the
+    experts from ``first`` on, which receive no gradient if ``detached``.
     """
 
     weights: Sequence[Tensor]
@@ -33,53 +28,19 @@ class LinearMaps(NamedTuple):
 
 
 def linear_maps(x: Tensor, groups: Sequence[LinearMaps]) -> tuple[Tensor, ...]:
-    """Computes x_e W_e^T + b_e for groups of maps, each group as a single batched product.
+    """Computes x_e W_e^T + b_e of ``x`` [E, N, D] for groups of maps, each group as a single
+    batched product [n, N, K].
 
     Equal to ``F.linear`` of each expert within rounding. Weights and biases of another dtype than
     ``x`` are cast to it; their gradients have their own dtypes. Under autocast the products run in
     autocast's dtype, as ``F.linear`` would. The groups share what they launch beside their
     products, forward and backward; the result can be differentiated once.
-
-    Args:
-        x: [E, N, D].
-        groups: The maps.
-
-    Returns:
-        [n, N, K] of each group.
     """
     layout = tuple((len(group.weights), group.first, group.detached) for group in groups)
     weights, biases = (tuple(t for group in groups for t in group[part]) for part in (0, 1))
     if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, (x, *weights))):
         return _products(layout, x, (*weights, *biases))[0]
     return _LinearMaps.apply(layout, x, *weights, *biases)
-
-
-def batched_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Computes one linear map per expert, see :func:`linear_maps`.
-
-    Args:
-        x: [E, N, D].
-        weights: E tensors [K, D].
-        biases: E tensors [K].
-
-    Returns:
-        [E, N, K].
-
-    Raises:
-        ValueError: There are not as many weights and biases as experts.
-    """
-    if not len(x) == len(weights) == len(biases):
-        raise ValueError(
-            f"there are {len(x)} experts, {len(weights)} weights and {len(biases)} biases; wanted as many of each"
-        )
-    return linear_maps(x, [LinearMaps(weights, biases)])[0]
-
-
-def linears(modules: Sequence[nn.Linear], x: Tensor) -> Tensor:
-    """Applies :func:`batched_linear` with the parameters of E modules of one size, each with a
-    bias: [E, N, D] to [E, N, K].
-    """
-    return batched_linear(x, [m.weight for m in modules], [m.bias for m in modules])
 
 
 class _LinearMaps(torch.autograd.Function):
@@ -120,9 +81,7 @@ class _LinearMaps(torch.autograd.Function):
 def _products(
     layout: Sequence[tuple[int, int, bool]], x: Tensor, parameters: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], Tensor, list[Tensor]]:
-    """The products, and what they were computed from: ``x`` in their dtype, each group's
-    weights.
-    """
+    """The products, the ``x`` in their dtype and each group's weights."""
     place, counts = x.device.type, [count for count, _, _ in layout]
     dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else x.dtype
     with torch.autocast(place, enabled=False):
@@ -138,9 +97,7 @@ def _products(
 
 
 def _together(tensors: Sequence[Tensor], counts: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Groups of tensors of one size, each group as one tensor of ``dtype``: one copy and one cast
-    for all.
-    """
+    """Groups of tensors of one size, each as one tensor of ``dtype``: one copy and cast for all."""
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     groups = [tensors[end - count : end] for count, end in zip(counts, ends, strict=True)]
     flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype)

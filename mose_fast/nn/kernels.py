@@ -21,12 +21,8 @@ def check_kernels(kernels: str) -> str:
 
 
 def choose_kernels(wanted: str, device: torch.device) -> str:
-    """Returns the kernels that a configuration's ``kernels`` means on a device: ``auto`` is
-    ``fused`` where CUDA kernels run and the self-check has not switched off all of them.
-
-    Args:
-        wanted: ``auto``, ``fused`` or ``torch``.
-        device: The network's device.
+    """The kernels that the setting ``kernels`` means on a network's device: ``auto`` is ``fused``
+    where CUDA kernels run and the self-check has not switched off all of them.
     """
     if wanted != "auto":
         return wanted

@@ -32,25 +32,17 @@ def fit_probe(
     sequence: int,
     after_step: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
-    """Fits a linear classifier by cross-entropy: SGD with momentum 0.9 from zero weights, in
-    batches of 256. Each pass draws as many rows as there are, with replacement, from each class
-    equally often.
+    """Fits a linear classifier by cross-entropy to ``features`` float32 [N, D] and ``labels`` int64
+    [N]: SGD with momentum 0.9 from zero weights, in batches of 256. Each pass draws as many rows as
+    there are, with replacement, from each class equally often. Returns weight float32 [K, D] and
+    bias float32 [K].
 
     With features that are not negative it never predicts a class without rows: the logits of all
     classes sum to zero, and those of such a class are negative.
 
     Args:
-        features: float32 [N, D], N at least 1.
-        labels: int64 [N].
-        classes: Number of classes K.
-        passes: Number of passes.
         lr: Learning rate of the first passes; see :func:`probe_rate`.
-        seed: The run's seed.
         sequence: Number of the fit, times at least ``passes``.
-        after_step: Called after each step.
-
-    Returns:
-        Weight float32 [K, D] and bias float32 [K].
     """
     device, count = features.device, len(features)
     rows = torch.cat([features, features.new_ones(count, 1)], 1)

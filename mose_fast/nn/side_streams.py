@@ -19,10 +19,8 @@ __all__ = ["SideStreams", "fork", "join", "on_stream"]
 
 
 class SideStreams:
-    """A stream for each branch, made when it is first used; a copy of a network makes its own.
-
-    Attributes:
-        on: Whether branches have streams in training on a card; else they run one after the other.
+    """A stream for each branch in training on a GPU, unless ``on`` is False; made when it is first
+    used, and a copy of a network makes its own.
     """
 
     def __init__(self, on: bool = True) -> None:
@@ -48,17 +46,14 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager:
 
 
 def fork(stream: torch.cuda.Stream | None, maps: Sequence[Tensor], valid_rows: int | Tensor | None) -> Sequence[Tensor]:
-    """Gives maps and ``valid_rows`` of the current stream to a branch on ``stream``, which from
-    here on waits for them; in the backward pass the current stream waits for the branch's
-    gradients.
+    """Gives maps and ``valid_rows`` of the current stream to a branch on ``stream``, which waits
+    for them; in the backward pass the current stream waits for the branch's gradients.
     """
     return maps if stream is None else _Fork.apply(stream, valid_rows, *maps)
 
 
 def join(stream: torch.cuda.Stream | None, result: Tensor) -> Tensor:
-    """Gives the result of a branch on ``stream`` to the current stream, which from here on waits
-    for it; in the backward pass the branch waits for its gradient.
-    """
+    """Gives the result of a branch to the current stream, and its gradient back; each waits."""
     return result if stream is None else _Join.apply(stream, result)
 
 

@@ -20,7 +20,7 @@ _NOT_SERVED = ("amsgrad", "maximize", "decoupled_weight_decay", "differentiable"
 
 
 def _strides_in_memory(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the strides of a dense tensor with the shape and the memory order of this one."""
+    """The strides of a dense tensor with the shape and the memory order of this one."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
@@ -51,10 +51,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     Args:
         params: Parameters, or pairs of name and parameter: float32, on one device; one group.
-        lr: The learning rate.
         betas: The decay of the two moments, each in [0, 1).
-        eps: The term added to the root of the second moment.
-        weight_decay: The factor of the weight that is added to its gradient.
         shadow_dtype: bfloat16 or float16; None: the parameters are the leaves.
 
     Attributes:
@@ -221,17 +218,13 @@ class FlatAdam(torch.optim.Optimizer):
             group["lr"] = self._lr
 
     def _keep_moments(self, position: int) -> None:
-        """Puts the moments of a parameter into ``state``, from its first gradient on, as
-        torch.optim.Adam does.
-        """
+        """Puts a parameter's moments into ``state``, from its first gradient on."""
         parameter = self._parameters[position]
         if parameter not in self.state:
             self.state[parameter] = self._moments[position]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a state that ``torch.optim.Adam`` can load: the learning rate is a number,
-        tensors are views of the buffers, not copies.
-        """
+        """A state that ``torch.optim.Adam`` can load; tensors are views of the buffers."""
         self._take_over_lr()
         state = super().state_dict()
         state["param_groups"][0]["lr"] = self._lr.item()
@@ -243,12 +236,9 @@ class FlatAdam(torch.optim.Optimizer):
         captured graphs use it.
 
         Moments of parameters without a state become zero. The shadows are rewritten, :attr:`latch`
-        stays as it is.
-
-        Raises:
-            ValueError: The state is of another number of parameters or groups, a tensor has another
-                shape, or it wants what this class does not do (amsgrad, maximize, decoupled weight
-                decay).
+        stays as it is. Raises ValueError if the state is of another number of parameters or
+        groups, a tensor has another shape, or it wants what this class does not do (amsgrad,
+        maximize, decoupled weight decay).
         """
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]

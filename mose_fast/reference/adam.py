@@ -35,9 +35,7 @@ def adam_step(
     loss: Tensor | None = None,
     latch: Tensor | None = None,
 ) -> None:
-    """Takes one step in place, without waiting for the device;
-    :func:`mose_fast.ops.adam.adam_step` describes the arguments.
-    """
+    """Takes one step in place, without waiting; see :func:`mose_fast.ops.adam.adam_step`."""
     frozen = torch.zeros((), dtype=torch.bool, device=master.device) if latch is None else latch.clone()
     if loss is not None:
         frozen |= ~loss.reshape(()).isfinite()

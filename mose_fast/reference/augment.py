@@ -25,10 +25,8 @@ GREY_WEIGHTS = (0.299, 0.587, 0.114)
 
 
 def orient(images: Tensor, code: int) -> Tensor:
-    """Turns images into one of the sixteen orientations.
-
-    Raises:
-        ValueError: The code is outside 0 to 15, or turns images that are not square.
+    """Turns images into one of the sixteen orientations. Raises ValueError if the code is
+    outside 0 to 15, or turns images that are not square.
     """
     if not 0 <= code < 16:
         raise ValueError(f"orientation code is {code}; wanted 0 to 15")
@@ -47,13 +45,10 @@ def orient(images: Tensor, code: int) -> Tensor:
 
 
 def crop(images: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Crops and resizes: samples a window bilinearly at the image's own size, with reflection
-    beyond the border.
-
-    Args:
-        images: [N, 3, H, W].
-        scale: [N, 2], the window's width and height as fractions of the image's.
-        offset: [N, 2], the window's centre (x, y) in half image sizes, from the image's centre.
+    """Crops and resizes images [N, 3, H, W]: samples a window bilinearly at the image's own size,
+    with reflection beyond the edge. ``scale`` [N, 2] is the window's width and height as fractions
+    of the image's, ``offset`` [N, 2] its centre (x, y) in half image sizes, from the image's
+    centre.
     """
     theta = images.new_zeros(len(images), 2, 3)
     theta[:, 0, 0], theta[:, 1, 1], theta[:, :, 2] = scale[:, 0], scale[:, 1], offset
@@ -68,10 +63,7 @@ def grayscale(images: Tensor) -> Tensor:
 
 
 def _to_hsv(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Hue in turns, saturation, value.
-
-    The hue is the angle in the chromaticity plane (as released), not the piecewise linear one.
-    """
+    """Hue (the angle in the chromaticity plane, as released) in turns, saturation, value."""
     red, green, blue = images.unbind(1)
     value, low = images.amax(1), images.amin(1)
     turns = torch.atan2(math.sqrt(3) * (green - blue), 2 * red - green - blue) / (2 * math.pi)
@@ -88,12 +80,11 @@ def _from_hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 
 def jitter(images: Tensor, factors: Tensor, contrast_first: Tensor) -> Tensor:
-    """Colour jitter of images in [0, 1], clamped to that range.
+    """Colour jitter of images [N, 3, H, W] in [0, 1], clamped to that range.
 
     Args:
-        images: [N, 3, H, W].
         factors: [N, 4]: hue in units of 255/360 turns (as released), then factors of saturation,
-        value and contrast.
+            value and contrast.
         contrast_first: bool [N]: contrast before hue, saturation and value, or after them.
     """
 
@@ -114,25 +105,21 @@ def jitter(images: Tensor, factors: Tensor, contrast_first: Tensor) -> Tensor:
 def apply_views(
     images: Tensor, codes: Tensor, factors: Tensor, mean: Tensor, std: Tensor, *, jitter_normalised: bool = False
 ) -> Tensor:
-    """Augments images by parameters drawn with ``draw_augment_parameters`` and normalises them.
+    """Augments images, float [N, 3, H, W] in [0, 1], by parameters drawn with
+    ``draw_augment_parameters`` and normalises them.
 
     Order: mirror, crop, jitter (before normalisation, or after it as released), normalise, grey.
     Crop and mirror act on pixels before normalisation, which is the same since both only average
     pixels of one channel.
 
     Args:
-        images: float [N, 3, H, W] in [0, 1].
         codes: int32 [N, 6]: mirror, crop width, crop height, offset x, offset y (pixels; offsets
             are in half pixels of the image, see ``crop``), flags (bit 0 grey, bit 1 jitter, bit 2
             contrast first).
         factors: float32 [N, 4], see :func:`jitter`.
-        mean: float [3], the channel means of images in [0, 1].
-        std: float [3], their standard deviations.
+        mean, std: float [3], of the channels of images in [0, 1].
         jitter_normalised: Jitter the normalised images, clamping them to [0, 1], as the released
             code does.
-
-    Returns:
-        float [N, 3, H, W], normalised.
     """
     size = images.new_tensor([images.shape[3], images.shape[2]])
     images = torch.where(codes[:, 0].view(-1, 1, 1, 1) != 0, images.flip(3), images)
@@ -175,14 +162,10 @@ def augment(
     dtype: torch.dtype,
     channels: int,
 ) -> Tensor:
-    """Makes views of rows of uint8 sources; see :func:`mose_fast.ops.augment.augment`.
-
-    Works in float32 and rounds to ``dtype``; in float64 if that is ``dtype``, as the truth that
-    others are compared with.
-
-    Raises:
-        IndexError: A number in ``rows`` or ``layout`` is out of range.
-        ValueError: An orientation code does not fit.
+    """Makes views of rows of uint8 sources; see :func:`mose_fast.ops.augment.augment`. Works in
+    float32 and rounds to ``dtype``; in float64 if that is ``dtype``, as the truth that others are
+    compared with. Raises IndexError if a number in ``rows`` or ``layout`` is out of range,
+    ValueError if an orientation code does not fit.
     """
     gathered = _gather(sources, rows)
     limits = (("positions in rows", 0, len(rows)), ("orientation codes", 0, 16), ("draws", -1, len(codes)))

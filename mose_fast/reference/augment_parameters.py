@@ -29,18 +29,9 @@ _TRIALS = 10
 @dataclass(frozen=True)
 class Recipe:
     """Probabilities and ranges from which views are drawn (docs/specification/mose.md section 5.3;
-    SCR's and SimCLR's augmentations).
-
-    Attributes:
-        mirror_p: Probability of a horizontal mirror.
-        gray_p: Probability of grayscale.
-        area_low: Smallest share of the image's area that a crop covers; 1 means no crop.
-        area_high: Largest share.
-        jitter_p: Probability of colour jitter.
-        brightness: Half width of the brightness (value) factor around 1.
-        contrast: Half width of the contrast factor around 1.
-        saturation: Half width of the saturation factor around 1.
-        hue: Half width of the hue shift around 0.
+    SCR's and SimCLR's augmentations): ``_p`` are probabilities, ``area_`` the smallest and largest
+    share of the image's area that a crop covers (1: no crop), the others half widths of jitter
+    factors around 1, of the hue's shift around 0.
     """
 
     mirror_p: float = 0.0
@@ -55,9 +46,7 @@ class Recipe:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """exp(x) for |x| <= 0.3, within 2 ulp: the Taylor polynomial of degree 13 by Horner's rule,
-    float64 [...].
-    """
+    """exp(x) for |x| <= 0.3, float64, within 2 ulp: Taylor polynomial of degree 13 by Horner."""
     p = torch.full_like(x, 1.0 / math.factorial(13))
     for k in range(12, -1, -1):
         p = p * x + 1.0 / math.factorial(k)
@@ -66,14 +55,7 @@ def exponential(x: Tensor) -> Tensor:
 
 def _draw_crops(recipe: Recipe, seed: Tensor, sequence: Tensor, items: Tensor, height: int, width: int) -> Tensor:
     """int64 [4, count]: width, height, offset_x, offset_y of each crop, in pixels."""
-    crops = torch.stack(
-        [
-            torch.full_like(items, width),
-            torch.full_like(items, height),
-            torch.zeros_like(items),
-            torch.zeros_like(items),
-        ]
-    )
+    crops = torch.tensor([width, height, 0, 0], device=items.device)[:, None].repeat(1, len(items))
     if recipe.area_low >= 1:
         return crops
     found = torch.zeros_like(items, dtype=torch.bool)
@@ -95,9 +77,7 @@ def _draw_crops(recipe: Recipe, seed: Tensor, sequence: Tensor, items: Tensor, h
 def draw_augment_parameters(
     recipe: Recipe, seed: int, sequence: int | Tensor, count: int, height: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Draws one view's parameters for each of ``count`` images; see
-    :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`.
-    """
+    """See :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`."""
     key = torch.tensor(seed, device=device)
     step = torch.as_tensor(sequence, device=device).reshape(())
     items = torch.arange(count, device=device)

@@ -19,10 +19,8 @@ __all__ = ["Norm", "norm_state", "normalised", "valid_mask", "without_padding"]
 
 class Norm(NamedTuple):
     """A batch norm's parameters and running statistics, each [C] in float32 (float64 beside float64
-    maps); None where it has none.
-
-    ``training``: use the batch's statistics and let them enter the running ones; else use the
-    running ones as they are.
+    maps); None where it has none. ``training``: use the batch's statistics and let them enter the
+    running ones; else use the running ones as they are.
     """
 
     weight: Tensor | None
@@ -36,15 +34,12 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.BatchNorm2d) -> Norm:
-        """Returns the norm that a PyTorch module computes at this moment, by its own settings.
+        """The norm that a PyTorch module computes at this moment, by its own settings.
 
         In training: the batch's statistics, which enter the running ones unless
-        ``track_running_stats`` is False, as it may be set for a while. In evaluation (``eval()``):
-        the running statistics, or the batch's where the module has none.
-
-        Raises:
-            ValueError: It updates its running statistics and its momentum is None (a cumulative
-                average).
+        ``track_running_stats`` is False, as it may be set for a while. In evaluation: the running
+        statistics, or the batch's where the module has none. Raises ValueError if it updates its
+        running statistics and its momentum is None (a cumulative average).
         """
         tracks = module.training and module.track_running_stats
         if tracks and module.momentum is None:
@@ -75,13 +70,11 @@ def without_padding(y: Tensor, valid_rows: int | Tensor | None) -> Tensor:
 
 def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) -> Tensor:
     """Computes the state [4, C] of a norm over a map [N, C, H, W], differentiable; in training it
-    updates the running statistics as PyTorch does.
+    updates the running statistics as PyTorch does. Raises ValueError for one element a channel in
+    training, as PyTorch does.
 
     Statistics are those of ``y`` as it is stored, computed in float32 (float64 for float64). Padded
     rows do not count.
-
-    Raises:
-        ValueError: One element a channel in training, PyTorch's own error.
     """
     wide = without_padding(y, valid_rows).to(torch.float64 if y.dtype == torch.float64 else torch.float32)
     if norm.training:
@@ -111,9 +104,7 @@ def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) ->
 
 
 def normalised(y: Tensor, state: Tensor, *, relu: bool = True) -> Tensor:
-    """Computes norm(y), rectified if ``relu``, in the state's dtype (float32 or float64), not
-    rounded to that of ``y``.
-    """
+    """norm(y), rectified if ``relu``, in the state's dtype (float32 or float64)."""
     mean, _, scale, shift = (row.view(1, -1, 1, 1) for row in state)
     z = (y.to(state.dtype) - mean) * scale + shift
     return F.relu(z) if relu else z

@@ -27,19 +27,12 @@ def _normalise(x: Tensor) -> Tensor:
 
 def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Computes the supervised contrastive loss over one batch of views (paper eq. for L_scl; Khosla
-    et al. 2020).
+    et al. 2020), a scalar, float32 (float64 for float64 features).
 
     For an anchor i with positives P(i) = {j != i, y_j = y_i}: -(1/|P(i)|) sum_p (s_ip - log sum_{j
     != i} exp s_ij), with s_ij = n(z_i) . n(z_j) / temperature; the mean over the anchors that have
-    a positive. Without any positive the loss is 0 with zero gradient.
-
-    Args:
-        features: [N, P], not normalised.
-        labels: int64 [N].
-        temperature: Above 0.
-
-    Returns:
-        A scalar, float32 (float64 for float64 features).
+    a positive. Without any positive the loss is 0 with zero gradient. ``features`` [N, P] are not
+    normalised, ``labels`` int64 [N], ``temperature`` above 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; wanted a number above 0")
@@ -58,16 +51,9 @@ def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Te
 
 
 def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> Tensor:
-    """Computes the mean cross-entropy with the softmax over the classes of a mask (paper eq. for
-    L_ce,new).
-
-    Args:
-        logits: [N, K].
-        labels: int64 [N], inside the mask.
-        classes: bool [K] on the logits' device; None: all classes.
-
-    Returns:
-        A scalar, float32 (float64 for float64 logits); 0 with zero gradient for N = 0.
+    """Computes the mean cross-entropy of logits [N, K] and labels int64 [N] with the softmax over
+    the ``classes`` of a mask, bool [K] on the logits' device; None: all (paper eq. for L_ce,new). A
+    scalar, float32 (float64 for float64 logits); 0 with zero gradient for N = 0.
     """
     logits = _at_least_float32(logits)
     if len(logits) == 0:
@@ -78,17 +64,12 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None 
 
 
 def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
-    """Computes the distance between two sets of features on the unit sphere (paper eq. RSD;
-    docs/specification/mose.md section 9.3).
+    """Computes the distance between two sets of features [N, D] on the unit sphere, neither
+    detached (paper eq. RSD; docs/specification/mose.md section 9.3): a scalar, whose gradient is 0
+    at distance 0.
 
-    Args:
-        student: [N, D].
-        teacher: [N, D]. Neither side is detached here.
-        reduction: ``frobenius``: the norm of the whole difference, sqrt(sum_b d_b^2) (released
-            code); ``mean_of_norms``: mean_b d_b (paper).
-
-    Returns:
-        A scalar; at distance 0 its gradient is 0.
+    ``reduction`` is ``frobenius``: the norm of the whole difference, sqrt(sum_b d_b^2) (released
+    code); or ``mean_of_norms``: mean_b d_b (paper).
     """
     if reduction not in ("frobenius", "mean_of_norms"):
         raise ValueError(f"reduction is {reduction!r}; wanted frobenius or mean_of_norms")
@@ -124,10 +105,8 @@ def expert_losses(
     per expert; training minimises their sum.
 
     :func:`mose_fast.ops.expert_losses.expert_losses` describes the arguments; here scalars may be
-    on any device.
-
-    Returns:
-        [E, 3], float32 (float64 for float64 inputs); terms that are switched off are 0.
+    on any device. Returns [E, 3], float32 (float64 for float64 inputs); terms that are switched off
+    are 0.
     """
     if valid_rows is not None:
         valid = int(valid_rows)

@@ -19,10 +19,7 @@ _MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw; no two purposes ever share a counter.
-
-    Saved runs depend on these numbers.
-    """
+    """The purpose of a draw; no two share a counter. Saved runs depend on these numbers."""
 
     RESERVOIR = 1
     DRAW = 2
@@ -47,14 +44,8 @@ def _high(value: Tensor) -> Tensor:
 
 
 def philox4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Applies the bijection: ten rounds on a counter of four words under a key of two.
-
-    Args:
-        counter: Four int64 tensors with values in ``[0, 2**32)``, of shapes that broadcast.
-        key: Two such tensors.
-
-    Returns:
-        Four int64 tensors with values in ``[0, 2**32)``.
+    """Applies the bijection: ten rounds on a counter of four words under a key of two, int64
+    tensors with values in ``[0, 2**32)`` whose shapes broadcast. Returns four such tensors.
     """
     c0, c1, c2, c3 = counter
     key0, key1 = key
@@ -68,18 +59,9 @@ def philox4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tu
 
 
 def philox(seed: Tensor, sequence: Tensor, item: Tensor, purpose: Purpose, lane: int = 0) -> tuple[Tensor, ...]:
-    """Draws four random words for every element of the broadcast of ``seed``, ``sequence`` and
-    ``item``.
-
-    Args:
-        seed: int64; all 64 bits are the key.
-        sequence: int64; all 64 bits count.
-        item: int64 in ``[0, 2**32)``.
-        purpose: The purpose of the words.
-        lane: In ``[0, 2**24)``; further words for the same purpose.
-
-    Returns:
-        Four int64 tensors with values in ``[0, 2**32)``.
+    """Draws four random words, int64 in ``[0, 2**32)``, for every element of the broadcast of
+    ``seed``, ``sequence`` (int64, all bits count) and ``item`` (int64 in ``[0, 2**32)``). ``lane``,
+    in ``[0, 2**24)``, gives further words for the same purpose.
     """
     last = torch.full_like(item, int(purpose) | lane << 8)
     return philox4x32_10((_low(sequence), _high(sequence), item, last), (_low(seed), _high(seed)))
@@ -87,12 +69,8 @@ def philox(seed: Tensor, sequence: Tensor, item: Tensor, purpose: Purpose, lane:
 
 def uniform_below(high: Tensor, low: Tensor, n: Tensor) -> Tensor:
     """Draws uniform integers in ``[0, n)`` from 64 random bits: the high half of the 128-bit
-    product ``(high * 2**32 + low) * n``.
-
-    Args:
-        high: int64 words in ``[0, 2**32)``.
-        low: int64 words in ``[0, 2**32)``.
-        n: int64 in ``[1, 2**63)``.
+    product ``(high * 2**32 + low) * n``. ``high`` and ``low`` are int64 words in ``[0, 2**32)``,
+    ``n`` int64 in ``[1, 2**63)``.
     """
     n_low, n_high = _low(n), _high(n)
     low_low, low_high, high_low = low * n_low, low * n_high, high * n_low
@@ -101,9 +79,7 @@ def uniform_below(high: Tensor, low: Tensor, n: Tensor) -> Tensor:
 
 
 def uniform_below32(word: Tensor, n: Tensor | int) -> Tensor:
-    """Draws uniform integers in ``[0, n)`` from one word, for small ``n`` (an int or int64, at most
-    ``2**31``): ``word * n >> 32``.
-    """
+    """Uniform integers in ``[0, n)`` from one word, n at most ``2**31``: ``word * n >> 32``."""
     return word * n >> 32
 
 

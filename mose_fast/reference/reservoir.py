@@ -26,15 +26,9 @@ class SlotFilter(IntEnum):
 
 
 def reservoir_slots(seed: Tensor, positions: Tensor, capacity: int) -> Tensor:
-    """Applies Algorithm R (Vitter 1985) to every item by itself, whatever the batch.
-
-    Args:
-        seed: int64 [].
-        positions: int64 [B]: positions in the stream, from 0.
-        capacity: The number of the memory's slots.
-
-    Returns:
-        int64 [B]: the slot each item is written to, -1 where it is rejected.
+    """Applies Algorithm R (Vitter 1985) to every item by itself, whatever the batch: from
+    ``positions`` in the stream, int64 [B], to the slot each item is written to, int64 [B], -1 where
+    it is rejected.
     """
     words = philox(seed, positions, torch.zeros_like(positions), Purpose.RESERVOIR)
     drawn = uniform_below(words[0], words[1], positions + 1)

@@ -1,4 +1,4 @@
-"""The self-check: whether the native ops compute on this card what PyTorch does, before the first
+"""The self-check: whether the native ops compute on this GPU what PyTorch does, before the first
 run depends on them.
 
 :func:`settle` is what a learner calls; :mod:`rows` is the table of the check, and

@@ -1,5 +1,5 @@
 """Inputs of the native ops, drawn from a seed, and every result of an op by name: what the
-self-check and the tests of kernels on a card compare.
+self-check and the tests of kernels on a GPU compare.
 
 Results whose name begins with ``gradient`` are those of the backward pass. Padding holds NaN, which
 no op may read.
@@ -61,6 +61,7 @@ __all__ = [
 ]
 
 Results = dict[str, Tensor]
+Size = tuple[int, int, int, int]  # of a map: [N, C, H, W]
 
 _CPU = torch.device("cpu")
 #: A value before its ReLU: nothing may depend on which side of zero rounding puts it.
@@ -68,17 +69,11 @@ _EDGE = {torch.float32: 1e-3, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 
 
 class Problem(ABC):
-    """Inputs of one op.
-
-    Args:
-        dtype: Of maps and other inputs.
-        device: Where the tensors are.
-        seed: Of the draws.
-        valid: Images or rows that are no padding; None: all.
+    """Inputs of one op, ``valid`` of whose images or rows are no padding (None: all). Subclasses
+    take the shape and other arguments of their own before those of this class.
 
     Attributes:
-        op: The op.
-        form: PyTorch's form of it.
+        op: The op, and ``form``, PyTorch's form of it.
         rounded: How many maps are rounded to ``dtype`` between inputs and results; 0 where all is
             computed in float32 and rounded once.
         floor: What another order of sums may cost, of the largest number of a result: 64 roundings
@@ -98,9 +93,7 @@ class Problem(ABC):
     def run(
         self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None, **options: Any
     ) -> Results:
-        """The results of ``function``, which is called like :attr:`op`, with everything in
-        ``dtype``; None: as it is.
-        """
+        """The results of ``function``, called like :attr:`op`, with everything in ``dtype``."""
 
     def ours(self, **options: Any) -> Results:
         """The op's results, with the number of rows as captured steps give it."""
@@ -192,24 +185,13 @@ class Shape:
 
 
 class AlignConv(Problem):
-    """Results: y, state, gradients, running statistics. Without ``training`` the norm uses its
-    running statistics.
-    """
+    """Results: y, state, gradients, running statistics, which serve without ``training``."""
 
     op, form = staticmethod(align_conv), staticmethod(reference_align_conv.align_conv)
     rounded = 2  # what enters the convolutions, and what is between them
 
-    def __init__(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: str,
-        seed: int,
-        valid: int | None = None,
-        *,
-        training: bool = True,
-    ) -> None:
-        super().__init__(dtype, device, seed, valid)
+    def __init__(self, shape: Shape, *common: Any, training: bool = True, **padding: int | None) -> None:
+        super().__init__(*common, **padding)
         self.shape, self.training, width = shape, training, shape.width or shape.side
         x = self.map(shape.images, shape.channels, shape.side, width)
         rows = [self.normal(shape.channels) for _ in range(3)]
@@ -220,8 +202,8 @@ class AlignConv(Problem):
         self.x = x
         gate = self.map(shape.images, shape.channels, shape.side // 2, width // 2).relu()
         self.gate = gate if shape.gate else None
-        self.depthwise = (self.normal(shape.channels, 1, 3, 3) * 0.3).to(dtype)
-        self.pointwise = (self.normal(shape.out_channels, shape.channels, 1, 1) * shape.channels**-0.5).to(dtype)
+        self.depthwise = (self.normal(shape.channels, 1, 3, 3) * 0.3).to(self.dtype)
+        self.pointwise = (self.normal(shape.out_channels, shape.channels, 1, 1) * shape.channels**-0.5).to(self.dtype)
         self.module = self.norm(shape.out_channels)
         out = (shape.side - 1) // shape.stride + 1, (width - 1) // shape.stride + 1
         self.grads = self.map(shape.images, shape.out_channels, *out, scale=0.1), self.normal(4, shape.out_channels)
@@ -250,16 +232,9 @@ FORMS = ("plain", "residual", "two norms", "prologue")
 
 
 class BatchNormAct(Problem):
-    """Results: y, gradients, running statistics.
-
-    Args:
-        form_of_op: One of :data:`FORMS`.
-        shape: [N, C, H, W].
-        dtype, device, seed, valid: See :class:`Problem`.
-        consumers: Gradients that are added up.
-        offset: Mean of the maps.
-        deviation: Their standard deviation.
-        training: False: the norms use their running statistics.
+    """Results: y, gradients, running statistics. ``form_of_op`` is one of :data:`FORMS`,
+    ``consumers`` the number of gradients that are added up, ``offset`` and ``deviation`` are those
+    of the maps. Without ``training`` the norms use their running statistics.
     """
 
     op, form = staticmethod(batch_norm_act), staticmethod(reference_act.batch_norm_act)
@@ -268,31 +243,28 @@ class BatchNormAct(Problem):
     def __init__(
         self,
         form_of_op: str,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
-        device: str,
-        seed: int,
-        valid: int | None = None,
-        *,
+        shape: Size,
+        *common: Any,
         consumers: int = 1,
         offset: float = 0.5,
         deviation: float = 2.0,
         training: bool = True,
+        **padding: int | None,
     ) -> None:
-        super().__init__(dtype, device, seed, valid)
+        super().__init__(*common, **padding)
         channels, self.training = shape[1], training
         self.form_of_op, self.consumers = form_of_op, consumers
         self.x, self.residual = (self.map(*shape, scale=deviation, shift=offset) for _ in range(2))
         self.grads = [self.map(*shape) for _ in range(consumers)]
         self.norms = [self.norm(channels) for _ in range(2)]
-        ones = torch.ones(channels, device=device)
+        ones = torch.ones(channels, device=self.device)
         rows = [ones * offset - 0.3, ones / deviation, self.normal(channels).abs() + 0.5, ones * 0.1]
         self.state = torch.stack(rows)
         if form_of_op == "prologue":
             near = reference_norm.normalised(self.x.float(), self.state, relu=False).abs() < 1e-3
-            self.x = _channels_last(torch.where(near, (rows[0] + 1).view(1, -1, 1, 1).to(dtype), self.x))
-        z = self.run(partial(self.form, relu=False), torch.float64, valid)["y"]
-        self.grads = [_channels_last(torch.where(z.abs() < _EDGE[dtype], 0, g)) for g in self.grads]
+            self.x = _channels_last(torch.where(near, (rows[0] + 1).view(1, -1, 1, 1).to(self.dtype), self.x))
+        z = self.run(partial(self.form, relu=False), torch.float64, self.valid)["y"]
+        self.grads = [_channels_last(torch.where(z.abs() < _EDGE[self.dtype], 0, g)) for g in self.grads]
         self.pad(self.x, self.residual, *self.grads)
 
     def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None) -> Results:
@@ -317,10 +289,8 @@ class NormState(Problem):
 
     op, form = staticmethod(norm_state), staticmethod(reference_norm.norm_state)
 
-    def __init__(
-        self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, seed: int, valid: int | None = None
-    ) -> None:
-        super().__init__(dtype, device, seed, valid)
+    def __init__(self, shape: Size, *common: Any, **padding: int | None) -> None:
+        super().__init__(*common, **padding)
         self.x = self.map(*shape, scale=2.0, shift=0.5)
         self.module, self.grad = self.norm(shape[1]), self.normal(4, shape[1])
         self.pad(self.x)
@@ -344,26 +314,18 @@ class BatchNormPool(Problem):
     op, form = staticmethod(batch_norm_pool), staticmethod(by_reference)
 
     def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
-        device: str,
-        seed: int,
-        valid: int | None = None,
-        *,
-        offset: float = 0.5,
-        training: bool = True,
+        self, shape: Size, *common: Any, offset: float = 0.5, training: bool = True, **padding: int | None
     ) -> None:
-        super().__init__(dtype, device, seed, valid)
+        super().__init__(*common, **padding)
         channels, self.training = shape[1], training
         x, residual = (self.map(*shape, scale=2.0, shift=shift) for shift in (offset, 0.0))
         self.weight, self.bias = self.normal(channels).abs() + 0.5, self.normal(channels) / 4
         self.running = [self.normal(channels), self.normal(channels).abs() + 0.5]
         norm = Norm(*(t.double() for t in (self.weight, self.bias, *self.running)), training=training)
-        z = reference_act.batch_norm_act(x.double(), norm, relu=False, residual=residual, valid_rows=valid)
-        near = z.abs() < max(_EDGE[dtype], 2e-3) * max(1.0, offset / 10)
+        z = reference_act.batch_norm_act(x.double(), norm, relu=False, residual=residual, valid_rows=self.valid)
+        near = z.abs() < max(_EDGE[self.dtype], 2e-3) * max(1.0, offset / 10)
         self.maps = [x, _channels_last(torch.where(near, residual + 0.25, residual))]
-        self.grad = self.normal(*shape[:2]).to(dtype)
+        self.grad = self.normal(*shape[:2]).to(self.dtype)
         self.pad(*self.maps, self.grad)
 
     def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None) -> Results:
@@ -380,20 +342,11 @@ class NormPool(Problem):
 
     op, form = staticmethod(norm_pool), staticmethod(reference_pool.norm_pool)
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
-        device: str,
-        seed: int,
-        valid: int | None = None,
-        *,
-        with_state: bool = True,
-    ) -> None:
-        super().__init__(dtype, device, seed, valid)
-        self.x = _channels_last(self.coarse(*shape).to(dtype))
+    def __init__(self, shape: Size, *common: Any, with_state: bool = True, **padding: int | None) -> None:
+        super().__init__(*common, **padding)
+        self.x = _channels_last(self.coarse(*shape).to(self.dtype))
         state = self.coarse(4, shape[1])
-        self.state, self.grad = state if with_state else None, self.coarse(*shape[:2]).to(dtype)
+        self.state, self.grad = state if with_state else None, self.coarse(*shape[:2]).to(self.dtype)
         self.pad(self.x, self.grad)
 
     def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None) -> Results:
@@ -512,9 +465,7 @@ class Adam(Problem):
 
 
 def make_step(views: int, size: tuple[int, int], recipe: Recipe, seed: int) -> dict[str, Any]:
-    """Arguments of :func:`augment` on the CPU: views of 14 images in two sources, in all
-    orientations; every third is not augmented, and some show padding.
-    """
+    """Arguments of :func:`augment` on the CPU; every third view is not augmented."""
     generator = torch.Generator().manual_seed(seed)
     sources = [torch.randint(0, 256, (n, *size, 3), dtype=torch.uint8, generator=generator) for n in (5, 9)]
     rows = torch.randperm(14, generator=generator)[:11]
@@ -583,9 +534,7 @@ def make_batch(count: int, size: int, step: int) -> tuple[Tensor, Tensor, Tensor
 
 
 class Reservoir(Problem):
-    """What a small memory holds after batches that overfill it, and rows drawn between them:
-    decisions, all bits of which are those of the CPU.
-    """
+    """A small memory after batches that overfill it, and rows drawn between them."""
 
     op, form = reservoir, reference_reservoir
     floor = 0.0

@@ -39,7 +39,7 @@ _RECIPE = Recipe(
 )
 
 #: Every kernel that a network of width 64 chooses by the numbers of channels, odd sides, parts of
-#: tiles. Those from the fifth on are for a card alone.
+#: tiles. Those from the fifth on are for a GPU alone.
 _MAPS = (
     Shape(37, 64, 64, 8, 2, gate=True),
     Shape(37, 16, 24, 7, prologue=True),
@@ -54,11 +54,10 @@ _MAPS = (
 
 
 class Row(NamedTuple):
-    """One line of the check.
+    """One line of the check: what was computed, with its dtype (``case``), and the ``op`` that is
+    switched off if it fails.
 
     Attributes:
-        op: The op that is switched off if the row fails.
-        case: What was computed, with its dtype.
         error: The error of the result that is nearest to its bound, or furthest beyond; None where
             there is no number: ``said`` says why.
         bound: The largest error that passes.
@@ -90,13 +89,7 @@ class Case(NamedTuple):
 
 
 def table(device: str, *, small: bool, seed: int = 0) -> Iterator[Case]:
-    """The problems of all ops.
-
-    Args:
-        device: The card's, as tensors name it.
-        small: Of sizes that an emulated card computes in a second.
-        seed: Of the inputs.
-    """
+    """The problems of all ops; if ``small``, of sizes that an emulated GPU computes in a second."""
     images = 3 if small else 37
     valid = images - 1
     for dtype in DTYPES:

@@ -1,7 +1,7 @@
-"""Whether the native library computes right on this kind of card: asked once, kept, and obeyed.
+"""Whether the native library computes right on this kind of GPU: asked once, kept, and obeyed.
 
 The check runs in a process of its own (:mod:`mose_fast.train.self_check`), since a wrong kernel can
-break everything that its process does on the card afterwards.
+break everything that its process does on the GPU afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SWITCH = "MOSE_FAST_SELF_CHECK"
 #: Exit status of a check that wants to go on in a new process.
 RESTART = 3
 
-# Seconds without a word from the check after which it hangs. A card that the library has no machine
+# Seconds without a word from the check after which it hangs. A GPU that the library has no machine
 # code for compiles each kernel first.
 _PATIENCE = 300.0
 
@@ -57,10 +57,8 @@ class Verdict:
 
     Attributes:
         state: ``passed``; ``failed``; ``unknown``: it could not run; ``skipped``.
-        rows: All rows of the check.
         note: Why it could not run, or not to its end; then it is not kept.
-        seconds: How long it took.
-        at: When it was, ISO 8601 in UTC.
+        seconds: How long it took; ``at``: when it was, ISO 8601 in UTC.
         unkept: The folder in which its file could not be written, and why.
     """
 
@@ -89,17 +87,15 @@ def switched_off(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def kind_of(device: torch.device) -> dict[str, str] | None:
-    """What decides a verdict: library, code that calls it, card, driver and torch; None where no
-    kernels run.
-
-    It starts CUDA, but takes no memory of the card.
+    """What decides a verdict: library, code that calls it, GPU, driver and torch; None where no
+    kernels run. It starts CUDA, but takes no memory of the GPU.
     """
     if device.type != _loader.card():
         return None
     facts = (_loader.record or {}).get("library") or file_facts(Path(_loader.native.__file__))
     kind = {"library": facts["sha256"], "code": code_hash(), "torch": torch.__version__}
     if device.type == "cpu":
-        kind["card"] = f"a card emulated by {processor()}"
+        kind["card"] = f"a GPU emulated by {processor()}"
     else:
         kind["card"] = torch.cuda.get_device_name(device)
         major, minor = torch.cuda.get_device_capability(device)
@@ -108,11 +104,9 @@ def kind_of(device: torch.device) -> dict[str, str] | None:
 
 
 def settle(device: torch.device) -> Verdict | None:
-    """Makes the process obey the verdict on a device's kind of card, which is asked for first if
-    there is none: what failed is switched off, with one warning.
-
-    Returns:
-        The verdict; None where no kernels run.
+    """Makes the process obey the verdict on a device's kind of GPU, which is asked for first if
+    there is none: what failed is switched off, with one warning. Returns the verdict; None where no
+    kernels run.
     """
     if device.type != _loader.card():
         return None
@@ -228,9 +222,7 @@ def _locked(kind: dict[str, str]) -> Iterator[None]:
 
 
 def _driver() -> str:
-    """The versions of the kernel's driver, where the system tells it, and of CUDA that the driver
-    has.
-    """
+    """The versions of the kernel's driver, where the system tells it, and of the driver's CUDA."""
     number = torch._C._cuda_getDriverVersion()
     cuda = f"CUDA {number // 1000}.{number % 1000 // 10}"
     with contextlib.suppress(OSError, StopIteration):
@@ -258,10 +250,7 @@ def _new(device: torch.device, kind: dict[str, str]) -> Verdict:
 
 def _in_processes(device: torch.device, kind: dict[str, str], rows: list[Row]) -> str:
     """Adds the rows of a check; a part in which a process dies fails, and the others go on in a new
-    one.
-
-    Returns:
-        Why the rest could not be checked; empty if all was.
+    one. Returns why the rest could not be checked; empty if all was.
     """
     done: list[str] = []
     while True:

@@ -30,15 +30,9 @@ __all__ = ["check_images", "check_labels", "from_arrays", "from_batches"]
 
 
 def check_images(x: Any, what: str) -> np.ndarray:
-    """Returns ``x`` as uint8 [N, H, W, 3]; grey images [N, H, W] are repeated to three channels.
-
-    Args:
-        x: numpy array or tensor.
-        what: Its name in messages, for example ``x_train`` or a file.
-
-    Raises:
-        StreamError: The type, number of channels or size cannot be used; the message says how to
-            convert.
+    """Returns images ``x``, a numpy array or tensor called ``what`` in messages, as uint8 [N, H, W,
+    3]; grey images [N, H, W] are repeated to three channels. Raises StreamError, which says how to
+    convert, if type, number of channels or size cannot be used.
     """
     if isinstance(x, Tensor):
         x = _numpy(x)
@@ -75,10 +69,8 @@ def check_images(x: Any, what: str) -> np.ndarray:
 
 
 def check_labels(y: Any, what: str) -> np.ndarray:
-    """Returns labels as int64 [N].
-
-    Raises:
-        StreamError: They are no integers, do not fit into int64, or have more than one axis.
+    """Returns labels as int64 [N]. Raises StreamError if they are no integers, do not fit into
+    int64, or have more than one axis.
     """
     _refuse_masked(y, what)
     try:
@@ -135,14 +127,12 @@ def from_arrays(
     Args:
         x_train: Images, uint8 [N, H, W, 3] or grey [N, H, W], numpy or torch; sides divisible by 8.
         y_train: Labels, any integers [N]. Sorted, they are the natural class order.
-        x_test: Test images of the same size; None with ``evaluate_on`` ``validation``, which never
-            looks at them.
+        x_test: Test images of the same size; None with ``evaluate_on`` ``validation``.
         y_test: Their labels, all of which occur in ``y_train``.
         tasks: Number of equal tasks; None: as many as give each at least two classes (10 classes: 5
             tasks).
         first_tasks: The stream ends after this many of the tasks, and has their classes alone;
             None: all.
-        name: The stream's name.
         batch: Incoming images a step.
         class_order_seed: Seed of the order of classes; None: the natural order.
         normalisation: A name in :data:`NORMALISATIONS` or your own constants; None: ``half``.
@@ -150,13 +140,13 @@ def from_arrays(
         limit_per_task: Keep at most this many training images a task, balanced over its classes:
             the first of every class, then the second, and so on in data order, whatever the seeds;
             held-out images do not count.
-        validation: Share of each class's training images that are held out: never trained on,
-            never in the memory. Rounded to whole images, a half upwards. None: none.
-        validation_seed: Seed that they are drawn from, class by class and independently of
-            everything else.
+        validation: Share of each class's training images that are held out: never trained on, never
+            in the memory. Rounded to whole images, a half upwards. None: none.
+        validation_seed: Seed that they are drawn from, class by class, independently of all else.
         evaluate_on: ``test``, or ``validation`` for the held-out images.
         kind: ``tasks``, ``imbalanced``, ``blurry``, ``si_blurry`` or ``task_free``; see
-            docs/streams.md. A kind without borders is drawn on the classes of the first tasks.
+            docs/streams.md. A kind without task boundaries is drawn on the classes of the first
+            tasks.
         kind_seed, disjoint, blur, imbalance, drift: Settings of the kind; see
             :class:`mose_fast.settings.run.StreamConfig`.
         labels: All labels of the data set, sorted; None: those in ``y_train``.
@@ -202,7 +192,8 @@ def from_arrays(
     # Before class order and limit are applied: they are settings, not properties of the data.
     of_data = fingerprint((x_train, y_train, *((x_test, y_test) if tested else ())), names)
 
-    tasks = _default_tasks(len(known)) if tasks is None else tasks
+    if tasks is None:
+        tasks = next((t for t in range(len(known) // 2, 1, -1) if len(known) % t == 0), 1)
     if len(known) % tasks:
         possible = ", ".join(str(t) for t in range(1, len(known) + 1) if len(known) % t == 0)
         raise StreamError(
@@ -298,10 +289,7 @@ def from_batches(
         test: Test images and labels ``(x, y)``, or an iterable of such batches.
         class_tasks: The labels of each task. A batch belongs to the task with its labels; the tasks
             follow one another even if their batches alternate.
-        name: The stream's name.
-        normalisation: A name in :data:`NORMALISATIONS` or your own constants; None: ``half``.
-        mirror_safe: Whether a mirrored image keeps its label.
-        class_names: Names in the order of the sorted labels; None: the labels as text.
+        name, normalisation, mirror_safe, class_names: See :func:`from_arrays`.
 
     Raises:
         StreamError: A batch cannot be used, mixes tasks, or a task has no images; the message
@@ -498,10 +486,6 @@ def _name(given: Any) -> str:
     return readable(str(name))
 
 
-def _default_tasks(classes: int) -> int:
-    return next((t for t in range(classes // 2, 1, -1) if classes % t == 0), 1)
-
-
 def _normalisation(value: str | Normalisation) -> Normalisation:
     value = plain(value)
     if isinstance(value, Normalisation):
@@ -546,16 +530,9 @@ def _limit(y: np.ndarray, classes_per_task: int, limit: int) -> np.ndarray:
 
 
 def _hold_out(y: np.ndarray, known: np.ndarray, share: float, seed: int) -> HeldOut:
-    """Draws the held-out images of each class.
-
-    Args:
-        y: Position of each training image's label among the sorted labels, int64 [N].
-        known: The sorted labels.
-        share: Share of each class's images.
-        seed: The seed.
-
-    Raises:
-        StreamError: A class would have no image to train on, or none held out.
+    """Draws the held-out images of each class; ``y`` are positions among the sorted labels
+    ``known``, int64 [N]. Raises StreamError if a class would have no image to train on, or none
+    held out.
     """
     share, seed = plain(share), plain(seed)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:

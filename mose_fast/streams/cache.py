@@ -36,8 +36,8 @@ def decoded_once(
 
     The copy is made anew when the files have changed or it is damaged. A process that is killed
     leaves what it has decoded to the next one. Where the folder is read-only or the disk is full,
-    nothing is kept. Training images alone have a copy of their own, so
-    that no test image is read for them.
+    nothing is kept. Training images alone have a copy of their own, so that no test image is read
+    for them.
 
     Args:
         cache: The copy's file, an ``.npz``; for training images alone, ``.train.npz``.
@@ -68,19 +68,12 @@ def decoded_once(
 
 
 def decode_resumably(images: np.ndarray, decode: Callable[[int], Iterator[np.ndarray]], unfinished: Path) -> np.ndarray:
-    """Fills ``images``, and keeps them in a file meanwhile, so that a process that is killed does
-    not decode them again.
+    """Fills and returns ``images``, uint8 [N, H, W, 3], contiguous, by ``decode``, which gives them
+    from a given one on; keeps them in a file meanwhile, so that a process that is killed does not
+    decode them again.
 
     The file holds blocks of images, each with its checksum. Where it cannot be written, or another
     process writes it, nothing is kept.
-
-    Args:
-        images: uint8 [N, H, W, 3], contiguous.
-        decode: The images from a given one on.
-        unfinished: The file.
-
-    Returns:
-        ``images``.
     """
     with contextlib.ExitStack() as stack:
         file = None
@@ -136,9 +129,8 @@ def _write(cache: Path, arrays: dict[str, np.ndarray]) -> bool:
 
 def _remove_leftovers(cache: Path, kept: set[Path]) -> None:
     """Deletes the unfinished copies of processes that were killed while they wrote them, except
-    those in ``kept``: a process that is still writing holds the lock of its copy.
-
-    Where the file system has no locks, those that have not grown for a day.
+    those in ``kept``: a process that is still writing holds the lock of its copy. Where the file
+    system has no locks, those that have not grown for a day.
     """
     for path in set(cache.parent.glob(f".{cache.name}.*")) - kept:
         with contextlib.suppress(OSError), path.open("r+b") as file:
@@ -153,10 +145,7 @@ def _remove_leftovers(cache: Path, kept: set[Path]) -> None:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Locks a file for as long as it is open.
-
-    Raises:
-        BlockingIOError: Another process holds it.
-        OSError: The file system has no locks.
+    """Locks an open file. BlockingIOError: another process holds it; OSError: there are no
+    locks.
     """
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

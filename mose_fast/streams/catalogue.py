@@ -21,11 +21,7 @@ def names() -> list[str]:
 
 
 def summary(name: str) -> str:
-    """One line about a registered stream.
-
-    Raises:
-        StreamError: There is no such stream.
-    """
+    """One line about a registered stream. Raises StreamError if there is no such stream."""
     if name not in _SUMMARIES:
         from mose_fast.streams.stream import StreamError
 

@@ -54,16 +54,10 @@ def default_data_dir() -> Path:
 
 def digits(splits: Sequence[str] = SPLITS) -> dict[str, np.ndarray]:
     """scikit-learn's 1,797 handwritten digits as 32x32 RGB; every fifth image of each digit is a
-    test image.
+    test image. Returns the arrays of these parts, images uint8 [N, 32, 32, 3], labels int64.
 
     The 8x8 pictures (values 0 to 16) are enlarged bilinearly with pixel centres aligned, in
     integers: exact on every machine.
-
-    Args:
-        splits: The parts to make.
-
-    Returns:
-        Their arrays, images uint8 [N, 32, 32, 3], labels int64.
     """
     from sklearn.datasets import load_digits  # slow to import, and needed by this stream alone
 
@@ -95,12 +89,8 @@ def locate_cifar(classes: int, data_dir: Path) -> Path | None:
 def cifar(classes: int, data_dir: Path, splits: Sequence[str] = SPLITS) -> tuple[dict[str, np.ndarray], Path]:
     """Reads CIFAR-10 or CIFAR-100 (fine labels): ``cifar10.npz`` or ``cifar100.npz``, else through
     torchvision, downloading it if absent. Files of other parts than ``splits`` are not opened.
-
-    Returns:
-        The arrays of these parts, and the file or folder they come from.
-
-    Raises:
-        StreamError: Files are damaged, or absent and cannot be downloaded.
+    Returns the arrays of these parts, and the file or folder they come from. Raises StreamError
+    if files are damaged, or absent and cannot be downloaded.
     """
     dataset = _cifar_class(classes, splits)
     npz = data_dir / f"cifar{classes}.npz"
@@ -133,14 +123,9 @@ def locate_mnist(data_dir: Path) -> Path | None:
 
 def mnist(data_dir: Path, splits: Sequence[str] = SPLITS) -> tuple[dict[str, np.ndarray], Path]:
     """Reads MNIST, padded from 28x28 to 32x32: ``mnist.npz``, else through torchvision, downloading
-    it if absent.
-
-    Returns:
-        The arrays of the parts ``splits``, images grey uint8 [N, 32, 32], and the file or folder
-        they come from.
-
-    Raises:
-        StreamError: Files are damaged, or absent and cannot be downloaded.
+    it if absent. Returns the arrays of the parts ``splits``, images grey uint8 [N, 32, 32], and the
+    file or folder they come from. Raises StreamError if files are damaged, or absent and cannot
+    be downloaded.
     """
     npz = data_dir / "mnist.npz"
     raw = data_dir / "MNIST" / "raw"

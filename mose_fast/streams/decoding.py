@@ -51,7 +51,7 @@ class Decoding:
         decoder: ``pil``, ``dali``, or ``auto``: DALI if it is installed and there are many files.
         watch: Called with the number of images decoded so far, and of all.
         resize: Side in pixels to which images are resized, see :func:`centre_square`; None: they
-            stay as they are.
+            stay.
     """
 
     decoder: str = "auto"
@@ -61,10 +61,8 @@ class Decoding:
 
 def centre_square(pixels: np.ndarray, side: int) -> np.ndarray:
     """Resizes an image of any size so that its shorter side is ``side``, and cuts out the centre:
-    uint8 [H, W, 3] to [side, side, 3].
-
-    Both are one step of Pillow's bilinear filter with antialiasing. An image of the wanted size is
-    unchanged.
+    uint8 [H, W, 3] to [side, side, 3], in one step of Pillow's bilinear filter with antialiasing.
+    An image of the wanted size is unchanged.
     """
     height, width = pixels.shape[:2]
     short = min(height, width)
@@ -75,13 +73,9 @@ def centre_square(pixels: np.ndarray, side: int) -> np.ndarray:
 
 def decode_image(data: bytes, what: str) -> np.ndarray:
     """Decodes an image file to uint8 [H, W, 3]; grey and palette images become RGB, without alpha.
-    Of an animation, or of several pages, the first image is read.
-
-    Warnings of Pillow are passed on with the file's name.
-
-    Raises:
-        StreamError: The file is damaged, no image of a kind that is read, too large, or holds more
-            than 8 bits a channel.
+    Of an animation, or of several pages, the first image is read. Warnings of Pillow are passed on
+    with the file's name. Raises StreamError if the file is damaged, no image of a kind that is
+    read, too large, or holds more than 8 bits a channel.
     """
     with _reading(what), _opened(data, what) as image:
         if image.mode == "P" and "transparency" in image.info:
@@ -134,20 +128,15 @@ def _reading(what: str) -> Iterator[None]:
 def decode_images(
     files: Sequence[tuple[str, Callable[[], bytes]]], decoding: Decoding, start: int = 0
 ) -> Iterator[np.ndarray]:
-    """Decodes files in order, uint8 [H, W, 3] each.
+    """Decodes files, each a name for messages and a function that reads its bytes, in order, from
+    number ``start`` on: uint8 [H, W, 3] each.
 
     DALI decodes JPEG files only, on the host, where it uses the same algorithm as Pillow: one image
     of every batch is decoded by both, and must be the same in every pixel. Resizing is Pillow's in
     both cases. So the decoder changes how long it takes and nothing else.
 
-    Args:
-        files: The name of each file, for messages, and a function that reads its bytes.
-        decoding: The decoder, the size of the images, and the callback for progress.
-        start: Number of the first file that is decoded.
-
-    Raises:
-        StreamError: A file is damaged; DALI is required and cannot be used, or decodes a file
-            differently.
+    Raises StreamError if a file is damaged, or if DALI is required and cannot be used or decodes a
+    file differently.
     """
     decoder = decoding.decoder
     if decoder == "dali":
@@ -214,10 +203,7 @@ def _by_dali() -> Callable[[Sequence[str], Sequence[bytes]], Iterable[np.ndarray
 
 
 def _usual_jpeg(data: bytes) -> bool:
-    """Whether a file is a JPEG of 8 bits a channel and of a size that Pillow neither refuses nor
-    warns of. Pillow takes 20 times as long to say so, nearly as long as DALI to decode a small
-    image.
-    """
+    """Whether a JPEG has 8 bits and a size that Pillow takes; 20 times as fast as Pillow."""
     place = 2 if data[:2] == b"\xff\xd8" else len(data)
     while place + 9 <= len(data):
         marker, length, bits, height, width = struct.unpack_from(">xBHBHH", data, place)

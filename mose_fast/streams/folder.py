@@ -26,24 +26,17 @@ _NAMED = 5
 
 
 def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) -> Decoded:
-    """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``.
+    """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``, only the parts
+    ``splits``; the folders of others are not opened.
 
     Files of other types and in other places are not read, and a warning says so. Names that begin
     with a point are ignored. Resized images are kept in the folder, see
     :func:`mose_fast.streams.cache.decoded_once`, since photos take long to decode.
 
-    Args:
-        root: The folder.
-        decoding: How the images are decoded, and to what size.
-        splits: The parts to read; the folders of others are not opened.
-
-    Returns:
-        The arrays of these parts, labels numbering the class folders of ``train`` in sorted
-        order, and the names of these folders as :func:`mose_fast.output.readable` text.
-
-    Raises:
-        StreamError: A folder is missing or empty, a file is damaged, or sizes differ or cannot be
-            used.
+    Returns the arrays of these parts, labels numbering the class folders of ``train`` in sorted
+    order, and the names of these folders as :func:`mose_fast.output.readable` text. Raises
+    StreamError if a folder is missing or empty, a file is damaged, or sizes differ or cannot be
+    used.
     """
     for part in splits:
         if not (root / part).is_dir():
@@ -154,11 +147,7 @@ def _image_files(folder: Path) -> list[Path]:
 
 
 def read_file(file: Path) -> bytes:
-    """The file's bytes.
-
-    Raises:
-        StreamError: It cannot be read.
-    """
+    """The file's bytes. Raises StreamError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:

@@ -41,11 +41,7 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class Kind:
-    """The settings of :class:`StreamConfig` that say what kind of stream it is.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """The settings of a stream that say what kind it is. ConfigError: one is out of range."""
 
     kind: str
     kind_seed: int
@@ -72,21 +68,15 @@ class Kind:
 
 
 def long_tail(y: np.ndarray, labels: np.ndarray, known: np.ndarray, kind: Kind) -> np.ndarray:
-    """The training images of a stream whose classes have exponentially fewer and fewer images
-    (Cui et al., CVPR 2019), in an order that is drawn (Liu et al., ECCV 2022: shuffled).
+    """The training images of a stream whose classes have exponentially fewer and fewer images (Cui
+    et al., CVPR 2019), in an order that is drawn (Liu et al., ECCV 2022: shuffled): the rows that
+    are kept, ascending. Raises StreamError if a class would have no image.
 
     Args:
         y: Head index of each image, int64 [N].
         labels: The label of each head index.
         known: All labels of the data set, sorted. Those of later tasks count, so that the first
             tasks of a stream are the same however many there are.
-        kind: The settings.
-
-    Returns:
-        The rows that are kept, ascending.
-
-    Raises:
-        StreamError: A class would have no image.
     """
     ranks = np.argsort(draw_order(len(known), kind.kind_seed, _RANKS))
     kept = []
@@ -105,18 +95,13 @@ def long_tail(y: np.ndarray, labels: np.ndarray, known: np.ndarray, kind: Kind) 
 
 
 def arrival_order(y: np.ndarray, tasks: int, kind: Kind) -> Callable[[int], np.ndarray]:
-    """How the images of a stream without borders arrive.
+    """How the images of a stream without task boundaries arrive: a function from the seed of a run
+    to the order, int64 [N], which holds every row once. Raises StreamError if the classes cannot be
+    split as the settings say.
 
     Args:
         y: Head index of each image, int64 [N]; every class occurs.
         tasks: Number of parts that the classes are split into, equally and in class order.
-        kind: The settings.
-
-    Returns:
-        A function from the seed of a run to the order, int64 [N], which holds every row once.
-
-    Raises:
-        StreamError: The classes cannot be split as the settings say.
     """
     classes = int(y.max()) + 1
     if kind.kind == "task_free":
@@ -176,11 +161,7 @@ def _cut(count: int, parts: int, seed: int, purpose: int) -> np.ndarray:
 
 
 def _whole(share: float, count: int, what: str) -> int:
-    """A share of some classes as a number.
-
-    Raises:
-        StreamError: It is not whole.
-    """
+    """A share of some classes as a number. Raises StreamError if it is not whole."""
     number = share * count
     if abs(number - round(number)) > 1e-6:
         raise StreamError(

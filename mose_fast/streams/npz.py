@@ -27,15 +27,9 @@ ARRAYS = arrays_of(SPLITS)
 def read_npz(
     path: Path, names: tuple[str, ...] = ARRAYS, *, remedy: str = "write it again with numpy.savez"
 ) -> dict[str, np.ndarray]:
-    """Reads the named arrays. Pickled contents are refused, never executed.
-
-    Args:
-        path: The archive.
-        names: Arrays it must hold.
-        remedy: What to do about a damaged file, for the message.
-
-    Raises:
-        StreamError: The file is missing, damaged or lacks an array.
+    """Reads the named arrays of an archive. Pickled contents are refused, never executed. Raises
+    StreamError, which ends in the ``remedy`` for a damaged file, if it is missing, damaged or lacks
+    an array.
     """
     if not path.is_file():
         raise StreamError(f"{path} is no file; wanted an .npz with {', '.join(names)}")

@@ -87,14 +87,8 @@ _STREAMS: dict[str, _Entry] = {
 
 def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
     """Whether the data of a registered stream is found, and where, or what to do about it. Nothing
-    is read or downloaded.
-
-    Args:
-        name: A registered stream.
-        data_dir: Folder that holds the data set's files; None is ``~/.cache/mose_fast``.
-
-    Raises:
-        StreamError: There is no such stream, or no such folder.
+    is read or downloaded. ``data_dir`` None is ``~/.cache/mose_fast``. Raises StreamError if there
+    is no such stream, or no such folder.
     """
     summary(name)  # refuses an unknown name
     entry = _STREAMS[name]
@@ -117,7 +111,6 @@ def create(config: StreamConfig, watch: Watch | None = None, *, evaluate_on: str
     ``half`` and are safe to mirror; ``tasks`` None splits them like :func:`from_arrays`.
 
     Args:
-        config: The stream's settings.
         watch: Called with the number of image files decoded so far, and of all.
         evaluate_on: ``test``, or ``validation``: then no test image is read.
 
@@ -131,11 +124,7 @@ def create(config: StreamConfig, watch: Watch | None = None, *, evaluate_on: str
 
 
 def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
-    """Refuses other data than those that a configuration was written for.
-
-    Raises:
-        StreamError: The configuration has a fingerprint, and the stream another one.
-    """
+    """Raises StreamError if the data are others than those that a configuration was written for."""
     if config.fingerprint not in (None, stream.fingerprint):
         raise StreamError(
             f"the data of stream {config.name!r} have changed: their fingerprint is {stream.fingerprint}, and was"

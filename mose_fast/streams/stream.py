@@ -72,10 +72,8 @@ def draw_words(n: int, seed: int, purpose: int) -> np.ndarray:
 
     They are the raw words of the counter-based generator Philox4x64-10 with key (seed, purpose).
     numpy keeps the raw words of its bit generators across versions, which it does not promise for
-    ``Generator.permutation``.
-
-    Raises:
-        StreamError: The seed is no integer, or does not fit into 64 bits.
+    ``Generator.permutation``. Raises StreamError if the seed is no integer, or does not fit into
+    64 bits.
     """
     given, seed = seed, plain(seed)
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
@@ -89,12 +87,8 @@ def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
 
 
 def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
-    """16 hex digits (of a SHA-256) that change with any pixel, any label, their order and the names
-    of the classes.
-
-    Args:
-        arrays: Images and labels; their types and shapes count, too.
-        names: The names of the classes.
+    """16 hex digits (of a SHA-256) that change with any pixel, any label, their order, types and
+    shapes, and the names of the classes.
     """
     digest = hashlib.sha256("\n".join(names).encode())
     for array in arrays:
@@ -109,8 +103,7 @@ class HeldOut(NamedTuple):
     Attributes:
         share: Share of each class's training images.
         seed: The seed that they were drawn from.
-        rows: Which of the data set's training images they are, in data order: int64 [n], of all
-            classes of the data set.
+        rows: Which of the data set's training images they are, in data order: int64 [n].
     """
 
     share: float
@@ -125,34 +118,33 @@ class Stream:
     Labels are *head indices*: the position of the class in the class order, so index i is the i-th
     class that the learner meets and a task's classes are neighbours.
 
-    A run evaluates after each *part* of a stream. The parts of a stream with borders are its tasks;
-    those of a stream without borders are equally many batches each, and the learner does not notice
-    where one ends.
+    A run evaluates after each *part* of a stream. The parts of a stream with task boundaries are
+    its tasks; those of a stream without are equally many batches each, and the learner does not
+    notice where one ends.
 
     Attributes:
-        name: The name that the user gave.
         x_train: Training images, uint8 [N, H, W, 3].
         y_train: Head index of each training image, int64 [N].
         x_test: Images that the learner is evaluated on, uint8 [N', H, W, 3]: the test images, or
             the held-out training images where :attr:`split` is ``validation``.
         y_test: Head index of each of them, int64 [N'].
-        tasks: The head indices of each task's classes; a stream without borders is one task.
+        tasks: The head indices of each task's classes; a stream without task boundaries is one
+            task.
         class_order: ``class_order[head index]`` is the label in the data set.
         class_names: Readable names, by head index.
-        normalisation: Constants for the network's input.
         mirror_safe: Whether a mirrored image keeps its label (digits do not).
         batch: Incoming images a step.
         fingerprint: 16 hex digits, see :func:`fingerprint`, of the data from which the stream was
-            made. Streams of the same data have the same fingerprint, whatever their tasks, class
-            order and limits. Empty: computed from the stream's own images.
+            made. Streams of the same data have the same one, whatever their tasks, class order and
+            limits. Empty: computed from the stream's own images.
         arrival: For a stream recorded from batches, each task's batches as int64 indices into
             ``x_train``; None: each pass over a task is shuffled.
         split: What ``x_test`` holds: ``test`` or ``validation``.
         held_out: The training images that are held out; None: none.
         kind: The settings by which :mod:`mose_fast.streams.kinds` made the stream; None: ``tasks``.
-        order: For a stream without borders: gives the order in which the training images arrive,
-            int64 [N], for the seed of a run. None: there are borders.
-        points: Parts of a stream without borders, after which a run evaluates.
+        order: For a stream without task boundaries: gives the order in which the training images
+            arrive, int64 [N], for the seed of a run. None: there are boundaries.
+        points: Parts of a stream without task boundaries, after which a run evaluates.
     """
 
     name: str
@@ -191,9 +183,7 @@ class Stream:
 
     @property
     def no_boundaries(self) -> str:
-        """What shows that the learner meets no boundary between tasks, as the end of a sentence;
-        empty if it does.
-        """
+        """Why the learner meets no boundary between tasks, to end a sentence; may be empty."""
         if not self.borders:
             return f"a stream of kind {self.kind.kind!r} has none"
         return "the stream has one" if len(self.tasks) == 1 else ""
@@ -228,32 +218,21 @@ class Stream:
         return dataclasses.replace(self, tasks=(tuple(range(self.classes)),), arrival=None, order=None)
 
     def train_rows(self, task: int) -> Tensor:
-        """Indices into ``x_train`` of the task's images, in data order: int64 [n].
-
-        Raises:
-            IndexError: There is no such task.
-        """
-        return self._of_task(self._train_rows, task)
+        """Indices into ``x_train`` of a task, in data order: int64 [n], or IndexError."""
+        return self._of_task("train", task)
 
     def test_rows(self, task: int) -> Tensor:
-        """Indices into ``x_test`` of the task's images, in data order: int64 [n].
-
-        Raises:
-            IndexError: There is no such task.
-        """
-        return self._of_task(self._test_rows, task)
+        """Indices into ``x_test`` of a task, in data order: int64 [n], or IndexError."""
+        return self._of_task("test", task)
 
     def batches(self, part: int, *, seed: int, epoch: int = 0) -> list[Tensor]:
         """The batches of a part in the order of their arrival, as int64 indices into ``x_train``;
-        the last of a task, and of a stream without borders, may be smaller.
+        the last of a task, and of a stream without task boundaries, may be smaller.
 
         Images of a task are shuffled by (seed, task, epoch) alone, so that any batch can be found
         again after a restart. A stream recorded from batches keeps its own batches in every epoch,
-        and one without borders comes once.
-
-        Raises:
-            IndexError: There is no such part.
-            StreamError: The seed does not fit into 64 bits.
+        and one without task boundaries comes once. Raises IndexError if there is no such part,
+        StreamError if the seed does not fit into 64 bits.
         """
         if self.order is not None:
             first, last = self._ends(part)
@@ -266,11 +245,7 @@ class Stream:
         return list(rows[torch.from_numpy(order)].split(self.batch))
 
     def count_batches(self, part: int) -> int:
-        """How many batches :meth:`batches` gives, without drawing their order.
-
-        Raises:
-            IndexError: There is no such part.
-        """
+        """How many batches :meth:`batches` gives, without drawing their order."""
         if not self.borders:
             first, last = self._ends(part)
             return last - first
@@ -282,11 +257,7 @@ class Stream:
         return sum(self.count_batches(part) for part in range(self.parts) if self.task_of(part) == task)
 
     def count_images(self, part: int, batches: int | None = None) -> int:
-        """How many images the first batches of a pass over a part hold; None: all of them.
-
-        Raises:
-            IndexError: There is no such part.
-        """
+        """How many images the first batches of a pass over a part hold; None: all of them."""
         batches = self.count_batches(part) if batches is None else batches
         if self.arrival is not None:
             return sum(map(len, self.arrival[part][:batches]))
@@ -299,9 +270,7 @@ class Stream:
 
     def original_label(self, y: Tensor | int) -> Tensor | int:
         """The data set's label of a head index, for an int or an integer tensor of any shape.
-
-        Raises:
-            StreamError: A head index is outside the classes.
+        Raises StreamError if a head index is outside the classes.
         """
         if not isinstance(y, Tensor):
             if not 0 <= y < self.classes:
@@ -318,7 +287,7 @@ class Stream:
         """A line for the user: kind, parts, classes and images."""
         height, width = self.image_size
         kind = "" if self.kind is None or self.kind.kind == "tasks" else f", {self.kind}"
-        split = f"{len(self.tasks)} tasks" if self.borders else f"{self.parts} parts without borders"
+        split = f"{len(self.tasks)} tasks" if self.borders else f"{self.parts} parts without task boundaries"
         return (
             f"{self.name}{kind}: {split}, {self.classes} classes, {len(self.x_train)} training and "
             f"{len(self.x_test)} {self.split} images of {height}x{width}"
@@ -357,24 +326,19 @@ class Stream:
         return "\n".join(lines)
 
     def _ends(self, part: int) -> tuple[int, int]:
-        """Batches of a stream without borders before a part, and at its end."""
+        """Batches of a stream without task boundaries before a part, and at its end."""
         if not 0 <= part < self.points:
             raise IndexError(f"part is {part}; {self.name} has parts 0 to {self.points - 1}")
         batches = -(-len(self.x_train) // self.batch)
         return part * batches // self.points, (part + 1) * batches // self.points
 
     @cached_property
-    def _train_rows(self) -> list[Tensor]:
-        return self._rows(self.y_train)
+    def _rows(self) -> dict[str, list[Tensor]]:
+        heads = [torch.tensor(classes) for classes in self.tasks]
+        labels = {"train": self.y_train, "test": self.y_test}
+        return {split: [torch.isin(y, own).nonzero().flatten() for own in heads] for split, y in labels.items()}
 
-    @cached_property
-    def _test_rows(self) -> list[Tensor]:
-        return self._rows(self.y_test)
-
-    def _rows(self, y: Tensor) -> list[Tensor]:
-        return [torch.isin(y, torch.tensor(heads)).nonzero().flatten() for heads in self.tasks]
-
-    def _of_task(self, rows: list[Tensor], task: int) -> Tensor:
+    def _of_task(self, split: str, task: int) -> Tensor:
         if not 0 <= task < len(self.tasks):
             raise IndexError(f"task is {task}; {self.name} has tasks 0 to {len(self.tasks) - 1}")
-        return rows[task]
+        return self._rows[split][task]

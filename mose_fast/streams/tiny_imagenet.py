@@ -55,24 +55,16 @@ def find(data_dir: Path) -> Path | None:
 
 def read(data_dir: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) -> Decoded:
     """Reads the training images and, as test data, the validation images (the official test set has
-    no labels).
+    no labels); of parts other than ``splits``, no image is opened.
 
     Labels number the WordNet ids in sorted order. The order in ``wnids.txt`` has no meaning, and
     readers of class folders sort, too: so label i is the same class for all of them. The data may
     hold a subset of the classes. The decoded arrays are kept beside the data, see
     :func:`mose_fast.streams.cache.decoded_once`.
 
-    Args:
-        data_dir: Folder of the data; see :func:`find`.
-        decoding: How the images are decoded.
-        splits: The parts to read; of others, no image is opened.
-
-    Returns:
-        The arrays of these parts (images uint8 [N, 64, 64, 3]; training images by class,
-        validation images in the order of ``val_annotations.txt``) and the WordNet ids by label.
-
-    Raises:
-        StreamError: Files are missing or damaged.
+    Returns the arrays of these parts (images uint8 [N, 64, 64, 3]; training images by class,
+    validation images in the order of ``val_annotations.txt``) and the WordNet ids by label. Raises
+    StreamError if files are missing or damaged.
     """
     root = find(data_dir)
     if root is None:

@@ -29,7 +29,7 @@ def test_each_missing_thing_is_named(root):
         root, ["sort"], [], ["bench/bench_sort.py::bench_sort[native-cpu-384]", "bench/bench_sort_all.py::x[cuda]"]
     ) == [
         "sort: no test in tests/gpu imports mose_fast.ops.sort",
-        "sort: no benchmark on a card; wanted bench/bench_sort.py",
+        "sort: no benchmark on a GPU; wanted bench/bench_sort.py",
     ]
     (root / "tests/cpp/cases_sort.cpp").unlink()
     (root / "tests/gpu/test_sort.py").write_text("from mose_fast.ops.sort_all import sort\n")

@@ -28,7 +28,6 @@ FIRST = [
     "processes",
     "retries",
     "captured",
-    "edges",
     "conflicts",
     "kernel_check",
     "smoke",
@@ -39,7 +38,7 @@ FIRST = [
     "norms",
     "alignment",
 ]
-FIRST += ["memcheck", "compare_step"]
+FIRST += ["memcheck", "search", "search_all"]
 LATER = ["bench_a", "bench_b", "bench", "compiled", "racecheck", "initcheck"]
 
 # Each stand-in notes its call; FAIL and SLEEP hold words, and a call that contains one fails or
@@ -146,7 +145,6 @@ def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
             "bench.processes --device cuda\n",
             "bench.processes --device cuda --retries 20",
             "pytest tests/gpu/test_captured.py",
-            "bench.graph_edges",
             "ncu --kernel-name regex:align_conv",
             "bench.smoke",
             "bench/bench_step.py",
@@ -156,7 +154,8 @@ def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
             "bench/bench_batch_norm_act.py",
             "bench/bench_align_conv.py",
             "--tool memcheck",
-            "bench.compare_step",
+            "--cudnn-search=3",
+            "--cudnn-search=0",
             "bench/bench_a.py",
             "bench/bench_b.py",
             "mose_fast bench",
@@ -281,7 +280,7 @@ def test_a_kill_in_mid_step_leaves_what_was_found(machine, how):
 
 def test_a_card_and_what_builds_for_it_are_wanted(machine):
     status, output, _ = machine.run(FAIL="compute_cap")
-    assert (status, output) == (1, "nvidia-smi finds no card; bench/gpu_check.sh --dry-run works without one\n")
+    assert (status, output) == (1, "nvidia-smi finds no GPU; bench/gpu_check.sh --dry-run works without one\n")
     (machine.tools / "ninja").unlink()
     if not shutil.which("ninja"):
         status, output, calls = machine.run()
@@ -336,7 +335,7 @@ def test_every_step_works_on_a_stand_in_card(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
     np.savez(data / "cifar100.npz", x_train=images, y_train=labels, x_test=images[:100], y_test=labels[:100])
     options = ["--device", "cpu", "--prebuilt", str(prebuilt), "--data", str(data)]
-    steps = "retries,edges,conflicts,kernel_check,smoke,step,kernel_times,run,memcheck,racecheck"
+    steps = "retries,conflicts,kernel_check,smoke,step,kernel_times,run,memcheck,racecheck"
     given = {"REAL": sys.executable, "OMP_NUM_THREADS": "1", "LIMIT": "380"}
     status, output, _ = machine.run(*options, "--only", steps, FAIL="racecheck", **given)
     assert status == 1

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from bench.smoke import GRAPHS, Trained, complaints
 
 
-def trained(*losses: float, graphs: int | None = GRAPHS, obstacle: str = "") -> Trained:
-    steps = (
-        None
-        if graphs is None
-        else SimpleNamespace(graphs=graphs, obstacle=obstacle, traceback=f"in train_on: {obstacle}")
-    )
-    return Trained([{"loss": loss} for loss in losses], steps, 1.0, 0)
+def results(seed=0, *, step="captured", eager=GRAPHS, card="H100"):
+    resolved = {"step": step, "feed": "fused", "reasons": {} if step == "captured" else {"step": "out of memory"}}
+    return {"seed": seed, "card": card, "resolved": resolved, "steps": 300, "eager_steps": eager}
+
+
+def trained(*losses: float, **how) -> Trained:
+    return Trained([{"loss": loss} for loss in losses], results(**how))
 
 
 GOOD = trained(2.0, 1.5, 1.0)
 
 
 def test_nothing_is_wrong_with_equal_runs():
-    assert complaints(GOOD, trained(2.0, 1.5, 1.0, graphs=0), trained(2.01, 9.0), near=0.03) == []
-    assert complaints(trained(2.0, graphs=None), trained(2.0, graphs=None), None, near=0.03) == []
+    assert complaints(GOOD, trained(2.0, 1.5, 1.0, step="eager"), trained(2.01, 9.0), near=0.03) == []
+    assert complaints(trained(2.0, step="eager", card=None), trained(2.0, card=None), None, near=0.03) == []
 
 
 @pytest.mark.parametrize(
     ("captured", "eager", "plain", "told"),
     [
-        (trained(2.0, graphs=3), trained(2.0), None, "3 graphs served the run; wanted 2"),
+        (trained(2.0, eager=3), trained(2.0), None, "3 of 300 steps eager; wanted captured and 2"),
         (
-            trained(2.0, obstacle="out of memory"),
+            trained(2.0, step="eager", eager=300),
             trained(2.0),
             None,
-            "steps were not captured: out of memory\nin train_on: out of memory",
+            "seed 0, feed fused: step eager (out of memory), 300 of 300 steps eager",
         ),
         (
             trained(2.0, 1.5),

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from mose_fast import _loader
-from mose_fast.nn import BatchNormAct2d
 from mose_fast.ops import batch_norm_act as ops
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act, norm_state
 from mose_fast.reference import batch_norm as reference_norm
@@ -37,6 +36,13 @@ def no_fallback():
         warnings.simplefilter("error", RuntimeWarning)
         ops.say_once.cache_clear()
         yield
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """A module whose forward is the op."""
+
+    def forward(self, x, residual=None, **options):
+        return batch_norm_act(x, Norm.of(self), residual=residual, **options)
 
 
 def problem_of(form, images, channels, side, dtype, **options):

@@ -374,16 +374,16 @@ def test_settings_come_from_the_configuration():
     assert str(stream.kind) == "blurry (disjoint 0.5, blur 0.2)"
     assert str(dataclasses.replace(stream.kind, blur=0.2000001)) == "blurry (disjoint 0.5, blur 0.2000001)"
     assert stream.summary.startswith(
-        "digits, blurry (disjoint 0.5, blur 0.2): 5 parts without borders, 10 classes, 200"
+        "digits, blurry (disjoint 0.5, blur 0.2): 5 parts without task boundaries, 10 classes, 200"
     )
     assert stream.fingerprint == create(StreamConfig()).fingerprint
 
 
 def test_describe_names_parts_and_classes():
     lines = stream_of(kind="task_free", batch=7).describe().splitlines()
-    assert (
-        lines[0]
-        == "arrays, task_free (drift 0.05): 4 parts without borders, 8 classes, 320 training and 320 test images of 8x8"
+    assert lines[0] == (
+        "arrays, task_free (drift 0.05): 4 parts without task boundaries, 8 classes, 320 training and 320 test images"
+        " of 8x8"
     )
     assert [line.split() for line in lines[2:7]] == [
         ["part", "train", "steps"],
