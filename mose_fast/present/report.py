@@ -9,11 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mose_fast._version import __version__
-from mose_fast.present.figures import Picture, figures
+from mose_fast.present.report_figures import Picture, figures
 from mose_fast.present.report_runs import Group, Skipped, group_runs, read_folders
-from mose_fast.present.statistics import FEW_SEEDS, check_comparable, summarise
-from mose_fast.present.table import Table
-from mose_fast.present.tables import (
+from mose_fast.present.report_tables import (
     comparison_table,
     comparisons,
     counted,
@@ -25,6 +23,8 @@ from mose_fast.present.tables import (
     streams,
     tables,
 )
+from mose_fast.present.statistics import FEW_SEEDS, check_comparable, summarise
+from mose_fast.present.table import Table
 from mose_fast.runs.files import RunError, remove_leftovers, write_atomically
 from mose_fast.runs.lock import FolderLock
 

@@ -14,11 +14,11 @@ import pytest
 from scipy import stats
 
 from mose_fast.app.cli import main
-from mose_fast.present.figures import Picture, figures
 from mose_fast.present.report import write_report
+from mose_fast.present.report_figures import Picture, figures
 from mose_fast.present.report_runs import group_runs, read_folders
+from mose_fast.present.report_tables import tables
 from mose_fast.present.statistics import IncomparableRuns
-from mose_fast.present.tables import tables
 from mose_fast.runs.files import RunError
 from mose_fast.train import run
 
@@ -297,7 +297,7 @@ def test_a_stream_without_borders_has_no_forgetting_and_no_tasks(tmp_path, monke
         drawn[name] = figure.axes[0], caption
         return Picture(name, title, caption, b"", b"")
 
-    monkeypatch.setattr("mose_fast.present.figures._picture", keep)
+    monkeypatch.setattr("mose_fast.present.report_figures._picture", keep)
     stream = {"name": "digits", "limit_per_task": 20, "kind": "blurry"}
     settings = {"stream": stream, "width": 1, "memory": 20, "buffer_batch": 8, "device": "cpu", "evaluate_every": 1}
     found = [run(method="er", seed=seed, out=tmp_path / "runs" / str(seed), **settings) for seed in (0, 1)]
@@ -325,7 +325,7 @@ def test_a_stream_without_borders_has_no_forgetting_and_no_tasks(tmp_path, monke
 def test_accuracy_at_any_time_is_drawn_with_the_ends_of_tasks(make, tmp_path, monkeypatch):
     """Runs that were evaluated at other times are not averaged with them."""
     drawn = []
-    monkeypatch.setattr("mose_fast.present.figures._picture", lambda *parts: drawn.append(parts) or None)
+    monkeypatch.setattr("mose_fast.present.report_figures._picture", lambda *parts: drawn.append(parts) or None)
     results = [make(seed, images_seen=[50, 100, 150, 200], evaluate_every=5) for seed in range(2)]
     make(0, preset="paper")
     make(0, images_seen=[70, 100], changes={"temperature": 0.1})

@@ -12,8 +12,8 @@ from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.paper.description import Entry, Part, Verdict, judge, ranks
 from mose_fast.experiments.paper.measures import Results
 from mose_fast.experiments.paper.plan import Plan, settings_key
+from mose_fast.present.report_tables import counted
 from mose_fast.present.statistics import Summary, summarise
-from mose_fast.present.tables import counted
 
 __all__ = ["Measured", "measure", "place", "ranked"]
 

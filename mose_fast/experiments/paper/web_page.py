@@ -18,8 +18,8 @@ from mose_fast.experiments.paper.measures import Results
 from mose_fast.experiments.paper.plan import Plan, departure_lines, state_lines
 from mose_fast.experiments.paper.text_page import cautions, provenance
 from mose_fast.present.published import RUNS, Published
+from mose_fast.present.report_tables import counted
 from mose_fast.present.statistics import Summary
-from mose_fast.present.tables import counted
 
 __all__ = ["MARK", "Section", "web_page"]
 

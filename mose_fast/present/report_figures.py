@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from mose_fast.present.drawing import STYLE, Look, curve, file, grid, legend, looks_of, settle
 from mose_fast.present.report_runs import Group, Run
+from mose_fast.present.report_tables import counted, images, part_name, seeds
 from mose_fast.present.statistics import summarise
-from mose_fast.present.tables import counted, images, part_name, seeds
 from mose_fast.runs.lettering import lettering
 
 if TYPE_CHECKING:
