@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 import shlex
 from dataclasses import dataclass
+from typing import Any
 
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.protocol import Event
+from mose_fast.runs.store import RunDamaged
 
 __all__ = ["CellRecord", "CellState", "Failure"]
 
@@ -63,6 +65,7 @@ class CellRecord:
         from_start: Whether the next start ignores the checkpoints.
         deaths: How often its process was killed since there was a new checkpoint.
         errors: How often its run ended with an error.
+        row: The row of the store of its finished run.
         seconds: What its run took; None unless this sweep finished it.
         failure: Why it was given up.
     """
@@ -76,6 +79,7 @@ class CellRecord:
     from_start: bool = False
     deaths: int = 0
     errors: int = 0
+    row: dict[str, Any] | None = None
     seconds: float | None = None
     failure: Failure | None = None
 
@@ -83,6 +87,20 @@ class CellRecord:
     def share(self) -> float:
         """Share of its batches that the run has trained on, in [0, 1]."""
         return self.progress["batch"] / max(self.progress["batches"], 1) if self.progress else 0.0
+
+    def find_done(self, folder: SweepFolder, threads: int) -> None:
+        """Finds out whether the run has finished in an earlier call, or its folder is damaged.
+
+        Raises:
+            RunError: The folder holds another run.
+        """
+        try:
+            self.row = folder.finished(self.cell)
+        except RunDamaged as error:
+            reason = f"{error}; it is left as it is. Delete the folder to run it again"
+            self.give_up(reason, folder, threads, show_log=False)
+        if self.row is not None:
+            self.state = CellState.DONE
 
     def give_up(self, reason: str, folder: SweepFolder, threads: int, *, show_log: bool = True) -> Failure:
         """Marks the cell as failed.

@@ -38,12 +38,12 @@ class Display:
         self._clear()
         print(line, file=self.out, flush=True)
 
-    def finished(self, record: CellRecord, acc: float) -> None:
-        """Says that a run is done, with its ACC in [0, 1]."""
+    def finished(self, record: CellRecord) -> None:
+        """Says that a run is done, with its ACC in percent."""
         ended = self._count(CellState.DONE) + self._count(CellState.FAILED)
         self.say(
             f"[{ended}/{len(self.records)}] done    {record.cell.name}:"
-            f" ACC {100 * acc:.1f} in {duration(record.seconds)}"
+            f" ACC {100 * record.row['acc']:.1f} in {duration(record.seconds)}"
         )
 
     def draw(self) -> None:

@@ -121,8 +121,8 @@ class SweepFolder:
 
         return [dataclasses.replace(cell, name=name(cell)) for cell in cells]
 
-    def finished(self, cell: Cell) -> RunConfig | None:
-        """The configuration with which a cell's run has finished; None if it has not.
+    def finished(self, cell: Cell) -> dict[str, Any] | None:
+        """The row of the store of a cell's finished run; None if it has not finished.
 
         Raises:
             RunDamaged: A file in the cell's run folder is missing, damaged or edited.
@@ -152,8 +152,9 @@ class SweepFolder:
             )
         if not files.results.is_file():
             return None
-        self.check_method(cell, read_run(files.path)[1])
-        return found
+        row, results = read_run(files.path)
+        self.check_method(cell, results)
+        return row
 
     def check_method(self, cell: Cell, results: Mapping[str, Any]) -> None:
         """Refuses the finished run of a cell that another version of its method computed.

@@ -198,7 +198,7 @@ class Forecast:
             line = f"  {label:<{width}}  {len(cells):>5}  {len(costs):>5}"
             if costs:
                 line += f"  {duration(costs[0].seconds):>9}  {_gigabytes(costs[0].bytes):>8}"
-                line += "" if costs[0].bytes_device is None else f", card {_gigabytes(costs[0].bytes_device)}"
+                line += "" if costs[0].bytes_device is None else f", GPU {_gigabytes(costs[0].bytes_device)}"
                 line += f"  ({costs[0].source})"
             lines.append(line)
         lines.append(

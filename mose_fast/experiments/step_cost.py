@@ -33,7 +33,7 @@ class Cost:
     Attributes:
         seconds: Seconds from start to end.
         bytes: Bytes of host memory that its process does not share with others.
-        bytes_device: Peak of bytes allocated on the card; None on the CPU.
+        bytes_device: Peak of bytes allocated on the GPU; None on the CPU.
         source: ``measured``, ``stored`` (taken from the table of runs) or ``estimated`` (from
             another run's).
     """
@@ -55,7 +55,7 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
         config: The run's configuration; its stream is loaded.
         budget: Seconds for the steps, half of them early and half of them late.
     """
-    settle(resolve_device(config.device))  # once for a card, and no part of a run
+    settle(resolve_device(config.device))  # once for a GPU, and no part of a run
     start = time.perf_counter()
     stream = streams.create(config.stream, evaluate_on=config.evaluate_on)
     learner = create_learner(config, **stream.spec)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mose_fast
-from mose_fast.experiments import display
+from mose_fast.experiments import display, experiment
 from mose_fast.experiments import sweep as scheduler
 from mose_fast.experiments.cells import CellRecord, CellState
 from mose_fast.experiments.folder import SweepFolder
@@ -290,7 +290,7 @@ def test_more_runs_than_the_memory_holds_are_refused_or_not_started(tmp_path, en
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
         pytest.skip("one core has room for one worker only")
-    monkeypatch.setattr(scheduler, "available_bytes", lambda: 15 * 10**8)
+    monkeypatch.setattr(experiment, "available_bytes", lambda: 15 * 10**8)
     engine()
     with pytest.raises(
         ConfigError, match=r"2 runs at a time need 2\.0 GB of memory, and 1\.5 GB are free; wanted at most 1"
@@ -371,7 +371,7 @@ def test_a_full_disk_for_the_table_alone_loses_no_run(tmp_path, engine, say, mon
     def full(self, folder):
         raise RunError("cannot write the table of runs: database or disk is full")
 
-    monkeypatch.setattr(scheduler.Store, "add", full)
+    monkeypatch.setattr(experiment.Store, "add", full)
     outcome = run_grid(GRID, tmp_path / "s", say=say)
     assert len(outcome.table) == 3
     assert "disk is full" in capsys.readouterr().err

@@ -16,7 +16,6 @@ from mose_fast.output import readable
 from mose_fast.present.statistics import code_warnings, compare, summarise
 from mose_fast.present.table import Interval, Number, Spread, Table
 from mose_fast.runs.files import RunError, write_atomically
-from mose_fast.runs.store import read_run
 from mose_fast.settings.knob import as_text, shown
 from mose_fast.settings.run import ConfigError, RunConfig
 
@@ -85,6 +84,7 @@ def check_writable(config: RunConfig) -> None:
 
 def conclude(
     trials: Sequence[FrozenTrial],
+    rows_of: Callable[[int], list[dict[str, Any]]],
     base: RunConfig,
     seeds: Sequence[int],
     folder: SweepFolder,
@@ -92,10 +92,18 @@ def conclude(
 ) -> Tuned:
     """Writes ``best.toml``, ``trials.csv``, ``trials.md`` and the plots, and says what was found.
 
+    Args:
+        trials: All trials, by number.
+        rows_of: The rows of the store of a complete trial's runs, by its number.
+        base: Settings of all runs.
+        seeds: Seeds of each trial's runs.
+        folder: The study's folder.
+        say: Called with each line.
+
     Raises:
         NothingTuned: No trial came to its end.
     """
-    rows = {trial.number: _rows(trial, seeds, folder) for trial in trials if _state(trial) == "complete"}
+    rows = {trial.number: rows_of(trial.number) for trial in trials if _state(trial) == "complete"}
     values = {number: {row["seed"]: row["acc"] for row in runs} for number, runs in rows.items()}
     if not values:
         raise NothingTuned(
@@ -140,12 +148,6 @@ def _counts(trials: Sequence[FrozenTrial]) -> str:
 
 def _told(params: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {as_text(value)}" for name, value in params.items())
-
-
-def _rows(trial: FrozenTrial, seeds: Sequence[int], folder: SweepFolder) -> list[dict[str, Any]]:
-    """The rows of the store of a trial's runs."""
-    names = [f"trial-{trial.number:03d}_seed-{seed}" for seed in seeds]
-    return [read_run(folder.run(name))[0] | {"folder": name} for name in names]
 
 
 def _changes(config: RunConfig) -> dict[str, Any]:

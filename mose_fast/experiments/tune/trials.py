@@ -12,6 +12,7 @@ import numpy as np
 
 from mose_fast.experiments.cells import CellRecord
 from mose_fast.experiments.dispatch import CellLoop
+from mose_fast.experiments.experiment import Experiment
 from mose_fast.experiments.protocol import Event
 from mose_fast.experiments.tune.study import Study
 from mose_fast.runs.files import RunFolder
@@ -40,22 +41,19 @@ class RunningTrial:
     values: list[float] = field(default_factory=list)
 
 
-@dataclass
 class TrialLoop(CellLoop):
     """The loop of a sweep, which also compares trials with earlier ones after every task.
 
-    Attributes:
+    Args:
+        experiment: The study's runs.
         trials: The trials of the round.
         study: The study.
         known: Number of earlier trials to compare with.
     """
 
-    trials: Sequence[RunningTrial] = ()
-    study: Study | None = None
-    known: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, experiment: Experiment, trials: Sequence[RunningTrial], study: Study, known: int) -> None:
+        super().__init__(experiment, {r.cell.name: r for running in trials for r in running.records})
+        self.trials, self.study, self.known = trials, study, known
         self.views: dict[str, list[str]] = {}
 
     def judge(self, running: RunningTrial) -> None:
