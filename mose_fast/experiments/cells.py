@@ -35,10 +35,7 @@ class Failure:
     """Why a cell could not be finished.
 
     Attributes:
-        name: The cell's name.
-        reason: A sentence.
         log: The end of the cell's log; empty if it never ran.
-        command: The command that runs the cell alone.
     """
 
     name: str
@@ -56,18 +53,14 @@ class CellRecord:
     """What a sweep knows about one cell.
 
     Attributes:
-        cell: The cell.
-        state: What it is doing.
         resumed: Whether its last start continued an earlier run.
         checkpoints: Names of the checkpoints that there were at its last start.
         progress: Last event ``progress`` since then.
         task: Last event ``task`` since then.
         from_start: Whether the next start ignores the checkpoints.
         deaths: How often its process was killed since there was a new checkpoint.
-        errors: How often its run ended with an error.
         row: The row of the store of its finished run.
         seconds: What its run took; None unless this sweep finished it.
-        failure: Why it was given up.
     """
 
     cell: Cell
@@ -103,14 +96,7 @@ class CellRecord:
             self.state = CellState.DONE
 
     def give_up(self, reason: str, folder: SweepFolder, threads: int, *, show_log: bool = True) -> Failure:
-        """Marks the cell as failed.
-
-        Args:
-            reason: A sentence.
-            folder: The sweep's folder.
-            threads: Number of CPU threads of each run.
-            show_log: Whether the end of the cell's log is part of the failure.
-        """
+        """Marks the cell as failed."""
         name = self.cell.name
         log: list[str] = []
         if show_log and folder.log(name).is_file():

@@ -24,10 +24,7 @@ class CellLoop:
     is tried once more: from its checkpoint, or from its start if it had continued from one.
 
     Args:
-        experiment: What the cells belong to; it is running.
         records: Records of the cells by name; brought up to date.
-        wandb: Project of Weights & Biases to log to; None: do not log there.
-        on_done: Called after each run that has finished.
     """
 
     def __init__(

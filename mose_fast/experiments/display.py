@@ -18,13 +18,7 @@ _EVERY = 0.3
 
 
 class Display:
-    """Shows the progress of a sweep.
-
-    Args:
-        records: Records of all cells by name.
-        forecast: The sweep's forecast.
-        out: Stream to write to; None: stderr. A terminal gets the table.
-    """
+    """Shows the progress of a sweep."""
 
     def __init__(self, records: Mapping[str, CellRecord], forecast: Forecast, out: TextIO | None = None) -> None:
         self.records, self.forecast, self.out = records, forecast, out or sys.stderr

@@ -53,11 +53,9 @@ class LocalEngine:
 
     Args:
         gpus: The GPU of each worker process, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
-        threads: Number of CPU threads of each run.
         logs: Folder for what workers print outside of runs; None: it is not kept.
         lock: File descriptor of the sweep's lock, which the workers inherit, so that they hold the
             lock as long as they live; None: no lock.
-        mps: Whether the runs share GPUs by a server of CUDA's Multi-Process Service.
 
     Raises:
         ConfigError: There is no such server, or it does not start.

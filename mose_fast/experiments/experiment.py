@@ -65,20 +65,10 @@ class Experiment:
 
     Args:
         cells: The runs, before their data are loaded.
-        folder: Their folder.
-        place: Where to compute.
-        say: Called with the plan and with each of the final lines.
 
     Attributes:
         stored: The plan that an earlier call has left in the folder; empty if there is none.
-        layout: How the runs share the place.
         measured: Costs that this call or an earlier one measured, by :func:`.forecast.cost_key`.
-        records: Records of all cells by name.
-        engine: Where the runs compute; from :meth:`planned` on.
-        forecast: What remained to be done; likewise.
-        store: The table that finished runs are added to; from :meth:`running` on.
-        display: Shows the progress; likewise.
-        stop: Asks to stop; likewise.
 
     Raises:
         ConfigError: The cells cannot compute there.
@@ -89,8 +79,10 @@ class Experiment:
     kind: ClassVar[str] = "sweep"
 
     records: dict[str, CellRecord]
+    # From planned() on.
     engine: Engine
     forecast: Forecast
+    # From running() on.
     store: Store
     display: Display
     stop: StopRequest
@@ -162,11 +154,7 @@ class Experiment:
 
     @contextmanager
     def running(self, lock: int) -> Iterator[None]:
-        """Makes and writes the plan; then runs can be started, and signals ask to stop.
-
-        Args:
-            lock: Descriptor of the folder's lock.
-        """
+        """Makes and writes the plan; then runs can be started, and signals ask to stop."""
         with self.planned(self.folder.logs, lock):
             plan = {
                 "workers": self.layout.runs if self.layout.device == "cpu" else None,

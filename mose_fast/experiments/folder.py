@@ -22,11 +22,7 @@ __all__ = ["SweepFolder"]
 
 
 class SweepFolder:
-    """A sweep's folder. The run folders lie in it, beside the files named here.
-
-    Attributes:
-        path: The folder.
-    """
+    """A sweep's folder. The run folders lie in it, beside the files named here."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -29,8 +29,6 @@ class Place:
         workers: Number of runs at the same time on the CPU; with Ray, the largest number anywhere.
             None: as many as cores, memory and cluster allow.
         per_gpu: Number of runs at the same time on each GPU, each a process; None: 1.
-        gpus: Names of the GPUs to use, as in CUDA_VISIBLE_DEVICES; None: all.
-        engine: ``local`` or ``ray``.
         address: Address of the Ray cluster: ``HOST:PORT``, ``auto`` or ``local``.
         mps: Whether runs on one GPU compute at the same time, by a server of CUDA's Multi-Process
             Service that the sweep starts and ends; otherwise they take turns.
@@ -57,11 +55,8 @@ class Layout:
     """How the runs of a sweep share its place.
 
     Attributes:
-        place: Where they compute.
-        device: ``cpu`` or ``cuda``.
         cores: Number of cores that this process may use.
         gpus: Names of the GPUs of this machine that are used; empty on the CPU and with Ray.
-        runs: Number of runs at the same time.
         most_threads: Upper limit of the threads of a run; None: there is none.
     """
 

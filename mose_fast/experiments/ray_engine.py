@@ -39,9 +39,7 @@ class RayEngine:
         address: Address of the cluster, ``HOST:PORT`` or ``auto``; ``local`` starts one on this
             machine.
         runs: Largest number of runs at the same time; None: as many as the cluster has room for.
-        threads: Number of CPU threads of each run.
         gpus: Share of a GPU that each run gets, 0 for the CPU.
-        folder: The sweep's folder.
 
     Raises:
         ConfigError: Ray is not installed.

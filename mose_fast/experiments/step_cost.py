@@ -143,7 +143,7 @@ def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
     """Seconds of all evaluations: before training, and of memory and tests after every task."""
     images = stream.x_test[: learner.evaluation_batch]
     times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
-    # Without borders, as if the classes came evenly.
+    # Without task boundaries, as if the classes came evenly.
     tested = [len(stream.test_rows(task)) for task in range(len(stream.tasks))]
     if not stream.borders:
         tested = [tested[0] / stream.parts] * stream.parts

@@ -89,13 +89,10 @@ def run_sweep(
         workers: Number of runs at the same time on the CPU; None: as many as there are cores, cells
             and memory.
         per_gpu: Number of runs at the same time on each GPU, each a process; None: 1.
-        gpus: Cards to use, named as in CUDA_VISIBLE_DEVICES; None: all.
+        gpus: GPUs to use, named as in CUDA_VISIBLE_DEVICES; None: all.
         engine: ``local``, or ``ray`` for a cluster.
-        address: Address of the Ray cluster.
         mps: Whether runs on one GPU compute at the same time, by CUDA's Multi-Process Service.
         stream: Stream of all runs: its name or its settings.
-        options: Options of all runs that differ from the preset.
-        **settings: Other fields of :class:`RunConfig`, for all runs.
 
     Returns:
         One row per finished run, ordered by folder. The columns are
@@ -145,13 +142,8 @@ def run_grid(
 
     Args:
         grid: All combinations of a grid, or the cells themselves, with different names.
-        out: The sweep's folder.
-        place: Where to compute.
-        dry_run: Stop after the plan and write nothing.
         measure_for: Seconds for measuring the first steps of runs; what could not be measured then
             is estimated from the rest. None: every kind of run is measured.
-        wandb: Project of Weights & Biases to log to; None: do not log there.
-        say: Called with the plan and with each of the final lines.
         on_done: Called after each run that has finished, with :attr:`Outcome.folders`.
 
     Raises:

@@ -10,9 +10,9 @@ import pytest
 
 from mose_fast.app.cli import main
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.paper.all_tables import all_plans
 from mose_fast.experiments.paper.description import judge
 from mose_fast.experiments.paper.measured import Measured
+from mose_fast.experiments.paper.plan import all_plans
 from mose_fast.experiments.paper.reproduce import _Pages
 from mose_fast.experiments.paper.rows import CIFAR, TINY, Presets
 from mose_fast.experiments.paper.tables import TABLES, describe
@@ -244,7 +244,7 @@ def test_a_page_that_no_paper_command_wrote_is_not_replaced(tmp_path, engine, tr
     here = engine()
     (tmp_path / "paper-trial.html").write_text("mine")
     assert main(["paper", "all", *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
-    assert "was not written by mose-fast paper all, and would be replaced" in capsys.readouterr().err
+    assert "was not written by mose-fast paper, and would be replaced" in capsys.readouterr().err
     assert here.started == [] and [path.name for path in tmp_path.iterdir()] == ["paper-trial.html"]
 
 
@@ -279,8 +279,8 @@ def test_verdicts_and_ranks_are_marked():
     assert [kind for kind, _ in marks if kind != "none"] == ["pass" if v.passed else "miss" for v in verdicts]
     assert sum(bool(unsure) for _, unsure in marks) == sum(not v.sure for v in verdicts) > 0
     assert f"{sum(v.passed for v in verdicts)} of {len(verdicts)} pass" in text
-    row = re.search(r'<th scope="row">MOE-MOSE, with RSD</th>(.*?)</tr>', text)[1]
+    row = re.search(r'(?s)<th scope="row">MOE-MOSE, with RSD</th>(.*?)</tr>', text)[1]
     assert '<span class="best">38.4</span>' in row and '<span class="best">37.4</span>' in row
-    row = re.search(r'<th scope="row">MOSE</th>(.*?)</tr>', text)[1]
+    row = re.search(r'(?s)<th scope="row">MOSE</th>(.*?)</tr>', text)[1]
     assert '<span class="second">36.1</span>' in row and '<span class="second">35.1</span>' in row
-    assert "12.2" in text and "±&nbsp;" not in text
+    assert "12.2" in text and "±\N{NO-BREAK SPACE}" not in text

@@ -233,7 +233,7 @@ def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
         (["taskwise", "--set", "seed=3"], "seed is set to 3"),
         (
             ["taskwise", "--set", "stream.kind=blurry"],
-            "stream.kind is 'blurry', but the numbers of the paper's taskwise are by task; wanted a kind with borders",
+            "stream.kind is 'blurry', but the numbers of the paper's taskwise are by task; wanted a kind with task",
         ),
         (
             ["taskwise", "--set", "evaluate_on=validation", "--validation", "0.1"],

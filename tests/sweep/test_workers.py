@@ -299,7 +299,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
 
 
 def test_a_worker_that_has_used_cuda_forks_no_run(tmp_path, monkeypatch):
-    """Whoever asks PyTorch for cards, even in vain, has."""
+    """Whoever asks PyTorch for GPUs, even in vain, has."""
     used = "import sys, torch; torch.cuda.is_available(); from mose_fast.experiments.worker import main; main()"
     monkeypatch.setattr(engine_module, "python", lambda module, *arguments: [sys.executable, "-c", used, *arguments])
     event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})

@@ -168,11 +168,6 @@ def _average_and_final(
 ) -> tuple[list[Part], list[Part]]:
     """Average accuracy over the tasks so far, after each task, and accuracy by task after the last
     one; for each a part for every memory size.
-
-    Args:
-        rows: Rows by memory size.
-        sources: Where the paper has the two.
-        of: What the accuracy is of, for titles.
     """
     average, final = [], []
     for memory in MAIN_MEMORIES:

@@ -5,30 +5,38 @@ A study can be killed at any moment; the same call continues it to the same tria
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mose_fast.experiments.cells import CellRecord, CellState
+from mose_fast.experiments.dispatch import CellLoop
 from mose_fast.experiments.experiment import Experiment, with_fingerprints
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.forecast import Forecast, cost_key, duration, measured_costs
 from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.place import Place
+from mose_fast.experiments.protocol import Event
 from mose_fast.experiments.tune.outcome import Tuned, check_writable, conclude
 from mose_fast.experiments.tune.space import Axis, check_values, declared_space, read_space
 from mose_fast.experiments.tune.study import Study, import_optuna
-from mose_fast.experiments.tune.trials import RunningTrial, TrialLoop
 from mose_fast.learner.named_settings import dotted, with_absolute_paths, with_changes
 from mose_fast.learner.registry import check_unchanged, method_files
 from mose_fast.methods import find_method
 from mose_fast.output import guarded_output
-from mose_fast.runs.files import RunError, write_atomically
+from mose_fast.runs.files import RunError, RunFolder, write_atomically
 from mose_fast.runs.store import read_run
 from mose_fast.settings.knob import plain, whole_number
 from mose_fast.settings.run import ConfigError, RunConfig, shown
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
 __all__ = ["Tuned", "tune"]
 
@@ -55,16 +63,10 @@ def tune(
     table of the trials and plots. An unfinished study is continued.
 
     Args:
-        method: Name of the method.
         trials: Number of trials in all, those of an earlier call included.
-        out: The study's folder; each run gets a folder in it.
         space: A ``.toml`` or ``.json`` file with a table ``space``; None: the ranges that the
             method's settings declare.
-        seeds: Seeds of the runs of each trial.
-        changes: Settings of all runs, by dotted name.
-        place: Where to compute.
         dry_run: Stop after the forecast and write nothing.
-        say: Called with the forecast, a line for each trial, and the conclusions.
 
     Returns:
         What was found; None after a dry run.
@@ -207,7 +209,7 @@ class _Tuning(Experiment):
             except ConfigError as error:  # values that do not go together
                 study.tell(trial, [], None, pruned=False)
                 self.display.say(f"trial {trial.number}: failed: {error}")
-        loop = TrialLoop(self, trials, study, start)
+        loop = _TrialLoop(self, trials, study, start)
         if not loop.run():
             self.stop.check()
         for running in trials:
@@ -221,7 +223,7 @@ class _Tuning(Experiment):
             values = ", ".join(f"{name.rpartition('.')[2]} {shown(v)}" for name, v in running.trial.params.items())
             self.display.say(f"trial {running.trial.number}: {found} ({values})")
 
-    def _prepared(self, trial: Any) -> RunningTrial:
+    def _prepared(self, trial: Any) -> _Trial:
         """A trial with its runs, of which finished ones are found."""
         records = []
         for seed in self.seeds:
@@ -231,7 +233,74 @@ class _Tuning(Experiment):
             record.find_done(self.folder, self.layout.threads)
             write_atomically(self.folder.config(cell.name), cell.config.to_json())
             records.append(record)
-        return RunningTrial(trial, records)
+        return _Trial(trial, records)
+
+
+@dataclass
+class _Trial:
+    """A trial and its runs.
+
+    Attributes:
+        stopped: The task after which it was found to be hopeless; None: it was not.
+        values: Accuracy on the tasks seen after each task, mean over the seeds, as far as all runs
+            have come; no further than ``stopped``.
+    """
+
+    trial: FrozenTrial
+    records: Sequence[CellRecord]
+    stopped: int | None = None
+    values: list[float] = field(default_factory=list)
+
+
+class _TrialLoop(CellLoop):
+    """The loop of a sweep, which also compares trials with earlier ones after every task.
+
+    Args:
+        known: Number of earlier trials to compare with.
+    """
+
+    def __init__(self, experiment: Experiment, trials: Sequence[_Trial], study: Study, known: int) -> None:
+        super().__init__(experiment, {r.cell.name: r for running in trials for r in running.records})
+        self.trials, self.study, self.known = trials, study, known
+        self.views: dict[str, list[str]] = {}
+
+    def judge(self, running: _Trial) -> None:
+        """Compares a trial, as far as its runs have come, and stops them if it is hopeless.
+
+        The first task after which it is hopeless does not depend on when this is called.
+        """
+        if running.stopped is not None:
+            return
+        by_seed = [self._after_tasks(record.cell.name) for record in running.records]
+        after = list(zip(*by_seed, strict=False))
+        running.values = [float(np.mean(values)) for values in after]
+        running.stopped = self.study.hopeless(running.trial.params, [*map(max, after)], self.known)
+        if running.stopped is not None:
+            running.values = running.values[: running.stopped + 1]
+            for record in running.records:
+                self.drop(record.cell.name)
+
+    def _on_event(self, record: CellRecord, event: Event) -> None:
+        super()._on_event(record, event)
+        if "view" in event:
+            self.views[record.cell.name] = event["view"]
+        if "view" in event or event["event"] in ("task", "done"):
+            self.judge(next(running for running in self.trials if record in running.records))
+
+    def _after_tasks(self, name: str) -> list[float]:
+        """Mean accuracy of a run on the tasks seen after each task, as far as it has come."""
+        files = RunFolder(self.folder.run(name))
+        if name not in self.views and files.results.is_file():
+            resolved = json.loads(files.results.read_text(encoding="utf-8"))["resolved"]
+            self.views[name] = [resolved["classifier"], resolved["expert"]]
+        if name not in self.views or not files.accuracy.is_file():
+            return []
+        after: dict[int, list[float]] = {}
+        with files.accuracy.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                if [row["classifier"], row["expert"]] == self.views[name]:
+                    after.setdefault(int(row["after_task"]), []).append(float(row["accuracy"]))
+        return [float(np.mean(after[task])) for task in sorted(after)]
 
 
 def _name(number: int, seed: int) -> str:
