@@ -160,10 +160,11 @@ class Experiment:
                 "workers": self.layout.runs if self.layout.device == "cpu" else None,
                 "threads": self.layout.threads,
                 "engine": self.layout.place.engine,
+                **self.described(),
                 # Who continues need not measure again.
                 "measured": {key: dataclasses.asdict(cost) for key, cost in self.measured.items()},
             }
-            write_atomically(self.folder.plan, json.dumps(plan | self.described(), indent=1) + "\n")
+            write_atomically(self.folder.plan, json.dumps(plan, indent=1) + "\n")
             self.store = Store(self.folder.path)
             self.display = Display(self.records, self.forecast)
             with closing(self.display), stop_request() as self.stop:

@@ -93,6 +93,8 @@ def run_sweep(
         engine: ``local``, or ``ray`` for a cluster.
         mps: Whether runs on one GPU compute at the same time, by CUDA's Multi-Process Service.
         stream: Stream of all runs: its name or its settings.
+        options: Options of all runs that differ from the preset.
+        **settings: Other fields of :class:`RunConfig`, for all runs.
 
     Returns:
         One row per finished run, ordered by folder. The columns are

@@ -18,7 +18,7 @@ import numpy as np
 from mose_fast.experiments.cells import CellRecord, CellState
 from mose_fast.experiments.dispatch import CellLoop
 from mose_fast.experiments.experiment import Experiment, with_fingerprints
-from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.folder import SweepFolder, first_difference
 from mose_fast.experiments.forecast import Forecast, cost_key, duration, measured_costs
 from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.place import Place
@@ -146,9 +146,11 @@ class _Tuning(Experiment):
         for what, wanted in json.loads(json.dumps(self._described())).items():
             found = self.stored["study"].get(what, {})
             if found != wanted:
+                named = isinstance(found, dict)
+                differing = first_difference(found, wanted) if named else f"{found} there and {wanted} here"
                 raise RunError(
-                    f"the study in {self.folder.path} has other {what} ({_difference(found, wanted)}); continue it with"
-                    " the same, or choose another --out"
+                    f"the study in {self.folder.path} has other {what} ({differing}); continue it with the same, or"
+                    " choose another --out"
                 )
 
     def described(self) -> dict[str, Any]:
@@ -271,7 +273,7 @@ class _TrialLoop(CellLoop):
         """
         if running.stopped is not None:
             return
-        by_seed = [self._after_tasks(record.cell.name) for record in running.records]
+        by_seed = [self._after_tasks(record) for record in running.records]
         after = list(zip(*by_seed, strict=False))
         running.values = [float(np.mean(values)) for values in after]
         running.stopped = self.study.hopeless(running.trial.params, [*map(max, after)], self.known)
@@ -287,18 +289,18 @@ class _TrialLoop(CellLoop):
         if "view" in event or event["event"] in ("task", "done"):
             self.judge(next(running for running in self.trials if record in running.records))
 
-    def _after_tasks(self, name: str) -> list[float]:
+    def _after_tasks(self, record: CellRecord) -> list[float]:
         """Mean accuracy of a run on the tasks seen after each task, as far as it has come."""
-        files = RunFolder(self.folder.run(name))
-        if name not in self.views and files.results.is_file():
-            resolved = json.loads(files.results.read_text(encoding="utf-8"))["resolved"]
-            self.views[name] = [resolved["classifier"], resolved["expert"]]
-        if name not in self.views or not files.accuracy.is_file():
+        file = RunFolder(self.folder.run(record.cell.name)).accuracy
+        if record.row is not None:
+            self.views[record.cell.name] = [record.row["classifier"], record.row["expert"]]
+        view = self.views.get(record.cell.name)
+        if view is None or not file.is_file():
             return []
         after: dict[int, list[float]] = {}
-        with files.accuracy.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                if [row["classifier"], row["expert"]] == self.views[name]:
+        with file.open(encoding="utf-8", newline="") as rows:
+            for row in csv.DictReader(rows):
+                if [row["classifier"], row["expert"]] == view:
                     after.setdefault(int(row["after_task"]), []).append(float(row["accuracy"]))
         return [float(np.mean(after[task])) for task in sorted(after)]
 
@@ -306,13 +308,6 @@ class _TrialLoop(CellLoop):
 def _name(number: int, seed: int) -> str:
     """Name of a run's folder."""
     return f"trial-{number:03d}_seed-{seed}"
-
-
-def _difference(there: Any, here: Any) -> str:
-    if not isinstance(there, dict):
-        return f"{there} there and {here} here"
-    name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
-    return f"{name} is {shown(there.get(name))} there and {shown(here.get(name))} here"
 
 
 def _shown(axis: Axis) -> str:
