@@ -21,6 +21,8 @@ from mose_fast.experiments.mps import PROGRAM, MpsServer
 from mose_fast.experiments.place import Layout, Place
 from mose_fast.settings.run import ConfigError, RunConfig
 
+from .test_workers import wait_for
+
 pytestmark = pytest.mark.skipif(not shutil.which("sh"), reason="needs a POSIX shell")
 
 # With -d it leaves a daemon; else it takes commands, of which quit ends the daemon. The daemon is a
@@ -58,14 +60,7 @@ def alive(pid):
     return False
 
 
-def wait_for(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def test_workers_of_one_card_share_a_server_that_ends_with_them(calls):
+def test_workers_of_one_gpu_share_a_server_that_ends_with_them(calls):
     engine = LocalEngine(["1", "1"], threads=1, mps=True)
     environment = engine._environment("1")
     pipe, log = environment["CUDA_MPS_PIPE_DIRECTORY"], environment["CUDA_MPS_LOG_DIRECTORY"]

@@ -135,34 +135,21 @@ def test_a_killed_cell_goes_on_but_not_for_ever(tmp_path, engine, say):
     assert not any(command["afresh"] for command in made.runs)
 
 
-def test_ctrl_c_stops_the_runs_and_the_same_call_goes_on(tmp_path, engine, say):
+@pytest.mark.usefixtures("signals_act")
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGHUP, 2)])
+@pytest.mark.parametrize("ending", [{"event": "stopped"}, {"event": "died", "signal": 2}])
+def test_a_signal_stops_the_runs_and_the_same_call_goes_on(tmp_path, engine, say, number, times, ending):
     def interrupt(command):
-        os.kill(os.getpid(), signal.SIGINT)
-        return {"event": "died", "signal": 2}
+        for _ in range(times):  # a job's processes pass it on to each other
+            os.kill(os.getpid(), number)
+        return ending
 
     made = engine({"seed-0": [interrupt], "seed-1": [{"event": "stopped"}]})
-    with pytest.raises(Interrupted):
-        run_grid(GRID, tmp_path / "s", say=say)
-    assert made.stopped
-    assert made.closed
-    assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1"]
-    engine()
-    assert len(run_grid(GRID, tmp_path / "s", say=say).table) == 3
-
-
-@pytest.mark.usefixtures("signals_act")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_what_ends_a_job_stops_the_runs_like_ctrl_c(tmp_path, engine, say, number):
-    def end(command):
-        for _ in range(2):  # a job's processes pass it on to each other
-            os.kill(os.getpid(), number)
-        return {"event": "stopped"}
-
-    made = engine({"seed-0": [end], "seed-1": [{"event": "stopped"}]})
     with pytest.raises(Interrupted) as error:
         run_grid(GRID, tmp_path / "s", say=say)
     assert error.value.number == number
-    assert made.stopped
+    assert made.stopped and made.closed
+    assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1"]
     engine()
     assert len(run_grid(GRID, tmp_path / "s", say=say).table) == 3
 

@@ -66,33 +66,9 @@ def alone(tmp_path_factory, settings):
 
 def start_sweep(out, *more):
     cores = len(os.sched_getaffinity(0))
-    command = [
-        sys.executable,
-        "-m",
-        "mose_fast",
-        "sweep",
-        "--width",
-        "1",
-        "--memory",
-        "64",
-        "--limit-per-task",
-        "20",
-        "--device",
-        "cpu",
-    ]
-    command += [
-        "--batch",
-        "4",
-        "--checkpoint-every",
-        "2",
-        "--seeds",
-        "0-1",
-        "--workers",
-        str(cores),
-        "--out",
-        str(out),
-        *more,
-    ]
+    settings = "--width 1 --memory 64 --limit-per-task 20 --device cpu --batch 4 --checkpoint-every 2 --seeds 0-1"
+    command = [sys.executable, "-m", "mose_fast", "sweep", *settings.split()]
+    command += ["--workers", str(cores), "--out", str(out), *more]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
