@@ -32,11 +32,7 @@ class CellState(enum.Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a cell could not be finished.
-
-    Attributes:
-        log: The end of the cell's log; empty if it never ran.
-    """
+    """Why a cell could not be finished, with the end of its log, if it ever ran."""
 
     name: str
     reason: str

@@ -117,9 +117,7 @@ def _declared(values: Mapping[str, Any]) -> float:
 
 
 def _order(configs: Mapping[str, RunConfig]) -> list[str]:
-    """The keys of the configurations: first one of each kind of run, ER's before all others, and
-    cheap ones before expensive ones.
-    """
+    """First one of each kind of run, ER's before all, and cheap ones before expensive ones."""
     costs = {key: _declared(json.loads(key)) for key in configs}
     ranks: dict[tuple[Any, ...], int] = {}
     order: dict[str, tuple[int, bool, float]] = {}

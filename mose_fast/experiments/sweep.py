@@ -231,9 +231,7 @@ class _Sweep(Experiment):
             self.change_layout(most_threads=several.most_threads)
 
     def _known(self) -> tuple[dict[str, Cost], dict[str, str], dict[str, RunConfig]]:
-        """The known costs by :func:`cost_key`; those keys by waiting cell; and the configurations
-        whose costs are not known.
-        """
+        """The known costs by :func:`cost_key`, the keys by waiting cell, and what is not known."""
         known = {**self.measured, **stored_costs(self.folder.path, self.layout.threads)}
         needed = {record.cell.name: record.cell.config for record in self._in_state(CellState.WAITING)}
         keys = {name: cost_key(config) for name, config in needed.items()}

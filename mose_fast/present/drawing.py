@@ -15,10 +15,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["STYLE", "Look", "curve", "files", "grid", "legend", "looks_of"]
+__all__ = ["COLOURS", "STYLE", "Look", "curve", "files", "grid", "legend", "looks_of"]
 
-# Okabe-Ito: told apart by colour-blind readers; markers and dashes tell the curves apart in print.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+#: Okabe-Ito: told apart by colour-blind readers; markers and dashes tell the curves apart in print.
+COLOURS = {
+    "blue": "#0072B2",
+    "red": "#D55E00",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "black": "#000000",
+    "grey": "#999999",
+}
 _MARKERS = "osD^vP*X"
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (5, 5)))
 
@@ -58,10 +67,10 @@ class Look(NamedTuple):
 
 def looks_of(labels: Iterable[str]) -> dict[str, Look]:
     """A look for each label, in their order."""
-    n = len(_COLOURS)
+    colours, n = list(COLOURS.values()), len(COLOURS)
     # Beyond eight labels colours repeat, but with other markers and dashes.
     return {
-        label: Look(_COLOURS[i % n], _MARKERS[(i + i // n) % n], _DASHES[(i + i // n) % n])
+        label: Look(colours[i % n], _MARKERS[(i + i // n) % n], _DASHES[(i + i // n) % n])
         for i, label in enumerate(dict.fromkeys(labels))
     }
 

@@ -115,9 +115,7 @@ def doubts(panel: str) -> Mapping[tuple[str, str], str]:
 
 
 def own_row(method: str) -> tuple[str, str]:
-    """The paper's name of one of its methods, and the classifier of its row: ``ncm`` or
-    ``linear``.
-    """
+    """The paper's name of one of its methods, and its row's classifier: ``ncm``, ``linear``."""
     return _NAMES[method], "ncm" if method in _NEAREST_CLASS_MEAN else "linear"
 
 
@@ -191,8 +189,8 @@ def methods(data: str) -> dict[str, dict[int, tuple[Published, Published | None]
 
 
 def experts(data: str, memory: int) -> dict[tuple[str, str], float]:
-    """ACC of MOSE to one decimal, as far as the paper prints it, by classifier and expert as results
-    name them.
+    """ACC of MOSE that the paper prints, to one decimal, by classifier and expert as results name
+    them.
     """
     rows = {}
     if data == "split-cifar100" and memory == 5000:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mose_fast.present.drawing import STYLE, Look, curve, files, grid, legend, looks_of
+from mose_fast.present.drawing import COLOURS, STYLE, Look, curve, files, grid, legend, looks_of
 from mose_fast.present.report_runs import Group, Run
 from mose_fast.present.report_tables import images, part_name, seeds
 from mose_fast.present.statistics import summarise
@@ -27,11 +27,11 @@ __all__ = ["CURVES", "PANELS", "Picture", "figures"]
 CURVES, PANELS, BARS = 8, 12, 24
 
 _PHASES = {
-    "train": ("#0072B2", ""),
-    "capture": ("#56B4E9", "\\\\"),
-    "evaluate": ("#E69F00", "//"),
-    "checkpoint": ("#999999", ".."),
-    "other": ("#CC79A7", "xx"),
+    "train": (COLOURS["blue"], ""),
+    "capture": (COLOURS["sky"], "\\\\"),
+    "evaluate": (COLOURS["orange"], "//"),
+    "checkpoint": (COLOURS["grey"], ".."),
+    "other": (COLOURS["purple"], "xx"),
 }
 
 
@@ -46,11 +46,7 @@ class Picture(NamedTuple):
 
 
 def figures(groups: Sequence[Group]) -> list[Picture]:
-    """Every figure that the runs have data for, in the order of the page.
-
-    Args:
-        groups: Ordered by label; a label keeps its colour and marker through all figures.
-    """
+    """Every figure that the runs have data for, in the order of the page."""
     # Not at the top: matplotlib takes half a second that other commands need not pay.
     from matplotlib import rc_context
 

@@ -312,9 +312,7 @@ def _flat(run: Run) -> dict[str, Any]:
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
-    """Labels by key: method, its preset if it has several, differing settings, and options as
-    changes from the preset.
-    """
+    """By key: method, its preset if it has several, and differing settings."""
     own: dict[str, dict[str, Any]] = {}
     for key, (flat, run) in groups.items():
         plain = {

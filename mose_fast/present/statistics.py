@@ -274,9 +274,7 @@ def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ())
 
 
 def _with_code(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the version and the first commit of the code beside its hash, since commits may
-    differ in other files alone.
-    """
+    """The rows with version and first commit of a code: commits may differ in other files."""
     told: dict[str, str] = {}
     found = []
     for row in rows:

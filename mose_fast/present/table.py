@@ -66,9 +66,7 @@ class Table:
 
     @property
     def kinds(self) -> list[str]:
-        """For each column what its cells are on a page: ``number``, ``number interval`` or, for
-        text, nothing.
-        """
+        """By column, what cells are on a page: text, ``number`` or ``number interval``."""
         return [
             "" if text else "number interval" if name in self.intervals else "number"
             for name, text in zip(self.columns, self._textual(), strict=True)

@@ -28,11 +28,7 @@ _SHARE = 0.01
 
 
 class Verdict(NamedTuple):
-    """Whether a number passes.
-
-    Attributes:
-        sure: The 95 % interval of the mean lies on one side of the target.
-    """
+    """Whether a number passes, and whether its 95 % interval lies on that side of the target."""
 
     passed: bool
     sure: bool

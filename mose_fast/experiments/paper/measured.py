@@ -150,9 +150,7 @@ def _by_run(entry: Entry, runs: Sequence[FinishedRun]) -> dict[tuple[int, str], 
 
 
 def _facts(cell: Cell, row: Mapping[str, Any], results: Results) -> Results:
-    """The part of the results that the list of runs needs, without the large accuracy matrices, and
-    the run's row.
-    """
+    """What the list of runs needs of the results, without the large matrices, and the row."""
     names = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
     row = {name: value for name, value in row.items() if name not in ("metrics", "config")}
     return {**{name: results[name] for name in names}, "row": {**row, "folder": cell.name}}

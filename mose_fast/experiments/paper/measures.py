@@ -191,9 +191,7 @@ def macs() -> Metric:
 def _of_view(
     name: str, kind: str, classifier: str, expert: str, read: Callable[[Results, str], float | None]
 ) -> Metric:
-    """A metric of one expert's classifier, which ``read`` gets by the name that it has in the
-    results. A network with fewer experts does not have it.
-    """
+    """A metric of one expert's classifier, which a network with fewer experts does not have."""
 
     def of_run(run: Results) -> float | None:
         found = _name(run, classifier, expert)

@@ -15,7 +15,7 @@ from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.paper.description import Figure, Panel
 from mose_fast.experiments.paper.measured import Measured
 from mose_fast.experiments.paper.plan import Plan
-from mose_fast.present.drawing import STYLE, curve, files, grid, legend, looks_of
+from mose_fast.present.drawing import COLOURS, STYLE, curve, files, grid, legend, looks_of
 from mose_fast.runs.files import write_atomically
 
 if TYPE_CHECKING:
@@ -157,9 +157,7 @@ def _published(panel: Panel, points: Points) -> dict[str, dict[int, float]]:
 
 
 def _share(axes: Sequence[Axes], figure: Figure, i: int) -> None:
-    """Gives a panel the vertical scale of the first one that shows the same values, and a label
-    unless its left neighbour has it.
-    """
+    """One scale for panels of the same values, labelled unless the left neighbour has it."""
     shown = [panel.values for panel in figure.panels]
     first = shown.index(shown[i])
     if first < i:
@@ -184,7 +182,7 @@ def _bars(
         cell = by_place[0]
         if cell.ours:
             # The paper's figure has MOSE in another colour, too.
-            colour, mean = "#009E73" if row == "MOSE" else "#56B4E9", cell.ours.mean
+            colour, mean = COLOURS["green" if row == "MOSE" else "sky"], cell.ours.mean
             axis.barh(at, mean, height=0.7, color=colour)
             ends = [end for end in cell.ours.t_interval if not math.isnan(end)]
             axis.plot(ends, [at] * len(ends), **_INTERVAL)

@@ -44,18 +44,9 @@ class Section:
     pictures: Sequence[Path]
 
     @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
     def title(self) -> str:
         """The title without the paper's labels."""
         return re.sub(r" \([^()]*:[^()]*\)$", "", self.plan.description.title)
-
-    @property
-    def labels(self) -> str:
-        """The paper's labels."""
-        return ", ".join(dict.fromkeys(part.source for part in self.plan.description.parts))
 
     @property
     def verdicts(self) -> list[Verdict]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.learner.named_settings import dotted, with_changes
 from mose_fast.output import readable
-from mose_fast.present.drawing import STYLE, files, grid
+from mose_fast.present.drawing import COLOURS, STYLE, files, grid
 from mose_fast.present.statistics import code_warnings, compare, summarise
 from mose_fast.present.table import Interval, Number, Spread, Table
 from mose_fast.runs.files import RunError, write_atomically
@@ -36,7 +36,6 @@ _OF_STUDY = {
 }
 
 _STATES = {"COMPLETE": "complete", "PRUNED": "stopped", "FAIL": "failed", "RUNNING": "unfinished"}
-_COLOUR, _BEST = "#0072B2", "#D55E00"
 
 
 class NothingTuned(RunError):
@@ -212,9 +211,7 @@ def _cell(value: Any) -> Any:
 
 
 def _plots(done: Sequence[FrozenTrial]) -> dict[str, bytes]:
-    """The history of the complete trials, accuracy against each setting, and how much each matters,
-    as SVG files.
-    """
+    """The complete trials as SVG files: over time, by setting, and how much each matters."""
     # Imported here, because it takes half a second.
     from matplotlib import rc_context
 
@@ -224,9 +221,9 @@ def _plots(done: Sequence[FrozenTrial]) -> dict[str, bytes]:
     label = "ACC on held-out images (%)"
     with rc_context(STYLE):
         history, (axis,) = grid(1)
-        axis.plot([trial.number for trial in done], accuracy, "o", color=_COLOUR, label="trial")
+        axis.plot([trial.number for trial in done], accuracy, "o", color=COLOURS["blue"], label="trial")
         highest = [max(accuracy[: i + 1]) for i in range(len(accuracy))]
-        axis.step([trial.number for trial in done], highest, where="post", color=_BEST, label="best so far")
+        axis.step([trial.number for trial in done], highest, where="post", color=COLOURS["red"], label="best so far")
         axis.set(xlabel="trial", ylabel=label)
         axis.legend()
 
@@ -235,8 +232,8 @@ def _plots(done: Sequence[FrozenTrial]) -> dict[str, bytes]:
             values = [trial.params[name] for trial in done]
             numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
             values = values if numeric else [as_text(value) for value in values]
-            axis.plot(values, accuracy, "o", color=_COLOUR)
-            axis.plot(values[best : best + 1], accuracy[best : best + 1], "D", color=_BEST)
+            axis.plot(values, accuracy, "o", color=COLOURS["blue"])
+            axis.plot(values[best : best + 1], accuracy[best : best + 1], "D", color=COLOURS["red"])
             distribution = done[0].distributions[name]
             if hasattr(distribution, "low"):
                 axis.set(xscale="log" if distribution.log else "linear", xlim=(distribution.low, distribution.high))
@@ -244,7 +241,7 @@ def _plots(done: Sequence[FrozenTrial]) -> dict[str, bytes]:
         figures = {"history": history, "slices": slices}
         if importance := _importance(done):
             figures["importance"], (axis,) = grid(1, height=0.8 + 0.4 * len(names))
-            axis.barh(list(importance)[::-1], list(importance.values())[::-1], color=_COLOUR)
+            axis.barh(list(importance)[::-1], list(importance.values())[::-1], color=COLOURS["blue"])
             axis.set(xlabel="share of the variance of ACC (fANOVA)", xlim=(0, 1))
         return {name: files(figure, ["svg"])["svg"] for name, figure in figures.items()}
 
