@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 import shlex
 from dataclasses import dataclass
+from typing import Any
 
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.protocol import Event
+from mose_fast.runs.store import RunDamaged
 
 __all__ = ["CellRecord", "CellState", "Failure"]
 
@@ -30,14 +32,7 @@ class CellState(enum.Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a cell could not be finished.
-
-    Attributes:
-        name: The cell's name.
-        reason: A sentence.
-        log: The end of the cell's log; empty if it never ran.
-        command: The command that runs the cell alone.
-    """
+    """Why a cell could not be finished, with the end of its log, if it ever ran."""
 
     name: str
     reason: str
@@ -54,17 +49,14 @@ class CellRecord:
     """What a sweep knows about one cell.
 
     Attributes:
-        cell: The cell.
-        state: What it is doing.
         resumed: Whether its last start continued an earlier run.
         checkpoints: Names of the checkpoints that there were at its last start.
         progress: Last event ``progress`` since then.
         task: Last event ``task`` since then.
         from_start: Whether the next start ignores the checkpoints.
         deaths: How often its process was killed since there was a new checkpoint.
-        errors: How often its run ended with an error.
+        row: The row of the store of its finished run.
         seconds: What its run took; None unless this sweep finished it.
-        failure: Why it was given up.
     """
 
     cell: Cell
@@ -76,6 +68,7 @@ class CellRecord:
     from_start: bool = False
     deaths: int = 0
     errors: int = 0
+    row: dict[str, Any] | None = None
     seconds: float | None = None
     failure: Failure | None = None
 
@@ -84,15 +77,22 @@ class CellRecord:
         """Share of its batches that the run has trained on, in [0, 1]."""
         return self.progress["batch"] / max(self.progress["batches"], 1) if self.progress else 0.0
 
-    def give_up(self, reason: str, folder: SweepFolder, threads: int, *, show_log: bool = True) -> Failure:
-        """Marks the cell as failed.
+    def find_done(self, folder: SweepFolder, threads: int) -> None:
+        """Finds out whether the run has finished in an earlier call, or its folder is damaged.
 
-        Args:
-            reason: A sentence.
-            folder: The sweep's folder.
-            threads: Number of CPU threads of each run.
-            show_log: Whether the end of the cell's log is part of the failure.
+        Raises:
+            RunError: The folder holds another run.
         """
+        try:
+            self.row = folder.finished(self.cell)
+        except RunDamaged as error:
+            reason = f"{error}; it is left as it is. Delete the folder to run it again"
+            self.give_up(reason, folder, threads, show_log=False)
+        if self.row is not None:
+            self.state = CellState.DONE
+
+    def give_up(self, reason: str, folder: SweepFolder, threads: int, *, show_log: bool = True) -> Failure:
+        """Marks the cell as failed."""
         name = self.cell.name
         log: list[str] = []
         if show_log and folder.log(name).is_file():

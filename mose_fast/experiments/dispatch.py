@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from mose_fast.experiments.cells import CellRecord, CellState
-from mose_fast.experiments.display import Display
-from mose_fast.experiments.engine import Engine
-from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.experiment import Experiment
 from mose_fast.experiments.protocol import Event, how_it_died
 from mose_fast.runs.files import RunError, RunFolder, checkpoint_files
-from mose_fast.runs.store import Store, collect, read_run
-from mose_fast.signals import StopRequest
+from mose_fast.runs.store import collect, read_run
 
 __all__ = ["CellLoop"]
 
@@ -21,37 +17,28 @@ __all__ = ["CellLoop"]
 _DEATHS = 3
 
 
-@dataclass
 class CellLoop:
     """Runs the cells that wait.
 
     A run whose process is killed continues from its last checkpoint. A run that ends with an error
     is tried once more: from its checkpoint, or from its start if it had continued from one.
 
-    Attributes:
-        records: Records of all cells by name; brought up to date.
-        folder: The sweep's folder.
-        engine: Where the runs compute.
-        threads: Number of CPU threads of each run, for messages.
-        store: The table that finished runs are added to.
-        display: Shows the progress.
-        wandb: Project of Weights & Biases to log to; None: do not log there.
-        stop: Asks to stop.
-        on_done: Called after each run that has finished.
+    Args:
+        records: Records of the cells by name; brought up to date.
     """
 
-    records: Mapping[str, CellRecord]
-    folder: SweepFolder
-    engine: Engine
-    threads: int
-    store: Store
-    display: Display
-    wandb: str | None
-    stop: StopRequest
-    on_done: Callable[[], None] = field(default=lambda: None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        self.queue = deque(record for record in self.records.values() if record.state is CellState.WAITING)
+    def __init__(
+        self,
+        experiment: Experiment,
+        records: Mapping[str, CellRecord],
+        wandb: str | None = None,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.records, self.wandb, self.on_done = records, wandb, on_done
+        self.folder, self.threads = experiment.folder, experiment.layout.threads
+        self.engine, self.store = experiment.engine, experiment.store
+        self.display, self.stop = experiment.display, experiment.stop
+        self.queue = deque(record for record in records.values() if record.state is CellState.WAITING)
         self.stopping = self.table_is_behind = False
 
     def run(self) -> bool:
@@ -133,8 +120,8 @@ class CellLoop:
         except RunError as error:
             self._give_up(record, str(error))
             return
-        record.state, record.seconds = CellState.DONE, row["seconds_total"]
-        self.display.finished(record, row["acc"])
+        record.state, record.row, record.seconds = CellState.DONE, row, row["seconds_total"]
+        self.display.finished(record)
         try:
             self.store.add(run)
         except RunError as error:

@@ -18,13 +18,7 @@ _EVERY = 0.3
 
 
 class Display:
-    """Shows the progress of a sweep.
-
-    Args:
-        records: Records of all cells by name.
-        forecast: The sweep's forecast.
-        out: Stream to write to; None: stderr. A terminal gets the table.
-    """
+    """Shows the progress of a sweep."""
 
     def __init__(self, records: Mapping[str, CellRecord], forecast: Forecast, out: TextIO | None = None) -> None:
         self.records, self.forecast, self.out = records, forecast, out or sys.stderr
@@ -38,12 +32,12 @@ class Display:
         self._clear()
         print(line, file=self.out, flush=True)
 
-    def finished(self, record: CellRecord, acc: float) -> None:
-        """Says that a run is done, with its ACC in [0, 1]."""
+    def finished(self, record: CellRecord) -> None:
+        """Says that a run is done, with its ACC in percent."""
         ended = self._count(CellState.DONE) + self._count(CellState.FAILED)
         self.say(
             f"[{ended}/{len(self.records)}] done    {record.cell.name}:"
-            f" ACC {100 * acc:.1f} in {duration(record.seconds)}"
+            f" ACC {100 * record.row['acc']:.1f} in {duration(record.seconds)}"
         )
 
     def draw(self) -> None:

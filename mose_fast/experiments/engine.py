@@ -52,12 +52,10 @@ class LocalEngine:
     for its first command, and replaced when it dies.
 
     Args:
-        cards: The card of each worker process, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
-        threads: Number of CPU threads of each run.
+        gpus: The GPU of each worker process, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
         logs: Folder for what workers print outside of runs; None: it is not kept.
         lock: File descriptor of the sweep's lock, which the workers inherit, so that they hold the
             lock as long as they live; None: no lock.
-        mps: Whether the runs share cards by a server of CUDA's Multi-Process Service.
 
     Raises:
         ConfigError: There is no such server, or it does not start.
@@ -65,17 +63,17 @@ class LocalEngine:
 
     def __init__(
         self,
-        cards: Sequence[str | None],
+        gpus: Sequence[str | None],
         threads: int,
         logs: Path | None = None,
         lock: int | None = None,
         *,
         mps: bool = False,
     ) -> None:
-        self.cards, self.threads, self.lock = list(cards), threads, lock
+        self.gpus, self.threads, self.lock = list(gpus), threads, lock
         self._temporary = tempfile.TemporaryDirectory() if logs is None else None
         self.log = (Path(self._temporary.name) if logs is None else logs) / "workers.log"
-        self.workers: list[_Worker | None] = [None] * len(self.cards)
+        self.workers: list[_Worker | None] = [None] * len(self.gpus)
         self.selector = selectors.DefaultSelector()
         self.mps = MpsServer() if mps else None
 
@@ -84,7 +82,7 @@ class LocalEngine:
 
     def start(self, command: Command) -> None:
         number = next(n for n, worker in enumerate(self.workers) if worker is None or worker.cell is None)
-        worker = self.workers[number] = self.workers[number] or self._launch(self.cards[number])
+        worker = self.workers[number] = self.workers[number] or self._launch(self.gpus[number])
         worker.cell = command["cell"]
         self._send(worker, command)
 
@@ -119,14 +117,14 @@ class LocalEngine:
                 worker.process.kill()
                 worker.process.wait()
             worker.process.stdout.close()
-        self.workers = [None] * len(self.cards)
+        self.workers = [None] * len(self.gpus)
         self.selector.close()
         if self.mps is not None:
             self.mps.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def _launch(self, card: str | None) -> _Worker:
+    def _launch(self, gpu: str | None) -> _Worker:
         with open(self.log, "ab") as log:
             began_at = log.tell()
             process = subprocess.Popen(
@@ -134,7 +132,7 @@ class LocalEngine:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=self._environment(card),
+                env=self._environment(gpu),
                 pass_fds=() if self.lock is None else (self.lock,),
                 start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
             )
@@ -142,13 +140,13 @@ class LocalEngine:
         self.selector.register(process.stdout, selectors.EVENT_READ, worker)
         return worker
 
-    def _environment(self, card: str | None) -> dict[str, str]:
+    def _environment(self, gpu: str | None) -> dict[str, str]:
         """A worker's environment: its threads are known before torch is imported."""
         threads = str(self.threads)
         # The threads of NumPy's matrix products, which no run needs, would make it unsafe to fork.
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": "1"}
-        if card is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = card
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         return {**os.environ, **environment, **({} if self.mps is None else self.mps.environment)}
 
     def _send(self, worker: _Worker, command: Command) -> None:

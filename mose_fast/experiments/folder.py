@@ -16,17 +16,13 @@ from mose_fast.learner.registry import method_changes, method_files
 from mose_fast.methods import find_method
 from mose_fast.runs.files import RunError, RunFolder, is_configuration, remove_leftovers
 from mose_fast.runs.store import STORE, RunDamaged, read_run, setting_id
-from mose_fast.settings.run import ConfigError, RunConfig
+from mose_fast.settings.run import ConfigError, RunConfig, shown
 
-__all__ = ["SweepFolder"]
+__all__ = ["SweepFolder", "first_difference"]
 
 
 class SweepFolder:
-    """A sweep's folder. The run folders lie in it, beside the files named here.
-
-    Attributes:
-        path: The folder.
-    """
+    """A sweep's folder. The run folders lie in it, beside the files named here."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -121,8 +117,8 @@ class SweepFolder:
 
         return [dataclasses.replace(cell, name=name(cell)) for cell in cells]
 
-    def finished(self, cell: Cell) -> RunConfig | None:
-        """The configuration with which a cell's run has finished; None if it has not.
+    def finished(self, cell: Cell) -> dict[str, Any] | None:
+        """The row of the store of a cell's finished run; None if it has not finished.
 
         Raises:
             RunDamaged: A file in the cell's run folder is missing, damaged or edited.
@@ -139,9 +135,10 @@ class SweepFolder:
         except ConfigError as error:
             raise RunDamaged(str(error)) from error
         if found != cell.config:
+            there, here = (dotted(config.to_dict()) | {"stream.fingerprint": None} for config in (found, cell.config))
             raise RunError(
-                f"{files.path} holds a run with other settings ({_first_difference(found, cell.config)}); "
-                "choose another --out, or delete that folder"
+                f"{files.path} holds a run with other settings ({first_difference(there, here)}); choose another --out,"
+                " or delete that folder"
             )
         data = found.stream.fingerprint
         if data not in (None, cell.config.stream.fingerprint):
@@ -152,8 +149,9 @@ class SweepFolder:
             )
         if not files.results.is_file():
             return None
-        self.check_method(cell, read_run(files.path)[1])
-        return found
+        row, results = read_run(files.path)
+        self.check_method(cell, results)
+        return row
 
     def check_method(self, cell: Cell, results: Mapping[str, Any]) -> None:
         """Refuses the finished run of a cell that another version of its method computed.
@@ -173,7 +171,7 @@ def _key(config: RunConfig) -> tuple[str, int]:
     return setting_id(config), config.seed
 
 
-def _first_difference(found: RunConfig, wanted: RunConfig) -> str:
-    a, b = dotted(found.to_dict()), dotted(wanted.to_dict())
-    name = next(name for name in {**a, **b} if a.get(name) != b.get(name) and name != "stream.fingerprint")
-    return f"{name} is {a.get(name)!r} there and {b.get(name)!r} here"
+def first_difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first name with another value there than here, and both values."""
+    name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
+    return f"{name} is {shown(there.get(name))} there and {shown(here.get(name))} here"

@@ -55,8 +55,6 @@ def measured_costs(configs: Mapping[str, RunConfig], engine: Engine, budget: flo
     as the sweep will run, since they slow each other down.
 
     Args:
-        configs: Configurations by :func:`cost_key`.
-        engine: The sweep's engine.
         budget: Seconds after which the others are left out, and those in progress abandoned in the
             engine; one is measured in any case. One of each method on each stream is measured
             first, ER before all others and cheap ones before expensive ones. None: all are
@@ -92,10 +90,6 @@ def measured_costs(configs: Mapping[str, RunConfig], engine: Engine, budget: flo
 def estimated_cost(key: str, known: Mapping[str, Cost]) -> Cost:
     """The cost of the most similar run that is known, scaled by the number of epochs and by the
     declared cost of a step of the method (:class:`mose_fast.methods.About`).
-
-    Args:
-        key: What :func:`cost_key` gives for the run.
-        known: Costs by :func:`cost_key`, at least one.
     """
     wanted = json.loads(key)
 
@@ -123,9 +117,7 @@ def _declared(values: Mapping[str, Any]) -> float:
 
 
 def _order(configs: Mapping[str, RunConfig]) -> list[str]:
-    """The keys of the configurations: first one of each kind of run, ER's before all others, and
-    cheap ones before expensive ones.
-    """
+    """First one of each kind of run, ER's before all, and cheap ones before expensive ones."""
     costs = {key: _declared(json.loads(key)) for key in configs}
     ranks: dict[tuple[Any, ...], int] = {}
     order: dict[str, tuple[int, bool, float]] = {}
@@ -141,10 +133,7 @@ class Forecast:
     """The time and memory that a sweep will take.
 
     Attributes:
-        cells: All cells.
         costs: Costs of the runs that remain, by name of the cell.
-        runs: Number of runs at the same time.
-        threads: Number of CPU threads of each run.
         available: Bytes of free memory of this machine.
     """
 
@@ -198,7 +187,7 @@ class Forecast:
             line = f"  {label:<{width}}  {len(cells):>5}  {len(costs):>5}"
             if costs:
                 line += f"  {duration(costs[0].seconds):>9}  {_gigabytes(costs[0].bytes):>8}"
-                line += "" if costs[0].bytes_device is None else f", card {_gigabytes(costs[0].bytes_device)}"
+                line += "" if costs[0].bytes_device is None else f", GPU {_gigabytes(costs[0].bytes_device)}"
                 line += f"  ({costs[0].source})"
             lines.append(line)
         lines.append(

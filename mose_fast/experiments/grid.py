@@ -38,7 +38,6 @@ class Cell:
 
     Attributes:
         name: Name of its run folder in the sweep's folder.
-        config: Its complete configuration.
         values: Values that the grid sets, by dotted name.
     """
 
@@ -117,10 +116,6 @@ class Grid:
 def read_axes(texts: Iterable[str], methods: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """Reads axes from texts ``NAME=V1,V2,...`` as ``--grid`` takes them.
 
-    Args:
-        texts: The texts.
-        methods: Methods whose settings may be named.
-
     Raises:
         ConfigError: A name is unknown (with near matches) or given twice.
     """
@@ -175,8 +170,6 @@ def axes_of(grid: Mapping[str, Any], methods: Sequence[str], owner: str) -> dict
     may be given as ranges.
 
     Args:
-        grid: Values by name, dotted or not.
-        methods: Methods whose settings may be named.
         owner: Name of what holds the grid, for messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A server of CUDA's Multi-Process Service, with which several processes compute on one card at the
+"""A server of CUDA's Multi-Process Service, with which several processes compute on one GPU at the
 same time.
 """
 
@@ -50,7 +50,7 @@ class MpsServer:
         folder = tempfile.mkdtemp(prefix="mose-fast-mps-")
         self.environment = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
         environment = {**os.environ, **self.environment}
-        # It would number its cards anew, and the processes name theirs as this process does.
+        # It would number its GPUs anew, and the processes name theirs as this process does.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
         self._process = subprocess.Popen(
             ["sh", "-c", _SCRIPT, folder],

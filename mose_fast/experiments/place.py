@@ -1,4 +1,4 @@
-"""Where a sweep computes, and how its runs share the cores and cards there."""
+"""Where a sweep computes, and how its runs share the cores and GPUs there."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ class Place:
     Attributes:
         workers: Number of runs at the same time on the CPU; with Ray, the largest number anywhere.
             None: as many as cores, memory and cluster allow.
-        per_gpu: Number of runs at the same time on each card, each a process; None: 1.
-        gpus: Names of the cards to use, as in CUDA_VISIBLE_DEVICES; None: all.
-        engine: ``local`` or ``ray``.
+        per_gpu: Number of runs at the same time on each GPU, each a process; None: 1.
         address: Address of the Ray cluster: ``HOST:PORT``, ``auto`` or ``local``.
-        mps: Whether runs on one card compute at the same time, by a server of CUDA's Multi-Process
+        mps: Whether runs on one GPU compute at the same time, by a server of CUDA's Multi-Process
             Service that the sweep starts and ends; otherwise they take turns.
     """
 
@@ -47,7 +45,7 @@ class Place:
         for name in ("workers", "per_gpu"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), none="not given"))
         if self.gpus is not None:
-            object.__setattr__(self, "gpus", tuple(str(plain(card)) for card in self.gpus))
+            object.__setattr__(self, "gpus", tuple(str(plain(gpu)) for gpu in self.gpus))
         if self.engine not in ("local", "ray"):
             raise ConfigError(f"engine is {self.engine!r}; wanted 'local' or 'ray'")
 
@@ -57,18 +55,15 @@ class Layout:
     """How the runs of a sweep share its place.
 
     Attributes:
-        place: Where they compute.
-        device: ``cpu`` or ``cuda``.
         cores: Number of cores that this process may use.
-        cards: Names of the cards of this machine that are used; empty on the CPU and with Ray.
-        runs: Number of runs at the same time.
+        gpus: Names of the GPUs of this machine that are used; empty on the CPU and with Ray.
         most_threads: Upper limit of the threads of a run; None: there is none.
     """
 
     place: Place
     device: str
     cores: int
-    cards: tuple[str, ...]
+    gpus: tuple[str, ...]
     runs: int
     most_threads: int | None = None
 
@@ -87,10 +82,10 @@ class Layout:
         if device == "cuda" and place.engine == "local":
             if place.workers is not None:
                 raise ConfigError(
-                    f"workers is {place.workers}, which is for the CPU; wanted --per-gpu for runs on a card"
+                    f"workers is {place.workers}, which is for the CPU; wanted --per-gpu for runs on a GPU"
                 )
-            cards = _cards(place)
-            return cls(place, device, cores, cards, len(cards) * (place.per_gpu or 1))
+            gpus = _gpus(place)
+            return cls(place, device, cores, gpus, len(gpus) * (place.per_gpu or 1))
         if place.per_gpu is not None and device == "cpu":
             raise ConfigError(f"per_gpu is {place.per_gpu}, but the runs compute on the CPU; wanted --workers")
         if place.workers is not None and place.workers > cores and place.engine == "local":
@@ -116,27 +111,27 @@ class Layout:
         if self.place.engine == "ray":
             share = 1 / (self.place.per_gpu or 1) if self.device == "cuda" else 0.0
             return RayEngine(self.place.address, self.place.workers, self.threads, share, folder)
-        # Cards are filled evenly.
-        cards = [self.cards[n % len(self.cards)] if self.cards else None for n in range(self.runs)]
-        return LocalEngine(cards, self.threads, logs, lock, mps=self.place.mps)
+        # GPUs are filled evenly.
+        gpus = [self.gpus[n % len(self.gpus)] if self.gpus else None for n in range(self.runs)]
+        return LocalEngine(gpus, self.threads, logs, lock, mps=self.place.mps)
 
 
 def _device(cell: Cell, place: Place) -> str:
     """``cpu`` or ``cuda``. Refuses a feed that is not available there."""
     device = cell.config.device
     if device.startswith("cuda:"):
-        raise ConfigError(f"device is {device!r}; wanted cuda in a sweep, and --gpus to choose cards")
+        raise ConfigError(f"device is {device!r}; wanted cuda in a sweep, and --gpus to choose GPUs")
     if place.engine == "ray" and device == "cuda":
-        return "cuda"  # the machines of the cluster have cards; this one may have none
+        return "cuda"  # the machines of the cluster have GPUs; this one may have none
     found = resolve_device(device)
     choose_feed(cell.config.feed, found, None)
     return found.type
 
 
-def _cards(place: Place) -> tuple[str, ...]:
+def _gpus(place: Place) -> tuple[str, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    for card in place.gpus or ():
-        if card not in names:
-            raise ConfigError(f"gpus has {card!r}; wanted some of {', '.join(names)}")
+    for gpu in place.gpus or ():
+        if gpu not in names:
+            raise ConfigError(f"gpus has {gpu!r}; wanted some of {', '.join(names)}")
     return tuple(place.gpus or names)

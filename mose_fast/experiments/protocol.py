@@ -13,8 +13,8 @@ It writes events of a ``cell`` to its stdout. ``event`` names the kind:
 - ``progress``: the run has trained on ``batch`` of its ``batches``. The first one also has
   ``view``, the classifier and the expert of ``predict()``.
 - ``task``: ``task`` (from 0) of the run's ``tasks`` has ended; ``accuracy`` is the mean over the
-  tasks seen, in [0, 1]. ``what`` is ``task``, or ``part`` for a stream without borders, whose
-  accuracy is on the classes seen.
+  tasks seen, in [0, 1]. ``what`` is ``task``, or ``part`` for a stream without task boundaries,
+  whose accuracy is on the classes seen.
 - ``measured``: ``cost`` holds the fields of :class:`mose_fast.experiments.step_cost.Cost`.
 
 Exactly one event, the last, ends a command: ``done``; ``stopped``: the run wrote a checkpoint;
@@ -62,12 +62,7 @@ def send(pipe: int, message: Command | Event) -> None:
 
 
 class Reader:
-    """Reads messages from a pipe, as they arrive.
-
-    Attributes:
-        pipe: File descriptor.
-        closed: Whether the other end is closed.
-    """
+    """Reads messages from a pipe, as they arrive."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe, self.closed, self._rest = pipe, False, b""

@@ -39,16 +39,14 @@ class RayEngine:
         address: Address of the cluster, ``HOST:PORT`` or ``auto``; ``local`` starts one on this
             machine.
         runs: Largest number of runs at the same time; None: as many as the cluster has room for.
-        threads: Number of CPU threads of each run.
-        cards: Share of a card that each run gets, 0 for the CPU.
-        folder: The sweep's folder.
+        gpus: Share of a GPU that each run gets, 0 for the CPU.
 
     Raises:
         ConfigError: Ray is not installed.
         RunError: There is no cluster at the address, or it has no room for a single run.
     """
 
-    def __init__(self, address: str, runs: int | None, threads: int, cards: float, folder: Path) -> None:
+    def __init__(self, address: str, runs: int | None, threads: int, gpus: float, folder: Path) -> None:
         # Ray reads these when it is imported. Something other than Ray may listen at the address,
         # and the usual 20 attempts would take half a minute.
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
@@ -75,18 +73,18 @@ class RayEngine:
             raise RunError(f"cannot reach a Ray cluster at {address}: {error}") from error
         resources = ray.cluster_resources()
         fitting = int(resources.get("CPU", 0) // threads)
-        if cards:
-            fitting = min(fitting, int(resources.get("GPU", 0) / cards))
+        if gpus:
+            fitting = min(fitting, int(resources.get("GPU", 0) / gpus))
         if fitting < 1:
             ray.shutdown()
             raise RunError(
                 f"the Ray cluster at {address} has {resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g}"
-                f" GPUs; one run wants {threads} and {cards:g}"
+                f" GPUs; one run wants {threads} and {gpus:g}"
             )
         self.runs = fitting if runs is None else min(runs, fitting)
         self.threads = threads
         self.queue = Queue(actor_options={"num_cpus": 0})  # its actor only waits
-        self.task = ray.remote(num_cpus=threads, num_gpus=cards, max_retries=0, max_calls=1)(_run_on_this_machine)
+        self.task = ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0, max_calls=1)(_run_on_this_machine)
         self.running: dict[Any, str] = {}
         self.ended: set[Any] = set()
 

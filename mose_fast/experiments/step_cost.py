@@ -33,7 +33,7 @@ class Cost:
     Attributes:
         seconds: Seconds from start to end.
         bytes: Bytes of host memory that its process does not share with others.
-        bytes_device: Peak of bytes allocated on the card; None on the CPU.
+        bytes_device: Peak of bytes allocated on the GPU; None on the CPU.
         source: ``measured``, ``stored`` (taken from the table of runs) or ``estimated`` (from
             another run's).
     """
@@ -55,7 +55,7 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
         config: The run's configuration; its stream is loaded.
         budget: Seconds for the steps, half of them early and half of them late.
     """
-    settle(resolve_device(config.device))  # once for a card, and no part of a run
+    settle(resolve_device(config.device))  # once for a GPU, and no part of a run
     start = time.perf_counter()
     stream = streams.create(config.stream, evaluate_on=config.evaluate_on)
     learner = create_learner(config, **stream.spec)
@@ -143,7 +143,7 @@ def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
     """Seconds of all evaluations: before training, and of memory and tests after every task."""
     images = stream.x_test[: learner.evaluation_batch]
     times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
-    # Without borders, as if the classes came evenly.
+    # Without task boundaries, as if the classes came evenly.
     tested = [len(stream.test_rows(task)) for task in range(len(stream.tasks))]
     if not stream.borders:
         tested = [tested[0] / stream.parts] * stream.parts

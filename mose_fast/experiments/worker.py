@@ -77,12 +77,7 @@ class _Report(Listener):
 
 
 def run_cell(command: Command, emit: Emit) -> None:
-    """Begins or continues a run, and reports how it ended. Raises nothing.
-
-    Args:
-        command: A ``run``.
-        emit: Called with each event, which lacks its cell.
-    """
+    """Begins or continues a run, and reports how it ended. Raises nothing."""
     folder = RunFolder(command["out"])
     listeners: list[Listener] = [Progress(Path(command["out"])), _Report(emit)]
     try:
@@ -105,11 +100,7 @@ def run_cell(command: Command, emit: Emit) -> None:
 
 
 class _Worker:
-    """Carries out commands one at a time, each in a child of this process.
-
-    Args:
-        threads: Number of CPU threads of each run.
-    """
+    """Carries out commands one at a time, each in a child of this process."""
 
     child: int | None = None
 

@@ -122,7 +122,6 @@ class Classifier:
     """An exported classifier, on the CPU.
 
     Args:
-        card: Contents of ``card.json``.
         tensors: Weights, running statistics and head by name, as in ``model.safetensors``.
 
     Attributes:

@@ -47,7 +47,6 @@ def export_run(
     """Writes the deployable classifier of a finished run. The data set is not needed.
 
     Args:
-        run: The run's folder.
         out: Folder for the card and the models; None: ``export`` in the run's.
         formats: Keys of :data:`MODELS`: ``safetensors`` (which :meth:`Classifier.load` reads),
             ``onnx``, ``torch`` (torch.export).

@@ -25,7 +25,6 @@ def classify_files(
     """Classifies image files.
 
     Args:
-        classifier: An export.
         paths: Files, and folders whose images (file types as in an image folder of a stream, at any
             depth) are taken in the order of their names.
         unusable: Takes the error of a file or folder that cannot be used; the others are

@@ -15,10 +15,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["STYLE", "Look", "curve", "file", "grid", "legend", "looks_of", "settle"]
+__all__ = ["COLOURS", "STYLE", "Look", "curve", "files", "grid", "legend", "looks_of"]
 
-# Okabe-Ito: told apart by colour-blind readers; markers and dashes tell the curves apart in print.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+#: Okabe-Ito: told apart by colour-blind readers; markers and dashes tell the curves apart in print.
+COLOURS = {
+    "blue": "#0072B2",
+    "red": "#D55E00",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "black": "#000000",
+    "grey": "#999999",
+}
 _MARKERS = "osD^vP*X"
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (5, 5)))
 
@@ -49,13 +58,7 @@ _METADATA: dict[str, dict[str, None]] = {
 
 
 class Look(NamedTuple):
-    """How a curve looks.
-
-    Attributes:
-        colour: Its colour.
-        marker: The marker of its points.
-        dashes: Its line style.
-    """
+    """How a curve looks."""
 
     colour: str
     marker: str
@@ -64,10 +67,10 @@ class Look(NamedTuple):
 
 def looks_of(labels: Iterable[str]) -> dict[str, Look]:
     """A look for each label, in their order."""
-    n = len(_COLOURS)
+    colours, n = list(COLOURS.values()), len(COLOURS)
     # Beyond eight labels colours repeat, but with other markers and dashes.
     return {
-        label: Look(_COLOURS[i % n], _MARKERS[(i + i // n) % n], _DASHES[(i + i // n) % n])
+        label: Look(colours[i % n], _MARKERS[(i + i // n) % n], _DASHES[(i + i // n) % n])
         for i, label in enumerate(dict.fromkeys(labels))
     }
 
@@ -83,11 +86,7 @@ def grid(
     """A figure with ``panels`` axes.
 
     Args:
-        panels: Number of axes.
-        columns: Axes in a row; None: up to three.
         width: Width of the figure in inches; None: by the number of columns.
-        height: Height of a row in inches.
-        share: Which axes share their vertical scale.
     """
     # Not at the top: matplotlib takes half a second that other commands need not pay.
     from matplotlib.figure import Figure
@@ -108,12 +107,7 @@ def curve(
     and its neighbours do not.
 
     Args:
-        axis: Where to draw.
-        x: Places of the points.
         summaries: The statistics at each of them; None where there is no value.
-        look: How the curve looks.
-        label: Its name in the legend.
-        scale: Width of the line and size of the markers, relative to the usual.
     """
     known = [(at, summary) for at, summary in zip(x, summaries, strict=True) if summary is not None]
     at, means = [at for at, _ in known], [summary.mean for _, summary in known]
@@ -139,14 +133,14 @@ def legend(figure: Figure, axes: Sequence[Axes], columns: int = 3) -> None:
     )
 
 
-def settle(figure: Figure) -> None:
-    """Lays a figure out, once for all its files: this takes longer than drawing."""
+def files(figure: Figure, kinds: Iterable[str]) -> dict[str, bytes]:
+    """A figure as ``svg``, ``pdf`` or ``png``; the same bytes for the same figure."""
+    # Laid out once for all its files: this takes longer than drawing.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
-
-
-def file(figure: Figure, kind: str) -> bytes:
-    """A figure as ``svg``, ``pdf`` or ``png``; the same bytes for the same figure."""
-    written = io.BytesIO()
-    figure.savefig(written, format=kind, metadata=_METADATA[kind])
-    return written.getvalue()
+    found = {}
+    for kind in kinds:
+        written = io.BytesIO()
+        figure.savefig(written, format=kind, metadata=_METADATA[kind])
+        found[kind] = written.getvalue()
+    return found

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mose_fast.settings.run import read_table
+from mose_fast.settings.knob import settings_of
+from mose_fast.settings.run import RunConfig, StreamConfig, read_table
 
 __all__ = [
     "BASELINES",
@@ -23,7 +24,6 @@ __all__ = [
     "deviations",
     "doubts",
     "experts",
-    "linear",
     "lookup",
     "method_name",
     "methods",
@@ -76,8 +76,8 @@ BASELINES = tuple(name for name in _NAMES if name != "mose")
 _NEAREST_CLASS_MEAN = ("mose", "scr")
 
 _TASKS = {"split-cifar100": 10, "split-tiny-imagenet": 100}
-_PROTOCOL = {"epochs": 1, "train_on": "stream", "width": 64}
-_STREAM = {"batch": 10, "limit_per_task": None, "class_order_seed": None, "validation": None}
+# Settings of the problem that differ between the paper's tables, or that a table says.
+_VARIED = ("memory", "stream.name", "stream.tasks")
 
 
 @functools.cache
@@ -115,9 +115,7 @@ def doubts(panel: str) -> Mapping[tuple[str, str], str]:
 
 
 def own_row(method: str) -> tuple[str, str]:
-    """The paper's name of one of its methods, and the classifier of its row: ``ncm`` or
-    ``linear``.
-    """
+    """The paper's name of one of its methods, and its row's classifier: ``ncm``, ``linear``."""
     return _NAMES[method], "ncm" if method in _NEAREST_CLASS_MEAN else "linear"
 
 
@@ -143,16 +141,18 @@ def dataset(config: Mapping[str, Any]) -> str | None:
 def deviations(config: Mapping[str, Any], tasks: int) -> list[str]:
     """How a run's protocol differs from the paper's, ``name value instead of value``; empty where
     the numbers can be compared.
-
-    Args:
-        config: The run's configuration as in ``results.json``, on one of the paper's data sets.
-        tasks: The number of its tasks.
     """
-    wanted = {**_PROTOCOL, **{f"stream.{k}": v for k, v in _STREAM.items()}, "tasks": _TASKS[config["stream"]["name"]]}
-    found = {**config, **{f"stream.{k}": v for k, v in config["stream"].items()}, "tasks": tasks}
-    return [
-        f"{name} {found.get(name)} instead of {value}" for name, value in wanted.items() if found.get(name) != value
-    ]
+    settings = {**settings_of(RunConfig), **settings_of(StreamConfig)}
+    # Our defaults are the paper's protocol.
+    wanted = {
+        name: setting.default
+        for name, setting in settings.items()
+        if name == "width" or (setting.role == "problem" and setting.changes_results and name not in _VARIED)
+    }
+    wanted["tasks"] = _TASKS[config["stream"]["name"]]
+    of_stream = {f"stream.{name}": value for name, value in config["stream"].items()}
+    found = {**wanted, **config, **of_stream, "tasks": tasks}
+    return [f"{name} {found[name]} instead of {value}" for name, value in wanted.items() if found[name] != value]
 
 
 def lookup(
@@ -161,11 +161,8 @@ def lookup(
     """The paper's name, ACC and AF for one of our classifiers.
 
     Args:
-        method: Our name of the method.
         classifier: ``ncm`` or ``linear``.
         expert: ``last`` or ``mean``.
-        data: The data set's name, as :func:`dataset` gives it.
-        memory: The size of the replay memory.
 
     Returns:
         None where the paper has no such row.
@@ -191,20 +188,16 @@ def methods(data: str) -> dict[str, dict[int, tuple[Published, Published | None]
     }
 
 
-def experts(data: str, memory: int) -> dict[str, float] | None:
-    """ACC by NCM expert and of their mean, MOSE with reverse self-distillation, to one decimal."""
-    if (data, memory) != ("split-cifar100", 5000):
-        return None
-    rows = numbers("tab:moe_acc", "w/ RSD")
-    names = {"1": "E1", "2": "E2", "3": "E3", "4": "E4", "mean": "MOE"}
-    return {expert: round(rows[row]["average"].mean, 1) for expert, row in names.items()}
-
-
-def linear(data: str, memory: int) -> dict[str, float] | None:
-    """ACC of the linear classifier of the last expert and of the experts' mean, to one decimal."""
-    if data != "split-cifar100" or memory not in (1000, 2000, 5000):
-        return None
-    rows = numbers("tab:ncm_final", memory)
-    return {
-        expert: round(rows[row]["average"].mean, 1) for expert, row in (("last", "linear"), ("mean", "linear(MOE)"))
-    }
+def experts(data: str, memory: int) -> dict[tuple[str, str], float]:
+    """ACC of MOSE that the paper prints, to one decimal, by classifier and expert as results name
+    them.
+    """
+    rows = {}
+    if data == "split-cifar100" and memory == 5000:
+        theirs = numbers("tab:moe_acc", "w/ RSD")
+        names = {"1": "E1", "2": "E2", "3": "E3", "4": "E4", "mean_distance": "MOE"}
+        rows |= {("ncm", expert): theirs[name] for expert, name in names.items()}
+    if data == "split-cifar100" and memory in (1000, 2000, 5000):
+        theirs = numbers("tab:ncm_final", memory)
+        rows |= {("linear", "4"): theirs["linear"], ("linear", "mean_logit"): theirs["linear(MOE)"]}
+    return {view: round(row["average"].mean, 1) for view, row in rows.items()}

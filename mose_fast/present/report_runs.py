@@ -51,13 +51,13 @@ class Anytime(NamedTuple):
 
     Attributes:
         images: Images that had arrived at each evaluation, int64 [n].
-        borders: Those at the ends of tasks, int64 [T].
+        task_ends: Those at the ends of tasks, int64 [T].
         accuracy: Accuracy at each evaluation, [n].
         average: Mean over all evaluations by view.
     """
 
     images: NDArray[np.int64]
-    borders: NDArray[np.int64]
+    task_ends: NDArray[np.int64]
     accuracy: NDArray[np.float64]
     average: Mapping[View, float]
 
@@ -68,20 +68,17 @@ class Run:
     hundred times as much memory.
 
     Attributes:
-        folder: The run's folder.
         row: The run's row of the store (:data:`mose_fast.runs.store.COLUMNS`), without its long
             texts.
-        seed: The run's seed.
         config: Every setting; those that the run's version did not have with their defaults.
         changes: Options that differ from the preset.
         facts: Metrics by classifier and expert, as in ``results.json``.
-        view: Classifier and expert of ``predict()``.
-        views: Every classifier and expert.
         final: Accuracy of each task after the last one by view, [T] each.
-        running: Mean accuracy over the tasks seen by view, [T] each; without borders, accuracy on
-            the classes seen after each of P parts, [P]. NaN where nothing was evaluated.
-        matrix: Accuracy matrix of ``view``, [T, T]; without borders [P, 1].
-        borders: Whether the stream had borders between tasks; else it is one task.
+        running: Mean accuracy over the tasks seen by view, [T] each; without task boundaries,
+            accuracy on the classes seen after each of P parts, [P]. NaN where nothing was
+            evaluated.
+        matrix: Accuracy matrix of ``view``, [T, T]; without task boundaries [P, 1].
+        boundaries: Whether the stream had task boundaries; else it is one task.
         bof: Buffer overfitting by view, [T] each; NaN where undefined.
         anytime: The accuracy at any time; None if it was not measured.
         untrained: ACC before training by view.
@@ -99,7 +96,7 @@ class Run:
     final: Mapping[View, NDArray[np.float64]]
     running: Mapping[View, NDArray[np.float64]]
     matrix: NDArray[np.float64]
-    borders: bool
+    boundaries: bool
     bof: Mapping[View, NDArray[np.float64]]
     anytime: Anytime | None
     untrained: Mapping[View, float]
@@ -118,7 +115,7 @@ class Run:
     @property
     def complete(self) -> bool:
         """Whether there are tasks, and there was an evaluation after every one."""
-        return self.borders and self.facts["evaluated_after"] == list(range(self.tasks))
+        return self.boundaries and self.facts["evaluated_after"] == list(range(self.tasks))
 
     def metric(self, name: str, view: View) -> float | None:
         """A metric such as ``acc`` of a view, as a fraction; None if the run has none."""
@@ -132,8 +129,6 @@ class Group:
     Attributes:
         label: Method, its preset if the report has several of it, and the settings in which it
             differs from other groups, without the memory size.
-        memory: Number of slots of the replay memory.
-        runs: The runs in ascending order of seed.
     """
 
     label: str
@@ -180,9 +175,6 @@ class Group:
 
 def read_folders(folders: Iterable[str | Path]) -> tuple[list[Run], list[Skipped]]:
     """Reads every finished run in or below some folders.
-
-    Args:
-        folders: Run folders, or folders that hold some at any depth.
 
     Returns:
         The runs in the order of their folders' names, and the run folders that cannot be used, each
@@ -254,13 +246,13 @@ def _read(folder: Path) -> Run:
 
 
 def _extract(folder: Path, row: dict[str, Any], results: dict[str, Any]) -> Run:
-    tasks, borders = len(results["tasks"]), results["evaluation_points"] is None
+    tasks, boundaries = len(results["tasks"]), results["evaluation_points"] is None
     evaluated = results["evaluated_after"]
     view = View(results["resolved"]["classifier"], results["resolved"]["expert"])
     final, running, bof = {}, {}, {}
     for classifier, experts in results["accuracy"].items():
         for expert, rows in experts.items():
-            matrix = _matrix(rows, tasks, borders, f"accuracy of {classifier}, {expert}")
+            matrix = _matrix(rows, tasks, boundaries, f"accuracy of {classifier}, {expert}")
             this = View(classifier, expert)
             final[this] = matrix[-1].copy()
             running[this] = np.full(len(matrix), np.nan)
@@ -282,8 +274,8 @@ def _extract(folder: Path, row: dict[str, Any], results: dict[str, Any]) -> Run:
         views=tuple(final),
         final=final,
         running=running,
-        matrix=_matrix(results["accuracy"][view.classifier][view.expert], tasks, borders, "accuracy"),
-        borders=borders,
+        matrix=_matrix(results["accuracy"][view.classifier][view.expert], tasks, boundaries, "accuracy"),
+        boundaries=boundaries,
         bof=bof,
         anytime=_anytime(results["anytime"], view),
         untrained={v: results["untrained"]["acc"][v.classifier][v.expert] for v in final},
@@ -302,9 +294,9 @@ def _anytime(curve: dict[str, Any] | None, view: View) -> Anytime | None:
     return Anytime(images, images[np.array(curve["ends_task"])], accuracy, average)
 
 
-def _matrix(rows: Any, tasks: int, borders: bool, what: str) -> NDArray[np.float64]:
+def _matrix(rows: Any, tasks: int, boundaries: bool, what: str) -> NDArray[np.float64]:
     matrix = np.array(rows, np.float64)
-    parts = tasks if borders else len(matrix)
+    parts = tasks if boundaries else len(matrix)
     if matrix.shape != (parts, tasks):
         raise ValueError(f"{what} has shape {matrix.shape}; wanted [{parts}, {tasks}]")
     if not ((matrix >= 0) & (matrix <= 1)).all():
@@ -320,9 +312,7 @@ def _flat(run: Run) -> dict[str, Any]:
 
 
 def _labels(groups: Mapping[str, tuple[dict[str, Any], Run]]) -> dict[str, str]:
-    """Labels by key: method, its preset if it has several, differing settings, and options as
-    changes from the preset.
-    """
+    """By key: method, its preset if it has several, and differing settings."""
     own: dict[str, dict[str, Any]] = {}
     for key, (flat, run) in groups.items():
         plain = {

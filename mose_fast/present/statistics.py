@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from mose_fast.present.table import counted
 from mose_fast.runs.files import RunError
 from mose_fast.runs.store import COLUMNS
 
@@ -34,7 +35,6 @@ __all__ = [
     "compare",
     "compare_all",
     "holm",
-    "protocol_warnings",
     "summarise",
 ]
 
@@ -52,6 +52,9 @@ PROTOCOL = tuple(name for name, column in COLUMNS.items() if column.compared == 
 #: Columns that say what computed it, likewise.
 MADE = tuple(name for name, column in COLUMNS.items() if column.compared == "made")
 
+# Confidence level of all intervals.
+_LEVEL = 0.95
+
 # Runs that a warning names for each value.
 _NAMED = 3
 
@@ -65,8 +68,6 @@ class Summary:
     """What n values say about their mean.
 
     Attributes:
-        n: Number of values.
-        mean: Mean of the values.
         sd: Sample standard deviation (n - 1); NaN for one value.
         t_interval: Ends of the interval of the mean by Student's t; NaN for one value.
         bootstrap_interval: Ends of the bias-corrected and accelerated bootstrap interval of the
@@ -86,8 +87,6 @@ class Comparison:
     """Setting ``a`` against setting ``b`` over the seeds that both have.
 
     Attributes:
-        a: Name of the one setting.
-        b: Name of the other.
         seeds: The common seeds, ascending.
         difference: Mean of a - b.
         interval: Ends of the t interval of the difference; NaN with fewer than two seeds.
@@ -99,8 +98,6 @@ class Comparison:
             two differences hardly tell their deviation.
         holm_p: ``t_p`` after Holm's correction over the comparisons of one table; equal to ``t_p``
         for a comparison alone.
-        confidence: Confidence level of ``interval``.
-        warnings: What a reader must know before believing it, each a sentence.
     """
 
     a: str
@@ -112,102 +109,79 @@ class Comparison:
     wilcoxon_p: float = math.nan
     effect_size: float = math.nan
     holm_p: float = math.nan
-    confidence: float = 0.95
-    warnings: tuple[str, ...] = ()
 
-    def sentence(self, *, smaller_is_better: bool = False) -> str:
-        """The comparison in words: ``"better by 1.9 points, 95 % interval 1.2 to 2.6, 15 common
-        seeds"``.
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader must know before believing it, each a sentence."""
+        if len(self.seeds) >= FEW_SEEDS:
+            return []
+        return [
+            f"{self.a} and {self.b} have {len(self.seeds)} seeds in common; fewer than {FEW_SEEDS} are too few to show"
+            " much"
+        ]
 
-        Where :attr:`holm_p` is not below 1 - ``confidence``, the sentence says that there is no
-        clear difference: of many comparisons, some intervals miss 0 by chance.
+    def sentence(self) -> str:
+        """The comparison in words, where a larger value is better: ``"better by 1.9 points, 95 %
+        interval 1.2 to 2.6, 15 common seeds"``.
 
-        Args:
-            smaller_is_better: For forgetting, where the lower value wins.
+        Where :attr:`holm_p` is not below 0.05, the sentence says that there is no clear difference:
+        of many comparisons, some intervals miss 0 by chance.
         """
-        n = len(self.seeds)
-        counted = f"{n} common seed{'' if n == 1 else 's'}"
-        if n == 0:
+        common = counted(len(self.seeds), "common seed")
+        if not self.seeds:
             return "no common seeds"
-        if n == 1:
-            return f"difference {100 * self.difference:+.1f} points, {counted}: no interval"
+        if len(self.seeds) == 1:
+            return f"difference {100 * self.difference:+.1f} points, {common}: no interval"
         low, high = (100 * end for end in self.interval)
-        level = f"{100 * self.confidence:g} % interval"
-        if 1 - self.holm_p <= self.confidence:
+        if 1 - self.holm_p <= _LEVEL:
             corrected = f", p {self.holm_p:.4f} after Holm's correction" if self.holm_p != self.t_p else ""
             return (
-                f"no clear difference ({100 * self.difference:+.1f} points, {level} {low:.1f} to {high:.1f}{corrected},"
-                f" {counted})"
+                f"no clear difference ({100 * self.difference:+.1f} points, 95 % interval {low:.1f} to"
+                f" {high:.1f}{corrected}, {common})"
             )
-        verdict = "better" if (self.difference > 0) != smaller_is_better else "worse"
+        verdict = "better" if self.difference > 0 else "worse"
         if self.difference < 0:
             low, high = -high, -low
-        return f"{verdict} by {abs(100 * self.difference):.1f} points, {level} {low:.1f} to {high:.1f}, {counted}"
+        return f"{verdict} by {abs(100 * self.difference):.1f} points, 95 % interval {low:.1f} to {high:.1f}, {common}"
 
 
-def summarise(values: Iterable[float], *, confidence: float = 0.95, resamples: int = 9999) -> Summary:
-    """Mean, standard deviation and both intervals of the mean.
+def summarise(values: Iterable[float], *, resamples: int = 9999) -> Summary:
+    """Mean, standard deviation and both 95 % intervals of the mean.
 
     The bootstrap draws from a fixed seed, so the same values give the same interval.
 
     Args:
         values: One number a seed.
-        confidence: Confidence level of both intervals.
         resamples: Resamples of the bootstrap; 0 leaves its interval NaN, and is 100 times faster.
 
     Raises:
-        ValueError: There is no value, one is not finite, or ``confidence`` is outside (0, 1).
+        ValueError: There is no value, or one is not finite.
     """
     x = _finite(values)
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence!r}; wanted a number between 0 and 1")
     mean = float(x.mean())
     if len(x) == 1:
         return Summary(1, mean, math.nan, (math.nan, math.nan), (math.nan, math.nan))
-    sd = float(x.std(ddof=1))
     bootstrap = (mean, mean) if resamples else (math.nan, math.nan)
     if resamples and np.ptp(x) > 0:
         rng = np.random.default_rng(0)
-        found = stats.bootstrap((x,), np.mean, confidence_level=confidence, n_resamples=resamples, rng=rng)
-        found = found.confidence_interval
-        bootstrap = (float(found.low), float(found.high))
-    return Summary(len(x), mean, sd, _t_interval(x, confidence), bootstrap)
+        found = stats.bootstrap((x,), np.mean, confidence_level=_LEVEL, n_resamples=resamples, rng=rng)
+        bootstrap = (float(found.confidence_interval.low), float(found.confidence_interval.high))
+    return Summary(len(x), mean, float(x.std(ddof=1)), _t_interval(x), bootstrap)
 
 
-def compare(
-    a: Mapping[int, float],
-    b: Mapping[int, float],
-    *,
-    names: tuple[str, str] = ("a", "b"),
-    confidence: float = 0.95,
-    warnings: Sequence[str] = (),
-) -> Comparison:
-    """Compares two settings over their common seeds.
-
-    Args:
-        a: Value by seed.
-        b: Value by seed.
-        names: Names of the two.
-        confidence: Confidence level of the interval.
-        warnings: Warnings to pass on; one about few seeds is added if there are fewer than
-            :data:`FEW_SEEDS`.
+def compare(a: Mapping[int, float], b: Mapping[int, float], names: tuple[str, str] = ("a", "b")) -> Comparison:
+    """Compares two settings, given as values by seed, over their common seeds.
 
     Raises:
         ValueError: A value is not finite.
     """
     seeds = tuple(sorted(a.keys() & b.keys()))
-    notes = list(warnings)
-    if len(seeds) < FEW_SEEDS:
-        notes.append(
-            f"{names[0]} and {names[1]} have {len(seeds)} seeds in common; fewer than {FEW_SEEDS} are too few to show"
-            " much"
-        )
     if not seeds:
-        return Comparison(*names, seeds, math.nan, confidence=confidence, warnings=tuple(notes))
+        return Comparison(*names, seeds, math.nan)
     differences = _finite(a[s] for s in seeds) - _finite(b[s] for s in seeds)
     mean = float(differences.mean())
     if len(seeds) == 1:
-        return Comparison(*names, seeds, mean, confidence=confidence, warnings=tuple(notes))
+        return Comparison(*names, seeds, mean)
     if np.ptp(differences) == 0:
         # No spread: Student's t is 0 / 0 or infinite.
         t_p, effect = (1.0, 0.0) if mean == 0 else (0.0, math.copysign(math.inf, mean))
@@ -216,25 +190,16 @@ def compare(
         effect = mean / float(differences.std(ddof=1))
     effect = effect if len(seeds) > 2 else math.nan
     wilcoxon_p = float(stats.wilcoxon(differences).pvalue) if np.any(differences) else 1.0
-    interval = _t_interval(differences, confidence)
-    return Comparison(*names, seeds, mean, interval, t_p, wilcoxon_p, effect, t_p, confidence, tuple(notes))
+    return Comparison(*names, seeds, mean, _t_interval(differences), t_p, wilcoxon_p, effect, t_p)
 
 
-def compare_all(
-    groups: Mapping[str, Mapping[int, float]],
-    baseline: str | None = None,
-    *,
-    confidence: float = 0.95,
-    warnings: Mapping[str, Sequence[str]] | None = None,
-) -> list[Comparison]:
+def compare_all(groups: Mapping[str, Mapping[int, float]], baseline: str | None = None) -> list[Comparison]:
     """Compares settings, each with a baseline or with every other, and corrects their p values over
     the whole table by Holm's method.
 
     Args:
         groups: Value by seed, by name.
         baseline: The name that all others are compared with; None: every pair, in order.
-        confidence: Confidence level of the intervals.
-        warnings: Warnings to pass on, by name.
 
     Raises:
         ValueError: ``baseline`` is no name in ``groups``, or a value is not finite.
@@ -242,11 +207,7 @@ def compare_all(
     if baseline is not None and baseline not in groups:
         raise ValueError(f"baseline is {baseline!r}; wanted one of {', '.join(groups)}")
     pairs = itertools.combinations(groups, 2) if baseline is None else ((n, baseline) for n in groups if n != baseline)
-    notes = warnings or {}
-    found = []
-    for a, b in pairs:
-        both = [*notes.get(a, ()), *notes.get(b, ())]
-        found.append(compare(groups[a], groups[b], names=(a, b), confidence=confidence, warnings=both))
+    found = [compare(groups[a], groups[b], (a, b)) for a, b in pairs]
     return [replace(c, holm_p=p) for c, p in zip(found, holm([c.t_p for c in found]), strict=True)]
 
 
@@ -265,23 +226,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def protocol_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ()) -> list[str]:
-    """What differs in how the runs were made, a sentence for each column of :data:`PROTOCOL`.
-
-    Args:
-        rows: Rows of the store.
-        varied: Columns that differ on purpose, since the table shows them.
-    """
-    return _differences(rows, PROTOCOL, varied)
-
-
 def check_comparable(
     rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = (), *, force: bool = False
 ) -> list[str]:
     """Refuses to put runs of different problems into one table, and tells what else differs.
 
     Args:
-        rows: Rows of the store.
         varied: Columns that differ on purpose, since the table shows them.
         force: Turn the refusal into a warning.
 
@@ -299,7 +249,7 @@ def check_comparable(
             f"these runs do not belong in one table: {'; '.join(differing)}. "
             "Report them separately, or use --force to see them side by side"
         )
-    return differing + _switched_off(rows) + protocol_warnings(rows, varied) + code_warnings(rows, varied)
+    return differing + _switched_off(rows) + _differences(rows, PROTOCOL, varied) + code_warnings(rows, varied)
 
 
 def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ()) -> list[str]:
@@ -308,7 +258,6 @@ def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ())
     :data:`MADE`, and, for runs on the CPU, the number of threads.
 
     Args:
-        rows: Rows of the store.
         varied: Columns that differ on purpose, since the table shows them.
     """
     rows, found = list(rows), []
@@ -318,16 +267,14 @@ def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ())
         if shown := _values(same, "method_version"):
             found.append(f"the version of method {method!r} differs: {shown}")
     found += _differences(rows, MADE, varied)
-    # On a card it changes nothing.
+    # On a GPU it changes nothing.
     if shown := _values([row for row in rows if row["device"] == "cpu"], "threads"):
         found.append(f"the {COLUMNS['threads'].label} differs: {shown}")
     return found
 
 
 def _with_code(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the version and the first commit of the code beside its hash, since commits may
-    differ in other files alone.
-    """
+    """The rows with version and first commit of a code: commits may differ in other files."""
     told: dict[str, str] = {}
     found = []
     for row in rows:
@@ -405,8 +352,8 @@ def _short(value: str) -> str:
     return value
 
 
-def _t_interval(x: np.ndarray, confidence: float) -> tuple[float, float]:
-    half = float(stats.t.ppf((1 + confidence) / 2, len(x) - 1)) * float(x.std(ddof=1)) / math.sqrt(len(x))
+def _t_interval(x: np.ndarray) -> tuple[float, float]:
+    half = float(stats.t.ppf((1 + _LEVEL) / 2, len(x) - 1)) * float(x.std(ddof=1)) / math.sqrt(len(x))
     return float(x.mean()) - half, float(x.mean()) + half
 
 

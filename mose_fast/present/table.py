@@ -1,15 +1,14 @@
-"""One table, written as HTML, Markdown, LaTeX and CSV with the same digits in each."""
+"""One table, shown on pages and written as Markdown, LaTeX and CSV with the same digits in each."""
 
 from __future__ import annotations
 
 import csv
-import html
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Cell", "Interval", "Number", "Spread", "Table", "cell_text"]
+__all__ = ["Cell", "Interval", "Number", "Spread", "Table", "cell_text", "counted"]
 
 _NOTHING = "-"
 
@@ -48,7 +47,6 @@ class Table:
         name: Name of its files and of its anchor on the page.
         caption: What it shows, of how many runs, in which unit.
         columns: Headings; empty: the first :meth:`add` sets them.
-        rows: One cell for each column; None if there is no value.
         spreads: Columns that may hold a :class:`Spread`. Each gives two columns of the CSV,
             whatever the rows hold.
         intervals: Columns that may hold an :class:`Interval`; two columns of the CSV likewise.
@@ -66,30 +64,18 @@ class Table:
         self.columns = self.columns or list(cells)
         self.rows.append([cells[heading] for heading in self.columns])
 
-    def html(self) -> str:
-        """As an HTML ``table`` in a ``figure`` with a caption."""
-        kinds = [
-            "" if text else ' class="number interval"' if name in self.intervals else " class=number"
+    @property
+    def kinds(self) -> list[str]:
+        """By column, what cells are on a page: text, ``number`` or ``number interval``."""
+        return [
+            "" if text else "number interval" if name in self.intervals else "number"
             for name, text in zip(self.columns, self._textual(), strict=True)
         ]
-        head = "".join(
-            f'<th scope="col"{kind}>{html.escape(name)}</th>' for name, kind in zip(self.columns, kinds, strict=True)
-        )
-        lines = [
-            # Not a caption element, which would be no wider than a narrow table. Only the table
-            # scrolls, also by keyboard.
-            f'<figure><figcaption id="about-{html.escape(self.name)}">{html.escape(self.caption)}</figcaption>',
-            (
-                f'<div class="wide" tabindex="0"><table id="{html.escape(self.name)}"'
-                f' aria-describedby="about-{html.escape(self.name)}">'
-            ),
-            f"<thead><tr>{head}</tr></thead>",
-            "<tbody>",
-        ]
-        for row in self.rows:
-            cells = (f"<td{kind}>{_html(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
-            lines.append(f"<tr>{''.join(cells)}</tr>")
-        return "\n".join([*lines, "</tbody></table></div></figure>"])
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The rows as a reader sees them."""
+        return [[cell_text(cell) for cell in row] for row in self.rows]
 
     def markdown(self) -> str:
         """As a table of GitHub's Markdown, the caption below it."""
@@ -98,13 +84,13 @@ class Table:
             return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
         rule = "|" + "|".join("---" if text else "---:" for text in self._textual()) + "|"
-        rows = [line(map(cell_text, row)) for row in self.rows]
+        rows = [line(texts) for texts in self.texts]
         return "\n".join([line(self.columns), rule, *rows, "", self.caption, ""])
 
     def latex(self) -> str:
         """As a LaTeX ``table`` for the package booktabs."""
         kinds = "".join("l" if text else "r" for text in self._textual())
-        rows = [" & ".join(_latex(cell_text(cell)) for cell in row) + r" \\" for row in self.rows]
+        rows = [" & ".join(map(_latex, texts)) + r" \\" for texts in self.texts]
         return "\n".join(
             [
                 r"\begin{table}",
@@ -181,10 +167,9 @@ def cell_text(cell: Cell) -> str:
     return parts[0] or _NOTHING
 
 
-def _html(cell: Cell) -> str:
-    """The text of a cell, in which an interval can wrap, but once alone."""
-    words = html.escape(cell_text(cell))
-    return f"<span>{words.replace(' to ', ' to</span> ')}" if isinstance(cell, Interval) else words
+def counted(n: int, noun: str) -> str:
+    """``1 seed``, ``3 seeds``."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 _LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {"±": r"$\pm$", "<": "$<$", ">": "$>$"}

@@ -201,7 +201,7 @@ def test_an_edit_while_a_sweep_runs_is_found(write, tmp_path, monkeypatch):
     (cell,) = scheduler.with_fingerprints(Grid({"seed": (0,)}, {}, config).cells(), scheduler.Place())
     folder = scheduler.SweepFolder(tmp_path / "sweep")
     run(cell.config, out=folder.run(cell.name))
-    assert folder.finished(cell) == cell.config
+    assert folder.finished(cell)["config"] == cell.config.to_json()
     results = folder.run(cell.name) / "results.json"
     results.write_text(results.read_text().replace(files(name)["mine.py"], "0" * 16))
     with pytest.raises(

@@ -10,14 +10,16 @@ import pytest
 
 from mose_fast.app.cli import main
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.paper.all_tables import all_plans
+from mose_fast.experiments.paper import measured as measured_module
 from mose_fast.experiments.paper.description import judge
 from mose_fast.experiments.paper.measured import Measured
+from mose_fast.experiments.paper.plan import all_plans
 from mose_fast.experiments.paper.reproduce import _Pages
 from mose_fast.experiments.paper.rows import CIFAR, TINY, Presets
 from mose_fast.experiments.paper.tables import TABLES, describe
 from mose_fast.experiments.paper.web_page import Section, web_page
 from mose_fast.present.statistics import summarise
+from mose_fast.runs.store import read_run
 from mose_fast.streams import StreamError
 from mose_fast.train import RunError
 
@@ -135,8 +137,9 @@ def test_a_run_that_fails(tmp_path, engine, trial, capsys):
 def test_a_table_is_written_as_results_come(tmp_path, engine, trial, monkeypatch):
     monkeypatch.setattr("mose_fast.experiments.paper.reproduce._EVERY", 0.0)
     monkeypatch.setattr("mose_fast.experiments.paper.reproduce._SHARE", 0.0)
-    here, seen, page = engine(), [], tmp_path / "taskwise-trial.md"
+    here, seen, read, page = engine(), [], [], tmp_path / "taskwise-trial.md"
     start = here.start
+    monkeypatch.setattr(measured_module, "read_run", lambda folder: read.append(folder) or read_run(folder))
 
     def look(command):
         """As a reader would, when a further run starts."""
@@ -151,6 +154,14 @@ def test_a_table_is_written_as_results_come(tmp_path, engine, trial, monkeypatch
     assert "nfinished" not in page.read_text()
     ours = cells(page.with_suffix(".csv"))["w/ RSD", "MOE", "average"]
     assert ours["n"] == "2"
+    assert len(read) == len(set(read)) == 4  # however often the pages were written
+    # The table's own page has the same numbers.
+    text = page.with_suffix(".html").read_text()
+    assert (Page(text).open, Page(text).ids) == ([], ["taskwise"])
+    row = re.search(r'(?s)<th scope="row">MOE</th>.*?</tr>', text.split("w/ RSD</p>")[1])[0]
+    means = [float(mean) for mean in re.findall(r'([\d.]+)<span class="sd">', row)]
+    # The row is our number above the paper's, of each task and the average; ours are of two tasks.
+    assert any(mean == pytest.approx(float(ours["ours"]), abs=0.006) for mean in means)
 
 
 def test_writing_the_page_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
@@ -222,32 +233,6 @@ def test_absent_data_sets_are_all_named_and_how_to_do_without(tmp_path, capsys, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--without", "imagenet,mnist"], "without has 'mnist'; wanted some of split-cifar100, split-tiny-imagenet"),
-        (["--without", "split"], "without has 'split'; wanted some of"),
-        (["--without", ""], "without has ''; wanted some of"),
-        (["--without", "cifar,tiny"], "without is split-cifar100,split-tiny-imagenet: no table remains"),
-        (["--methods", "ers"], "methods has 'ers', of which no table has a row; did you mean 'er'"),
-        (["--methods", "er", "--set", "student=2"], "options.student is set, but no run of all has this setting"),
-        (["--baselines", "official"], "baselines is 'official'"),
-    ],
-)
-def test_bad_input(tmp_path, capsys, arguments, message):
-    assert main(["paper", "all", *arguments, "--out", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_page_that_no_paper_command_wrote_is_not_replaced(tmp_path, engine, trial, capsys):
-    here = engine()
-    (tmp_path / "paper-trial.html").write_text("mine")
-    assert main(["paper", "all", *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
-    assert "was not written by mose-fast paper all, and would be replaced" in capsys.readouterr().err
-    assert here.started == [] and [path.name for path in tmp_path.iterdir()] == ["paper-trial.html"]
-
-
 def test_documentation_counts_the_runs():
     page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
     for preset, told in (("released", r"(\d+) runs a seed \("), ("paper", r"\(preset `paper`: (\d+)\) instead")):
@@ -279,8 +264,8 @@ def test_verdicts_and_ranks_are_marked():
     assert [kind for kind, _ in marks if kind != "none"] == ["pass" if v.passed else "miss" for v in verdicts]
     assert sum(bool(unsure) for _, unsure in marks) == sum(not v.sure for v in verdicts) > 0
     assert f"{sum(v.passed for v in verdicts)} of {len(verdicts)} pass" in text
-    row = re.search(r'<th scope="row">MOE-MOSE, with RSD</th>(.*?)</tr>', text)[1]
+    row = re.search(r'(?s)<th scope="row">MOE-MOSE, with RSD</th>(.*?)</tr>', text)[1]
     assert '<span class="best">38.4</span>' in row and '<span class="best">37.4</span>' in row
-    row = re.search(r'<th scope="row">MOSE</th>(.*?)</tr>', text)[1]
+    row = re.search(r'(?s)<th scope="row">MOSE</th>(.*?)</tr>', text)[1]
     assert '<span class="second">36.1</span>' in row and '<span class="second">35.1</span>' in row
-    assert "12.2" in text and "±&nbsp;" not in text
+    assert "12.2" in text and "±\N{NO-BREAK SPACE}" not in text

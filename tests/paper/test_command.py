@@ -191,12 +191,15 @@ def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
     assert cells(tmp_path / "taskwise-trial.csv")["w/ RSD", "E4", "average"]["n"] == "3"
 
 
-@pytest.mark.parametrize("name", ["experts-trial.md", "experts-trial.csv", "experts-trial.pdf"])
-def test_a_page_that_no_paper_command_wrote_is_not_replaced(tmp_path, engine, trial, capsys, name):
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [*(("experts", f"experts-trial.{kind}") for kind in ("md", "csv", "pdf", "html")), ("all", "paper-trial.html")],
+)
+def test_a_page_that_no_paper_command_wrote_is_not_replaced(tmp_path, engine, trial, capsys, table, name):
     here = engine()
     (tmp_path / name).write_text("mine")
-    assert main(["paper", "experts", *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
-    assert "was not written by mose-fast paper experts, and would be replaced" in capsys.readouterr().err
+    assert main(["paper", table, *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
+    assert re.search("was not written by mose-fast paper.*, and would be replaced", capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert here.started == []
 
@@ -233,7 +236,7 @@ def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
         (["taskwise", "--set", "seed=3"], "seed is set to 3"),
         (
             ["taskwise", "--set", "stream.kind=blurry"],
-            "stream.kind is 'blurry', but the numbers of the paper's taskwise are by task; wanted a kind with borders",
+            "stream.kind is 'blurry', but the numbers of the paper's taskwise are by task; wanted a kind with task",
         ),
         (
             ["taskwise", "--set", "evaluate_on=validation", "--validation", "0.1"],
@@ -244,6 +247,13 @@ def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
         (["bof", "--methods", "mse"], "methods has 'mse', of which bof has no row; did you mean 'mose'"),
         (["taskwise", "--seeds", "3-1"], "seeds are '3-1'"),
         (["taskwise", "--workers", "0"], "workers is 0"),
+        (["all", "--without", "imagenet,mnist"], "without has 'mnist'; wanted some of split-cifar100, split-tiny-i"),
+        (["all", "--without", "split"], "without has 'split'; wanted some of"),
+        (["all", "--without", ""], "without has ''; wanted some of"),
+        (["all", "--without", "cifar,tiny"], "without is split-cifar100,split-tiny-imagenet: no table remains"),
+        (["all", "--methods", "ers"], "methods has 'ers', of which no table has a row; did you mean 'er'"),
+        (["all", "--methods", "er", "--set", "student=2"], "options.student is set, but no run of all has"),
+        (["all", "--baselines", "official"], "baselines is 'official'"),
     ],
 )
 def test_bad_input(tmp_path, capsys, arguments, message):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from mose_fast.experiments.cells import Failure
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.paper.measured import measure
+from mose_fast.experiments.paper.measured import FinishedRuns, measure
 from mose_fast.experiments.paper.paper_figures import KINDS, PRINT_STYLE, draw, write_figures
 from mose_fast.experiments.paper.plan import Plan
 from mose_fast.experiments.paper.tables import TABLES, describe
@@ -50,7 +50,7 @@ def runs(store, tmp_path):
 def drawn(plan, folder, number=0, failures=()):
     """A figure of a table, as matplotlib has it."""
     figure = plan.description.figures[number]
-    measured, _ = measure(plan, folder, failures)
+    measured, _ = measure(plan, FinishedRuns([plan], folder), failures)
     with rc_context(PRINT_STYLE):
         made = draw(figure, [measured[plan.description.parts.index(panel.part)] for panel in figure.panels])
         made.draw_without_rendering()
@@ -58,7 +58,7 @@ def drawn(plan, folder, number=0, failures=()):
 
 
 def write(plan, folder):
-    return write_figures(plan, folder, measure(plan, folder, ())[0])
+    return write_figures(plan, folder, measure(plan, FinishedRuns([plan], folder), ())[0])
 
 
 def failed(cells):

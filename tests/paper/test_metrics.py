@@ -5,6 +5,10 @@ import pytest
 from mose_fast.experiments.paper import measures as metrics
 
 
+def read(metric, runs):
+    return metric.combine([metric.of_run(run) for run in runs])
+
+
 def results(ncm1, ncm2, mean, stored, seconds):
     """A run whose linear classifiers are its nearest class means with half the accuracy."""
     matrices = {"1": ncm1, "2": ncm2, "mean_distance": mean}
@@ -86,15 +90,15 @@ B = results(
     ],
 )
 def test_by_hand(metric, wanted):
-    assert metric.read([A, B]) == [value if value is None else pytest.approx(value) for value in wanted]
+    assert read(metric, [A, B]) == [value if value is None else pytest.approx(value) for value in wanted]
 
 
 def test_runs_that_were_evaluated_once():
     once = A | {"evaluated_after": [2], "new_task_accuracy": {"ncm": {"2": None}}}
-    assert metrics.accuracy_after(1, 0).read([once]) == [None]
-    assert metrics.final_accuracy(0).read([once]) == [pytest.approx(20)]
-    assert metrics.new_task_accuracy(0).read([once]) == [None]
-    assert metrics.overfitting_of_old_tasks(1).read([once]) == [None]
+    assert read(metrics.accuracy_after(1, 0), [once]) == [None]
+    assert read(metrics.final_accuracy(0), [once]) == [pytest.approx(20)]
+    assert read(metrics.new_task_accuracy(0), [once]) == [None]
+    assert read(metrics.overfitting_of_old_tasks(1), [once]) == [None]
 
 
 def test_refuses_an_unknown_kind():
@@ -111,9 +115,9 @@ def test_an_expert_that_a_smaller_network_lacks_has_no_number():
         metrics.overfitting_of_old_tasks(None, "ncm", "3"),
         metrics.overfitting("ncm", "3"),
     ):
-        assert metric.read([A]) == [None], metric.name
+        assert read(metric, [A]) == [None], metric.name
 
 
 def test_training_minutes_are_of_steps_and_their_capture():
-    (minutes,) = metrics.minutes().read([A])
-    assert metrics.training_minutes().read([A]) == [pytest.approx(0.6 * minutes)]
+    (minutes,) = read(metrics.minutes(), [A])
+    assert read(metrics.training_minutes(), [A]) == [pytest.approx(0.6 * minutes)]

@@ -14,11 +14,11 @@ import pytest
 from scipy import stats
 
 from mose_fast.app.cli import main
-from mose_fast.present.figures import Picture, figures
 from mose_fast.present.report import write_report
+from mose_fast.present.report_figures import Picture, figures
 from mose_fast.present.report_runs import group_runs, read_folders
+from mose_fast.present.report_tables import tables
 from mose_fast.present.statistics import IncomparableRuns
-from mose_fast.present.tables import tables
 from mose_fast.runs.files import RunError
 from mose_fast.train import run
 
@@ -170,7 +170,7 @@ def test_columns_of_a_csv_are_those_of_any_number_of_seeds(make, tmp_path, no_fi
     assert headings[0] == headings[1]
     assert {"95 % interval low", "95 % interval high", "effect size"} < set(headings[0]["comparisons.csv"])
     assert {"ACC sd", "ACC 95 % t low", "ACC 95 % t high"} < set(headings[0]["estimates.csv"])
-    assert "card MiB" in headings[0]["cost.csv"]
+    assert "GPU MiB" in headings[0]["cost.csv"]
 
 
 def test_tables_and_figures_scroll_on_a_narrow_screen(sweep):
@@ -282,7 +282,7 @@ def test_kinds_of_streams_are_not_mixed(make, tmp_path, no_figures):
     make(2, stream={"kind": "imbalanced", "imbalance": 20.0, "kind_seed": 1})
     text = write_report([tmp_path / "runs"])[0].read_text()
     assert "Report on digits, imbalanced (imbalance 20), test images" in text
-    assert "The seed of the stream&#x27;s kind differs: 0 (" in text
+    assert "The seed of the stream&#39;s kind differs: 0 (" in text
     for stream in ({"kind": "imbalanced", "imbalance": 50.0}, {}):
         make(0, stream=stream)
         with pytest.raises(IncomparableRuns, match=r"the kind of the stream differs: .*imbalanced \(imbalance 20\) \("):
@@ -290,14 +290,14 @@ def test_kinds_of_streams_are_not_mixed(make, tmp_path, no_figures):
     assert "kind=tasks" in write_report([tmp_path / "runs"], force=True)[0].read_text()
 
 
-def test_a_stream_without_borders_has_no_forgetting_and_no_tasks(tmp_path, monkeypatch, read_page):
+def test_a_stream_without_task_boundaries_has_no_forgetting_and_no_tasks(tmp_path, monkeypatch, read_page):
     drawn = {}
 
     def keep(name, title, caption, figure):
         drawn[name] = figure.axes[0], caption
         return Picture(name, title, caption, b"", b"")
 
-    monkeypatch.setattr("mose_fast.present.figures._picture", keep)
+    monkeypatch.setattr("mose_fast.present.report_figures._picture", keep)
     stream = {"name": "digits", "limit_per_task": 20, "kind": "blurry"}
     settings = {"stream": stream, "width": 1, "memory": 20, "buffer_batch": 8, "device": "cpu", "evaluate_every": 1}
     found = [run(method="er", seed=seed, out=tmp_path / "runs" / str(seed), **settings) for seed in (0, 1)]
@@ -313,7 +313,7 @@ def test_a_stream_without_borders_has_no_forgetting_and_no_tasks(tmp_path, monke
     axis, caption = drawn["accuracy"]
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("parts seen", "accuracy on the classes seen (%)")
     assert caption.startswith(
-        "Accuracy on the classes seen so far, after each part of the stream, which has no borders"
+        "Accuracy on the classes seen so far, after each part of the stream, which has no task boundaries"
     )
     (curve,) = axis.get_lines()  # no line of chance
     assert "chance" not in caption
@@ -325,7 +325,7 @@ def test_a_stream_without_borders_has_no_forgetting_and_no_tasks(tmp_path, monke
 def test_accuracy_at_any_time_is_drawn_with_the_ends_of_tasks(make, tmp_path, monkeypatch):
     """Runs that were evaluated at other times are not averaged with them."""
     drawn = []
-    monkeypatch.setattr("mose_fast.present.figures._picture", lambda *parts: drawn.append(parts) or None)
+    monkeypatch.setattr("mose_fast.present.report_figures._picture", lambda *parts: drawn.append(parts) or None)
     results = [make(seed, images_seen=[50, 100, 150, 200], evaluate_every=5) for seed in range(2)]
     make(0, preset="paper")
     make(0, images_seen=[70, 100], changes={"temperature": 0.1})
@@ -359,7 +359,7 @@ def test_differing_protocols_are_told(make, tmp_path, no_figures):
 
 
 def test_precision_is_what_a_run_had_not_what_was_asked_for(make, tmp_path, no_figures):
-    """``auto`` of a card and ``auto`` of a CPU are two settings; ``auto`` that became fp32 and fp32
+    """``auto`` of a GPU and ``auto`` of a CPU are two settings; ``auto`` that became fp32 and fp32
     itself are one.
     """
     make(0)
@@ -463,7 +463,7 @@ def test_runs_on_different_data_of_one_name_are_refused(make, tmp_path, no_figur
     with pytest.raises(IncomparableRuns, match=f"the data of stream 'digits' differ: {'a' * 16} .*, {'b' * 16} "):
         write_report([tmp_path / "runs"], tmp_path / "out")
     page, _ = write_report([tmp_path / "runs"], tmp_path / "out", force=True)
-    assert "the data of stream &#x27;digits&#x27; differ" in page.read_text().lower()
+    assert "the data of stream &#39;digits&#39; differ" in page.read_text().lower()
     # They stay apart, each with rows of its own.
     table = (tmp_path / "out" / "tables" / "main.csv").read_text()
     assert [f"data={data}" in table for data in ("a" * 16, "b" * 16)] == [True] * 2

@@ -132,7 +132,9 @@ def test_example_in_python(tmp_path, engine, capsys, monkeypatch):
 
 
 def test_kinds_of_streams(tmp_path, engine, capsys):
-    """They can be in a grid; a method that needs borders is refused before anything is written."""
+    """They can be in a grid; a method that needs task boundaries is refused, and
+    nothing is written.
+    """
     engine()
     grid = ["--method", "er", "--grid", "stream.kind=tasks,imbalanced,blurry,si_blurry,task_free", "--seeds", "0"]
     assert main([*RUN, *grid, "--set", "stream.imbalance=5", "--out", str(tmp_path / "a")]) == 0

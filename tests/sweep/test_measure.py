@@ -37,6 +37,6 @@ def test_the_ends_of_all_tasks_count_and_one_is_timed(ended, budget):
 
 
 @pytest.mark.parametrize("budget", [0.0, 10000.0])
-def test_a_stream_without_borders_has_one_end(ended, budget):
+def test_a_stream_without_task_boundaries_has_one_end(ended, budget):
     cost = cost_of(budget, kind="blurry")
     assert ended == [0] and 100 <= cost.seconds < 200

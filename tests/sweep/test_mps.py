@@ -21,6 +21,8 @@ from mose_fast.experiments.mps import PROGRAM, MpsServer
 from mose_fast.experiments.place import Layout, Place
 from mose_fast.settings.run import ConfigError, RunConfig
 
+from .test_workers import wait_for
+
 pytestmark = pytest.mark.skipif(not shutil.which("sh"), reason="needs a POSIX shell")
 
 # With -d it leaves a daemon; else it takes commands, of which quit ends the daemon. The daemon is a
@@ -58,19 +60,12 @@ def alive(pid):
     return False
 
 
-def wait_for(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def test_workers_of_one_card_share_a_server_that_ends_with_them(calls):
+def test_workers_of_one_gpu_share_a_server_that_ends_with_them(calls):
     engine = LocalEngine(["1", "1"], threads=1, mps=True)
     environment = engine._environment("1")
     pipe, log = environment["CUDA_MPS_PIPE_DIRECTORY"], environment["CUDA_MPS_LOG_DIRECTORY"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "1" and os.path.isdir(pipe) and os.path.isdir(log)
-    # The server sees all cards, under the names that its clients know them by.
+    # The server sees all GPUs, under the names that its clients know them by.
     (started,) = calls()
     daemon = int(started.split()[-2])
     assert started == f"started without CUDA_VISIBLE_DEVICES {daemon} {log}" and alive(daemon)
@@ -116,17 +111,17 @@ def test_without_the_program_or_a_server_it_is_refused_in_a_line(calls, tmp_path
         MpsServer()
 
 
-def test_a_sweep_on_cards_has_a_process_a_run_and_a_server_where_asked(monkeypatch, tmp_path):
+def test_a_sweep_on_gpus_has_a_process_a_run_and_a_server_where_asked(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(place_module, "_device", lambda cell, place: "cuda")
-    monkeypatch.setattr(place_module, "_cards", lambda place: ("0", "2"))
+    monkeypatch.setattr(place_module, "_gpus", lambda place: ("0", "2"))
     monkeypatch.setattr(place_module, "LocalEngine", lambda *given, **more: made.append((given, more)))
     cells = [Cell("seed-0", RunConfig(), {})]
-    for place, cards in ((Place(), ["0", "2"]), (Place(per_gpu=2, mps=True), ["0", "2", "0", "2"])):
+    for place, gpus in ((Place(), ["0", "2"]), (Place(per_gpu=2, mps=True), ["0", "2", "0", "2"])):
         layout = Layout.of(cells, place)
         layout.engine(tmp_path, tmp_path, None)
         (workers, threads, *_), more = made.pop()
-        assert workers == cards and threads == layout.threads == max(1, layout.cores // len(cards))
+        assert workers == gpus and threads == layout.threads == max(1, layout.cores // len(gpus))
         assert more == {"mps": place.mps}
     with pytest.raises(Exception, match="mps is on, but the runs compute with Ray"):
         Layout.of(cells, Place(engine="ray", mps=True))

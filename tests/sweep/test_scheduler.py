@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mose_fast
-from mose_fast.experiments import display
+from mose_fast.experiments import display, experiment
 from mose_fast.experiments import sweep as scheduler
 from mose_fast.experiments.cells import CellRecord, CellState
 from mose_fast.experiments.folder import SweepFolder
@@ -135,34 +135,21 @@ def test_a_killed_cell_goes_on_but_not_for_ever(tmp_path, engine, say):
     assert not any(command["afresh"] for command in made.runs)
 
 
-def test_ctrl_c_stops_the_runs_and_the_same_call_goes_on(tmp_path, engine, say):
+@pytest.mark.usefixtures("signals_act")
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 2), (signal.SIGHUP, 2)])
+@pytest.mark.parametrize("ending", [{"event": "stopped"}, {"event": "died", "signal": 2}])
+def test_a_signal_stops_the_runs_and_the_same_call_goes_on(tmp_path, engine, say, number, times, ending):
     def interrupt(command):
-        os.kill(os.getpid(), signal.SIGINT)
-        return {"event": "died", "signal": 2}
+        for _ in range(times):  # a job's processes pass it on to each other
+            os.kill(os.getpid(), number)
+        return ending
 
     made = engine({"seed-0": [interrupt], "seed-1": [{"event": "stopped"}]})
-    with pytest.raises(Interrupted):
-        run_grid(GRID, tmp_path / "s", say=say)
-    assert made.stopped
-    assert made.closed
-    assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1"]
-    engine()
-    assert len(run_grid(GRID, tmp_path / "s", say=say).table) == 3
-
-
-@pytest.mark.usefixtures("signals_act")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_what_ends_a_job_stops_the_runs_like_ctrl_c(tmp_path, engine, say, number):
-    def end(command):
-        for _ in range(2):  # a job's processes pass it on to each other
-            os.kill(os.getpid(), number)
-        return {"event": "stopped"}
-
-    made = engine({"seed-0": [end], "seed-1": [{"event": "stopped"}]})
     with pytest.raises(Interrupted) as error:
         run_grid(GRID, tmp_path / "s", say=say)
     assert error.value.number == number
-    assert made.stopped
+    assert made.stopped and made.closed
+    assert [command["cell"] for command in made.runs] == ["seed-0", "seed-1"]
     engine()
     assert len(run_grid(GRID, tmp_path / "s", say=say).table) == 3
 
@@ -290,7 +277,7 @@ def test_more_runs_than_the_memory_holds_are_refused_or_not_started(tmp_path, en
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
         pytest.skip("one core has room for one worker only")
-    monkeypatch.setattr(scheduler, "available_bytes", lambda: 15 * 10**8)
+    monkeypatch.setattr(experiment, "available_bytes", lambda: 15 * 10**8)
     engine()
     with pytest.raises(
         ConfigError, match=r"2 runs at a time need 2\.0 GB of memory, and 1\.5 GB are free; wanted at most 1"
@@ -371,7 +358,7 @@ def test_a_full_disk_for_the_table_alone_loses_no_run(tmp_path, engine, say, mon
     def full(self, folder):
         raise RunError("cannot write the table of runs: database or disk is full")
 
-    monkeypatch.setattr(scheduler.Store, "add", full)
+    monkeypatch.setattr(experiment.Store, "add", full)
     outcome = run_grid(GRID, tmp_path / "s", say=say)
     assert len(outcome.table) == 3
     assert "disk is full" in capsys.readouterr().err

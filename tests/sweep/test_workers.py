@@ -66,33 +66,9 @@ def alone(tmp_path_factory, settings):
 
 def start_sweep(out, *more):
     cores = len(os.sched_getaffinity(0))
-    command = [
-        sys.executable,
-        "-m",
-        "mose_fast",
-        "sweep",
-        "--width",
-        "1",
-        "--memory",
-        "64",
-        "--limit-per-task",
-        "20",
-        "--device",
-        "cpu",
-    ]
-    command += [
-        "--batch",
-        "4",
-        "--checkpoint-every",
-        "2",
-        "--seeds",
-        "0-1",
-        "--workers",
-        str(cores),
-        "--out",
-        str(out),
-        *more,
-    ]
+    settings = "--width 1 --memory 64 --limit-per-task 20 --device cpu --batch 4 --checkpoint-every 2 --seeds 0-1"
+    command = [sys.executable, "-m", "mose_fast", "sweep", *settings.split()]
+    command += ["--workers", str(cores), "--out", str(out), *more]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
@@ -299,7 +275,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
 
 
 def test_a_worker_that_has_used_cuda_forks_no_run(tmp_path, monkeypatch):
-    """Whoever asks PyTorch for cards, even in vain, has."""
+    """Whoever asks PyTorch for GPUs, even in vain, has."""
     used = "import sys, torch; torch.cuda.is_available(); from mose_fast.experiments.worker import main; main()"
     monkeypatch.setattr(engine_module, "python", lambda module, *arguments: [sys.executable, "-c", used, *arguments])
     event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})

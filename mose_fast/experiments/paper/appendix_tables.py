@@ -166,14 +166,7 @@ def _two_rows(source: str, what: str, average: list[Part], final: list[Part]) ->
 def _average_and_final(
     rows: Callable[[int], Iterable[Row]], sources: tuple[str, str], of: str = ""
 ) -> tuple[list[Part], list[Part]]:
-    """Average accuracy over the tasks so far, after each task, and accuracy by task after the last
-    one; for each a part for every memory size.
-
-    Args:
-        rows: Rows by memory size.
-        sources: Where the paper has the two.
-        of: What the accuracy is of, for titles.
-    """
+    """By memory size: average accuracy after each task, and final accuracy by task."""
     average, final = [], []
     for memory in MAIN_MEMORIES:
         found, size = list(rows(memory)), thousands(memory)

@@ -28,12 +28,7 @@ _SHARE = 0.01
 
 
 class Verdict(NamedTuple):
-    """Whether a number passes.
-
-    Attributes:
-        passed: Whether it passes by :data:`RULE`.
-        sure: The 95 % interval of the mean lies on one side of the target.
-    """
+    """Whether a number passes, and whether its 95 % interval lies on that side of the target."""
 
     passed: bool
     sure: bool
@@ -55,13 +50,7 @@ def target(metric: Metric, paper: Published | None) -> float | None:
 
 
 def judge(metric: Metric, paper: Published | None, ours: Summary | None) -> Verdict | None:
-    """Our mean against the paper's; None where nothing is compared.
-
-    Args:
-        metric: What both numbers are.
-        paper: The paper's number, None where it gives none.
-        ours: Our statistics over the seeds, None where there is no run yet.
-    """
+    """Our mean against the paper's; None where nothing is compared."""
     wanted = target(metric, paper)
     if wanted is None or ours is None:
         return None
@@ -75,13 +64,7 @@ def judge(metric: Metric, paper: Published | None, ours: Summary | None) -> Verd
 
 
 def ranks(values: Mapping[str, float], kind: str, digits: int) -> dict[str, int]:
-    """1 for the rows with the best value as printed, 2 for those with the second best.
-
-    Args:
-        values: A column's values by row.
-        kind: Their metric's kind, which says whether large or small values are good.
-        digits: Decimals that are printed.
-    """
+    """1 for the rows with the best value as printed, 2 for those with the second best."""
     printed = {row: round(value, digits) for row, value in values.items()}
     best = sorted(set(printed.values()), reverse=kind == "accuracy")[: 0 if kind == "free" else 2]
     return {row: best.index(value) + 1 for row, value in printed.items() if value in best}
@@ -92,12 +75,8 @@ class Entry:
     """A cell of a table.
 
     Attributes:
-        row: The heading of its row.
-        column: The heading of its column.
         runs: Settings of the runs behind it that differ from the defaults, by dotted name; there
             is one run for each seed.
-        metric: What is read from the runs.
-        paper: The paper's number, None where it gives none.
         over: Settings of the runs by whose values those of ``runs`` are divided, seed by seed;
             None: the values themselves.
         doubt: Why the paper's number cannot be right; then there is no pass or fail.
@@ -122,10 +101,7 @@ class Part:
     """A table, or one of its panels.
 
     Attributes:
-        title: What it shows.
         source: The table or figure of the paper, by its LaTeX label.
-        entries: Row by row.
-        digits: Decimals of the paper's numbers.
         ranked: Whether the best and the second best of each column are marked.
     """
 
@@ -155,8 +131,6 @@ class Panel:
     without one, such as ``average``, are not drawn.
 
     Attributes:
-        part: What is drawn.
-        title: Its title, without the letter.
         values: What the points or bars show, for the axis; panels in which it is equal share its
             scale.
         bars: The heading of the column whose bars are drawn; empty for curves.
@@ -176,11 +150,7 @@ class Figure:
     """A figure of the paper.
 
     Attributes:
-        source: Its LaTeX label in the paper.
-        caption: What it shows.
         x: What the curves are drawn against; empty for bars.
-        panels: Row by row.
-        columns: Panels in a row.
         wide: It is as wide as a page of two columns, not as one of them.
         name: What tells its files from those of the table's other figures; empty where it has one.
     """
@@ -203,13 +173,8 @@ class PaperTable:
     """A table or figure of the paper: what ``mose-fast paper NAME`` computes.
 
     Attributes:
-        title: What it shows, in a line.
-        parts: Its tables.
-        notes: What a reader must know, a sentence or more each.
         about: The methods that a note is about, by the note; the others are about the whole table.
         section: The section of the page of all tables in which it stands.
-        caption: What it shows and what the paper finds in it, in our words.
-        figures: How its parts are drawn.
     """
 
     title: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,14 @@ from mose_fast.experiments.cells import Failure
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.paper.description import Entry, Part, Verdict, judge, ranks
-from mose_fast.experiments.paper.measures import Results
-from mose_fast.experiments.paper.plan import Plan, settings_key
+from mose_fast.experiments.paper.measures import Metric, Results
+from mose_fast.experiments.paper.plan import Plan
 from mose_fast.present.statistics import Summary, summarise
-from mose_fast.present.tables import counted
+from mose_fast.present.table import counted
+from mose_fast.runs.files import RunFolder
+from mose_fast.runs.store import read_run
 
-__all__ = ["Measured", "measure", "place", "ranked"]
+__all__ = ["FinishedRuns", "Measured", "measure", "place", "ranked"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,6 @@ class Measured:
     """Our number for a cell of the paper's table.
 
     Attributes:
-        entry: The cell's description.
         ours: Statistics over the seeds; None where no finished run has the number.
         verdict: None where nothing is compared.
     """
@@ -33,45 +34,84 @@ class Measured:
     verdict: Verdict | None
 
 
-def measure(
-    plan: Plan, folder: SweepFolder, failures: Sequence[Failure]
-) -> tuple[list[dict[tuple[str, str], Measured]], list[tuple[Cell, Results]]]:
-    """Our numbers for all cells, and the runs behind them.
+class FinishedRuns:
+    """The finished runs in a folder. Each is read once, whichever tables have it and however often
+    their pages are written.
 
     Args:
-        plan: The table's runs.
-        folder: The folder of the runs.
-        failures: Runs that could not be finished.
+        plans: The tables, whose runs have the names of their folders.
+    """
+
+    def __init__(self, plans: Sequence[Plan], folder: SweepFolder) -> None:
+        self.folder = folder
+        self._metrics: dict[str, set[Metric]] = {}
+        for plan in plans:
+            for entry in plan.description.entries:
+                for runs in filter(None, (entry.runs, entry.over)):
+                    for cell in plan.cells_of(runs):
+                        self._metrics.setdefault(cell.name, set()).add(entry.metric)
+        # Of each run what the tables need: the matrices of a hundred tasks are large.
+        self._read: dict[str, FinishedRun] = {}
+
+    def of(self, plan: Plan, runs: Mapping[str, Any], without: Collection[str]) -> list[FinishedRun]:
+        """The runs behind an entry with these settings, by seed.
+
+        Raises:
+            RunDamaged: A file of a run is damaged.
+        """
+        found = []
+        for cell in plan.cells_of(runs):
+            path = self.folder.run(cell.name)
+            if cell.name in without:
+                continue
+            if cell.name not in self._read and RunFolder(path).results.is_file():
+                row, results = read_run(path)
+                values = {metric: metric.of_run(results) for metric in self._metrics[cell.name]}
+                self._read[cell.name] = FinishedRun(cell, _facts(cell, row, results), values)
+            if cell.name in self._read:
+                found.append(self._read[cell.name])
+        return found
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What is kept of a finished run.
+
+    Attributes:
+        facts: The part of its results that tells how and where it ran.
+        values: What each metric read from it.
+    """
+
+    cell: Cell
+    facts: Results
+    values: Mapping[Metric, Any]
+
+
+def measure(
+    plan: Plan, finished: FinishedRuns, failures: Sequence[Failure]
+) -> tuple[list[dict[tuple[str, str], Measured]], list[tuple[Cell, Results]]]:
+    """Our numbers for all cells, and the runs behind them.
 
     Returns:
         For each part of the description, its cells by row and column; and the finished runs, each
         once, with the part of their results that tells how and where they ran.
     """
-    parts = plan.description.parts
-    by_runs: dict[str, list[tuple[int, Entry]]] = {}
-    for number, part in enumerate(parts):
-        for entry in part.entries:
-            by_runs.setdefault(settings_key(entry.runs), []).append((number, entry))
-    measured: list[dict[tuple[str, str], Measured]] = [{} for _ in parts]
-    runs: dict[str, tuple[Cell, Results]] = {}
     unfinished = [failure.name for failure in failures]
-    divisors: dict[str, list[Results]] = {}
-    for entries in by_runs.values():
-        # One setting at a time: the matrices of a hundred tasks are large.
-        found = plan.finished(entries[0][1].runs, folder, unfinished)
-        results = [run for _, _, run in found]
-        for number, entry in entries:
-            over = None
+    measured: list[dict[tuple[str, str], Measured]] = []
+    runs: dict[str, tuple[Cell, Results]] = {}
+    for part in plan.description.parts:
+        measured.append({})
+        for entry in part.entries:
+            found = finished.of(plan, entry.runs, unfinished)
+            runs |= {run.cell.name: (run.cell, run.facts) for run in found}
+            values = _by_run(entry, found)
             if entry.over is not None:
-                key = settings_key(entry.over)
-                if key not in divisors:
-                    divisors[key] = [run for _, _, run in plan.finished(entry.over, folder, unfinished)]
-                over = divisors[key]
-            values = _values(entry, results, over)
-            ours = summarise(values, resamples=0) if values else None
+                # Of seeds that both settings have on the same machine.
+                over = _by_run(entry, finished.of(plan, entry.over, unfinished))
+                values = {run: value / over[run] for run, value in values.items() if over.get(run)}
+            ours = summarise(values.values(), resamples=0) if values else None
             verdict = None if plan.departures else judge(entry.metric, entry.standard, ours)
-            measured[number][entry.row, entry.column] = Measured(entry, ours, verdict)
-        runs |= {cell.name: (cell, _facts(cell, row, run)) for cell, row, run in found}
+            measured[-1][entry.row, entry.column] = Measured(entry, ours, verdict)
     return measured, list(runs.values())
 
 
@@ -95,30 +135,22 @@ def ranked(
 
 
 def place(results: Results) -> str:
-    """The card or the processor and its threads that a run had."""
+    """The GPU or the processor and its threads that a run had."""
     return results["card"] or f"{results['processor']}, {counted(results['threads'], 'thread')}"
 
 
-def _values(entry: Entry, results: Sequence[Results], over: Sequence[Results] | None) -> list[float]:
-    """The runs' values. Those of an entry that divides are of seeds that both settings have on the
-    same machine.
-    """
-
-    def by_run(runs: Sequence[Results]) -> dict[tuple[int, str], float]:
-        read = entry.metric.read(runs) if runs else []
-        return {(r["config"]["seed"], place(r)): v for r, v in zip(runs, read, strict=True) if v is not None}
-
-    values = by_run(results)
-    if over is None:
-        return list(values.values())
-    divisors = by_run(over)
-    return [value / divisors[run] for run, value in values.items() if divisors.get(run)]
+def _by_run(entry: Entry, runs: Sequence[FinishedRun]) -> dict[tuple[int, str], float]:
+    """The values that runs have of an entry's metric, by seed and place."""
+    values = entry.metric.combine([run.values[entry.metric] for run in runs]) if runs else []
+    return {
+        (run.facts["config"]["seed"], place(run.facts)): value
+        for run, value in zip(runs, values, strict=True)
+        if value is not None
+    }
 
 
 def _facts(cell: Cell, row: Mapping[str, Any], results: Results) -> Results:
-    """The part of the results that the list of runs needs, without the large accuracy matrices, and
-    the run's row.
-    """
+    """What the list of runs needs of the results, without the large matrices, and the row."""
     names = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
     row = {name: value for name, value in row.items() if name not in ("metrics", "config")}
     return {**{name: results[name] for name in names}, "row": {**row, "folder": cell.name}}

@@ -47,15 +47,16 @@ class Metric:
     """A number of each run of a setting.
 
     Attributes:
-        name: Its name in tables.
         kind: One of :data:`KINDS`.
-        read: A function from the results of all seeds to a value for each; None for a run that does
-            not have it.
+        of_run: What is read from the results of a run.
+        combine: A function from that of all seeds to a value for each; None for a run that does
+            not have it. As a rule it is what was read.
     """
 
     name: str
     kind: str
-    read: Callable[[Sequence[Results]], list[float | None]]
+    of_run: Callable[[Results], Any]
+    combine: Callable[[Sequence[Any]], Sequence[float | None]] = list
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -88,22 +89,23 @@ def best_final_accuracy(task: int | None = None, classifier: str = "ncm") -> Met
 
     Args:
         task: The task tested; None: the mean over all tasks, each with its best expert.
-        classifier: ``ncm`` or ``linear``.
     """
 
-    def read(runs: Sequence[Results]) -> list[float | None]:
-        if not _has_task(runs[0], task):
-            return [None] * len(runs)
+    def final(run: Results) -> NDArray[np.float64] | None:
+        if not _has_task(run, task):
+            return None
         mean = _mean_of_experts(classifier)
-        # [experts, seeds, tasks]
-        final = np.array(
-            [[_matrix(run, classifier, e)[-1] for run in runs] for e in runs[0]["accuracy"][classifier] if e != mean]
-        )
-        best = final.mean(1).argmax(0)
-        chosen = 100 * np.take_along_axis(final, best[None, None, :], 0)[0]
+        return np.array([_matrix(run, classifier, e)[-1] for e in run["accuracy"][classifier] if e != mean])
+
+    def best(runs: Sequence[NDArray[np.float64] | None]) -> list[float | None]:
+        if any(run is None for run in runs):
+            return [None] * len(runs)
+        accuracy = np.array(runs)  # [seeds, experts, tasks]
+        expert = accuracy.mean(0).argmax(0)
+        chosen = 100 * np.take_along_axis(accuracy, expert[None, None, :], 1)[:, 0]
         return list(map(float, chosen.mean(1) if task is None else chosen[:, task]))
 
-    return Metric("accuracy at the end", "accuracy", read)
+    return Metric("accuracy at the end", "accuracy", final, best)
 
 
 def accuracy_after(after: int, task: int | None, classifier: str = "ncm", expert: str = "last") -> Metric:
@@ -112,8 +114,6 @@ def accuracy_after(after: int, task: int | None, classifier: str = "ncm", expert
     Args:
         after: The task that was learned last; -1: the last of all.
         task: The task tested; None: the mean over the tasks up to ``after``.
-        classifier: ``ncm`` or ``linear``.
-        expert: The classifier's expert.
     """
 
     def read(run: Results, name: str) -> float | None:
@@ -170,40 +170,34 @@ def overfitting(classifier: str = "ncm", expert: str = "last") -> Metric:
 
 def minutes() -> Metric:
     """Minutes from start to end, evaluations included."""
-    return _of_each("minutes", "free", lambda run: run["seconds"]["total"] / 60)
+    return Metric("minutes", "free", lambda run: run["seconds"]["total"] / 60)
 
 
 def training_minutes() -> Metric:
     """Minutes of training steps and of capturing them."""
-    return _of_each("minutes", "free", lambda run: (run["seconds"]["train"] + run["seconds"].get("capture", 0.0)) / 60)
+    return Metric("minutes", "free", lambda run: (run["seconds"]["train"] + run["seconds"].get("capture", 0.0)) / 60)
 
 
 def parameters() -> Metric:
     """Millions of parameters in training."""
-    return _of_each("million parameters", "size", lambda run: run["parameters"]["trained"] / 1e6)
+    return Metric("million parameters", "size", lambda run: run["parameters"]["trained"] / 1e6)
 
 
 def macs() -> Metric:
     """Millions of multiply-accumulates an image in training."""
-    return _of_each("million multiply-accumulates", "size", lambda run: run["macs"]["trained"] / 1e6)
-
-
-def _of_each(name: str, kind: str, read: Callable[[Results], float | None]) -> Metric:
-    return Metric(name, kind, lambda runs: [read(run) for run in runs])
+    return Metric("million multiply-accumulates", "size", lambda run: run["macs"]["trained"] / 1e6)
 
 
 def _of_view(
     name: str, kind: str, classifier: str, expert: str, read: Callable[[Results, str], float | None]
 ) -> Metric:
-    """A metric of one expert's classifier, which ``read`` gets by the name that it has in the
-    results. A network with fewer experts does not have it.
-    """
+    """A metric of one expert's classifier, which a network with fewer experts does not have."""
 
     def of_run(run: Results) -> float | None:
         found = _name(run, classifier, expert)
         return read(run, found) if found in run["acc"][classifier] else None
 
-    return _of_each(name, kind, of_run)
+    return Metric(name, kind, of_run)
 
 
 def _mean_of_experts(classifier: str) -> str:

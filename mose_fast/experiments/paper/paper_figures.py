@@ -15,7 +15,7 @@ from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.paper.description import Figure, Panel
 from mose_fast.experiments.paper.measured import Measured
 from mose_fast.experiments.paper.plan import Plan
-from mose_fast.present.drawing import STYLE, curve, file, grid, legend, looks_of, settle
+from mose_fast.present.drawing import COLOURS, STYLE, curve, files, grid, legend, looks_of
 from mose_fast.runs.files import write_atomically
 
 if TYPE_CHECKING:
@@ -67,11 +67,6 @@ def write_figures(plan: Plan, folder: SweepFolder, measured: Sequence[Cells]) ->
     A figure shows what the finished runs have, and says what is missing. The same runs give the
     same files.
 
-    Args:
-        plan: The table's runs.
-        folder: Their folder.
-        measured: Our numbers, by part, as :func:`.measured.measure` gives them.
-
     Returns:
         The SVG files, in the order of the description's figures; empty if it has none.
 
@@ -86,10 +81,8 @@ def write_figures(plan: Plan, folder: SweepFolder, measured: Sequence[Cells]) ->
     for figure in plan.description.figures:
         cells = [measured[plan.description.parts.index(panel.part)] for panel in figure.panels]
         with rc_context(PRINT_STYLE):
-            drawing = draw(figure, cells, trial=bool(plan.departures))
-            settle(drawing)
-            files = {kind: file(drawing, kind) for kind in KINDS}
-        for kind, content in files.items():
+            drawn = files(draw(figure, cells, trial=bool(plan.departures)), KINDS)
+        for kind, content in drawn.items():
             write_atomically(_path(plan, folder, figure, kind), content)
     return [_path(plan, folder, figure, "svg") for figure in plan.description.figures]
 
@@ -107,8 +100,6 @@ def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Draw
     """A figure with one axes for each panel.
 
     Args:
-        figure: Its description.
-        cells: Our numbers, by panel.
         trial: The runs depart from the paper's protocol, which the figure then says.
     """
     panels = [_points(panel, measured) for panel, measured in zip(figure.panels, cells, strict=True)]
@@ -166,9 +157,7 @@ def _published(panel: Panel, points: Points) -> dict[str, dict[int, float]]:
 
 
 def _share(axes: Sequence[Axes], figure: Figure, i: int) -> None:
-    """Gives a panel the vertical scale of the first one that shows the same values, and a label
-    unless its left neighbour has it.
-    """
+    """One scale for panels of the same values, labelled unless the left neighbour has it."""
     shown = [panel.values for panel in figure.panels]
     first = shown.index(shown[i])
     if first < i:
@@ -193,7 +182,7 @@ def _bars(
         cell = by_place[0]
         if cell.ours:
             # The paper's figure has MOSE in another colour, too.
-            colour, mean = "#009E73" if row == "MOSE" else "#56B4E9", cell.ours.mean
+            colour, mean = COLOURS["green" if row == "MOSE" else "sky"], cell.ours.mean
             axis.barh(at, mean, height=0.7, color=colour)
             ends = [end for end in cell.ours.t_interval if not math.isnan(end)]
             axis.plot(ends, [at] * len(ends), **_INTERVAL)

@@ -8,34 +8,25 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.grid import Cell, folder_name
 from mose_fast.experiments.paper.description import Entry, PaperTable, Part
 from mose_fast.experiments.paper.rows import DATA_SETS, DEFAULT_PRESETS, Presets
-from mose_fast.experiments.paper.tables import describe
+from mose_fast.experiments.paper.tables import TABLES, describe
 from mose_fast.learner.named_settings import all_settings, dotted, telling_apart, with_absolute_paths, with_changes
-from mose_fast.runs.files import RunFolder
-from mose_fast.runs.store import read_run
 from mose_fast.settings.knob import as_text, plain
 from mose_fast.settings.run import WITHOUT_BORDERS, ConfigError, RunConfig, method_settings, near_matches
 
-__all__ = ["Plan", "data_sets", "departure_lines", "methods_of", "settings_key", "state_lines", "stem_of"]
+__all__ = ["Plan", "all_plans", "data_sets", "departure_lines", "methods_of", "settings_key", "state_lines", "stem_of"]
 
 
 class Plan:
     """The runs behind a table of the paper.
 
     Args:
-        name: The table's name, a key of :data:`mose_fast.experiments.paper.tables.TABLES`.
-        seeds: The runs' seeds.
-        presets: The presets of MOSE and of the baselines.
         changes: Settings by dotted name that all runs get, whatever the paper says; those that a
             method does not have are left out for its runs.
-        methods: The methods whose rows the table shall have; None: all.
-        without: The data sets whose rows the table shall not have.
 
     Attributes:
-        description: The table's description.
         left_out: Those of ``without`` that the table would have rows of.
         departures: How the runs differ from the paper's protocol, each ``name value instead of
             value``; only without any are numbers judged.
@@ -73,7 +64,7 @@ class Plan:
         if changes.get("stream.kind") in WITHOUT_BORDERS:
             raise ConfigError(
                 f"stream.kind is {changes['stream.kind']!r}, but the numbers of the paper's {name} are by task; wanted"
-                " a kind with borders"
+                " a kind with task boundaries"
             )
         self.description: PaperTable = describe(name, presets)
         there = list(dict.fromkeys(map(_data_set, self.description.entries)))
@@ -130,30 +121,39 @@ class Plan:
         return self._cells[settings_key(runs)]
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replaces the runs' names by those of their folders.
-
-        Args:
-            names: The new name by the present one.
-        """
+        """Replaces the runs' names by those of their folders."""
         self._cells = {
             key: [dataclasses.replace(cell, name=names[cell.name]) for cell in cells]
             for key, cells in self._cells.items()
         }
 
-    def finished(
-        self, runs: Mapping[str, Any], folder: SweepFolder, without: Collection[str]
-    ) -> list[tuple[Cell, dict[str, Any], dict[str, Any]]]:
-        """The finished runs of :meth:`cells_of`, their rows of the store and their results.
 
-        Args:
-            runs: The entry's settings.
-            folder: The folder of all runs.
-            without: Names of runs to leave out.
-        """
-        there = [
-            c for c in self.cells_of(runs) if c.name not in without and RunFolder(folder.run(c.name)).results.is_file()
-        ]
-        return [(cell, *read_run(folder.run(cell.name))) for cell in there]
+def all_plans(
+    seeds: Sequence[int],
+    presets: Presets,
+    changes: Mapping[str, Any],
+    methods: Sequence[str] | None,
+    without: Collection[str] = (),
+) -> list[Plan]:
+    """The plans of all tables that have rows of the methods on the data sets.
+
+    Raises:
+        ConfigError: No table has one of the methods, or a setting is unusable.
+    """
+    there = {name: methods_of(describe(name, presets), without) for name in TABLES}
+    known = list(dict.fromkeys(method for found in there.values() for method in found))
+    for method in methods or ():
+        if method not in known:
+            raise ConfigError(f"methods has {method!r}, of which no table has a row{near_matches(method, known)}")
+    plans = []
+    for name, found in there.items():
+        own = [method for method in (found if methods is None else methods) if method in found]
+        if own:
+            plans.append(Plan(name, seeds, presets, changes, methods and own, without))
+    if not plans:
+        nothing = "methods are ''; wanted at least one"
+        raise ConfigError(nothing if methods is not None else f"without is {','.join(without)}: no table remains")
+    return plans
 
 
 def departure_lines(plans: Sequence[Plan]) -> list[str]:
@@ -163,27 +163,13 @@ def departure_lines(plans: Sequence[Plan]) -> list[str]:
 
 
 def state_lines(runs: int, ended: int, left_out: Collection[str]) -> list[str]:
-    """What is missing on a page: runs that have not ended yet, and data sets.
-
-    Args:
-        runs: Number of all runs.
-        ended: Number of those that have ended, finished or given up.
-        left_out: Names of data sets.
-    """
+    """What is missing on a page: runs that have not ended yet, and data sets."""
     lines = [] if ended >= runs else [f"unfinished: {ended} of {runs} runs have ended so far"]
     return lines + ([f"without {', '.join(left_out)}"] if left_out else [])
 
 
 def stem_of(name: str, presets: Presets, methods: Sequence[str] | None, left_out: Sequence[str], *, trial: bool) -> str:
-    """The name of the files of a table without ending.
-
-    Args:
-        name: The table's name.
-        presets: Its presets, named unless they are the defaults.
-        methods: The methods to which it is restricted, which are named then.
-        left_out: The data sets that are left out, which are named then.
-        trial: Its runs depart from the paper's protocol.
-    """
+    """The name of the files of a table without ending."""
     chosen = [given for given, usual in zip(presets, DEFAULT_PRESETS, strict=True) if given != usual]
     without = ["without", *left_out] if left_out else []
     return "-".join([name, *chosen, *(methods or ()), *without, *(["trial"] if trial else [])])

@@ -11,12 +11,11 @@ from mose_fast import streams
 from mose_fast.experiments.cells import Failure
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.grid import Cell
-from mose_fast.experiments.paper.all_tables import all_plans, listing
-from mose_fast.experiments.paper.measured import measure
+from mose_fast.experiments.paper.measured import FinishedRuns, measure
 from mose_fast.experiments.paper.paper_figures import figure_files, write_figures
-from mose_fast.experiments.paper.plan import Plan, data_sets, departure_lines, stem_of
+from mose_fast.experiments.paper.plan import Plan, all_plans, data_sets, departure_lines, stem_of
 from mose_fast.experiments.paper.rows import DATA_SETS, DEFAULT_PRESETS, Presets
-from mose_fast.experiments.paper.text_page import cautions, overview, render
+from mose_fast.experiments.paper.text_page import cautions, listing, overview, render
 from mose_fast.experiments.paper.web_page import MARK, Section, web_page
 from mose_fast.experiments.place import Place
 from mose_fast.experiments.sweep import run_grid
@@ -55,8 +54,8 @@ def run_table(
     say: Callable[[str], None] = print,
 ) -> tuple[Path | None, tuple[Failure, ...]]:
     """Runs the experiments behind a table of the paper that are not finished yet, and writes
-    ``NAME.md``, ``NAME.csv`` and the figures that the table has: with what there is as runs finish,
-    and when all have ended.
+    ``NAME.md``, ``NAME.csv``, the figures that the table has and ``NAME.html``, which shows them:
+    with what there is as runs finish, and when all have ended.
 
     Runs that depart from the paper's protocol are not judged, and the files are called
     ``NAME-trial``. With other presets than the defaults, or for some methods alone, the files'
@@ -67,8 +66,6 @@ def run_table(
             tables, and ``paper.html``, which shows them on one page.
         out: Folder of the tables and of the runs, as in a sweep. Tables in the same folder share
             their common runs.
-        seeds: The runs' seeds; the paper has 15.
-        preset: The preset of MOSE.
         baselines: The preset of all other methods, ``table`` or ``sources``.
         methods: The methods whose rows the table shall have; None: all. Of all tables, those
             without any are left out.
@@ -76,10 +73,6 @@ def run_table(
             ``tiny``.
         changes: Settings by dotted name for all runs. If one differs from the paper's protocol,
             there is no pass or fail.
-        place: Where to compute.
-        dry_run: Only report the paper's cells and the forecast; nothing is written.
-        wandb: The W&B project to log to, if any.
-        say: Called with the plan and the final lines.
 
     Returns:
         The path of ``NAME.md`` or ``paper.html``, None after a dry run; and the runs that could not
@@ -106,10 +99,10 @@ def run_table(
     elif name != ALL:
         say(f"{overview(plans[0])}\n")
     folder = SweepFolder(out)
-    page = None
-    if name == ALL:
-        page = folder.path / f"{stem_of('paper', presets, methods, left_out, trial=bool(departures))}.html"
-        _refuse_foreign_page(page)
+    stem = stem_of("paper", presets, methods, left_out, trial=bool(departures)) if name == ALL else plans[0].stem
+    page = folder.path / f"{stem}.html"
+    if page.exists() and f'content="{MARK[1]}"' not in page.read_text(encoding="utf-8", errors="replace"):
+        raise RunError(f"{page} was not written by mose-fast paper, and would be replaced; choose another --out")
     for plan in plans:
         _refuse_foreign(folder.path / f"{plan.stem}.md", plan, figure_files(plan, folder))
     pages = _Pages(plans, folder, page, left_out, say)
@@ -129,37 +122,33 @@ def run_table(
     sections = pages.write(outcome.failures)
     for line in cautions([run for section in sections for _, run in section.runs]):
         say(line)
-    return pages.path, outcome.failures
+    if name == ALL:
+        return page, outcome.failures
+    say(f"page      {page}")
+    return folder.path / f"{stem}.md", outcome.failures
 
 
 class _Pages:
-    """The files of the tables, and the page of all tables.
-
-    Args:
-        plans: The tables' runs.
-        folder: Their folder.
-        page: The page of all tables; None: none is written.
-        left_out: The data sets that are left out.
-        say: Called with a line where a file cannot be written.
-    """
+    """The files of the tables, and the page that shows them."""
 
     def __init__(
         self,
         plans: Sequence[Plan],
         folder: SweepFolder,
-        page: Path | None,
+        page: Path,
         left_out: Sequence[str],
         say: Callable[[str], None],
     ) -> None:
         self.plans, self.folder, self.page, self.left_out, self.say = plans, folder, page, left_out, say
-        self.renamed, self.next = False, 0.0
+        self.finished: FinishedRuns | None = None
+        self.next = 0.0
 
     def rename(self, folders: Mapping[str, str]) -> None:
         """Notes the names that the cells have in the folder."""
-        if not self.renamed:
+        if self.finished is None:
             for plan in self.plans:
                 plan.rename(folders)
-            self.renamed = True
+            self.finished = FinishedRuns(self.plans, self.folder)
 
     def update(self, folders: Mapping[str, str]) -> None:
         """Writes the files after a run, unless they were just written: this waits for the next
@@ -176,21 +165,20 @@ class _Pages:
         ended = time.monotonic()
         self.next = ended + max(_EVERY, _SHARE * (ended - began))
 
-    @property
-    def path(self) -> Path:
-        """The page of all tables, or else the table's file."""
-        return self.folder.path / f"{self.plans[0].stem}.md" if self.page is None else self.page
-
     def write(self, failures: Sequence[Failure]) -> list[Section]:
-        """Writes the files; returns what they show.
-
-        Args:
-            failures: The runs that could not be finished.
-        """
-        sections = [_write(plan, self.folder, failures) for plan in self.plans]
-        if self.page is not None:
-            write_atomically(self.page, web_page(sections, failures, self.left_out))
+        """Writes the files without the runs that could not be finished; returns what they show."""
+        sections = [self._write(plan, failures) for plan in self.plans]
+        write_atomically(self.page, web_page(sections, failures, self.left_out))
         return sections
+
+    def _write(self, plan: Plan, failures: Sequence[Failure]) -> Section:
+        names = {cell.name for cell in plan.cells}
+        failures = [failure for failure in failures if failure.name in names]
+        measured, runs = measure(plan, self.finished, failures)
+        text, table = render(plan, measured, runs, failures)
+        write_atomically(self.folder.path / f"{plan.stem}.md", text)
+        write_atomically(self.folder.path / f"{plan.stem}.csv", table)
+        return Section(plan, measured, runs, write_figures(plan, self.folder, measured))
 
 
 def _with_absent(error: StreamError, cells: Sequence[Cell]) -> StreamError:
@@ -202,18 +190,6 @@ def _with_absent(error: StreamError, cells: Sequence[Cell]) -> StreamError:
         return error
     without = f"; to do without: --without {','.join(absent)}" if len(absent) < len(used) else ""
     return StreamError(f"{error}. Absent here: {', '.join(absent)}{without}")
-
-
-def _write(plan: Plan, folder: SweepFolder, failures: Sequence[Failure]) -> Section:
-    """Writes the files of a table; returns what the page of all tables shows of it."""
-    names = {cell.name for cell in plan.cells}
-    failures = [failure for failure in failures if failure.name in names]
-    measured, runs = measure(plan, folder, failures)
-    page, table = render(plan, measured, runs, failures)
-    path = folder.path / f"{plan.stem}.md"
-    write_atomically(path, page)
-    write_atomically(path.with_suffix(".csv"), table)
-    return Section(plan, measured, runs, write_figures(plan, folder, measured))
 
 
 def _refuse_foreign(page: Path, plan: Plan, figures: Sequence[Path]) -> None:
@@ -228,9 +204,3 @@ def _refuse_foreign(page: Path, plan: Plan, figures: Sequence[Path]) -> None:
             f"{page} or one of {', '.join(path.name for path in others)} beside it was not written by mose-fast paper"
             f" {plan.name}, and would be replaced; choose another --out"
         )
-
-
-def _refuse_foreign_page(page: Path) -> None:
-    """Refuses to replace a page that ``mose-fast paper all`` did not write."""
-    if page.exists() and MARK not in page.read_text(encoding="utf-8", errors="replace"):
-        raise RunError(f"{page} was not written by mose-fast paper {ALL}, and would be replaced; choose another --out")

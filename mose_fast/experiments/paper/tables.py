@@ -39,10 +39,6 @@ __all__ = ["TABLES", "describe"]
 def describe(name: str, presets: Presets = DEFAULT_PRESETS) -> PaperTable:
     """The description of a table.
 
-    Args:
-        name: A key of :data:`TABLES`.
-        presets: The presets of MOSE and of the baselines.
-
     Raises:
         ConfigError: There is no such name or preset; the message has near matches.
     """

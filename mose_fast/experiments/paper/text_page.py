@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mose_fast.experiments.cells import Failure
+from mose_fast.experiments.forecast import Forecast, duration
 from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.paper.description import RULE, Entry, Part, target
 from mose_fast.experiments.paper.measured import Measured, place, ranked
@@ -18,7 +19,7 @@ from mose_fast.present.table import Interval, Number, Spread, Table, cell_text
 from mose_fast.runs.results import precision_of
 from mose_fast.settings.knob import as_text
 
-__all__ = ["cautions", "overview", "provenance", "render"]
+__all__ = ["cautions", "listing", "overview", "provenance", "render"]
 
 
 def overview(plan: Plan) -> str:
@@ -29,20 +30,34 @@ def overview(plan: Plan) -> str:
     return "\n".join([*lines, "", *plan.description.notes, RULE, *departure_lines([plan])])
 
 
+def listing(plans: Sequence[Plan], forecast: Forecast) -> str:
+    """The tables with their runs and what they take; a run that several tables share is counted in
+    the first of them.
+    """
+    table = Table("tables", "", ["table", "runs", "shared", "to do", "computing", "content"])
+    earlier: set[str] = set()
+    for plan in plans:
+        names = {cell.name for cell in plan.cells}
+        left = [forecast.costs[name].seconds for name in names - earlier if name in forecast.costs]
+        content = plan.description.title
+        table.rows.append([plan.name, len(names), len(names & earlier), len(left), duration(sum(left)), content])
+        earlier |= names
+    table.rows.append(
+        ["all", len(earlier), None, len(forecast.costs), duration(forecast.compute_seconds), "each run once"]
+    )
+    return (
+        f"\n{table.markdown().rstrip()}\nshared: runs that an earlier table has, too; to do: the others that are not"
+        " finished"
+    )
+
+
 def render(
     plan: Plan,
     measured: Sequence[Mapping[tuple[str, str], Measured]],
     runs: Sequence[tuple[Cell, Results]],
     failures: Sequence[Failure],
 ) -> tuple[str, str]:
-    """The page in Markdown, and all cells as CSV.
-
-    Args:
-        plan: The table's runs.
-        measured: Our numbers, as :func:`mose_fast.experiments.paper.measured.measure` gives them.
-        runs: The runs behind them, likewise.
-        failures: Runs that could not be finished.
-    """
+    """The page in Markdown, and all cells as CSV."""
     parts = plan.description.parts
     verdicts = [m.verdict for cells in measured for m in cells.values() if m.verdict is not None]
     lines = [f"# {plan.name}: {plan.description.title}", "", f"    {plan.command}", ""]

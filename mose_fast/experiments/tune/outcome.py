@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.learner.named_settings import dotted, with_changes
 from mose_fast.output import readable
+from mose_fast.present.drawing import COLOURS, STYLE, files, grid
 from mose_fast.present.statistics import code_warnings, compare, summarise
 from mose_fast.present.table import Interval, Number, Spread, Table
 from mose_fast.runs.files import RunError, write_atomically
-from mose_fast.runs.store import read_run
 from mose_fast.settings.knob import as_text, shown
 from mose_fast.settings.run import ConfigError, RunConfig
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from optuna.trial import FrozenTrial
 
 __all__ = ["NothingTuned", "Tuned", "check_writable", "conclude"]
@@ -38,7 +36,6 @@ _OF_STUDY = {
 }
 
 _STATES = {"COMPLETE": "complete", "PRUNED": "stopped", "FAIL": "failed", "RUNNING": "unfinished"}
-_COLOUR, _BEST = "#0072B2", "#D55E00"
 
 
 class NothingTuned(RunError):
@@ -54,11 +51,8 @@ class Tuned:
     Attributes:
         best: The best trial's settings, by dotted name.
         accuracy: Its ACC on the held-out images, mean over the seeds, in [0, 1].
-        trials: Number of trials.
         config: The file ``best.toml``, for ``mose-fast run --config``.
         sure: What the trials say about the best one, a sentence each.
-        cautions: What differs in the code and the machines that computed the trials, a sentence
-            each.
     """
 
     best: Mapping[str, Any]
@@ -85,6 +79,7 @@ def check_writable(config: RunConfig) -> None:
 
 def conclude(
     trials: Sequence[FrozenTrial],
+    rows_of: Callable[[int], list[dict[str, Any]]],
     base: RunConfig,
     seeds: Sequence[int],
     folder: SweepFolder,
@@ -92,10 +87,13 @@ def conclude(
 ) -> Tuned:
     """Writes ``best.toml``, ``trials.csv``, ``trials.md`` and the plots, and says what was found.
 
+    Args:
+        rows_of: The rows of the store of a complete trial's runs, by its number.
+
     Raises:
         NothingTuned: No trial came to its end.
     """
-    rows = {trial.number: _rows(trial, seeds, folder) for trial in trials if _state(trial) == "complete"}
+    rows = {trial.number: rows_of(trial.number) for trial in trials if _state(trial) == "complete"}
     values = {number: {row["seed"]: row["acc"] for row in runs} for number, runs in rows.items()}
     if not values:
         raise NothingTuned(
@@ -110,10 +108,8 @@ def conclude(
     write_atomically(folder.path / "trials.md", table.markdown())
     config = folder.path / "best.toml"
     write_atomically(config, _toml(base, best, len(trials), seeds, cautions))
-    for name, figure in _plots(trials).items():
-        file = io.BytesIO()
-        figure.savefig(file, format="svg", metadata={"Date": None})
-        write_atomically(folder.path / f"{name}.svg", file.getvalue())
+    for name, drawn in _plots([trial for trial in trials if _state(trial) == "complete"]).items():
+        write_atomically(folder.path / f"{name}.svg", drawn)
     sure = []
     for other, what in ((order[1:2], "the second best"), ([0] if 0 in values else [], "the method's own settings")):
         for number in other:
@@ -140,12 +136,6 @@ def _counts(trials: Sequence[FrozenTrial]) -> str:
 
 def _told(params: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {as_text(value)}" for name, value in params.items())
-
-
-def _rows(trial: FrozenTrial, seeds: Sequence[int], folder: SweepFolder) -> list[dict[str, Any]]:
-    """The rows of the store of a trial's runs."""
-    names = [f"trial-{trial.number:03d}_seed-{seed}" for seed in seeds]
-    return [read_run(folder.run(name))[0] | {"folder": name} for name in names]
 
 
 def _changes(config: RunConfig) -> dict[str, Any]:
@@ -220,44 +210,40 @@ def _cell(value: Any) -> Any:
     )
 
 
-def _plots(trials: Sequence[FrozenTrial]) -> dict[str, Figure]:
-    """The history of the trials, accuracy against each setting, and how much each matters."""
+def _plots(done: Sequence[FrozenTrial]) -> dict[str, bytes]:
+    """The complete trials as SVG files: over time, by setting, and how much each matters."""
     # Imported here, because it takes half a second.
-    from matplotlib.figure import Figure
+    from matplotlib import rc_context
 
-    done = [trial for trial in trials if _state(trial) == "complete"]
     accuracy = [100 * trial.value for trial in done]
     names = list(done[0].params)
     best = accuracy.index(max(accuracy))
+    label = "ACC on held-out images (%)"
+    with rc_context(STYLE):
+        history, (axis,) = grid(1)
+        axis.plot([trial.number for trial in done], accuracy, "o", color=COLOURS["blue"], label="trial")
+        highest = [max(accuracy[: i + 1]) for i in range(len(accuracy))]
+        axis.step([trial.number for trial in done], highest, where="post", color=COLOURS["red"], label="best so far")
+        axis.set(xlabel="trial", ylabel=label)
+        axis.legend()
 
-    history = Figure(figsize=(6, 3.2), layout="constrained")
-    axis = history.subplots()
-    numbers = [trial.number for trial in done]
-    axis.plot(numbers, accuracy, "o", color=_COLOUR, label="trial")
-    highest = [max(accuracy[: i + 1]) for i in range(len(accuracy))]
-    axis.step(numbers, highest, where="post", color=_BEST, label="best so far")
-    axis.set(xlabel="trial", ylabel="ACC on held-out images (%)")
-    axis.legend(fontsize=8, frameon=False)
-
-    slices = Figure(figsize=(3 * len(names) + 0.5, 3.2), layout="constrained")
-    for i, name in enumerate(names):
-        axis = slices.add_subplot(1, len(names), i + 1)
-        values = [trial.params[name] for trial in done]
-        numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        values = values if numeric else [as_text(value) for value in values]
-        axis.plot(values, accuracy, "o", color=_COLOUR)
-        axis.plot(values[best : best + 1], accuracy[best : best + 1], "D", color=_BEST)
-        distribution = done[0].distributions[name]
-        if hasattr(distribution, "low"):
-            axis.set(xscale="log" if distribution.log else "linear", xlim=(distribution.low, distribution.high))
-        axis.set(xlabel=name, ylabel="" if i else "ACC on held-out images (%)")
-    figures = {"history": history, "slices": slices}
-    if importance := _importance(done):
-        figures["importance"] = Figure(figsize=(6, 0.8 + 0.4 * len(names)), layout="constrained")
-        axis = figures["importance"].subplots()
-        axis.barh(list(importance)[::-1], list(importance.values())[::-1], color=_COLOUR)
-        axis.set(xlabel="share of the variance of ACC (fANOVA)", xlim=(0, 1))
-    return figures
+        slices, axes = grid(len(names), columns=len(names), width=3 * len(names) + 0.5)
+        for name, axis in zip(names, axes, strict=True):
+            values = [trial.params[name] for trial in done]
+            numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+            values = values if numeric else [as_text(value) for value in values]
+            axis.plot(values, accuracy, "o", color=COLOURS["blue"])
+            axis.plot(values[best : best + 1], accuracy[best : best + 1], "D", color=COLOURS["red"])
+            distribution = done[0].distributions[name]
+            if hasattr(distribution, "low"):
+                axis.set(xscale="log" if distribution.log else "linear", xlim=(distribution.low, distribution.high))
+            axis.set(xlabel=name, ylabel="" if axis is not axes[0] else label)
+        figures = {"history": history, "slices": slices}
+        if importance := _importance(done):
+            figures["importance"], (axis,) = grid(1, height=0.8 + 0.4 * len(names))
+            axis.barh(list(importance)[::-1], list(importance.values())[::-1], color=COLOURS["blue"])
+            axis.set(xlabel="share of the variance of ACC (fANOVA)", xlim=(0, 1))
+        return {name: files(figure, ["svg"])["svg"] for name, figure in figures.items()}
 
 
 def _importance(done: Sequence[FrozenTrial]) -> dict[str, float]:

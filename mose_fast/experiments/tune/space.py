@@ -19,7 +19,6 @@ class Axis:
     """A setting that is searched: a range of numbers, or some values.
 
     Attributes:
-        setting: The setting's declaration.
         search: The range; None: there are ``choices``.
         choices: The values; empty: there is a range.
     """

@@ -49,11 +49,8 @@ class Study:
     """The trials of a study, kept in an SQLite file of Optuna's.
 
     Args:
-        path: The file; created if missing.
-        axes: The space by dotted name.
         defaults: The values that the method's settings have by themselves; the first trial's,
             where the space contains them.
-        seed: Seed of the sampler.
 
     Raises:
         RunError: The file cannot be read or written; the message names it. So do all methods.
@@ -124,7 +121,6 @@ class Study:
         ones. After two tasks, one that has forgotten everything still has the half.
 
         Args:
-            params: The trial's settings.
             values: Accuracy after each of its tasks so far, of its best seed: a trial with some bad
                 luck is not hopeless.
             known: Number of earlier trials to compare with.
@@ -145,10 +141,8 @@ class Study:
         """Records how a trial ended.
 
         Args:
-            trial: The trial.
             values: Its accuracy after each task, as far as it came.
             result: Its final accuracy; None if it failed or was stopped.
-            pruned: Whether it was stopped.
         """
         states = self.optuna.trial.TrialState
         with self._file():

@@ -5,37 +5,38 @@ A study can be killed at any moment; the same call continues it to the same tria
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mose_fast.device import available_bytes
+import numpy as np
+
 from mose_fast.experiments.cells import CellRecord, CellState
-from mose_fast.experiments.display import Display
-from mose_fast.experiments.engine import Engine
-from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.dispatch import CellLoop
+from mose_fast.experiments.experiment import Experiment, with_fingerprints
+from mose_fast.experiments.folder import SweepFolder, first_difference
 from mose_fast.experiments.forecast import Forecast, cost_key, duration, measured_costs
 from mose_fast.experiments.grid import Cell
-from mose_fast.experiments.place import Layout, Place
-from mose_fast.experiments.step_cost import Cost
-from mose_fast.experiments.sweep import with_fingerprints
+from mose_fast.experiments.place import Place
+from mose_fast.experiments.protocol import Event
 from mose_fast.experiments.tune.outcome import Tuned, check_writable, conclude
 from mose_fast.experiments.tune.space import Axis, check_values, declared_space, read_space
 from mose_fast.experiments.tune.study import Study, import_optuna
-from mose_fast.experiments.tune.trials import RunningTrial, TrialLoop
 from mose_fast.learner.named_settings import dotted, with_absolute_paths, with_changes
 from mose_fast.learner.registry import check_unchanged, method_files
 from mose_fast.methods import find_method
 from mose_fast.output import guarded_output
-from mose_fast.runs.files import RunError, write_atomically
-from mose_fast.runs.lock import FolderLock
-from mose_fast.runs.store import RunDamaged, Store, read_run
+from mose_fast.runs.files import RunError, RunFolder, write_atomically
+from mose_fast.runs.store import read_run
 from mose_fast.settings.knob import plain, whole_number
 from mose_fast.settings.run import ConfigError, RunConfig, shown
-from mose_fast.signals import StopRequest, stop_request
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
 __all__ = ["Tuned", "tune"]
 
@@ -62,16 +63,10 @@ def tune(
     table of the trials and plots. An unfinished study is continued.
 
     Args:
-        method: Name of the method.
         trials: Number of trials in all, those of an earlier call included.
-        out: The study's folder; each run gets a folder in it.
         space: A ``.toml`` or ``.json`` file with a table ``space``; None: the ranges that the
             method's settings declare.
-        seeds: Seeds of the runs of each trial.
-        changes: Settings of all runs, by dotted name.
-        place: Where to compute.
         dry_run: Stop after the forecast and write nothing.
-        say: Called with the forecast, a line for each trial, and the conclusions.
 
     Returns:
         What was found; None after a dry run.
@@ -102,19 +97,16 @@ def tune(
     (cell,) = with_fingerprints([Cell("base", base, {})], place)
     study = _Tuning(cell.config, axes, seeds, trials, SweepFolder(out), place, say)
     if dry_run:
-        with tempfile.TemporaryDirectory() as logs:
-            study.plan(Path(logs), None).close()
+        study.dry_run()
         return None
-    study.folder.create()
-    lock = FolderLock(study.folder.path, "study")
-    try:
-        return study.run(lock.descriptor)
-    finally:
-        lock.release()
+    with study.locked() as lock:
+        return study.run(lock)
 
 
-class _Tuning:
+class _Tuning(Experiment):
     """A study in progress."""
+
+    kind = "study"
 
     def __init__(
         self,
@@ -126,20 +118,15 @@ class _Tuning:
         place: Place,
         say: Callable[[str], None],
     ) -> None:
-        self.base, self.axes, self.seeds, self.folder, self.say = base, axes, seeds, folder, say
-        self.numbers = range(trials)
-        stored = self._stored()
-        # A study keeps its number of workers: another number of threads would change the last
-        # digits of the remaining results.
-        if place.workers is None and stored.get("workers"):
-            place = dataclasses.replace(place, workers=stored["workers"])
+        self.base, self.axes, self.seeds, self.numbers = base, axes, seeds, range(trials)
         cells = [self._cell(number, seed, {}) for number in self.numbers for seed in seeds]
+        super().__init__(cells, folder, place, say)
+        self._check_stored()
         self.records = {cell.name: CellRecord(cell) for cell in cells}
-        self.layout = Layout.of(cells, place)
         #: Trials that run at the same time. They are chosen together, by what earlier rounds found.
-        self.together = stored.get("together") or max(1, self.layout.runs // len(seeds))
-        earlier = stored["measured"] if stored.get("threads") == self.layout.threads else {}
-        self.measured = {key: Cost(**cost) for key, cost in earlier.items()}
+        self.together = self.stored.get("together") or max(1, self.layout.runs // len(seeds))
+        values = dotted(base.to_dict())
+        self.defaults = {name: values[name] for name in axes}
 
     def _described(self) -> dict[str, Any]:
         """What must be the same where a study is continued."""
@@ -150,96 +137,65 @@ class _Tuning:
             "method files": dict(method_files(find_method(self.base.method))),
         }
 
-    def _stored(self) -> dict[str, Any]:
-        """The plan in the folder; empty if there is none.
-
-        Raises:
-            RunError: The folder holds another study, or a sweep.
-        """
-        stored = self.folder.stored_plan()
-        if not stored:
-            return {}
-        if "study" not in stored:
+    def _check_stored(self) -> None:
+        """Refuses a folder that holds another study, or a sweep."""
+        if not self.stored:
+            return
+        if "study" not in self.stored:
             raise RunError(f"{self.folder.path} holds a sweep, and no study; choose another --out")
-        there, here = stored["study"], json.loads(json.dumps(self._described()))
-        for what, wanted in here.items():
-            found = there.get(what, {})
+        for what, wanted in json.loads(json.dumps(self._described())).items():
+            found = self.stored["study"].get(what, {})
             if found != wanted:
+                named = isinstance(found, dict)
+                differing = first_difference(found, wanted) if named else f"{found} there and {wanted} here"
                 raise RunError(
-                    f"the study in {self.folder.path} has other {what} ({_difference(found, wanted)}); continue it with"
-                    " the same, or choose another --out"
+                    f"the study in {self.folder.path} has other {what} ({differing}); continue it with the same, or"
+                    " choose another --out"
                 )
-        return stored
+
+    def described(self) -> dict[str, Any]:
+        return {"cells": {}, "together": self.together, "study": self._described()}
 
     def _cell(self, number: int, seed: int, params: Mapping[str, Any]) -> Cell:
         config = dataclasses.replace(with_changes(self.base, params), seed=seed)
         return Cell(_name(number, seed), config, {**params, "seed": seed})
 
-    def plan(self, logs: Path, lock: int | None) -> Engine:
-        """Forecasts the study, says so, and makes the engine.
-
-        Raises:
-            ConfigError: The runs do not fit into the memory.
-        """
-        engine = self.layout.engine(self.folder.path, logs, lock)
-        try:
-            key = cost_key(self.base)
-            if key not in self.measured:
-                self.say("measuring the first steps of a run ...")
-                self.measured |= measured_costs({key: self.base}, engine)
-            costs = dict.fromkeys(self.records, self.measured[key])
-            cells = [record.cell for record in self.records.values()]
-            self.forecast = Forecast(cells, costs, self.layout.runs, self.layout.threads, available_bytes())
-            if self.layout.place.engine == "local":
-                self.forecast.check_memory()
-            self.say(
-                f"{len(self.numbers)} trials of {len(self.seeds)} seeds in {self.folder.path}, each run"
-                f" {duration(self.measured[key].seconds)} with the method's own settings: at most about"
-                f" {duration(self.forecast.seconds)} with {self.layout.runs} runs at a time"
-            )
-            for name, axis in self.axes.items():
-                self.say(f"  {name}: {_shown(axis)}, by itself {shown(self._defaults()[name])}")
-        except BaseException:
-            engine.close()
-            raise
-        return engine
-
-    def _defaults(self) -> dict[str, Any]:
-        return {name: dotted(self.base.to_dict())[name] for name in self.axes}
+    def plan(self) -> Forecast:
+        key = cost_key(self.base)
+        if key not in self.measured:
+            self.say("measuring the first steps of a run ...")
+            self.measured |= measured_costs({key: self.base}, self.engine)
+        forecast = self.forecast_of(dict.fromkeys(self.records, self.measured[key]))
+        if self.layout.place.engine == "local":
+            forecast.check_memory()
+        self.say(
+            f"{len(self.numbers)} trials of {len(self.seeds)} seeds in {self.folder.path}, each run"
+            f" {duration(self.measured[key].seconds)} with the method's own settings: at most about"
+            f" {duration(forecast.seconds)} with {self.layout.runs} runs at a time"
+        )
+        for name, axis in self.axes.items():
+            self.say(f"  {name}: {_shown(axis)}, by itself {shown(self.defaults[name])}")
+        return forecast
 
     def run(self, lock: int) -> Tuned:
         """Runs the rounds, and draws the conclusions."""
-        engine = self.plan(self.folder.logs, lock)
-        try:
-            self._write_plan()
-            study = Study(self.folder.path / _STUDY, self.axes, self._defaults(), seed=0)
-            display = Display(self.records, self.forecast)
-            store = Store(self.folder.path)
-            try:
-                with stop_request() as stop:
-                    for start in range(0, len(self.numbers), self.together):
-                        self._round(study, start, engine, store, display, stop)
-            finally:
-                display.close()
-        finally:
-            engine.close()
-        return conclude(study.trials[: len(self.numbers)], self.base, self.seeds, self.folder, self.say)
+        with self.running(lock):
+            study = Study(self.folder.path / _STUDY, self.axes, self.defaults, seed=0)
+            for start in range(0, len(self.numbers), self.together):
+                self._round(study, start)
+        trials = study.trials[: len(self.numbers)]
+        return conclude(trials, self._rows_of, self.base, self.seeds, self.folder, self.say)
 
-    def _write_plan(self) -> None:
-        plan = {
-            "workers": self.layout.runs if self.layout.device == "cpu" else None,
-            "threads": self.layout.threads,
-            "engine": self.layout.place.engine,
-            "cells": {},
-            "measured": {key: dataclasses.asdict(cost) for key, cost in self.measured.items()},
-            "together": self.together,
-            "study": self._described(),
-        }
-        write_atomically(self.folder.plan, json.dumps(plan, indent=1) + "\n")
+    def _rows_of(self, number: int) -> list[dict[str, Any]]:
+        """The rows of the store of a trial's finished runs, by seed."""
+        found = []
+        for name in (_name(number, seed) for seed in self.seeds):
+            # A trial that had ended before this call has not been read yet.
+            row = self.records[name].row or read_run(self.folder.run(name))[0]
+            found.append({**row, "folder": name})
+        return found
 
-    def _round(
-        self, study: Study, start: int, engine: Engine, store: Store, display: Display, stop: StopRequest
-    ) -> None:
+    def _round(self, study: Study, start: int) -> None:
         """Runs the trials of a round that have not ended yet."""
         numbers = self.numbers[start : start + self.together]
         while len(study.trials) < numbers.stop:
@@ -254,55 +210,104 @@ class _Tuning:
                 trials.append(self._prepared(trial))
             except ConfigError as error:  # values that do not go together
                 study.tell(trial, [], None, pruned=False)
-                display.say(f"trial {trial.number}: failed: {error}")
-        records = {record.cell.name: record for running in trials for record in running.records}
-        loop = TrialLoop(
-            records, self.folder, engine, self.layout.threads, store, display, None, stop, trials, study, start
-        )
+                self.display.say(f"trial {trial.number}: failed: {error}")
+        loop = _TrialLoop(self, trials, study, start)
         if not loop.run():
-            stop.check()
+            self.stop.check()
         for running in trials:
             loop.judge(running)
-            accuracies = [
-                read_run(self.folder.run(record.cell.name))[0]["acc"]
-                for record in running.records
-                if record.state is CellState.DONE
-            ]
+            accuracies = [record.row["acc"] for record in running.records if record.state is CellState.DONE]
             complete = running.stopped is None and len(accuracies) == len(self.seeds)
             result = sum(accuracies) / len(accuracies) if complete else None
             study.tell(running.trial, running.values, result, pruned=running.stopped is not None)
             found = f"ACC {100 * result:.1f}" if complete else "failed"
             found = found if running.stopped is None else f"stopped after task {running.stopped + 1}"
             values = ", ".join(f"{name.rpartition('.')[2]} {shown(v)}" for name, v in running.trial.params.items())
-            display.say(f"trial {running.trial.number}: {found} ({values})")
+            self.display.say(f"trial {running.trial.number}: {found} ({values})")
 
-    def _prepared(self, trial: Any) -> RunningTrial:
+    def _prepared(self, trial: Any) -> _Trial:
         """A trial with its runs, of which finished ones are found."""
         records = []
         for seed in self.seeds:
             cell = self._cell(trial.number, seed, trial.params)
             record = self.records[cell.name]
             record.cell = cell
-            try:
-                record.state = CellState.WAITING if self.folder.finished(cell) is None else CellState.DONE
-            except RunDamaged as error:
-                record.give_up(str(error), self.folder, self.layout.threads, show_log=False)
-            self.folder.tidy([cell])
+            record.find_done(self.folder, self.layout.threads)
             write_atomically(self.folder.config(cell.name), cell.config.to_json())
             records.append(record)
-        return RunningTrial(trial, records)
+        return _Trial(trial, records)
+
+
+@dataclass
+class _Trial:
+    """A trial and its runs.
+
+    Attributes:
+        stopped: The task after which it was found to be hopeless; None: it was not.
+        values: Accuracy on the tasks seen after each task, mean over the seeds, as far as all runs
+            have come; no further than ``stopped``.
+    """
+
+    trial: FrozenTrial
+    records: Sequence[CellRecord]
+    stopped: int | None = None
+    values: list[float] = field(default_factory=list)
+
+
+class _TrialLoop(CellLoop):
+    """The loop of a sweep, which also compares trials with earlier ones after every task.
+
+    Args:
+        known: Number of earlier trials to compare with.
+    """
+
+    def __init__(self, experiment: Experiment, trials: Sequence[_Trial], study: Study, known: int) -> None:
+        super().__init__(experiment, {r.cell.name: r for running in trials for r in running.records})
+        self.trials, self.study, self.known = trials, study, known
+        self.views: dict[str, list[str]] = {}
+
+    def judge(self, running: _Trial) -> None:
+        """Compares a trial, as far as its runs have come, and stops them if it is hopeless.
+
+        The first task after which it is hopeless does not depend on when this is called.
+        """
+        if running.stopped is not None:
+            return
+        by_seed = [self._after_tasks(record) for record in running.records]
+        after = list(zip(*by_seed, strict=False))
+        running.values = [float(np.mean(values)) for values in after]
+        running.stopped = self.study.hopeless(running.trial.params, [*map(max, after)], self.known)
+        if running.stopped is not None:
+            running.values = running.values[: running.stopped + 1]
+            for record in running.records:
+                self.drop(record.cell.name)
+
+    def _on_event(self, record: CellRecord, event: Event) -> None:
+        super()._on_event(record, event)
+        if "view" in event:
+            self.views[record.cell.name] = event["view"]
+        if "view" in event or event["event"] in ("task", "done"):
+            self.judge(next(running for running in self.trials if record in running.records))
+
+    def _after_tasks(self, record: CellRecord) -> list[float]:
+        """Mean accuracy of a run on the tasks seen after each task, as far as it has come."""
+        file = RunFolder(self.folder.run(record.cell.name)).accuracy
+        if record.row is not None:
+            self.views[record.cell.name] = [record.row["classifier"], record.row["expert"]]
+        view = self.views.get(record.cell.name)
+        if view is None or not file.is_file():
+            return []
+        after: dict[int, list[float]] = {}
+        with file.open(encoding="utf-8", newline="") as rows:
+            for row in csv.DictReader(rows):
+                if [row["classifier"], row["expert"]] == view:
+                    after.setdefault(int(row["after_task"]), []).append(float(row["accuracy"]))
+        return [float(np.mean(after[task])) for task in sorted(after)]
 
 
 def _name(number: int, seed: int) -> str:
     """Name of a run's folder."""
     return f"trial-{number:03d}_seed-{seed}"
-
-
-def _difference(there: Any, here: Any) -> str:
-    if not isinstance(there, dict):
-        return f"{there} there and {here} here"
-    name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
-    return f"{name} is {shown(there.get(name))} there and {shown(here.get(name))} here"
 
 
 def _shown(axis: Axis) -> str:

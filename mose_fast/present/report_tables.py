@@ -11,13 +11,12 @@ import numpy as np
 from mose_fast.present import published
 from mose_fast.present.report_runs import Group, View
 from mose_fast.present.statistics import Comparison, Summary, compare_all, holm, summarise
-from mose_fast.present.table import Cell, Interval, Number, Spread, Table
+from mose_fast.present.table import Cell, Interval, Number, Spread, Table, counted
 
 __all__ = [
     "WIDE",
     "comparison_table",
     "comparisons",
-    "counted",
     "deviations",
     "images",
     "part_name",
@@ -33,8 +32,8 @@ WIDE = 20
 
 _METRICS = {"acc": "ACC", "af_paper": "AF"}
 _NO_METRICS = (
-    "A dash marks values that a run without an evaluation after every task, or a stream without borders, does not have,"
-    " or that the paper lacks."
+    "A dash marks values that a run without an evaluation after every task, or a stream without task boundaries, does"
+    " not have, or that the paper lacks."
 )
 
 
@@ -150,22 +149,11 @@ def _experts(groups: Sequence[Group]) -> Table:
     for g in groups:
         cells = [_spread(g, "acc", view) if view in g.runs[0].views else None for view in views.values()]
         table.rows.append([g.label, g.memory, g.n, *cells])
-        if paper := _paper_experts(g, names):
-            theirs[g.memory] = paper
+        data, method = published.dataset(g.runs[0].config), g.runs[0].config["method"]
+        if data and method == "mose" and (printed := published.experts(data, g.memory)):
+            theirs[g.memory] = [Number(printed[view]) if view in printed else None for view in views.values()]
     table.rows += [["MOSE, paper", memory, published.RUNS, *cells] for memory, cells in sorted(theirs.items())]
     return table
-
-
-def _paper_experts(g: Group, names: Sequence[str]) -> list[Cell]:
-    data = published.dataset(g.runs[0].config)
-    if data is None or g.runs[0].config["method"] != "mose":
-        return []
-    ncm, linear = published.experts(data, g.memory) or {}, published.linear(data, g.memory) or {}
-    if not ncm and not linear:
-        return []
-    linear = {**linear, "4": linear.get("last")}
-    values = [*(ncm.get(e) for e in names), ncm.get("mean"), *(linear.get(e) for e in names), linear.get("mean")]
-    return [None if v is None else Number(v) for v in values]
 
 
 def _tasks(groups: Sequence[Group]) -> Table:
@@ -175,7 +163,7 @@ def _tasks(groups: Sequence[Group]) -> Table:
     table = Table(
         "tasks",
         "Accuracy in percent on each task after the last one"
-        + ("" if part_name(groups) == "task" else "; a stream without borders is one task")
+        + ("" if part_name(groups) == "task" else "; a stream without task boundaries is one task")
         + f", means over {seeds(groups)}, classifiers of the kind that predict() uses. E: each single expert; MAX: the"
         " best single expert of each task and seed; MOE: the mean of experts; new: the classifier of predict() just"
         " after the task was learned.",
@@ -220,13 +208,13 @@ def _cost(groups: Sequence[Group]) -> Table:
         "cost",
         f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds of each phase, in no phase (other)"
         " and of the whole (wall), training steps per second, how many steps"
-        " on a card were not replayed from a CUDA graph (eager), peak memory in MiB of the process and on the card as"
+        " on a GPU were not replayed from a CUDA graph (eager), peak memory in MiB of the process and on the GPU as"
         " torch allocates it.",
-        spreads=(*phases, "steps/s", "eager", "host MiB", "card MiB"),
+        spreads=(*phases, "steps/s", "eager", "host MiB", "GPU MiB"),
     )
     for g in groups:
         rows = [run.row for run in g.runs]
-        on_card = [row["peak_bytes_device"] for row in rows if row["peak_bytes_device"] is not None]
+        on_gpu = [row["peak_bytes_device"] for row in rows if row["peak_bytes_device"] is not None]
         where = (row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
         table.add(
             {
@@ -240,7 +228,7 @@ def _cost(groups: Sequence[Group]) -> Table:
                 "steps/s": _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0),
                 "eager": _plain(row["eager_steps"] for row in rows if row["eager_steps"] is not None),
                 "host MiB": _plain(row["peak_bytes"] / 2**20 for row in rows),
-                "card MiB": _plain(peak / 2**20 for peak in on_card),
+                "GPU MiB": _plain(peak / 2**20 for peak in on_gpu),
                 "computed on": ", ".join(dict.fromkeys(where)),
             }
         )
@@ -356,11 +344,6 @@ def deviations(g: Group) -> list[str]:
     return [*published.deviations(run.config, run.tasks), *(f"{name} {value}" for name, value in run.changes.items())]
 
 
-def counted(n: int, noun: str) -> str:
-    """``3 seeds``."""
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
 def seeds(groups: Iterable[Group]) -> str:
     """The number of seeds behind each number: ``3 seeds`` or ``2 to 15 seeds``."""
     numbers = sorted({g.n for g in groups})
@@ -378,8 +361,9 @@ def images(groups: Iterable[Group]) -> str:
 
 
 def part_name(groups: Iterable[Group]) -> str:
-    """What runs were evaluated after: a ``task``, or a ``part`` of a stream without borders."""
-    return "task" if all(run.borders for g in groups for run in g.runs) else "part"
+    """What runs were evaluated after: a ``task``, or a ``part`` of a stream without task
+    boundaries."""
+    return "task" if all(run.boundaries for g in groups for run in g.runs) else "part"
 
 
 def _paper_data(groups: Sequence[Group]) -> str | None:

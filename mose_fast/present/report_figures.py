@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mose_fast.present.drawing import STYLE, Look, curve, file, grid, legend, looks_of, settle
+from mose_fast.present.drawing import COLOURS, STYLE, Look, curve, files, grid, legend, looks_of
 from mose_fast.present.report_runs import Group, Run
+from mose_fast.present.report_tables import images, part_name, seeds
 from mose_fast.present.statistics import summarise
-from mose_fast.present.tables import counted, images, part_name, seeds
+from mose_fast.present.table import counted
 from mose_fast.runs.lettering import lettering
 
 if TYPE_CHECKING:
@@ -26,24 +27,16 @@ __all__ = ["CURVES", "PANELS", "Picture", "figures"]
 CURVES, PANELS, BARS = 8, 12, 24
 
 _PHASES = {
-    "train": ("#0072B2", ""),
-    "capture": ("#56B4E9", "\\\\"),
-    "evaluate": ("#E69F00", "//"),
-    "checkpoint": ("#999999", ".."),
-    "other": ("#CC79A7", "xx"),
+    "train": (COLOURS["blue"], ""),
+    "capture": (COLOURS["sky"], "\\\\"),
+    "evaluate": (COLOURS["orange"], "//"),
+    "checkpoint": (COLOURS["grey"], ".."),
+    "other": (COLOURS["purple"], "xx"),
 }
 
 
 class Picture(NamedTuple):
-    """A figure.
-
-    Attributes:
-        name: Name of its file.
-        title: Title on the page.
-        caption: What it shows, and for how many runs.
-        svg: The figure for the page; UTF-8, without references to other files.
-        pdf: The figure for papers.
-    """
+    """A figure."""
 
     name: str
     title: str
@@ -53,11 +46,7 @@ class Picture(NamedTuple):
 
 
 def figures(groups: Sequence[Group]) -> list[Picture]:
-    """Every figure that the runs have data for, in the order of the page.
-
-    Args:
-        groups: Ordered by label; a label keeps its colour and marker through all figures.
-    """
+    """Every figure that the runs have data for, in the order of the page."""
     # Not at the top: matplotlib takes half a second that other commands need not pay.
     from matplotlib import rc_context
 
@@ -80,7 +69,7 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
             at = _evaluated(g)
             _band(axis, at + 1, 100 * np.array([run.running[run.view][at] for run in g.runs]), looks[g.label], g.label)
         classes = {tuple(run.row[k] for k in ("classes", "tasks")) for g in shown for run in g.runs}
-        if len(classes) == 1 and all(run.borders for g in shown for run in g.runs):
+        if len(classes) == 1 and all(run.boundaries for g in shown for run in g.runs):
             ((total, tasks),) = classes
             seen = np.arange(1, tasks + 1)
             axis.plot(seen, 100 * tasks / (total * seen), color="0.5", linewidth=1, linestyle=":", label="chance")
@@ -95,7 +84,7 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
         "Accuracy against task",
     )
     if part == "part":
-        what = "Accuracy on the classes seen so far, after each part of the stream, which has no borders"
+        what = "Accuracy on the classes seen so far, after each part of the stream, which has no task boundaries"
         dotted, title = "", "Accuracy over the stream"
     bands = f"{_band_text(groups)}{dotted}{left_out}"
     caption = f"{what}, by the classifier of predict(), one panel for each memory size. {bands}"
@@ -111,8 +100,8 @@ def _anytime(groups: Sequence[Group]) -> Picture | None:
     looks = looks_of(g.label for g in groups)
     figure, axes = grid(len(panels))
     for axis, (memory, shown) in zip(axes, panels.items(), strict=True):
-        for border in {int(at) for g in shown for at in g.runs[0].anytime.borders}:
-            axis.axvline(border, color="0.8", linewidth=0.8, zorder=0)
+        for end in {int(at) for g in shown for at in g.runs[0].anytime.task_ends}:
+            axis.axvline(end, color="0.8", linewidth=0.8, zorder=0)
         for g in shown:
             curves = 100 * np.array([run.anytime.accuracy for run in g.runs])
             _band(axis, g.runs[0].anytime.images, curves, looks[g.label], g.label)
@@ -162,8 +151,8 @@ def _tradeoffs(groups: Sequence[Group]) -> Picture:
     from matplotlib.transforms import ScaledTranslation
 
     looks = looks_of(g.label for g in groups)
-    on_card = all(run.row["peak_bytes_device"] is not None for g in groups for run in g.runs)
-    column = "peak_bytes_device" if on_card else "peak_bytes"
+    on_gpu = all(run.row["peak_bytes_device"] is not None for g in groups for run in g.runs)
+    column = "peak_bytes_device" if on_gpu else "peak_bytes"
     seconds = [_mean([run.row["seconds_total"] for run in g.runs]) for g in groups]
     peaks = [_mean([run.row[column] / 2**20 for run in g.runs]) for g in groups]
     acc = [100 * _acc(g) for g in groups]
@@ -197,7 +186,7 @@ def _tradeoffs(groups: Sequence[Group]) -> Picture:
         axes[2].plot([m for m, _ in at], [y for _, y in at], color=look.colour, linestyle=look.dashes, linewidth=1)
         axes[2].plot([], [], look.marker, color=look.colour, linestyle=look.dashes, linewidth=1, label=told)
     axes[0].set(title="time", xlabel="seconds a run")
-    axes[1].set(title="memory of the machine", xlabel=f"peak MiB {'on the card' if on_card else 'of the process'}")
+    axes[1].set(title="memory of the machine", xlabel=f"peak MiB {'on the GPU' if on_gpu else 'of the process'}")
     axes[2].set(title="replay memory", xlabel="M (images)")
     if max(sizes) > 4 * min(sizes):
         axes[2].set_xscale("log")
@@ -391,5 +380,4 @@ def _label_left(axes: Sequence[Axes], text: str) -> None:
 
 
 def _picture(name: str, title: str, caption: str, figure: Figure) -> Picture:
-    settle(figure)
-    return Picture(name, title, caption, file(figure, "svg"), file(figure, "pdf"))
+    return Picture(name, title, caption, **files(figure, ("svg", "pdf")))
