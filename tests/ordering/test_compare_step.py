@@ -1,4 +1,4 @@
-"""The variants of a step that bench.compare_step measures, on the stand-in card: they are ordered,
+"""The variants of a step that bench.compare_step measures, on the emulated GPU: they are ordered,
 and their weights are the same.
 """
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(_loader.native is None, reason="there is no nati
 
 
 def two_steps(variant: str) -> tuple[Card, list[torch.Tensor]]:
-    """The card and the network's weights after two steps."""
+    """The GPU and the network's weights after two steps."""
     networks: list[ExpertNetwork] = []
     case = Case("step", "native", "cuda", torch.float32, "forward+backward", {"N": 6, "K": 10, "E": 4, "W": 8})
 
