@@ -71,6 +71,17 @@ def step_of(learner: Learner, x, y, task: int) -> Step:
     return step
 
 
+def bits(learner: Learner) -> dict[str, bytes]:
+    """Every bit of a learner's state: tensors by name, and the plain values under an empty name."""
+    tensors, values = learner.state()
+    found = {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
+    return found | {"": repr(values).encode()}
+
+
+def tensor_bits(learner: Learner, *left_out: str) -> dict[str, bytes]:
+    return {name: content for name, content in bits(learner).items() if name not in ("", *left_out)}
+
+
 def normalised(images: torch.Tensor) -> torch.Tensor:
     """Views float64 [N, 3, H, W] of raw images, with mean and deviation 1/2."""
     return images.double().permute(0, 3, 1, 2) / 127.5 - 1

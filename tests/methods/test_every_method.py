@@ -20,6 +20,7 @@ from mose_fast.settings.knob import settings_of
 from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, ReplayOptions, RunConfig
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
+from tests.methods.by_hand import bits
 
 NAMES = tuple(METHODS)
 PRESETS = [(name, preset) for name in NAMES for preset in METHODS[name].about.presets]
@@ -54,14 +55,16 @@ def stream():
     return from_arrays(*parts, tasks=2)
 
 
-def bits(learner) -> dict[str, bytes]:
-    tensors, values = learner.state()
-    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()} | {
-        "": repr(values).encode()
-    }
-
-
 # Entries and presets
+
+
+@pytest.mark.parametrize("name", ["bic", "ccil", "gsa", "il2a", "lucir", "ocm", "onpro", "ssil"])
+def test_it_starts_from_the_weights_of_er(name, make):
+    """But for what its head has of its own."""
+    er, found = (dict(make(each, seed=4).network.named_parameters()) for each in ("er", name))
+    assert er.keys() - found.keys() <= {"classifier1.bias"}
+    shared = {p for p in found if p != "classifier1.scale" and not p.startswith("projection1")}
+    assert all(torch.equal(found[p], er[p]) for p in shared)
 
 
 @every
@@ -337,7 +340,7 @@ def test_the_weights_can_have_a_seed_of_their_own(name, make, teach, batch):
 def test_a_restored_learner_continues_bit_for_bit(name, make, teach):
     learner, copy = teach(make(name, seed=1)), make(name, seed=1)
     tensors, values = learner.state()
-    copy.load_state({key: t.clone() for key, t in tensors.items()}, values)
+    copy.load_state(tensors, values)  # from the live tensors: the two must not share any
     assert bits(copy) == bits(learner)
     for one in (learner, copy):
         one.end_task()

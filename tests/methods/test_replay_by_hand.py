@@ -27,13 +27,18 @@ from tests.methods.by_hand import (
 )
 
 
-def test_er(make, teach, batch):
-    learner = teach(make("er", options=SGD), steps=2)
+@pytest.mark.parametrize("replay_loss", ["two_means", "one_mean"])
+def test_er(make, teach, batch, replay_loss):
+    learner = teach(make("er", options={**SGD, "replay_loss": replay_loss}), steps=2)
     x, y = batch([4, 5] * 5)
     step = step_of(learner, x, y, 2)
     assert step.rows.sizes == (10, 12) and torch.equal(step.rows.images[:10], x)
     assert len(set(step.rows.slots.tolist())) == 12 and torch.equal(step.rows.labels[:10], y)
-    expect_terms(step, two_means(step))
+    if replay_loss == "two_means":
+        expect_terms(step, two_means(step))
+    else:
+        logits = logits_of(step.before, normalised(step.rows.images))
+        expect_terms(step, {"cross_entropy": nll(logits, step.rows.labels)})
 
 
 def test_er_apart(make, teach, batch):
