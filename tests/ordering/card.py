@@ -1,4 +1,4 @@
-"""A stand-in for a GPU: CPU tensors that say they are on ``cuda``, streams, events and graphs, and
+"""A simulated GPU: CPU tensors that say they are on ``cuda``, streams, events and graphs, and
 a checker that hears of all of it.
 
 Every operation is carried out at once, in the order of the program; what a GPU would do later is

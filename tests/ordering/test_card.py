@@ -1,4 +1,4 @@
-"""The emulated GPU by itself: small programs whose order is known, each with what is reported of
+"""The simulated GPU by itself: small programs whose order is known, each with what is reported of
 it.
 """
 

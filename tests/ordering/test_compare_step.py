@@ -1,4 +1,4 @@
-"""The variants of a step that bench.compare_step measures, on the emulated GPU: they are ordered,
+"""The variants of a step that bench.compare_step measures, on the simulated GPU: they are ordered,
 and their weights are the same.
 """
 

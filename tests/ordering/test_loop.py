@@ -1,4 +1,4 @@
-"""The loop on the emulated GPU: clean as it is, and each kind of wait that it would forget
+"""The loop on the simulated GPU: clean as it is, and each kind of wait that it would forget
 reported.
 """
 
@@ -36,7 +36,7 @@ pytestmark = [
 # What stands in for kernels sums the gradients of maps with several readers in an order of its own.
 needs_kernels = pytest.mark.skipif(
     _loader.native is None or _loader.record["backend"] != "emulated",
-    reason="needs the emulated card's kernels, with which .ci/run runs this file, too",
+    reason="needs the emulated GPU's kernels, with which .ci/run runs this file, too",
 )
 
 # Two tasks of seven batches. The first batch trains nothing; of each task, the second step is

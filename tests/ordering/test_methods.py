@@ -1,4 +1,4 @@
-"""Every method whose steps are captured, on the emulated GPU: its graphs give the bits of eager
+"""Every method whose steps are captured, on the simulated GPU: its graphs give the bits of eager
 steps, its steps never wait for the GPU, and plans and steps are in order.
 """
 

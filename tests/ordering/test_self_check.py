@@ -1,4 +1,4 @@
-"""The self-check's captured steps, on the emulated GPU: a clean capture passes; one that gives
+"""The self-check's captured steps, on the simulated GPU: a clean capture passes; one that gives
 other numbers, or none, is found, and steps are then taken eagerly.
 """
 
