@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.store import COLUMNS, append, main, read_csv, read_rows, table
+from bench.store import COLUMNS, append, file_name, main, read_csv, read_rows, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,6 +91,15 @@ def test_rows_are_added_and_never_lost(tmp_path):
         assert list(csv.DictReader(file)) == [first, second, first]
 
 
+def test_each_card_has_its_file(tmp_path):
+    card = make_row(device="cuda", card="NVIDIA H100 80GB HBM3", launches="4")
+    assert file_name(card) == "nvidia-h100-80gb-hbm3.csv"
+    assert sorted(path.name for path in append([card, make_row()], tmp_path)) == [
+        "cpu.csv",
+        "nvidia-h100-80gb-hbm3.csv",
+    ]
+
+
 def test_a_file_with_other_columns_is_left_alone(tmp_path):
     (tmp_path / "cpu.csv").write_text("op,time\nsort,3\n")
     with pytest.raises(ValueError, match=r"cpu.csv has the columns 'op,time'; wanted 'op,impl"):
@@ -104,6 +113,11 @@ def test_read_rows_takes_numbers_and_gaps():
     del info["target_us"]
     (row,) = read_rows(make_json(info))
     assert (row["median_us"], row["launches"], row["peak_bytes"], row["target_us"]) == ("20.5", "4", "", "")
+
+
+def test_an_interrupted_benchmark_gives_no_row():
+    info = {name: value for name, value in make_row(op="cut").items() if not name.endswith("_us")}
+    assert [row["op"] for row in read_rows(make_json(make_row(), info))] == ["sort"]
 
 
 @pytest.mark.parametrize(
