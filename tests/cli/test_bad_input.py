@@ -67,7 +67,6 @@ def contents(folder):
             ("memory is 63, smaller than options.buffer_batch, 64", "wanted a memory of at least one buffer batch"),
         ),
         (("--set", "buffer_batch=65"), ("memory is 64, smaller than options.buffer_batch, 65")),
-        (("--memory", "many"), ("argument --memory: invalid int value: 'many'",)),
         (("--tasks", "3"), ("tasks is 3", "wanted tasks to be one of 1, 2, 5")),
         (("--limit-per-task", "1"), ("limit_per_task is 1", "wanted at least one image a class")),
         (("--normalisation", "cifar11"), ("'cifar11'", "cifar10")),
@@ -106,7 +105,6 @@ def contents(folder):
         (("--stream", "x" * 5000), ("stream.name is 'xxx", "wanted the name of a stream")),
         (("--data-dir", "x" * 300), ("stream.data_dir is", "wanted a folder")),
         (("--method", f"{'x' * 300}.py:Name"), ("method is 'xxx", "unknown")),
-        (("--mem", "5"), ("--mem is not an argument; did you mean --memory?",)),
     ],
 )
 def test_unusable_setting(refused_run, arguments, says):
