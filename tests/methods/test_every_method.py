@@ -55,6 +55,13 @@ def stream():
     return from_arrays(*parts, tasks=2)
 
 
+class AtOnce(Listener):
+    """Stops a run before it trains."""
+
+    def on_start(self, *arguments):
+        raise KeyboardInterrupt
+
+
 # Entries and presets
 
 
@@ -139,15 +146,11 @@ def test_the_nine_baselines_have_the_sources_preset():
     ],
 )
 def test_a_preset_for_another_protocol_warns(stream, changes, says):
-    class Stop(Listener):
-        def on_start(self, *arguments):
-            raise KeyboardInterrupt
-
     with (
         pytest.warns(UserWarning, match=f"preset 'table' of 'er' is meant for another protocol: {says}"),
         pytest.raises(KeyboardInterrupt),
     ):
-        run(settings("er", **changes), listeners=[Stop()])
+        run(settings("er", **changes), listeners=[AtOnce()])
 
 
 @pytest.mark.parametrize(
@@ -217,10 +220,6 @@ def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
     whole = stream.as_one_task()
     joint = {"buffer_batch": 8, "replay_from": "others"}
 
-    class Stop(Listener):
-        def on_start(self, *arguments):
-            raise KeyboardInterrupt
-
     for name, given, options, said in (
         ("agem", whole, None, "but the stream has one: without task boundaries the method has no reference batch"),
         (
@@ -236,7 +235,7 @@ def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
         config = settings(name, **({} if options is None else {"options": options}))
         with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
             warnings.simplefilter("always")
-            run(config, stream=given, listeners=[Stop()])
+            run(config, stream=given, listeners=[AtOnce()])
         found = [str(w.message) for w in caught if "task boundaries" in str(w.message)]
         assert len(found) == (said is not None) and all(said in message for message in found)
 
@@ -251,15 +250,11 @@ def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
     ],
 )
 def test_a_memory_that_is_thin_or_larger_than_the_stream_is_warned_of(memory, says):
-    class Stop(Listener):
-        def on_start(self, *arguments):
-            raise KeyboardInterrupt
-
     y = np.arange(105) % 5
     stream = from_arrays(np.zeros((105, 8, 8, 3), np.uint8), y, np.zeros((10, 8, 8, 3), np.uint8), y[:10], tasks=1)
     with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
         warnings.simplefilter("always")
-        run(settings("er", memory=memory), stream=stream, listeners=[Stop()])
+        run(settings("er", memory=memory), stream=stream, listeners=[AtOnce()])
     found = [str(w.message) for w in caught if "memory is" in str(w.message)]
     assert len(found) == (says is not None) and all(message.startswith(says) for message in found)
 
